@@ -1,0 +1,1 @@
+"""Differentially private training for Equinox models in JAX."""

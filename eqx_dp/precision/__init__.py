@@ -1,0 +1,1 @@
+"""Which dtype each stage of a private training step uses."""
