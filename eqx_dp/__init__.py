@@ -1,1 +1,43 @@
-"""Differentially private training for Equinox models in JAX."""
+"""Differentially private training for Equinox models in JAX.
+
+A policy declares what dtype each stage uses, an engine clips the gradient of every example, and a
+plan ties sampling, noise and accounting together. See README.md for a tour.
+"""
+
+from .gradients import (
+    ClippedGrad,
+    PerExample,
+    filter_clipped_grad,
+    filter_value_and_clipped_grad,
+)
+from .precision import (
+    LossScale,
+    ModuleRule,
+    Policy,
+    available_policies,
+    load_policy,
+    parse_policy,
+)
+from .privacy import (
+    NeighboringRelation,
+    PoissonSampler,
+    PrivacyPlan,
+    gaussian_privatizer,
+)
+
+__all__ = [
+    "ClippedGrad",
+    "LossScale",
+    "ModuleRule",
+    "NeighboringRelation",
+    "PerExample",
+    "PoissonSampler",
+    "Policy",
+    "PrivacyPlan",
+    "available_policies",
+    "filter_clipped_grad",
+    "filter_value_and_clipped_grad",
+    "gaussian_privatizer",
+    "load_policy",
+    "parse_policy",
+]

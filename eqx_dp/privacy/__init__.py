@@ -1,1 +1,15 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
+
+from .noise import GaussianPrivatizerState, gaussian_privatizer
+from .plan import ClippedSum, NeighboringRelation, PrivacyPlan
+from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
+
+__all__ = [
+    "OVERFLOW_PROBABILITY",
+    "ClippedSum",
+    "GaussianPrivatizerState",
+    "NeighboringRelation",
+    "PoissonSampler",
+    "PrivacyPlan",
+    "gaussian_privatizer",
+]

@@ -1,0 +1,190 @@
+"""Clip norms, the norms of per-example gradients, and the factors between them."""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PyTree
+
+
+class Clipping(NamedTuple):
+    """How each group of leaves is clipped: one group for a single clip norm, several for a tree.
+
+    Attributes:
+        clip_norms: the L2 bound of each group's clipped gradient.
+        structure: the tree that the user gave, with one leaf a group.
+        rescale_to_unit_norm: whether each clipped group is divided by its clip norm.
+    """
+
+    clip_norms: tuple[float, ...]
+    structure: Any
+    rescale_to_unit_norm: bool
+
+    @property
+    def l2_norm_bound(self) -> float:
+        """The L2 norm that one example's clipped gradient cannot exceed, over all groups.
+
+        Groups are orthogonal, so their bounds add in squares.
+        """
+        if self.rescale_to_unit_norm:
+            return math.sqrt(len(self.clip_norms))
+        return math.hypot(*self.clip_norms)
+
+    def groups(self, params: PyTree[Array]) -> list[int]:
+        """Finds the group of every leaf of ``params``, in the order of its leaves.
+
+        Raises:
+            ValueError: the tree of clip norms is no prefix of the tree of trainable parameters.
+        """
+        indices = self.structure.unflatten(range(len(self.clip_norms)))
+        try:
+            return jax.tree.leaves(jax.tree.broadcast(indices, params))
+        except ValueError as error:
+            raise ValueError(
+                "l2_clip_norm is no prefix of the trainable parameters' tree. Give one number, or "
+                "a tree whose numbers each stand where a trainable leaf or a whole subtree of the "
+                f"model stands (jax.tree_util's prefix rule). {error}"
+            ) from error
+
+
+def parse_clip_norm(l2_clip_norm: PyTree[Any], rescale_to_unit_norm: bool) -> Clipping:
+    """Reads a clip norm, or a tree of them, as the user gave it.
+
+    Leaves of the tree that are neither numbers nor arrays (an activation function of the model
+    that the tree was made from, say) have no clip norm; whether a trainable leaf is left without
+    one is known, and refused, once the model is there.
+
+    Raises:
+        ValueError: a clip norm is negative, NaN, or not a number; or there is none at all.
+    """
+    norms = jax.tree_util.tree_map_with_path(_parse_one, l2_clip_norm)
+    clip_norms, structure = jax.tree.flatten(norms)
+    if not clip_norms:
+        raise ValueError(f"l2_clip_norm holds no number: found {l2_clip_norm!r}.")
+    return Clipping(tuple(clip_norms), structure, rescale_to_unit_norm)
+
+
+def _parse_one(path: tuple[Any, ...], leaf: Any) -> float | None:
+    where = f"l2_clip_norm{jax.tree_util.keystr(path)}"
+    if isinstance(leaf, jax.core.Tracer):
+        raise ValueError(
+            f"{where} is a traced value. The clip norm decides the sensitivity, so it has to be a "
+            "known number: pass a Python float, or mark the argument as static."
+        )
+    if isinstance(leaf, numbers.Real) or (eqx.is_array_like(leaf) and np.ndim(leaf) == 0):
+        if isinstance(leaf, bool | np.bool_) or jnp.iscomplexobj(leaf):
+            raise ValueError(f"{where} must be a real number, found {leaf!r}.")
+        value = float(leaf)
+        if not value >= 0:
+            raise ValueError(f"{where} must be at least 0 (inf for no clipping), found {value}.")
+        return value
+    if eqx.is_array(leaf):
+        raise ValueError(
+            f"{where} is an array of shape {leaf.shape}; a clip norm is one number. Replace every "
+            "trainable leaf, or a subtree above it, by a number, and the other arrays by None."
+        )
+    return None
+
+
+def global_norms(
+    leaves: Sequence[Float[Array, "batch ..."]], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Float[Array, " batch"]:
+    """The L2 norm of each example's gradient over several leaves, at any scale.
+
+    Squares of entries beyond the square root of the dtype's range overflow, or vanish. Each entry
+    therefore goes into one of three sums of squares, chosen by its size: large ones scaled down,
+    small ones scaled up, the rest as they are, all by powers of two (Blue, "A portable Fortran
+    program to find the Euclidean norm of a vector", 1978). One pass over the gradient.
+
+    Args:
+        leaves: per-example gradients, examples in front; there may be none.
+        shape: ``(batch,)``.
+        dtype: the accumulate dtype: float32 or float64.
+
+    Returns:
+        One norm an example, in ``dtype``. NaN or inf where the gradient holds NaN or inf; inf also
+        where the norm itself is beyond the dtype's range.
+
+        ==============================  ========================
+        gradient                        norm
+        ==============================  ========================
+        all zero, or no entries         0
+        entries whose squares overflow  right, to rounding
+        entries whose squares vanish    right, to rounding
+        NaN or infinity among them      NaN or inf
+        ==============================  ========================
+    """
+    info = jnp.finfo(dtype)
+    digits, top, bottom = info.nmant + 1, int(info.maxexp), int(info.minexp)
+    large, small = 2.0 ** ((top - digits) // 2), 2.0 ** (-((-bottom) // 2))
+    shrink, grow = 2.0 ** -((top + digits) // 2), 2.0 ** ((digits - bottom) // 2)
+
+    zero = jnp.zeros(shape, dtype)
+    large_sum, middle_sum, small_sum = zero, zero, zero
+    for leaf in leaves:
+        size = jnp.abs(leaf.astype(dtype))
+        is_large, is_small = size > large, size < small
+        axes = tuple(range(1, size.ndim))
+        large_sum += jnp.sum(jnp.square(jnp.where(is_large, size * shrink, 0)), axes)
+        small_sum += jnp.sum(jnp.square(jnp.where(is_small, size * grow, 0)), axes)
+        middle_sum += jnp.sum(jnp.square(jnp.where(is_large | is_small, 0, size)), axes)
+
+    large_norm, small_norm = jnp.sqrt(large_sum) / shrink, jnp.sqrt(small_sum) / grow
+    return jnp.hypot(large_norm, jnp.hypot(jnp.sqrt(middle_sum), small_norm))
+
+
+def clip_factors(
+    norms: Float[Array, " batch"], clip_norm: float, rescale_to_unit_norm: bool
+) -> Float[Array, " batch"]:
+    """The factor that brings each gradient to a norm of at most ``clip_norm``.
+
+    This is min(1, C / norm) of Abadi et al., "Deep Learning with Differential Privacy", 2016; with
+    ``rescale_to_unit_norm`` it is divided by C (De et al., "Unlocking High-Accuracy
+    Differentially Private Image Classification through Scale", 2022).
+
+    ==============  =====================  ==================================
+    clip norm C     norm                   factor (rescaled)
+    ==============  =====================  ==================================
+    0               > 0                    0 (1 / norm, the limit of C to 0)
+    0               0                      1 (0: the gradient is zero anyway)
+    inf             finite                 1 (0)
+    any             <= C                   1 (1 / C)
+    any             > C                    C / norm (1 / norm)
+    any             NaN or inf             of no use: select such an example away
+    ==============  =====================  ==================================
+    """
+    clip = jnp.asarray(_round_down(clip_norm, norms.dtype), norms.dtype)
+    if not rescale_to_unit_norm:
+        return jnp.where(norms <= clip, 1, clip / norms)
+    bound = jnp.maximum(norms, clip)
+    return jnp.where(bound > 0, 1 / bound, 0)
+
+
+def _round_down(value: float, dtype: np.dtype[Any]) -> Float[np.ndarray, ""]:
+    """Rounds a clip norm to the dtype so that it never grows."""
+    with np.errstate(over="ignore"):
+        rounded = np.asarray(value, dtype)
+    return np.nextafter(rounded, np.zeros((), dtype)) if float(rounded) > value else rounded
+
+
+def weighted_sum(
+    leaf: Float[Array, "batch *shape"],
+    factors: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Float[Array, "*shape"]:
+    """Sums factor x gradient over examples, in the dtype of ``factors``.
+
+    An example that does not contribute is selected away before the product, since 0 x NaN is NaN:
+    the sum is, bit for bit, what it would be with a zero gradient in its place. The contraction
+    asks for the highest precision, so that no accelerator rounds its inputs to a narrower format.
+    """
+    mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
+    selected = jnp.where(mask, leaf.astype(factors.dtype), 0)
+    factors = jnp.where(contributes, factors, 0)
+    return jnp.tensordot(factors, selected, axes=1, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,543 @@
+"""Equinox's ``filter_grad``, with the gradient of every example clipped before they are summed."""
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+
+import dp_accounting
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
+
+from ..precision import Policy
+from .clip import Clipping, parse_clip_norm
+from .examples import Examples, read_examples
+from .methods import METHODS, Task
+from .microbatches import over_microbatches
+from .program import Options, refuse_batch_norm, takes_key, trace
+
+NeighboringRelation = dp_accounting.NeighboringRelation
+
+FilterSpec = PyTree[bool | Callable[[Any], bool]]
+Key = PRNGKeyArray | UInt32[Array, " words"]
+_Result = TypeVar("_Result")
+
+
+class PerExample(NamedTuple):
+    """Values of each example, as they are before clipping. They are **not private**.
+
+    Anything that is decided, logged or stored from them is a release of its own that no plan
+    accounts for. In padding slots everything is zero.
+
+    Attributes:
+        loss: the loss, in the policy's output dtype.
+        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf where the
+            gradient is not finite. With a tree of clip norms a tree of that structure, one norm a
+            group.
+        aux: what the loss returned beside, examples in front; None without ``has_aux``.
+    """
+
+    loss: Float[Array, " batch"]
+    grad_norm: PyTree[Float[Array, " batch"]]
+    aux: PyTree[Any]
+
+
+class _Configuration(NamedTuple):
+    """Everything that ``filter_clipped_grad`` was told beside the loss."""
+
+    clipping: Clipping
+    policy: Policy | None
+    has_aux: bool
+    keep_batch_dim: bool
+    normalize_by: float
+    microbatch_size: int | None
+    method: str
+
+
+class ClippedGrad(eqx.Module, Generic[_Result]):
+    """A loss whose gradient is clipped example by example and summed, and how much that can move.
+
+    Made by [`filter_clipped_grad`][] and [`filter_value_and_clipped_grad`][].
+    """
+
+    _fun: Callable[..., Any]
+    _filter_spec: FilterSpec
+    _configuration: _Configuration = eqx.field(static=True)
+    _finish: Callable[[PerExample, PyTree[Array]], _Result] = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._fun
+
+    @property
+    def l2_norm_bound(self) -> float:
+        """The L2 norm that what one example adds to the result cannot exceed.
+
+        With clip norms C_g of the groups g it is sqrt(sum of C_g^2) / normalize_by, and with
+        ``rescale_to_unit_norm`` sqrt(number of groups) / normalize_by.
+        """
+        return self._configuration.clipping.l2_norm_bound / self._configuration.normalize_by
+
+    def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
+        """The L2 sensitivity of the result: how far one example can move it.
+
+        ===================  ====================================================  ==============
+        relation             neighbors differ by                                   sensitivity
+        ===================  ====================================================  ==============
+        ADD_OR_REMOVE_ONE    an example that is there or not                       l2_norm_bound
+        REPLACE_SPECIAL      an example zeroed out (made padding)                  l2_norm_bound
+        REPLACE_ONE          an example replaced by any other                      2 l2_norm_bound
+        ===================  ====================================================  ==============
+
+        Args:
+            neighboring_relation: one of ``dp_accounting.NeighboringRelation``. There is no default:
+                a guarantee means nothing until it is said between which data sets it holds.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        match neighboring_relation:
+            case NeighboringRelation.ADD_OR_REMOVE_ONE | NeighboringRelation.REPLACE_SPECIAL:
+                return self.l2_norm_bound
+            case NeighboringRelation.REPLACE_ONE:
+                return 2 * self.l2_norm_bound
+            case _:
+                allowed = ", ".join(relation.name for relation in NeighboringRelation)
+                raise ValueError(
+                    f"neighboring_relation must be one of dp_accounting.NeighboringRelation "
+                    f"({allowed}), found {neighboring_relation!r}."
+                )
+
+    def __call__(
+        self,
+        model: PyTree[Any],
+        /,
+        *batch: PyTree[Any],
+        key: Key | None = None,
+        is_padding_example: Bool[Array | np.ndarray, " batch"] | None = None,
+    ) -> _Result:
+        """Computes the sum of clipped gradients of a batch.
+
+        Args:
+            model: what is differentiated, as in ``eqx.filter_grad``.
+            *batch: arrays, or trees of arrays, with examples along every leading axis.
+            key: split into one key an example, handed to the loss as ``key``.
+            is_padding_example: True where a slot holds no real example; such a slot contributes
+                exactly zero, whatever it holds.
+
+        Raises:
+            ValueError: see [`filter_clipped_grad`][].
+        """
+        configuration = self._configuration
+        policy = configuration.policy
+        params, rest = _partition(model, self._filter_spec)
+        refuse_batch_norm(model)
+        _check_key(self._fun, key)
+        examples = read_examples(batch, key, is_padding_example, policy)
+
+        accumulate_dtype = _accumulate_dtype(params, policy)
+        groups = configuration.clipping.groups(params)
+        frozen, static = eqx.partition(rest, eqx.is_array)
+        if policy is not None:
+            params, frozen = policy.cast_to_compute((params, frozen))
+        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy)
+        program = trace(self._fun, options, params, frozen, static, *examples.one())
+        task = Task(
+            program,
+            jax.tree.leaves(params),
+            jax.tree.leaves(frozen),
+            configuration.clipping,
+            groups,
+            accumulate_dtype,
+            1.0 if policy is None else policy.loss_scale.value,
+        )
+        per_example, sums = _run(task, configuration, examples)
+        grads = [total / configuration.normalize_by for total in sums]
+        return self._finish(per_example, jax.tree.structure(params).unflatten(grads))
+
+    def __get__(self, instance: object | None, owner: type | None) -> Any:
+        del owner
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def _run(
+    task: Task, configuration: _Configuration, examples: Examples
+) -> tuple[PerExample, list[Array]]:
+    """Sends a batch through the method, a microbatch at a time."""
+    method = METHODS[configuration.method]
+
+    def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
+        result = method(task, leaves, is_padding)
+        grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
+        aux = task.program.aux.unflatten(result.aux)
+        return result.grads, PerExample(result.loss, grad_norm, aux)
+
+    sums, per_example = over_microbatches(
+        step,
+        examples.leaves,
+        examples.is_padding_example,
+        examples.num_examples,
+        configuration.microbatch_size,
+    )
+    return per_example, sums
+
+
+def _partition(model: PyTree[Any], filter_spec: FilterSpec) -> tuple[PyTree[Array], PyTree[Any]]:
+    """Splits a model into what is trained and the rest, and checks that the former can be."""
+    params, rest = eqx.partition(model, filter_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise ValueError(
+            "Nothing is trainable: filter_spec selects no leaf of the model. The default selects "
+            "floating-point arrays; a Python float is none (wrap it in jnp.asarray)."
+        )
+    for path, leaf in leaves:
+        if not (eqx.is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)):
+            found = f"an array of {leaf.dtype}" if eqx.is_array(leaf) else repr(leaf)
+            raise ValueError(
+                f"filter_spec selects model{jax.tree_util.keystr(path)}, which is {found}: only "
+                "real floating-point arrays can be trained. Narrow filter_spec, or hold a complex "
+                "parameter as two real ones."
+            )
+    return jax.tree.map(jnp.asarray, params), rest
+
+
+def _accumulate_dtype(params: PyTree[Array], policy: Policy | None) -> np.dtype[Any]:
+    """The policy's, or float32, or float64 where a trainable leaf is float64."""
+    if policy is not None:
+        return policy.accumulate_dtype
+    return np.dtype(jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
+
+
+def _check_key(fun: Callable[..., Any], key: Key | None) -> None:
+    can, must = takes_key(fun)
+    if key is None and must:
+        raise ValueError(
+            "The loss takes a key and none was given: call with key=jax.random.key(...), a fresh "
+            "one every step. It is split into one key an example."
+        )
+    if key is not None and not can:
+        raise ValueError(
+            "A key was given, and the loss has no parameter named 'key'. Add one "
+            "(fun(model, *example, key)) or leave the key out."
+        )
+
+
+def _grads_only(per_example: PerExample, grads: PyTree[Array]) -> PyTree[Array]:
+    del per_example
+    return grads
+
+
+def _grads_and_aux(
+    per_example: PerExample, grads: PyTree[Array]
+) -> tuple[PyTree[Array], PyTree[Any]]:
+    return grads, per_example.aux
+
+
+def _values_and_grads(
+    per_example: PerExample, grads: PyTree[Array]
+) -> tuple[PerExample, PyTree[Array]]:
+    return per_example, grads
+
+
+def _configure(
+    *,
+    l2_clip_norm: PyTree[Any],
+    policy: Policy | None,
+    sharding: None,
+    has_aux: bool,
+    keep_batch_dim: bool,
+    rescale_to_unit_norm: bool,
+    normalize_by: Any,
+    microbatch_size: Any,
+    method: str,
+) -> _Configuration:
+    """Checks everything that can be checked before there is a model."""
+    if policy is not None and policy.modules:
+        rules = ", ".join(repr(rule.match) for rule in policy.modules)
+        raise ValueError(
+            f"The policy has rules for single modules ({rules}), which the engine does not apply "
+            "yet. Use a policy without [[modules]]."
+        )
+    if sharding is not None:
+        raise ValueError(
+            f"sharding must be None, found {sharding!r}: sharding rules are not available yet."
+        )
+    if isinstance(normalize_by, jax.core.Tracer):
+        raise ValueError(
+            "normalize_by is a traced value. It enters the sensitivity, so it has to be a known, "
+            "public number."
+        )
+    if not isinstance(normalize_by, numbers.Real) or not 0 < float(normalize_by) < math.inf:
+        raise ValueError(f"normalize_by must be a finite number > 0, found {normalize_by!r}.")
+    if microbatch_size is not None and (
+        not isinstance(microbatch_size, int | np.integer)
+        or isinstance(microbatch_size, bool)
+        or microbatch_size < 1
+    ):
+        raise ValueError(
+            f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
+            f"{microbatch_size!r}."
+        )
+    if method not in ("auto", *METHODS):
+        allowed = ", ".join(map(repr, ("auto", *METHODS)))
+        raise ValueError(f"method must be one of {allowed}, found {method!r}.")
+    return _Configuration(
+        parse_clip_norm(l2_clip_norm, rescale_to_unit_norm),
+        policy,
+        has_aux,
+        keep_batch_dim,
+        float(normalize_by),
+        None if microbatch_size is None else int(microbatch_size),
+        "per_example" if method == "auto" else method,
+    )
+
+
+@overload
+def filter_clipped_grad(
+    fun: Callable[..., Any],
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: Literal[False] = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> ClippedGrad[PyTree[Array]]: ...
+
+
+@overload
+def filter_clipped_grad(
+    fun: Callable[..., Any],
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: Literal[True],
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> ClippedGrad[tuple[PyTree[Array], PyTree[Any]]]: ...
+
+
+@overload
+def filter_clipped_grad(
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: Literal[False] = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> Callable[[Callable[..., Any]], ClippedGrad[PyTree[Array]]]: ...
+
+
+@overload
+def filter_clipped_grad(
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: Literal[True],
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> Callable[[Callable[..., Any]], ClippedGrad[tuple[PyTree[Array], PyTree[Any]]]]: ...
+
+
+def filter_clipped_grad(
+    fun: Callable[..., Any] | None = None,
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> Any:
+    """Creates a function that sums the clipped gradients of a batch's examples.
+
+    A member of Equinox's ``filter_*`` family: the gradient is taken with respect to the first
+    argument's trainable leaves. Use it as a call or as a decorator:
+
+    ```python
+    @dp.filter_clipped_grad(l2_clip_norm=1.0)
+    def grad_fn(model, x, y):  # one example
+        return jnp.square(model(x) - y).sum()
+
+    grads = grad_fn(model, xs, ys)  # a batch
+    ```
+
+    Guarantee: the result is a sum over examples, divided by the public ``normalize_by``. What one
+    example adds depends on that example (and its key) alone; its L2 norm is at most
+    ``l2_norm_bound``, up to rounding in the accumulate dtype.
+
+    ==========================================  ==================================================
+    example                                     adds
+    ==========================================  ==================================================
+    norm at most the clip norm                  its gradient
+    larger norm, of any scale                   its gradient, scaled to the clip norm
+    gradient zero                               zero
+    loss or gradient NaN or infinite            exactly zero; its norm is reported as it is
+    norm beyond the accumulate dtype's range    exactly zero; its norm is reported as infinite
+    padding, whatever the slot holds            exactly zero; its values are reported as zero
+    none (empty batch, or all padding)          the result is zero; padding is not computed
+    ==========================================  ==================================================
+
+    Args:
+        fun: ``fun(model, *example)`` or ``fun(model, *example, key=...)``: the loss of one example,
+            a real scalar, or a pair ``(loss, aux)``. The model comes first.
+        l2_clip_norm: the clip norm C >= 0 (``inf``: no clipping), or a tree of them: a prefix of
+            the trainable parameters' tree, each number bounding the gradient of the leaves below it
+            (per-layer clipping).
+        policy: what dtype each stage uses. Parameters and float inputs enter the loss in the
+            compute dtype, the loss leaves in the output dtype, norms, factors and sums are in the
+            accumulate dtype. Without one the model runs in the dtypes that it has, and sums are
+            float32, or float64 where a trainable leaf is.
+        sharding: reserved for sharding rules; None.
+        filter_spec: which leaves are trained, as in ``eqx.partition``: a function of a leaf, or a
+            tree prefix of booleans. Other leaves cost no gradient and come back as None.
+        has_aux: whether ``fun`` returns ``(loss, aux)``.
+        keep_batch_dim: whether ``fun`` is written for a batch; it then sees batches of one, and aux
+            leaves that start with that axis of length one lose it.
+        rescale_to_unit_norm: divide each clipped gradient by its clip norm, which takes the clip
+            norm out of the learning rate.
+        normalize_by: a public number > 0 that the sum is divided by, the expected batch size, say.
+            Never the number of examples that were sampled, which is private.
+        microbatch_size: how many examples are processed at once; None for all. It changes memory
+            and time, not the result (beyond rounding), and need not divide the batch.
+        method: ``"per_example"``, or ``"auto"`` to leave the choice to the engine.
+
+    Returns:
+        A [`ClippedGrad`][], called as
+        ``grad_fn(model, *batch, key=None, is_padding_example=None)``. It returns the gradients: the
+        model's tree, in the accumulate dtype, None where not trained; with ``has_aux`` a pair
+        ``(gradients, aux)``, aux having examples in front (**not private**). Its ``l2_norm_bound``
+        and ``sensitivity(neighboring_relation)`` say what to calibrate noise against.
+
+    Raises:
+        ValueError: here or at the call: an option out of its range; a loss that is no real scalar,
+            needs a collective over the batch (``eqx.nn.BatchNorm``), or lacks a key; no batch, or
+            leading axes that differ; nothing trainable; a tree of clip norms that does not fit.
+    """
+    configuration = _configure(
+        l2_clip_norm=l2_clip_norm,
+        policy=policy,
+        sharding=sharding,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        normalize_by=normalize_by,
+        microbatch_size=microbatch_size,
+        method=method,
+    )
+    finish = _grads_and_aux if has_aux else _grads_only
+    return _wrap(fun, filter_spec, configuration, finish)
+
+
+@overload
+def filter_value_and_clipped_grad(
+    fun: Callable[..., Any],
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> ClippedGrad[tuple[PerExample, PyTree[Array]]]: ...
+
+
+@overload
+def filter_value_and_clipped_grad(
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> Callable[[Callable[..., Any]], ClippedGrad[tuple[PerExample, PyTree[Array]]]]: ...
+
+
+def filter_value_and_clipped_grad(
+    fun: Callable[..., Any] | None = None,
+    *,
+    l2_clip_norm: PyTree[float],
+    policy: Policy | None = None,
+    sharding: None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> Any:
+    """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
+
+    Args: as those of [`filter_clipped_grad`][].
+
+    Returns:
+        A [`ClippedGrad`][] that returns ``(PerExample(loss, grad_norm, aux), gradients)``. The
+        sensitivity speaks of the gradients alone: the per-example values are **not private**.
+
+    Raises:
+        ValueError: as [`filter_clipped_grad`][].
+    """
+    configuration = _configure(
+        l2_clip_norm=l2_clip_norm,
+        policy=policy,
+        sharding=sharding,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        normalize_by=normalize_by,
+        microbatch_size=microbatch_size,
+        method=method,
+    )
+    return _wrap(fun, filter_spec, configuration, _values_and_grads)
+
+
+def _wrap(
+    fun: Callable[..., Any] | None,
+    filter_spec: FilterSpec,
+    configuration: _Configuration,
+    finish: Callable[[PerExample, PyTree[Array]], Any],
+) -> Any:
+    """Wraps a loss, or makes the decorator that will."""
+
+    def wrap(fun: Callable[..., Any]) -> Any:
+        return eqx.module_update_wrapper(ClippedGrad(fun, filter_spec, configuration, finish))
+
+    return wrap if fun is None else wrap(fun)

@@ -1,0 +1,52 @@
+"""What every method of the engine is given for a microbatch, and what it gives back."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ..clip import Clipping
+from ..program import Program
+
+
+class Task(NamedTuple):
+    """What stays the same from microbatch to microbatch.
+
+    Attributes:
+        program: the loss of one example.
+        params: the trainable leaves, in the compute dtype.
+        frozen: the other arrays of the model.
+        clipping: the clip norms.
+        groups: for each trainable leaf the index of its clip norm.
+        accumulate_dtype: dtype of norms, factors and sums.
+        loss_scale: a power of two that multiplies the loss before the backward pass.
+    """
+
+    program: Program
+    params: list[Array]
+    frozen: list[Array]
+    clipping: Clipping
+    groups: list[int]
+    accumulate_dtype: np.dtype[Any]
+    loss_scale: float
+
+
+class ClippedSum(NamedTuple):
+    """What a method makes of a microbatch.
+
+    Attributes:
+        grads: for each trainable leaf the sum of clipped gradients, in the accumulate dtype.
+        loss: one loss an example.
+        grad_norms: for each clip norm one norm an example, before clipping.
+        aux: the leaves of aux, examples in front.
+    """
+
+    grads: list[Float[Array, "..."]]
+    loss: Float[Array, " batch"]
+    grad_norms: list[Float[Array, " batch"]]
+    aux: list[Array]
+
+
+Method: TypeAlias = Callable[[Task, list[Array], Bool[Array, " batch"]], ClippedSum]
+"""``method(task, examples, is_padding_example)``; the leaves of examples have examples in front."""

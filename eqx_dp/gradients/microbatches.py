@@ -1,0 +1,100 @@
+"""A batch processed a microbatch at a time, its results put together again."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+_Sums = TypeVar("_Sums")
+_PerExample = TypeVar("_PerExample")
+
+
+def over_microbatches(
+    step: Callable[[list[Array], Bool[Array, " microbatch"]], tuple[_Sums, _PerExample]],
+    examples: list[Array],
+    is_padding_example: Bool[Array, " batch"] | None,
+    num_examples: int,
+    microbatch_size: int | None,
+) -> tuple[_Sums, _PerExample]:
+    """Runs ``step`` on one microbatch after the other.
+
+    The last microbatch is filled up with padding. A microbatch that is all padding is not computed.
+
+    Args:
+        step: from a microbatch and its padding mask to ``(sums, per_example)``: trees of arrays, of
+            which the first are to be added up, the second joined along their leading axis.
+        examples: the batch, examples in front.
+        is_padding_example: True where a slot holds no real example; None if there is no such slot.
+        num_examples: the length of the batch.
+        microbatch_size: examples in a microbatch; None for the whole batch at once.
+
+    Returns:
+        The sums, and the per-example values, which are zero in padding slots.
+
+        ===========================  ======================================================
+        batch                        result
+        ===========================  ======================================================
+        empty                        zero sums, per-example values of length zero
+        all padding                  zero sums, zero per-example values, nothing computed
+        not a multiple of the size   as if filled up with padding, and the filling cut off
+        ===========================  ======================================================
+    """
+    size = min(microbatch_size or num_examples, num_examples)
+    if num_examples == 0:
+        return step(examples, jnp.zeros(0, bool))
+    filling = -num_examples % size
+    if is_padding_example is None and filling == 0:
+        masked = step
+        is_padding_example = jnp.zeros(num_examples, bool)
+    else:
+        masked = _skipping_padding(step)
+        if is_padding_example is None:
+            is_padding_example = jnp.zeros(num_examples, bool)
+    if size == num_examples:
+        return masked(examples, is_padding_example)
+
+    def split(leaf: Array) -> Array:
+        return leaf.reshape(-1, size, *leaf.shape[1:])
+
+    # The filling repeats the last example: its shape and dtype are right, its values are ignored.
+    filled = [jnp.concatenate([x, jnp.repeat(x[-1:], filling, axis=0)]) for x in examples]
+    padding = jnp.concatenate([is_padding_example, jnp.ones(filling, bool)])
+    microbatches = [split(x) for x in filled], split(padding)
+
+    sums_shape, _ = jax.eval_shape(step, *jax.tree.map(lambda x: x[0], microbatches))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums_shape)
+
+    def body(total: _Sums, microbatch: tuple[list[Array], Array]) -> tuple[_Sums, _PerExample]:
+        sums, per_example = masked(*microbatch)
+        return jax.tree.map(jnp.add, total, sums), per_example
+
+    total, stacked = jax.lax.scan(body, zeros, microbatches)
+    return total, jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:])[:num_examples],
+        stacked,
+    )
+
+
+def _skipping_padding(
+    step: Callable[[list[Array], Array], tuple[_Sums, _PerExample]],
+) -> Callable[[list[Array], Array], tuple[_Sums, _PerExample]]:
+    """Wraps ``step`` so that padding slots report zeros and a microbatch of padding is skipped."""
+
+    def masked(examples: list[Array], is_padding: Array) -> tuple[_Sums, _PerExample]:
+        sums, per_example = step(examples, is_padding)
+        return sums, jax.tree.map(lambda x: _blank_where(is_padding, x), per_example)
+
+    def skipped(examples: list[Array], is_padding: Array) -> Any:
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(step, examples, is_padding))
+
+    def run(examples: list[Array], is_padding: Array) -> tuple[_Sums, _PerExample]:
+        return jax.lax.cond(jnp.all(is_padding), skipped, masked, examples, is_padding)
+
+    return run
+
+
+def _blank_where(mask: Bool[Array, " batch"], values: Array) -> Array:
+    mask = mask.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(mask, jnp.zeros_like(values), values)

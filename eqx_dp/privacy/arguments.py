@@ -1,0 +1,48 @@
+"""Plain numbers that a caller hands in, refused by name when they are not what they should be.
+
+Numpy's numbers are as welcome as Python's and come back as Python's. Booleans are not: `True` for a
+probability or a count is a slip, though Python would take it for 1.
+"""
+
+import math
+import numbers
+
+
+def whole_number(name: str, value: object, *, least: int, most: int) -> int:
+    """Returns `value` as an int, or raises a ValueError unless `least <= value <= most`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} must be a whole number; found {value!r} ({_kind(value)}).")
+    whole = int(value)
+    if whole < least:
+        raise ValueError(f"{name} must be at least {least}; found {whole}.")
+    if whole > most:
+        raise ValueError(f"{name} must be at most {most}; found {whole}.")
+    return whole
+
+
+def real_number(name: str, value: object) -> float:
+    """Returns `value` as a finite float, or raises a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a real number; found {value!r} ({_kind(value)}).")
+    try:
+        real = float(value)
+    except OverflowError:  # an integer beyond every float
+        real = math.inf
+    if not math.isfinite(real):
+        raise ValueError(f"{name} must be a finite number; found {real}.")
+    return real
+
+
+def sampling_probability(value: object) -> float:
+    """Returns `value` as a float in (0, 1], or raises a ValueError that speaks of sampling_prob."""
+    probability = real_number("sampling_prob", value)
+    if not 0 < probability <= 1:
+        raise ValueError(
+            "sampling_prob must be greater than 0 and at most 1 (it is the probability with which "
+            f"each example is drawn in a step); found {probability}."
+        )
+    return probability
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,212 @@
+"""Gaussian noise on a clipped sum of gradients."""
+
+import math
+import numbers
+from typing import Any, NamedTuple, SupportsFloat, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from ..precision import Policy
+
+
+class GaussianPrivatizerState(NamedTuple):
+    """State of `gaussian_privatizer`: all that the noise of every step to come depends on.
+
+    Attributes:
+        key: The key handed in, never changed. Secret.
+        step: How many updates have been made; a scalar int32.
+    """
+
+    key: PRNGKeyArray
+    step: Int[Array, ""]
+
+
+def gaussian_privatizer(
+    *,
+    stddev: SupportsFloat,
+    key: PRNGKeyArray,
+    policy: Policy | None = None,
+    sharding: object = None,
+) -> optax.GradientTransformation:
+    """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
+
+    The gradients are to be a *sum* of clipped per-example gradients, as `filter_clipped_grad`
+    returns it, and this is to be the first that happens to it: `optax.chain(gaussian_privatizer(
+    ...), optax.adam(...))`. All that follows is post-processing and costs no privacy.
+
+    Noise is drawn in the policy's noise dtype, scaled in it, and added in the wider of it and the
+    gradient's dtype, in which the result comes back: nothing is narrowed. Without a policy the
+    accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's.
+
+    The noise is a pure function of (key, step, position of the leaf in the tree): step t uses
+    `fold_in(key, t)`, leaf i of it `fold_in(., i)`. A run that is resumed from a saved state
+    repeats its noise and releases nothing twice; the same key for two runs makes their noise
+    cancel, which undoes the privacy of both.
+
+    **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
+    Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
+    sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
+    accounted for. The guarantee holds for real numbers and a secret key. What falls short of that:
+    numbers of finite precision are discrete, and their low bits can give away more than the theory
+    says (Mironov 2012); a float32 normal is at most about 5.4 in size; and JAX's generator
+    (threefry, unless configured otherwise) is not cryptographic.
+
+    | case | what happens |
+    |---|---|
+    | `stddev` is 0 | gradients come back as they are, bit for bit and in their own dtype |
+    | leaf is None (not trained) | stays None and uses no key |
+    | leaf has no entries | comes back with none |
+    | gradient is NaN or infinite | so is the result: clip before |
+    | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
+    | leaf holds integers, booleans or complex numbers | refused |
+
+    Args:
+        stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
+            array: it is part of the compiled program.
+        key: One key, of `jax.random.key` or `jax.random.PRNGKey`. Secret, and not used elsewhere.
+        policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
+        sharding: Must be None: sharding rules are not available yet.
+
+    Returns:
+        An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
+
+    Raises:
+        ValueError: If `stddev` is negative, not finite or traced, `key` is not one key, or
+            `sharding` is given. From `update`: if a leaf is refused as in the table above, or
+            `stddev` is beyond the normal range of the noise dtype.
+    """
+    if sharding is not None:
+        raise ValueError(
+            f"sharding must be None: sharding rules are not available yet; found {sharding!r}."
+        )
+    scale = _static_stddev(stddev)
+    _check_single_key(key)
+
+    def init(params: optax.Params) -> GaussianPrivatizerState:
+        del params
+        # A copy, since a step that donates its state would take the caller's own key along.
+        return GaussianPrivatizerState(jnp.copy(key), jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: optax.Updates,
+        state: GaussianPrivatizerState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, GaussianPrivatizerState]:
+        del params
+        step_key = jax.random.fold_in(state.key, state.step)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        noisy = [
+            _add_noise(_checked_gradient(leaf, path, policy), scale, step_key, position, policy)
+            for position, (path, leaf) in enumerate(leaves)
+        ]
+        next_state = GaussianPrivatizerState(state.key, state.step + 1)
+        return jax.tree_util.tree_unflatten(structure, noisy), next_state
+
+    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+
+
+def _add_noise(
+    gradient: Float[Array, "*shape"],
+    stddev: float,
+    step_key: PRNGKeyArray,
+    position: int,
+    policy: Policy | None,
+) -> Float[Array, "*shape"]:
+    if stddev == 0:
+        return gradient
+    sum_dtype = jnp.promote_types(
+        gradient.dtype, jnp.float32 if policy is None else policy.noise_dtype
+    )
+    noise_dtype = sum_dtype if policy is None else policy.noise_dtype
+    _check_range(stddev, noise_dtype)
+    leaf_key = jax.random.fold_in(step_key, position)
+    noise = jnp.asarray(stddev, noise_dtype) * jax.random.normal(
+        leaf_key, gradient.shape, noise_dtype
+    )
+    return gradient.astype(sum_dtype) + noise.astype(sum_dtype)
+
+
+def _checked_gradient(
+    leaf: object, path: tuple[Any, ...], policy: Policy | None
+) -> Float[Array, "..."]:
+    where = f"the gradient at {jax.tree_util.keystr(path) or 'the root'}"
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        raise ValueError(
+            f"{where} is a {type(leaf).__name__}, not an array; keep what is not trained out of "
+            "the gradients (None in its place), as filter_clipped_grad does."
+        )
+    found = cast("np.dtype[Any]", leaf.dtype)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            f"{where} has dtype {found}, and Gaussian noise is for real floating-point numbers; "
+            "keep what is not trained out of the gradients (None in its place)."
+        )
+    declared = np.dtype(np.float32) if policy is None else policy.accumulate_dtype
+    if not _holds(found, declared) and not (policy is not None and policy.unsafe):
+        raise ValueError(
+            f"{where} has dtype {found}, narrower than the accumulate dtype {declared}: the sum "
+            f"over examples was rounded before the noise. Sum clipped gradients in {declared} (as "
+            "filter_clipped_grad does with the same policy), or give a policy that is unsafe."
+        )
+    return jnp.asarray(leaf)
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    # Whether every number of `narrow` is one of `wide`. Not bits: bfloat16 and float16 differ.
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
+
+
+def _static_stddev(stddev: SupportsFloat) -> float:
+    if isinstance(stddev, jax.Array):
+        raise ValueError(
+            "stddev must be a Python or numpy number, known before the step is compiled; found the "
+            f"JAX array {stddev}. Pass float(stddev), outside of jit."
+        )
+    if isinstance(stddev, bool) or not isinstance(stddev, numbers.Real):
+        raise ValueError(
+            f"stddev must be a real number; found {stddev!r} ({type(stddev).__name__})."
+        )
+    value = float(stddev)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(
+            f"stddev must be finite and at least 0; found {value}. It is noise multiplier times "
+            "sensitivity, and the sensitivity is infinite without a finite clip norm: set "
+            "l2_clip_norm."
+        )
+    return value
+
+
+def _check_range(stddev: float, dtype: Any) -> None:
+    limits = jnp.finfo(dtype)
+    if not float(limits.smallest_normal) <= stddev <= float(limits.max):
+        raise ValueError(
+            f"stddev {stddev} is beyond the normal range of the noise dtype {dtype} "
+            f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
+            "infinity. Rescale the gradients, or take a wider noise dtype."
+        )
+
+
+def _check_single_key(key: object) -> None:
+    found = key
+    if isinstance(key, (jax.Array, np.ndarray)):
+        if _key_shape(key) == ():
+            return
+        found = f"an array of shape {key.shape} and dtype {key.dtype}"
+    raise ValueError(
+        f"key must be one key, as from jax.random.key(seed); found {found}. Of several keys "
+        "(jax.random.split) take one."
+    )
+
+
+def _key_shape(key: Any) -> tuple[int, ...] | None:
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key.shape
+    try:
+        return jax.random.wrap_key_data(key).shape
+    except (TypeError, ValueError):  # an array, but none that could be keys
+        return None

@@ -1,0 +1,194 @@
+"""Clip norms, one or a tree of them, and the sensitivity that noise is calibrated against."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+
+import eqx_dp as dp
+from tests import models, oracle
+from tests.gradients import jitted
+
+BOTH = pytest.mark.parametrize(
+    "make", [dp.filter_clipped_grad, dp.filter_value_and_clipped_grad], ids=["grad", "value_and"]
+)
+
+
+# What the bound says
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"l2_clip_norm": 0.7}, 0.7),
+        ({"l2_clip_norm": 2}, 2.0),
+        ({"l2_clip_norm": 0.0}, 0.0),
+        ({"l2_clip_norm": np.inf}, np.inf),
+        ({"l2_clip_norm": np.float32(0.5)}, 0.5),
+        ({"l2_clip_norm": jnp.array(0.5)}, 0.5),
+        ({"l2_clip_norm": 0.7, "normalize_by": 4.0}, 0.175),
+        ({"l2_clip_norm": 0.7, "rescale_to_unit_norm": True}, 1.0),
+        ({"l2_clip_norm": 0.0, "rescale_to_unit_norm": True}, 1.0),
+        ({"l2_clip_norm": 0.7, "rescale_to_unit_norm": True, "normalize_by": 4.0}, 0.25),
+        ({"l2_clip_norm": {"a": 3.0, "b": (np.array(4.0), None)}}, 5.0),
+        ({"l2_clip_norm": {"a": 3.0, "b": 4.0}, "normalize_by": 10}, 0.5),
+        ({"l2_clip_norm": {"a": 3.0, "b": 4.0}, "rescale_to_unit_norm": True}, 2**0.5),
+        (
+            {"l2_clip_norm": [1, 2, 3, 4], "rescale_to_unit_norm": True, "normalize_by": 8},
+            0.25,
+        ),
+        ({"l2_clip_norm": {"a": 3.0, "b": "frozen", "c": jnp.tanh}}, 3.0),
+    ],
+    ids=str,
+)
+def test_bound_and_sensitivity(make, options, bound):
+    grad_fn = make(models.dot, **options)
+    assert grad_fn.l2_norm_bound == pytest.approx(bound, rel=1e-12)
+    expected = {
+        NeighboringRelation.ADD_OR_REMOVE_ONE: bound,
+        NeighboringRelation.REPLACE_ONE: 2 * bound,
+        NeighboringRelation.REPLACE_SPECIAL: bound,
+    }
+    assert set(expected) == set(NeighboringRelation)
+    for relation, sensitivity in expected.items():
+        assert grad_fn.sensitivity(relation) == pytest.approx(sensitivity, rel=1e-12)
+
+
+@BOTH
+def test_a_relation_is_stated_and_never_assumed(make):
+    with pytest.raises(TypeError):
+        make(models.dot, l2_clip_norm=1.0).sensitivity()
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("clip_norm", [0.5, {"weight": 0.3, "bias": 0.4}], ids=str)
+def test_worst_examples_reach_the_sensitivity_and_do_not_pass_it(clip_norm, rescale):
+    """Gradients far beyond every clip norm: adding one moves the sum by the bound exactly."""
+    grad_fn = dp.filter_clipped_grad(
+        models.dot, l2_clip_norm=clip_norm, rescale_to_unit_norm=rescale, normalize_by=3.0
+    )
+    model = {"weight": jnp.zeros(5), "bias": jnp.zeros(())}
+    x = {"weight": jnp.full((2, 5), 1e6), "bias": jnp.full(2, 1e6)}
+    run = eqx.filter_jit(grad_fn)
+    opposite = jax.tree.map(lambda leaf: leaf.at[1].multiply(-1), x)
+
+    def total(x, padding):
+        return oracle.vector(run(model, x, is_padding_example=np.array(padding)))
+
+    added = np.linalg.norm(total(x, [False, False]) - total(x, [False, True]))
+    replaced = np.linalg.norm(total(x, [False, False]) - total(opposite, [False, False]))
+    add, replace = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
+    assert added == pytest.approx(grad_fn.sensitivity(add), rel=1e-6)
+    assert replaced == pytest.approx(grad_fn.sensitivity(replace), rel=1e-6)
+
+
+# A tree of clip norms
+
+
+def per_layer(case, *clip_norms):
+    return eqx.tree_at(lambda m: m.layers, case.model, tuple(clip_norms))
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_per_layer_clipping_of_a_module(microbatch_size, rescale):
+    # The activation, the sizes and so on stand in the clip tree as they do in the model.
+    case = models.mlp()
+    clip = per_layer(case, 0.1, jnp.array(0.71), 5.0)
+    options = {"l2_clip_norm": clip, "normalize_by": 2.0, "rescale_to_unit_norm": rescale}
+    grad_fn = dp.filter_value_and_clipped_grad(
+        case.loss, microbatch_size=microbatch_size, **options
+    )
+    batch = case.batch(5)
+    per_example, grads = eqx.filter_jit(grad_fn)(case.model, *batch)
+    truth = oracle.clipped_gradients(case.loss, case.model, *batch, **options)
+    assert oracle.relative_error(grads, truth.grads) < 1e-5
+    assert oracle.relative_error(per_example.grad_norm.layers, truth.grad_norm.layers) < 1e-5
+    first, second, third = truth.grad_norm.layers
+    assert (first > 0.1).all()
+    assert (third < 5.0).all()
+    assert second.min() < 0.71 < second.max()
+
+
+def test_a_norm_for_each_group_and_none_elsewhere():
+    clip = {"a": 1.0, "b": None}
+    model = {"a": jnp.zeros(2), "b": {"frozen": jnp.zeros(2)}}
+    x = {"a": jnp.array([[3.0, 4.0]]), "b": {"frozen": jnp.ones((1, 2))}}
+    per_example, grads = jitted.value_and_grad(
+        models.dot, l2_clip_norm=clip, filter_spec={"a": True, "b": False}
+    )(model, x)
+    assert set(per_example.grad_norm) == {"a", "b"}
+    assert per_example.grad_norm["b"] is None
+    np.testing.assert_allclose(per_example.grad_norm["a"], [5.0], rtol=1e-6)
+    np.testing.assert_allclose(grads["a"], [0.6, 0.8], rtol=1e-6)
+    assert grads["b"] == {"frozen": None}
+
+
+def test_every_leaf_its_own_norm():
+    case = models.cnn()
+    clip = jax.tree.map(lambda _: 0.05, eqx.filter(case.model, eqx.is_inexact_array))
+    batch = case.batch(3)
+    per_example, grads = jitted.value_and_grad(case.loss, l2_clip_norm=clip)(case.model, *batch)
+    truth = oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=clip)
+    assert oracle.relative_error(grads, truth.grads) < 1e-5
+    assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < 1e-5
+
+
+def test_groups_may_have_extreme_clip_norms():
+    model = {"zero": jnp.zeros(2), "free": jnp.zeros(2), "tiny": jnp.zeros(2)}
+    x = jax.tree.map(lambda leaf: jnp.array([[3.0, 4.0]]) + leaf, model)
+    clip = {"zero": 0.0, "free": np.inf, "tiny": 1e-30}
+    grad_fn = dp.filter_clipped_grad(models.dot, l2_clip_norm=clip)
+    grads = eqx.filter_jit(grad_fn)(model, x)
+    np.testing.assert_array_equal(grads["zero"], [0.0, 0.0])
+    np.testing.assert_array_equal(grads["free"], [3.0, 4.0])
+    np.testing.assert_allclose(grads["tiny"], [0.6e-30, 0.8e-30], rtol=1e-6)
+    assert grad_fn.l2_norm_bound == np.inf
+
+
+# Refused
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [-1.0, -1e-30, np.nan, -np.inf, jnp.array(-1.0)], ids=str)
+def test_negative_and_nan_clip_norms_are_refused(make, bad):
+    with pytest.raises(ValueError, match=r"l2_clip_norm.*(-|nan)"):
+        make(models.dot, l2_clip_norm=bad)
+    with pytest.raises(ValueError, match=r"(?s)l2_clip_norm.*'b'"):
+        make(models.dot, l2_clip_norm={"a": 1.0, "b": bad})
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_senseless_normalize_by_is_refused(make, bad):
+    with pytest.raises(ValueError, match="normalize_by"):
+        make(models.dot, l2_clip_norm=1.0, normalize_by=bad)
+
+
+@pytest.mark.parametrize("bad", [None, "1.0", {}, {"a": None}, jnp.ones(2)], ids=str)
+def test_a_clip_norm_without_a_number_is_refused(bad):
+    model, x = {"a": jnp.zeros(2)}, {"a": jnp.ones((3, 2))}
+    with pytest.raises(ValueError, match="l2_clip_norm"):
+        dp.filter_clipped_grad(models.dot, l2_clip_norm=bad)(model, x)
+
+
+@pytest.mark.parametrize(
+    ("clip", "path"),
+    [
+        ({"a": 1.0}, "b"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, "c"),
+        ({"a": {"deep": 1.0}, "b": 1.0}, "a"),
+        ({"a": 1.0, "b": (1.0, 1.0, 1.0)}, "b"),
+        ({"a": 1.0, "b": None}, "b"),
+        ({"a": 1.0, "b": (1.0, "two")}, "b"),
+    ],
+    ids=str,
+)
+def test_a_clip_tree_that_is_no_prefix_names_the_place(clip, path):
+    model = {"a": jnp.zeros(2), "b": (jnp.zeros(2), jnp.zeros(2))}
+    x = jax.tree.map(lambda leaf: leaf[None], model)
+    with pytest.raises(ValueError, match=rf"(?s)l2_clip_norm.*\b{path}\b"):
+        dp.filter_clipped_grad(models.dot, l2_clip_norm=clip)(model, x)

@@ -1,0 +1,295 @@
+"""Zero, empty, padding, not finite, huge and tiny: what the edge-case tables promise."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import models, oracle
+from tests.gradients import jitted
+
+
+def bits(tree):
+    """Every bit of every array: -0.0 and 0.0 differ, and so do two NaNs of different making."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+# Padding
+
+
+GARBAGE = [0.0, 7.0, 1e38, np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_what_stands_in_a_padding_slot_changes_nothing(microbatch_size):
+    case = models.mlp()
+    x, label = case.batch(5)
+    padding = jnp.array([False, True, False, False, True])
+    grad_fn = jitted.value_and_grad(case.loss, l2_clip_norm=0.5, microbatch_size=microbatch_size)
+    seen = set()
+    for garbage in GARBAGE:
+        filled = x.at[1].set(garbage).at[4].set(-garbage)
+        result = grad_fn(case.model, filled, label, is_padding_example=padding)
+        seen.add(tuple(bits(result)))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_padding_reports_zero(microbatch_size):
+    case = models.mlp()
+    x, label = case.batch(5)
+    padding = jnp.array([False, True, False, False, True])
+
+    def loss(model, x, label):
+        logits = model(x)
+        return models.cross_entropy(logits, label), (logits, label + 1)
+
+    grad_fn = jitted.value_and_grad(
+        loss, l2_clip_norm=0.5, has_aux=True, microbatch_size=microbatch_size
+    )
+    per_example, _ = grad_fn(case.model, x.at[1].set(jnp.nan), label, is_padding_example=padding)
+    for leaf in jax.tree.leaves(per_example):
+        rows = np.asarray(leaf).reshape(5, -1)
+        np.testing.assert_array_equal(rows[[1, 4]], 0)
+        assert (rows[[0, 2, 3]] != 0).any(axis=1).all()
+
+
+def test_padding_is_the_same_as_not_being_there():
+    case = models.mlp()
+    batch = case.batch(6)
+    padding = np.array([True, False, False, True, False, False])
+    grad_fn = jitted.grad(case.loss, l2_clip_norm=0.5)
+    padded = grad_fn(case.model, *batch, is_padding_example=padding)
+    without = grad_fn(case.model, *(leaf[~padding] for leaf in batch))
+    assert oracle.relative_error(padded, without) < 1e-6
+
+
+def test_padding_does_not_shift_the_keys():
+    def loss(model, x, *, key):
+        return model * x, jax.random.key_data(key)
+
+    key = jax.random.key(3)
+    padding = np.array([True, False, True, False])
+    _, seen = jitted.grad(loss, l2_clip_norm=1.0, has_aux=True, microbatch_size=2)(
+        jnp.zeros(()), jnp.ones(4), key=key, is_padding_example=padding
+    )
+    keys = jax.random.key_data(jax.random.split(key, 4))
+    np.testing.assert_array_equal(seen, np.where(padding[:, None], 0, keys))
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_a_batch_of_padding_gives_zeros(microbatch_size):
+    case = models.mlp()
+    x, label = case.batch(4)
+    per_example, grads = jitted.value_and_grad(
+        case.loss, l2_clip_norm=0.5, microbatch_size=microbatch_size
+    )(case.model, x * jnp.nan, label, is_padding_example=np.ones(4, bool))
+    assert not oracle.vector((per_example, grads)).any()
+    assert grads.layers[0].weight.shape == (8, 6)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_an_empty_batch_gives_zeros(microbatch_size):
+    case = models.mlp()
+    per_example, grads = jitted.value_and_grad(
+        loss_and_logits, l2_clip_norm=0.5, has_aux=True, microbatch_size=microbatch_size
+    )(case.model, jnp.zeros((0, 6)), jnp.zeros(0, jnp.int32))
+    assert jax.tree.structure(grads) == jax.tree.structure(
+        eqx.filter(case.model, eqx.is_inexact_array)
+    )
+    assert not oracle.vector(grads).any()
+    assert grads.layers[0].weight.shape == (8, 6)
+    assert per_example.loss.shape == per_example.grad_norm.shape == (0,)
+    assert per_example.aux.shape == (0, 3)
+
+
+def loss_and_logits(model, x, label):
+    logits = model(x)
+    return models.cross_entropy(logits, label), logits
+
+
+def test_an_empty_batch_with_a_tree_of_clip_norms():
+    clip = {"weight": 1.0, "bias": 2.0}
+    case = models.linear_regression()
+    per_example, grads = jitted.value_and_grad(case.loss, l2_clip_norm=clip)(
+        case.model, jnp.zeros((0, 5)), jnp.zeros(0)
+    )
+    assert not oracle.vector(grads).any()
+    assert jax.tree.map(jnp.shape, per_example.grad_norm) == {"weight": (0,), "bias": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("padding", "microbatch_size", "computed"),
+    [
+        ([0, 0, 0, 0, 0, 0, 0, 0], 2, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([0, 1, 0, 0, 1, 1, 1, 1], 2, [0, 1, 2, 3]),
+        ([1, 1, 0, 0, 1, 1, 1, 0], 2, [2, 3, 6, 7]),
+        ([1, 1, 1, 1, 1, 1, 1, 1], 2, []),
+        ([1, 1, 1, 1, 1, 1, 1, 1], None, []),
+        ([1, 0, 1, 1, 1, 1, 1, 1], 1, [1]),
+    ],
+)
+def test_microbatches_that_are_all_padding_are_not_computed(padding, microbatch_size, computed):
+    seen = []
+
+    def loss(model, x):
+        jax.debug.callback(lambda value: seen.append(int(value)), x)
+        return model * x
+
+    grad_fn = jitted.grad(loss, l2_clip_norm=1.0, microbatch_size=microbatch_size)
+    grads = grad_fn(jnp.ones(()), jnp.arange(8.0), is_padding_example=np.array(padding, bool))
+    jax.block_until_ready(grads)
+    jax.effects_barrier()
+    assert sorted(set(seen)) == computed
+
+
+# Examples whose gradient is not finite
+
+
+def nan_in_input(model, x):
+    return jnp.vdot(model["a"], x) ** 2 + model["b"] * x[0]
+
+
+def nan_in_loss(model, x):
+    return nan_in_input(model, x) * jnp.where(x[0] == POISON, jnp.nan, 1.0)
+
+
+def inf_in_loss(model, x):
+    return nan_in_input(model, x) * jnp.where(x[0] == POISON, jnp.inf, 1.0)
+
+
+def nan_in_gradient_alone(model, x):
+    # sqrt at zero: the value is 0, the slope infinite, and infinity times 0 is NaN.
+    poisoned = jnp.sqrt(jnp.where(x[0] == POISON, 0.0, 1.0) * model["b"] ** 2)
+    return nan_in_input(model, x) + poisoned
+
+
+def nan_in_loss_alone(model, x):
+    # The logarithm of a negative number is NaN; its slope is a number like any other.
+    return nan_in_input(model, x) + jnp.log(jnp.where(x[0] == POISON, -1.0, 1.0) * model["b"])
+
+
+def inf_in_gradient_alone(model, x):
+    # The slope of the square root at zero again, with nothing to make a NaN of it.
+    shifted = jnp.where(x[0] == POISON, model["b"] - 2.0, 1.0 + model["b"] ** 2)
+    return nan_in_input(model, x) + jnp.sqrt(shifted)
+
+
+POISON = 0.5
+MODEL = {"a": jnp.array([1.0, -1.0, 0.5]), "b": jnp.array(2.0)}
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "microbatch_size"), [(1.0, None), ({"a": np.inf, "b": 2.0}, 2)], ids=str
+)
+@pytest.mark.parametrize(
+    ("loss", "poison"),
+    [
+        (nan_in_input, np.nan),
+        (nan_in_input, np.inf),
+        (nan_in_loss, POISON),
+        (inf_in_loss, POISON),
+        (nan_in_loss_alone, POISON),
+        (nan_in_gradient_alone, POISON),
+        (inf_in_gradient_alone, POISON),
+    ],
+)
+def test_an_example_that_is_not_finite_is_as_good_as_padding(
+    loss, poison, clip_norm, microbatch_size
+):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), jnp.float32).at[3, 0].set(poison)
+    grad_fn = jitted.value_and_grad(loss, l2_clip_norm=clip_norm, microbatch_size=microbatch_size)
+    nobody = jnp.zeros(5, bool)
+    reported, grads = grad_fn(MODEL, x, is_padding_example=nobody)
+    masked, expected = grad_fn(MODEL, x, is_padding_example=nobody.at[3].set(True))
+    assert bits(grads) == bits(expected)
+    assert oracle.vector(grads).any()
+    assert np.isfinite(oracle.vector(grads)).all()
+    # The poison is real and is reported as it is; the others' reports do not know of it.
+    assert not all(np.isfinite(leaf[3]) for leaf in jax.tree.leaves(reported))
+    for leaf, other in zip(jax.tree.leaves(reported), jax.tree.leaves(masked), strict=True):
+        np.testing.assert_array_equal(leaf[jnp.array([0, 1, 2, 4])], other[jnp.array([0, 1, 2, 4])])
+
+
+def test_a_norm_that_is_not_finite_is_reported_as_it_is():
+    x = jnp.array([[1.0, 0.0], [np.inf, 1.0], [-np.inf, 1.0], [np.nan, 1.0], [np.nan, np.inf]])
+    per_example, grads = jitted.value_and_grad(models.dot, l2_clip_norm=1.0)(jnp.ones(2), x)
+    np.testing.assert_array_equal(per_example.grad_norm[:4], [1.0, np.inf, np.inf, np.nan])
+    assert not np.isfinite(per_example.grad_norm[4])
+    np.testing.assert_array_equal(per_example.loss, [1.0, np.inf, -np.inf, np.nan, np.nan])
+    np.testing.assert_array_equal(grads, [1.0, 0.0])
+
+
+def test_a_poisoned_group_takes_the_whole_example_with_it():
+    x = {"a": jnp.array([[1.0], [2.0]]), "b": jnp.array([[np.nan], [3.0]])}
+    model = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    per_example, grads = jitted.value_and_grad(models.dot, l2_clip_norm={"a": 10.0, "b": 10.0})(
+        model, x
+    )
+    assert float(grads["a"][0]) == 2.0
+    assert float(grads["b"][0]) == 3.0
+    np.testing.assert_array_equal(per_example.grad_norm["a"], [1.0, 2.0])
+    np.testing.assert_array_equal(per_example.grad_norm["b"], [np.nan, 3.0])
+
+
+def test_rescaling_by_a_tiny_norm_never_makes_an_infinity():
+    # 1 / 1e-39 is beyond float32, whatever the clip norm.
+    x = jnp.array([[1e-39, 0.0], [1e-30, 0.0], [3.0, 4.0]])
+    for clip_norm in (0.0, 1e-39, 1e-30):
+        grads = jitted.grad(models.dot, l2_clip_norm=clip_norm, rescale_to_unit_norm=True)(
+            jnp.zeros(2), x
+        )
+        assert np.isfinite(grads).all()
+
+
+# Scales
+
+
+SCALES = [1e-30, 1e-22, 1e-10, 1.0, 1e10, 1e19, 1e22, 1e30]
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1.0, 1e3, 0.0])
+@pytest.mark.parametrize("rescale", [False, True])
+def test_gradients_of_any_scale_are_clipped(clip_norm, rescale):
+    """One example a scale, each alone in its own coordinates, so that each is seen alone."""
+    rows = np.random.default_rng(0).normal(size=(len(SCALES), 9))
+    x = np.zeros((len(SCALES), len(SCALES), 9), np.float32)
+    for i, scale in enumerate(SCALES):
+        x[i, i] = scale * rows[i]
+    grad_fn = jitted.value_and_grad(
+        models.dot, l2_clip_norm=clip_norm, rescale_to_unit_norm=rescale
+    )
+    per_example, grads = grad_fn(jnp.zeros(x.shape[1:]), jnp.asarray(x))
+    truth = oracle.clipped_gradients(
+        models.dot, jnp.zeros(x.shape[1:]), jnp.asarray(x),
+        l2_clip_norm=clip_norm, rescale_to_unit_norm=rescale,
+    )  # fmt: skip
+    np.testing.assert_allclose(per_example.grad_norm, truth.grad_norm, rtol=1e-6)
+    np.testing.assert_allclose(grads, truth.grads, rtol=2e-6, atol=1e-36)
+
+
+@pytest.mark.parametrize(("scale", "clip_norm"), [(1e-30, 1e-31), (1.0, 1.0), (1e30, 1.0)])
+def test_a_clipped_example_has_the_clip_norm(scale, clip_norm):
+    x = scale * np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32)
+    grads = jitted.grad(models.dot, l2_clip_norm=clip_norm)(jnp.zeros(1000), jnp.asarray(x))
+    assert np.linalg.norm(oracle.vector(grads)) / clip_norm == pytest.approx(1, rel=1e-6)
+
+
+def test_a_norm_at_the_end_of_float32_is_clipped_and_one_beyond_it_adds_zero():
+    largest = np.finfo(np.float32).max
+    x = jnp.stack([jnp.full(16, 0.249 * largest), jnp.full(16, largest)])
+    # (A factor of 1 / 3e38 would be below the smallest float32.)
+    per_example, grads = jitted.value_and_grad(models.dot, l2_clip_norm=100.0)(jnp.zeros(16), x)
+    np.testing.assert_allclose(per_example.grad_norm, [0.996 * largest, np.inf], rtol=1e-6)
+    np.testing.assert_allclose(grads, np.full(16, 25.0), rtol=1e-6)
+
+
+def test_a_zero_gradient_adds_zero():
+    x = jnp.zeros((3, 2)).at[1].set(jnp.array([0.3, 0.4]))
+    for rescale, expected in ((False, [0.3, 0.4]), (True, [0.3, 0.4])):
+        per_example, grads = jitted.value_and_grad(
+            models.dot, l2_clip_norm=1.0, rescale_to_unit_norm=rescale
+        )(jnp.ones(2), x)
+        np.testing.assert_allclose(grads, expected, rtol=1e-6)
+        np.testing.assert_array_equal(per_example.grad_norm == 0, [True, False, True])

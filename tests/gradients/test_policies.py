@@ -1,0 +1,227 @@
+"""What each dtype of a policy does to a clipped gradient."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from tests import models, oracle
+from tests.gradients import jitted
+
+# Relative error of the whole vector that the compute dtype allows: an upper bound on what a few
+# layers make of one unit roundoff (2^-24, 2^-8, 2^-11, 2^-53).
+PRESETS = {
+    "float32": 1e-5,
+    "mixed_bfloat16": 4e-2,
+    "mixed_float16": 5e-3,
+    "bfloat16": 4e-2,
+    "float64": 1e-13,
+}
+
+
+def policy_context(name):
+    return jax.enable_x64(True) if name == "float64" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("case", [models.mlp(), models.cnn()], ids=lambda case: case.name)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_agrees_with_the_oracle(preset, case):
+    batch = case.batch(6)
+    padding = np.array([False, False, False, True, False, False])
+    norms = oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=np.inf).grad_norm
+    options = {"l2_clip_norm": float(np.median(norms)), "normalize_by": 2.0}
+    truth = oracle.clipped_gradients(
+        case.loss, case.model, *batch, is_padding_example=padding, **options
+    )
+    with policy_context(preset):
+        policy = dp.load_policy(preset)
+        grad_fn = jitted.value_and_grad(case.loss, policy=policy, microbatch_size=4, **options)
+        model = policy.cast_to_param(case.model)
+        per_example, grads = grad_fn(model, *batch, is_padding_example=padding)
+    tolerance = PRESETS[preset]
+    assert oracle.relative_error(grads, truth.grads) < tolerance
+    assert oracle.relative_error(per_example.loss, truth.loss) < tolerance
+    assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < tolerance
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {policy.accumulate_dtype}
+    assert per_example.grad_norm.dtype == policy.accumulate_dtype
+    assert per_example.loss.dtype == policy.output_dtype
+
+
+@pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_half_precision_is_really_used(preset):
+    """Else the test above would pass with a policy that does nothing."""
+    case = models.mlp()
+    batch = case.batch(6)
+    truth = oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=1.0)
+    grads = jitted.grad(case.loss, l2_clip_norm=1.0, policy=dp.load_policy(preset))(
+        case.model, *batch
+    )
+    assert oracle.relative_error(grads, truth.grads) > 1e-4
+
+
+def test_the_loss_sees_the_compute_dtype():
+    seen = {}
+
+    def loss(model, x, label):
+        seen.update(
+            trained=model["trained"].dtype,
+            frozen=model["frozen"].dtype,
+            table=model["table"].dtype,
+            x=x["x"].dtype,
+            label=label.dtype,
+        )
+        return jnp.sum(model["trained"] * model["frozen"] * x["x"])
+
+    model = {
+        "trained": jnp.ones(2),
+        "frozen": jnp.ones(2, jnp.float16),
+        "table": jnp.zeros(2, jnp.int32),
+    }
+    jitted.grad(
+        loss,
+        l2_clip_norm=1.0,
+        policy=dp.load_policy("mixed_bfloat16"),
+        filter_spec={"trained": True, "frozen": False, "table": False},
+    )(model, {"x": np.ones((3, 2), np.float32)}, jnp.zeros(3, jnp.uint8))
+    assert seen == {
+        "trained": jnp.bfloat16,
+        "frozen": jnp.bfloat16,
+        "table": jnp.int32,
+        "x": jnp.bfloat16,
+        "label": jnp.uint8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_dtype", "accumulate"),
+    [
+        (jnp.bfloat16, jnp.float32),
+        (jnp.float16, jnp.float32),
+        (jnp.float32, jnp.float32),
+        (jnp.float64, jnp.float64),
+    ],
+)
+def test_without_a_policy_the_model_runs_in_its_own_dtype(model_dtype, accumulate):
+    with jax.enable_x64(True):
+        seen = set()
+
+        def loss(model, x):
+            seen.add((model["w"].dtype, x.dtype))
+            return jnp.sum(model["w"] * x) + model["narrow"]
+
+        model = {"w": jnp.ones(2, model_dtype), "narrow": jnp.zeros((), jnp.bfloat16)}
+        per_example, grads = jitted.value_and_grad(loss, l2_clip_norm=1.0)(
+            model, jnp.ones((3, 2), jnp.float16)
+        )
+        assert seen == {(jnp.dtype(model_dtype), jnp.dtype(jnp.float16))}
+        assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(accumulate)}
+        assert per_example.grad_norm.dtype == accumulate
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 64])
+@pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16", "bfloat16", None])
+def test_sums_are_in_the_accumulate_dtype(preset, microbatch_size):
+    """Ones, whose sum half precision cannot hold: it ends at 256 in bfloat16, 2048 in float16."""
+    policy = None if preset is None else dp.load_policy(preset)
+    dtype = jnp.float16 if preset is None else jnp.float32
+    grads = jitted.grad(
+        models.dot, l2_clip_norm=np.inf, policy=policy, microbatch_size=microbatch_size
+    )(jnp.ones(3, dtype), jnp.ones((4097, 3), dtype))
+    np.testing.assert_array_equal(grads, np.full(3, 4097, np.float32))
+    assert grads.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_norms_and_clip_factors_are_in_the_accumulate_dtype(preset):
+    # sqrt(4097) is no number of half precision, nor is 0.3 / sqrt(4097).
+    per_example, grads = jitted.value_and_grad(
+        models.dot, l2_clip_norm=0.3, policy=dp.load_policy(preset)
+    )(jnp.ones(4097), jnp.ones((1, 4097)))
+    np.testing.assert_allclose(per_example.grad_norm, [4097**0.5], rtol=1e-6)
+    np.testing.assert_allclose(grads, np.full(4097, 0.3 / 4097**0.5), rtol=1e-6)
+
+
+# Loss scale
+
+
+def faint(model, x):
+    """Gradients of 1e-8 x: below the smallest float16, 6e-8, on the way back."""
+    return models.dot(model, x) * 1e-4 * 1e-4
+
+
+UNSCALED = "params=float32,compute=float16,output=float32,accumulate=float32,noise=float32"
+
+
+def test_loss_scale_saves_what_float16_would_lose():
+    model, x = jnp.ones(4), jnp.arange(1.0, 9.0).reshape(2, 4)
+
+    def run(policy):
+        return jitted.value_and_grad(faint, l2_clip_norm=1.0, policy=policy)(model, x)
+
+    truth = oracle.clipped_gradients(faint, model, x, l2_clip_norm=1.0)
+    per_example, grads = run(dp.load_policy("mixed_float16"))
+    assert oracle.relative_error(grads, truth.grads) < 2e-2
+    assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < 2e-2
+    # The control: without the scale nothing is left.
+    _, lost = run(dp.parse_policy(UNSCALED))
+    assert not oracle.vector(lost).any()
+
+
+@pytest.mark.parametrize("preset", ["mixed_float16", "float32"])
+def test_loss_scale_does_not_show(preset):
+    # A loss of 400 times a scale of 2^10 or more is beyond float16, whose largest is 65504.
+    model, x = jnp.full(4, 100.0), jnp.ones((2, 4))
+    per_example, grads = jitted.value_and_grad(
+        models.dot, l2_clip_norm=1.0, policy=dp.load_policy(preset)
+    )(model, x)
+    np.testing.assert_array_equal(per_example.loss, [400.0, 400.0])
+    np.testing.assert_array_equal(per_example.grad_norm, [2.0, 2.0])
+    np.testing.assert_array_equal(grads, [1.0, 1.0, 1.0, 1.0])
+
+
+def test_loss_scale_is_undone_where_a_small_number_can_live():
+    """A gradient of 7e-7: undone in float16 it would be rounded to a subnormal's few bits."""
+    exact = np.float32(2.0**-21 * 1.5009765625)
+    _, grads = jitted.value_and_grad(
+        lambda model, x: models.dot(model, x) * 2.0**-21,
+        l2_clip_norm=np.inf,
+        policy=dp.load_policy("mixed_float16"),
+    )(jnp.ones(1), jnp.full((1, 1), 1.5009765625))
+    np.testing.assert_allclose(grads, [exact], rtol=1e-6)
+
+
+def test_overflow_under_loss_scale_is_an_example_that_adds_nothing():
+    x = jnp.array([[0.25, 0.5], [60000.0, 0.5]])
+    per_example, grads = jitted.value_and_grad(
+        models.dot,
+        l2_clip_norm=10.0,
+        policy=dp.load_policy("mixed_float16"),
+    )(jnp.ones(2), x)
+    np.testing.assert_array_equal(grads, [0.25, 0.5])
+    assert not np.isfinite(per_example.grad_norm[1])
+
+
+# Module rules
+
+
+def test_module_rules_are_refused_for_now(tmp_path):
+    path = tmp_path / "ruled.toml"
+    path.write_text(
+        """
+        description = "a head in float32"
+        [dtypes]
+        params = "float32"
+        compute = "bfloat16"
+        output = "float32"
+        accumulate = "float32"
+        noise = "float32"
+        [[modules]]
+        match = "**.head"
+        compute = "float32"
+        """
+    )
+    with pytest.raises(ValueError, match="module"):
+        jitted.grad(models.dot, l2_clip_norm=1.0, policy=dp.load_policy(str(path)))

@@ -1,0 +1,212 @@
+"""Properties over shapes, trees, clip norms, masks, microbatches and hostile values (hypothesis).
+
+The loss is a dot product, so that an example's gradient is the example: hypothesis chooses the
+gradients themselves, NaN, infinities, 1e30 and 1e-30 among them. What decides a compilation
+(structure, batch and microbatch size, options) is drawn from short lists, what does not is free.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dp_accounting import NeighboringRelation
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import eqx_dp as dp
+from tests import models, oracle
+
+
+class Setting(NamedTuple):
+    """A tree of shapes, and how its gradients are clipped."""
+
+    shapes: Any
+    clip_norm: Any
+    rescale: bool
+
+
+FLAT = {"a": (2,), "b": (), "c": (1, 2)}
+DEEP = [(2, 2), {"x": (1,), "y": (4,)}]
+SETTINGS = (
+    Setting((3,), 1.0, False),
+    Setting((3,), 0.0, True),
+    Setting((3,), np.inf, False),
+    Setting(FLAT, 0.5, True),
+    Setting(FLAT, {"a": 0.1, "b": 2.0, "c": 1.0}, False),
+    Setting(DEEP, [0.3, {"x": np.inf, "y": 0.0}], False),
+    Setting(DEEP, [2.0, 1e-3], True),
+)
+SIZES = ((1, None), (4, None), (5, 2))
+
+NUMBERS = st.one_of(
+    st.floats(-10, 10, width=32),
+    st.sampled_from([0.0, 1e-30, -1e-30, 1e-15, 1e15, 1e30, -1e30, 3e19, 1e-20]),
+)
+HOSTILE = st.one_of(NUMBERS, st.sampled_from([np.nan, np.inf, -np.inf]))
+
+
+@st.composite
+def setups(draw, numbers=HOSTILE):
+    index = draw(st.integers(0, len(SETTINGS) - 1))
+    size, microbatch_size = draw(st.sampled_from(SIZES))
+    x = examples(draw, SETTINGS[index].shapes, size, numbers)
+    padding = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool)
+    return index, size, microbatch_size, x, padding
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+def examples(draw, shapes, size, numbers):
+    def leaf(shape):
+        count = size * int(np.prod(shape))
+        values = draw(st.lists(numbers, min_size=count, max_size=count))
+        return np.array(values, np.float32).reshape(size, *shape)
+
+    return jax.tree.map(leaf, shapes, is_leaf=is_shape)
+
+
+@functools.cache
+def engine(index, microbatch_size):
+    shapes, clip_norm, rescale = SETTINGS[index]
+    model = jax.tree.map(jnp.zeros, shapes, is_leaf=is_shape)
+    grad_fn = dp.filter_value_and_clipped_grad(
+        models.dot,
+        l2_clip_norm=clip_norm,
+        rescale_to_unit_norm=rescale,
+        normalize_by=2.0,
+        microbatch_size=microbatch_size,
+    )
+    jitted = eqx.filter_jit(lambda x, mask: grad_fn(model, x, is_padding_example=mask))
+    return grad_fn, jitted
+
+
+def closed_form(x, index, padding):
+    """What each example adds, in float64 numpy: the oracle, without asking JAX for a gradient."""
+    _, clip_norms, rescale = SETTINGS[index]
+    wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), x)
+    size = jax.tree.leaves(x)[0].shape[0]
+    alive = ~padding
+    for leaf in jax.tree.leaves(wide):
+        alive = alive & np.isfinite(leaf).reshape(size, -1).all(axis=1)
+
+    def group(clip_norm, below):
+        rows = np.concatenate([g.reshape(size, -1) for g in jax.tree.leaves(below)], axis=1)
+        rows = np.where(alive[:, None], rows, 0)
+        norms = np.linalg.norm(rows, axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = np.where(norms <= clip_norm, 1.0, clip_norm / norms)
+            if rescale:
+                factor = np.where(norms > clip_norm, 1 / norms, 1 / np.float64(clip_norm))
+        factor = np.where(norms == 0, 0.0, factor)
+
+        def scaled(leaf):
+            ones = (1,) * (leaf.ndim - 1)
+            kept = np.where(alive.reshape(-1, *ones), leaf, 0)
+            return factor.reshape(-1, *ones) * kept / 2.0
+
+        return jax.tree.map(scaled, below)
+
+    return jax.tree.map(group, clip_norms, wide)
+
+
+PROPERTIES = settings(max_examples=60, deadline=None)
+
+
+@PROPERTIES
+@given(setups())
+def test_the_sum_is_the_closed_form(setup):
+    index, _, microbatch_size, x, padding = setup
+    _, jitted = engine(index, microbatch_size)
+    _, grads = jitted(x, padding)
+    parts = closed_form(x, index, padding)
+    # Each leaf may be off by its float32 roundings, a few for every example: a part of what the
+    # examples add in absolute value, not of the sum, in which they may cancel.
+    for found, part in zip(jax.tree.leaves(grads), jax.tree.leaves(parts), strict=True):
+        assert np.isfinite(found).all()
+        error = np.abs(np.asarray(found, np.float64) - part.sum(0))
+        assert (error <= 4e-6 * np.abs(part).sum(0) + 1e-37).all()
+
+
+@PROPERTIES
+@given(setups(), st.data())
+def test_one_example_moves_the_sum_by_no_more_than_the_sensitivity(setup, data):
+    index, size, microbatch_size, x, padding = setup
+    grad_fn, jitted = engine(index, microbatch_size)
+    assume(np.isfinite(grad_fn.l2_norm_bound))
+    i = data.draw(st.integers(0, size - 1))
+    other = examples(data.draw, SETTINGS[index].shapes, 1, HOSTILE)
+    replaced = jax.tree.map(lambda leaf, row: np.where(at(i, leaf), row, leaf), x, other)
+    mask = np.arange(size) == i
+
+    def total(x, padding):
+        return oracle.vector(jitted(x, padding)[1])
+
+    there, gone, swapped = total(x, padding & ~mask), total(x, padding | mask), total(
+        replaced, padding & ~mask
+    )  # fmt: skip
+    # The sums are float32: measured against the true bound they carry their own roundings.
+    slack = 1e-6 * (size + 1) * grad_fn.l2_norm_bound
+    add, replace = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
+    assert np.linalg.norm(there - gone) <= grad_fn.sensitivity(add) + slack
+    assert np.linalg.norm(there - swapped) <= grad_fn.sensitivity(replace) + slack
+
+
+def at(i, leaf):
+    return (np.arange(len(leaf)) == i).reshape(-1, *(1,) * (leaf.ndim - 1))
+
+
+@PROPERTIES
+@given(setups())
+def test_padding_and_examples_that_are_not_finite_are_the_same(setup):
+    index, size, microbatch_size, x, padding = setup
+    _, jitted = engine(index, microbatch_size)
+    broken = np.zeros(size, bool)
+    for leaf in jax.tree.leaves(x):
+        broken |= ~np.isfinite(leaf).reshape(size, -1).all(axis=1)
+    _, grads = jitted(x, padding)
+    _, expected = jitted(x, padding | broken)
+    _, emptied = jitted(
+        jax.tree.map(lambda leaf: np.where(over(padding | broken, leaf), np.float32(0), leaf), x),
+        padding | broken,
+    )
+    for one, two, three in zip(*map(jax.tree.leaves, (grads, expected, emptied)), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(two).tobytes() == np.asarray(three).tobytes()
+
+
+def over(mask, leaf):
+    return mask.reshape(-1, *(1,) * (leaf.ndim - 1))
+
+
+@PROPERTIES
+@given(setups())
+def test_reports_are_of_each_example_alone(setup):
+    """Each example's loss and norm are those it has in a batch of its own, to the last bits."""
+    index, size, microbatch_size, x, padding = setup
+    _, jitted = engine(index, microbatch_size)
+    reported, _ = jitted(x, padding)
+    _, alone = engine(index, None)
+    for i in range(size):
+        single, _ = alone(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], x), padding[i : i + 1])
+        for many, one in zip(jax.tree.leaves(reported), jax.tree.leaves(single), strict=True):
+            np.testing.assert_allclose(many[i], one[0], rtol=1e-6)
+
+
+@PROPERTIES
+@given(setups(NUMBERS), st.randoms(use_true_random=False))
+def test_the_order_of_examples_does_not_matter(setup, random):
+    index, size, microbatch_size, x, padding = setup
+    _, jitted = engine(index, microbatch_size)
+    order = list(range(size))
+    random.shuffle(order)
+    _, grads = jitted(x, padding)
+    _, shuffled = jitted(jax.tree.map(lambda leaf: leaf[order], x), padding[order])
+    parts = closed_form(x, index, padding)
+    leaves = zip(*map(jax.tree.leaves, (grads, shuffled, parts)), strict=True)
+    for one, other, part in leaves:
+        error = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
+        assert (error <= 4e-6 * np.abs(part).sum(0) + 1e-37).all()

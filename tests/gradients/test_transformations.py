@@ -1,0 +1,141 @@
+"""A clipped gradient is used like Equinox's own: as decorator and call, under jit and scan."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from tests import models, oracle
+
+CASE = models.linear_regression()
+BATCH = CASE.batch(5)
+
+
+def expected(**options):
+    return oracle.clipped_gradients(CASE.loss, CASE.model, *BATCH, l2_clip_norm=1.0, **options)
+
+
+def test_as_a_call():
+    grads = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=1.0)(CASE.model, *BATCH)
+    assert oracle.relative_error(grads, expected().grads) < 1e-5
+
+
+def test_as_a_decorator():
+    @dp.filter_clipped_grad(l2_clip_norm=1.0)
+    def grad_fn(model, x, y):
+        """What it does."""
+        return models.squared_error(model, x, y)
+
+    assert oracle.relative_error(grad_fn(CASE.model, *BATCH), expected().grads) < 1e-5
+    assert grad_fn.__name__ == "grad_fn"
+    assert grad_fn.__doc__ == "What it does."
+    assert grad_fn.l2_norm_bound == 1.0
+
+
+def test_value_and_as_a_decorator():
+    @dp.filter_value_and_clipped_grad(l2_clip_norm=1.0, microbatch_size=2)
+    def grad_fn(model, x, y):
+        return models.squared_error(model, x, y)
+
+    per_example, grads = grad_fn(CASE.model, *BATCH)
+    assert oracle.relative_error(grads, expected().grads) < 1e-5
+    assert oracle.relative_error(per_example.loss, expected().loss) < 1e-5
+
+
+class Regression(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+
+    @dp.filter_clipped_grad(l2_clip_norm=1.0)
+    def gradient(self, x, y):
+        return models.squared_error({"weight": self.weight, "bias": self.bias}, x, y)
+
+
+def test_as_a_decorator_of_a_method():
+    model = Regression(**CASE.model)
+    grads = model.gradient(*BATCH)
+    assert isinstance(grads, Regression)
+    found = {"weight": grads.weight, "bias": grads.bias}
+    assert oracle.relative_error(found, expected().grads) < 1e-5
+    padding = np.array([True, False, False, False, True])
+    grads = eqx.filter_jit(lambda model: model.gradient(*BATCH, is_padding_example=padding))(model)
+    found = {"weight": grads.weight, "bias": grads.bias}
+    truth = expected(is_padding_example=padding)
+    assert oracle.relative_error(found, truth.grads) < 1e-5
+    assert Regression.gradient.l2_norm_bound == 1.0
+
+
+def test_under_jax_jit():
+    grad_fn = dp.filter_value_and_clipped_grad(CASE.loss, l2_clip_norm=1.0)
+    per_example, grads = jax.jit(grad_fn)(CASE.model, *BATCH)
+    assert oracle.relative_error(grads, expected().grads) < 1e-5
+    assert oracle.relative_error(per_example.grad_norm, expected().grad_norm) < 1e-5
+
+
+def test_the_padding_mask_may_be_traced():
+    grad_fn = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=1.0, microbatch_size=2)
+    masks = np.array([[False, True, False, False, True], [True, True, True, True, False]])
+    jitted = jax.jit(lambda mask: grad_fn(CASE.model, *BATCH, is_padding_example=mask))
+    for mask in masks:
+        truth = expected(is_padding_example=mask)
+        assert oracle.relative_error(jitted(mask), truth.grads) < 1e-5
+
+
+def test_filter_jit_compiles_once():
+    traces = []
+
+    def loss(model, x, y):
+        traces.append(None)
+        return CASE.loss(model, x, y)
+
+    grad_fn = eqx.filter_jit(dp.filter_clipped_grad(loss, l2_clip_norm=1.0))
+    grad_fn(CASE.model, *BATCH)
+    once = len(traces)
+    grad_fn(jax.tree.map(jnp.sin, CASE.model), *CASE.batch(5, seed=1))
+    assert len(traces) == once > 0
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, {"weight": 0.5, "bias": 0.7}], ids=str)
+def test_inside_scan(clip_norm):
+    """Four steps of gradient descent, each held against the oracle."""
+    grad_fn = dp.filter_value_and_clipped_grad(CASE.loss, l2_clip_norm=clip_norm, microbatch_size=2)
+    batches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(CASE.batch(3, s) for s in range(4)))
+
+    @jax.jit
+    def descend(model, batches):
+        def step(model, batch):
+            per_example, grads = grad_fn(model, *batch)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, model, grads), per_example.loss
+
+        return jax.lax.scan(step, model, batches)
+
+    final, losses = descend(CASE.model, batches)
+    model = jax.tree.map(np.asarray, CASE.model)
+    for s in range(4):
+        truth = oracle.clipped_gradients(
+            CASE.loss, model, *CASE.batch(3, s), l2_clip_norm=clip_norm
+        )
+        assert oracle.relative_error(losses[s], truth.loss) < 1e-5
+        model = jax.tree.map(lambda w, g: w - 0.1 * g, model, truth.grads)
+    assert oracle.relative_error(final, model) < 1e-5
+
+
+def test_inside_vmap_over_models():
+    """An ensemble, each member with its own clipped gradient."""
+    grad_fn = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=1.0, microbatch_size=2)
+    other = jax.tree.map(jnp.cos, CASE.model)
+    ensemble = jax.tree.map(lambda *leaves: jnp.stack(leaves), CASE.model, other)
+    grads = jax.vmap(lambda model: grad_fn(model, *BATCH))(ensemble)
+    for i, member in enumerate((CASE.model, other)):
+        truth = oracle.clipped_gradients(CASE.loss, member, *BATCH, l2_clip_norm=1.0)
+        found = jax.tree.map(lambda leaf, i=i: leaf[i], grads)
+        assert oracle.relative_error(found, truth.grads) < 1e-5
+
+
+def test_numpy_batches_are_fine():
+    grads = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=1.0)(
+        CASE.model, *jax.tree.map(np.asarray, BATCH)
+    )
+    assert oracle.relative_error(grads, expected().grads) < 1e-5

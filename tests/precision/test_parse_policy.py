@@ -1,0 +1,164 @@
+"""The string form: jmp's grammar whole, a way back for every policy, and what is refused."""
+
+import itertools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from eqx_dp.precision import LossScale, ModuleRule, Policy, parse_policy
+
+NAMES = ["bf16", "bfloat16", "f16", "float16", "full", "f32", "float32", "f64", "float64", "half"]
+
+
+def jmp_texts():
+    """Every key spelling and presence, and every dtype name in every place."""
+    yield from NAMES
+    for keys in itertools.product(["", "p", "params"], ["", "c", "compute"], ["", "o", "output"]):
+        present = [key for key in keys if key]
+        for names in itertools.product(["bf16", "half", "f64"], repeat=len(present)):
+            parts = [f"{key}={name}" for key, name in zip(present, names, strict=True)]
+            yield from (",".join(order) for order in itertools.permutations(parts) if parts)
+    for key, name in itertools.product(["p", "c", "o"], NAMES):
+        yield f"{key}={name}"
+
+
+def test_reads_all_that_jmp_reads_as_jmp_does():
+    with jax.enable_x64(True):
+        texts = set(jmp_texts())
+        assert len(texts) > 1000
+        for text in texts:
+            expected, policy = jmp.get_policy(text), parse_policy(text)
+            assert policy.param_dtype == jnp.dtype(expected.param_dtype), text
+            assert policy.compute_dtype == jnp.dtype(expected.compute_dtype), text
+            assert policy.output_dtype == jnp.dtype(expected.output_dtype), text
+            wide = "float64" if policy.compute_dtype == np.dtype("float64") else "float32"
+            assert policy.accumulate_dtype == policy.noise_dtype == np.dtype(wide), text
+            assert parse_policy(str(expected)) == policy, text
+
+
+def test_half_is_what_jmp_takes_it_for(monkeypatch):
+    for dtype in (jnp.bfloat16, jnp.float16):
+        monkeypatch.setattr(jmp, "half_dtype", lambda dtype=dtype: dtype)
+        assert parse_policy("half").param_dtype == jnp.dtype(dtype)
+        assert parse_policy("c=half").compute_dtype == jnp.dtype(dtype)
+        assert parse_policy("half").accumulate_dtype == np.dtype("float32")
+
+
+def test_plain_policies_print_plainly():
+    text = "params=float32,compute=bfloat16,output=float32,accumulate=float32,noise=float32"
+    assert str(parse_policy(text)) == text
+    assert str(parse_policy("c=bf16,o=f32")) == text
+    assert parse_policy(" c = bf16 , o = f32 ") == parse_policy(text)
+
+
+def test_every_key():
+    with jax.enable_x64(True):
+        policy = parse_policy(
+            "p=f64,c=bf16,o=f32,a=bf16,n=f64,loss_scale=32768,matmul_precision=highest,"
+            "unsafe=true,module:**.head=f32,module:Linear=half"
+        )
+        assert policy == Policy(
+            "float64",
+            "bfloat16",
+            "float32",
+            "bfloat16",
+            "float64",
+            modules=(ModuleRule("**.head", "float32"), ModuleRule("Linear", jmp.half_dtype())),
+            loss_scale=LossScale("static", 32768),
+            matmul_precision="highest",
+            unsafe=True,
+        )
+    assert parse_policy("accumulate=f32,noise=f32,unsafe=false") == parse_policy("f32")
+
+
+DTYPES = st.sampled_from(["bfloat16", "float16", "float32", "float64"])
+PATTERNS = st.text(min_size=1, max_size=8).filter(
+    lambda text: text.isprintable() and not set(text) & set(" ,=")
+) | st.sampled_from(["**.head", "layers[0].weight", "module:x", "['a']", ":", "*"])
+# Exact, with their inverses, in every dtype that a policy can name.
+LOSS_SCALES = st.sampled_from([LossScale("static", 2.0**power) for power in range(-14, 15)])
+
+
+# Settings rather than policies: building one runs the type checker, which draws random numbers.
+SETTINGS = st.fixed_dictionaries(
+    {
+        **{f"{stage}_dtype": DTYPES for stage in ("param", "compute", "output", "noise")},
+        "accumulate_dtype": st.none() | DTYPES,
+        "loss_scale": st.just(LossScale()) | LOSS_SCALES,
+        "matmul_precision": st.sampled_from(["default", "tensorfloat32", "highest"]),
+        "name": st.none() | st.text(max_size=3),
+    }
+)
+RULES = st.lists(st.tuples(PATTERNS, DTYPES), max_size=3, unique_by=lambda rule: rule[0])
+
+
+@hypothesis.given(settings=SETTINGS, rules=RULES)
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_str_parses_back_to_an_equal_policy(settings, rules):
+    with jax.enable_x64(True):
+        modules = [ModuleRule(match, dtype) for match, dtype in rules]
+        policy = Policy(**settings, modules=modules, unsafe=True)
+        again = parse_policy(str(policy))
+        assert again == policy
+        assert hash(again) == hash(policy)
+        assert str(again) == str(policy)
+
+
+@pytest.mark.parametrize("power", [-126, -60, 17, 53, 100, 126])
+def test_extreme_loss_scales_parse_back(power):
+    policy = Policy("float32", "float32", "float32", loss_scale=LossScale("static", 2.0**power))
+    assert parse_policy(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "dtype: found ''; allowed: .*bfloat16.*half"),
+        ("banana", "dtype: found 'banana'; allowed: .*bfloat16.*half"),
+        ("int32", "dtype: found 'int32'; allowed: "),
+        ("f32,f16", "dtype: found 'f32,f16'; allowed: "),
+        ("c=", "part: found 'c='; allowed: key=value"),
+        ("=f32", "part: found '=f32'; allowed: key=value"),
+        ("p=f32,,c=f16", "part: found ''; allowed: key=value"),
+        ("p=f32,", "part: found ''; allowed: key=value"),
+        ("f16,c=f32", "part: found 'f16'; allowed: key=value"),
+        ("c=f16=f32", "compute: found 'f16=f32'; allowed: "),
+        ("c=int8", "compute: found 'int8'; allowed: .*bfloat16.*half"),
+        ("c=F32", "compute: found 'F32'; allowed: "),
+        ("x=f32", r"key: found 'x'; allowed: params \(p\), compute \(c\), output \(o\), .*module"),
+        ("P=f32", "key: found 'P'; allowed: "),
+        ("param_dtype=f32", "key: found 'param_dtype'; allowed: "),
+        ("p=f32,p=f32", "params: found a second value, 'f32'; allowed: each key once"),
+        ("p=f32,params=f16", "params: found a second value, 'f16'; allowed: each key once"),
+        ("a=f32,accumulate=f32", "accumulate: found a second value"),
+        ("module:x=f32,module:x=f16", "module:x: found a second value"),
+        ("module:=f32", "modules.match: found ''; allowed: "),
+        ("module:a b=f32", "modules.match: found 'a b'; allowed: "),
+        ("module:x=f31", "module:x: found 'f31'; allowed: "),
+        ("loss_scale=big", "loss_scale: found 'big'; allowed: a power of two"),
+        ("loss_scale=1000", "loss_scale.value: found 1000.0; allowed: a power of two"),
+        ("loss_scale=nan", "loss_scale.value: found nan; allowed: a power of two"),
+        ("loss_scale=inf", "loss_scale.value: found inf; allowed: a power of two"),
+        (
+            "matmul_precision=high",
+            "matmul_precision: found 'high'; allowed: default, tensorfloat32",
+        ),
+        ("unsafe=yes", "unsafe: found 'yes'; allowed: true, false"),
+        ("unsafe=True", "unsafe: found 'True'; allowed: true, false"),
+        ("a=bf16", "dtypes.accumulate: found bfloat16, narrower than float32; .*unsafe"),
+        ("a=bf16,unsafe=false", "dtypes.accumulate: found bfloat16, narrower than float32"),
+        ("n=f16", "dtypes.noise: found float16, narrower than float32; .*unsafe"),
+        ("f64", "dtypes.compute: found float64 while jax_enable_x64 is off; .*JAX_ENABLE_X64=1"),
+        ("n=f64", "dtypes.noise: found float64 while jax_enable_x64 is off"),
+        ("module:x=f64", "modules.compute: found float64 while jax_enable_x64 is off"),
+    ],
+)
+def test_refuses(text, message):
+    with jax.enable_x64(False), pytest.raises(ValueError, match=message) as error:
+        parse_policy(text)
+    assert str(error.value).startswith(f"policy {text!r}: ")

@@ -1,0 +1,361 @@
+import functools
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from eqx_dp.precision import parse_policy
+from eqx_dp.privacy import GaussianPrivatizerState, gaussian_privatizer
+
+KEY = jax.random.key(20240607)
+
+
+def noise_of(privatizer, grads, step=0, key=KEY):
+    """What one update adds to the gradients, on the host."""
+    state = GaussianPrivatizerState(key, jnp.asarray(step, jnp.int32))
+    noisy, _ = privatizer.update(grads, state)
+    return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), noisy, grads)
+
+
+def policy(accumulate="float32", noise="float32", unsafe=False):
+    text = f"params=float32,compute=bfloat16,output=float32,accumulate={accumulate},noise={noise}"
+    return parse_policy(text + (",unsafe=true" if unsafe else ""))
+
+
+# The noise as a distribution.
+
+
+@pytest.mark.parametrize("stddev", [1.0, 2.5, 1e-3])
+def test_noise_is_normal(stddev):
+    noise = noise_of(gaussian_privatizer(stddev=stddev, key=KEY), jnp.zeros(10**6))
+    assert stats.kstest(noise / stddev, "norm").pvalue > 1e-3
+    low, high = stats.chi2.interval(1 - 1e-6, df=noise.size)
+    assert low < np.sum((noise.astype(np.float64) / stddev) ** 2) < high
+
+
+def test_noise_is_added_to_the_gradient():
+    grads = jnp.full(10**6, 3.0)
+    noisy, _ = gaussian_privatizer(stddev=2.0, key=KEY).update(
+        grads, GaussianPrivatizerState(KEY, jnp.zeros((), jnp.int32))
+    )
+    assert stats.kstest(np.asarray(noisy), stats.norm(3.0, 2.0).cdf).pvalue > 1e-3
+
+
+def test_tails_are_those_of_a_normal():
+    noise = noise_of(gaussian_privatizer(stddev=3.0, key=KEY), jnp.zeros(4 * 10**6)) / 3.0
+    for beyond in (4.0, 4.5):
+        for tail in (noise > beyond, noise < -beyond):
+            expected = stats.binom(noise.size, stats.norm.sf(beyond))
+            low, high = expected.interval(1 - 1e-5)
+            assert low > 0
+            assert low <= np.count_nonzero(tail) <= high
+
+
+def test_leaves_and_steps_are_independent():
+    # Leaves of one size and of several: a key used twice repeats values in the longer one, too.
+    grads = {
+        name: jnp.zeros(size) for name, size in zip("abcd", [2000, 2000, 3000, 1], strict=True)
+    }
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    draws = [
+        noise for step in range(4) for noise in jax.tree.leaves(noise_of(privatizer, grads, step))
+    ]
+    for i, one in enumerate(draws):
+        for other in draws[:i]:
+            # A few float32 values meet by chance.
+            assert np.intersect1d(one, other).size <= 10
+    long_draws = np.stack([draw[:2000] for draw in draws if draw.size >= 2000])
+    correlations = np.corrcoef(long_draws) - np.eye(len(long_draws))
+    assert np.abs(correlations).max() < 5 / math.sqrt(2000)
+
+
+def test_steps_are_uncorrelated_at_every_lag():
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    first, second = (noise_of(privatizer, jnp.zeros(2**16), step) for step in (0, 1))
+    spectrum = np.fft.rfft(first) * np.conj(np.fft.rfft(second))
+    correlations = np.fft.irfft(spectrum) / 2**16
+    assert np.abs(correlations).max() < 6 / math.sqrt(2**16)
+
+
+# The noise as a function of key, step and leaf.
+
+
+def test_steps_follow_from_the_state_alone():
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    grads = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
+    state = privatizer.init(grads)
+    assert state.step == 0
+    for step in range(3):
+        resumed = GaussianPrivatizerState(KEY, jnp.asarray(step, jnp.int32))
+        noisy, next_state = privatizer.update(grads, state)
+        again, _ = privatizer.update(grads, resumed)
+        assert eqx.tree_equal(noisy, again)
+        assert next_state.step == step + 1
+        assert next_state.key == state.key
+        state = next_state
+
+
+def test_noise_of_a_leaf_depends_on_its_position_alone():
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    small = noise_of(privatizer, [jnp.zeros(2), jnp.zeros(5)])
+    large = noise_of(privatizer, [jnp.zeros((7, 7)), jnp.zeros(5), jnp.zeros(3)])
+    np.testing.assert_array_equal(small[1], large[1])
+
+
+def test_another_key_is_other_noise():
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    one = noise_of(privatizer, jnp.zeros(1000))
+    other = noise_of(privatizer, jnp.zeros(1000), key=jax.random.key(1))
+    assert np.intersect1d(one, other).size <= 5
+
+
+def test_legacy_keys_do_as_well():
+    legacy, typed = jax.random.PRNGKey(5), jax.random.key(5)
+    grads = jnp.zeros(10)
+    noisy = [
+        privatizer.update(grads, privatizer.init(grads))[0]
+        for privatizer in (gaussian_privatizer(stddev=1.0, key=key) for key in (legacy, typed))
+    ]
+    np.testing.assert_array_equal(*noisy)
+
+
+# Dtypes.
+
+
+@pytest.mark.parametrize(
+    ("given_policy", "gradient", "drawn", "result"),
+    [
+        (None, "float32", "float32", "float32"),
+        (None, "float64", "float64", "float64"),
+        (("float32", "float32"), "float32", "float32", "float32"),
+        (("float32", "float64"), "float32", "float64", "float64"),
+        (("float32", "float32"), "float64", "float32", "float64"),
+        (("float64", "float64"), "float64", "float64", "float64"),
+        (("float32", "bfloat16", True), "float32", "bfloat16", "float32"),
+        (("float32", "float32", True), "bfloat16", "float32", "float32"),
+        (("bfloat16", "bfloat16", True), "bfloat16", "bfloat16", "bfloat16"),
+        (("bfloat16", "float16", True), "bfloat16", "float16", "float32"),
+    ],
+)
+def test_drawn_in_the_noise_dtype_and_added_in_the_wider(given_policy, gradient, drawn, result):
+    with jax.enable_x64(True):
+        chosen = None if given_policy is None else policy(*given_policy)
+        privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=chosen)
+        grads = jnp.zeros(4000, gradient)
+        noisy, _ = privatizer.update(grads, privatizer.init(grads))
+        assert noisy.dtype == result
+        # Every value is one of the dtype it was drawn in, and not of one half as precise.
+        assert bool(jnp.all(noisy == noisy.astype(drawn)))
+        half = {"float64": "float32", "float32": "bfloat16"}.get(drawn)
+        if half:
+            assert jnp.mean(noisy == noisy.astype(half)) < 0.1
+
+
+def test_nothing_of_a_wide_gradient_is_lost():
+    with jax.enable_x64(True):
+        grads = jnp.asarray([1.0 + 2.0**-40])
+        privatizer = gaussian_privatizer(stddev=2.0**-60, key=KEY, policy=policy())
+        noisy, _ = privatizer.update(grads, privatizer.init(grads))
+        assert noisy[0] == grads[0]
+
+
+@pytest.mark.parametrize("chosen", [None, policy(), policy("float32", "float32")])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+def test_gradient_narrower_than_accumulate_dtype_is_refused(chosen, dtype):
+    privatizer = gaussian_privatizer(stddev=0.0, key=KEY, policy=chosen)
+    grads = {"layers": [jnp.ones(3), jnp.ones(3, dtype)]}
+    with pytest.raises(ValueError, match=r"\['layers'\]\[1\].*narrower than .*float32") as error:
+        privatizer.update(grads, privatizer.init(grads))
+    assert jnp.dtype(dtype).name in str(error.value)
+
+
+def test_float32_is_narrow_where_float64_is_declared():
+    with jax.enable_x64(True):
+        privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=policy("float64", "float64"))
+        with pytest.raises(ValueError, match="float32, narrower than the accumulate dtype float64"):
+            privatizer.update(jnp.ones(3, jnp.float32), privatizer.init(None))
+
+
+def test_float16_does_not_pass_for_bfloat16():
+    chosen = parse_policy("p=f32,c=bf16,o=f32,a=bf16,n=f32,unsafe=true")
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=chosen)
+    noisy, _ = privatizer.update(jnp.ones(3, jnp.float16), privatizer.init(None))
+    assert noisy.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [jnp.ones(3, jnp.int32), jnp.ones(3, bool), jnp.ones(3, jnp.complex64), jax.nn.relu, 1.0],
+)
+@pytest.mark.parametrize("stddev", [0.0, 1.0])
+def test_other_leaves_are_refused(leaf, stddev):
+    privatizer = gaussian_privatizer(stddev=stddev, key=KEY)
+    with pytest.raises(ValueError, match=r"the gradient at \['w'\]\[1\]"):
+        privatizer.update({"w": (None, leaf)}, privatizer.init(None))
+
+
+# Standard deviation 0, and others at the edge.
+
+
+def test_no_noise_returns_the_gradient_bit_for_bit():
+    grads = jnp.asarray([0.0, -0.0, 1e-45, jnp.nan, jnp.inf, 1 / 3], jnp.float32)
+    with jax.enable_x64(True):
+        privatizer = gaussian_privatizer(stddev=0, key=KEY, policy=policy("float32", "float64"))
+        state = privatizer.init(grads)
+        same, next_state = privatizer.update(grads, state)
+        drawing = str(jax.make_jaxpr(privatizer.update)(grads, state))
+    assert same.dtype == grads.dtype
+    assert np.asarray(same).tobytes() == np.asarray(grads).tobytes()
+    assert next_state.step == 1
+    assert "random_bits" not in drawing
+
+
+def test_edges_of_a_gradient():
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    grads = {
+        "none": None,
+        "empty": jnp.zeros((0, 3)),
+        "scalar": jnp.zeros(()),
+        "nan": jnp.nan * jnp.ones(1),
+    }
+    noisy, _ = privatizer.update(grads, privatizer.init(grads))
+    assert noisy["none"] is None
+    assert noisy["empty"].shape == (0, 3)
+    assert noisy["scalar"].shape == ()
+    assert noisy["scalar"] != 0
+    assert np.isnan(noisy["nan"]).all()
+    assert privatizer.update({}, privatizer.init({}))[0] == {}
+
+
+@pytest.mark.parametrize("stddev", [-1.0, math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_senseless_stddev_is_refused(stddev):
+    with pytest.raises(ValueError, match=r"stddev must be finite and at least 0.*clip norm"):
+        gaussian_privatizer(stddev=stddev, key=KEY)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("stddev", [True, "1", None, 1j, np.ones(3)])
+def test_stddev_that_is_no_number_is_refused(stddev):
+    with pytest.raises(ValueError, match="stddev must be a real number"):
+        gaussian_privatizer(stddev=stddev, key=KEY)
+
+
+def test_traced_stddev_is_refused():
+    with pytest.raises(ValueError, match=r"known before the step is compiled.*float\(stddev\)"):
+        jax.jit(lambda stddev: gaussian_privatizer(stddev=stddev, key=KEY).init(None))(1.0)
+    with pytest.raises(ValueError, match="JAX array"):
+        gaussian_privatizer(stddev=jnp.ones(()), key=KEY)
+
+
+@pytest.mark.parametrize("stddev", [1e-40, 1e39])
+def test_stddev_that_the_noise_dtype_cannot_hold_is_refused(stddev):
+    privatizer = gaussian_privatizer(stddev=stddev, key=KEY)
+    with pytest.raises(ValueError, match="beyond the normal range of the noise dtype float32"):
+        privatizer.update(jnp.zeros(3), privatizer.init(None))
+
+
+@pytest.mark.parametrize("stddev", [np.float32(2), np.float64(2), np.int64(2), 2, 2.0])
+def test_any_real_number_will_do(stddev):
+    expected = noise_of(gaussian_privatizer(stddev=2.0, key=KEY), jnp.zeros(5))
+    found = noise_of(gaussian_privatizer(stddev=stddev, key=KEY), jnp.zeros(5))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "key",
+    [
+        jax.random.split(jax.random.key(0), 3),
+        jax.random.split(jax.random.key(0), 1),
+        jax.random.split(jax.random.PRNGKey(0), 2),
+        jnp.zeros(3, jnp.uint32),
+        jnp.zeros(2, jnp.float32),
+        0,
+        None,
+    ],
+)
+def test_what_is_not_one_key_is_refused(key):
+    with pytest.raises(ValueError, match=r"key must be one key.*found"):
+        gaussian_privatizer(stddev=1.0, key=key)
+
+
+def test_sharding_is_refused_for_now():
+    with pytest.raises(ValueError, match="sharding rules are not available yet"):
+        gaussian_privatizer(stddev=1.0, key=KEY, sharding=object())
+
+
+# In company.
+
+
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+def test_compiled_as_not_compiled(jit):
+    privatizer = gaussian_privatizer(stddev=1.5, key=KEY)
+    grads = {"w": jnp.ones((3, 4)), "b": None}
+    state = privatizer.init(grads)
+    plain, compiled = privatizer.update(grads, state), jit(privatizer.update)(grads, state)
+    np.testing.assert_allclose(compiled[0]["w"], plain[0]["w"], rtol=1e-6, atol=1e-6)
+    assert compiled[0]["b"] is None
+    assert compiled[1] == plain[1]
+
+
+def test_chain_adds_noise_before_the_optimizer():
+    grads = {"w": jnp.ones(50)}
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    chained = optax.chain(privatizer, optax.sgd(0.5))
+
+    @jax.jit
+    def step(state, _):
+        updates, state = chained.update(grads, state, grads)
+        return state, updates
+
+    # The state keeps its structure and dtypes, or the scan would refuse it.
+    state, updates = jax.lax.scan(step, chained.init(grads), None, length=3)
+    for t in range(3):
+        noise = noise_of(privatizer, grads, t)["w"]
+        np.testing.assert_allclose(updates["w"][t], -0.5 * (1 + noise), rtol=1e-5, atol=1e-6)
+    assert state[0].step == 3
+
+
+def test_state_has_a_shape_before_it_exists():
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    grads = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    state = jax.eval_shape(privatizer.init, grads)
+    assert (state.step.shape, state.step.dtype) == ((), jnp.int32)
+    assert (state.key.shape, state.key.dtype) == (KEY.shape, KEY.dtype)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_donated_state_does_not_take_the_callers_key_along(make_key):
+    key = make_key(3)
+    privatizer = gaussian_privatizer(stddev=1.0, key=key)
+    donating = functools.partial(jax.jit, donate_argnums=1)(privatizer.update)
+    first, _ = donating(jnp.zeros(3), privatizer.init(None))
+    again, _ = donating(jnp.zeros(3), privatizer.init(None))
+    np.testing.assert_array_equal(first, again)
+    jax.random.normal(key)
+
+
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+trees = st.recursive(
+    shapes.map(jnp.ones) | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(trees)
+def test_any_tree_keeps_its_structure_and_shapes(grads):
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    noisy, _ = jax.eval_shape(privatizer.update, grads, privatizer.init(grads))
+    assert jax.tree.structure(noisy) == jax.tree.structure(grads)
+    assert [leaf.shape for leaf in jax.tree.leaves(noisy)] == [
+        leaf.shape for leaf in jax.tree.leaves(grads)
+    ]

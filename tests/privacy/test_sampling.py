@@ -1,0 +1,306 @@
+import math
+import tracemalloc
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from eqx_dp.privacy import OVERFLOW_PROBABILITY, PoissonSampler, sampling
+
+STEPS = 4000
+
+
+def drawn(sampler, step):
+    indices, is_padding_example = sampler.batch(step)
+    return indices[~is_padding_example]
+
+
+@pytest.fixture(scope="module")
+def inclusions():
+    """Which of 50 examples, each drawn with probability 0.3, took part in which step."""
+    sampler = PoissonSampler(num_examples=50, sampling_prob=0.3, seed=11)
+    took_part = np.zeros((STEPS, 50), dtype=bool)
+    for step in range(STEPS):
+        took_part[step, drawn(sampler, step)] = True
+    return took_part
+
+
+# Which examples are drawn.
+
+
+def chi_square_of_counts(counts, distribution):
+    """p-value of counts against a discrete distribution, in bins of about equal probability."""
+    edges = np.unique(distribution.ppf(np.linspace(0, 1, 16)[1:-1]))
+    bins = np.searchsorted(edges, counts)
+    observed = np.bincount(bins, minlength=len(edges) + 1)
+    probabilities = np.diff(np.concatenate([[0.0], distribution.cdf(edges), [1.0]]))
+    return stats.chisquare(observed, probabilities * len(counts)).pvalue
+
+
+def test_counts_are_binomial(inclusions):
+    assert chi_square_of_counts(inclusions.sum(axis=1), stats.binom(50, 0.3)) > 1e-3
+
+
+def test_counts_of_large_data_are_binomial():
+    sampler = PoissonSampler(num_examples=10**9, sampling_prob=1e-7, seed=3)
+    counts = np.array([len(drawn(sampler, step)) for step in range(2000)])
+    assert chi_square_of_counts(counts, stats.binom(10**9, 1e-7)) > 1e-3
+
+
+def test_every_example_is_drawn_with_the_sampling_probability(inclusions):
+    z = (inclusions.sum(axis=0) - STEPS * 0.3) / math.sqrt(STEPS * 0.3 * 0.7)
+    low, high = stats.chi2.interval(1 - 1e-3, df=50)
+    assert low < np.sum(z**2) < high
+
+
+def test_examples_of_large_data_are_drawn_uniformly():
+    sampler = PoissonSampler(num_examples=10**12, sampling_prob=1e-9, seed=4)
+    positions = np.concatenate([drawn(sampler, step) for step in range(50)])
+    assert stats.kstest(positions / 10**12, "uniform").pvalue > 1e-3
+
+
+def test_examples_are_pairwise_independent(inclusions):
+    correlations = np.corrcoef(inclusions.T.astype(float))
+    of_pairs = correlations[np.triu_indices(50, k=1)]
+    assert np.abs(of_pairs).max() < 5 / math.sqrt(STEPS)
+    # Batches of one fixed size would show here: their correlation is -1/49 for every pair.
+    assert abs(of_pairs.mean()) < 5 / math.sqrt(STEPS * len(of_pairs))
+
+
+def overlap_score(one, other):
+    """How far batches share more or fewer examples than independent ones would, in deviations."""
+    trials, q = one.size, 0.3
+    shared = np.count_nonzero(one & other)
+    return (shared - trials * q**2) / math.sqrt(trials * q**2 * (1 - q**2))
+
+
+def test_steps_are_independent(inclusions):
+    for lag in (1, 2, 7):
+        assert abs(overlap_score(inclusions[lag:], inclusions[:-lag])) < 4
+
+
+def test_seeds_are_independent(inclusions):
+    other = PoissonSampler(num_examples=50, sampling_prob=0.3, seed=12)
+    took_part = np.zeros((500, 50), dtype=bool)
+    for step in range(500):
+        took_part[step, drawn(other, step)] = True
+    assert abs(overlap_score(took_part, inclusions[:500])) < 4
+    # Nor is one seed the other, some steps on.
+    assert abs(overlap_score(took_part, inclusions[1:501])) < 4
+    assert abs(overlap_score(took_part[1:], inclusions[:499])) < 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((7 + 3 * 2**32, 2), (7, 3 + 2 * 2**32)),
+        ((5, 0), (0, 5)),
+        ((2**127, 0), (0, 2**63)),
+        ((2**32, 0), (0, 1)),
+    ],
+)
+def test_seed_and_step_are_not_mixed_up(one, other):
+    batches = [
+        drawn(PoissonSampler(num_examples=10**6, sampling_prob=1e-4, seed=seed), step)
+        for seed, step in (one, other)
+    ]
+    assert np.intersect1d(*batches).size <= 3
+
+
+# A pure function of seed and step.
+
+
+def test_a_step_needs_none_before_it():
+    one_by_one = PoissonSampler(num_examples=1000, sampling_prob=0.05, seed=1)
+    batches = [one_by_one.batch(step) for step in range(1001)]
+    at_once = PoissonSampler(num_examples=1000, sampling_prob=0.05, seed=1).batch(1000)
+    for ours, theirs in zip(at_once, batches[1000], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_batches_stay_what_they_are():
+    # A run that is resumed under a later release has to see the same batches. If this fails, either
+    # the way from (seed, step) to a generator has changed, or numpy's streams have.
+    sampler = PoissonSampler(num_examples=10**6, sampling_prob=4e-6, seed=2**100 + 1)
+    assert [drawn(sampler, step).tolist() for step in (0, 1, 10**6)] == GOLDEN
+
+
+GOLDEN = []
+
+
+def test_numbers_of_numpy_will_do():
+    ours = PoissonSampler(num_examples=100, sampling_prob=0.5, seed=3, pad_to=8)
+    numpys = PoissonSampler(
+        num_examples=np.int32(100),
+        sampling_prob=np.float64(0.5),
+        seed=np.uint8(3),
+        pad_to=np.int64(8),
+    )
+    assert ours == numpys
+    assert type(numpys.num_examples) is int
+    np.testing.assert_array_equal(ours.batch(4)[0], numpys.batch(np.int16(4))[0])
+
+
+def test_the_seed_is_not_shown():
+    assert "987654321" not in repr(PoissonSampler(10, 0.5, 987654321))
+
+
+# Shape of a batch.
+
+probabilities = st.floats(1e-6, 1.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 5000),
+    probabilities,
+    st.integers(0, 2**128 - 1),
+    st.integers(0, 2**64 - 1),
+    st.integers(1, 300),
+)
+def test_a_batch_is_distinct_examples_and_then_padding(n, q, seed, step, pad_to):
+    sampler = PoissonSampler(n, q, seed, pad_to)
+    indices, is_padding_example = sampler.batch(step)
+    assert indices.shape == is_padding_example.shape == (sampler.capacity,)
+    assert (indices.dtype, is_padding_example.dtype) == (np.int64, np.bool_)
+    real = indices[~is_padding_example]
+    assert np.all(indices[: len(real)] == real)
+    assert np.all(indices[len(real) :] == -1)
+    assert np.all((real >= 0) & (real < n))
+    assert np.all(np.diff(real) > 0)
+
+
+@pytest.mark.parametrize("pad_to", [1, 4])
+def test_one_example(pad_to):
+    certain = PoissonSampler(num_examples=1, sampling_prob=1.0, seed=0, pad_to=pad_to)
+    assert certain.capacity == pad_to
+    for step in range(20):
+        assert certain.batch(step)[0].tolist() == [0] + [-1] * (pad_to - 1)
+    maybe = PoissonSampler(num_examples=1, sampling_prob=0.5, seed=0)
+    assert {tuple(maybe.batch(step)[0]) for step in range(50)} == {(0,), (-1,)}
+
+
+def test_certain_examples_are_all_drawn():
+    sampler = PoissonSampler(num_examples=37, sampling_prob=1, seed=0)
+    indices, is_padding_example = sampler.batch(5)
+    np.testing.assert_array_equal(indices, np.arange(37))
+    assert not is_padding_example.any()
+
+
+# Capacity.
+
+
+def exact_tail(n, q, capacity):
+    """P(Binomial(n, q) > capacity), in rational numbers."""
+    p = Fraction(q)
+    return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(capacity + 1, n + 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.floats(1e-7, 1.0), st.integers(1, 7))
+def test_capacity_is_the_smallest_that_hardly_overflows(n, q, pad_to):
+    capacity = PoissonSampler(n, q, 0, pad_to).capacity
+    tau = Fraction(OVERFLOW_PROBABILITY)
+    assert capacity % pad_to == 0
+    assert exact_tail(n, q, capacity) <= tau * (1 + Fraction(1, 10**9))
+    if capacity > pad_to:
+        assert exact_tail(n, q, capacity - pad_to) > tau * (1 - Fraction(1, 10**9))
+
+
+@pytest.mark.parametrize(
+    ("n", "q"),
+    [
+        (60_000, 256 / 60_000),
+        (1797, 0.15),
+        (10**9, 1e-6),
+        (10**12, 1e-9),
+        (10**6, 0.999),
+        (500, 1.0),
+    ],
+)
+def test_capacity_of_large_data(n, q):
+    capacity = PoissonSampler(n, q, 0).capacity
+    assert n * q <= capacity <= n
+    assert stats.binom.sf(capacity, n, q) <= OVERFLOW_PROBABILITY
+    assert stats.binom.sf(capacity - 1, n, q) > OVERFLOW_PROBABILITY
+    padded = PoissonSampler(n, q, 0, pad_to=64).capacity
+    assert padded == math.ceil(capacity / 64) * 64
+
+
+def test_capacity_has_room_for_one():
+    assert PoissonSampler(num_examples=10, sampling_prob=1e-15, seed=0).capacity == 1
+
+
+def test_overflow_is_cut_at_random(monkeypatch):
+    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 0.9)
+    sampler = PoissonSampler(num_examples=40, sampling_prob=0.5, seed=2)
+    assert sampler.capacity < 20
+    times_drawn, full = np.zeros(40), 0
+    for step in range(STEPS):
+        indices = drawn(sampler, step)
+        if len(indices) == sampler.capacity:
+            times_drawn[indices] += 1
+            full += 1
+    # Nine in ten are full, most of them cut; uniform subsets of one size have this covariance.
+    assert full > 0.85 * STEPS
+    share = sampler.capacity / 40
+    z = (times_drawn - full * share) / math.sqrt(full * share * (1 - share) * 40 / 39)
+    low, high = stats.chi2.interval(1 - 1e-3, df=39)
+    assert low < np.sum(z**2) < high
+
+
+# Cost.
+
+
+def peak_bytes(sampler):
+    sampler.batch(0)
+    tracemalloc.start()
+    try:
+        sampler.batch(1)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("n", [10**9, 10**12])
+def test_memory_is_that_of_a_batch_not_of_the_data(n):
+    small = PoissonSampler(num_examples=10**4, sampling_prob=0.1, seed=0)
+    large = PoissonSampler(num_examples=n, sampling_prob=1000 / n, seed=0)
+    assert peak_bytes(large) < 2 * peak_bytes(small)
+    assert peak_bytes(large) < 100 * large.capacity
+
+
+@pytest.mark.parametrize("share", [0.01, 0.04, 0.06, 0.5, 1.0])
+def test_memory_of_a_large_batch_is_a_constant_a_place(share):
+    sampler = PoissonSampler(num_examples=10**6, sampling_prob=share, seed=0)
+    assert peak_bytes(sampler) < 200 * sampler.capacity
+
+
+# Refusals.
+
+GOOD = {"num_examples": 100, "sampling_prob": 0.5, "seed": 0, "pad_to": 1}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("num_examples", value) for value in (0, -3, 2.0, True, "9", None, 2**53 + 1)],
+        *[("sampling_prob", value) for value in (0, -0.1, 1.1, math.nan, math.inf, True, "0.5")],
+        *[("seed", value) for value in (-1, 1.5, False, None, 2**128)],
+        *[("pad_to", value) for value in (0, -8, 1.0, True)],
+    ],
+)
+def test_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be .*found"):
+        PoissonSampler(**(GOOD | {name: value}))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", None, 2**64])
+def test_step_refused_by_name(step):
+    with pytest.raises(ValueError, match="^step must be"):
+        PoissonSampler(**GOOD).batch(step)
