@@ -43,14 +43,28 @@ class Clipping(NamedTuple):
             ValueError: the tree of clip norms is no prefix of the tree of trainable parameters.
         """
         indices = self.structure.unflatten(range(len(self.clip_norms)))
+        indices = jax.tree.map(lambda i: _NO_GROUP if i is None else i, indices, is_leaf=_is_none)
         try:
-            return jax.tree.leaves(jax.tree.broadcast(indices, params))
+            groups = jax.tree.broadcast(indices, params)
         except ValueError as error:
-            raise ValueError(
-                "l2_clip_norm is no prefix of the trainable parameters' tree. Give one number, or "
-                "a tree whose numbers each stand where a trainable leaf or a whole subtree of the "
-                f"model stands (jax.tree_util's prefix rule). {error}"
-            ) from error
+            raise ValueError(f"{_NO_PREFIX} {error}") from error
+        for path, group in jax.tree_util.tree_leaves_with_path(groups):
+            if group == _NO_GROUP:
+                where = jax.tree_util.keystr(path)
+                raise ValueError(f"{_NO_PREFIX} model{where} is trained and has no clip norm.")
+        return jax.tree.leaves(groups)
+
+
+_NO_GROUP = -1
+_NO_PREFIX = (
+    "l2_clip_norm is no prefix of the trainable parameters' tree. Give one number, or a tree whose "
+    "numbers each stand where a trainable leaf or a whole subtree of the model stands "
+    "(jax.tree_util's prefix rule)."
+)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def parse_clip_norm(l2_clip_norm: PyTree[Any], rescale_to_unit_norm: bool) -> Clipping:
@@ -166,11 +180,11 @@ def clip_factors(
     return jnp.where(bound > 0, 1 / bound, 0)
 
 
-def _round_down(value: float, dtype: np.dtype[Any]) -> Float[np.ndarray, ""]:
+def _round_down(value: float, dtype: np.dtype[Any]) -> float:
     """Rounds a clip norm to the dtype so that it never grows."""
     with np.errstate(over="ignore"):
         rounded = np.asarray(value, dtype)
-    return np.nextafter(rounded, np.zeros((), dtype)) if float(rounded) > value else rounded
+    return float(np.nextafter(rounded, np.zeros((), dtype)) if float(rounded) > value else rounded)
 
 
 def weighted_sum(

@@ -1,5 +1,6 @@
 """Equinox's ``filter_grad``, with the gradient of every example clipped before they are summed."""
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -72,6 +73,12 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self._fun
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Arguments are those of __call__, not those of the loss that __wrapped__ leads to.
+        _, *parameters = inspect.signature(type(self).__call__).parameters.values()
+        return inspect.Signature(parameters)
 
     @property
     def l2_norm_bound(self) -> float:
@@ -301,14 +308,14 @@ def _configure(
 def filter_clipped_grad(
     fun: Callable[..., Any],
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[False] = False,
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> ClippedGrad[PyTree[Array]]: ...
@@ -318,14 +325,14 @@ def filter_clipped_grad(
 def filter_clipped_grad(
     fun: Callable[..., Any],
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[True],
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> ClippedGrad[tuple[PyTree[Array], PyTree[Any]]]: ...
@@ -334,14 +341,14 @@ def filter_clipped_grad(
 @overload
 def filter_clipped_grad(
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[False] = False,
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> Callable[[Callable[..., Any]], ClippedGrad[PyTree[Array]]]: ...
@@ -350,14 +357,14 @@ def filter_clipped_grad(
 @overload
 def filter_clipped_grad(
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[True],
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> Callable[[Callable[..., Any]], ClippedGrad[tuple[PyTree[Array], PyTree[Any]]]]: ...
@@ -366,14 +373,14 @@ def filter_clipped_grad(
 def filter_clipped_grad(
     fun: Callable[..., Any] | None = None,
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> Any:
@@ -461,14 +468,14 @@ def filter_clipped_grad(
 def filter_value_and_clipped_grad(
     fun: Callable[..., Any],
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> ClippedGrad[tuple[PerExample, PyTree[Array]]]: ...
@@ -477,14 +484,14 @@ def filter_value_and_clipped_grad(
 @overload
 def filter_value_and_clipped_grad(
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> Callable[[Callable[..., Any]], ClippedGrad[tuple[PerExample, PyTree[Array]]]]: ...
@@ -493,14 +500,14 @@ def filter_value_and_clipped_grad(
 def filter_value_and_clipped_grad(
     fun: Callable[..., Any] | None = None,
     *,
-    l2_clip_norm: PyTree[float],
+    l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
     sharding: None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,
     rescale_to_unit_norm: bool = False,
-    normalize_by: float = 1.0,
+    normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> Any:

@@ -33,9 +33,7 @@ class Examples(NamedTuple):
 
     def one(self) -> tuple[tuple[PyTree[Any], ...], Any]:
         """Shapes and dtypes of one example and of its key."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (self.batch, self.keys)
-        )
+        return jax.tree.map(_without_example_axis, (self.batch, self.keys))
 
 
 def read_examples(
@@ -82,6 +80,13 @@ def read_examples(
         None if is_padding_example is None else _read_mask(is_padding_example, num_examples),
         num_examples,
     )
+
+
+def _without_example_axis(x: Array) -> jax.ShapeDtypeStruct:
+    if x.shape[0] == 0:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    # Indexing keeps the rest of the type, such as the mesh axes it varies along in a shard_map.
+    return jax.eval_shape(lambda examples: examples[0], x)
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:

@@ -39,7 +39,7 @@ class Program(NamedTuple):
         """Evaluates the loss and the aux leaves of one example."""
         evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self.jaxpr)
         loss, *aux = evaluate(*params, *frozen, *example)
-        return loss, aux
+        return jnp.asarray(loss), [jnp.asarray(leaf) for leaf in aux]
 
 
 class Options(NamedTuple):
@@ -182,16 +182,27 @@ def refuse_batch_norm(model: PyTree[Any]) -> None:
             )
 
 
-# Collectives exchange values along a named axis. Asking for one's own position does not.
+# Asking for one's own position along an axis exchanges nothing.
 _NOT_COLLECTIVE = frozenset({"axis_index"})
+# Marking a value as varying along an axis exchanges nothing going forward, but a parameter that is
+# marked in the loss has its gradient summed over the axis going backward, before it is clipped.
+_SUMS_BACKWARD = frozenset({"pvary", "pcast"})
 
 
 def _refuse_collectives(jaxpr: jex_core.Jaxpr) -> None:
     for name, axes in _collectives(jaxpr, frozenset()):
+        over = ", ".join(map(repr, axes))
+        if name in _SUMS_BACKWARD:
+            raise ValueError(
+                f"Inside a shard_map over {over} the model is the same on all devices while "
+                f"examples differ ('{name}'): JAX would sum per-example gradients over {over} "
+                "before they are clipped. Call the clipped gradient outside of shard_map, or pass "
+                "the model, and what the loss closes over, through jax.lax.pcast(..., to='varying')"
+                " first, and sum the result over the axis yourself."
+            )
         raise ValueError(
-            f"The loss of one example uses the collective '{name}' over the axis "
-            f"{', '.join(map(repr, axes))}, which an enclosing vmap or shard_map binds: it mixes "
-            f"examples. {_BATCH_MIXING_ADVICE}"
+            f"The loss of one example uses the collective '{name}' over the axis {over}, which an "
+            f"enclosing vmap or shard_map binds: it mixes examples. {_BATCH_MIXING_ADVICE}"
         )
 
 
@@ -203,7 +214,8 @@ def _collectives(
         axes = equation.params.get("axes", equation.params.get("axis_name", ()))
         axes = axes if isinstance(axes, tuple) else (axes,)
         named = tuple(a for a in axes if not isinstance(a, Integral) and a not in bound)
-        if named and equation.primitive.name not in _NOT_COLLECTIVE:
+        of_constants = all(isinstance(v, jex_core.Literal) for v in equation.invars)
+        if named and not of_constants and equation.primitive.name not in _NOT_COLLECTIVE:
             yield equation.primitive.name, named
         inside = bound
         if equation.primitive.name == "shard_map":

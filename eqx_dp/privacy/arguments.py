@@ -20,8 +20,8 @@ def whole_number(name: str, value: object, *, least: int, most: int) -> int:
     return whole
 
 
-def real_number(name: str, value: object) -> float:
-    """Returns `value` as a finite float, or raises a ValueError."""
+def real_number(name: str, value: object, *, advice: str = "") -> float:
+    """Returns `value` as a finite float, or raises a ValueError (with advice, if not finite)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a real number; found {value!r} ({_kind(value)}).")
     try:
@@ -29,7 +29,7 @@ def real_number(name: str, value: object) -> float:
     except OverflowError:  # an integer beyond every float
         real = math.inf
     if not math.isfinite(real):
-        raise ValueError(f"{name} must be a finite number; found {real}.")
+        raise ValueError(f"{name} must be a finite number; found {real}.{advice}")
     return real
 
 

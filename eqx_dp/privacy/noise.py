@@ -1,7 +1,5 @@
 """Gaussian noise on a clipped sum of gradients."""
 
-import math
-import numbers
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 import jax
@@ -11,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..precision import Policy
+from .arguments import real_number
 
 
 class GaussianPrivatizerState(NamedTuple):
@@ -146,7 +145,9 @@ def _checked_gradient(
             "keep what is not trained out of the gradients (None in its place)."
         )
     declared = np.dtype(np.float32) if policy is None else policy.accumulate_dtype
-    if not _holds(found, declared) and not (policy is not None and policy.unsafe):
+    # By significand: a policy that is not unsafe declares float32 or float64.
+    narrower = jnp.finfo(found).nmant < jnp.finfo(declared).nmant
+    if narrower and not (policy is not None and policy.unsafe):
         raise ValueError(
             f"{where} has dtype {found}, narrower than the accumulate dtype {declared}: the sum "
             f"over examples was rounded before the noise. Sum clipped gradients in {declared} (as "
@@ -155,29 +156,20 @@ def _checked_gradient(
     return jnp.asarray(leaf)
 
 
-def _holds(wide: Any, narrow: Any) -> bool:
-    # Whether every number of `narrow` is one of `wide`. Not bits: bfloat16 and float16 differ.
-    a, b = jnp.finfo(wide), jnp.finfo(narrow)
-    return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
-
-
 def _static_stddev(stddev: SupportsFloat) -> float:
     if isinstance(stddev, jax.Array):
         raise ValueError(
             "stddev must be a Python or numpy number, known before the step is compiled; found the "
             f"JAX array {stddev}. Pass float(stddev), outside of jit."
         )
-    if isinstance(stddev, bool) or not isinstance(stddev, numbers.Real):
-        raise ValueError(
-            f"stddev must be a real number; found {stddev!r} ({type(stddev).__name__})."
-        )
-    value = float(stddev)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            f"stddev must be finite and at least 0; found {value}. It is noise multiplier times "
-            "sensitivity, and the sensitivity is infinite without a finite clip norm: set "
-            "l2_clip_norm."
-        )
+    value = real_number(
+        "stddev",
+        stddev,
+        advice=" It is noise multiplier times sensitivity, and the sensitivity is infinite without "
+        "a finite clip norm: set l2_clip_norm.",
+    )
+    if value < 0:
+        raise ValueError(f"stddev must be at least 0 (no noise); found {value}.")
     return value
 
 

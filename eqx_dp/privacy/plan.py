@@ -364,6 +364,8 @@ def _discretization(sampling_prob: float, steps: int, noise_multiplier: float) -
 # Calibration.
 
 _MOST_NOISE = 1e15
+# Relative to the noise multiplier.
+_CALIBRATION_TOLERANCE = 1e-4
 
 
 def _least_noise(draft: PrivacyPlan, budget: float) -> float:
@@ -377,20 +379,21 @@ def _least_noise(draft: PrivacyPlan, budget: float) -> float:
     # What the textbook bound asks for (Dwork and Roth 2014, appendix A) if sampling scaled it by q.
     guess = q * math.sqrt(steps) * math.sqrt(2 * math.log(1.25 / delta)) / budget
     enough = _enough_noise(epsilon_at, max(1.0, guess), budget)
-    interval = _discretization(q, steps, enough / 2)
+    little = max(enough / 2, _LEAST_ACCOUNTED_NOISE)
+    interval = _discretization(q, steps, little)
     # Searched on a logarithmic scale, where one tolerance suits large and small noise alike.
     log_noise = dp_accounting.calibrate_dp_mechanism(
         lambda: PLDAccountant(relation, value_discretization_interval=interval),
         lambda log_noise: _event(q, steps, math.exp(log_noise), relation),
         budget,
         delta,
-        dp_accounting.ExplicitBracketInterval(math.log(enough / 2), math.log(enough)),
-        tol=1e-4,
+        dp_accounting.ExplicitBracketInterval(math.log(little), math.log(enough)),
+        tol=_CALIBRATION_TOLERANCE,
     )
     noise_multiplier = math.exp(log_noise)
     # The search and the plan may discretize a little differently, and the plan's word counts.
     while epsilon_at(noise_multiplier) > budget:
-        noise_multiplier *= 1 + 1e-5
+        noise_multiplier *= 1 + _CALIBRATION_TOLERANCE
     return noise_multiplier
 
 
@@ -409,11 +412,12 @@ def _enough_noise(epsilon_at: Callable[[float], float], guess: float, budget: fl
             )
     while epsilon_at(noise_multiplier / 2) <= budget:
         noise_multiplier /= 2
-        if noise_multiplier < 4 * _LEAST_ACCOUNTED_NOISE:
+        if epsilon_at(_LEAST_ACCOUNTED_NOISE) <= budget:
             raise ValueError(
                 f"epsilon {budget:g} is met with hardly any noise (a noise multiplier of "
-                f"{noise_multiplier:g}), which protects no one: epsilon is too large, or delta not "
-                "well below steps x sampling_prob. Ask for less, or give noise_multiplier yourself."
+                f"{_LEAST_ACCOUNTED_NOISE:g}), which protects no one: epsilon is too large, or "
+                "delta not well below steps x sampling_prob. Ask for less, or give "
+                "noise_multiplier yourself."
             )
     return noise_multiplier
 

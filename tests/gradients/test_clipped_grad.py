@@ -44,8 +44,11 @@ def _only_what_matters(grad_options):
     return {k: v for k, v in grad_options.items() if k not in ("microbatch_size", "method")}
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 3])
-@pytest.mark.parametrize("case", models.all_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "microbatch_size"),
+    [(models.mlp(), None), *((case, 3) for case in models.all_cases())],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_every_model_agrees_with_the_oracle(case, microbatch_size):
     batch = case.batch(7)
     clip_norm = median_norm(case, batch)
@@ -67,7 +70,7 @@ def test_every_model_agrees_with_the_oracle(case, microbatch_size):
 @pytest.mark.parametrize("rescale", [False, True])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.4, np.inf])
 def test_rescaling_and_normalizing(clip_norm, rescale):
-    case = models.mlp()
+    case = models.linear_regression()
     options = {
         "l2_clip_norm": clip_norm,
         "rescale_to_unit_norm": rescale,
@@ -77,7 +80,7 @@ def test_rescaling_and_normalizing(clip_norm, rescale):
     assert_agrees(case, case.batch(5), options)
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 4, 5, 6, 100])
+@pytest.mark.parametrize("microbatch_size", [1, 4, 5, 100])
 def test_microbatches_need_not_divide_the_batch(microbatch_size):
     case = models.linear_regression()
     options = {"l2_clip_norm": 1.0, "microbatch_size": microbatch_size}
@@ -91,7 +94,7 @@ def test_methods_agree(method):
 
 
 def test_one_example():
-    case = models.cnn()
+    case = models.linear_regression()
     assert_agrees(case, case.batch(1), {"l2_clip_norm": 0.1})
 
 
@@ -99,7 +102,7 @@ def test_one_example():
 
 
 def test_plain_returns_the_same_gradients_as_value_and():
-    case = models.mlp()
+    case = models.linear_regression()
     batch = case.batch(4)
     grads = jitted.grad(case.loss, l2_clip_norm=0.5)(case.model, *batch)
     _, same = jitted.value_and_grad(case.loss, l2_clip_norm=0.5)(case.model, *batch)
@@ -265,12 +268,11 @@ def test_a_key_that_may_be_left_out_is_used_when_given():
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_what_one_example_reports_does_not_depend_on_another(microbatch_size):
-    case = models.gpt()
-    (tokens,) = case.batch(4)
-    changed = jax.tree.map(lambda leaf: leaf.at[1].set((leaf[1] + 1) % 11), tokens)
+    case = models.mlp()
+    x, label = case.batch(4)
     grad_fn = jitted.value_and_grad(case.loss, l2_clip_norm=1.0, microbatch_size=microbatch_size)
-    before, _ = grad_fn(case.model, tokens)
-    after, _ = grad_fn(case.model, changed)
+    before, _ = grad_fn(case.model, x, label)
+    after, _ = grad_fn(case.model, x.at[1].multiply(2), label)
     same = np.array([True, False, True, True])
     np.testing.assert_array_equal(before.loss == after.loss, same)
     np.testing.assert_array_equal(before.grad_norm == after.grad_norm, same)

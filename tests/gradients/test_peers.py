@@ -22,11 +22,8 @@ def batch_loss(model, x, y):
 
 SETTINGS = [
     {"l2_clip_norm": 1.0},
-    {"l2_clip_norm": 1.0, "normalize_by": 32.0},
-    {"l2_clip_norm": 0.7, "rescale_to_unit_norm": True},
     {"l2_clip_norm": 0.7, "rescale_to_unit_norm": True, "normalize_by": 3.0},
-    {"l2_clip_norm": 1.0, "microbatch_size": 2},
-    {"l2_clip_norm": 1.0, "microbatch_size": 3, "normalize_by": 6.0},
+    {"l2_clip_norm": 1.0, "microbatch_size": 3, "normalize_by": 32.0},
     {"l2_clip_norm": 0.0},
     {"l2_clip_norm": 0.0, "rescale_to_unit_norm": True},
     {"l2_clip_norm": np.inf},
@@ -41,9 +38,10 @@ def of_jax_privacy(loss, **settings):
 
 
 @pytest.mark.parametrize(
-    ("padding", "keep_batch_dim"), [(None, False), (PADDING, True)], ids=["full", "padded"]
+    ("settings", "padding", "keep_batch_dim"),
+    [(SETTINGS[0], None, False), *((settings, PADDING, True) for settings in SETTINGS)],
+    ids=str,
 )
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_gradients_and_norms(settings, padding, keep_batch_dim):
     loss = batch_loss if keep_batch_dim else CASE.loss
     settings = {**settings, "keep_batch_dim": keep_batch_dim}
@@ -65,18 +63,16 @@ def test_sensitivities(settings, relation):
     assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-@pytest.mark.parametrize("case", [models.mlp(), models.cnn()], ids=lambda case: case.name)
-def test_models(case):
+def test_a_convolutional_network():
+    case = models.cnn()
     batch = case.batch(4)
     arrays, static = eqx.partition(case.model, eqx.is_inexact_array)
-    ours = jitted.grad(case.loss, l2_clip_norm=0.5, microbatch_size=2)(case.model, *batch)
+    ours = jitted.grad(case.loss, l2_clip_norm=0.5)(case.model, *batch)
 
     def loss(arrays, *example):
         return case.loss(eqx.combine(arrays, static), *example)
 
     theirs = jax.jit(
-        clipped_grad(
-            loss, l2_clip_norm=0.5, batch_argnums=(1, 2), keep_batch_dim=False, microbatch_size=2
-        )
+        clipped_grad(loss, l2_clip_norm=0.5, batch_argnums=(1, 2), keep_batch_dim=False)
     )(arrays, *batch)
     assert oracle.relative_error(ours, theirs) < 1e-5

@@ -10,6 +10,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
 from tests import models
+from tests.gradients import jitted
 
 pytestmark = pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm")
 
@@ -98,7 +99,7 @@ def test_a_scalar_in_the_batch(scalar):
         )
 
 
-@pytest.mark.parametrize("leaf", [1.5, 3, True, "text", jnp.tanh], ids=repr)
+@pytest.mark.parametrize("leaf", [1.5, 3, True, "text", abs], ids=repr)
 def test_a_leaf_of_the_batch_that_is_no_array(leaf):
     with pytest.raises(ValueError, match="other"):
         clipped(lambda model, x: model * x["x"])(jnp.ones(()), {"x": jnp.ones(2), "other": leaf})
@@ -192,6 +193,9 @@ def batch_norm_loss(model, x, state):
     return jnp.sum(hidden**2)
 
 
+ONE = jnp.ones(3)
+
+
 def batch_norm(mode):
     return eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode=mode)
 
@@ -244,10 +248,12 @@ def test_batch_norm_at_inference_mixes_nothing(mode):
         jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)), jnp.float32), state
     )
     model = eqx.nn.inference_mode(model)
-    grads = clipped(lambda model, x: batch_norm_loss(model, x, state), l2_clip_norm=np.inf)(
+    grads = jitted.grad(lambda model, x: batch_norm_loss(model, x, state), l2_clip_norm=np.inf)(
         model, jnp.ones((4, 3))
     )
-    alone = eqx.filter_grad(lambda model: 4 * batch_norm_loss(model, jnp.ones(3), state))(model)
+    alone = eqx.filter_jit(eqx.filter_grad(lambda model: 4 * batch_norm_loss(model, ONE, state)))(
+        model
+    )
     np.testing.assert_allclose(grads.weight, alone.weight, rtol=1e-5)
     np.testing.assert_allclose(grads.bias, alone.bias, rtol=1e-5)
 
@@ -267,16 +273,33 @@ def test_a_collective_over_the_axis_of_an_enclosing_vmap():
         jax.vmap(lambda x: grad_fn(jnp.ones(()), x), axis_name="batch")(jnp.ones((3, 2)))
 
 
+def on_one_device(fun):
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("batch")
+    return jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def varying(model):
+    return jax.lax.pcast(model, "batch", to="varying")
+
+
 def test_a_collective_over_the_axis_of_an_enclosing_shard_map():
     grad_fn = clipped(mixing_loss)
-    mesh = jax.make_mesh((1,), ("batch",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match=r"(?s)psum.*batch|batch.*psum"):
-        jax.shard_map(
-            lambda x: grad_fn(jnp.ones(()), x)[None],
-            mesh=mesh,
-            in_specs=PartitionSpec("batch"),
-            out_specs=PartitionSpec("batch"),
-        )(jnp.ones(4))
+        on_one_device(lambda x: grad_fn(varying(jnp.ones(())), x)[None])(jnp.ones(4))
+
+
+def test_a_model_that_is_the_same_on_all_devices_of_an_enclosing_shard_map():
+    """Its gradient would be summed over devices before it is clipped."""
+    grad_fn = clipped(lambda model, x: model * x)
+    with pytest.raises(ValueError, match=r"(?s)batch.*to='varying'"):
+        on_one_device(lambda x: grad_fn(jnp.ones(()), x)[None])(jnp.ones(4))
+
+
+def test_a_loss_may_know_where_it_runs():
+    grad_fn = clipped(lambda m, x: m * x * (1 + jax.lax.axis_index("batch")), l2_clip_norm=np.inf)
+    grads = on_one_device(lambda x: grad_fn(varying(jnp.ones(())), x)[None])(jnp.ones(4))
+    np.testing.assert_array_equal(grads, [4.0])
 
 
 def test_a_collective_hidden_in_scan_and_cond_is_found_too():

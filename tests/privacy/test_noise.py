@@ -166,7 +166,7 @@ def test_nothing_of_a_wide_gradient_is_lost():
         assert noisy[0] == grads[0]
 
 
-@pytest.mark.parametrize("chosen", [None, policy(), policy("float32", "float32")])
+@pytest.mark.parametrize("chosen", [None, policy()])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_gradient_narrower_than_accumulate_dtype_is_refused(chosen, dtype):
     privatizer = gaussian_privatizer(stddev=0.0, key=KEY, policy=chosen)
@@ -181,13 +181,6 @@ def test_float32_is_narrow_where_float64_is_declared():
         privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=policy("float64", "float64"))
         with pytest.raises(ValueError, match="float32, narrower than the accumulate dtype float64"):
             privatizer.update(jnp.ones(3, jnp.float32), privatizer.init(None))
-
-
-def test_float16_does_not_pass_for_bfloat16():
-    chosen = parse_policy("p=f32,c=bf16,o=f32,a=bf16,n=f32,unsafe=true")
-    privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=chosen)
-    noisy, _ = privatizer.update(jnp.ones(3, jnp.float16), privatizer.init(None))
-    assert noisy.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -234,9 +227,15 @@ def test_edges_of_a_gradient():
     assert privatizer.update({}, privatizer.init({}))[0] == {}
 
 
-@pytest.mark.parametrize("stddev", [-1.0, math.nan, math.inf, -math.inf, np.float32("nan")])
-def test_senseless_stddev_is_refused(stddev):
-    with pytest.raises(ValueError, match=r"stddev must be finite and at least 0.*clip norm"):
+@pytest.mark.parametrize("stddev", [math.nan, math.inf, -math.inf, np.float32("nan"), 10**400])
+def test_stddev_that_is_not_finite_is_refused(stddev):
+    with pytest.raises(ValueError, match=r"stddev must be a finite number; found .*clip norm"):
+        gaussian_privatizer(stddev=stddev, key=KEY)
+
+
+@pytest.mark.parametrize("stddev", [-1, -1e-9])
+def test_negative_stddev_is_refused(stddev):
+    with pytest.raises(ValueError, match=r"stddev must be at least 0 .*found -1"):
         gaussian_privatizer(stddev=stddev, key=KEY)
 
 

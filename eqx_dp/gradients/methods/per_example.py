@@ -23,7 +23,7 @@ def clipped_sum(
             return task.program(params, task.frozen, example)
 
         loss, pullback, aux = jax.vjp(loss_of, task.params, has_aux=True)
-        (grads,) = pullback(jnp.asarray(task.loss_scale, loss.dtype))
+        (grads,) = pullback(jnp.full_like(loss, task.loss_scale))
         return loss, grads, aux
 
     loss, grads, aux = jax.vmap(value_and_grad)(examples)

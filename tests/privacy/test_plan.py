@@ -1,0 +1,399 @@
+import dataclasses
+import itertools
+import json
+import math
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from eqx_dp.precision import load_policy
+from eqx_dp.privacy import NeighboringRelation, PrivacyPlan, gaussian_privatizer
+from eqx_dp.privacy import plan as plan_module
+
+ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = NeighboringRelation
+RELATIONS = list(NeighboringRelation)
+PLAN = PrivacyPlan(sampling_prob=0.02, steps=500, noise_multiplier=2.0, delta=1e-5)
+
+
+# What is accounted for.
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_epsilon_is_that_of_dp_accounting(relation):
+    plan = dataclasses.replace(PLAN, neighboring_relation=relation)
+    # In dp_accounting's terms: noise standard deviation over norm bound.
+    multiplier = 4.0 if relation is REPLACE_ONE else 2.0
+    event = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(multiplier))
+    for steps in (1, 100, 500):
+        accountant = PLDAccountant(relation).compose(event, steps)
+        assert plan.epsilon(steps) == accountant.get_epsilon(1e-5 - steps * 1e-12)
+        composed = PLDAccountant(relation).compose(plan.event(steps))
+        assert composed.get_epsilon(1e-5 - steps * 1e-12) == plan.epsilon(steps)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize(("noise_multiplier", "steps"), [(1.5, 1), (6.0, 20)])
+def test_without_sampling_every_relation_is_the_gaussian_mechanism(
+    relation, noise_multiplier, steps
+):
+    plan = PrivacyPlan(1, steps, noise_multiplier, 1e-5, relation)
+    exact = dp_accounting.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), 1e-5)
+    assert plan.epsilon() == pytest.approx(exact, rel=1e-3)
+    assert plan.epsilon() >= exact
+
+
+def hockey_stick(upper, lower, epsilon):
+    """The divergence of two mixtures, each a list of (probability, mean), of deviation 1."""
+
+    def density(mixture, x):
+        return sum(weight * stats.norm.pdf(x, mean) for weight, mean in mixture)
+
+    x = np.linspace(-15, 15, 200_001)
+    gain = density(upper, x) - math.exp(epsilon) * density(lower, x)
+    return integrate.trapezoid(np.maximum(gain, 0), x)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_one_step_from_first_principles(relation):
+    q, noise_multiplier, delta = 0.3, 0.8, 1e-3
+    plan = PrivacyPlan(q, 1, noise_multiplier, delta, relation)
+    # In units of the noise's deviation, the sensitivity is 1 / noise_multiplier; a gradient is as
+    # long, or half as long where it may be replaced by its opposite.
+    sensitivity = 1 / noise_multiplier
+    if relation is REPLACE_ONE:
+        sides = ([(1 - q, 0), (q, sensitivity / 2)], [(1 - q, 0), (q, -sensitivity / 2)])
+    else:
+        sides = ([(1 - q, 0), (q, sensitivity)], [(1.0, 0)])
+    worst = max(hockey_stick(*pair, plan.epsilon()) for pair in (sides, sides[::-1]))
+    assert worst == pytest.approx(delta, rel=1e-3)
+
+
+def test_overflow_comes_out_of_delta():
+    assert PLAN.overflow_delta() == 500e-12
+    assert PLAN.overflow_delta(7) == 7e-12
+    assert PLAN.overflow_delta(0) == 0
+    # Where overflow takes half of delta, half is left for the mechanism.
+    tight = dataclasses.replace(PLAN, delta=1e-9)
+    event = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(2.0))
+    accountant = PLDAccountant().compose(event, 500)
+    assert tight.epsilon() == accountant.get_epsilon(1e-9 - 500e-12) > accountant.get_epsilon(1e-9)
+
+
+@pytest.mark.parametrize("delta", [500e-12, 1e-12])
+def test_overflow_that_uses_delta_up_is_refused(delta):
+    with pytest.raises(ValueError, match=rf"delta must exceed 5e-10.* 500 steps.* found {delta:g}"):
+        dataclasses.replace(PLAN, delta=delta)
+
+
+def test_epsilon_over_the_run():
+    epsilons = [PLAN.epsilon(steps) for steps in (0, 1, 10, 250, 500)]
+    assert epsilons[0] == 0.0
+    assert all(earlier < later for earlier, later in itertools.pairwise(epsilons))
+    assert PLAN.epsilon() == epsilons[-1]
+    assert PLAN.epsilon(np.int64(250)) == epsilons[3]
+    assert isinstance(PLAN.event(0), dp_accounting.NoOpDpEvent)
+
+
+@pytest.mark.parametrize("noise_multiplier", [0, 0.0, 1e-300, 0.0009])
+def test_without_noise_epsilon_is_infinite(noise_multiplier):
+    plan = dataclasses.replace(PLAN, noise_multiplier=noise_multiplier)
+    assert plan.epsilon() == math.inf
+    assert plan.epsilon(0) == 0.0
+
+
+def test_large_losses_are_told_apart_less_finely_but_well_enough():
+    unsampled = PrivacyPlan(1, 300, 4.0, 1e-5)
+    fine = PLDAccountant().compose(unsampled.event()).get_epsilon(1e-5 - 300e-12)
+    assert unsampled.epsilon() == pytest.approx(fine, rel=1e-4)
+    # dp_accounting's figure at its own interval, for which it takes ten seconds.
+    assert PrivacyPlan(0.1, 10, 0.1, 1e-5).epsilon() == pytest.approx(329.2342, rel=1e-6)
+
+
+def test_very_large_losses_are_accounted_for():
+    # At dp_accounting's own interval these would need gigabytes.
+    assert 1e5 < PrivacyPlan(0.5, 100, 0.01, 1e-5).epsilon() < 1e6
+    assert 1e5 < PrivacyPlan(1, 10**6, 1.0, 1e-5).epsilon() < 1e6
+
+
+def test_a_figure_asked_for_again_is_not_computed_again(monkeypatch):
+    first = dataclasses.replace(PLAN).epsilon(3)
+    monkeypatch.setattr(plan_module, "PLDAccountant", None)
+    assert dataclasses.replace(PLAN).epsilon(3) == first
+    repr(dataclasses.replace(PLAN, noise_multiplier=2.345))
+
+
+def test_a_plan_says_all_that_it_is():
+    text = str(dataclasses.replace(PLAN, neighboring_relation=REPLACE_ONE))
+    for part in ("sampling_prob=0.02", "steps=500", "noise_multiplier=2.0", "delta=1e-05"):
+        assert part in text
+    assert "REPLACE_ONE" in text
+
+
+# Calibration.
+
+
+@pytest.mark.parametrize(
+    ("budget", "delta", "q", "steps", "relation"),
+    [
+        (3.0, 1e-5, 0.15, 300, ADD_OR_REMOVE_ONE),
+        (3.0, 1e-5, 0.15, 300, REPLACE_ONE),
+        (0.5, 1e-6, 0.01, 2000, REPLACE_SPECIAL),
+        (1.0, 1e-9, 0.05, 400, ADD_OR_REMOVE_ONE),
+        (0.01, 1e-5, 1.0, 10, ADD_OR_REMOVE_ONE),
+        (300.0, 1e-5, 1.0, 1000, ADD_OR_REMOVE_ONE),
+    ],
+)
+def test_calibrated_plan_meets_the_budget_tightly(budget, delta, q, steps, relation):
+    plan = PrivacyPlan.calibrate(
+        epsilon=budget,
+        delta=delta,
+        sampling_prob=q,
+        steps=steps,
+        neighboring_relation=relation,
+    )
+    assert budget * (1 - 1e-3) <= plan.epsilon() <= budget
+    found = dataclasses.replace(plan, noise_multiplier=1.0)
+    assert found == PrivacyPlan(q, steps, 1.0, delta, relation)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        # Fewer than delta of the examples are ever drawn.
+        ({"epsilon": 0.1, "delta": 0.01, "sampling_prob": 1e-3, "steps": 1}, "hardly any noise"),
+        ({"epsilon": 1e7, "delta": 1e-5, "sampling_prob": 0.5, "steps": 3}, "hardly any noise"),
+    ],
+)
+def test_budget_that_protects_no_one_is_refused(request_, reason):
+    with pytest.raises(ValueError, match=reason):
+        PrivacyPlan.calibrate(**request_)
+
+
+def test_budget_out_of_reach_is_refused():
+    with pytest.raises(ValueError, match="epsilon 1 is out of reach"):
+        plan_module._enough_noise(lambda _: 2.0, 1.0, 1.0)
+
+
+def test_the_plans_word_counts(monkeypatch):
+    request_ = {"epsilon": 0.5, "delta": 1e-5, "sampling_prob": 0.05, "steps": 200}
+    enough = PrivacyPlan.calibrate(**request_)
+    little = dataclasses.replace(enough, noise_multiplier=enough.noise_multiplier * 0.9995)
+    assert little.epsilon() > 0.5
+    # A search that ends a little short of the budget does not get through.
+    monkeypatch.setattr(
+        dp_accounting, "calibrate_dp_mechanism", lambda *_, **__: math.log(little.noise_multiplier)
+    )
+    assert 0.4995 <= PrivacyPlan.calibrate(**request_).epsilon() <= 0.5
+
+
+# Refusals.
+
+NUMBERS = {"sampling_prob": 0.1, "steps": 10, "noise_multiplier": 1.0, "delta": 1e-5}
+SENSELESS = [
+    *[("sampling_prob", bad) for bad in (0, -0.1, 1.5, math.nan, math.inf, True, "0.1", None)],
+    *[("steps", bad) for bad in (0, -1, 2.0, True, "10", None, 2**60)],
+    *[("noise_multiplier", bad) for bad in (-1, math.nan, math.inf, True, "1", 1j, 10**400)],
+    *[("delta", bad) for bad in (0, 1, -1e-5, 2, math.nan, False, "1e-5")],
+    *[("neighboring_relation", bad) for bad in ("REPLACE_ONE", 2, None)],
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("name", "bad"), SENSELESS)
+def test_senseless_plan_is_refused_by_name(name, bad):
+    with pytest.raises(ValueError, match=rf"^{name} must be .*found"):
+        PrivacyPlan(**(NUMBERS | {name: bad}))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *[("epsilon", bad) for bad in (0, -1, math.nan, math.inf, True, "3", None)],
+        *[(name, bad) for name, bad in SENSELESS if name != "noise_multiplier"],
+    ],
+)
+def test_senseless_request_is_refused_by_name(name, bad):
+    request_ = {"epsilon": 3.0} | NUMBERS | {name: bad}
+    del request_["noise_multiplier"]
+    with pytest.raises(ValueError, match=rf"^{name} must be .*found"):
+        PrivacyPlan.calibrate(**request_)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("steps", [-1, 501, 1.0, True, "1"])
+@pytest.mark.parametrize(
+    "ask", [PrivacyPlan.epsilon, PrivacyPlan.event, PrivacyPlan.overflow_delta]
+)
+def test_steps_outside_the_plan_are_refused(steps, ask):
+    with pytest.raises(ValueError, match=r"^steps must be .*found"):
+        ask(PLAN, steps)
+
+
+def test_numbers_of_numpy_will_do():
+    plan = PrivacyPlan(np.float64(0.02), np.int32(500), np.int64(2), np.float64(1e-5))
+    assert plan == PLAN
+    assert [type(value) for value in dataclasses.astuple(plan)[:4]] == [float, int, float, float]
+
+
+# Sampling and noise take their numbers from the plan.
+
+
+@dataclasses.dataclass
+class FakeGradFn:
+    """All that a plan looks at in a clipped-gradient function."""
+
+    l2_norm_bound: float
+    factor: float = 1.0
+
+    def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
+        replaced = neighboring_relation is REPLACE_ONE
+        return self.factor * self.l2_norm_bound * (2 if replaced else 1)
+
+
+def test_sampler_has_the_plans_probability():
+    sampler = PLAN.sampler(10_000, seed=7, pad_to=16)
+    assert (sampler.num_examples, sampler.sampling_prob) == (10_000, PLAN.sampling_prob)
+    assert (sampler.seed, sampler.pad_to) == (7, 16)
+    assert PLAN.sampler(10_000, 7).pad_to == 1
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("bound", [0.5, 3.0])
+def test_privatizer_has_the_plans_noise(relation, bound):
+    plan = dataclasses.replace(PLAN, neighboring_relation=relation)
+    key, grads = jax.random.key(1), jnp.zeros(100_000)
+    privatizer = plan.privatizer(FakeGradFn(bound), key)
+    noise, _ = privatizer.update(grads, privatizer.init(grads))
+    stddev = 2.0 * bound * (2 if relation is REPLACE_ONE else 1)
+    assert float(jnp.std(noise)) == pytest.approx(stddev, rel=0.02)
+    expected = gaussian_privatizer(stddev=stddev, key=key)
+    np.testing.assert_array_equal(noise, expected.update(grads, expected.init(grads))[0])
+
+
+def test_privatizer_hands_policy_and_sharding_on():
+    with jax.enable_x64(True):
+        privatizer = PLAN.privatizer(FakeGradFn(1.0), jax.random.key(0), load_policy("float64"))
+        with pytest.raises(ValueError, match="float64"):
+            privatizer.update(jnp.zeros(3, jnp.float32), privatizer.init(None))
+    with pytest.raises(ValueError, match="sharding"):
+        PLAN.privatizer(FakeGradFn(1.0), jax.random.key(0), sharding=object())
+
+
+def test_nothing_to_hide_needs_no_noise():
+    privatizer = PLAN.privatizer(FakeGradFn(0.0), jax.random.key(0))
+    assert isinstance(privatizer, optax.GradientTransformation)
+    assert privatizer.update(jnp.ones(3), privatizer.init(None))[0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("bound", [math.inf, math.nan, -1.0])
+def test_sensitivity_without_limit_is_refused(bound):
+    with pytest.raises(ValueError, match=r"sensitivity must be finite.*l2_clip_norm"):
+        PLAN.privatizer(FakeGradFn(bound), jax.random.key(0))
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("factor", [0.5, math.sqrt(0.5), 2.0])
+def test_sensitivity_that_is_not_accounted_for_is_refused(relation, factor):
+    plan = dataclasses.replace(PLAN, neighboring_relation=relation)
+    with pytest.raises(ValueError, match=rf"sensitivity for {relation.name} must be"):
+        plan.privatizer(FakeGradFn(1.0, factor), jax.random.key(0))
+
+
+# JSON.
+
+unit = st.floats(0, 1, exclude_min=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    unit,
+    st.integers(1, 10**6),
+    st.floats(0, 1e9),
+    st.floats(1e-5, 1, exclude_max=True),
+    st.sampled_from(RELATIONS),
+)
+def test_json_gives_an_equal_plan_back(sampling_prob, steps, noise_multiplier, delta, relation):
+    plan = PrivacyPlan(sampling_prob, steps, noise_multiplier, delta, relation)
+    assert PrivacyPlan.from_json(plan.to_json()) == plan
+
+
+def test_json_is_plain():
+    assert json.loads(PLAN.to_json()) == {
+        "format": "eqx_dp.PrivacyPlan",
+        "version": 1,
+        "sampling_prob": 0.02,
+        "steps": 500,
+        "noise_multiplier": 2.0,
+        "delta": 1e-5,
+        "neighboring_relation": "ADD_OR_REMOVE_ONE",
+    }
+
+
+def test_json_may_write_a_float_as_an_integer():
+    text = PLAN.to_json().replace("2.0", "2")
+    assert PrivacyPlan.from_json(text) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"noise": 1.0, "epsilon": 2}, "unknown in a plan in JSON: epsilon, noise"),
+        ({"delta": ...}, "missing in a plan in JSON: delta"),
+        ({"neighboring_relation": ...}, "missing in a plan in JSON: neighboring_relation"),
+        ({"format": ...}, '"format": "eqx_dp.PrivacyPlan"'),
+        ({"format": "plan"}, '"format": "eqx_dp.PrivacyPlan"'),
+        ({"version": ...}, "version 1 .*found None"),
+        ({"version": 2}, "version 1 .*found 2"),
+        ({"version": True}, "version 1 .*found True"),
+        ({"neighboring_relation": "replace"}, "^neighboring_relation must be .*found 'replace'"),
+        ({"neighboring_relation": 2}, "^neighboring_relation must be .*found 2"),
+    ],
+)
+def test_json_that_is_no_plan_is_refused(change, reason):
+    fields = json.loads(PLAN.to_json()) | change
+    text = json.dumps({key: value for key, value in fields.items() if value is not ...})
+    with pytest.raises(ValueError, match=reason):
+        PrivacyPlan.from_json(text)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 5.0),
+        ("steps", "500"),
+        ("steps", None),
+        ("delta", "1e-5"),
+        ("delta", True),
+        ("sampling_prob", [0.1]),
+        ("noise_multiplier", math.nan),
+        ("noise_multiplier", math.inf),
+    ],
+)
+def test_json_with_a_mistyped_value_is_refused_by_name(name, value):
+    text = json.dumps(json.loads(PLAN.to_json()) | {name: value})
+    with pytest.raises(ValueError, match=rf"^{name} must be .*found"):
+        PrivacyPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "must be JSON"),
+        ("{steps: 3}", "must be JSON"),
+        ("[1, 2]", "must be an object; found list"),
+        ('{"format": "eqx_dp.PrivacyPlan", "steps": 1, "steps": 2}', "more than once.*: steps"),
+    ],
+)
+def test_text_that_is_no_json_object_is_refused(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        PrivacyPlan.from_json(text)
