@@ -92,8 +92,7 @@ def per_layer(case, *clip_norms):
     return eqx.tree_at(lambda m: m.layers, case.model, tuple(clip_norms))
 
 
-@pytest.mark.parametrize("rescale", [False, True])
-@pytest.mark.parametrize("microbatch_size", [None, 3])
+@pytest.mark.parametrize(("microbatch_size", "rescale"), [(None, False), (3, True)])
 def test_per_layer_clipping_of_a_module(microbatch_size, rescale):
     # The activation, the sizes and so on stand in the clip tree as they do in the model.
     case = models.mlp()

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..clip import Clipping
+from ..clip import Clipping, clip_factors, global_norms
+from ..leaves import LeafGradient
 from ..program import Program
 
 
@@ -50,3 +52,39 @@ class ClippedSum(NamedTuple):
 
 Method: TypeAlias = Callable[[Task, list[Array], Bool[Array, " batch"]], ClippedSum]
 """``method(task, examples, is_padding_example)``; the leaves of examples have examples in front."""
+
+
+def clip_and_sum(
+    task: Task,
+    leaves: list[LeafGradient],
+    loss: Float[Array, " batch"],
+    aux: list[Array],
+    is_padding_example: Bool[Array, " batch"],
+) -> ClippedSum:
+    """Clips every example's gradient, group by group, and sums.
+
+    Guarantee: an example adds a gradient of norm at most its group's clip norm (up to rounding in
+    the accumulate dtype), and exactly zero if it is padding or if its loss or the norm of its
+    gradient in any group is not finite.
+    """
+    clipping = task.clipping
+    norms = [
+        global_norms(
+            [leaf.norms for leaf, its in zip(leaves, task.groups, strict=True) if its == group],
+            loss.shape,
+            task.accumulate_dtype,
+        )
+        for group in range(len(clipping.clip_norms))
+    ]
+    contributes = jnp.isfinite(loss) & ~is_padding_example
+    for norm in norms:
+        contributes &= jnp.isfinite(norm)
+    factors = [
+        clip_factors(norm, clip_norm, clipping.rescale_to_unit_norm)
+        for norm, clip_norm in zip(norms, clipping.clip_norms, strict=True)
+    ]
+    sums = [
+        leaf.sum(factors[group], contributes)
+        for leaf, group in zip(leaves, task.groups, strict=True)
+    ]
+    return ClippedSum(sums, loss, norms, aux)

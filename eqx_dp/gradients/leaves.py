@@ -1,0 +1,249 @@
+"""From what the sites of a parameter kept to its norms and its weighted sum, leaf by leaf.
+
+Two ways lead there. *Ghost* (Goodfellow, 2015; Li et al., "Large Language Models Can Be Strong
+Differentially Private Learners", 2022): the norm from inner products between time steps, the sum as
+one contraction over examples and time; no example's gradient is ever formed. *Kept*: each example's
+gradient is formed from its factors, and summed by its weight.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from .clip import global_norms, weighted_sum
+from .sites import MatrixKind, contraction, convolution, lookup
+from .sites.site import outer_products
+from .taps import Site
+
+Way: TypeAlias = Literal["ghost", "kept"]
+
+_MATRICES: tuple[MatrixKind, ...] = (contraction, convolution)
+
+
+class LeafGradient(NamedTuple):
+    """The gradient of one leaf for a batch of examples, in whatever form it is at hand.
+
+    Attributes:
+        norms: the norm of each example's gradient.
+        sum: from factors and a mask of the examples that contribute to their weighted sum.
+    """
+
+    norms: Float[Array, " batch"]
+    sum: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array]
+
+
+def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
+    """The leaf's gradient where each example's is there."""
+    return LeafGradient(
+        global_norms([grads], grads.shape[:1], grads.dtype),
+        lambda factors, contributes: weighted_sum(grads, factors, contributes),
+    )
+
+
+def has_ghost(sites: list[Site]) -> bool:
+    """Whether the norm can be had without the gradient: one matrix-like use, through isometries."""
+    return (
+        len(sites) == 1
+        and sites[0].view.isometric
+        and (sites[0].kind in _MATRICES or sites[0].kind is lookup)
+    )
+
+
+def leaf_gradient(
+    parameter: jax.ShapeDtypeStruct,
+    sites: list[tuple[Site, Any, Array]],
+    way: Way,
+    dtype: np.dtype[Any],
+) -> LeafGradient:
+    """The gradient of one leaf from its sites.
+
+    Args:
+        parameter: shape of the leaf.
+        sites: each with what it kept and its cotangent, examples in front, then the scans.
+        way: how.
+        dtype: the accumulate dtype.
+    """
+    if way == "kept":
+        return from_per_example(sum(_kept(parameter, *site, dtype) for site in sites))
+    ((site, kept, cotangent),) = sites
+    if site.kind is lookup:
+        return _ghost_lookup(parameter, site, kept, cotangent.astype(dtype))
+    return _ghost_matrices(parameter, site, kept, cotangent, dtype)
+
+
+def _over_scans(function: Callable[..., Any], site: Site) -> Callable[..., Any]:
+    """Maps a function of one iteration over the scans around a site."""
+    for _ in site.scans:
+        function = jax.vmap(function)
+    return function
+
+
+def _kept(
+    parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> Float[Array, "batch ..."]:
+    """Each example's gradient with respect to the parameter."""
+    times = tuple(axis for axis, use in enumerate(site.scans) if use == "time")
+
+    def one(kept: Any, cotangent: Array) -> Array:
+        if site.kind in _MATRICES:
+            x, g = _matrices(site, kept, cotangent, dtype)
+            image = _from_matrices(site, outer_products(x, g))
+        else:
+            kept = jax.tree.map(lambda x: _float_to(x, dtype), kept)
+            gradient = _over_scans(
+                lambda kept, g: site.kind.gradient(site.equation, site.operand, kept, g), site
+            )(kept, cotangent.astype(dtype))
+            image = jnp.sum(gradient, times)
+        return site.view.pull_back(image, parameter)
+
+    return jax.vmap(one)(kept, cotangent)
+
+
+def _float_to(x: Array, dtype: np.dtype[Any]) -> Array:
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _matrices(
+    site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> tuple[Float[Array, "group time features_in"], Float[Array, "group time features_out"]]:
+    """One example's factors: scans over slices make groups, scans over time more time."""
+    kind: Any = site.kind
+    factors = _over_scans(
+        lambda kept, g: kind.matrices(site.equation, site.operand, kept, g), site
+    )(kept, cotangent)
+    x, g = (_fold_scans(site, factor.astype(dtype)) for factor in factors)
+    return x, g
+
+
+def _fold_scans(site: Site, factor: Array) -> Array:
+    """``(*scans, group, time, features)`` to ``(slices x group, scans x time, features)``."""
+    slices = [axis for axis, use in enumerate(site.scans) if use == "slices"]
+    times = [axis for axis, use in enumerate(site.scans) if use == "time"]
+    group, time, features = (len(site.scans) + i for i in range(3))
+    shape = factor.shape
+    groups = math.prod(shape[i] for i in (*slices, group))
+    return jnp.transpose(factor, (*slices, group, *times, time, features)).reshape(
+        groups, -1, shape[features]
+    )
+
+
+def _from_matrices(site: Site, gradient: Float[Array, "group in out"]) -> Array:
+    """The gradient of the stacked image from the one in matrix form."""
+    kind: Any = site.kind
+    slices = [n for n, use in zip(site.tap.shape, site.scans, strict=False) if use == "slices"]
+    function: Callable[[Array], Array] = lambda one: kind.from_matrix(  # noqa: E731
+        site.equation, site.operand, one
+    )
+    for _ in slices:
+        function = jax.vmap(function)
+    groups = gradient.shape[0] // math.prod(slices)
+    return function(gradient.reshape(*slices, groups, *gradient.shape[1:]))
+
+
+def matrix_sizes(site: Site) -> tuple[int, int, int, int]:
+    """Groups, time, and features in and out of a matrix-like site, for one example."""
+    x, g = jax.eval_shape(
+        lambda kept, g: _matrices(site, kept, g, np.dtype("float32")), site.kept, site.tap
+    )
+    return x.shape[0], x.shape[1], x.shape[2], g.shape[2]
+
+
+def _ghost_matrices(
+    parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> LeafGradient:
+    """Norm from the inner products of time steps: |sum_t x_t g_t'|^2 = sum_ts (x_t.x_s)(g_t.g_s)."""
+    x, g = jax.vmap(lambda kept, g: _matrices(site, kept, g, dtype))(kept, cotangent)
+
+    def sum_(factors: Array, contributes: Array) -> Array:
+        mask = contributes[:, None, None, None]
+        weighted = jnp.where(mask, g * factors[:, None, None, None], 0)
+        total = jnp.einsum(
+            "bgtk,bgtp->gkp",
+            jnp.where(mask, x, 0),
+            weighted,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        return site.view.pull_back(_from_matrices(site, total), parameter)
+
+    return LeafGradient(_gram_norms(x, g), sum_)
+
+
+def _gram_norms(
+    x: Float[Array, "batch group time features_in"], g: Float[Array, "batch group time features_out"]
+) -> Float[Array, " batch"]:
+    batch, groups, time, _ = x.shape
+    if time == 1:
+        rows = (batch * groups,)
+        norms = global_norms([x.reshape(*rows, -1)], rows, x.dtype) * global_norms(
+            [g.reshape(*rows, -1)], rows, x.dtype
+        )
+        return global_norms([norms.reshape(batch, groups)], (batch,), x.dtype)
+    (x, x_scale), (g, g_scale) = _scaled(x), _scaled(g)
+    highest = jax.lax.Precision.HIGHEST
+    inner_x = jnp.einsum("bgtk,bgsk->bgts", x, x, precision=highest)
+    inner_g = jnp.einsum("bgtp,bgsp->bgts", g, g, precision=highest)
+    squares = jnp.sum(inner_x * inner_g, (1, 2, 3))
+    return jnp.sqrt(jnp.maximum(squares, 0)) * x_scale * g_scale
+
+
+def _scaled(x: Float[Array, "batch ..."]) -> tuple[Array, Float[Array, " batch"]]:
+    """Divides each example by a power of two near its largest entry, so that squares stay finite."""
+    largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), initial=0)
+    _, exponent = jnp.frexp(largest)
+    scale = jnp.where(
+        (largest > 0) & jnp.isfinite(largest), jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1
+    )
+    return x / scale.reshape(-1, *[1] * (x.ndim - 1)), scale
+
+
+def _ghost_lookup(
+    parameter: jax.ShapeDtypeStruct, site: Site, kept: Array, cotangent: Array
+) -> LeafGradient:
+    """Norm from the rows that were looked up, those of one row added up first."""
+
+    def one(kept: Array, cotangent: Array) -> tuple[Array, Array]:
+        rows = _over_scans(lambda g: lookup.rows_of(site.equation, g), site)(cotangent)
+        return (
+            _fold_scans(site, kept[..., None, :, None])[..., 0],
+            _fold_scans(site, rows[..., None, :, :]),
+        )
+
+    rows, values = jax.vmap(one)(kept, cotangent)
+    found = rows < site.equation.invars[0].aval.shape[0]
+    values = jnp.where(found[..., None], values, 0)
+
+    def sum_(factors: Array, contributes: Array) -> Array:
+        weighted = jnp.where(
+            contributes[:, None, None, None], values * factors[:, None, None, None], 0
+        )
+        groups, features = values.shape[1], values.shape[-1]
+        by_group = (
+            jnp.moveaxis(rows, 1, 0).reshape(groups, -1),
+            jnp.moveaxis(weighted, 1, 0).reshape(groups, -1, features),
+        )
+        tables = jax.vmap(lambda r, v: lookup.scatter(site.equation, r, v))(*by_group)
+        slices = [n for n, use in zip(site.tap.shape, site.scans, strict=False) if use == "slices"]
+        return site.view.pull_back(tables.reshape(*slices, *tables.shape[1:]), parameter)
+
+    return LeafGradient(_row_norms(rows, values), sum_)
+
+
+def _row_norms(
+    rows: Array, values: Float[Array, "batch group time entry"]
+) -> Float[Array, " batch"]:
+    same = rows[..., :, None] == rows[..., None, :]
+    time = rows.shape[-1]
+    is_first = jnp.argmax(same, axis=-1) == jnp.arange(time)
+    # A row's first lookup takes the sum of all of its lookups, the others nothing.
+    totals = jnp.einsum(
+        "bgts,bgse->bgte",
+        (same & is_first[..., :, None]).astype(values.dtype),
+        values,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return global_norms([totals], totals.shape[:1], totals.dtype)

@@ -1,0 +1,62 @@
+"""``gather`` and ``dynamic_slice`` of whole rows: embeddings."""
+
+import math
+from typing import Any
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+from jaxtyping import Array
+
+name = "lookup"
+
+
+def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
+    """Picks rows of the parameter, along its first axis."""
+    if operand != 0 or equation.primitive.name not in ("gather", "dynamic_slice"):
+        return False
+    shape, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
+    if not sizes or sizes[0] != 1 or tuple(sizes[1:]) != tuple(shape[1:]):
+        return False
+    if equation.primitive.name == "dynamic_slice":
+        return True
+    numbers = equation.params["dimension_numbers"]
+    return 0 in numbers.start_index_map and not numbers.operand_batching_dims
+
+
+def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
+    """The row of every lookup; the number of rows where a lookup finds none."""
+    del operand
+    rows = equation.invars[0].aval.shape[0]
+    if equation.primitive.name == "dynamic_slice":
+        return jnp.clip(jnp.asarray(inputs[1]), 0, rows - 1).reshape(1)
+    position = equation.params["dimension_numbers"].start_index_map.index(0)
+    indices = inputs[1][..., position].reshape(-1)
+    if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+        return jnp.where((indices >= 0) & (indices < rows), indices, rows)
+    return jnp.clip(indices, 0, rows - 1)
+
+
+def rows_of(equation: jex_core.JaxprEqn, cotangent: Array) -> Array:
+    """The cotangent of every row that was looked up, ``(lookup, entry)``."""
+    size = math.prod(equation.params["slice_sizes"])
+    if equation.primitive.name == "gather":
+        offset = equation.params["dimension_numbers"].offset_dims
+        batch = [i for i in range(cotangent.ndim) if i not in offset]
+        cotangent = jnp.transpose(cotangent, (*batch, *offset))
+    return cotangent.reshape(-1, size)
+
+
+def scatter(equation: jex_core.JaxprEqn, rows: Array, values: Array) -> Array:
+    """Adds every row's value where it was looked up."""
+    shape = equation.invars[0].aval.shape
+    table = jnp.zeros((shape[0], values.shape[-1]), values.dtype)
+    return table.at[rows].add(values, mode="drop").reshape(shape)
+
+
+def gradient(
+    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
+) -> Array:
+    """A table that is zero but for the rows that were looked up."""
+    del operand
+    return scatter(equation, kept, rows_of(equation, cotangent))

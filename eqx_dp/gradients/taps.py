@@ -1,0 +1,314 @@
+"""Evaluating a program so that the cotangent of every use of a parameter can be read.
+
+Each site's result gets a *tap* added to it, a zero: the gradient with respect to the tap is the
+cotangent of the result. What the site needs beside it is kept on the way. Nothing is differentiated
+with respect to a parameter, but for those that a site cannot describe (``whole``).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .program import Program
+from .sites import KINDS, Kind
+from .views import View, apply, parameter_view, view_through
+
+Place: TypeAlias = tuple[int, ...]
+"""Where an equation stands: its index, behind the indices of the equations around it."""
+
+
+class Site(NamedTuple):
+    """An equation that uses a parameter linearly.
+
+    Attributes:
+        view: what it uses.
+        kind: which kind of equation it is.
+        equation: the equation.
+        operand: which operand is the view.
+        scans: the scans around it, outermost first: whether each goes over slices of the parameter
+            or uses all of it many times.
+        tap: shape and dtype of the result, the scans' lengths in front.
+        kept: the same of what it keeps.
+    """
+
+    view: View
+    kind: Kind
+    equation: jex_core.JaxprEqn
+    operand: int
+    scans: tuple[Literal["slices", "time"], ...]
+    tap: jax.ShapeDtypeStruct
+    kept: Any
+
+
+class Survey(NamedTuple):
+    """The sites of every leaf, and the leaves that no site describes, with the reason."""
+
+    sites: dict[Place, Site]
+    whole: dict[int, str]
+
+    def of(self, leaf: int) -> list[tuple[Place, Site]]:
+        """The sites of one leaf."""
+        return [(place, site) for place, site in self.sites.items() if site.view.leaf == leaf]
+
+
+def survey(
+    program: Program, params: list[Array], frozen: list[Array], example: list[Any]
+) -> Survey:
+    """Finds every leaf's sites by walking through the program once, on shapes alone."""
+    found = Survey({}, {})
+
+    def run(params: list[Array], frozen: list[Array], example: list[Array]) -> None:
+        walk = _Walk(found, None)
+        views = [parameter_view(leaf, value) for leaf, value in enumerate(params)]
+        outputs = walk.jaxpr(
+            program.jaxpr.jaxpr, program.jaxpr.consts, [*views, *frozen, *example], (), ()
+        )
+        for output in outputs:
+            walk.value(output, "it is a result of the loss itself")
+
+    jax.eval_shape(run, params, frozen, example)
+    sites = {place: site for place, site in found.sites.items() if site.view.leaf not in found.whole}
+    return Survey(sites, found.whole)
+
+
+def evaluate(
+    program: Program,
+    found: Survey,
+    params: list[Array],
+    frozen: list[Array],
+    example: list[Array],
+    taps: dict[Place, Array],
+) -> tuple[Array, list[Array], dict[Place, Any]]:
+    """Evaluates one example's loss with taps.
+
+    Args:
+        program: the loss of one example.
+        found: its sites.
+        params: the trainable leaves. Those that are ``whole`` are used as they are.
+        frozen: the other arrays of the model.
+        example: one example's arrays.
+        taps: zeros, added to the result of every site.
+
+    Returns:
+        The loss, aux, and what each site keeps.
+    """
+    walk = _Walk(found, taps)
+    inputs = [
+        value if leaf in found.whole else parameter_view(leaf, value)
+        for leaf, value in enumerate(params)
+    ]
+    outputs = walk.jaxpr(
+        program.jaxpr.jaxpr, program.jaxpr.consts, [*inputs, *frozen, *example], (), ()
+    )
+    loss, *aux = (jnp.asarray(walk.value(output, "")) for output in outputs)
+    return loss, aux, walk.kept
+
+
+class _Scan(NamedTuple):
+    """A scan around an equation."""
+
+    place: Place
+    length: int
+
+
+class _Walk:
+    """One pass over a program, through the jaxprs inside it.
+
+    Without taps it is a survey: sites are noted. With taps, they are tapped.
+    """
+
+    def __init__(self, found: Survey, taps: dict[Place, Array] | None):
+        self.found = found
+        self.taps = taps
+        self.kept: dict[Place, Any] = {}
+
+    def jaxpr(
+        self,
+        jaxpr: jex_core.Jaxpr,
+        consts: Sequence[Any],
+        inputs: Sequence[Any],
+        place: Place,
+        scans: tuple[_Scan, ...],
+    ) -> list[Any]:
+        """Evaluates a jaxpr whose inputs are values or views; so are its outputs."""
+        environment: dict[Any, Any] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
+        )
+        for index, equation in enumerate(jaxpr.eqns):
+            read = [
+                v.val if isinstance(v, jex_core.Literal) else environment[v]
+                for v in equation.invars
+            ]
+            outputs = self.equation(equation, read, (*place, index), scans)
+            environment.update(zip(equation.outvars, outputs, strict=True))
+        return [
+            v.val if isinstance(v, jex_core.Literal) else environment[v] for v in jaxpr.outvars
+        ]
+
+    def equation(
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], place: Place, scans: tuple[_Scan, ...]
+    ) -> list[Any]:
+        """Evaluates one equation: plainly, as a view, as a site, or by going into it."""
+        if not any(isinstance(x, View) for x in inputs):
+            return apply(equation, inputs)
+        views = view_through(equation, inputs)
+        if views is not None:
+            return views
+        into = _INTO.get(equation.primitive.name)
+        if into is not None:
+            return into(self, equation, inputs, place, scans)
+        operands = [i for i, x in enumerate(inputs) if isinstance(x, View)]
+        if len(operands) == 1:
+            for kind in KINDS:
+                if kind.claims(equation, operands[0]):
+                    return [self.site(kind, equation, operands[0], inputs, place, scans)]
+        reason = (
+            "it meets another parameter"
+            if len(operands) > 1
+            else f"no kind of site knows '{equation.primitive.name}'"
+        )
+        return apply(equation, [self.value(x, reason) for x in inputs])
+
+    def value(self, x: Any, reason: str) -> Any:
+        """The value of an input; a view whose use no site describes makes its leaf ``whole``."""
+        if not isinstance(x, View):
+            return x
+        self.found.whole.setdefault(x.leaf, reason)
+        return x.value
+
+    def site(
+        self,
+        kind: Kind,
+        equation: jex_core.JaxprEqn,
+        operand: int,
+        inputs: list[Any],
+        place: Place,
+        scans: tuple[_Scan, ...],
+    ) -> Array:
+        """Evaluates a site; notes it, or taps its result and keeps what it needs."""
+        view: View = inputs[operand]
+        values = [x.value if isinstance(x, View) else x for x in inputs]
+        (result,) = apply(equation, values)
+        if self.taps is None:
+            lengths = [scan.length for scan in scans]
+            tap, kept = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((*lengths, *x.shape), x.dtype),
+                (result, kind.keep(equation, operand, values)),
+            )
+            uses = tuple("slices" if scan.place in view.over else "time" for scan in scans)
+            self.found.sites[place] = Site(view, kind, equation, operand, uses, tap, kept)
+            return result
+        self.kept[place] = kind.keep(equation, operand, values)
+        return result + self.taps[place]
+
+
+_Into: TypeAlias = Callable[
+    [_Walk, jex_core.JaxprEqn, list[Any], Place, tuple[_Scan, ...]], list[Any]
+]
+
+
+def _inline(
+    walk: _Walk,
+    equation: jex_core.JaxprEqn,
+    inputs: list[Any],
+    place: Place,
+    scans: tuple[_Scan, ...],
+) -> list[Any]:
+    """A jitted function is evaluated where it is called."""
+    inner: jex_core.ClosedJaxpr = equation.params["jaxpr"]
+    return walk.jaxpr(inner.jaxpr, inner.consts, inputs, place, scans)
+
+
+def _remat(
+    walk: _Walk,
+    equation: jex_core.JaxprEqn,
+    inputs: list[Any],
+    place: Place,
+    scans: tuple[_Scan, ...],
+) -> list[Any]:
+    """A rematerialised function stays one; what its sites keep is saved."""
+    inner: jex_core.Jaxpr = equation.params["jaxpr"]
+
+    def run(values: list[Any], taps: dict[Place, Array] | None) -> tuple[list[Any], Any]:
+        inside = _Walk(walk.found, taps)
+        outputs = inside.jaxpr(inner, (), _with_values(inputs, values), place, scans)
+        return [inside.value(x, "it leaves a jax.checkpoint") for x in outputs], inside.kept
+
+    run = jax.checkpoint(
+        run, prevent_cse=equation.params["prevent_cse"], policy=equation.params["policy"]
+    )
+    outputs, kept = run(_values(inputs), _taps_inside(walk, place))
+    walk.kept.update(kept)
+    return outputs
+
+
+def _scan(
+    walk: _Walk,
+    equation: jex_core.JaxprEqn,
+    inputs: list[Any],
+    place: Place,
+    scans: tuple[_Scan, ...],
+) -> list[Any]:
+    """A scan stays one; taps go in, and what sites keep comes out, with its other arrays."""
+    params = equation.params
+    inner: jex_core.ClosedJaxpr = params["jaxpr"]
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts = inputs[:num_consts]
+    carry = [
+        walk.value(x, "a scan carries it") for x in inputs[num_consts : num_consts + num_carry]
+    ]
+    slices = [
+        x._replace(over=(*x.over, place)) if isinstance(x, View) else x
+        for x in inputs[num_consts + num_carry :]
+    ]
+    around = (*scans, _Scan(place, params["length"]))
+
+    def body(carry: list[Any], now: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        values, taps = now
+        inside = _Walk(walk.found, taps)
+        read = [*consts, *carry, *_with_values(slices, values)]
+        outputs = inside.jaxpr(inner.jaxpr, inner.consts, read, place, around)
+        outputs = [inside.value(x, "a scan returns it") for x in outputs]
+        return outputs[:num_carry], (outputs[num_carry:], inside.kept)
+
+    carry, (outputs, kept) = jax.lax.scan(
+        body,
+        carry,
+        (_values(slices), _taps_inside(walk, place)),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    walk.kept.update(kept)
+    return [*carry, *outputs]
+
+
+_INTO: dict[str, _Into] = {
+    "jit": _inline,
+    "pjit": _inline,
+    "closed_call": _inline,
+    "checkpoint": _remat,
+    "remat2": _remat,
+    "scan": _scan,
+}
+
+
+def _values(inputs: list[Any]) -> list[Any]:
+    return [x.value if isinstance(x, View) else x for x in inputs]
+
+
+def _with_values(inputs: list[Any], values: list[Any]) -> list[Any]:
+    return [
+        x._replace(value=value) if isinstance(x, View) else value
+        for x, value in zip(inputs, values, strict=True)
+    ]
+
+
+def _taps_inside(walk: _Walk, place: Place) -> dict[Place, Array] | None:
+    if walk.taps is None:
+        return None
+    return {inner: tap for inner, tap in walk.taps.items() if inner[: len(place)] == place}
