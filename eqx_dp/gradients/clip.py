@@ -106,51 +106,58 @@ def _parse_one(path: tuple[Any, ...], leaf: Any) -> float | None:
     return None
 
 
-def global_norms(
-    leaves: Sequence[Float[Array, "batch ..."]], shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> Float[Array, " batch"]:
-    """The L2 norm of each example's gradient over several leaves, at any scale.
+def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
+    """The L2 norm of each example's gradient, at any scale.
 
-    Squares of entries beyond the square root of the dtype's range overflow, or vanish. Each entry
-    therefore goes into one of three sums of squares, chosen by its size: large ones scaled down,
-    small ones scaled up, the rest as they are, all by powers of two (Blue, "A portable Fortran
-    program to find the Euclidean norm of a vector", 1978). One pass over the gradient.
+    Squares of entries beyond the square root of the dtype's range overflow, or vanish. So each
+    example is first divided by a power of two near its largest entry; entries whose squares vanish
+    then are too small beside that one to count.
 
     Args:
-        leaves: per-example gradients, examples in front; there may be none.
-        shape: ``(batch,)``.
-        dtype: the accumulate dtype: float32 or float64.
+        gradients: one gradient an example, in the accumulate dtype.
 
     Returns:
-        One norm an example, in ``dtype``. NaN or inf where the gradient holds NaN or inf; inf also
-        where the norm itself is beyond the dtype's range.
+        One norm an example, in the same dtype.
 
-        ==============================  ========================
+        ==============================  =====================================
         gradient                        norm
-        ==============================  ========================
+        ==============================  =====================================
         all zero, or no entries         0
         entries whose squares overflow  right, to rounding
         entries whose squares vanish    right, to rounding
+        norm beyond the dtype's range   inf
         NaN or infinity among them      NaN or inf
-        ==============================  ========================
+        ==============================  =====================================
     """
-    info = jnp.finfo(dtype)
-    digits, top, bottom = info.nmant + 1, int(info.maxexp), int(info.minexp)
-    large, small = 2.0 ** ((top - digits) // 2), 2.0 ** (-((-bottom) // 2))
-    shrink, grow = 2.0 ** -((top + digits) // 2), 2.0 ** ((digits - bottom) // 2)
+    scaled, scale = to_unit_scale(gradients)
+    return jnp.sqrt(jnp.sum(jnp.square(scaled), tuple(range(1, scaled.ndim)))) * scale
 
-    zero = jnp.zeros(shape, dtype)
-    large_sum, middle_sum, small_sum = zero, zero, zero
-    for leaf in leaves:
-        size = jnp.abs(leaf.astype(dtype))
-        is_large, is_small = size > large, size < small
-        axes = tuple(range(1, size.ndim))
-        large_sum += jnp.sum(jnp.square(jnp.where(is_large, size * shrink, 0)), axes)
-        small_sum += jnp.sum(jnp.square(jnp.where(is_small, size * grow, 0)), axes)
-        middle_sum += jnp.sum(jnp.square(jnp.where(is_large | is_small, 0, size)), axes)
 
-    large_norm, small_norm = jnp.sqrt(large_sum) / shrink, jnp.sqrt(small_sum) / grow
-    return jnp.hypot(large_norm, jnp.hypot(jnp.sqrt(middle_sum), small_norm))
+def to_unit_scale(
+    x: Float[Array, "batch ..."],
+) -> tuple[Float[Array, "batch ..."], Float[Array, " batch"]]:
+    """Divides each example by a power of two that brings its largest entry into [1, 2).
+
+    The power is 1 for an example that is zero or not finite. It and its inverse are normal numbers
+    of the dtype: an example too small for that is scaled up as far as they go.
+    """
+    largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), initial=0)
+    _, exponent = jnp.frexp(largest)
+    limit = int(jnp.finfo(x.dtype).maxexp) - 2
+    exponent = jnp.clip(exponent - 1, -limit, limit)
+    one = jnp.ones_like(largest)
+    usable = (largest > 0) & jnp.isfinite(largest)
+    scale, inverse = (jnp.where(usable, jnp.ldexp(one, sign * exponent), one) for sign in (1, -1))
+    return x * inverse.reshape(-1, *[1] * (x.ndim - 1)), scale
+
+
+def combined_norms(
+    parts: Sequence[Float[Array, " batch"]], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Float[Array, " batch"]:
+    """The norms of gradients from those of their parts; zero where there are none."""
+    if not parts:
+        return jnp.zeros(shape, dtype)
+    return norms(jnp.stack(parts, axis=-1))
 
 
 def clip_factors(

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .clip import global_norms, weighted_sum
+from .clip import norms, to_unit_scale, weighted_sum
 from .sites import MatrixKind, contraction, convolution, lookup
 from .sites.site import outer_products
 from .taps import Site
+from .views import shape_of
 
 Way: TypeAlias = Literal["ghost", "kept"]
 
@@ -29,18 +30,18 @@ class LeafGradient(NamedTuple):
     """The gradient of one leaf for a batch of examples, in whatever form it is at hand.
 
     Attributes:
-        norms: the norm of each example's gradient.
+        norm: the norm of each example's gradient.
         sum: from factors and a mask of the examples that contribute to their weighted sum.
     """
 
-    norms: Float[Array, " batch"]
+    norm: Float[Array, " batch"]
     sum: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array]
 
 
 def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
     """The leaf's gradient where each example's is there."""
     return LeafGradient(
-        global_norms([grads], grads.shape[:1], grads.dtype),
+        norms(grads),
         lambda factors, contributes: weighted_sum(grads, factors, contributes),
     )
 
@@ -156,7 +157,7 @@ def matrix_sizes(site: Site) -> tuple[int, int, int, int]:
 def _ghost_matrices(
     parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
 ) -> LeafGradient:
-    """Norm from the inner products of time steps: |sum_t x_t g_t'|^2 = sum_ts (x_t.x_s)(g_t.g_s)."""
+    """Norm from inner products of time steps: |sum_t x_t g_t'|^2 = sum_ts (x_t.x_s)(g_t.g_s)."""
     x, g = jax.vmap(lambda kept, g: _matrices(site, kept, g, dtype))(kept, cotangent)
 
     def sum_(factors: Array, contributes: Array) -> Array:
@@ -174,31 +175,19 @@ def _ghost_matrices(
 
 
 def _gram_norms(
-    x: Float[Array, "batch group time features_in"], g: Float[Array, "batch group time features_out"]
+    x: Float[Array, "batch group time features_in"],
+    g: Float[Array, "batch group time features_out"],
 ) -> Float[Array, " batch"]:
     batch, groups, time, _ = x.shape
     if time == 1:
-        rows = (batch * groups,)
-        norms = global_norms([x.reshape(*rows, -1)], rows, x.dtype) * global_norms(
-            [g.reshape(*rows, -1)], rows, x.dtype
-        )
-        return global_norms([norms.reshape(batch, groups)], (batch,), x.dtype)
-    (x, x_scale), (g, g_scale) = _scaled(x), _scaled(g)
+        products = [norms(f.reshape(batch * groups, -1)) for f in (x, g)]
+        return norms((products[0] * products[1]).reshape(batch, groups))
+    (x, x_scale), (g, g_scale) = to_unit_scale(x), to_unit_scale(g)
     highest = jax.lax.Precision.HIGHEST
     inner_x = jnp.einsum("bgtk,bgsk->bgts", x, x, precision=highest)
     inner_g = jnp.einsum("bgtp,bgsp->bgts", g, g, precision=highest)
     squares = jnp.sum(inner_x * inner_g, (1, 2, 3))
     return jnp.sqrt(jnp.maximum(squares, 0)) * x_scale * g_scale
-
-
-def _scaled(x: Float[Array, "batch ..."]) -> tuple[Array, Float[Array, " batch"]]:
-    """Divides each example by a power of two near its largest entry, so that squares stay finite."""
-    largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), initial=0)
-    _, exponent = jnp.frexp(largest)
-    scale = jnp.where(
-        (largest > 0) & jnp.isfinite(largest), jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1
-    )
-    return x / scale.reshape(-1, *[1] * (x.ndim - 1)), scale
 
 
 def _ghost_lookup(
@@ -214,7 +203,7 @@ def _ghost_lookup(
         )
 
     rows, values = jax.vmap(one)(kept, cotangent)
-    found = rows < site.equation.invars[0].aval.shape[0]
+    found = rows < shape_of(site.equation.invars[0])[0]
     values = jnp.where(found[..., None], values, 0)
 
     def sum_(factors: Array, contributes: Array) -> Array:
@@ -246,4 +235,4 @@ def _row_norms(
         values,
         precision=jax.lax.Precision.HIGHEST,
     )
-    return global_norms([totals], totals.shape[:1], totals.dtype)
+    return norms(totals)

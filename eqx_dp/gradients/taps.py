@@ -21,6 +21,9 @@ Place: TypeAlias = tuple[int, ...]
 """Where an equation stands: its index, behind the indices of the equations around it."""
 
 
+ScanUse: TypeAlias = Literal["slices", "time"]
+
+
 class Site(NamedTuple):
     """An equation that uses a parameter linearly.
 
@@ -39,7 +42,7 @@ class Site(NamedTuple):
     kind: Kind
     equation: jex_core.JaxprEqn
     operand: int
-    scans: tuple[Literal["slices", "time"], ...]
+    scans: tuple[ScanUse, ...]
     tap: jax.ShapeDtypeStruct
     kept: Any
 
@@ -71,7 +74,9 @@ def survey(
             walk.value(output, "it is a result of the loss itself")
 
     jax.eval_shape(run, params, frozen, example)
-    sites = {place: site for place, site in found.sites.items() if site.view.leaf not in found.whole}
+    sites = {
+        place: site for place, site in found.sites.items() if site.view.leaf not in found.whole
+    }
     return Survey(sites, found.whole)
 
 
@@ -145,9 +150,7 @@ class _Walk:
             ]
             outputs = self.equation(equation, read, (*place, index), scans)
             environment.update(zip(equation.outvars, outputs, strict=True))
-        return [
-            v.val if isinstance(v, jex_core.Literal) else environment[v] for v in jaxpr.outvars
-        ]
+        return [v.val if isinstance(v, jex_core.Literal) else environment[v] for v in jaxpr.outvars]
 
     def equation(
         self, equation: jex_core.JaxprEqn, inputs: list[Any], place: Place, scans: tuple[_Scan, ...]
@@ -199,7 +202,9 @@ class _Walk:
                 lambda x: jax.ShapeDtypeStruct((*lengths, *x.shape), x.dtype),
                 (result, kind.keep(equation, operand, values)),
             )
-            uses = tuple("slices" if scan.place in view.over else "time" for scan in scans)
+            uses: tuple[ScanUse, ...] = tuple(
+                "slices" if scan.place in view.over else "time" for scan in scans
+            )
             self.found.sites[place] = Site(view, kind, equation, operand, uses, tap, kept)
             return result
         self.kept[place] = kind.keep(equation, operand, values)

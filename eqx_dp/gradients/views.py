@@ -1,5 +1,6 @@
 """Views: a parameter on its way to the equations that use it."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,7 +84,9 @@ def view_through(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Vie
         # The image keeps the gradient's dtype: the accumulate dtype goes back to the parameter.
         return [view.map(lambda x: x)._replace(value=bind(view.value))]
     if name == "broadcast_in_dim":
-        repeats = equation.outvars[0].aval.size != equation.invars[0].aval.size
+        repeats = math.prod(shape_of(equation.outvars[0])) != math.prod(
+            shape_of(equation.invars[0])
+        )
         return [view.map(bind, isometric=not repeats)]
     if name == "split":
         return [
@@ -91,6 +94,12 @@ def view_through(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Vie
             for i in range(len(equation.outvars))
         ]
     return None
+
+
+def shape_of(variable: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
+    """The shape of what a variable of a jaxpr holds."""
+    aval: Any = variable.aval
+    return tuple(aval.shape)
 
 
 def apply(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

@@ -2,11 +2,11 @@
 
 One step on a small data set of scalars, with a batch far too small: the densities of its release
 can be written out, cut batches included. What the plan claims of overflow, with the probability
-that it really has in place of 1e-12, must hold for them at every order of the divergence.
+that it really has in place of 1e-12, must hold for them at every order of the divergence; even for
+an observer who is told which of the other examples were drawn, as the argument allows.
 """
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -14,70 +14,84 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-X = np.linspace(-14.0, 14.0, 4001)
-ORDERS = np.exp(np.linspace(-3, 3, 25))
+X = np.linspace(-12.0, 12.0, 6001)
+# A kink of slope s costs the trapezoidal rule s dx^2 / 8, and here s stays below 40.
+INTEGRATION_ERROR = 1e-4
+ORDERS = np.exp(np.linspace(-3, 3, 13))
 
 
-def release(gradients, q, capacity, stddev):
-    """Density over X of the sum of a Poisson sample, cut at random to `capacity`, plus noise."""
-    density = np.zeros_like(X)
-    for size in range(len(gradients) + 1):
-        for batch in itertools.combinations(gradients, size):
-            probability = q**size * (1 - q) ** (len(gradients) - size)
-            kept = list(itertools.combinations(batch, min(size, capacity)))
-            for part in kept:
-                density += probability / len(kept) * stats.norm.pdf(X, sum(part), stddev)
-    return density
+def cut(batch, capacity, stddev):
+    """Density over X of what is released of a batch: cut to `capacity`, summed, noised."""
+    kept = list(itertools.combinations(batch, min(len(batch), capacity)))
+    return sum(stats.norm.pdf(X, sum(part), stddev) for part in kept) / len(kept)
 
 
-def divergence(p, q, order):
-    return np.trapezoid(np.maximum(p - order * q, 0), X)
+def release(others, x, q, capacity, stddev):
+    """For each draw from the others, the density of that draw and of the release over X.
+
+    The data set is the others and x, where x is not None.
+    """
+    densities = []
+    for size in range(len(others) + 1):
+        for batch in itertools.combinations(others, size):
+            density = cut(batch, capacity, stddev)
+            if x is not None:
+                density = (1 - q) * density + q * cut((*batch, x), capacity, stddev)
+            densities.append(q**size * (1 - q) ** (len(others) - size) * density)
+    return np.stack(densities)
 
 
-def dominating_pair(relation, q, stddev):
-    """Densities of the worst case without a cut, of one example of norm at most 1."""
+def divergence(p, r, order):
+    return np.trapezoid(np.maximum(p - order * r, 0), X).sum()
+
+
+def excess(p, r, relation, q, stddev):
+    """The most by which p and r are further apart than the worst case without a cut."""
     at = {shift: stats.norm.pdf(X, shift, stddev) for shift in (-1, 0, 1)}
     mixture = {sign: (1 - q) * at[0] + q * at[sign] for sign in (-1, 1)}
-    return {
+    upper, lower = {
         "add": (at[0], mixture[1]),
         "remove": (mixture[1], at[0]),
         "replace": (mixture[1], mixture[-1]),
     }[relation]
+    return max(divergence(p, r, order) - divergence(upper, lower, order) for order in ORDERS)
 
 
 def capacity_for(n, q, tau):
     return next(c for c in range(n + 1) if stats.binom.sf(c, n, q) <= tau)
 
 
+gradients = st.floats(-1, 1) | st.sampled_from([-1.0, 1.0])
+
+
 @pytest.mark.parametrize("relation", ["add", "remove", "replace"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    others=st.lists(st.floats(-1, 1), max_size=4),
-    pair=st.tuples(st.floats(-1, 1), st.floats(-1, 1)),
-    q=st.floats(0.05, 0.95),
+    others=st.lists(gradients, max_size=4),
+    pair=st.tuples(gradients, gradients),
+    q=st.floats(0.02, 0.98),
     tau=st.floats(0.01, 0.7),
-    stddev=st.floats(0.5, 2),
+    stddev=st.floats(0.3, 2),
 )
 def test_a_cut_costs_at_most_the_overflow_probability(relation, others, pair, q, tau, stddev):
-    one, other = {
-        "add": (others, [*others, pair[0]]),
-        "remove": ([*others, pair[0]], others),
-        "replace": ([*others, pair[0]], [*others, pair[1]]),
-    }[relation]
-    # Each side's capacity follows from its own size; both overflow with probability tau at most.
-    p, r = (release(side, q, capacity_for(len(side), q, tau), stddev) for side in (one, other))
-    upper, lower = dominating_pair(relation, q, stddev)
-    for order in ORDERS:
-        assert divergence(p, r, order) <= divergence(upper, lower, order) + tau + 1e-6
+    one, other = {"add": (None, pair[0]), "remove": (pair[0], None), "replace": pair}[relation]
+    # The capacity of each side follows from its own size; both overflow with probability tau or
+    # less, and no more than the largest probability that they have is claimed to be enough.
+    sizes = [len(others) + (x is not None) for x in (one, other)]
+    capacities = [capacity_for(n, q, tau) for n in sizes]
+    p, r = (
+        release(others, x, q, capacity, stddev)
+        for x, capacity in zip((one, other), capacities, strict=True)
+    )
+    paid = max(stats.binom.sf(c, n, q) for c, n in zip(capacities, sizes, strict=True))
+    assert excess(p, r, relation, q, stddev) <= paid + INTEGRATION_ERROR
 
 
-def test_a_cut_costs_something():
-    # Were this no more than without a cut, nothing would have to be paid for, nor be tested above:
-    # once the batch of one is full, a new example takes the place of another.
-    others, q, stddev = [-1.0, -1.0, -1.0], 0.5, 0.5
-    p = release(others, q, 1, stddev)
-    r = release([*others, 1.0], q, 1, stddev)
-    upper, lower = dominating_pair("remove", q, stddev)
-    excess = max(divergence(r, p, order) - divergence(upper, lower, order) for order in ORDERS)
-    assert math.isfinite(excess)
-    assert excess > 0.005
+@pytest.mark.parametrize(("relation", "one", "other"), [("remove", 1, None), ("replace", 1, -1)])
+def test_a_cut_costs_about_half_of_it_at_worst(relation, one, other):
+    # So that what is paid is neither nothing nor far too much: in a full batch the example takes
+    # the place of its opposite, which moves the sum by twice its norm.
+    q, capacity, stddev = 0.1, 2, 0.4
+    p, r = (release([-1.0] * 2, x, q, capacity, stddev) for x in (one, other))
+    paid = stats.binom.sf(capacity, 3, q)
+    assert 0.4 * paid < excess(p, r, relation, q, stddev) <= paid

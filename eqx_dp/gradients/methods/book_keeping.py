@@ -1,8 +1,8 @@
 """Book-keeping: one backward pass, through activations only.
 
-Bu et al., "Differentially Private Optimization on Large Model at Small Cost", 2023. The cotangent of
-every use of a parameter is read off taps; from it and from what the parameter met there follow the
-norm of each example's gradient and the weighted sum of all.
+Bu et al., "Differentially Private Optimization on Large Model at Small Cost", 2023. The cotangent
+of every use of a parameter is read off taps; from it and from what the parameter met there follow
+the norm of each example's gradient and the weighted sum of all.
 """
 
 from typing import Any

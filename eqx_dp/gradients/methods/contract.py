@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..clip import Clipping, clip_factors, global_norms
+from ..clip import Clipping, clip_factors, combined_norms
 from ..leaves import LeafGradient
 from ..program import Program
 
@@ -69,8 +69,8 @@ def clip_and_sum(
     """
     clipping = task.clipping
     norms = [
-        global_norms(
-            [leaf.norms for leaf, its in zip(leaves, task.groups, strict=True) if its == group],
+        combined_norms(
+            [leaf.norm for leaf, its in zip(leaves, task.groups, strict=True) if its == group],
             loss.shape,
             task.accumulate_dtype,
         )

@@ -7,6 +7,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..views import shape_of
 from .site import Matrices, outer_products
 
 name = "contraction"
@@ -24,9 +25,7 @@ def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
     return inputs[1 - operand]
 
 
-def matrices(
-    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
-) -> Matrices:
+def matrices(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Matrices:
     """Batch dimensions are groups, the data's free ones are time, contracted ones are features."""
     contracted, batch, free = _dimensions(equation, 1 - operand)
     groups, time = _size(kept, batch), _size(kept, free)
@@ -39,16 +38,14 @@ def matrices(
 def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> Array:
     """Undoes the order of dimensions."""
     contracted, batch, free = _dimensions(equation, operand)
-    shape = equation.invars[operand].aval.shape
+    shape = shape_of(equation.invars[operand])
     order = (*batch, *contracted, *free)
     return jnp.transpose(
         gradient.reshape([shape[i] for i in order]), [order.index(i) for i in range(len(order))]
     )
 
 
-def gradient(
-    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
-) -> Array:
+def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
     """The transpose of the contraction."""
     x, g = matrices(equation, operand, kept, cotangent)
     return from_matrix(equation, operand, outer_products(x, g))
@@ -59,7 +56,7 @@ def _dimensions(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Contracted, batch and free dimensions of one side."""
     contracted, batch = (pair[side] for pair in equation.params["dimension_numbers"])
-    rank = len(equation.invars[side].aval.shape)
+    rank = len(shape_of(equation.invars[side]))
     free = tuple(i for i in range(rank) if i not in contracted and i not in batch)
     return tuple(contracted), tuple(batch), free
 

@@ -9,6 +9,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..views import shape_of
 from .site import Matrices, outer_products
 
 name = "convolution"
@@ -29,9 +30,7 @@ def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
     return inputs[0]
 
 
-def matrices(
-    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
-) -> Matrices:
+def matrices(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Matrices:
     """Positions are time, a patch of the image is the input, output channels are the output."""
     del operand
     params = equation.params
@@ -48,7 +47,7 @@ def matrices(
 def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> Array:
     """From (group, offset x channel, output channel) to the kernel's layout."""
     spec = equation.params["dimension_numbers"].rhs_spec
-    shape = equation.invars[operand].aval.shape
+    shape = shape_of(equation.invars[operand])
     outputs, channels, *window = (shape[i] for i in spec)
     groups = equation.params["feature_group_count"]
     kernel = gradient.reshape(groups, *window, channels, outputs // groups)
@@ -56,9 +55,7 @@ def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> A
     return jnp.transpose(kernel, [spec.index(i) for i in range(len(spec))])
 
 
-def gradient(
-    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
-) -> Array:
+def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
     """The transpose of the convolution with respect to its kernel."""
     x, g = matrices(equation, operand, kept, cotangent)
     return from_matrix(equation, operand, outer_products(x, g))
@@ -68,7 +65,7 @@ def _patches(equation: jex_core.JaxprEqn, images: Array) -> Array:
     """Cuts ``(image, channel, *space)`` into ``(image, offset, channel, position)``."""
     params = equation.params
     numbers = params["dimension_numbers"]
-    kernel, output = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+    kernel, output = shape_of(equation.invars[1]), shape_of(equation.outvars[0])
     window = [kernel[i] for i in numbers.rhs_spec[2:]]
     positions = [output[i] for i in numbers.out_spec[2:]]
     strides, dilation = params["window_strides"], params["rhs_dilation"]

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 from jaxtyping import Array
 
+from ..views import shape_of
+
 name = "lookup"
 
 
@@ -15,7 +17,7 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     """Picks rows of the parameter, along its first axis."""
     if operand != 0 or equation.primitive.name not in ("gather", "dynamic_slice"):
         return False
-    shape, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
+    shape, sizes = shape_of(equation.invars[0]), equation.params["slice_sizes"]
     if not sizes or sizes[0] != 1 or tuple(sizes[1:]) != tuple(shape[1:]):
         return False
     if equation.primitive.name == "dynamic_slice":
@@ -27,7 +29,7 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
 def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
     """The row of every lookup; the number of rows where a lookup finds none."""
     del operand
-    rows = equation.invars[0].aval.shape[0]
+    rows = shape_of(equation.invars[0])[0]
     if equation.primitive.name == "dynamic_slice":
         return jnp.clip(jnp.asarray(inputs[1]), 0, rows - 1).reshape(1)
     position = equation.params["dimension_numbers"].start_index_map.index(0)
@@ -49,14 +51,12 @@ def rows_of(equation: jex_core.JaxprEqn, cotangent: Array) -> Array:
 
 def scatter(equation: jex_core.JaxprEqn, rows: Array, values: Array) -> Array:
     """Adds every row's value where it was looked up."""
-    shape = equation.invars[0].aval.shape
+    shape = shape_of(equation.invars[0])
     table = jnp.zeros((shape[0], values.shape[-1]), values.dtype)
     return table.at[rows].add(values, mode="drop").reshape(shape)
 
 
-def gradient(
-    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
-) -> Array:
+def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
     """A table that is zero but for the rows that were looked up."""
     del operand
     return scatter(equation, kept, rows_of(equation, cotangent))

@@ -22,9 +22,7 @@ def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
     return inputs[1 - operand]
 
 
-def gradient(
-    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
-) -> Array:
+def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
     """Entry by entry."""
     product = cotangent * kept if equation.primitive.name == "mul" else cotangent / kept
     return sum_to(equation, operand, product)

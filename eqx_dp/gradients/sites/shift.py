@@ -22,9 +22,7 @@ def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
     return ()
 
 
-def gradient(
-    equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
-) -> Array:
+def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
     """The cotangent, negative where the parameter was taken away."""
     del kept
     taken_away = equation.primitive.name == "sub" and operand == 1

@@ -1,16 +1,19 @@
 """A use site: an equation in which a parameter meets data, and what each kind has to know of it."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..views import shape_of
+
 Matrices = tuple[Array, Array]
 """A gradient as a sum of outer products over time: x (group, time, in) and g (group, time, out)."""
 
 
+@runtime_checkable
 class Kind(Protocol):
     """What the engine knows of one kind of equation. One file a kind, one entry in ``KINDS``.
 
@@ -34,6 +37,7 @@ class Kind(Protocol):
         ...
 
 
+@runtime_checkable
 class MatrixKind(Kind, Protocol):
     """A kind whose gradient is a sum of outer products."""
 
@@ -55,7 +59,7 @@ def outer_products(x: Array, g: Array) -> Array:
 
 def sum_to(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> Array:
     """Sums a gradient over the dimensions along which the equation repeats the operand."""
-    shape = equation.invars[operand].aval.shape
+    shape = shape_of(equation.invars[operand])
     if not shape:
         return jnp.sum(gradient)
     repeated = [i for i, n in enumerate(shape) if n == 1 and gradient.shape[i] != 1]

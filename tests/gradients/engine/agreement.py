@@ -1,0 +1,51 @@
+"""Book-keeping against the oracle."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+import eqx_dp as dp
+from tests import oracle
+from tests.gradients.engine.surveys import freshly_jitted
+from tests.models import Case
+
+
+def clip_norms(case: Case, size: int, by_leaf: bool) -> Any:
+    """The median norm of the batch's gradients: some are clipped, some are not."""
+    params = eqx.filter(case.model, case.filter_spec)
+    everywhere = jax.tree.map(lambda _: np.inf, params) if by_leaf else np.inf
+    truth = oracle.clipped_gradients(
+        case.loss,
+        case.model,
+        *case.batch(size),
+        l2_clip_norm=everywhere,
+        filter_spec=case.filter_spec,
+    )
+    # A gradient that is zero but for rounding (a bias before a softmax) is not to be blown up.
+    return jax.tree.map(lambda norms: max(float(np.median(norms)), 1e-3), truth.grad_norm)
+
+
+def check(case: Case, size: int = 3, by_leaf: bool = False, **options: Any) -> None:
+    """Asserts that gradients, norms and losses are the oracle's, to 1e-5."""
+    clip_norm = clip_norms(case, size, by_leaf)
+    grad_fn = dp.filter_value_and_clipped_grad(
+        case.loss,
+        l2_clip_norm=clip_norm,
+        filter_spec=case.filter_spec,
+        method="book_keeping",
+        **options,
+    )
+    batch = case.batch(size)
+    per_example, grads = freshly_jitted(grad_fn, case.model)(*batch)
+    truth = oracle.clipped_gradients(
+        case.loss, case.model, *batch, l2_clip_norm=clip_norm, filter_spec=case.filter_spec
+    )
+    assert oracle.relative_error(grads, truth.grads) < 1e-5
+    assert oracle.relative_error(per_example.loss, truth.loss) < 1e-5
+    largest = max(float(np.max(norms)) for norms in jax.tree.leaves(truth.grad_norm))
+    assert largest > 1e-3
+    found = zip(*map(jax.tree.leaves, (per_example.grad_norm, truth.grad_norm)), strict=True)
+    for norms, true_norms in found:
+        np.testing.assert_allclose(norms, true_norms, rtol=1e-5, atol=1e-6 * largest)

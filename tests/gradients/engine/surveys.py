@@ -1,0 +1,70 @@
+"""What the engine finds in a loss, asked for directly."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import pytest
+
+from eqx_dp.gradients.leaves import has_ghost
+from eqx_dp.gradients.methods import book_keeping
+from eqx_dp.gradients.program import Options, Program, trace
+from eqx_dp.gradients.taps import Survey, survey
+from tests.models import Case
+
+
+def traced(fun: Callable[..., Any], model: Any, filter_spec: Any, one: tuple[Any, ...]) -> Program:
+    """The program of one example's loss; `one` holds shapes without the examples' axis."""
+    params, rest = eqx.partition(model, filter_spec)
+    frozen, static = eqx.partition(rest, eqx.is_array)
+    return trace(fun, Options(False, False, None), params, frozen, static, one, None)
+
+
+def surveyed(
+    fun: Callable[..., Any], model: Any, *batch: Any, filter_spec: Any = eqx.is_inexact_array
+) -> tuple[list[str], Survey]:
+    """The paths of the trainable leaves, and the survey."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    program = traced(fun, model, filter_spec, one)
+    params, rest = eqx.partition(model, filter_spec)
+    frozen = jax.tree.leaves(eqx.filter(rest, eqx.is_array))
+    found = survey(program, jax.tree.leaves(params), frozen, jax.tree.leaves(one))
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return paths, found
+
+
+def whole(case: Case) -> dict[str, str]:
+    """The leaves that no site describes, with the reason."""
+    paths, found = surveyed(
+        case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec
+    )
+    return {paths[leaf]: reason for leaf, reason in found.whole.items()}
+
+
+def kinds(case: Case) -> dict[str, list[str]]:
+    """The kinds of every leaf's sites, in the order of the program."""
+    paths, found = surveyed(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
+    return {path: [site.kind.name for _, site in found.of(i)] for i, path in enumerate(paths)}
+
+
+def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Takes one way to every leaf's norm, where there is a choice, whatever it costs."""
+
+    def choose(sites: Any, num_examples: int) -> str:
+        del num_examples
+        return "ghost" if way == "ghost" and has_ghost(sites) else "kept"
+
+    monkeypatch.setattr(book_keeping, "choose_way", choose)
+
+
+def freshly_jitted(grad_fn: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """Under a jit whose cache nobody shares: a forced way must not be served from another's."""
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def call(arrays: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return grad_fn(eqx.combine(arrays, static), *batch, **named)
+
+    jitted = jax.jit(call)
+    return functools.wraps(grad_fn)(lambda *batch, **named: jitted(arrays, batch, named))
