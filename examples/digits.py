@@ -116,7 +116,8 @@ def train(
         indices, is_padding = sampler.batch(done - 1)
         model, opt_state = step(model, opt_state, images[indices], labels[indices], is_padding)
         if done % max(1, plan.steps // EVALUATIONS) == 0 or done == plan.steps:
-            yield done, float(accuracy(model, held_out, held_out_labels)), plan.epsilon(done)
+            inputs = policy.cast_to_compute((model, held_out))
+            yield done, float(accuracy(*inputs, held_out_labels)), plan.epsilon(done)
         else:
             yield done, None, None
 

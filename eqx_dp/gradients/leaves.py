@@ -6,6 +6,7 @@ one contraction over examples and time; no example's gradient is ever formed. *K
 gradient is formed from its factors, and summed by its weight.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -70,7 +71,8 @@ def leaf_gradient(
         dtype: the accumulate dtype.
     """
     if way == "kept":
-        return from_per_example(sum(_kept(parameter, *site, dtype) for site in sites))
+        parts = [_kept(parameter, *site, dtype) for site in sites]
+        return from_per_example(functools.reduce(jnp.add, parts))
     ((site, kept, cotangent),) = sites
     if site.kind is lookup:
         return _ghost_lookup(parameter, site, kept, cotangent.astype(dtype))

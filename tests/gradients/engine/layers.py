@@ -2,22 +2,42 @@
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from equinox import nn
 from jaxtyping import Array
 
 from tests.models import Case
 
-KEY = jax.random.key(7)
+# A layer from its name, made when a test asks for it: making layers takes longer than testing them.
+_MAKERS: dict[str, Callable[[], Case]] = {}
 
 
-def random_like(model: Any, seed: int = 0) -> Any:
+@functools.cache
+def case(name: str) -> Case:
+    return _MAKERS[name]()
+
+
+def layer(name: str, make: Callable[..., Any], *shapes: tuple[int, ...], loss: Any = None) -> None:
+    """Enters a layer that takes arrays of the given shapes."""
+
+    def draw(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
+        return tuple(jnp.asarray(rng.normal(size=(size, *s)), jnp.float32) for s in shapes)
+
+    def whole_case() -> Case:
+        return Case(name, random_like(make(key=jax.random.key(7))), loss or bent, draw)
+
+    _MAKERS[name] = whole_case
+
+
+def random_like(model: Any) -> Any:
     """The model with every parameter random: ones and zeros of a fresh norm layer hide mistakes."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def draw(leaf: Any) -> Any:
         if not eqx.is_inexact_array(leaf):
@@ -27,13 +47,6 @@ def random_like(model: Any, seed: int = 0) -> Any:
     return jax.tree.map(draw, model)
 
 
-def layer_case(name: str, model: Any, *shapes: tuple[int, ...], loss: Any = None) -> Case:
-    def draw(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
-        return tuple(jnp.asarray(rng.normal(size=(size, *s)), jnp.float32) for s in shapes)
-
-    return Case(name, random_like(model), loss or bent, draw)
-
-
 def bent(model: Callable[..., Array], *inputs: Array) -> Array:
     """A loss that tells every output of a layer from its neighbors, and bends each."""
     output = model(*inputs)
@@ -41,109 +54,92 @@ def bent(model: Callable[..., Array], *inputs: Array) -> Array:
     return jnp.sum(weights * (jnp.sin(output) + output / 2))
 
 
-# Layers that see one thing.
-
-
-def linear_cases() -> list[Case]:
-    nn = eqx.nn
-    return [
-        layer_case("linear", nn.Linear(4, 3, key=KEY), (4,)),
-        layer_case("linear_no_bias", nn.Linear(4, 3, use_bias=False, key=KEY), (4,)),
-        layer_case("linear_scalars", nn.Linear("scalar", "scalar", key=KEY), ()),
-        layer_case("linear_tokens", nn.Linear(4, 3, key=KEY), (5, 4), loss=over_tokens),
-        layer_case("mlp", nn.MLP(4, 2, 5, 2, key=KEY), (4,)),
-        layer_case("mlp_scalar", nn.MLP(4, "scalar", 5, 1, key=KEY), (4,)),
-        layer_case(
-            "sequential",
-            nn.Sequential(
-                [nn.Linear(4, 3, key=KEY), nn.Lambda(jax.nn.silu), nn.Identity(), nn.LayerNorm(3)]
-            ),
-            (4,),
-        ),
-    ]
-
-
 def over_tokens(model: Any, tokens: Array) -> Array:
     return bent(jax.vmap(model), tokens)
 
 
-def conv_cases() -> list[Case]:
-    nn = eqx.nn
-    full = {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}
-    return [
-        layer_case("conv1d", nn.Conv1d(2, 3, 3, key=KEY), (2, 6)),
-        layer_case("conv1d_all", nn.Conv1d(4, 6, 3, **full, key=KEY), (4, 9)),
-        layer_case("conv1d_same", nn.Conv1d(2, 3, 4, 2, "SAME", key=KEY), (2, 7)),
-        layer_case(
-            "conv1d_circular",
-            nn.Conv1d(2, 3, 3, padding=1, padding_mode="CIRCULAR", key=KEY),
-            (2, 5),
-        ),
-        layer_case(
-            "conv2d", nn.Conv2d(2, 3, (2, 3), (2, 1), ((1, 0), (0, 2)), key=KEY), (2, 5, 4)
-        ),
-        layer_case("conv2d_all", nn.Conv2d(4, 2, 3, **full, key=KEY), (4, 6, 7)),
-        layer_case("conv2d_depthwise", nn.Conv2d(3, 6, 2, groups=3, key=KEY), (3, 4, 4)),
-        layer_case("conv3d", nn.Conv3d(2, 4, 2, (1, 2, 1), 1, groups=2, key=KEY), (2, 2, 3, 2)),
-        layer_case("conv_transpose1d", nn.ConvTranspose1d(2, 3, 3, key=KEY), (2, 4)),
-        layer_case(
-            "conv_transpose1d_all",
-            nn.ConvTranspose1d(4, 2, 3, 2, 1, 1, 2, 2, key=KEY),
-            (4, 4),
-        ),
-        layer_case(
-            "conv_transpose2d", nn.ConvTranspose2d(2, 3, (3, 2), (2, 1), 1, key=KEY), (2, 3, 3)
-        ),
-        layer_case(
-            "conv_transpose2d_all",
-            nn.ConvTranspose2d(4, 2, 2, 2, 0, 1, 2, 2, key=KEY),
-            (4, 2, 3),
-        ),
-        layer_case(
-            "conv_transpose3d", nn.ConvTranspose3d(2, 2, 2, 2, groups=2, key=KEY), (2, 2, 1, 2)
-        ),
-    ]
+def keyless(make: Callable[[], Any]) -> Callable[..., Any]:
+    return lambda key: make()
 
 
-def norm_cases() -> list[Case]:
-    nn = eqx.nn
-    return [
-        layer_case("layer_norm", nn.LayerNorm(5), (5,)),
-        layer_case("layer_norm_2d", nn.LayerNorm((2, 3), use_bias=False), (2, 3)),
-        layer_case("layer_norm_tokens", nn.LayerNorm(4), (3, 4), loss=over_tokens),
-        layer_case("rms_norm", nn.RMSNorm(5), (5,)),
-        layer_case("rms_norm_tokens", nn.RMSNorm(4, use_bias=False), (3, 4), loss=over_tokens),
-        layer_case("group_norm", nn.GroupNorm(2, 4), (4, 3, 2)),
-        layer_case("group_norm_vector", nn.GroupNorm(2, 6), (6,)),
-    ]
+# Linear layers and what is made of them.
+
+layer("linear", partial(nn.Linear, 4, 3), (4,))
+layer("linear_no_bias", partial(nn.Linear, 4, 3, use_bias=False), (4,))
+layer("linear_scalars", partial(nn.Linear, "scalar", "scalar"), ())
+layer("linear_tokens", partial(nn.Linear, 4, 3), (5, 4), loss=over_tokens)
+layer("mlp", partial(nn.MLP, 4, 2, 5, 2), (4,))
+layer("mlp_scalar", partial(nn.MLP, 4, "scalar", 5, 1), (4,))
+layer(
+    "sequential",
+    lambda key: nn.Sequential(
+        [nn.Linear(4, 3, key=key), nn.Lambda(jax.nn.silu), nn.Identity(), nn.LayerNorm(3)]
+    ),
+    (4,),
+)
+
+# Convolutions: strides, padding, dilation, groups.
+
+_ALL = {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}
+layer("conv1d", partial(nn.Conv1d, 2, 3, 3), (2, 6))
+layer("conv1d_all", partial(nn.Conv1d, 4, 6, 3, **_ALL), (4, 9))
+layer("conv1d_same", partial(nn.Conv1d, 2, 3, 4, 2, "SAME"), (2, 7))
+layer("conv1d_circular", partial(nn.Conv1d, 2, 3, 3, padding=1, padding_mode="CIRCULAR"), (2, 5))
+layer("conv2d", partial(nn.Conv2d, 2, 3, (2, 3), (2, 1), ((1, 0), (0, 2))), (2, 5, 4))
+layer("conv2d_all", partial(nn.Conv2d, 4, 2, 3, **_ALL), (4, 6, 7))
+layer("conv2d_depthwise", partial(nn.Conv2d, 3, 6, 2, groups=3), (3, 4, 4))
+layer("conv3d", partial(nn.Conv3d, 2, 4, 2, (1, 2, 1), 1, groups=2), (2, 2, 3, 2))
+layer("conv_transpose1d", partial(nn.ConvTranspose1d, 2, 3, 3), (2, 4))
+layer("conv_transpose1d_all", partial(nn.ConvTranspose1d, 4, 2, 3, 2, 1, 1, 2, 2), (4, 4))
+layer("conv_transpose2d", partial(nn.ConvTranspose2d, 2, 3, (3, 2), (2, 1), (1, 0)), (2, 3, 3))
+layer("conv_transpose2d_all", partial(nn.ConvTranspose2d, 4, 2, 2, 2, 1, 1, 2, 2), (4, 2, 3))
+layer("conv_transpose3d", partial(nn.ConvTranspose3d, 2, 2, 2, 2, groups=2), (2, 2, 1, 2))
+
+# Normalisation.
+
+layer("layer_norm", keyless(lambda: nn.LayerNorm(5)), (5,))
+layer("layer_norm_2d", keyless(lambda: nn.LayerNorm((2, 3), use_bias=False)), (2, 3))
+layer("layer_norm_tokens", keyless(lambda: nn.LayerNorm(4)), (3, 4), loss=over_tokens)
+layer("rms_norm", keyless(lambda: nn.RMSNorm(5)), (5,))
+layer("rms_norm_tokens", keyless(lambda: nn.RMSNorm(4)), (3, 4), loss=over_tokens)
+layer("group_norm", keyless(lambda: nn.GroupNorm(2, 4)), (4, 3, 2))
+layer("group_norm_vector", keyless(lambda: nn.GroupNorm(2, 6)), (6,))
+
+# Embedding.
 
 
-def embedding_case() -> Case:
+def _embedding() -> Case:
     def draw(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
         return (jnp.asarray(rng.integers(0, 4, (size, 6)), jnp.int32),)
 
-    model = eqx.nn.Embedding(7, 3, key=KEY)
-    return Case("embedding", model, lambda model, x: bent(jax.vmap(model), x), draw)
+    return Case("embedding", nn.Embedding(7, 3, key=jax.random.key(7)), over_tokens, draw)
 
 
-def attention_cases() -> list[Case]:
-    def causal(model: eqx.nn.MultiheadAttention, x: Array) -> Array:
-        mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
-        return bent(model, x, x, x, mask)
+_MAKERS["embedding"] = _embedding
 
-    attention = functools.partial(eqx.nn.MultiheadAttention, key=KEY)
-    return [
-        layer_case("attention", attention(2, 4), (3, 4), loss=causal),
-        layer_case(
-            "attention_cross",
-            attention(
-                2, 4, 3, 5, 6, 3, 2,
-                use_query_bias=True, use_value_bias=True, use_output_bias=True,
-            ),
-            (2, 4), (3, 3), (3, 5),
-        ),
-    ]  # fmt: skip
+# Attention.
 
+
+def causal(model: nn.MultiheadAttention, x: Array) -> Array:
+    mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
+    return bent(model, x, x, x, mask)
+
+
+layer("attention", partial(nn.MultiheadAttention, 2, 4), (3, 4), loss=causal)
+layer(
+    "attention_cross",
+    partial(
+        nn.MultiheadAttention,
+        *(2, 4, 3, 5, 6, 3, 2),
+        use_query_bias=True,
+        use_key_bias=True,
+        use_value_bias=True,
+        use_output_bias=True,
+    ),
+    (2, 4),
+    (3, 3),
+    (3, 5),
+)
 
 # Recurrent cells, one step and many.
 
@@ -156,71 +152,58 @@ def over_time(cell: Any, sequence: Array, state: Any) -> Array:
     return bent(lambda: jax.lax.scan(step, state, sequence)[1])
 
 
-def recurrent_cases() -> list[Case]:
-    gru, lstm = eqx.nn.GRUCell(3, 2, key=KEY), eqx.nn.LSTMCell(3, 2, key=KEY)
-    return [
-        layer_case("gru", gru, (3,), (2,)),
-        layer_case("gru_scan", gru, (4, 3), (2,), loss=over_time),
-        layer_case(
-            "lstm", lstm, (3,), (2,), (2,),
-            loss=lambda cell, x, h, c: bent(lambda: jnp.concatenate(cell(x, (h, c)))),
-        ),
-        layer_case(
-            "lstm_scan", lstm, (4, 3), (2,), (2,),
-            loss=lambda cell, x, h, c: over_time(cell, x, (h, c)),
-        ),
-        layer_case("gru_no_bias", eqx.nn.GRUCell(3, 2, use_bias=False, key=KEY), (3,), (2,)),
-    ]  # fmt: skip
+def lstm_step(cell: nn.LSTMCell, x: Array, h: Array, c: Array) -> Array:
+    return bent(lambda: jnp.concatenate(cell(x, (h, c))))
 
+
+def lstm_over_time(cell: nn.LSTMCell, sequence: Array, h: Array, c: Array) -> Array:
+    return over_time(cell, sequence, (h, c))
+
+
+layer("gru", partial(nn.GRUCell, 3, 2), (3,), (2,))
+layer("gru_no_bias", partial(nn.GRUCell, 3, 2, use_bias=False), (3,), (2,))
+layer("gru_scan", partial(nn.GRUCell, 3, 2), (4, 3), (2,), loss=over_time)
+layer("lstm", partial(nn.LSTMCell, 3, 2), (3,), (2,), (2,), loss=lstm_step)
+layer("lstm_scan", partial(nn.LSTMCell, 3, 2), (4, 3), (2,), (2,), loss=lstm_over_time)
+
+SITES = tuple(_MAKERS)
+"""The layers of which no parameter may be `whole`."""
 
 # Layers that use a parameter otherwise than by one product with data.
 
 
 class LowRank(eqx.Module):
-    """A linear layer and a trainable product of two thin matrices beside it."""
+    """A linear layer and a product of two thin matrices beside it."""
 
-    base: eqx.nn.Linear
-    down: Array
-    up: Array
+    base: nn.Linear
+    down: nn.Linear
+    up: nn.Linear
+
+    def __init__(self, key: Array) -> None:
+        self.base = nn.Linear(4, 3, key=key)
+        self.down = nn.Linear(4, 2, use_bias=False, key=key)
+        self.up = nn.Linear(2, 3, use_bias=False, key=key)
 
     def __call__(self, x: Array) -> Array:
-        return self.base(x) + self.up @ (self.down @ x)
+        return self.base(x) + self.up(self.down(x))
 
 
-def reparametrised_cases() -> list[Case]:
-    nn = eqx.nn
-    linear = nn.Linear(4, 3, key=KEY)
-    rng = np.random.default_rng(3)
-    down, up = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 4), (3, 2)))
-    spectral, state = nn.make_with_state(nn.SpectralNorm)(linear, "weight", key=KEY)
-    return [
-        layer_case("prelu", nn.PReLU(), (5,)),
-        layer_case("low_rank", LowRank(linear, down, up), (4,)),
-        layer_case("weight_norm", nn.WeightNorm(linear), (4,)),
-        layer_case("weight_norm_conv", nn.WeightNorm(nn.Conv1d(2, 3, 2, key=KEY)), (2, 4)),
-        layer_case(
-            "spectral_norm", spectral, (4,), loss=lambda m, x: bent(lambda: m(x, state)[0])
-        ),
-        layer_case(
-            "spectral_norm_inference",
-            nn.inference_mode(spectral),
-            (4,),
-            loss=lambda m, x: bent(lambda: m(x, state)[0]),
-        ),
-    ]
+def spectral_norm(key: Array, inference: bool) -> Any:
+    make = eqx.nn.make_with_state(nn.SpectralNorm)
+    # The state is frozen: integers mark what is not trained only by the leaf's dtype.
+    return make(nn.Linear(4, 3, key=key), "weight", inference=inference, key=key)
 
 
-def site_cases() -> list[Case]:
-    """Those of which no parameter may be `whole`."""
-    return [
-        *linear_cases(),
-        *conv_cases(),
-        *norm_cases(),
-        embedding_case(),
-        *attention_cases(),
-        *recurrent_cases(),
-    ]
+def with_state(model: Any, x: Array) -> Array:
+    module, state = model
+    return bent(lambda: module(x, jax.lax.stop_gradient(state))[0])
 
 
-def all_cases() -> list[Case]:
-    return [*site_cases(), *reparametrised_cases()]
+layer("prelu", keyless(nn.PReLU), (5,))
+layer("low_rank", LowRank, (4,))
+layer("weight_norm", lambda key: nn.WeightNorm(nn.Linear(4, 3, key=key)), (4,))
+layer("weight_norm_conv", lambda key: nn.WeightNorm(nn.Conv1d(2, 3, 2, key=key)), (2, 4))
+layer("spectral_norm", partial(spectral_norm, inference=False), (4,), loss=with_state)
+layer("spectral_norm_inference", partial(spectral_norm, inference=True), (4,), loss=with_state)
+
+ALL = tuple(_MAKERS)

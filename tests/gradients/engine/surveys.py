@@ -37,9 +37,7 @@ def surveyed(
 
 def whole(case: Case) -> dict[str, str]:
     """The leaves that no site describes, with the reason."""
-    paths, found = surveyed(
-        case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec
-    )
+    paths, found = surveyed(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
     return {paths[leaf]: reason for leaf, reason in found.whole.items()}
 
 

@@ -3,18 +3,18 @@
 import pytest
 
 from tests.gradients.engine import agreement, layers, surveys
-from tests.models import Case
 
 
 @pytest.mark.parametrize("way", ["ghost", "kept"])
-@pytest.mark.parametrize("case", layers.all_cases(), ids=lambda case: case.name)
-def test_agrees_with_the_oracle(case: Case, way: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", layers.ALL)
+def test_agrees_with_the_oracle(name: str, way: str, monkeypatch: pytest.MonkeyPatch):
     surveys.force(monkeypatch, way)
-    agreement.check(case, by_leaf=True)
+    agreement.check(layers.case(name), by_leaf=True)
 
 
-@pytest.mark.parametrize("case", layers.site_cases(), ids=lambda case: case.name)
-def test_nothing_is_whole(case: Case):
+@pytest.mark.parametrize("name", layers.SITES)
+def test_nothing_is_whole(name: str):
+    case = layers.case(name)
     assert surveys.whole(case) == {}
     # Nor lost on the way: every parameter has a use.
     assert all(surveys.kinds(case).values())

@@ -1,0 +1,38 @@
+"""What README.md says, done."""
+
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def block_after(marker: str) -> str:
+    match = re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert match, marker
+    return match[1]
+
+
+def test_the_training_step_runs_as_it_stands_and_learns():
+    x = jax.random.normal(jax.random.key(3), (2_000, 4))
+    names = {
+        "model": eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)),
+        "xs": x,
+        "ys": jnp.tanh(x[:, :1]),
+    }
+    untrained = jax.vmap(names["model"])(x)
+    exec(block_after("readme: training step"), names)
+    trained = jax.vmap(names["model"])(x)
+    error = jnp.mean((trained - names["ys"]) ** 2) / jnp.mean((untrained - names["ys"]) ** 2)
+    assert error < 0.2
+    assert 2.9 < names["plan"].epsilon() <= 3.0
+    assert names["opt_state"][0].step == names["plan"].steps
+
+
+def test_the_presets_it_lists_are_the_presets():
+    from eqx_dp import available_policies
+
+    assert repr(available_policies()) in README
