@@ -130,7 +130,53 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         ==============================  =====================================
     """
     scaled, scale = to_unit_scale(gradients)
-    return jnp.sqrt(jnp.sum(jnp.square(scaled), tuple(range(1, scaled.ndim)))) * scale
+    return jnp.sqrt(sum_in_blocks(jnp.square(scaled).reshape(scaled.shape[0], -1))) * scale
+
+
+_ROWS, _LANES = 32, 128
+
+
+def sum_in_blocks(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
+    """Sums each example's entries, never more than 32 at a time.
+
+    Barriers keep the compiler from merging the levels into one long sum, whose error would grow
+    with its length.
+    """
+    while x.shape[1] > _ROWS:
+        x = jax.lax.optimization_barrier(jnp.concatenate(_block_sums(x), axis=1))
+    return jnp.sum(x, axis=1)
+
+
+def _block_sums(x: Float[Array, "batch n"]) -> list[Float[Array, "batch blocks"]]:
+    """The sums of blocks of up to 32 entries: whole lanes first, then what is left over."""
+    batch, size = x.shape
+    lanes = size - size % (_ROWS * _LANES)
+    rows = size - size % _ROWS
+    wide = jnp.sum(x[:, :lanes].reshape(batch, lanes // (_ROWS * _LANES), _ROWS, _LANES), axis=2)
+    narrow = jnp.sum(x[:, lanes:rows].reshape(batch, (rows - lanes) // _ROWS, _ROWS), axis=2)
+    rest = jnp.sum(x[:, rows:], axis=1, keepdims=True)
+    return [wide.reshape(batch, lanes // _ROWS), narrow, rest]
+
+
+def norm_error(size: int, dtype: np.dtype[Any]) -> float:
+    """A bound on the relative error of ``norms`` for gradients of ``size`` entries.
+
+    A square is rounded once, and goes through one sum of at most 32 terms a level, 31 roundings at
+    most in whatever order: with u the unit roundoff and L levels the sum of squares, whose terms
+    are all positive, is off by at most 1 + 31 L + O(L) roundings, its root by half of that, and
+    rounded once more (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2).
+    Squares that vanish beside the largest entry cost less than u in all.
+    """
+    levels, left = 1, size
+    while left > _ROWS:
+        left = -(-left // _ROWS) + 1
+        levels += 1
+    return (18 * levels + 4) * unit_roundoff(dtype)
+
+
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """The largest relative error of one rounding to nearest."""
+    return float(jnp.finfo(dtype).eps) / 2
 
 
 def to_unit_scale(
@@ -161,7 +207,7 @@ def combined_norms(
 
 
 def clip_factors(
-    norms: Float[Array, " batch"], clip_norm: float, rescale_to_unit_norm: bool
+    bounds: Float[Array, " batch"], clip_norm: float, rescale_to_unit_norm: bool
 ) -> Float[Array, " batch"]:
     """The factor that brings each gradient to a norm of at most ``clip_norm``.
 
@@ -169,22 +215,32 @@ def clip_factors(
     ``rescale_to_unit_norm`` it is divided by C (De et al., "Unlocking High-Accuracy
     Differentially Private Image Classification through Scale", 2022).
 
+    Guarantee: with ``bound`` an upper bound on the true norm of what is multiplied, factor x
+    gradient has, rounded entry by entry and divided by ``normalize_by``, a norm of at most C (1).
+    Proof: the quotient is off by one rounding, product and division by one each; the factor is
+    taken smaller by 8 roundings, which is more than all three together with that of the
+    subtraction itself. Where the factor is 1 nothing is rounded but the last division, for which
+    the bound leaves two roundings' room.
+
     ==============  =====================  ==================================
-    clip norm C     norm                   factor (rescaled)
+    clip norm C     bound                  factor (rescaled)
     ==============  =====================  ==================================
-    0               > 0                    0 (1 / norm, the limit of C to 0)
+    0               > 0                    0 (1 / bound, the limit of C to 0)
     0               0                      1 (0: the gradient is zero anyway)
     inf             finite                 1 (0)
     any             <= C                   1 (1 / C)
-    any             > C                    C / norm (1 / norm)
+    any             > C                    C / bound (1 / bound)
     any             NaN or inf             of no use: select such an example away
     ==============  =====================  ==================================
     """
-    clip = jnp.asarray(_round_down(clip_norm, norms.dtype), norms.dtype)
+    roundoff = unit_roundoff(bounds.dtype)
+    margin = 1 - 8 * roundoff
+    bounds = bounds * (1 + 4 * roundoff)
+    clip = jnp.asarray(_round_down(clip_norm, bounds.dtype), bounds.dtype)
     if not rescale_to_unit_norm:
-        return jnp.where(norms <= clip, 1, clip / norms)
-    bound = jnp.maximum(norms, clip)
-    return jnp.where(bound > 0, 1 / bound, 0)
+        return jnp.where(bounds <= clip, 1, clip / bounds * margin)
+    larger = jnp.maximum(bounds, clip)
+    return jnp.where(larger > 0, margin / larger, 0)
 
 
 def _round_down(value: float, dtype: np.dtype[Any]) -> float:

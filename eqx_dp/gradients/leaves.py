@@ -14,9 +14,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norms, to_unit_scale, weighted_sum
+from .clip import (
+    norm_error,
+    norms,
+    sum_in_blocks,
+    to_unit_scale,
+    unit_roundoff,
+    weighted_sum,
+)
 from .sites import MatrixKind, contraction, convolution, lookup
 from .sites.site import outer_products
 from .taps import Site
@@ -31,18 +38,26 @@ class LeafGradient(NamedTuple):
     """The gradient of one leaf for a batch of examples, in whatever form it is at hand.
 
     Attributes:
-        norm: the norm of each example's gradient.
+        norm: the norm of each example's gradient, as it was computed.
+        bound: an upper bound on the true norm of what ``sum`` adds for a factor of 1.
         sum: from factors and a mask of the examples that contribute to their weighted sum.
     """
 
     norm: Float[Array, " batch"]
+    bound: Float[Array, " batch"]
     sum: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array]
 
 
 def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
-    """The leaf's gradient where each example's is there."""
+    """The leaf's gradient where each example's is there.
+
+    What is added is what is there, so the bound has only the error of the norm to make up for.
+    """
+    norm = norms(grads)
+    size = math.prod(grads.shape[1:])
     return LeafGradient(
-        norms(grads),
+        norm,
+        norm * (1 + norm_error(size, grads.dtype)),
         lambda factors, contributes: weighted_sum(grads, factors, contributes),
     )
 
@@ -173,23 +188,42 @@ def _ghost_matrices(
         )
         return site.view.pull_back(_from_matrices(site, total), parameter)
 
-    return LeafGradient(_gram_norms(x, g), sum_)
+    return LeafGradient(*_gram_norms(x, g), sum_)
 
 
 def _gram_norms(
     x: Float[Array, "batch group time features_in"],
     g: Float[Array, "batch group time features_out"],
-) -> Float[Array, " batch"]:
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """The norm of sum_t x_t g_t', and a bound on that of what the weighted sum adds.
+
+    The *gross* norm, the sum over t of |x_t| |g_t|, bounds what rounding can do, however much the
+    terms cancel: a contraction over T steps is off by at most a few roundings a step of it, and a
+    sum of T^2 inner products by at most a few roundings of its square. With u the unit roundoff,
+    k = 2 + T / 16 and s the computed square of the norm, the norm of what is added is taken to be
+    at most sqrt(s + 2 u gross^2) + k u gross. That is a model, not a worst case (which is T u gross
+    for the contraction, Higham 2002, section 3.1): contractions are summed in blocks by several
+    accumulators at once, and the tests attack it. One step has no sum to get wrong: there the norm
+    is |x| |g|, and the bound is proved.
+    """
     batch, groups, time, _ = x.shape
+    error = sum(norm_error(f.shape[-1], f.dtype) for f in (x, g)) + norm_error(groups, x.dtype)
+    lengths_x, lengths_g = (norms(f.reshape(batch * groups * time, -1)) for f in (x, g))
+    products = (lengths_x * lengths_g).reshape(batch, groups, time)
     if time == 1:
-        products = [norms(f.reshape(batch * groups, -1)) for f in (x, g)]
-        return norms((products[0] * products[1]).reshape(batch, groups))
+        norm = norms(products)
+        return norm, norm * (1 + error)
+    roundoff = unit_roundoff(x.dtype)
+    gross = norms(jnp.sum(products, axis=2)) * (1 + error + time * roundoff)
     (x, x_scale), (g, g_scale) = to_unit_scale(x), to_unit_scale(g)
     highest = jax.lax.Precision.HIGHEST
     inner_x = jnp.einsum("bgtk,bgsk->bgts", x, x, precision=highest)
     inner_g = jnp.einsum("bgtp,bgsp->bgts", g, g, precision=highest)
-    squares = jnp.sum(inner_x * inner_g, (1, 2, 3))
-    return jnp.sqrt(jnp.maximum(squares, 0)) * x_scale * g_scale
+    square = sum_in_blocks((inner_x * inner_g).reshape(batch, -1))
+    norm = jnp.sqrt(jnp.maximum(square, 0)) * x_scale * g_scale
+    in_square = math.sqrt(2 * roundoff) * gross
+    in_sum = (2 + time / 16) * roundoff * gross
+    return norm, jnp.hypot(norm, in_square) * (1 + 4 * roundoff) + in_sum
 
 
 def _ghost_lookup(
@@ -221,14 +255,18 @@ def _ghost_lookup(
         slices = [n for n, use in zip(site.tap.shape, site.scans, strict=False) if use == "slices"]
         return site.view.pull_back(tables.reshape(*slices, *tables.shape[1:]), parameter)
 
-    return LeafGradient(_row_norms(rows, values), sum_)
+    return LeafGradient(*_row_norms(rows, values), sum_)
 
 
 def _row_norms(
-    rows: Array, values: Float[Array, "batch group time entry"]
-) -> Float[Array, " batch"]:
+    rows: Int[Array, "batch group time"], values: Float[Array, "batch group time entry"]
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """The norm of a table of rows, and a bound on that of what the weighted sum adds.
+
+    Lookups of one row add up, and may cancel: the sum of their lengths bounds what rounding does.
+    """
+    batch, _, time = rows.shape
     same = rows[..., :, None] == rows[..., None, :]
-    time = rows.shape[-1]
     is_first = jnp.argmax(same, axis=-1) == jnp.arange(time)
     # A row's first lookup takes the sum of all of its lookups, the others nothing.
     totals = jnp.einsum(
@@ -237,4 +275,9 @@ def _row_norms(
         values,
         precision=jax.lax.Precision.HIGHEST,
     )
-    return norms(totals)
+    norm = norms(totals)
+    roundoff = unit_roundoff(values.dtype)
+    lengths = norms(values.reshape(-1, values.shape[-1])).reshape(batch, -1)
+    gross = jnp.sum(lengths, axis=1)
+    in_sums = 0 if time == 1 else 2 * time * roundoff * gross
+    return norm, norm * (1 + norm_error(math.prod(totals.shape[1:]), totals.dtype)) + in_sums

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..clip import Clipping, clip_factors, combined_norms
+from ..clip import Clipping, clip_factors, combined_norms, norm_error
 from ..leaves import LeafGradient
 from ..program import Program
 
@@ -63,25 +63,32 @@ def clip_and_sum(
 ) -> ClippedSum:
     """Clips every example's gradient, group by group, and sums.
 
-    Guarantee: an example adds a gradient of norm at most its group's clip norm (up to rounding in
-    the accumulate dtype), and exactly zero if it is padding or if its loss or the norm of its
-    gradient in any group is not finite.
+    Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
+    the clip norm (``clip_factors`` has the proof, from the bounds that ``leaves`` gives), and
+    exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
+    finite.
     """
-    clipping = task.clipping
-    norms = [
-        combined_norms(
-            [leaf.norm for leaf, its in zip(leaves, task.groups, strict=True) if its == group],
-            loss.shape,
-            task.accumulate_dtype,
-        )
-        for group in range(len(clipping.clip_norms))
-    ]
+    clipping, dtype = task.clipping, task.accumulate_dtype
+
+    def by_group(values: list[Array]) -> list[Float[Array, " batch"]]:
+        return [
+            combined_norms(
+                [value for value, its in zip(values, task.groups, strict=True) if its == group],
+                loss.shape,
+                dtype,
+            )
+            for group in range(len(clipping.clip_norms))
+        ]
+
+    norms = by_group([leaf.norm for leaf in leaves])
+    error = norm_error(len(leaves), dtype)
+    bounds = [bound * (1 + error) for bound in by_group([leaf.bound for leaf in leaves])]
     contributes = jnp.isfinite(loss) & ~is_padding_example
     for norm in norms:
         contributes &= jnp.isfinite(norm)
     factors = [
-        clip_factors(norm, clip_norm, clipping.rescale_to_unit_norm)
-        for norm, clip_norm in zip(norms, clipping.clip_norms, strict=True)
+        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm)
+        for bound, clip_norm in zip(bounds, clipping.clip_norms, strict=True)
     ]
     sums = [
         leaf.sum(factors[group], contributes)

@@ -65,7 +65,6 @@ def keyless(make: Callable[[], Any]) -> Callable[..., Any]:
 # Linear layers and what is made of them.
 
 layer("linear", partial(nn.Linear, 4, 3), (4,))
-layer("linear_no_bias", partial(nn.Linear, 4, 3, use_bias=False), (4,))
 layer("linear_scalars", partial(nn.Linear, "scalar", "scalar"), ())
 layer("linear_tokens", partial(nn.Linear, 4, 3), (5, 4), loss=over_tokens)
 layer("mlp", partial(nn.MLP, 4, 2, 5, 2), (4,))
@@ -81,7 +80,6 @@ layer(
 # Convolutions: strides, padding, dilation, groups.
 
 _ALL = {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}
-layer("conv1d", partial(nn.Conv1d, 2, 3, 3), (2, 6))
 layer("conv1d_all", partial(nn.Conv1d, 4, 6, 3, **_ALL), (4, 9))
 layer("conv1d_same", partial(nn.Conv1d, 2, 3, 4, 2, "SAME"), (2, 7))
 layer("conv1d_circular", partial(nn.Conv1d, 2, 3, 3, padding=1, padding_mode="CIRCULAR"), (2, 5))
@@ -97,13 +95,10 @@ layer("conv_transpose3d", partial(nn.ConvTranspose3d, 2, 2, 2, 2, groups=2), (2,
 
 # Normalisation.
 
-layer("layer_norm", keyless(lambda: nn.LayerNorm(5)), (5,))
 layer("layer_norm_2d", keyless(lambda: nn.LayerNorm((2, 3), use_bias=False)), (2, 3))
 layer("layer_norm_tokens", keyless(lambda: nn.LayerNorm(4)), (3, 4), loss=over_tokens)
-layer("rms_norm", keyless(lambda: nn.RMSNorm(5)), (5,))
 layer("rms_norm_tokens", keyless(lambda: nn.RMSNorm(4)), (3, 4), loss=over_tokens)
 layer("group_norm", keyless(lambda: nn.GroupNorm(2, 4)), (4, 3, 2))
-layer("group_norm_vector", keyless(lambda: nn.GroupNorm(2, 6)), (6,))
 
 # Embedding.
 
@@ -161,7 +156,6 @@ def lstm_over_time(cell: nn.LSTMCell, sequence: Array, h: Array, c: Array) -> Ar
 
 
 layer("gru", partial(nn.GRUCell, 3, 2), (3,), (2,))
-layer("gru_no_bias", partial(nn.GRUCell, 3, 2, use_bias=False), (3,), (2,))
 layer("gru_scan", partial(nn.GRUCell, 3, 2), (4, 3), (2,), loss=over_time)
 layer("lstm", partial(nn.LSTMCell, 3, 2), (3,), (2,), (2,), loss=lstm_step)
 layer("lstm_scan", partial(nn.LSTMCell, 3, 2), (4, 3), (2,), (2,), loss=lstm_over_time)
@@ -190,7 +184,6 @@ class LowRank(eqx.Module):
 
 def spectral_norm(key: Array, inference: bool) -> Any:
     make = eqx.nn.make_with_state(nn.SpectralNorm)
-    # The state is frozen: integers mark what is not trained only by the leaf's dtype.
     return make(nn.Linear(4, 3, key=key), "weight", inference=inference, key=key)
 
 

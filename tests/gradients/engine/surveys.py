@@ -1,6 +1,5 @@
 """What the engine finds in a loss, asked for directly."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,11 +57,14 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
 
 def freshly_jitted(grad_fn: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Under a jit whose cache nobody shares: a forced way must not be served from another's."""
+    """Under a jit whose cache nobody shares: a forced way must not be served from another's.
+
+    XLA is asked not to optimise: most of a test's time is compilation.
+    """
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def call(arrays: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return grad_fn(eqx.combine(arrays, static), *batch, **named)
 
-    jitted = jax.jit(call)
-    return functools.wraps(grad_fn)(lambda *batch, **named: jitted(arrays, batch, named))
+    jitted = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+    return lambda *batch, **named: jitted(arrays, batch, named)

@@ -1,0 +1,97 @@
+"""One parameter, used as a test likes, and its gradient from its sites in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from eqx_dp.gradients.leaves import has_ghost, leaf_gradient
+from eqx_dp.gradients.taps import Survey, evaluate, survey
+from tests.gradients.engine.surveys import traced
+
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+NUM_EXAMPLES = 3
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((seed, *shape)).normal(size=shape)
+
+
+def examples(*shape: int, seed: int = 1) -> np.ndarray:
+    return normal(NUM_EXAMPLES, *shape, seed=seed)
+
+
+def check(
+    use: Callable[..., Array],
+    parameter: np.ndarray,
+    *data: np.ndarray,
+    kinds: list[str],
+    ghost: bool,
+) -> Survey:
+    """Asserts that sites of the given kinds, each way, give JAX's own gradient.
+
+    Args:
+        use: ``use(parameter, *data)``, of one example; any shape.
+        parameter: the parameter.
+        data: examples in front.
+        kinds: the kinds that are expected, in the order of the program.
+        ghost: whether a norm without the gradient is expected to be possible.
+    """
+    with jax.enable_x64(True):
+        output = jax.eval_shape(use, parameter, *(x[0] for x in data))
+        # Any cotangent may arrive from above.
+        batch = (*data, examples(*output.shape, seed=9))
+
+        def loss(parameter: Array, *example: Array) -> Array:
+            *inputs, cotangent = example
+            return jnp.sum(use(parameter, *inputs) * cotangent)
+
+        one = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch)
+        program = traced(loss, jnp.asarray(parameter), True, one)
+        found = survey(program, [jnp.asarray(parameter)], [], list(one))
+        assert found.whole == {}
+        sites = found.of(0)
+        assert [site.kind.name for _, site in sites] == kinds
+        assert has_ghost([site for _, site in sites]) == ghost
+        shape = jax.ShapeDtypeStruct(parameter.shape, np.dtype(np.float64))
+
+        def backward(parameter: Array, example: list[Array]) -> tuple[Array, Any, Any]:
+            def run(taps: Any) -> tuple[Array, Any]:
+                value, _, kept = evaluate(program, found, [parameter], [], example, taps)
+                return value, kept
+
+            taps = {place: jnp.zeros(site.tap.shape, site.tap.dtype) for place, site in sites}
+            value, pullback, kept = jax.vjp(run, taps, has_aux=True)
+            return value, kept, pullback(jnp.ones(()))[0]
+
+        def everything(parameter: Array, *batch: Array) -> Any:
+            values, kept, cotangents = jax.vmap(backward, (None, 0))(parameter, list(batch))
+            uses = [(site, kept[place], cotangents[place]) for place, site in sites]
+            results = {}
+            for way in ("kept", "ghost") if ghost else ("kept",):
+                leaf = leaf_gradient(shape, uses, way, np.dtype(np.float64))
+                results[way] = leaf.norm, leaf.bound, leaf.sum(jnp.asarray(FACTORS), jnp.asarray(CONTRIBUTES))
+            truth = jax.vmap(jax.value_and_grad(loss), (None, *[0] * len(batch)))
+            return values, results, truth(parameter, *batch)
+
+        jitted = jax.jit(everything, compiler_options=COMPILER_OPTIONS)
+        values, results, (true_values, grads) = jitted(parameter, *batch)
+        np.testing.assert_allclose(values, true_values, rtol=1e-12, atol=1e-12)
+        rows = np.asarray(grads).reshape(NUM_EXAMPLES, -1)
+        norms = np.linalg.norm(rows, axis=1)
+        total = np.tensordot(np.where(CONTRIBUTES, FACTORS, 0), grads, axes=1)
+        for found_norms, bounds, found_sum in results.values():
+            # The ghost norm is the root of a sum in which terms may cancel.
+            np.testing.assert_allclose(found_norms, norms, rtol=1e-7, atol=1e-9)
+            assert (bounds >= norms).all()
+            np.testing.assert_allclose(bounds, norms, rtol=1e-6, atol=1e-6)
+            assert found_sum.shape == parameter.shape
+            np.testing.assert_allclose(found_sum, total, rtol=1e-10, atol=1e-12)
+        return found
+
+
+FACTORS = np.array([0.5, 3.0, 2.0])
+CONTRIBUTES = np.array([True, False, True])

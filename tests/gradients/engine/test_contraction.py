@@ -1,0 +1,92 @@
+"""`dot_general` in every arrangement of its dimensions."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from tests.gradients.engine.kinds import check, examples, normal
+
+
+@pytest.mark.parametrize(
+    ("parameter", "data", "contracted", "batch"),
+    [
+        ((3, 4), (4,), ((1,), (0,)), ((), ())),
+        ((4, 3), (5, 4), ((0,), (1,)), ((), ())),
+        ((2, 3, 4), (4, 5, 3), ((2, 1), (0, 2)), ((), ())),
+        ((2, 3, 4), (5, 2, 4), ((2,), (2,)), ((0,), (1,))),
+        ((2, 3, 4, 2), (3, 2, 5, 4, 2), ((2,), (3,)), ((3, 1), (4, 0))),
+        ((2, 3), (2, 3), ((0, 1), (0, 1)), ((), ())),
+        ((3,), (2,), ((), ()), ((), ())),
+        ((2, 3), (5, 2), ((), ()), ((0,), (1,))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("side", [0, 1])
+def test_dimensions(parameter, data, contracted, batch, side):
+    def use(w, x):
+        if side == 0:
+            return lax.dot_general(w, x, (contracted, batch))
+        return lax.dot_general(x, w, (contracted[::-1], batch[::-1]))
+
+    check(use, normal(*parameter), examples(*data), kinds=["contraction"], ghost=True)
+
+
+@pytest.mark.parametrize(
+    ("formula", "parameter", "data"),
+    [
+        ("ij,tj->ti", (3, 4), (5, 4)),
+        ("hdk,tk->thd", (2, 3, 4), (5, 4)),
+        ("hdk,thd->tk", (2, 3, 4), (5, 2, 3)),
+        ("eio,tei->teo", (2, 3, 4), (5, 2, 3)),
+    ],
+)
+def test_einsum(formula, parameter, data):
+    check(
+        lambda w, x: jnp.einsum(formula, w, x),
+        normal(*parameter),
+        examples(*data),
+        kinds=["contraction"],
+        ghost=True,
+    )
+
+
+def test_vmap_over_heads():
+    check(
+        lambda w, x: jax.vmap(lambda w, x: x @ w)(w, x),
+        normal(2, 3, 4),
+        examples(2, 5, 3),
+        kinds=["contraction"],
+        ghost=True,
+    )
+
+
+def test_two_uses_have_cross_terms():
+    check(
+        lambda w, x: jnp.sin(x @ w) @ w,
+        normal(4, 4),
+        examples(3, 4),
+        kinds=["contraction", "contraction"],
+        ghost=False,
+    )
+
+
+def test_opposite_uses_cancel():
+    """Were the cross terms left out, the norm would not be zero."""
+    check(
+        lambda w, x: x @ w - (x @ w.T).T,
+        normal(1, 1),
+        examples(1, 1),
+        kinds=["contraction", "contraction"],
+        ghost=False,
+    )
+
+
+def test_a_table_tied_to_the_output():
+    check(
+        lambda w, t: jnp.tanh(w[t]) @ w.T,
+        normal(5, 3),
+        (examples(4) * 10).astype("int32") % 5,
+        kinds=["lookup", "contraction"],
+        ghost=False,
+    )
