@@ -6,7 +6,9 @@ plan ties sampling, noise and accounting together. See README.md for a tour.
 
 from .gradients import (
     ClippedGrad,
+    Explanation,
     PerExample,
+    explain,
     filter_clipped_grad,
     filter_value_and_clipped_grad,
 )
@@ -27,6 +29,7 @@ from .privacy import (
 
 __all__ = [
     "ClippedGrad",
+    "Explanation",
     "LossScale",
     "ModuleRule",
     "NeighboringRelation",
@@ -35,6 +38,7 @@ __all__ = [
     "Policy",
     "PrivacyPlan",
     "available_policies",
+    "explain",
     "filter_clipped_grad",
     "filter_value_and_clipped_grad",
     "gaussian_privatizer",

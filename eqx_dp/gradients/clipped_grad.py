@@ -16,10 +16,12 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import Policy
 from .clip import Clipping, parse_clip_norm
+from .cost import choose
 from .examples import Examples, read_examples
 from .methods import METHODS, Task
 from .microbatches import over_microbatches
 from .program import Options, refuse_batch_norm, takes_key, trace
+from .taps import survey
 
 NeighboringRelation = dp_accounting.NeighboringRelation
 
@@ -139,6 +141,24 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         Raises:
             ValueError: see [`filter_clipped_grad`][].
         """
+        task, examples, structure = self.prepare(model, batch, key, is_padding_example)
+        per_example, sums = _run(task, self._configuration, examples)
+        grads = [total / self._configuration.normalize_by for total in sums]
+        return self._finish(per_example, structure.unflatten(grads))
+
+    @property
+    def asked_for(self) -> tuple[str, int | None]:
+        """The method and the microbatch size that the user asked for."""
+        return self._configuration.method, self._configuration.microbatch_size
+
+    def prepare(
+        self, model: PyTree[Any], batch: tuple[PyTree[Any], ...], key: Any, is_padding_example: Any
+    ) -> tuple[Task, Examples, Any]:
+        """Checks and casts the arguments of a call, and traces the loss.
+
+        Returns:
+            What the engine works on, the batch, and the structure of the trainable leaves.
+        """
         configuration = self._configuration
         policy = configuration.policy
         params, rest = _partition(model, self._filter_spec)
@@ -152,19 +172,19 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         if policy is not None:
             params, frozen = policy.cast_to_compute((params, frozen))
         options = Options(configuration.has_aux, configuration.keep_batch_dim, policy)
-        program = trace(self._fun, options, params, frozen, static, *examples.one())
+        one = examples.one()
+        program = trace(self._fun, options, params, frozen, static, *one)
+        flat = (jax.tree.leaves(params), jax.tree.leaves(frozen))
         task = Task(
             program,
-            jax.tree.leaves(params),
-            jax.tree.leaves(frozen),
+            survey(program, *flat, jax.tree.leaves(one)),
+            *flat,
             configuration.clipping,
             groups,
             accumulate_dtype,
             1.0 if policy is None else policy.loss_scale.value,
         )
-        per_example, sums = _run(task, configuration, examples)
-        grads = [total / configuration.normalize_by for total in sums]
-        return self._finish(per_example, jax.tree.structure(params).unflatten(grads))
+        return task, examples, jax.tree.structure(params)
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner
@@ -175,7 +195,9 @@ def _run(
     task: Task, configuration: _Configuration, examples: Examples
 ) -> tuple[PerExample, list[Array]]:
     """Sends a batch through the method, a microbatch at a time."""
-    method = METHODS[configuration.method]
+    asked_for = configuration.method, configuration.microbatch_size
+    choice = choose(task.costs(), examples.num_examples, *asked_for)
+    method = METHODS[choice.method]
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
         result = method(task, leaves, is_padding)
@@ -188,7 +210,7 @@ def _run(
         examples.leaves,
         examples.is_padding_example,
         examples.num_examples,
-        configuration.microbatch_size,
+        choice.microbatch_size,
     )
     return per_example, sums
 
@@ -300,7 +322,7 @@ def _configure(
         keep_batch_dim,
         float(normalize_by),
         None if microbatch_size is None else int(microbatch_size),
-        "per_example" if method == "auto" else method,
+        method,
     )
 
 
@@ -433,9 +455,13 @@ def filter_clipped_grad(
             norm out of the learning rate.
         normalize_by: a public number > 0 that the sum is divided by, the expected batch size, say.
             Never the number of examples that were sampled, which is private.
-        microbatch_size: how many examples are processed at once; None for all. It changes memory
-            and time, not the result (beyond rounding), and need not divide the batch.
-        method: ``"per_example"``, or ``"auto"`` to leave the choice to the engine.
+        microbatch_size: how many examples are processed at once; None for all, or, with ``"auto"``,
+            for the engine's choice. It changes memory and time, not the result (beyond rounding),
+            and need not divide the batch.
+        method: ``"book_keeping"`` (one backward pass through activations; norms and sums from what
+            each use of a parameter met), ``"per_example"`` (per-example gradients side by side), or
+            ``"auto"``: book-keeping, in microbatches that suit what is held for an example, unless
+            ``microbatch_size`` says otherwise.
 
     Returns:
         A [`ClippedGrad`][], called as

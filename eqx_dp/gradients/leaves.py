@@ -29,7 +29,7 @@ from .sites.site import outer_products
 from .taps import Site
 from .views import shape_of
 
-Way: TypeAlias = Literal["ghost", "kept"]
+Way: TypeAlias = Literal["ghost", "kept", "whole", "unused"]
 
 _MATRICES: tuple[MatrixKind, ...] = (contraction, convolution)
 

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..cost import choose_way
-from ..leaves import LeafGradient, from_per_example, leaf_gradient
-from ..taps import Place, Survey, evaluate, survey
+from ..leaves import LeafGradient, Way, from_per_example, leaf_gradient
+from ..taps import Place, evaluate
 from .contract import ClippedSum, Task, clip_and_sum
 
 
@@ -24,20 +23,18 @@ def clipped_sum(
 
     Guarantee: as that of the method ``per_example``.
     """
-    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in examples]
-    found = survey(task.program, task.params, task.frozen, one)
-    loss, aux, kept, cotangents, grads = jax.vmap(lambda example: _backward(task, found, example))(
+    loss, aux, kept, cotangents, grads = jax.vmap(lambda example: _backward(task, example))(
         examples
     )
     leaves = [
-        _leaf(task, found, leaf, kept, cotangents, grads, loss.shape[0])
-        for leaf in range(len(task.params))
+        _leaf(task, leaf, cost.way, kept, cotangents, grads, loss.shape[0])
+        for leaf, cost in enumerate(task.costs())
     ]
     return clip_and_sum(task, leaves, loss, aux, is_padding_example)
 
 
 def _backward(
-    task: Task, found: Survey, example: list[Array]
+    task: Task, example: list[Array]
 ) -> tuple[Array, list[Array], dict[Place, Any], dict[Place, Array], dict[int, Array]]:
     """One example's loss, aux, what its sites keep, their cotangents, and gradients of the rest."""
 
@@ -45,11 +42,11 @@ def _backward(
         taps: dict[Place, Array], whole: dict[int, Array]
     ) -> tuple[Array, tuple[list[Array], dict[Place, Any]]]:
         params = [whole.get(leaf, value) for leaf, value in enumerate(task.params)]
-        loss, aux, kept = evaluate(task.program, found, params, task.frozen, example, taps)
+        loss, aux, kept = evaluate(task.program, task.found, params, task.frozen, example, taps)
         return loss, (aux, kept)
 
-    taps = {place: jnp.zeros(s.tap.shape, s.tap.dtype) for place, s in found.sites.items()}
-    whole = {leaf: task.params[leaf] for leaf in found.whole}
+    taps = {place: jnp.zeros(s.tap.shape, s.tap.dtype) for place, s in task.found.sites.items()}
+    whole = {leaf: task.params[leaf] for leaf in task.found.whole}
     loss, pullback, (aux, kept) = jax.vjp(run, taps, whole, has_aux=True)
     cotangents, grads = pullback(jnp.full_like(loss, task.loss_scale))
     return loss, aux, kept, cotangents, grads
@@ -57,22 +54,22 @@ def _backward(
 
 def _leaf(
     task: Task,
-    found: Survey,
     leaf: int,
+    way: Way,
     kept: dict[Place, Any],
     cotangents: dict[Place, Array],
     grads: dict[int, Array],
     num_examples: int,
 ) -> LeafGradient:
-    if leaf in found.whole:
-        return from_per_example(grads[leaf].astype(task.accumulate_dtype) / task.loss_scale)
-    parameter = jax.ShapeDtypeStruct(task.params[leaf].shape, task.accumulate_dtype)
-    places = found.of(leaf)
-    if not places:
-        return from_per_example(jnp.zeros((num_examples, *parameter.shape), parameter.dtype))
-    way = choose_way([site for _, site in places], num_examples)
+    """The gradient of one leaf, in the form that its way gives."""
+    dtype = task.accumulate_dtype
+    parameter = jax.ShapeDtypeStruct(task.params[leaf].shape, dtype)
+    if way == "whole":
+        return from_per_example(grads[leaf].astype(dtype) / task.loss_scale)
+    if way == "unused":
+        return from_per_example(jnp.zeros((num_examples, *parameter.shape), dtype))
     sites = [
-        (site, kept[p], cotangents[p].astype(task.accumulate_dtype) / task.loss_scale)
-        for p, site in places
+        (site, kept[place], cotangents[place].astype(dtype) / task.loss_scale)
+        for place, site in task.found.of(leaf)
     ]
-    return leaf_gradient(parameter, sites, way, task.accumulate_dtype)
+    return leaf_gradient(parameter, sites, way, dtype)

@@ -8,8 +8,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
+from ..cost import LeafCost, leaf_cost
 from ..leaves import LeafGradient
 from ..program import Program
+from ..taps import Survey
 
 
 class Task(NamedTuple):
@@ -17,6 +19,7 @@ class Task(NamedTuple):
 
     Attributes:
         program: the loss of one example.
+        found: the uses of every trainable leaf.
         params: the trainable leaves, in the compute dtype.
         frozen: the other arrays of the model.
         clipping: the clip norms.
@@ -26,12 +29,17 @@ class Task(NamedTuple):
     """
 
     program: Program
+    found: Survey
     params: list[Array]
     frozen: list[Array]
     clipping: Clipping
     groups: list[int]
     accumulate_dtype: np.dtype[Any]
     loss_scale: float
+
+    def costs(self) -> list[LeafCost]:
+        """How each leaf is treated, and what that costs for one example."""
+        return [leaf_cost(self.found, leaf, param) for leaf, param in enumerate(self.params)]
 
 
 class ClippedSum(NamedTuple):

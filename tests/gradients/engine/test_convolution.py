@@ -33,7 +33,7 @@ def convolutions(draw):
     return image, kernel, options
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(convolutions())
 def test_options(convolution):
     image, kernel, options = convolution
@@ -55,7 +55,6 @@ def test_options(convolution):
     [
         (("NHWC", "HWIO", "NHWC"), (2, 4, 3, 2), (2, 2, 2, 3)),
         (("HWNC", "OHWI", "CNWH"), (4, 3, 2, 2), (3, 2, 2, 2)),
-        (("NCHW", "IOWH", "NHWC"), (1, 2, 4, 3), (2, 3, 2, 3)),
     ],
     ids=str,
 )

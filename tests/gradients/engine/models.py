@@ -1,0 +1,216 @@
+"""Small models of the kinds that are trained: transformers, recurrent networks, a low-rank one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from equinox import nn
+from jaxtyping import Array
+
+from tests.gradients.engine.layers import random_like
+from tests.models import Case, cnn, cross_entropy, frozen_mlp
+
+WIDTH, VOCABULARY, LENGTH = 4, 7, 5
+
+
+class Block(eqx.Module):
+    """Attention and a two-layer network, each behind a norm."""
+
+    before: nn.LayerNorm
+    attention: nn.MultiheadAttention
+    after: nn.RMSNorm
+    mix: nn.MLP
+
+    def __init__(self, key: Array) -> None:
+        self.before = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(2, WIDTH, use_value_bias=True, key=key)
+        self.after = nn.RMSNorm(WIDTH)
+        self.mix = nn.MLP(WIDTH, WIDTH, 6, 1, activation=jax.nn.gelu, key=key)
+
+    def __call__(self, hidden: Array, causal: bool = True) -> Array:
+        mask = jnp.tril(jnp.ones((len(hidden), len(hidden)), bool)) if causal else None
+        normed = jax.vmap(self.before)(hidden)
+        hidden = hidden + self.attention(normed, normed, normed, mask)
+        return hidden + jax.vmap(self.mix)(jax.vmap(self.after)(hidden))
+
+
+class ListGPT(eqx.Module):
+    """A language model with its layers in a list, and a head of its own."""
+
+    embedding: nn.Embedding
+    positions: Array
+    blocks: list[Block]
+    norm: nn.LayerNorm
+    head: nn.Linear
+
+    def __init__(self, key: Array) -> None:
+        keys = jax.random.split(key, 4)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
+        self.positions = 0.1 * jax.random.normal(keys[1], (LENGTH + 2, WIDTH))
+        self.blocks = [Block(key) for key in keys[:2]]
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, use_bias=False, key=keys[3])
+
+    def __call__(self, tokens: Array) -> Array:
+        hidden = jax.vmap(self.embedding)(tokens) + self.positions[: len(tokens)]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return jax.vmap(lambda h: self.head(self.norm(h)))(hidden)
+
+
+class StackedGPT(eqx.Module):
+    """Layers stacked, under scan and checkpoint; the embedding is the head as well."""
+
+    embedding: nn.Embedding
+    blocks: Block
+    norm: nn.LayerNorm
+
+    def __init__(self, key: Array) -> None:
+        keys = jax.random.split(key, 3)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
+        self.blocks = eqx.filter_vmap(Block)(keys[1:])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def __call__(self, tokens: Array) -> Array:
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+
+        @jax.checkpoint
+        def layer(hidden: Array, arrays: Any) -> tuple[Array, None]:
+            return eqx.combine(arrays, static)(hidden), None
+
+        hidden, _ = jax.lax.scan(layer, jax.vmap(self.embedding)(tokens), arrays)
+        return jax.vmap(self.norm)(hidden) @ self.embedding.weight.T
+
+
+def language_loss(model: Callable[[Array], Array], tokens: Array) -> Array:
+    return jax.vmap(cross_entropy)(model(tokens[:-1]), tokens[1:]).mean()
+
+
+def _draw_tokens(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
+    return (jnp.asarray(rng.integers(0, VOCABULARY, (size, LENGTH + 1)), jnp.int32),)
+
+
+@functools.cache
+def list_gpt() -> Case:
+    return Case("list_gpt", random_like(ListGPT(jax.random.key(1))), language_loss, _draw_tokens)
+
+
+@functools.cache
+def stacked_gpt() -> Case:
+    model = random_like(StackedGPT(jax.random.key(2)))
+    return Case("stacked_gpt", model, language_loss, _draw_tokens)
+
+
+class Recurrent(eqx.Module):
+    """Tokens through a recurrent cell, read out at every step."""
+
+    embedding: nn.Embedding
+    cell: nn.GRUCell | nn.LSTMCell
+    head: nn.Linear
+
+    def __init__(self, make_cell: Callable[..., Any], key: Array) -> None:
+        keys = jax.random.split(key, 3)
+        self.embedding = nn.Embedding(VOCABULARY, 3, key=keys[0])
+        self.cell = make_cell(3, WIDTH, key=keys[1])
+        self.head = nn.Linear(WIDTH, VOCABULARY, key=keys[2])
+
+    def __call__(self, tokens: Array) -> Array:
+        zero = jnp.zeros(WIDTH, self.head.weight.dtype)
+        start = (zero, zero) if isinstance(self.cell, nn.LSTMCell) else zero
+
+        def step(state: Any, token: Array) -> tuple[Any, Array]:
+            state = self.cell(self.embedding(token), state)
+            return state, self.head(jax.tree.leaves(state)[0])
+
+        return jax.lax.scan(step, start, tokens)[1]
+
+
+@functools.cache
+def gru() -> Case:
+    model = Recurrent(nn.GRUCell, jax.random.key(3))
+    return Case("gru", model, language_loss, _draw_tokens)
+
+
+@functools.cache
+def lstm() -> Case:
+    model = Recurrent(nn.LSTMCell, jax.random.key(4))
+    return Case("lstm", model, language_loss, _draw_tokens)
+
+
+class LowRankLinear(eqx.Module):
+    """A frozen linear layer and what is trained in its place: two thin matrices."""
+
+    base: nn.Linear
+    down: Array
+    up: Array
+
+    def __init__(self, base: nn.Linear, rank: int, key: Array) -> None:
+        self.base = base
+        keys = jax.random.split(key)
+        self.down = jax.random.normal(keys[0], (rank, base.in_features))
+        self.up = 0.3 * jax.random.normal(keys[1], (base.out_features, rank))
+
+    def __call__(self, x: Array, *, key: Array | None = None) -> Array:
+        return self.base(x) + self.up @ (self.down @ x)
+
+
+@functools.cache
+def low_rank_gpt() -> Case:
+    """Adapters on the projections of attention; everything else is frozen."""
+    model = list_gpt().model
+    spec = jax.tree.map(lambda _: False, model)
+    for i in range(len(model.blocks)):
+        for name in ("query_proj", "output_proj"):
+            where = lambda m, i=i, name=name: getattr(m.blocks[i].attention, name)  # noqa: E731
+            adapted = LowRankLinear(where(model), 2, jax.random.key(i))
+            model = eqx.tree_at(where, model, adapted)
+            trained = jax.tree.map(lambda _: False, adapted)
+            trained = eqx.tree_at(lambda m: (m.down, m.up), trained, (True, True))
+            spec = eqx.tree_at(where, spec, trained)
+    return Case("low_rank_gpt", model, language_loss, _draw_tokens, spec)
+
+
+class VisionTransformer(eqx.Module):
+    """Patches by a strided convolution, a class token, positions, a block, a head."""
+
+    patches: nn.Conv2d
+    token: Array
+    positions: Array
+    block: Block
+    head: nn.Linear
+
+    def __init__(self, key: Array) -> None:
+        keys = jax.random.split(key, 4)
+        self.patches = nn.Conv2d(1, WIDTH, 2, stride=2, key=keys[0])
+        self.token, self.positions = jnp.full((1, WIDTH), 0.3), jnp.full((5, WIDTH), 0.1)
+        self.block = Block(keys[1])
+        self.head = nn.Linear(WIDTH, 3, key=keys[2])
+
+    def __call__(self, image: Array) -> Array:
+        hidden = self.patches(image).reshape(WIDTH, -1).T
+        hidden = jnp.concatenate([self.token.astype(hidden.dtype), hidden]) + self.positions
+        return self.head(self.block(hidden, causal=False)[0])
+
+
+def image_loss(model: VisionTransformer, image: Array, label: Array) -> Array:
+    return cross_entropy(model(image), label)
+
+
+def _draw_images(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
+    return (
+        jnp.asarray(rng.normal(size=(size, 1, 4, 4)), jnp.float32),
+        jnp.asarray(rng.integers(0, 3, size), jnp.int32),
+    )
+
+
+@functools.cache
+def vision_transformer() -> Case:
+    model = random_like(VisionTransformer(jax.random.key(5)))
+    return Case("vision_transformer", model, image_loss, _draw_images)
+
+
+MODELS = (cnn, frozen_mlp, list_gpt, stacked_gpt, gru, lstm, low_rank_gpt, vision_transformer)
