@@ -1,5 +1,6 @@
 """Clip norms, the norms of per-example gradients, and the factors between them."""
 
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -161,17 +162,17 @@ def _block_sums(x: Float[Array, "batch n"]) -> list[Float[Array, "batch blocks"]
 def norm_error(size: int, dtype: np.dtype[Any]) -> float:
     """A bound on the relative error of ``norms`` for gradients of ``size`` entries.
 
-    A square is rounded once, and goes through one sum of at most 32 terms a level, 31 roundings at
-    most in whatever order: with u the unit roundoff and L levels the sum of squares, whose terms
-    are all positive, is off by at most 1 + 31 L + O(L) roundings, its root by half of that, and
-    rounded once more (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2).
-    Squares that vanish beside the largest entry cost less than u in all.
+    A square is rounded once, and goes through sums of at most 32 terms, a sum a level. A sum of n
+    terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
+    squares is off by no more than all of these together, and its root by half of that, beside a
+    rounding of its own (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section
+    4.2). Two more make up for products of errors, and for squares that vanish beside the largest.
     """
-    levels, left = 1, size
-    while left > _ROWS:
-        left = -(-left // _ROWS) + 1
-        levels += 1
-    return (18 * levels + 4) * unit_roundoff(dtype)
+    roundings, left = 1, size
+    while left > 1:
+        roundings += min(left, _ROWS) - 1
+        left = -(-left // _ROWS) + 1 if left > _ROWS else 1
+    return (roundings / 2 + 3) * unit_roundoff(dtype)
 
 
 def unit_roundoff(dtype: np.dtype[Any]) -> float:
@@ -217,10 +218,9 @@ def clip_factors(
 
     Guarantee: with ``bound`` an upper bound on the true norm of what is multiplied, factor x
     gradient has, rounded entry by entry and divided by ``normalize_by``, a norm of at most C (1).
-    Proof: the quotient is off by one rounding, product and division by one each; the factor is
-    taken smaller by 8 roundings, which is more than all three together with that of the
-    subtraction itself. Where the factor is 1 nothing is rounded but the last division, for which
-    the bound leaves two roundings' room.
+    Proof: quotient, margin, product and division are each off by one rounding, and the margin
+    takes 5 off. Where the factor is 1 nothing is rounded but the last division and the bound
+    itself, and the bound has room for 3.
 
     ==============  =====================  ==================================
     clip norm C     bound                  factor (rescaled)
@@ -230,17 +230,20 @@ def clip_factors(
     inf             finite                 1 (0)
     any             <= C                   1 (1 / C)
     any             > C                    C / bound (1 / bound)
+    any             C / bound vanishes     0
     any             NaN or inf             of no use: select such an example away
     ==============  =====================  ==================================
     """
     roundoff = unit_roundoff(bounds.dtype)
-    margin = 1 - 8 * roundoff
-    bounds = bounds * (1 + 4 * roundoff)
+    margin = 1 - 5 * roundoff
+    bounds = bounds * (1 + 3 * roundoff)
     clip = jnp.asarray(_round_down(clip_norm, bounds.dtype), bounds.dtype)
     if not rescale_to_unit_norm:
         return jnp.where(bounds <= clip, 1, clip / bounds * margin)
     larger = jnp.maximum(bounds, clip)
-    return jnp.where(larger > 0, margin / larger, 0)
+    # Below the inverse of the largest number an inverse would overflow.
+    smallest = 2 / float(jnp.finfo(bounds.dtype).max)
+    return jnp.where(larger > 0, margin / jnp.maximum(larger, smallest), 0)
 
 
 def _round_down(value: float, dtype: np.dtype[Any]) -> float:
@@ -257,11 +260,22 @@ def weighted_sum(
 ) -> Float[Array, "*shape"]:
     """Sums factor x gradient over examples, in the dtype of ``factors``.
 
-    An example that does not contribute is selected away before the product, since 0 x NaN is NaN:
-    the sum is, bit for bit, what it would be with a zero gradient in its place. The contraction
-    asks for the highest precision, so that no accelerator rounds its inputs to a narrower format.
+    An example that does not contribute is selected away after the product, since 0 x NaN is NaN:
+    the sum is, bit for bit, what it would be with a zero gradient in its place.
+
+    A few examples are added one by one, which the compiler makes one pass of; many as a contraction
+    at the highest precision, so that no accelerator rounds its inputs to a narrower format.
     """
+    batch, dtype = leaf.shape[0], factors.dtype
+    if 0 < batch <= _FEW:
+        weighted = [
+            jnp.where(contributes[i], leaf[i].astype(dtype) * factors[i], 0) for i in range(batch)
+        ]
+        return functools.reduce(jnp.add, weighted)
     mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
-    selected = jnp.where(mask, leaf.astype(factors.dtype), 0)
+    selected = jnp.where(mask, leaf.astype(dtype), 0)
     factors = jnp.where(contributes, factors, 0)
     return jnp.tensordot(factors, selected, axes=1, precision=jax.lax.Precision.HIGHEST)
+
+
+_FEW = 8

@@ -1,8 +1,6 @@
 """Equinox's ``filter_grad``, with the gradient of every example clipped before they are summed."""
 
 import inspect
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
-from ..precision import Policy
+from ..precision import Policy, checked_policy
 from .clip import Clipping, parse_clip_norm
 from .cost import choose
 from .examples import Examples, read_examples
@@ -81,6 +79,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         # Arguments are those of __call__, not those of the loss that __wrapped__ leads to.
         _, *parameters = inspect.signature(type(self).__call__).parameters.values()
         return inspect.Signature(parameters)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that it was made with."""
+        return self._configuration.policy
 
     @property
     def l2_norm_bound(self) -> float:
@@ -163,7 +166,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         policy = configuration.policy
         params, rest = _partition(model, self._filter_spec)
         refuse_batch_norm(model)
-        _check_key(self._fun, key)
+        _check_key(self._fun, len(batch), key)
         examples = read_examples(batch, key, is_padding_example, policy)
 
         accumulate_dtype = _accumulate_dtype(params, policy)
@@ -242,8 +245,8 @@ def _accumulate_dtype(params: PyTree[Array], policy: Policy | None) -> np.dtype[
     return np.dtype(jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
 
 
-def _check_key(fun: Callable[..., Any], key: Key | None) -> None:
-    can, must = takes_key(fun)
+def _check_key(fun: Callable[..., Any], num_batch_arguments: int, key: Key | None) -> None:
+    can, must = takes_key(fun, 1 + num_batch_arguments)
     if key is None and must:
         raise ValueError(
             "The loss takes a key and none was given: call with key=jax.random.key(...), a fresh "
@@ -251,7 +254,7 @@ def _check_key(fun: Callable[..., Any], key: Key | None) -> None:
         )
     if key is not None and not can:
         raise ValueError(
-            "A key was given, and the loss has no parameter named 'key'. Add one "
+            "A key was given, and the loss has no parameter named 'key' behind the batch. Add one "
             "(fun(model, *example, key)) or leave the key out."
         )
 
@@ -286,6 +289,7 @@ def _configure(
     method: str,
 ) -> _Configuration:
     """Checks everything that can be checked before there is a model."""
+    policy = checked_policy(policy)
     if policy is not None and policy.modules:
         rules = ", ".join(repr(rule.match) for rule in policy.modules)
         raise ValueError(
@@ -301,8 +305,11 @@ def _configure(
             "normalize_by is a traced value. It enters the sensitivity, so it has to be a known, "
             "public number."
         )
-    if not isinstance(normalize_by, numbers.Real) or not 0 < float(normalize_by) < math.inf:
-        raise ValueError(f"normalize_by must be a finite number > 0, found {normalize_by!r}.")
+    is_number = eqx.is_array_like(normalize_by) and np.ndim(normalize_by) == 0
+    if not is_number or isinstance(normalize_by, bool) or not 1e-30 <= float(normalize_by) <= 1e30:
+        raise ValueError(
+            f"normalize_by must be a number > 0 (from 1e-30 to 1e30), found {normalize_by!r}."
+        )
     if microbatch_size is not None and (
         not isinstance(microbatch_size, int | np.integer)
         or isinstance(microbatch_size, bool)
@@ -421,16 +428,19 @@ def filter_clipped_grad(
 
     Guarantee: the result is a sum over examples, divided by the public ``normalize_by``. What one
     example adds depends on that example (and its key) alone; its L2 norm is at most
-    ``l2_norm_bound``, up to rounding in the accumulate dtype.
+    ``l2_norm_bound``: the clip factor comes from an upper bound on the true norm, rounding
+    included. A gradient is clipped right at any scale that its own dtype holds (after the loss
+    scale: in float16 an entry beyond 65504 / loss scale is infinite).
 
     ==========================================  ==================================================
     example                                     adds
     ==========================================  ==================================================
     norm at most the clip norm                  its gradient
-    larger norm, of any scale                   its gradient, scaled to the clip norm
+    larger norm                                 its gradient, scaled to the clip norm
     gradient zero                               zero
     loss or gradient NaN or infinite            exactly zero; its norm is reported as it is
     norm beyond the accumulate dtype's range    exactly zero; its norm is reported as infinite
+    clip norm / norm below the normal range     exactly zero
     padding, whatever the slot holds            exactly zero; its values are reported as zero
     none (empty batch, or all padding)          the result is zero; padding is not computed
     ==========================================  ==================================================

@@ -41,17 +41,13 @@ def over_microbatches(
         not a multiple of the size   as if filled up with padding, and the filling cut off
         ===========================  ======================================================
     """
-    size = min(microbatch_size or num_examples, num_examples)
     if num_examples == 0:
-        return step(examples, jnp.zeros(0, bool))
+        return _of_no_examples(step, examples)
+    size = min(microbatch_size or num_examples, num_examples)
     filling = -num_examples % size
-    if is_padding_example is None and filling == 0:
-        masked = step
+    masked = step if is_padding_example is None and filling == 0 else _skipping_padding(step)
+    if is_padding_example is None:
         is_padding_example = jnp.zeros(num_examples, bool)
-    else:
-        masked = _skipping_padding(step)
-        if is_padding_example is None:
-            is_padding_example = jnp.zeros(num_examples, bool)
     if size == num_examples:
         return masked(examples, is_padding_example)
 
@@ -74,6 +70,18 @@ def over_microbatches(
     return total, jax.tree.map(
         lambda x: x.reshape(-1, *x.shape[2:])[:num_examples],
         stacked,
+    )
+
+
+def _of_no_examples(
+    step: Callable[[list[Array], Array], tuple[_Sums, _PerExample]], examples: list[Array]
+) -> tuple[_Sums, _PerExample]:
+    """Zero sums, and per-example values of length zero, of the shapes that one example gives."""
+    one = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in examples]
+    sums, per_example = jax.eval_shape(step, one, jax.ShapeDtypeStruct((1,), bool))
+    return (
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+        jax.tree.map(lambda x: jnp.zeros_like(x)[:0], per_example),
     )
 
 

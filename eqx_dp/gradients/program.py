@@ -93,6 +93,7 @@ def trace(
             loss = options.policy.cast_to_output(loss)
         if options.keep_batch_dim:
             aux = jax.tree.map(_drop_axis_of_one, aux)
+        _check_aux(aux)
         flat_aux, aux_tree = jax.tree.flatten(aux)
         aux_trees.append(aux_tree)
         return loss, flat_aux
@@ -150,19 +151,34 @@ def _check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[
     return loss, aux
 
 
+def _check_aux(aux: PyTree[Any]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if not eqx.is_array_like(leaf):
+            raise ValueError(
+                f"aux{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: what a loss returns "
+                "beside is stacked over examples, so it holds arrays only. Leave it out "
+                "(eqx.filter(aux, eqx.is_array))."
+            )
+
+
 def _drop_axis_of_one(leaf: Any) -> Any:
     """Takes the batch axis of length one off an aux leaf of a loss that is written for a batch."""
     return leaf[0] if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == 1 else leaf
 
 
-def takes_key(fun: Callable[..., Any]) -> tuple[bool, bool]:
-    """Reads from a loss's signature whether it can be given a ``key``, and whether it must be."""
+def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]:
+    """Reads from a loss's signature whether it can be given a ``key``, and whether it must be.
+
+    A parameter of that name that the model or the batch already fills is data.
+    """
     try:
         parameters = inspect.signature(fun).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return True, False
     named = parameters.get("key")
     if named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD):
+        if named.kind is not named.KEYWORD_ONLY and list(parameters).index("key") < num_positional:
+            return False, False
         return True, named.default is named.empty
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values()), False
 
@@ -214,6 +230,12 @@ def _collectives(
         axes = equation.params.get("axes", equation.params.get("axis_name", ()))
         axes = axes if isinstance(axes, tuple) else (axes,)
         named = tuple(a for a in axes if not isinstance(a, Integral) and a not in bound)
+        if equation.primitive.name == "custom_vmap_call":
+            raise ValueError(
+                "The loss holds a function with a batching rule of its own "
+                "(jax.custom_batching.custom_vmap), which is free to mix examples. Use the "
+                "function without the rule."
+            )
         of_constants = all(isinstance(v, jex_core.Literal) for v in equation.invars)
         if named and not of_constants and equation.primitive.name not in _NOT_COLLECTIVE:
             yield equation.primitive.name, named

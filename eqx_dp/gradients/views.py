@@ -109,6 +109,13 @@ def apply(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         for var, value in zip(equation.invars, inputs, strict=True)
         if not isinstance(var, jex_core.Literal)
     }
-    alone = jex_core.Jaxpr((), list(values), equation.outvars, [equation], equation.effects)
+    alone = jex_core.Jaxpr(
+        (),
+        list(values),
+        equation.outvars,
+        [equation],
+        equation.effects,
+        debug_info=jex_core.DebugInfo("equation", equation.primitive.name, None, None),
+    )
     evaluate: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, ()))
     return evaluate(*values.values())

@@ -355,6 +355,20 @@ def _check_loss_scale(policy: Policy) -> None:
             )
 
 
+def checked_policy(policy: object) -> "Policy | None":
+    """Returns a policy, or None, that a caller handed in; refuses anything else.
+
+    Raises:
+        ValueError: If it is a name or jmp's own policy, say, with what to use instead.
+    """
+    if policy is None or isinstance(policy, Policy):
+        return policy
+    advice = "read a preset with load_policy, a text with parse_policy"
+    if isinstance(policy, jmp.Policy):
+        advice = f"jmp's policies lack two dtypes: parse_policy({str(policy)!r}) adds them"
+    raise refusal("policy", repr(policy), f"an eqx_dp Policy, or None ({advice})")
+
+
 # The string form: jmp's grammar, and as much more as a policy has more to say.
 
 # jmp's names of dtypes; "half" depends on the backend and is asked of jmp.

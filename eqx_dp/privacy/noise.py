@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ..precision import Policy
+from ..precision import Policy, checked_policy
 from .arguments import real_number
 
 
@@ -41,10 +41,11 @@ def gaussian_privatizer(
     gradient's dtype, in which the result comes back: nothing is narrowed. Without a policy the
     accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's.
 
-    The noise is a pure function of (key, step, position of the leaf in the tree): step t uses
-    `fold_in(key, t)`, leaf i of it `fold_in(., i)`. A run that is resumed from a saved state
+    The noise is a pure function of (key, step, position of the leaf in the tree), by `fold_in` of a
+    constant that marks noise, of the step, and of the position. A run resumed from a saved state
     repeats its noise and releases nothing twice; the same key for two runs makes their noise
-    cancel, which undoes the privacy of both.
+    cancel, which undoes the privacy of both. The same goes for a second `init` within a run: it
+    starts over at step 0, and needs a key of its own.
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
@@ -82,6 +83,7 @@ def gaussian_privatizer(
         raise ValueError(
             f"sharding must be None: sharding rules are not available yet; found {sharding!r}."
         )
+    policy = checked_policy(policy)
     scale = _static_stddev(stddev)
     _check_single_key(key)
 
@@ -96,7 +98,9 @@ def gaussian_privatizer(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
-        step_key = jax.random.fold_in(state.key, state.step)
+        # The tag keeps noise apart from the keys that split or fold_in make of the same key
+        # elsewhere: jax.random.split(key, n)[i] is fold_in(key, i).
+        step_key = jax.random.fold_in(jax.random.fold_in(state.key, _NOISE), state.step)
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
         noisy = [
             _add_noise(_checked_gradient(leaf, path, policy), scale, step_key, position, policy)
@@ -106,6 +110,9 @@ def gaussian_privatizer(
         return jax.tree_util.tree_unflatten(structure, noisy), next_state
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+
+
+_NOISE = 0x4E4F4953  # "NOIS"
 
 
 def _add_noise(

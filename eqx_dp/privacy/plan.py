@@ -244,13 +244,18 @@ class PrivacyPlan:
             pad_to: Batches have a multiple of this many places.
 
         Returns:
-            A `PoissonSampler` with the plan's `sampling_prob`.
+            A `PoissonSampler` with the plan's `sampling_prob`, which refuses steps beyond the
+            plan's.
 
         Raises:
             ValueError: As for `PoissonSampler`.
         """
         return PoissonSampler(
-            num_examples=num_examples, sampling_prob=self.sampling_prob, seed=seed, pad_to=pad_to
+            num_examples=num_examples,
+            sampling_prob=self.sampling_prob,
+            seed=seed,
+            pad_to=pad_to,
+            steps=self.steps,
         )
 
     def privatizer(
@@ -265,16 +270,18 @@ class PrivacyPlan:
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
             key: One key, secret; see `gaussian_privatizer`.
-            policy: As for `gaussian_privatizer`; the one that `grad_fn` was made with.
+            policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity.
 
         Raises:
-            ValueError: If the sensitivity is not finite, or not what the norm bound implies under
-                the plan's neighboring relation; and as for `gaussian_privatizer`.
+            ValueError: If `grad_fn` is no such function, or was made with another policy; if the
+                sensitivity is not finite, or not what the norm bound implies under the plan's
+                neighboring relation; and as for `gaussian_privatizer`.
         """
+        policy = _agreed_policy(grad_fn, policy)
         stddev = self.noise_multiplier * _checked_sensitivity(grad_fn, self.neighboring_relation)
         return gaussian_privatizer(stddev=stddev, key=key, policy=policy, sharding=sharding)
 
@@ -449,6 +456,22 @@ def _check_relation(relation: object) -> None:
             f"{', '.join(f'NeighboringRelation.{known.name}' for known in NeighboringRelation)}; "
             f"found {relation!r}."
         )
+
+
+def _agreed_policy(grad_fn: object, policy: Policy | None) -> Policy | None:
+    if not isinstance(grad_fn, ClippedSum):
+        raise ValueError(
+            "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
+            "before it is wrapped in jit or anything else: only that knows its sensitivity; found "
+            f"{grad_fn!r}."
+        )
+    own: Policy | None = getattr(grad_fn, "policy", None)
+    if own is not None and policy is not None and own != policy:
+        raise ValueError(
+            f"grad_fn was made with the policy {own}, and the noise is to follow {policy}. Leave "
+            "policy out, or give both the same one."
+        )
+    return own if policy is None else policy
 
 
 def _checked_sensitivity(grad_fn: ClippedSum, relation: NeighboringRelation) -> float:

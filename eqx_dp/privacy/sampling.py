@@ -55,6 +55,7 @@ class PoissonSampler:
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
         seed: From 0 to 2**128 - 1; secret, see above.
         pad_to: `capacity` is a multiple of this, such as microbatch size times devices.
+        steps: How many steps are accounted for; `batch` refuses later ones. None for no limit.
 
     Raises:
         ValueError: If an argument is not a number of its kind, or out of its range.
@@ -64,6 +65,7 @@ class PoissonSampler:
     sampling_prob: float
     seed: int = dataclasses.field(repr=False)
     pad_to: int = 1
+    steps: int | None = None
 
     # By hand, for the sake of its types: any number is accepted, floats and ints are stored.
     def __init__(
@@ -72,12 +74,14 @@ class PoissonSampler:
         sampling_prob: SupportsFloat,
         seed: SupportsIndex,
         pad_to: SupportsIndex = 1,
+        steps: SupportsIndex | None = None,
     ):
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
             "seed": whole_number("seed", seed, least=0, most=2**128 - 1),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
+            "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -99,12 +103,20 @@ class PoissonSampler:
         Returns:
             `(indices, is_padding_example)`, both on the host and of length `capacity`. First the
             positions of the examples drawn, distinct and in increasing order (a data set on disk is
-            then read forward); behind them padding, with index -1. **Not private.**
+            then read forward); behind them padding, with index -1. **Not private.** Indexing with
+            -1 picks the last example: hand the mask on, as `is_padding_example`, or that example
+            counts once a padding place and its privacy is lost.
 
         Raises:
-            ValueError: If `step` is not a whole number from 0 to 2**64 - 1.
+            ValueError: If `step` is not a whole number from 0 to 2**64 - 1, or not below `steps`.
         """
-        generator = _generator(self.seed, whole_number("step", step, least=0, most=2**64 - 1))
+        step = whole_number("step", step, least=0, most=2**64 - 1)
+        if self.steps is not None and step >= self.steps:
+            raise ValueError(
+                f"step must be below {self.steps}, the number of steps that the plan accounts for "
+                f"(they are counted from 0); found {step}. Make a plan of more steps."
+            )
+        generator = _generator(self.seed, step)
         drawn = int(generator.binomial(self.num_examples, self.sampling_prob))
         # A uniform subset of a uniform subset is a uniform subset: to cut is to draw fewer.
         kept = min(drawn, self.capacity)

@@ -81,8 +81,8 @@ def test_worst_examples_reach_the_sensitivity_and_do_not_pass_it(clip_norm, resc
     added = np.linalg.norm(total(x, [False, False]) - total(x, [False, True]))
     replaced = np.linalg.norm(total(x, [False, False]) - total(opposite, [False, False]))
     add, replace = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
-    assert added == pytest.approx(grad_fn.sensitivity(add), rel=1e-6)
-    assert replaced == pytest.approx(grad_fn.sensitivity(replace), rel=1e-6)
+    assert added == pytest.approx(grad_fn.sensitivity(add), rel=5e-6)
+    assert replaced == pytest.approx(grad_fn.sensitivity(replace), rel=5e-6)
 
 
 # A tree of clip norms
@@ -122,7 +122,7 @@ def test_a_norm_for_each_group_and_none_elsewhere():
     assert set(per_example.grad_norm) == {"a", "b"}
     assert per_example.grad_norm["b"] is None
     np.testing.assert_allclose(per_example.grad_norm["a"], [5.0], rtol=1e-6)
-    np.testing.assert_allclose(grads["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(grads["a"], [0.6, 0.8], rtol=5e-6)
     assert grads["b"] == {"frozen": None}
 
 
@@ -144,7 +144,7 @@ def test_groups_may_have_extreme_clip_norms():
     grads = eqx.filter_jit(grad_fn)(model, x)
     np.testing.assert_array_equal(grads["zero"], [0.0, 0.0])
     np.testing.assert_array_equal(grads["free"], [3.0, 4.0])
-    np.testing.assert_allclose(grads["tiny"], [0.6e-30, 0.8e-30], rtol=1e-6)
+    np.testing.assert_allclose(grads["tiny"], [0.6e-30, 0.8e-30], rtol=5e-6)
     assert grad_fn.l2_norm_bound == np.inf
 
 

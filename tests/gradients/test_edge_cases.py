@@ -215,7 +215,7 @@ def test_a_norm_that_is_not_finite_is_reported_as_it_is():
     np.testing.assert_array_equal(per_example.grad_norm[:4], [1.0, np.inf, np.inf, np.nan])
     assert not np.isfinite(per_example.grad_norm[4])
     np.testing.assert_array_equal(per_example.loss, [1.0, np.inf, -np.inf, np.nan, np.nan])
-    np.testing.assert_array_equal(grads, [1.0, 0.0])
+    np.testing.assert_allclose(grads, [1.0, 0.0], rtol=5e-6)
 
 
 def test_a_poisoned_group_takes_the_whole_example_with_it():
@@ -265,14 +265,14 @@ def test_gradients_of_any_scale_are_clipped(clip_norm, rescale):
         l2_clip_norm=clip_norm, rescale_to_unit_norm=rescale,
     )  # fmt: skip
     np.testing.assert_allclose(per_example.grad_norm, truth.grad_norm, rtol=1e-6)
-    np.testing.assert_allclose(grads, truth.grads, rtol=2e-6, atol=1e-36)
+    np.testing.assert_allclose(grads, truth.grads, rtol=5e-6, atol=1e-36)
 
 
 @pytest.mark.parametrize(("scale", "clip_norm"), [(1e-30, 1e-31), (1.0, 1.0), (1e30, 1.0)])
 def test_a_clipped_example_has_the_clip_norm(scale, clip_norm):
     x = scale * np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32)
     grads = jitted.grad(models.dot, l2_clip_norm=clip_norm)(jnp.zeros(1000), jnp.asarray(x))
-    assert np.linalg.norm(oracle.vector(grads)) / clip_norm == pytest.approx(1, rel=1e-6)
+    assert np.linalg.norm(oracle.vector(grads)) / clip_norm == pytest.approx(1, rel=5e-6)
 
 
 def test_a_norm_at_the_end_of_float32_is_clipped_and_one_beyond_it_adds_zero():
@@ -281,7 +281,7 @@ def test_a_norm_at_the_end_of_float32_is_clipped_and_one_beyond_it_adds_zero():
     # (A factor of 1 / 3e38 would be below the smallest float32.)
     per_example, grads = jitted.value_and_grad(models.dot, l2_clip_norm=100.0)(jnp.zeros(16), x)
     np.testing.assert_allclose(per_example.grad_norm, [0.996 * largest, np.inf], rtol=1e-6)
-    np.testing.assert_allclose(grads, np.full(16, 25.0), rtol=1e-6)
+    np.testing.assert_allclose(grads, np.full(16, 25.0), rtol=5e-6)
 
 
 def test_a_zero_gradient_adds_zero():
@@ -290,5 +290,5 @@ def test_a_zero_gradient_adds_zero():
         per_example, grads = jitted.value_and_grad(
             models.dot, l2_clip_norm=1.0, rescale_to_unit_norm=rescale
         )(jnp.ones(2), x)
-        np.testing.assert_allclose(grads, expected, rtol=1e-6)
+        np.testing.assert_allclose(grads, expected, rtol=5e-6)
         np.testing.assert_array_equal(per_example.grad_norm == 0, [True, False, True])

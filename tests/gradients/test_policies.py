@@ -135,7 +135,7 @@ def test_norms_and_clip_factors_are_in_the_accumulate_dtype(preset):
         models.dot, l2_clip_norm=0.3, policy=dp.load_policy(preset)
     )(jnp.ones(4097), jnp.ones((1, 4097)))
     np.testing.assert_allclose(per_example.grad_norm, [4097**0.5], rtol=1e-6)
-    np.testing.assert_allclose(grads, np.full(4097, 0.3 / 4097**0.5), rtol=1e-6)
+    np.testing.assert_allclose(grads, np.full(4097, 0.3 / 4097**0.5), rtol=5e-6)
 
 
 # Loss scale

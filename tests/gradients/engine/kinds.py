@@ -10,9 +10,8 @@ from jaxtyping import Array
 
 from eqx_dp.gradients.leaves import has_ghost, leaf_gradient
 from eqx_dp.gradients.taps import Survey, evaluate, survey
-from tests.gradients.engine.surveys import traced
+from tests.gradients.engine.surveys import COMPILER_OPTIONS, traced
 
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 NUM_EXAMPLES = 3
 FACTORS = np.array([0.5, 3.0, 2.0])
 CONTRIBUTES = np.array([True, False, True])

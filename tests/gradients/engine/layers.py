@@ -68,7 +68,6 @@ layer("linear", partial(nn.Linear, 4, 3), (4,))
 layer("linear_scalars", partial(nn.Linear, "scalar", "scalar"), ())
 layer("linear_tokens", partial(nn.Linear, 4, 3), (5, 4), loss=over_tokens)
 layer("mlp", partial(nn.MLP, 4, 2, 5, 2), (4,))
-layer("mlp_scalar", partial(nn.MLP, 4, "scalar", 5, 1), (4,))
 layer(
     "sequential",
     lambda key: nn.Sequential(
@@ -81,7 +80,6 @@ layer(
 
 _ALL = {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}
 layer("conv1d_all", partial(nn.Conv1d, 4, 6, 3, **_ALL), (4, 9))
-layer("conv1d_same", partial(nn.Conv1d, 2, 3, 4, 2, "SAME"), (2, 7))
 layer("conv1d_circular", partial(nn.Conv1d, 2, 3, 3, padding=1, padding_mode="CIRCULAR"), (2, 5))
 layer("conv2d", partial(nn.Conv2d, 2, 3, (2, 3), (2, 1), ((1, 0), (0, 2))), (2, 5, 4))
 layer("conv2d_all", partial(nn.Conv2d, 4, 2, 3, **_ALL), (4, 6, 7))
@@ -95,7 +93,6 @@ layer("conv_transpose3d", partial(nn.ConvTranspose3d, 2, 2, 2, 2, groups=2), (2,
 
 # Normalisation.
 
-layer("layer_norm_2d", keyless(lambda: nn.LayerNorm((2, 3), use_bias=False)), (2, 3))
 layer("layer_norm_tokens", keyless(lambda: nn.LayerNorm(4)), (3, 4), loss=over_tokens)
 layer("rms_norm_tokens", keyless(lambda: nn.RMSNorm(4)), (3, 4), loss=over_tokens)
 layer("group_norm", keyless(lambda: nn.GroupNorm(2, 4)), (4, 3, 2))

@@ -47,11 +47,11 @@ class ListGPT(eqx.Module):
     norm: nn.LayerNorm
     head: nn.Linear
 
-    def __init__(self, key: Array) -> None:
+    def __init__(self, key: Array, depth: int = 2) -> None:
         keys = jax.random.split(key, 4)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
         self.positions = 0.1 * jax.random.normal(keys[1], (LENGTH + 2, WIDTH))
-        self.blocks = [Block(key) for key in keys[:2]]
+        self.blocks = [Block(key) for key in keys[:depth]]
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, use_bias=False, key=keys[3])
 
@@ -161,16 +161,15 @@ class LowRankLinear(eqx.Module):
 @functools.cache
 def low_rank_gpt() -> Case:
     """Adapters on the projections of attention; everything else is frozen."""
-    model = list_gpt().model
+    model = random_like(ListGPT(jax.random.key(1), depth=1))
     spec = jax.tree.map(lambda _: False, model)
-    for i in range(len(model.blocks)):
-        for name in ("query_proj", "output_proj"):
-            where = lambda m, i=i, name=name: getattr(m.blocks[i].attention, name)  # noqa: E731
-            adapted = LowRankLinear(where(model), 2, jax.random.key(i))
-            model = eqx.tree_at(where, model, adapted)
-            trained = jax.tree.map(lambda _: False, adapted)
-            trained = eqx.tree_at(lambda m: (m.down, m.up), trained, (True, True))
-            spec = eqx.tree_at(where, spec, trained)
+    for name in ("query_proj", "output_proj"):
+        where = lambda m, name=name: getattr(m.blocks[0].attention, name)  # noqa: E731
+        adapted = LowRankLinear(where(model), 2, jax.random.key(len(name)))
+        model = eqx.tree_at(where, model, adapted)
+        trained = jax.tree.map(lambda _: False, adapted)
+        trained = eqx.tree_at(lambda m: (m.down, m.up), trained, (True, True))
+        spec = eqx.tree_at(where, spec, trained)
     return Case("low_rank_gpt", model, language_loss, _draw_tokens, spec)
 
 

@@ -13,6 +13,9 @@ from eqx_dp.gradients.program import Options, Program, trace
 from eqx_dp.gradients.taps import Survey, survey
 from tests.models import Case
 
+# XLA is asked to compile fast, not well: most of a test's time is compilation.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
 
 def traced(fun: Callable[..., Any], model: Any, filter_spec: Any, one: tuple[Any, ...]) -> Program:
     """The program of one example's loss; `one` holds shapes without the examples' axis."""
@@ -48,23 +51,22 @@ def kinds(case: Case) -> dict[str, list[str]]:
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Takes one way to every leaf's norm, where there is a choice, whatever it costs."""
+    leaf_gradient = book_keeping.leaf_gradient
 
-    def choose(sites: Any, num_examples: int) -> str:
-        del num_examples
-        return "ghost" if way == "ghost" and has_ghost(sites) else "kept"
+    def forced(parameter: Any, sites: Any, chosen: str, dtype: Any) -> Any:
+        del chosen
+        possible = way == "ghost" and has_ghost([site for site, _, _ in sites])
+        return leaf_gradient(parameter, sites, "ghost" if possible else "kept", dtype)
 
-    monkeypatch.setattr(book_keeping, "choose_way", choose)
+    monkeypatch.setattr(book_keeping, "leaf_gradient", forced)
 
 
 def freshly_jitted(grad_fn: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Under a jit whose cache nobody shares: a forced way must not be served from another's.
-
-    XLA is asked not to optimise: most of a test's time is compilation.
-    """
+    """Under a jit whose cache nobody shares: a forced way must not be served from another's."""
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def call(arrays: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return grad_fn(eqx.combine(arrays, static), *batch, **named)
 
-    jitted = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+    jitted = jax.jit(call, compiler_options=COMPILER_OPTIONS)
     return lambda *batch, **named: jitted(arrays, batch, named)

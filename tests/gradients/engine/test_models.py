@@ -23,5 +23,5 @@ def test_tied_weights_have_two_sites():
 
 def test_what_is_frozen_has_no_sites():
     kinds = surveys.kinds(models.low_rank_gpt())
-    assert len(kinds) == 8
+    assert len(kinds) == 4
     assert set(map(tuple, kinds.values())) == {("contraction",)}

@@ -1,0 +1,188 @@
+"""Opacus on the rows: twins of the models in PyTorch, with the same weights and the same batch.
+
+A twin registers its parameters in the order of the Equinox model's leaves, so that the two can be
+zipped. Nothing but layers that Opacus has a rule for is used.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import torch
+from equinox import nn as eqx_nn
+from opacus import PrivacyEngine
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from .contenders import CLIP_NORM, Program
+from .rows import CNN, GPT, Block, LowRankLinear, Row
+
+# As many threads as JAX takes; left alone, PyTorch may count fewer cores.
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+# Integer inputs have no gradient, which is as it should be; and no key is secret here.
+warnings.filterwarnings("ignore", "Full backward hook is firing")
+warnings.filterwarnings("ignore", "Secure RNG turned off")
+
+
+def linear(model: eqx_nn.Linear | LowRankLinear) -> nn.Module:
+    if isinstance(model, LowRankLinear):
+        return LowRankTwin(model)
+    return nn.Linear(model.in_features, model.out_features, bias=model.use_bias)
+
+
+class LowRankTwin(nn.Module):
+    def __init__(self, model: LowRankLinear) -> None:
+        super().__init__()
+        rank, features = model.down.shape
+        self.base = linear(model.base)
+        self.down = nn.Linear(features, rank, bias=False)
+        self.up = nn.Linear(rank, model.up.shape[0], bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def mlp(model: eqx_nn.MLP) -> nn.Module:
+    layers = [layer for each in model.layers for layer in (linear(each), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(model: CNN) -> nn.Module:
+    def convolution(conv: eqx_nn.Conv2d, norm: eqx_nn.GroupNorm) -> list[nn.Module]:
+        return [
+            nn.Conv2d(conv.in_channels, conv.out_channels, 3, stride=2, padding=1),
+            nn.GroupNorm(norm.groups, norm.channels),
+            nn.ReLU(),
+        ]
+
+    return nn.Sequential(
+        *convolution(model.conv1, model.norm1),
+        *convolution(model.conv2, model.norm2),
+        nn.Flatten(),
+        linear(model.dense),
+        nn.ReLU(),
+        linear(model.head),
+    )
+
+
+class BlockTwin(nn.Module):
+    def __init__(self, model: Block) -> None:
+        super().__init__()
+        width = model.up.in_features
+        self.before = nn.LayerNorm(width)
+        self.qkv, self.out = linear(model.qkv), linear(model.out)
+        self.after = nn.LayerNorm(width)
+        self.up, self.down = linear(model.up), linear(model.down)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, width = hidden.shape
+        qkv = self.qkv(self.before(hidden)).reshape(batch, length, 3, 4, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        mixed = functional.gelu(self.up(self.after(hidden)), approximate="tanh")
+        return hidden + self.down(mixed)
+
+
+class GPTTwin(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        vocabulary, width = model.embedding.weight.shape
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(*model.positions.shape)
+        self.blocks = nn.Sequential(*map(BlockTwin, model.blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        hidden = self.embedding(tokens) + self.positions(positions)
+        return self.head(self.norm(self.blocks(hidden)))
+
+
+_TWINS: dict[type, Callable[[Any], nn.Module]] = {eqx_nn.MLP: mlp, CNN: cnn, GPT: GPTTwin}
+
+
+def twin(row: Row) -> nn.Module:
+    """The row's model in PyTorch, with its weights, and frozen where it is."""
+    module = _TWINS[type(row.model)](row.model)
+    leaves = jax.tree.leaves(eqx.filter(row.model, eqx.is_inexact_array))
+    params, _, _ = row.split()
+    trained = {id(leaf) for leaf in jax.tree.leaves(params)}
+    for parameter, leaf in zip(module.parameters(), leaves, strict=True):
+        parameter.data.copy_(torch.from_numpy(np.array(leaf)).reshape(parameter.shape))
+        parameter.requires_grad = id(leaf) in trained
+    return module.train()
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def tensors(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = (torch.from_numpy(np.array(array)) for array in row.batch)
+    return x, y.long()
+
+
+def non_private(row: Row, microbatch_size: None) -> Program:
+    """The gradient of the summed loss."""
+    del microbatch_size
+    module, (x, y) = twin(row), tensors(row)
+    parameters = trainable(module)
+
+    def run() -> list[torch.Tensor]:
+        logits = module(x)
+        # The mean over everything, times the batch: on a language model, tokens are averaged.
+        loss = functional.cross_entropy(logits.flatten(0, -2), y.flatten()) * len(x)
+        return list(torch.autograd.grad(loss, parameters))
+
+    return Program(run, _as_arrays)
+
+
+def private(mode: str, row: Row, microbatch_size: int | None) -> Program:
+    """The clipped sum by Opacus's engine, up to where it would add noise.
+
+    Parts of a batch are added up in the way of its ``BatchMemoryManager``: the optimizer is told
+    to skip the step, clips, and keeps the sum.
+    """
+    module, (x, y) = twin(row), tensors(row)
+    criterion = nn.CrossEntropyLoss()
+    module, optimizer, *ghost_criterion, _ = PrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD(trainable(module), lr=0.1),
+        criterion=criterion,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIP_NORM,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    parts = list(zip(*(a.split(microbatch_size or len(x)) for a in (x, y)), strict=True))
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> Any:
+        flat = logits.flatten(0, -2), targets.flatten()
+        if not ghost_criterion:
+            return criterion(*flat)
+        # With ghost clipping the criterion has to know that the unit is a sequence, not a token.
+        return ghost_criterion[0](*flat, **({"shape": logits.shape} if logits.ndim == 3 else {}))
+
+    def run() -> list[torch.Tensor]:
+        for parameter in optimizer.params:
+            parameter.summed_grad = None
+        for inputs, targets in parts:
+            optimizer.zero_grad()
+            loss_of(module(inputs), targets).backward()
+            optimizer.signal_skip_step()
+            optimizer.pre_step()
+        return [parameter.summed_grad for parameter in optimizer.params]
+
+    return Program(run, _as_arrays)
+
+
+def _as_arrays(grads: list[torch.Tensor]) -> list[np.ndarray]:
+    return [grad.numpy() for grad in grads]

@@ -1,0 +1,242 @@
+"""The models and batches that are measured: plain Equinox, plain losses, float32."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from equinox import nn
+from jaxtyping import Array
+
+
+class Goal(NamedTuple):
+    """What ``auto`` is to reach on two CPU cores."""
+
+    time: float  # at most, against the non-private gradient
+    speedup: float  # at least, against jax_privacy
+
+
+class Row(NamedTuple):
+    """A model, its loss on one example, a batch, and what of the model is trained."""
+
+    name: str
+    title: str
+    model: Any
+    loss: Callable[[Any, Array, Array], Array]
+    batch: tuple[Array, Array]
+    goal: Goal
+    filter_spec: Any = eqx.is_inexact_array
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch[0].shape[0]
+
+    def split(self) -> tuple[Any, Any, Any]:
+        """The model as what is trained, the other arrays, and the rest."""
+        params, rest = eqx.partition(self.model, self.filter_spec)
+        return params, *eqx.partition(rest, eqx.is_array)
+
+    def loss_of_parts(self) -> Callable[[Any, Any, Array, Array], Array]:
+        """The loss for libraries that know no models: (params, frozen, x, y) -> scalar."""
+        _, _, static = self.split()
+        return lambda params, frozen, x, y: self.loss(eqx.combine(params, frozen, static), x, y)
+
+
+def classification_loss(model: Callable[[Array], Array], x: Array, label: Array) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), label)
+
+
+def language_loss(model: Callable[[Array], Array], tokens: Array, targets: Array) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
+
+
+def _images(batch: int, *shape: int) -> tuple[Array, Array]:
+    keys = jax.random.split(jax.random.key(1))
+    return jax.random.normal(keys[0], (batch, *shape)), jax.random.randint(keys[1], (batch,), 0, 10)
+
+
+def mlp(batch: int = 64, inputs: int = 784, width: int = 512) -> Row:
+    model = nn.MLP(inputs, 10, width, 3, key=jax.random.key(0))
+    title = f"MLP {inputs}-{width}-{width}-{width}-10, batch {batch}"
+    return Row("mlp", title, model, classification_loss, _images(batch, inputs), Goal(1.15, 5.0))
+
+
+class CNN(eqx.Module):
+    """Two strided convolutions, each with group norm, and two dense layers."""
+
+    conv1: nn.Conv2d
+    norm1: nn.GroupNorm
+    conv2: nn.Conv2d
+    norm2: nn.GroupNorm
+    dense: nn.Linear
+    head: nn.Linear
+
+    def __init__(self, side: int, channels: int, width: int, key: Array) -> None:
+        keys = jax.random.split(key, 4)
+        self.conv1 = nn.Conv2d(1, channels, 3, stride=2, padding=1, key=keys[0])
+        self.norm1 = nn.GroupNorm(8, channels)
+        self.conv2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, key=keys[1])
+        self.norm2 = nn.GroupNorm(8, 2 * channels)
+        self.dense = nn.Linear(2 * channels * (side // 4) ** 2, width, key=keys[2])
+        self.head = nn.Linear(width, 10, key=keys[3])
+
+    def __call__(self, image: Array) -> Array:
+        hidden = jax.nn.relu(self.norm1(self.conv1(image)))
+        hidden = jax.nn.relu(self.norm2(self.conv2(hidden)))
+        return self.head(jax.nn.relu(self.dense(hidden.ravel())))
+
+
+def cnn(batch: int = 64, side: int = 28, channels: int = 32, width: int = 256) -> Row:
+    model = CNN(side, channels, width, jax.random.key(0))
+    title = (
+        f"CNN {side} x {side}, conv {channels} and {2 * channels} stride 2, group norm, "
+        f"dense {width}, batch {batch}"
+    )
+    images = _images(batch, 1, side, side)
+    return Row("cnn", title, model, classification_loss, images, Goal(1.25, 4.0))
+
+
+class Block(eqx.Module):
+    """Causal attention with four heads and a two-layer network, each behind a layer norm."""
+
+    before: nn.LayerNorm
+    qkv: nn.Linear
+    out: nn.Linear
+    after: nn.LayerNorm
+    up: nn.Linear
+    down: nn.Linear
+
+    def __init__(self, width: int, key: Array) -> None:
+        keys = jax.random.split(key, 4)
+        self.before = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, key=keys[0])
+        self.out = nn.Linear(width, width, key=keys[1])
+        self.after = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, key=keys[2])
+        self.down = nn.Linear(4 * width, width, key=keys[3])
+
+    def __call__(self, hidden: Array) -> Array:
+        hidden = hidden + jax.vmap(self.out)(self._attend(jax.vmap(self.before)(hidden)))
+        mixed = jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.after)(hidden)))
+        return hidden + jax.vmap(self.down)(mixed)
+
+    def _attend(self, hidden: Array) -> Array:
+        length, width = hidden.shape
+        qkv = jax.vmap(self.qkv)(hidden)
+        query, key, value = (a.reshape(length, 4, -1) for a in jnp.split(qkv, 3, axis=-1))
+        scores = jnp.einsum("thd,shd->hts", query, key) / jnp.sqrt(query.shape[-1])
+        seen = jnp.tril(jnp.ones((length, length), bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+        return jnp.einsum("hts,shd->thd", weights, value).reshape(length, width)
+
+
+class GPT(eqx.Module):
+    """A language model with learned positions and a head of its own."""
+
+    embedding: nn.Embedding
+    positions: Array
+    blocks: list[Block]
+    norm: nn.LayerNorm
+    head: nn.Linear
+
+    def __init__(self, length: int, width: int, depth: int, vocabulary: int, key: Array) -> None:
+        keys = jax.random.split(key, depth + 3)
+        self.embedding = nn.Embedding(vocabulary, width, key=keys[0])
+        self.positions = 0.02 * jax.random.normal(keys[1], (length, width))
+        self.blocks = [Block(width, key) for key in keys[3:]]
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, use_bias=False, key=keys[2])
+
+    def __call__(self, tokens: Array) -> Array:
+        hidden = jax.vmap(self.embedding)(tokens) + self.positions
+        for block in self.blocks:
+            hidden = block(hidden)
+        return jax.vmap(self.head)(jax.vmap(self.norm)(hidden))
+
+
+def _gpt(
+    name: str, goal: Goal, batch: int, length: int, width: int, depth: int, vocabulary: int
+) -> Row:
+    model = GPT(length, width, depth, vocabulary, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocabulary)
+    title = f"GPT T={length}, d={width}, {depth} layers, V={vocabulary}, batch {batch}"
+    return Row(name, title, model, language_loss, (tokens, jnp.roll(tokens, -1, axis=1)), goal)
+
+
+def gpt_small(
+    batch: int = 32, length: int = 64, width: int = 128, depth: int = 2, vocabulary: int = 1024
+) -> Row:
+    return _gpt("gpt_small", Goal(1.20, 1.2), batch, length, width, depth, vocabulary)
+
+
+def gpt(
+    batch: int = 16, length: int = 128, width: int = 256, depth: int = 4, vocabulary: int = 1024
+) -> Row:
+    return _gpt("gpt", Goal(1.20, 1.1), batch, length, width, depth, vocabulary)
+
+
+class LowRankLinear(eqx.Module):
+    """A frozen linear layer plus two thin matrices that are trained."""
+
+    base: nn.Linear
+    down: Array
+    up: Array
+
+    def __init__(self, base: nn.Linear, rank: int, key: Array) -> None:
+        self.base = base
+        keys = jax.random.split(key)
+        self.down = jax.random.normal(keys[0], (rank, base.in_features)) * base.in_features**-0.5
+        # Training starts from zero; the norms of a step somewhere later say more.
+        self.up = 0.1 * jax.random.normal(keys[1], (base.out_features, rank))
+
+    def __call__(self, x: Array) -> Array:
+        return self.base(x) + self.up @ (self.down @ x)
+
+
+def gpt_lora(
+    batch: int = 16,
+    length: int = 128,
+    width: int = 256,
+    depth: int = 4,
+    vocabulary: int = 1024,
+    rank: int = 8,
+) -> Row:
+    """The GPT with adapters on the projections of attention; everything else is frozen."""
+    row = gpt(batch, length, width, depth, vocabulary)
+    model, trained = row.model, jax.tree.map(lambda _: False, row.model)
+    for depth_at, key in enumerate(jax.random.split(jax.random.key(2), depth)):
+        for name in ("qkv", "out"):
+            where = lambda m, i=depth_at, name=name: getattr(m.blocks[i], name)  # noqa: E731
+            adapted = LowRankLinear(where(model), rank, key)
+            only_thin = jax.tree.map(lambda _: False, adapted)
+            only_thin = eqx.tree_at(lambda m: (m.down, m.up), only_thin, (True, True))
+            model = eqx.tree_at(where, model, adapted)
+            trained = eqx.tree_at(where, trained, only_thin)
+    return row._replace(
+        name="gpt_lora",
+        title=row.title.replace("GPT", f"GPT with LoRA rank {rank} on attention,"),
+        model=model,
+        goal=Goal(1.10, 1.5),
+        filter_spec=trained,
+    )
+
+
+ROWS: dict[str, Callable[..., Row]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "gpt_small": gpt_small,
+    "gpt": gpt,
+    "gpt_lora": gpt_lora,
+}
+
+_TINY_GPT = {"batch": 4, "length": 5, "width": 8, "depth": 1, "vocabulary": 11}
+# Sizes at which every row runs in no time: to see that everything works, not to measure.
+TINY: dict[str, dict[str, int]] = {
+    "mlp": {"batch": 4, "inputs": 6, "width": 8},
+    "cnn": {"batch": 4, "side": 8, "channels": 8, "width": 8},
+    "gpt_small": _TINY_GPT,
+    "gpt": _TINY_GPT,
+    "gpt_lora": {**_TINY_GPT, "rank": 2},
+}
