@@ -94,7 +94,7 @@ def train(
         normalize_by=plan.sampling_prob * len(images),
     )
     optimizer = optax.chain(
-        plan.privatizer(grad_fn, key=noise_key, policy=policy),
+        plan.privatizer(grad_fn, key=noise_key),
         optax.sgd(optax.cosine_decay_schedule(0.5, plan.steps), momentum=0.9),
     )
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))

@@ -75,9 +75,16 @@ def survey(
 
     jax.eval_shape(run, params, frozen, example)
     sites = {
-        place: site for place, site in found.sites.items() if site.view.leaf not in found.whole
+        place: site
+        for place, site in found.sites.items()
+        if site.view.leaf not in found.whole and not _is_empty(site)
     }
     return Survey(sites, found.whole)
+
+
+def _is_empty(site: Site) -> bool:
+    """Whether nothing can come of a site: a scan of no steps, a slice of no rows."""
+    return 0 in (*site.tap.shape, *site.view.value.shape)
 
 
 def evaluate(
@@ -111,6 +118,11 @@ def evaluate(
     )
     loss, *aux = (jnp.asarray(walk.value(output, "")) for output in outputs)
     return loss, aux, walk.kept
+
+
+def _is_real(equation: jex_core.JaxprEqn) -> bool:
+    results: list[Any] = [variable.aval for variable in equation.outvars]
+    return all(jnp.issubdtype(result.dtype, jnp.floating) for result in results)
 
 
 class _Scan(NamedTuple):
@@ -165,7 +177,7 @@ class _Walk:
         if into is not None:
             return into(self, equation, inputs, place, scans)
         operands = [i for i, x in enumerate(inputs) if isinstance(x, View)]
-        if len(operands) == 1:
+        if len(operands) == 1 and _is_real(equation):
             for kind in KINDS:
                 if kind.claims(equation, operands[0]):
                     return [self.site(kind, equation, operands[0], inputs, place, scans)]
@@ -205,7 +217,11 @@ class _Walk:
             uses: tuple[ScanUse, ...] = tuple(
                 "slices" if scan.place in view.over else "time" for scan in scans
             )
+            shape = jax.ShapeDtypeStruct(view.value.shape, view.value.dtype)
+            view = view._replace(value=shape)  # no value of the survey outlives it
             self.found.sites[place] = Site(view, kind, equation, operand, uses, tap, kept)
+            return result
+        if place not in self.taps:
             return result
         self.kept[place] = kind.keep(equation, operand, values)
         return result + self.taps[place]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jaxtyping import Array
 
 
@@ -50,9 +51,11 @@ class View(NamedTuple):
         )
 
     def pull_back(self, gradient: Array, parameter: jax.ShapeDtypeStruct) -> Array:
-        """The gradient with respect to the parameter, from the one of the stacked image."""
-        shape = jax.ShapeDtypeStruct(parameter.shape, gradient.dtype)
-        (result,) = jax.linear_transpose(self.image, shape)(gradient)
+        """The gradient with respect to the parameter, from the one of the stacked image.
+
+        Both have the dtype of ``parameter``, the accumulate dtype.
+        """
+        (result,) = jax.linear_transpose(self.image, parameter)(gradient)
         return result
 
 
@@ -80,7 +83,9 @@ def view_through(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Vie
         return [view.map(bind)]
     if name == "slice":
         return [view.map(bind, sliced=True)]
-    if name == "convert_element_type":
+    if name == "convert_element_type" and jnp.issubdtype(
+        equation.params["new_dtype"], jnp.floating
+    ):
         # The image keeps the gradient's dtype: the accumulate dtype goes back to the parameter.
         return [view.map(lambda x: x)._replace(value=bind(view.value))]
     if name == "broadcast_in_dim":

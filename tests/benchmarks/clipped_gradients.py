@@ -15,7 +15,7 @@ from rich.console import Console
 
 from . import report
 from .contenders import in_jax, in_torch, opacus_is_installed
-from .curves import curves
+from .curves import MICROBATCH_SIZE, curves
 from .measure import Result, measure
 from .rows import ROWS, TINY, Row
 
@@ -62,7 +62,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             console.print(report.for_terminal(tables[-1]))
         if options.curves is not None:
             first = options.rows[0]
-            found = curves(ROWS[first], sizes[first], contenders, options.repeats, status.update)
+            # From two microbatches on: a single one has no loop around it.
+            batch_sizes = [MICROBATCH_SIZE * 2**i for i in range(1, 3 if options.tiny else 7)]
+            found = curves(
+                lambda batch: ROWS[first](**{**sizes[first], "batch": batch}),
+                batch_sizes,
+                contenders,
+                options.repeats,
+                status.update,
+            )
             tables.append(report.curves_table(first, found))
             console.print(report.for_terminal(tables[-1]))
             report.write_curves(options.curves, first, found)

@@ -101,7 +101,7 @@ def of_optax(row: Row, microbatch_size: int | None) -> Gradient:
 def compiled(
     make: Callable[[Row, Any], Gradient], row: Row, microbatch_size: int | None
 ) -> Program:
-    """Compiles a gradient for a row, from cold caches, so that nobody profits from the one before."""
+    """Compiles a gradient for a row, from cold caches: nobody profits from the one before."""
     params, frozen, _ = row.split()
     arguments = (params, frozen, *row.batch)
     jax.clear_caches()
@@ -140,7 +140,7 @@ def opacus_is_installed() -> bool:
 
 
 def in_torch() -> list[Contender]:
-    """Opacus, and PyTorch without privacy to tell one's cost from the other's; none if not there."""
+    """Opacus, and PyTorch without privacy to tell their costs apart; nobody if not installed."""
     if not opacus_is_installed():
         return []
     from . import peers_opacus

@@ -19,29 +19,23 @@ class Curve(NamedTuple):
 
 
 def curves(
-    make: Callable[..., Row],
-    sizes: dict[str, int],
+    make: Callable[[int], Row],
+    batch_sizes: list[int],
     contenders: list[Contender],
     repeats: int,
     tell: Callable[[str], None],
-    factors: tuple[int, ...] = (1, 2, 4, 8, 16),
 ) -> list[Curve]:
-    """Ours in microbatches of a fixed size, against the non-private gradient of all at once."""
-    fixed = [_fixed(each) for each in contenders if each.name.startswith((NON_PRIVATE, "eqx_dp"))]
-    batch_sizes = [MICROBATCH_SIZE * factor for factor in factors]
-    measured = [
-        measure(make(**{**sizes, "batch": batch_size}), fixed, repeats, tell)
-        for batch_size in batch_sizes
-    ]
+    """``auto`` in microbatches of a fixed size, against the non-private gradient of all at once."""
+    by_name = {contender.name: contender for contender in contenders}
+    compared = [by_name[NON_PRIVATE], _fixed(by_name[AUTO])]
+    measured = [measure(make(size), compared, repeats, tell) for size in batch_sizes]
     return [
         Curve(contender.name, batch_sizes, list(results))
-        for contender, results in zip(fixed, zip(*measured, strict=True), strict=True)
+        for contender, results in zip(compared, zip(*measured, strict=True), strict=True)
     ]
 
 
 def _fixed(contender: Contender) -> Contender:
-    if not (contender.microbatched or contender.name == AUTO):
-        return contender
     return Contender(
         f"{contender.name}, {MICROBATCH_SIZE} at a time",
         lambda row, _: contender.prepare(row, MICROBATCH_SIZE),

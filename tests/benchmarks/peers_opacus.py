@@ -100,7 +100,7 @@ class GPTTwin(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
         hidden = self.embedding(tokens) + self.positions(positions)
         return self.head(self.norm(self.blocks(hidden)))
 

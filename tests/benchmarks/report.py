@@ -14,7 +14,7 @@ from rich.table import Table
 
 from .contenders import AUTO, JAX_PRIVACY, NON_PRIVATE
 from .curves import Curve
-from .measure import Result, ratio
+from .measure import Result, Spread, ratio
 from .rows import Row
 
 matplotlib.use("Agg")
@@ -119,9 +119,9 @@ def write_markdown(path: Path, command: str, tables: list[Cells]) -> None:
         "# Clipped gradients: speed and memory",
         f"Written by `{command}` on {setting()}.",
         "Clipped gradients of one batch. Each contender runs at the microbatch size that is best "
-        "for it (`-`: the whole batch, and for auto its own choice). All take turns in one process; "
-        "times are compared round by round, with the quartiles of the rounds' ratios. Temporary "
-        "memory is that of the compiled program.",
+        "for it (`-`: the whole batch, and for auto its own choice). All take turns in one "
+        "process; times are compared round by round, with the quartiles of the rounds' ratios. "
+        "Temporary memory is that of the compiled program.",
         *map(_markdown, tables),
     ]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -137,51 +137,45 @@ def write_chart(path: Path, measured: list[tuple[Row, list[Result]]]) -> None:
     """A line of panels a row: time, temporary memory and compile time against non-private."""
     height = 0.6 + 0.28 * max(len(results) for _, results in measured)
     figure = Figure(figsize=(12, height * len(measured) + 0.5), layout="constrained")
-    for axes, (row, results) in zip(
-        figure.subplots(len(measured), 3, squeeze=False), measured, strict=True
-    ):
+    panels = figure.subplots(len(measured), 3, squeeze=False)
+    for axes, (row, results) in zip(panels, measured, strict=True):
         base = next(result for result in results if result.contender == NON_PRIVATE)
         times = [ratio(result, base) for result in results]
-        _bars(axes[0], results, [time.median for time in times], "time / non-private")
-        axes[0].errorbar(
-            [time.median for time in times],
-            range(len(results)),
-            xerr=[
-                [time.median - time.low for time in times],
-                [time.high - time.median for time in times],
-            ],
-            fmt="none",
-            ecolor="black",
-            elinewidth=1,
-        )
+        _bars(axes[0], results, times, "time / non-private, quartiles")
         axes[0].set_title(row.title, loc="left", fontsize=10)
-        memory = [_over(result.temp_bytes, base.temp_bytes) for result in results]
+        memory = [_point(result.temp_bytes, base.temp_bytes) for result in results]
         _bars(axes[1], results, memory, "temporary memory / non-private")
-        compiling = [_over(result.compile_seconds, base.compile_seconds) for result in results]
+        compiling = [_point(result.compile_seconds, base.compile_seconds) for result in results]
         _bars(axes[2], results, compiling, "compile time / non-private")
         for panel in axes[1:]:
             panel.set_yticklabels([])
     figure.savefig(path, dpi=120)
 
 
-def _over(value: float | None, base: float | None) -> float:
-    return value / base if value is not None and base else float("nan")
+def _point(value: float | None, base: float | None) -> Spread | None:
+    return Spread(*(value / base,) * 3) if value is not None and base else None
 
 
-def _bars(axes: Axes, results: list[Result], ratios: list[float], label: str) -> None:
-    names = [result.contender for result in results]
-    axes.barh(range(len(names)), ratios, color=[_color(name) for name in names])
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
+def _bars(axes: Axes, results: list[Result], ratios: list[Spread | None], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    drawn = [(at, spread) for at, spread in enumerate(ratios) if spread is not None]
+    for at, spread in drawn:
+        axes.barh(at, spread.median, color=_color(results[at].contender))
+        axes.hlines(at, spread.low, spread.high, color="black", linewidth=1)
+        end = (max(spread.median, spread.high), at)
+        text = f"{spread.median:.2f}"
+        axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.set_xlim(
+        0.75 * min(1.0, *(spread.low for _, spread in drawn)),
+        1.5 * max(spread.high for _, spread in drawn),
+    )
+    axes.set_yticks(range(len(results)), [result.contender for result in results], fontsize=8)
+    axes.set_ylim(len(results) - 0.5, -0.5)
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set_xlabel(label, fontsize=8)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    for at, value in enumerate(ratios):
-        if value == value:  # not NaN
-            text = f" {value:.2f}"
-            axes.annotate(text, (value, at), (12, 0), textcoords="offset points", va="center",
-                          fontsize=7)  # fmt: skip
 
 
 def _color(name: str) -> str:
@@ -194,10 +188,9 @@ def write_curves(path: Path, title: str, curves: list[Curve]) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     time, memory = figure.subplots(1, 2)
     for curve in curves:
-        milliseconds = [1e3 * min(result.seconds) for result in curve.results]
-        time.plot(curve.batch_sizes, milliseconds, marker="o", label=curve.name)
-        bytes_ = [_over(result.temp_bytes, _MIB) for result in curve.results]
-        memory.plot(curve.batch_sizes, bytes_, marker="o", label=curve.name)
+        style = {"marker": "o", "label": curve.name, "color": _color(curve.name)}
+        time.plot(curve.batch_sizes, [1e3 * min(r.seconds) for r in curve.results], **style)
+        memory.plot(curve.batch_sizes, [(r.temp_bytes or 0) / _MIB for r in curve.results], **style)
     time.set_ylabel("ms")
     memory.set_ylabel("temporary memory, MiB")
     for axes in (time, memory):

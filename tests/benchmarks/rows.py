@@ -57,9 +57,9 @@ def _images(batch: int, *shape: int) -> tuple[Array, Array]:
     return jax.random.normal(keys[0], (batch, *shape)), jax.random.randint(keys[1], (batch,), 0, 10)
 
 
-def mlp(batch: int = 64, inputs: int = 784, width: int = 512) -> Row:
-    model = nn.MLP(inputs, 10, width, 3, key=jax.random.key(0))
-    title = f"MLP {inputs}-{width}-{width}-{width}-10, batch {batch}"
+def mlp(batch: int = 64, inputs: int = 784, width: int = 512, depth: int = 3) -> Row:
+    model = nn.MLP(inputs, 10, width, depth, key=jax.random.key(0))
+    title = f"MLP {'-'.join(map(str, (inputs, *depth * (width,), 10)))}, batch {batch}"
     return Row("mlp", title, model, classification_loss, _images(batch, inputs), Goal(1.15, 5.0))
 
 
@@ -188,8 +188,8 @@ class LowRankLinear(eqx.Module):
         self.base = base
         keys = jax.random.split(key)
         self.down = jax.random.normal(keys[0], (rank, base.in_features)) * base.in_features**-0.5
-        # Training starts from zero; the norms of a step somewhere later say more.
-        self.up = 0.1 * jax.random.normal(keys[1], (base.out_features, rank))
+        # Training starts at zero, where the gradient of `down` is zero too; this is a later step.
+        self.up = jax.random.normal(keys[1], (base.out_features, rank)) * rank**-0.5
 
     def __call__(self, x: Array) -> Array:
         return self.base(x) + self.up @ (self.down @ x)
@@ -234,7 +234,7 @@ ROWS: dict[str, Callable[..., Row]] = {
 _TINY_GPT = {"batch": 4, "length": 5, "width": 8, "depth": 1, "vocabulary": 11}
 # Sizes at which every row runs in no time: to see that everything works, not to measure.
 TINY: dict[str, dict[str, int]] = {
-    "mlp": {"batch": 4, "inputs": 6, "width": 8},
+    "mlp": {"batch": 4, "inputs": 6, "width": 8, "depth": 1},
     "cnn": {"batch": 4, "side": 8, "channels": 8, "width": 8},
     "gpt_small": _TINY_GPT,
     "gpt": _TINY_GPT,

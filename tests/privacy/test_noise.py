@@ -358,3 +358,14 @@ def test_any_tree_keeps_its_structure_and_shapes(grads):
     assert [leaf.shape for leaf in jax.tree.leaves(noisy)] == [
         leaf.shape for leaf in jax.tree.leaves(grads)
     ]
+
+
+def test_noise_shares_no_key_with_examples():
+    """split(key, n)[i] is fold_in(key, i): one key for both must not make noise of examples."""
+    root = jax.random.key(7)
+    privatizer = gaussian_privatizer(stddev=1.0, key=root)
+    gradients = [jnp.zeros(4)] * 3
+    noisy, _ = privatizer.update(gradients, privatizer.init(gradients))
+    keys = jax.random.split(jax.random.fold_in(root, 0), 3)
+    drawn = jax.vmap(lambda key: jax.random.normal(key, 4))(keys)
+    assert not np.isin(np.stack(noisy), np.asarray(drawn)).any()

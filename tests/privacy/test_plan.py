@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
+import eqx_dp as dp
 from eqx_dp.precision import load_policy
 from eqx_dp.privacy import NeighboringRelation, PrivacyPlan, gaussian_privatizer
 from eqx_dp.privacy import plan as plan_module
@@ -397,3 +398,34 @@ def test_json_with_a_mistyped_value_is_refused_by_name(name, value):
 def test_text_that_is_no_json_object_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         PrivacyPlan.from_json(text)
+
+
+def test_noise_follows_the_policy_of_the_gradients():
+    policy = dp.parse_policy("params=float32,accumulate=float32,noise=float32")
+    grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0, policy=policy)
+    plan = PrivacyPlan(0.1, 10, 1.0, 1e-5)
+    other = dp.parse_policy("a=bf16,n=bf16,unsafe=true")
+    with pytest.raises(ValueError, match="same one"):
+        plan.privatizer(grad_fn, key=jax.random.key(0), policy=other)
+    same = plan.privatizer(grad_fn, key=jax.random.key(0), policy=policy)
+    assert isinstance(same, optax.GradientTransformation)
+    with jax.enable_x64(True):
+        wide = dp.parse_policy("params=float32,noise=float64")
+        grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0, policy=wide)
+        privatizer = plan.privatizer(grad_fn, key=jax.random.key(0))
+        gradient = jnp.zeros(3, jnp.float32)
+        noisy, _ = privatizer.update(gradient, privatizer.init(gradient))
+        assert noisy.dtype == np.float64
+
+
+def test_a_wrapped_gradient_is_refused(unchecked):
+    grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0)
+    with pytest.raises(ValueError, match="before it is wrapped in jit"):
+        PrivacyPlan(0.1, 10, 1.0, 1e-5).privatizer(jax.jit(grad_fn), key=jax.random.key(0))
+
+
+def test_the_sampler_ends_with_the_plan():
+    sampler = PrivacyPlan(0.1, 10, 1.0, 1e-5).sampler(50, seed=1)
+    sampler.batch(9)
+    with pytest.raises(ValueError, match="below 10, the number of steps that the plan"):
+        sampler.batch(10)

@@ -63,7 +63,7 @@ def _leaf(
 ) -> LeafGradient:
     """The gradient of one leaf, in the form that its way gives."""
     dtype = task.accumulate_dtype
-    parameter = jax.ShapeDtypeStruct(task.params[leaf].shape, dtype)
+    parameter = jax.eval_shape(lambda x: x.astype(dtype), task.params[leaf])
     if way == "whole":
         return from_per_example(grads[leaf].astype(dtype) / task.loss_scale)
     if way == "unused":

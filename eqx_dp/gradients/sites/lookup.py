@@ -20,10 +20,17 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     shape, sizes = shape_of(equation.invars[0]), equation.params["slice_sizes"]
     if not sizes or sizes[0] != 1 or tuple(sizes[1:]) != tuple(shape[1:]):
         return False
+    index_type: Any = equation.invars[1].aval
+    if jnp.iinfo(index_type.dtype).max < shape[0]:
+        return False  # how such an index is clipped is JAX's own affair
     if equation.primitive.name == "dynamic_slice":
         return True
     numbers = equation.params["dimension_numbers"]
-    return 0 in numbers.start_index_map and not numbers.operand_batching_dims
+    if 0 not in numbers.start_index_map or numbers.operand_batching_dims:
+        return False
+    # Indices of other axes say nothing where they are clipped, but drop a row where they are not.
+    drops = equation.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    return not drops or tuple(numbers.start_index_map) == (0,)
 
 
 def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
@@ -31,12 +38,17 @@ def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
     del operand
     rows = shape_of(equation.invars[0])[0]
     if equation.primitive.name == "dynamic_slice":
-        return jnp.clip(jnp.asarray(inputs[1]), 0, rows - 1).reshape(1)
+        return jnp.clip(_signed(inputs[1]), 0, rows - 1).reshape(1)
     position = equation.params["dimension_numbers"].start_index_map.index(0)
-    indices = inputs[1][..., position].reshape(-1)
+    indices = _signed(inputs[1][..., position]).reshape(-1)
     if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
         return jnp.where((indices >= 0) & (indices < rows), indices, rows)
     return jnp.clip(indices, 0, rows - 1)
+
+
+def _signed(indices: Any) -> Array:
+    # The number of rows, which stands for no row at all, may not fit the index's own dtype.
+    return jnp.asarray(indices).astype(int)
 
 
 def rows_of(equation: jex_core.JaxprEqn, cotangent: Array) -> Array:
