@@ -12,15 +12,20 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-import torch
 from equinox import nn as eqx_nn
+
+from .contenders import CLIP_NORM, Program
+from .rows import CNN, GPT, Block, LowRankLinear, Row
+
+# Read when torch is imported. PyTorch's threads wait for work by spinning; where other threads want
+# the cores that makes it several times slower, and it robs whoever is timed next.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
 from opacus import PrivacyEngine
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-
-from .contenders import CLIP_NORM, Program
-from .rows import CNN, GPT, Block, LowRankLinear, Row
 
 # As many threads as JAX takes; left alone, PyTorch may count fewer cores.
 torch.set_num_threads(len(os.sched_getaffinity(0)))

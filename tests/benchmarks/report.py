@@ -179,7 +179,7 @@ def _bars(axes: Axes, results: list[Result], ratios: list[Spread | None], label:
 
 
 def _color(name: str) -> str:
-    if name.endswith(NON_PRIVATE):
+    if NON_PRIVATE in name:
         return _REFERENCE
     return _OURS if name.startswith("eqx_dp") else _PEERS
 
