@@ -27,9 +27,9 @@ from sklearn.model_selection import train_test_split
 import eqx_dp as dp
 
 DELTA = 1e-5
-SAMPLING_PROB = 0.2
+SAMPLING_PROB = 0.3
 CLIP_NORM = 1.0
-EVALUATIONS = 15
+EVALUATIONS = 10
 
 
 class Digits(eqx.Module):
@@ -141,7 +141,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epsilon", type=float, default=3.0, help="privacy budget (default 3)")
     parser.add_argument("--policy", default="mixed_bfloat16", help="a preset, or a .toml file")
-    parser.add_argument("--steps", type=int, default=150, help="training steps (default 150)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="of model, samples and noise")
     parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="the picture")
     return parser.parse_args()
