@@ -125,7 +125,7 @@ def _matmul_precision(policy: Policy | None) -> AbstractContextManager[None]:
 def _check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[Any]]:
     """Splits the user's output into loss and aux, and refuses a loss that is no real scalar."""
     if has_aux:
-        if not (isinstance(output, tuple) and len(output) == 2):  # pyright: ignore[reportUnknownArgumentType]
+        if not (isinstance(output, tuple) and len(output) == 2):
             raise ValueError(
                 "With has_aux=True the loss must return a pair (loss, aux); it returned "
                 f"{type(output).__name__}."
