@@ -185,16 +185,19 @@ def to_unit_scale(
 ) -> tuple[Float[Array, "batch ..."], Float[Array, " batch"]]:
     """Divides each example by a power of two that brings its largest entry into [1, 2).
 
-    The power is 1 for an example that is zero or not finite. It and its inverse are normal numbers
-    of the dtype: an example too small for that is scaled up as far as they go.
+    It and its inverse are normal numbers of the dtype: an example too small or too large for that
+    is scaled as far as they go. One that is zero or not finite stays so.
     """
     largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), initial=0)
-    _, exponent = jnp.frexp(largest)
-    limit = int(jnp.finfo(x.dtype).maxexp) - 2
-    exponent = jnp.clip(exponent - 1, -limit, limit)
-    one = jnp.ones_like(largest)
-    usable = (largest > 0) & jnp.isfinite(largest)
-    scale, inverse = (jnp.where(usable, jnp.ldexp(one, sign * exponent), one) for sign in (1, -1))
+    # The bits of a positive number begin with its exponent, those of a power of two end with it.
+    info = jnp.finfo(x.dtype)
+    bits = jax.lax.bitcast_convert_type(largest, f"int{info.bits}")
+    bias = int(info.maxexp) - 1
+    exponent = jnp.clip(bits >> info.nmant, 1, 2 * bias - 1)
+    scale, inverse = (
+        jax.lax.bitcast_convert_type(e << info.nmant, x.dtype)
+        for e in (exponent, 2 * bias - exponent)
+    )
     return x * inverse.reshape(-1, *[1] * (x.ndim - 1)), scale
 
 

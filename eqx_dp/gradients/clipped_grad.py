@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import Policy, checked_policy
 from .clip import Clipping, parse_clip_norm
-from .cost import choose
+from .cost import choose, leaf_cost
 from .examples import Examples, read_examples
 from .methods import METHODS, Task
 from .microbatches import over_microbatches
@@ -178,14 +178,16 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         one = examples.one()
         program = trace(self._fun, options, params, frozen, static, *one)
         flat = (jax.tree.leaves(params), jax.tree.leaves(frozen))
+        found = survey(program, *flat, jax.tree.leaves(one))
         task = Task(
             program,
-            survey(program, *flat, jax.tree.leaves(one)),
+            found,
             *flat,
             configuration.clipping,
             groups,
             accumulate_dtype,
             1.0 if policy is None else policy.loss_scale.value,
+            [leaf_cost(found, leaf, param) for leaf, param in enumerate(flat[0])],
         )
         return task, examples, jax.tree.structure(params)
 
@@ -199,7 +201,7 @@ def _run(
 ) -> tuple[PerExample, list[Array]]:
     """Sends a batch through the method, a microbatch at a time."""
     asked_for = configuration.method, configuration.microbatch_size
-    choice = choose(task.costs(), examples.num_examples, *asked_for)
+    choice = choose(task.costs, task.activations, examples.num_examples, *asked_for)
     method = METHODS[choice.method]
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:

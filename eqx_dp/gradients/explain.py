@@ -103,8 +103,8 @@ def explain(
         ValueError: as ``grad_fn``.
     """
     task, examples, structure = grad_fn.prepare(model, batch, key, None)
-    costs = task.costs()
-    choice = choose(costs, examples.num_examples, *grad_fn.asked_for)
+    costs = task.costs
+    choice = choose(costs, task.activations, examples.num_examples, *grad_fn.asked_for)
     paths = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(structure.unflatten(task.params))

@@ -47,6 +47,10 @@ class Site(NamedTuple):
     kept: Any
 
 
+AtSite: TypeAlias = Callable[[Site, list[Any], Any], tuple[Array, Any]]
+"""From a site, the values of its operands, and its tap: the result, and what is kept."""
+
+
 class Survey(NamedTuple):
     """The sites of every leaf, and the leaves that no site describes, with the reason."""
 
@@ -82,6 +86,12 @@ def survey(
     return Survey(sites, found.whole)
 
 
+def tapped(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
+    """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
+    (result,) = apply(site.equation, inputs)
+    return result + tap, site.kind.keep(site.equation, site.operand, inputs)
+
+
 def _is_empty(site: Site) -> bool:
     """Whether nothing can come of a site: a scan of no steps, a slice of no rows."""
     return 0 in (*site.tap.shape, *site.view.value.shape)
@@ -93,7 +103,8 @@ def evaluate(
     params: list[Array],
     frozen: list[Array],
     example: list[Array],
-    taps: dict[Place, Array],
+    taps: dict[Place, Any],
+    at_site: AtSite = tapped,
 ) -> tuple[Array, list[Array], dict[Place, Any]]:
     """Evaluates one example's loss with taps.
 
@@ -103,12 +114,13 @@ def evaluate(
         params: the trainable leaves. Those that are ``whole`` are used as they are.
         frozen: the other arrays of the model.
         example: one example's arrays.
-        taps: zeros, added to the result of every site.
+        taps: what each site is given, the lengths of the scans around it in front of every array.
+        at_site: what happens at a site.
 
     Returns:
-        The loss, aux, and what each site keeps.
+        The loss, aux, and what each site keeps, the scans' lengths in front.
     """
-    walk = _Walk(found, taps)
+    walk = _Walk(found, taps, at_site)
     inputs = [
         value if leaf in found.whole else parameter_view(leaf, value)
         for leaf, value in enumerate(params)
@@ -138,9 +150,12 @@ class _Walk:
     Without taps it is a survey: sites are noted. With taps, they are tapped.
     """
 
-    def __init__(self, found: Survey, taps: dict[Place, Array] | None):
+    def __init__(
+        self, found: Survey, taps: dict[Place, Any] | None, at_site: AtSite = tapped
+    ):
         self.found = found
         self.taps = taps
+        self.at_site = at_site
         self.kept: dict[Place, Any] = {}
 
     def jaxpr(
@@ -204,9 +219,14 @@ class _Walk:
         place: Place,
         scans: tuple[_Scan, ...],
     ) -> Array:
-        """Evaluates a site; notes it, or taps its result and keeps what it needs."""
+        """Evaluates a site; notes it, or does what is to be done there."""
         view: View = inputs[operand]
         values = [x.value if isinstance(x, View) else x for x in inputs]
+        if self.taps is not None and place in self.taps:
+            result, self.kept[place] = self.at_site(
+                self.found.sites[place], values, self.taps[place]
+            )
+            return result
         (result,) = apply(equation, values)
         if self.taps is None:
             lengths = [scan.length for scan in scans]
@@ -220,11 +240,7 @@ class _Walk:
             shape = jax.ShapeDtypeStruct(view.value.shape, view.value.dtype)
             view = view._replace(value=shape)  # no value of the survey outlives it
             self.found.sites[place] = Site(view, kind, equation, operand, uses, tap, kept)
-            return result
-        if place not in self.taps:
-            return result
-        self.kept[place] = kind.keep(equation, operand, values)
-        return result + self.taps[place]
+        return result
 
 
 _Into: TypeAlias = Callable[
@@ -254,8 +270,8 @@ def _remat(
     """A rematerialised function stays one; what its sites keep is saved."""
     inner: jex_core.Jaxpr = equation.params["jaxpr"]
 
-    def run(values: list[Any], taps: dict[Place, Array] | None) -> tuple[list[Any], Any]:
-        inside = _Walk(walk.found, taps)
+    def run(values: list[Any], taps: dict[Place, Any] | None) -> tuple[list[Any], Any]:
+        inside = _Walk(walk.found, taps, walk.at_site)
         outputs = inside.jaxpr(inner, (), _with_values(inputs, values), place, scans)
         return [inside.value(x, "it leaves a jax.checkpoint") for x in outputs], inside.kept
 
@@ -290,7 +306,7 @@ def _scan(
 
     def body(carry: list[Any], now: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
         values, taps = now
-        inside = _Walk(walk.found, taps)
+        inside = _Walk(walk.found, taps, walk.at_site)
         read = [*consts, *carry, *_with_values(slices, values)]
         outputs = inside.jaxpr(inner.jaxpr, inner.consts, read, place, around)
         outputs = [inside.value(x, "a scan returns it") for x in outputs]
@@ -337,7 +353,7 @@ def _with_values(inputs: list[Any], values: list[Any]) -> list[Any]:
     ]
 
 
-def _taps_inside(walk: _Walk, place: Place) -> dict[Place, Array] | None:
+def _taps_inside(walk: _Walk, place: Place) -> dict[Place, Any] | None:
     if walk.taps is None:
         return None
     return {inner: tap for inner, tap in walk.taps.items() if inner[: len(place)] == place}

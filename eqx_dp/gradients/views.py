@@ -59,9 +59,10 @@ class View(NamedTuple):
         return result
 
 
-def parameter_view(leaf: int, parameter: Array) -> View:
+def parameter_view(leaf: int, parameter: Array | jax.ShapeDtypeStruct) -> View:
     """The view that a parameter is of itself."""
-    return View(leaf, parameter, lambda parameter: parameter)
+    value: Any = parameter
+    return View(leaf, value, lambda parameter: parameter)
 
 
 _REARRANGES = frozenset(

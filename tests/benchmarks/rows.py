@@ -26,7 +26,7 @@ class Row(NamedTuple):
     model: Any
     loss: Callable[[Any, Array, Array], Array]
     batch: tuple[Array, Array]
-    goal: Goal
+    goal: Goal | None
     filter_spec: Any = eqx.is_inexact_array
 
     @property
@@ -177,6 +177,42 @@ def gpt(
     return _gpt("gpt", Goal(1.20, 1.1), batch, length, width, depth, vocabulary)
 
 
+class StackedGPT(eqx.Module):
+    """Layers stacked, under scan and rematerialised; the embedding is the head as well."""
+
+    embedding: nn.Embedding
+    positions: Array
+    blocks: Block
+    norm: nn.LayerNorm
+
+    def __init__(self, length: int, width: int, depth: int, vocabulary: int, key: Array) -> None:
+        keys = jax.random.split(key, depth + 2)
+        self.embedding = nn.Embedding(vocabulary, width, key=keys[0])
+        self.positions = 0.02 * jax.random.normal(keys[1], (length, width))
+        self.blocks = eqx.filter_vmap(lambda key: Block(width, key))(keys[2:])
+        self.norm = nn.LayerNorm(width)
+
+    def __call__(self, tokens: Array) -> Array:
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+
+        @jax.checkpoint
+        def layer(hidden: Array, arrays: Any) -> tuple[Array, None]:
+            return eqx.combine(arrays, static)(hidden), None
+
+        hidden = jax.vmap(self.embedding)(tokens) + self.positions
+        hidden, _ = jax.lax.scan(layer, hidden, arrays)
+        return jax.vmap(self.norm)(hidden) @ self.embedding.weight.T
+
+
+def gpt_stacked(
+    batch: int = 16, length: int = 128, width: int = 256, depth: int = 4, vocabulary: int = 1024
+) -> Row:
+    row = gpt(batch, length, width, depth, vocabulary)
+    model = StackedGPT(length, width, depth, vocabulary, jax.random.key(0))
+    title = row.title.replace("GPT", "GPT stacked, under scan and remat, tied,")
+    return row._replace(name="gpt_stacked", title=title, model=model, goal=None)
+
+
 class LowRankLinear(eqx.Module):
     """A frozen linear layer plus two thin matrices that are trained."""
 
@@ -229,6 +265,7 @@ ROWS: dict[str, Callable[..., Row]] = {
     "gpt_small": gpt_small,
     "gpt": gpt,
     "gpt_lora": gpt_lora,
+    "gpt_stacked": gpt_stacked,
 }
 
 _TINY_GPT = {"batch": 4, "length": 5, "width": 8, "depth": 1, "vocabulary": 11}
@@ -239,4 +276,5 @@ TINY: dict[str, dict[str, int]] = {
     "gpt_small": _TINY_GPT,
     "gpt": _TINY_GPT,
     "gpt_lora": {**_TINY_GPT, "rank": 2},
+    "gpt_stacked": _TINY_GPT,
 }

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..leaves import LeafGradient, Way, from_per_example, leaf_gradient
 from ..taps import Place, evaluate
-from .contract import ClippedSum, Task, clip_and_sum
+from .contract import ClippedSum, Task, clip_and_sum, held_gradient
 
 
 def clipped_sum(
@@ -27,8 +26,8 @@ def clipped_sum(
         examples
     )
     leaves = [
-        _leaf(task, leaf, cost.way, kept, cotangents, grads, loss.shape[0])
-        for leaf, cost in enumerate(task.costs())
+        held_gradient(task, leaf, kept, cotangents, grads, len(loss))
+        for leaf in range(len(task.params))
     ]
     return clip_and_sum(task, leaves, loss, aux, is_padding_example)
 
@@ -50,26 +49,3 @@ def _backward(
     loss, pullback, (aux, kept) = jax.vjp(run, taps, whole, has_aux=True)
     cotangents, grads = pullback(jnp.full_like(loss, task.loss_scale))
     return loss, aux, kept, cotangents, grads
-
-
-def _leaf(
-    task: Task,
-    leaf: int,
-    way: Way,
-    kept: dict[Place, Any],
-    cotangents: dict[Place, Array],
-    grads: dict[int, Array],
-    num_examples: int,
-) -> LeafGradient:
-    """The gradient of one leaf, in the form that its way gives."""
-    dtype = task.accumulate_dtype
-    parameter = jax.eval_shape(lambda x: x.astype(dtype), task.params[leaf])
-    if way == "whole":
-        return from_per_example(grads[leaf].astype(dtype) / task.loss_scale)
-    if way == "unused":
-        return from_per_example(jnp.zeros((num_examples, *parameter.shape), dtype))
-    sites = [
-        (site, kept[place], cotangents[place].astype(dtype) / task.loss_scale)
-        for place, site in task.found.of(leaf)
-    ]
-    return leaf_gradient(parameter, sites, way, dtype)

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
-from ..cost import LeafCost, leaf_cost
-from ..leaves import LeafGradient
+from ..cost import LeafCost
+from ..leaves import LeafGradient, from_per_example, leaf_gradient
 from ..program import Program
-from ..taps import Survey
+from ..taps import Place, Survey
 
 
 class Task(NamedTuple):
@@ -26,6 +28,7 @@ class Task(NamedTuple):
         groups: for each trainable leaf the index of its clip norm.
         accumulate_dtype: dtype of norms, factors and sums.
         loss_scale: a power of two that multiplies the loss before the backward pass.
+        costs: how each leaf is treated, and what that costs for one example.
     """
 
     program: Program
@@ -36,10 +39,16 @@ class Task(NamedTuple):
     groups: list[int]
     accumulate_dtype: np.dtype[Any]
     loss_scale: float
+    costs: list[LeafCost]
 
-    def costs(self) -> list[LeafCost]:
-        """How each leaf is treated, and what that costs for one example."""
-        return [leaf_cost(self.found, leaf, param) for leaf, param in enumerate(self.params)]
+    @property
+    def activations(self) -> int:
+        """Bytes that one example's forward pass leaves for its backward pass, roughly."""
+        return activation_bytes(self.program, len(self.params) + len(self.frozen))
+
+    def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
+        """Shape of a trainable leaf, with the accumulate dtype."""
+        return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
 
 
 class ClippedSum(NamedTuple):
@@ -62,6 +71,82 @@ Method: TypeAlias = Callable[[Task, list[Array], Bool[Array, " batch"]], Clipped
 """``method(task, examples, is_padding_example)``; the leaves of examples have examples in front."""
 
 
+def held_gradient(
+    task: Task,
+    leaf: int,
+    kept: dict[Place, Any],
+    cotangents: dict[Place, Any],
+    grads: dict[int, Array],
+    num_examples: int,
+) -> LeafGradient:
+    """The gradient of one leaf, in the form that its way gives, from what is held for a batch.
+
+    Args:
+        task: what is done.
+        leaf: which leaf.
+        kept: what each site keeps, examples in front.
+        cotangents: the cotangent of each site's result, likewise.
+        grads: each example's gradient of the leaves that are ``whole``.
+        num_examples: the batch.
+    """
+    way, parameter, dtype = task.costs[leaf].way, task.accumulated(leaf), task.accumulate_dtype
+    if way == "whole":
+        return from_per_example(grads[leaf].astype(dtype) / task.loss_scale)
+    if way == "unused":
+        return from_per_example(jnp.zeros((num_examples, *parameter.shape), dtype))
+    sites = [
+        (site, kept[place], cotangents[place].astype(dtype) / task.loss_scale)
+        for place, site in task.found.of(leaf)
+    ]
+    return leaf_gradient(parameter, sites, way, dtype)
+
+
+class Clip(NamedTuple):
+    """What becomes of each example's gradient.
+
+    Attributes:
+        norms: for each clip norm one norm an example, before clipping.
+        factors: for each clip norm what each example's gradient is multiplied by.
+        contributes: the examples that add anything at all.
+    """
+
+    norms: list[Float[Array, " batch"]]
+    factors: list[Float[Array, " batch"]]
+    contributes: Bool[Array, " batch"]
+
+
+def clip(
+    task: Task,
+    norms: list[Float[Array, " batch"]],
+    bounds: list[Float[Array, " batch"]],
+    loss: Float[Array, " batch"],
+    is_padding_example: Bool[Array, " batch"],
+) -> Clip:
+    """From the norms of every leaf, and bounds on what is added of it, to clip factors."""
+    clipping, dtype = task.clipping, task.accumulate_dtype
+
+    def by_group(values: list[Array]) -> list[Float[Array, " batch"]]:
+        return [
+            combined_norms(
+                [value for value, its in zip(values, task.groups, strict=True) if its == group],
+                loss.shape,
+                dtype,
+            )
+            for group in range(len(clipping.clip_norms))
+        ]
+
+    of_groups = by_group(norms)
+    error = norm_error(len(norms), dtype)
+    factors = [
+        clip_factors(bound * (1 + error), clip_norm, clipping.rescale_to_unit_norm)
+        for bound, clip_norm in zip(by_group(bounds), clipping.clip_norms, strict=True)
+    ]
+    contributes = jnp.isfinite(loss) & ~is_padding_example
+    for norm in of_groups:
+        contributes &= jnp.isfinite(norm)
+    return Clip(of_groups, factors, contributes)
+
+
 def clip_and_sum(
     task: Task,
     leaves: list[LeafGradient],
@@ -77,30 +162,10 @@ def clip_and_sum(
     finite. (In float32 for clip norms from 1e-30: nearer to the end of the range products lose
     digits to underflow, which no relative bound makes up for.)
     """
-    clipping, dtype = task.clipping, task.accumulate_dtype
-
-    def by_group(values: list[Array]) -> list[Float[Array, " batch"]]:
-        return [
-            combined_norms(
-                [value for value, its in zip(values, task.groups, strict=True) if its == group],
-                loss.shape,
-                dtype,
-            )
-            for group in range(len(clipping.clip_norms))
-        ]
-
-    norms = by_group([leaf.norm for leaf in leaves])
-    error = norm_error(len(leaves), dtype)
-    bounds = [bound * (1 + error) for bound in by_group([leaf.bound for leaf in leaves])]
-    contributes = jnp.isfinite(loss) & ~is_padding_example
-    for norm in norms:
-        contributes &= jnp.isfinite(norm)
-    factors = [
-        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm)
-        for bound, clip_norm in zip(bounds, clipping.clip_norms, strict=True)
-    ]
+    norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
+    clipped = clip(task, norms, bounds, loss, is_padding_example)
     sums = [
-        leaf.sum(factors[group], contributes)
+        leaf.sum(clipped.factors[group], clipped.contributes)
         for leaf, group in zip(leaves, task.groups, strict=True)
     ]
-    return ClippedSum(sums, loss, norms, aux)
+    return ClippedSum(sums, loss, clipped.norms, aux)

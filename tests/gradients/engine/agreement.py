@@ -1,5 +1,6 @@
-"""Book-keeping against the oracle."""
+"""The methods that work on sites, against the oracle."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -27,25 +28,37 @@ def clip_norms(case: Case, size: int, by_leaf: bool) -> Any:
     return jax.tree.map(lambda norms: max(float(np.median(norms)), 1e-3), truth.grad_norm)
 
 
-def check(case: Case, size: int = 3, by_leaf: bool = False, **options: Any) -> None:
+METHODS = ("book_keeping", "ghost")
+
+
+def check(
+    case: Case,
+    size: int = 3,
+    by_leaf: bool = False,
+    methods: Sequence[str] = METHODS,
+    **options: Any,
+) -> None:
     """Asserts that gradients, norms and losses are the oracle's, to 1e-5."""
     clip_norm = clip_norms(case, size, by_leaf)
-    grad_fn = dp.filter_value_and_clipped_grad(
-        case.loss,
-        l2_clip_norm=clip_norm,
-        filter_spec=case.filter_spec,
-        method="book_keeping",
-        **options,
-    )
     batch = case.batch(size)
-    per_example, grads = freshly_jitted(grad_fn, case.model)(*batch)
     truth = oracle.clipped_gradients(
         case.loss, case.model, *batch, l2_clip_norm=clip_norm, filter_spec=case.filter_spec
     )
-    assert oracle.relative_error(grads, truth.grads) < 1e-5
-    assert oracle.relative_error(per_example.loss, truth.loss) < 1e-5
     largest = max(float(np.max(norms)) for norms in jax.tree.leaves(truth.grad_norm))
     assert largest > 1e-3
-    found = zip(*map(jax.tree.leaves, (per_example.grad_norm, truth.grad_norm)), strict=True)
-    for norms, true_norms in found:
-        np.testing.assert_allclose(norms, true_norms, rtol=1e-5, atol=1e-6 * largest)
+    for method in methods:
+        grad_fn = dp.filter_value_and_clipped_grad(
+            case.loss,
+            l2_clip_norm=clip_norm,
+            filter_spec=case.filter_spec,
+            method=method,
+            **options,
+        )
+        per_example, grads = freshly_jitted(grad_fn, case.model)(*batch)
+        assert oracle.relative_error(grads, truth.grads) < 1e-5, method
+        assert oracle.relative_error(per_example.loss, truth.loss) < 1e-5, method
+        found = zip(*map(jax.tree.leaves, (per_example.grad_norm, truth.grad_norm)), strict=True)
+        for norms, true_norms in found:
+            np.testing.assert_allclose(
+                norms, true_norms, rtol=1e-5, atol=1e-6 * largest, err_msg=method
+            )

@@ -7,8 +7,9 @@ import equinox as eqx
 import jax
 import pytest
 
+from eqx_dp.gradients import clipped_grad
+from eqx_dp.gradients.cost import LeafCost
 from eqx_dp.gradients.leaves import has_ghost
-from eqx_dp.gradients.methods import book_keeping
 from eqx_dp.gradients.program import Options, Program, trace
 from eqx_dp.gradients.taps import Survey, survey
 from tests.models import Case
@@ -53,14 +54,17 @@ def kinds(case: Case) -> dict[str, list[str]]:
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Takes one way to every leaf's norm, where there is a choice, whatever it costs."""
-    leaf_gradient = book_keeping.leaf_gradient
+    leaf_cost = clipped_grad.leaf_cost
 
-    def forced(parameter: Any, sites: Any, chosen: str, dtype: Any) -> Any:
-        del chosen
-        possible = way == "ghost" and has_ghost([site for site, _, _ in sites])
-        return leaf_gradient(parameter, sites, "ghost" if possible else "kept", dtype)
+    def forced(found: Survey, leaf: int, parameter: Any) -> LeafCost:
+        cost = leaf_cost(found, leaf, parameter)
+        if cost.way not in ("ghost", "kept"):
+            return cost
+        shape = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
+        possible = has_ghost([site for _, site in found.of(leaf)], shape)
+        return cost._replace(way="ghost" if way == "ghost" and possible else "kept")
 
-    monkeypatch.setattr(book_keeping, "leaf_gradient", forced)
+    monkeypatch.setattr(clipped_grad, "leaf_cost", forced)
 
 
 def freshly_jitted(grad_fn: Callable[..., Any], model: Any) -> Callable[..., Any]:
