@@ -471,9 +471,10 @@ def filter_clipped_grad(
             for the engine's choice. It changes memory and time, not the result (beyond rounding),
             and need not divide the batch.
         method: ``"book_keeping"`` (one backward pass through activations; norms and sums from what
-            each use of a parameter met), ``"per_example"`` (per-example gradients side by side), or
-            ``"auto"``: book-keeping, in microbatches that suit what is held for an example, unless
-            ``microbatch_size`` says otherwise.
+            each use of a parameter met), ``"ghost"`` (two passes, and the memory of ordinary
+            training), ``"per_example"`` (per-example gradients side by side), or ``"auto"``:
+            book-keeping, in microbatches that suit what is held for an example, unless
+            ``microbatch_size`` says otherwise; ghost where an example holds too much.
 
     Returns:
         A [`ClippedGrad`][], called as

@@ -5,15 +5,16 @@ from typing import NamedTuple
 
 import jax
 
-from .leaves import Way, has_ghost, matrix_sizes
+from .leaves import SiteSizes, Way, sets_of_uses, site_sizes
 from .sites import lookup
-from .taps import Survey
+from .taps import Site, Survey
 
 # What moving one number to or from memory costs, in floating-point operations, on a CPU.
 _MOVE = 16
-# A CPU program that needs more temporary memory than the first goes through its batch in parts that
-# need about the second: fresh pages cost more than the loop does.
-_CPU_LARGE, _CPU_TARGET = 64 * 2**20, 32 * 2**20
+# What a CPU program may hold at once: beyond, fresh pages and missed caches cost more than going
+# through the batch in parts, each with one more pass over the sums. Two thirds of it are used, since
+# what is held is an estimate from above.
+_CPU_SHARE = 64 * 2**20
 # The share of an accelerator's memory that per-example parts may take.
 _ACCELERATOR_SHARE = 0.4
 
@@ -46,7 +47,8 @@ def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
         return LeafCost((), "unused", 0, 0, "the loss does not depend on it")
     kinds = tuple(site.kind.name for site in sites)
     held = sum(_bytes(site.tap) + _bytes(site.kept) for site in sites)
-    if not has_ghost(sites):
+    sets = sets_of_uses(sites, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
+    if sets is None:
         reason = (
             f"{len(sites)} uses: their gradients are added up"
             if len(sites) > 1
@@ -54,25 +56,53 @@ def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
         )
         flops = sum(2 * math.prod(site.tap.shape) for site in sites) + 4 * size
         return LeafCost(kinds, "kept", flops, held + 4 * size, reason)
-    (site,) = sites
-    if site.kind is lookup:
-        rows = math.prod(site.kept.shape)
-        entries = math.prod(site.tap.shape) // max(rows, 1)
-        flops = 2 * rows * rows * entries + 2 * rows * entries
-        return LeafCost(kinds, "ghost", flops, held, "only the rows that were looked up count")
-    groups, time, features_in, features_out = matrix_sizes(site)
-    outer = 2 * groups * time * features_in * features_out
-    entries = groups * features_in * features_out
-    gram = 2 * groups * time**2 * (features_in + features_out) if time > 1 else 0
-    if gram <= 3 * _MOVE * entries:
+    of_sets = [[(site_sizes(sites[m.use]), m.turned) for m in members] for members in sets]
+    only_rows = all(site.kind is lookup for site in sites)
+    entries = sum(math.prod(first.matrices) for (first, _), *_ in of_sets)
+    forming = sum(use.outer for uses in of_sets for use, _ in uses)
+    inner = sum(map(_inner_products, of_sets))
+    if only_rows or inner <= 3 * _MOVE * entries:
         reason = (
-            "one step: |x| |g| is the norm"
-            if time == 1
-            else f"{time} steps: their inner products are cheaper than {entries:,} entries"
+            "only the rows that were looked up count"
+            if only_rows
+            else f"{_told(sites)}: |x| |g| is the norm"
+            if inner == 0
+            else f"{_told(sites)}: their inner products are cheaper than {entries:,} entries"
         )
-        return LeafCost(kinds, "ghost", outer + gram, held, reason)
-    reason = f"{time} steps: forming {entries:,} entries is cheaper than inner products of steps"
-    return LeafCost(kinds, "kept", outer + 4 * entries, held + 4 * entries, reason)
+        return LeafCost(kinds, "ghost", forming + inner, held, reason)
+    reason = f"{_told(sites)}: forming {entries:,} entries is cheaper than inner products of steps"
+    return LeafCost(kinds, "kept", forming + 4 * entries, held + 4 * entries, reason)
+
+
+def _told(sites: list[Site]) -> str:
+    uses = f"{len(sites)} uses, " if len(sites) > 1 else ""
+    total = sum(site_sizes(site).steps for site in sites)
+    return f"{uses}{'one step' if total == 1 else f'{total} steps'}"
+
+
+def _inner_products(uses: list[tuple[SiteSizes, bool]]) -> int:
+    """Floating-point operations for the inner products of all terms of uses that overlap."""
+    if all(use.is_lookup for use, _ in uses):
+        terms = sum(use.steps for use, _ in uses)
+        first, _ = uses[0]
+        groups, _, entry = first.matrices
+        return 2 * groups * terms**2 * entry
+    if sum(use.steps for use, _ in uses) == 1:
+        return 0
+    flops = 0
+    for i, (one, one_turned) in enumerate(uses):
+        for other, turned in uses[: i + 1]:
+            # Rows of a lookup are compared, or picked from the other side: next to nothing.
+            sides = zip(_widths(one, one_turned), _widths(other, turned), strict=True)
+            width = sum(min(pair) for pair in sides)
+            flops += 2 * one.matrices[0] * one.steps * other.steps * width
+    return flops
+
+
+def _widths(use: SiteSizes, turned: bool) -> tuple[int, int]:
+    _, features_in, features_out = use.matrices
+    features_in = 0 if use.is_lookup else features_in
+    return (features_out, features_in) if turned else (features_in, features_out)
 
 
 def _bytes(shapes: object) -> int:
@@ -92,13 +122,28 @@ class Choice(NamedTuple):
 
 
 def choose(
-    costs: list[LeafCost], num_examples: int, method: str, microbatch_size: int | None
+    costs: list[LeafCost],
+    activations: int,
+    num_examples: int,
+    method: str,
+    microbatch_size: int | None,
 ) -> Choice:
-    """The method and the microbatch, from what was asked for and from what is held for each."""
+    """The method and the microbatch, from what was asked for and from what is held for each.
+
+    Args:
+        costs: of every leaf.
+        activations: bytes that one example's forward pass leaves for its backward pass.
+        num_examples: the batch.
+        method: as asked for.
+        microbatch_size: as asked for.
+    """
     if method != "auto":
         return Choice(method, microbatch_size, "as asked for")
     held = max(1, sum(cost.bytes for cost in costs))
     reason = f"{held / 2**20:.2f} MiB are held for an example until its clip factor is known"
+    if activations > held:
+        held = activations
+        reason = f"{held / 2**20:.2f} MiB are held for an example until its backward pass"
     if microbatch_size is None:
         microbatch_size = _microbatch_size(held, num_examples)
     return Choice("book_keeping", microbatch_size, reason)
@@ -107,10 +152,10 @@ def choose(
 def _microbatch_size(held: int, num_examples: int) -> int | None:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        large, target = _CPU_LARGE, _CPU_TARGET
+        available = _CPU_SHARE
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit", 0)
-        large = target = int(memory * _ACCELERATOR_SHARE) or held * num_examples
-    if held * num_examples <= large:
+        available = int(memory * _ACCELERATOR_SHARE) or held * num_examples
+    if held * num_examples <= available:
         return None
-    return min(num_examples, 2 ** int(math.log2(max(1, target // held))))
+    return 2 ** int(math.log2(max(1, available // held)))

@@ -16,14 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import (
-    norm_error,
-    norms,
-    sum_in_blocks,
-    to_unit_scale,
-    unit_roundoff,
-    weighted_sum,
-)
+from .clip import combined_norms, norm_error, norms, weighted_sum
+from .cross_terms import Member, overlaps, place
+from .gram import OneHot, Side, Terms, gram_norms, row_norms, sum_of_products, to_common_scale
 from .sites import MatrixKind, contraction, convolution, lookup
 from .sites.site import outer_products
 from .taps import Site
@@ -62,13 +57,39 @@ def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
     )
 
 
-def has_ghost(sites: list[Site]) -> bool:
-    """Whether the norm can be had without the gradient: one matrix-like use, through isometries."""
-    return (
-        len(sites) == 1
-        and sites[0].view.isometric
-        and (sites[0].kind in _MATRICES or sites[0].kind is lookup)
-    )
+def has_ghost(sites: list[Site], parameter: jax.ShapeDtypeStruct | None = None) -> bool:
+    """Whether the norm can be had without the gradient: matrix-like uses, through isometries.
+
+    Several uses must each be of the same part of the parameter, or of parts that share no entry;
+    where that is depends on the parameter's shape.
+    """
+    return sets_of_uses(sites, parameter) is not None
+
+
+def sets_of_uses(
+    sites: list[Site], parameter: jax.ShapeDtypeStruct | None
+) -> list[list[Member]] | None:
+    """The uses of a parameter, those of the same part of it together; None if there is no ghost."""
+    if not sites or not all(map(_is_matrix_like, sites)):
+        return None
+    if len(sites) == 1:
+        return [[Member(0, False, 1)]]
+    if parameter is None:
+        return None
+    placements = [
+        place(
+            site.view.image,
+            parameter.shape,
+            functools.partial(_from_matrices, site),
+            site_sizes(site).matrices,
+        )
+        for site in sites
+    ]
+    return overlaps(placements, parameter.shape)
+
+
+def _is_matrix_like(site: Site) -> bool:
+    return site.view.isometric and (site.kind in _MATRICES or site.kind is lookup)
 
 
 def leaf_gradient(
@@ -86,12 +107,25 @@ def leaf_gradient(
         dtype: the accumulate dtype.
     """
     if way == "kept":
-        parts = [_kept(parameter, *site, dtype) for site in sites]
+        if len(sites) == 1 and sites[0][0].view.isometric:
+            return _as_formed(parameter, *sites[0], dtype)
+        parts = [per_example_gradients(parameter, *site, dtype) for site in sites]
         return from_per_example(functools.reduce(jnp.add, parts))
-    ((site, kept, cotangent),) = sites
-    if site.kind is lookup:
-        return _ghost_lookup(parameter, site, kept, cotangent.astype(dtype))
-    return _ghost_matrices(parameter, site, kept, cotangent, dtype)
+    sets = sets_of_uses([site for site, _, _ in sites], parameter)
+    assert sets is not None
+    parts = [_ghost(parameter, [(m, *sites[m.use]) for m in members], dtype) for members in sets]
+    if len(parts) == 1:
+        return parts[0]
+    shape = parts[0].norm.shape
+    norm = combined_norms([part.norm for part in parts], shape, dtype)
+    bound = combined_norms([part.bound for part in parts], shape, dtype)
+    return LeafGradient(
+        norm,
+        bound * (1 + norm_error(len(parts), dtype)),
+        lambda factors, contributes: functools.reduce(
+            jnp.add, [part.sum(factors, contributes) for part in parts]
+        ),
+    )
 
 
 def _over_scans(function: Callable[..., Any], site: Site) -> Callable[..., Any]:
@@ -101,25 +135,48 @@ def _over_scans(function: Callable[..., Any], site: Site) -> Callable[..., Any]:
     return function
 
 
-def _kept(
+def per_example_gradients(
     parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
 ) -> Float[Array, "batch ..."]:
     """Each example's gradient with respect to the parameter."""
+    return jax.vmap(
+        lambda kept, g: _to_parameter(parameter, site, _formed(site, kept, g, dtype))
+    )(kept, cotangent)
+
+
+def _as_formed(
+    parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> LeafGradient:
+    """The gradient of a leaf with one use, each example's left in the form that it came in.
+
+    The way to the parameter's form only moves entries: it changes no norm, and the sum takes it
+    once where the examples would each.
+    """
+    grads = jax.vmap(lambda kept, g: _formed(site, kept, g, dtype))(kept, cotangent)
+    found = from_per_example(grads)
+    return found._replace(
+        sum=lambda factors, contributes: _to_parameter(
+            parameter, site, found.sum(factors, contributes)
+        )
+    )
+
+
+def _formed(site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]) -> Array:
+    """One example's gradient, in matrix form at a matrix-like site, else that of the image."""
+    if site.kind in _MATRICES:
+        return outer_products(*_matrices(site, kept, cotangent, dtype))
     times = tuple(axis for axis, use in enumerate(site.scans) if use == "time")
+    kept = jax.tree.map(lambda x: _float_to(x, dtype), kept)
+    gradient = _over_scans(
+        lambda kept, g: site.kind.gradient(site.equation, site.operand, kept, g), site
+    )(kept, cotangent.astype(dtype))
+    return jnp.sum(gradient, times)
 
-    def one(kept: Any, cotangent: Array) -> Array:
-        if site.kind in _MATRICES:
-            x, g = _matrices(site, kept, cotangent, dtype)
-            image = _from_matrices(site, outer_products(x, g))
-        else:
-            kept = jax.tree.map(lambda x: _float_to(x, dtype), kept)
-            gradient = _over_scans(
-                lambda kept, g: site.kind.gradient(site.equation, site.operand, kept, g), site
-            )(kept, cotangent.astype(dtype))
-            image = jnp.sum(gradient, times)
-        return site.view.pull_back(image, parameter)
 
-    return jax.vmap(one)(kept, cotangent)
+def _to_parameter(parameter: jax.ShapeDtypeStruct, site: Site, gradient: Array) -> Array:
+    """From the form that a gradient came in to the parameter's."""
+    image = _from_matrices(site, gradient) if site.kind in _MATRICES else gradient
+    return site.view.pull_back(image, parameter)
 
 
 def _float_to(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -153,7 +210,9 @@ def _fold_scans(site: Site, factor: Array) -> Array:
 def _from_matrices(site: Site, gradient: Float[Array, "group in out"]) -> Array:
     """The gradient of the stacked image from the one in matrix form."""
     kind: Any = site.kind
-    slices = [n for n, use in zip(site.tap.shape, site.scans, strict=False) if use == "slices"]
+    slices = _slices(site)
+    if kind is lookup:
+        return gradient.reshape(*slices, *shape_of(site.equation.invars[0]))
     function: Callable[[Array], Array] = lambda one: kind.from_matrix(  # noqa: E731
         site.equation, site.operand, one
     )
@@ -163,73 +222,79 @@ def _from_matrices(site: Site, gradient: Float[Array, "group in out"]) -> Array:
     return function(gradient.reshape(*slices, groups, *gradient.shape[1:]))
 
 
-def matrix_sizes(site: Site) -> tuple[int, int, int, int]:
-    """Groups, time, and features in and out of a matrix-like site, for one example."""
+def _slices(site: Site) -> list[int]:
+    """The lengths of the scans around a site that go over slices of the parameter."""
+    return [n for n, use in zip(site.tap.shape, site.scans, strict=False) if use == "slices"]
+
+
+class SiteSizes(NamedTuple):
+    """What one example's gradient is made of at a matrix-like site.
+
+    Attributes:
+        matrices: its shape in matrix form: groups, features in and out.
+        steps: how many outer products there are in each group.
+        is_lookup: whether these are rows, each added where it was looked up.
+    """
+
+    matrices: tuple[int, int, int]
+    steps: int
+    is_lookup: bool
+
+    @property
+    def outer(self) -> int:
+        """Floating-point operations for adding up all outer products."""
+        groups, features_in, features_out = self.matrices
+        return 2 * groups * self.steps * (1 if self.is_lookup else features_in) * features_out
+
+
+def site_sizes(site: Site) -> SiteSizes:
+    """The sizes of a matrix-like site."""
+    if site.kind is lookup:
+        rows, *entry = shape_of(site.equation.invars[0])
+        groups = math.prod(_slices(site))
+        matrices = groups, rows, math.prod(entry)
+        return SiteSizes(matrices, math.prod(site.kept.shape) // groups, True)
     x, g = jax.eval_shape(
         lambda kept, g: _matrices(site, kept, g, np.dtype("float32")), site.kept, site.tap
     )
-    return x.shape[0], x.shape[1], x.shape[2], g.shape[2]
+    return SiteSizes((x.shape[0], x.shape[2], g.shape[2]), x.shape[1], False)
 
 
-def _ghost_matrices(
-    parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
-) -> LeafGradient:
-    """Norm from inner products of time steps: |sum_t x_t g_t'|^2 = sum_ts (x_t.x_s)(g_t.g_s)."""
-    x, g = jax.vmap(lambda kept, g: _matrices(site, kept, g, dtype))(kept, cotangent)
+_Use: TypeAlias = tuple[Member, Site, Any, Array]
+"""How a use overlaps with the others, the site, what it kept, and its cotangent."""
+
+
+def _ghost(parameter: jax.ShapeDtypeStruct, uses: list[_Use], dtype: np.dtype[Any]) -> LeafGradient:
+    """The gradient from uses of the same part of the parameter, without forming it."""
+    if all(site.kind is lookup for _, site, _, _ in uses):
+        return _ghost_lookups(parameter, uses, dtype)
+    terms = [
+        Terms(*_factors(site, kept, cotangent, dtype), member.turned, member.sign)
+        for member, site, kept, cotangent in uses
+    ]
+    terms, exponent = to_common_scale(terms)
 
     def sum_(factors: Array, contributes: Array) -> Array:
-        mask = contributes[:, None, None, None]
-        weighted = jnp.where(mask, g * factors[:, None, None, None], 0)
-        total = jnp.einsum(
-            "bgtk,bgtp->gkp",
-            jnp.where(mask, x, 0),
-            weighted,
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return site.view.pull_back(_from_matrices(site, total), parameter)
+        # The power of two comes in with the factor: g alone could vanish beside a large x.
+        weights = jnp.ldexp(factors, exponent)
+        sums = [
+            site.view.pull_back(_weighted(site, use, weights, contributes), parameter)
+            for (_, site, _, _), use in zip(uses, terms, strict=True)
+        ]
+        return functools.reduce(jnp.add, sums)
 
-    return LeafGradient(*_gram_norms(x, g), sum_)
-
-
-def _gram_norms(
-    x: Float[Array, "batch group time features_in"],
-    g: Float[Array, "batch group time features_out"],
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """The norm of sum_t x_t g_t', and a bound on that of what the weighted sum adds.
-
-    The *gross* norm, the sum over t of |x_t| |g_t|, bounds what rounding can do, however much the
-    terms cancel: a contraction over T steps is off by at most a few roundings a step of it, and a
-    sum of T^2 inner products by at most a few roundings of its square. With u the unit roundoff,
-    k = 2 + T / 16 and s the computed square of the norm, the norm of what is added is taken to be
-    at most sqrt(s + 2 u gross^2) + k u gross. That is a model, not a worst case (which is T u gross
-    for the contraction, Higham 2002, section 3.1): contractions are summed in blocks by several
-    accumulators at once, and the tests attack it. One step has no sum to get wrong: there the norm
-    is |x| |g|, and the bound is proved.
-    """
-    batch, groups, time, _ = x.shape
-    error = sum(norm_error(f.shape[-1], f.dtype) for f in (x, g)) + norm_error(groups, x.dtype)
-    lengths_x, lengths_g = (norms(f.reshape(batch * groups * time, -1)) for f in (x, g))
-    products = (lengths_x * lengths_g).reshape(batch, groups, time)
-    if time == 1:
-        norm = norms(products)
-        return norm, norm * (1 + error)
-    roundoff = unit_roundoff(x.dtype)
-    gross = norms(jnp.sum(products, axis=2)) * (1 + error + time * roundoff)
-    (x, x_scale), (g, g_scale) = to_unit_scale(x), to_unit_scale(g)
-    highest = jax.lax.Precision.HIGHEST
-    inner_x = jnp.einsum("bgtk,bgsk->bgts", x, x, precision=highest)
-    inner_g = jnp.einsum("bgtp,bgsp->bgts", g, g, precision=highest)
-    square = sum_in_blocks((inner_x * inner_g).reshape(batch, -1))
-    norm = jnp.sqrt(jnp.maximum(square, 0)) * x_scale * g_scale
-    in_square = math.sqrt(2 * roundoff) * gross
-    in_sum = (2 + time / 16) * roundoff * gross
-    return norm, jnp.hypot(norm, in_square) * (1 + 4 * roundoff) + in_sum
+    norm, bound = gram_norms(terms)
+    tiny = jnp.finfo(dtype).tiny
+    scaled_back = jnp.where(bound > 0, jnp.maximum(jnp.ldexp(bound, exponent), tiny), bound)
+    return LeafGradient(jnp.ldexp(norm, exponent), scaled_back, sum_)
 
 
-def _ghost_lookup(
-    parameter: jax.ShapeDtypeStruct, site: Site, kept: Array, cotangent: Array
-) -> LeafGradient:
-    """Norm from the rows that were looked up, those of one row added up first."""
+def _factors(
+    site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> tuple[Side, Float[Array, "batch group time features_out"]]:
+    """All examples' factors of the gradient in matrix form."""
+    if site.kind is not lookup:
+        return jax.vmap(lambda kept, g: _matrices(site, kept, g, dtype))(kept, cotangent)
 
     def one(kept: Array, cotangent: Array) -> tuple[Array, Array]:
         rows = _over_scans(lambda g: lookup.rows_of(site.equation, g), site)(cotangent)
@@ -238,46 +303,49 @@ def _ghost_lookup(
             _fold_scans(site, rows[..., None, :, :]),
         )
 
-    rows, values = jax.vmap(one)(kept, cotangent)
+    rows, values = jax.vmap(one)(kept, cotangent.astype(dtype))
     found = rows < shape_of(site.equation.invars[0])[0]
-    values = jnp.where(found[..., None], values, 0)
+    return OneHot(rows), jnp.where(found[..., None], values, 0)
+
+
+def _weighted(
+    site: Site,
+    use: Terms,
+    weights: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Array:
+    """The weighted sum of all examples' gradients with respect to the stacked image."""
+    if not isinstance(use.x, OneHot):
+        return _from_matrices(site, sum_of_products(use.x, use.g, weights, contributes))
+    groups, features = use.g.shape[1], use.g.shape[-1]
+    weighted = jnp.where(contributes[:, None, None, None], use.g * weights[:, None, None, None], 0)
+    tables = jax.vmap(lambda rows, values: lookup.scatter(site.equation, rows, values))(
+        jnp.moveaxis(use.x.rows, 1, 0).reshape(groups, -1),
+        jnp.moveaxis(weighted, 1, 0).reshape(groups, -1, features),
+    )
+    return _from_matrices(site, tables.reshape(groups, -1, features))
+
+
+def _ghost_lookups(
+    parameter: jax.ShapeDtypeStruct, uses: list[_Use], dtype: np.dtype[Any]
+) -> LeafGradient:
+    """The gradient from the rows that were looked up, those of one row added up first."""
+    terms = [Terms(*_factors(site, kept, g, dtype)) for _, site, kept, g in uses]
 
     def sum_(factors: Array, contributes: Array) -> Array:
-        weighted = jnp.where(
-            contributes[:, None, None, None], values * factors[:, None, None, None], 0
-        )
-        groups, features = values.shape[1], values.shape[-1]
-        by_group = (
-            jnp.moveaxis(rows, 1, 0).reshape(groups, -1),
-            jnp.moveaxis(weighted, 1, 0).reshape(groups, -1, features),
-        )
-        tables = jax.vmap(lambda r, v: lookup.scatter(site.equation, r, v))(*by_group)
-        slices = [n for n, use in zip(site.tap.shape, site.scans, strict=False) if use == "slices"]
-        return site.view.pull_back(tables.reshape(*slices, *tables.shape[1:]), parameter)
+        sums = [
+            site.view.pull_back(_weighted(site, use, factors, contributes), parameter)
+            for (_, site, _, _), use in zip(uses, terms, strict=True)
+        ]
+        return functools.reduce(jnp.add, sums)
 
-    return LeafGradient(*_row_norms(rows, values), sum_)
-
-
-def _row_norms(
-    rows: Int[Array, "batch group time"], values: Float[Array, "batch group time entry"]
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """The norm of a table of rows, and a bound on that of what the weighted sum adds.
-
-    Lookups of one row add up, and may cancel: the sum of their lengths bounds what rounding does.
-    """
-    batch, _, time = rows.shape
-    same = rows[..., :, None] == rows[..., None, :]
-    is_first = jnp.argmax(same, axis=-1) == jnp.arange(time)
-    # A row's first lookup takes the sum of all of its lookups, the others nothing.
-    totals = jnp.einsum(
-        "bgts,bgse->bgte",
-        (same & is_first[..., :, None]).astype(values.dtype),
-        values,
-        precision=jax.lax.Precision.HIGHEST,
+    rows = jnp.concatenate([_rows(use) for use in terms], axis=2)
+    values = jnp.concatenate(
+        [member.sign * use.g for (member, *_), use in zip(uses, terms, strict=True)], axis=2
     )
-    norm = norms(totals)
-    roundoff = unit_roundoff(values.dtype)
-    lengths = norms(values.reshape(-1, values.shape[-1])).reshape(batch, -1)
-    gross = jnp.sum(lengths, axis=1)
-    in_sums = 0 if time == 1 else 2 * time * roundoff * gross
-    return norm, norm * (1 + norm_error(math.prod(totals.shape[1:]), totals.dtype)) + in_sums
+    return LeafGradient(*row_norms(rows, values), sum_)
+
+
+def _rows(use: Terms) -> Int[Array, "batch group time"]:
+    assert isinstance(use.x, OneHot)
+    return use.x.rows

@@ -8,6 +8,7 @@ import pytest
 
 import eqx_dp as dp
 from tests import models
+from tests.gradients.engine import surveys
 
 METHODS = ["per_example", "book_keeping"]
 
@@ -111,3 +112,171 @@ def test_at_the_clip_norm_itself(method):
     x = jnp.asarray(x * (1 + np.linspace(-3e-7, 3e-7, 64))[:, None], jnp.float32)
     norms, _ = one_at_a_time(models.dot, jnp.zeros(33), x, clip_norm=1.0, method=method)
     assert (norms <= 1.0).all()
+
+
+# Attacks on the norms that are found without the gradient. That way is taken whatever it costs.
+
+
+@pytest.fixture
+def ghost(monkeypatch):
+    surveys.force(monkeypatch, "ghost")
+
+
+def shares(loss, model, attacks, policy=None):
+    """The norm that each example adds when it is alone, by the clip norm; attack by attack."""
+    programs, found = {}, {}
+    for kind, (batch, clip_norm) in attacks.items():
+        if clip_norm not in programs:
+            grad_fn = dp.filter_clipped_grad(
+                loss, l2_clip_norm=clip_norm, method="book_keeping", policy=policy
+            )
+            # A jit of its own: no other test's program, which may go another way, is served.
+            programs[clip_norm] = jax.jit(lambda *batch, grad_fn=grad_fn: grad_fn(model, *batch))
+        examples = ([x[i : i + 1] for x in batch] for i in range(len(batch[0])))
+        alone = [added(programs[clip_norm](*example)) for example in examples]
+        found[kind] = np.array(alone) / clip_norm
+        assert (found[kind] <= 1).all(), kind
+    return found
+
+
+def float32(*arrays):
+    return tuple(jnp.asarray(array, jnp.float32) for array in arrays)
+
+
+def equal_tokens(time, size, seed=0):
+    """Every entry of the sum goes through the same roundings, in every example through others."""
+    rng = np.random.default_rng(seed)
+    constants = rng.uniform(1, 2, (2, size, 1, 1))
+    return np.broadcast_to(constants[0], (size, time, 8)), np.broadcast_to(
+        constants[1], (size, time, 5)
+    )
+
+
+def hostile_tokens(time, kind):
+    """Tokens, and the order of their gradient's norm."""
+    rng = np.random.default_rng(time)
+    x, g = rng.normal(size=(8, time, 8)), rng.normal(size=(8, time, 5))
+    half = time // 2
+    match kind:
+        case "equal":
+            return *equal_tokens(time, 8), 1
+        case "cancelling":
+            x[:, half : 2 * half] = x[:, :half]
+            g[:, half : 2 * half] = -g[:, :half] * (1 + 1e-6 * rng.normal(size=(8, half, 1)))
+            x[:, 2 * half :] *= 1e-6
+        case "one huge":
+            x[:, 0, 0] = 1e18
+            return x, g, 1e18
+        case "one cancelled":
+            x[:, :2, 0], g[:, 1:2] = 1e12, -g[:, : min(time - 1, 1)]
+        case "tiny":
+            return x * 1e-18, g * 1e-12, 1e-30
+        case "huge":
+            return x * 1e18, g * 1e12, 1e30
+        case "lopsided":
+            # A pair of large products that cancel, and ordinary ones far out of scale.
+            x *= 10.0 ** rng.integers(-18, 18, (8, time, 1))
+            g /= np.abs(x).max(axis=-1, keepdims=True)
+        case "factors that vanish":
+            # A large x, and a factor x g below the normal numbers.
+            return x * 1e30, g * 1e-10, 1e20
+        case "subnormal":
+            return x * 1e-39, g * 1e30, 1e-9
+    return x, g, 1
+
+
+HOSTILE = [
+    "random", "equal", "cancelling", "one huge", "one cancelled", "tiny", "huge", "lopsided",
+    "factors that vanish", "subnormal",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("time", [1, 2, 33, 256])
+def test_ghost_norms_under_attack(time, ghost):
+    attacks = {}
+    for kind in HOSTILE:
+        x, g, order = hostile_tokens(time, kind)
+        relative = 1e-32 if kind == "factors that vanish" else 0.1
+        attacks[kind] = float32(x, g), relative * order
+    share = shares(matrix, jnp.zeros((5, 8)), attacks)
+    for kind in ("random", "equal", "one huge", "huge", "tiny"):
+        assert (share[kind] >= (0.9999 if time < 256 else 0.999)).all(), kind
+
+
+@pytest.mark.parametrize("time", [2, 7, 33, 100, 256, 2048])
+def test_every_rounding_the_same_way(time, ghost):
+    """Many constants: some of them have all of a long sum's roundings go up."""
+    attacks = {"equal": (float32(*equal_tokens(time, 200, seed=1)), 0.1)}
+    share = shares(matrix, jnp.zeros((5, 8)), attacks)
+    assert (share["equal"] >= (0.9999 if time <= 100 else 0.99)).all()
+
+
+@pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_ghost_norms_in_narrow_policies(preset, ghost):
+    attacks = {}
+    for kind in ("random", "equal", "cancelling", "one huge"):
+        x, g, _ = hostile_tokens(33, kind)
+        attacks[kind] = float32(np.clip(x, -1e3, 1e3), g), 0.1
+    share = shares(matrix, jnp.zeros((5, 8)), attacks, policy=dp.load_policy(preset))
+    for kind in ("random", "equal", "one huge"):
+        assert (share[kind] >= 0.9999).all(), kind
+
+
+def test_ghost_norms_of_wide_tokens(ghost):
+    """Ordinary data of an ordinary width is clipped to the clip norm, within 1e-4."""
+    tokens = np.random.default_rng(0).normal(size=(2, 2, 128, 256))
+    share = shares(matrix, jnp.zeros((256, 256)), {"random": (float32(*tokens), 1.0)})
+    assert (share["random"] >= 0.9999).all()
+
+
+def looked_up(table, rows, g):
+    return jnp.sum(table[rows] * g)
+
+
+@pytest.mark.parametrize("time", [1, 2, 33, 256])
+def test_lookups_under_attack(time, ghost):
+    """Of one row again and again, and of several; the values of one row cancel."""
+    attacks = {}
+    for spread in (1, 7):
+        rows = np.random.default_rng(0).integers(0, spread, (8, time))
+        for kind in ("random", "equal", "cancelling", "one huge", "huge", "tiny"):
+            _, g, order = hostile_tokens(time, kind)
+            if kind == "one huge":
+                g[:, 0, 0] = order
+            if kind in ("huge", "tiny"):
+                g = g * (order / np.abs(g).max())
+            if kind == "cancelling":
+                rows[:, time // 2 : time // 2 * 2] = rows[:, : time // 2]
+            attacks[kind, spread] = (jnp.asarray(rows), *float32(g)), 1e-3 * order
+    share = shares(looked_up, jnp.zeros((9, 5)), attacks)
+    for (kind, spread), norms in share.items():
+        # Of one row, looked up 256 times, next to nothing may be left.
+        nearly = 0.9999 if time < 256 or spread > 1 else 0.999
+        assert kind == "cancelling" or (norms >= nearly).all(), kind
+
+
+def tied(table, rows, g, x, h):
+    return jnp.sum(table[rows] * g) + jnp.sum((x @ table.T) * h)
+
+
+@pytest.mark.parametrize("time", [1, 33, 256])
+def test_tied_weights_under_attack(time, ghost):
+    """A table that is looked up, and contracted with what takes the same entries back."""
+    rng = np.random.default_rng(time)
+    rows = rng.integers(0, 9, (8, time))
+    g, x, h = (rng.normal(size=(8, time, n)) for n in (5, 5, 9))
+    back = g * (1 + 1e-6 * rng.normal(size=(8, time, 1))), -np.eye(9)[rows]
+    scale = 10.0 ** rng.integers(-18, 18, (8, time, 1))
+    attacks = {
+        "random": ((g, x, h), 0.1),
+        "cancelling": ((g, *back), 0.1),
+        "lopsided": ((g, x * scale, h / scale), 0.1),
+        "huge": ((g * 1e30, x * 1e10, h * 1e20), 1e29),
+    }
+    attacks = {
+        kind: ((jnp.asarray(rows), *float32(*batch)), clip_norm)
+        for kind, (batch, clip_norm) in attacks.items()
+    }
+    share = shares(tied, jnp.zeros((9, 5)), attacks)
+    for kind in ("random", "lopsided", "huge"):
+        assert (share[kind] >= (0.9999 if time < 256 else 0.999)).all(), kind

@@ -8,7 +8,7 @@ Scans stay scans, and what is rematerialised stays so.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float
 
 from ..clip import norm_error, norms
-from ..leaves import LeafGradient, leaf_gradient
+from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_gradients
 from ..microbatches import over_microbatches
 from ..taps import Place, Site, evaluate, tapped
 from ..views import apply, parameter_view
@@ -38,6 +38,16 @@ class _Tap(NamedTuple):
 
     measured: Float[Array, "*slices 2"]
     total: Float[Array, "*view"]
+
+
+class _Own(NamedTuple):
+    """The same where an example's gradient is small beside what the site meets.
+
+    Attributes:
+        gradient: one example's own gradient, with respect to the view.
+    """
+
+    gradient: Float[Array, "*view"]
 
 
 class _Backward(NamedTuple):
@@ -122,8 +132,14 @@ def _backward(
 
 
 def _held(task: Task, leaf: int, found: _Backward) -> LeafGradient:
-    """A leaf that is treated as by ``book_keeping``."""
+    """A leaf of which something is held for each example."""
     sites, whole = found.cotangents["sites"], found.cotangents["whole"]
+    places = task.found.of(leaf)
+    if len(places) == 1 and isinstance(own := sites[places[0][0]], _Own):
+        pull_back = places[0][1].view.pull_back
+        return from_per_example(
+            jax.vmap(lambda gradient: pull_back(gradient, task.accumulated(leaf)))(own.gradient)
+        )
     return held_gradient(task, leaf, found.kept, sites, whole, len(found.loss))
 
 
@@ -168,16 +184,30 @@ def _sums(
 
 
 def _direct(task: Task) -> dict[int, Place]:
-    """The leaves whose norm one site knows, slice by slice, each with its place."""
-    direct: dict[int, Place] = {}
-    for leaf in range(len(task.params)):
-        sites = task.found.of(leaf)
-        if leaf in task.found.whole or len(sites) != 1:
-            continue
-        ((place, site),) = sites
-        if site.view.isometric and "time" not in site.scans:
-            direct[leaf] = place
-    return direct
+    """The leaves whose norm and sum are found at their site, each with its place."""
+    return {
+        site.view.leaf: place
+        for place, site in task.found.sites.items()
+        if _is_alone(task, site) and not _is_small(task, site)
+    }
+
+
+def _is_alone(task: Task, site: Site) -> bool:
+    """Whether what it knows, slice by slice, is all that there is to know of its leaf."""
+    alone = len(task.found.of(site.view.leaf)) == 1
+    return alone and site.view.isometric and "time" not in site.scans
+
+
+def _is_small(task: Task, site: Site) -> bool:
+    formed, met = _sizes(site)
+    return task.costs[site.view.leaf].way == "kept" and 8 * formed <= met
+
+
+def _sizes(site: Site) -> tuple[int, int]:
+    """Entries of one example's gradient at a site, and of all that it meets there."""
+    here = _inside(site)
+    met = sum(math.prod(x.shape) for x in jax.tree.leaves((here.tap, here.kept)))
+    return math.prod(here.view.value.shape), met
 
 
 def _taps(
@@ -188,16 +218,16 @@ def _taps(
     sites: dict[Place, Any] = {}
     axes: dict[Place, Any] = {}
     for place, site in task.found.sites.items():
+        slices = site.tap.shape[: len(site.scans)]
+        view = (*slices, *site.view.value.shape)
+        axes[place] = 0
         if place in at_once:
-            slices = site.tap.shape[: len(site.scans)]
-            shape = site.view.value.shape
-            sites[place] = _Tap(
-                jnp.zeros((batch, *slices, 2), dtype), jnp.zeros((*slices, *shape), dtype)
-            )
+            sites[place] = _Tap(jnp.zeros((batch, *slices, 2), dtype), jnp.zeros(view, dtype))
             axes[place] = _Tap(0, None)
+        elif _is_alone(task, site):
+            sites[place] = _Own(jnp.zeros((batch, *view), dtype))
         else:
             sites[place] = jnp.zeros((batch, *site.tap.shape), site.tap.dtype)
-            axes[place] = 0
     whole = {
         leaf: jnp.broadcast_to(task.params[leaf], (batch, *task.params[leaf].shape))
         for leaf in task.found.whole
@@ -219,34 +249,31 @@ def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array
     The zero comes from the tap, which every example has its own of; of a constant the cotangent
     would be summed over examples.
     """
-    if not isinstance(tap, _Tap):
+    if not isinstance(tap, _Tap | _Own):
         return tapped(site, inputs, tap)
     data = [i for i, x in enumerate(inputs) if i != site.operand and _is_data(site, i, x)]
-    in_batch = _in_batch(task, site)
+    of_cotangent = _in_batch(task, site) if isinstance(tap, _Tap) else _alone(task, site)
 
-    def result(inputs: Sequence[Any], values: Sequence[Array]) -> Array:
-        inputs = list(inputs)
-        for i, value in zip(data, values, strict=True):
-            inputs[i] = value
-        return apply(site.equation, inputs)[0]
+    def with_carrier(result: Array, tap: _Tap | _Own) -> tuple[Array, Any]:
+        return result, tap.measured[0] if isinstance(tap, _Tap) else ()
 
     @jax.custom_vjp
-    def use(tap: _Tap, *inputs: Any) -> tuple[Array, Array]:
-        return apply(site.equation, inputs)[0], tap.measured[0]
+    def use(tap: _Tap | _Own, *inputs: Any) -> tuple[Array, Any]:
+        return with_carrier(apply(site.equation, inputs)[0], tap)
 
-    def forward(tap: _Tap, *inputs: Any) -> tuple[Any, Any]:
-        of_data = functools.partial(result, inputs)
-        primal, pull_back = jax.vjp(lambda *v: of_data(v), *(inputs[i] for i in data))
+    def forward(tap: _Tap | _Own, *inputs: Any) -> tuple[Any, Any]:
+        def of_data(*values: Array) -> Array:
+            at = dict(zip(data, values, strict=True))
+            return apply(site.equation, [at.get(i, x) for i, x in enumerate(inputs)])[0]
+
+        result, pull_back = jax.vjp(of_data, *(inputs[i] for i in data))
         kept = site.kind.keep(site.equation, site.operand, list(inputs))
-        return (primal, tap.measured[0]), (kept, pull_back)
+        return with_carrier(result, tap), (kept, pull_back)
 
-    def backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    def backward(residuals: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
         kept, pull_back = residuals
-        cotangent, factor = cotangents
-        of_inputs: list[Any] = [None] * len(inputs)
-        for i, of_input in zip(data, pull_back(cotangent), strict=True):
-            of_inputs[i] = of_input
-        return in_batch(kept, cotangent, factor), *of_inputs
+        of_data = dict(zip(data, pull_back(cotangents[0]), strict=True))
+        return of_cotangent(kept, *cotangents), *(of_data.get(i) for i in range(len(inputs)))
 
     use.defvjp(forward, backward)
     return use(tap, *inputs)
@@ -255,6 +282,20 @@ def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array
 def _is_data(site: Site, index: int, value: Any) -> bool:
     literal = isinstance(site.equation.invars[index], jex_core.Literal)
     return not literal and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+
+
+def _alone(task: Task, site: Site) -> Callable[[Any, Array, Any], _Own]:
+    """From what one example keeps and its cotangent to its gradient."""
+    here, dtype = _inside(site), task.accumulate_dtype
+    view = jax.ShapeDtypeStruct(here.view.value.shape, dtype)
+
+    def of_one(kept: Any, cotangent: Array, carrier: Any) -> _Own:
+        del carrier
+        kept, cotangent = jax.tree.map(lambda x: x[None], (kept, cotangent))
+        unscaled = cotangent.astype(dtype) / task.loss_scale
+        return _Own(per_example_gradients(view, here, kept, unscaled, dtype)[0])
+
+    return of_one
 
 
 def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
@@ -333,9 +374,7 @@ def _at_once(task: Task, site: Site, num_examples: int) -> int:
     """
     if task.costs[site.view.leaf].way == "ghost":
         return num_examples
-    here = _inside(site)
-    met = sum(math.prod(x.shape) for x in jax.tree.leaves((here.tap, here.kept)))
-    formed = math.prod(site.view.value.shape)
+    formed, met = _sizes(site)
     fitting = num_examples * met // max(4 * formed, 1)
     return max(
         n for n in range(1, num_examples + 1) if num_examples % n == 0 and n <= max(fitting, 1)

@@ -1,0 +1,307 @@
+"""The norm of a sum of outer products, and a proved bound on that of what is added of it.
+
+A gradient is here a sum of terms x_n g_n', n = 1..N, that is never formed. Its norm comes from
+inner products (Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Li et al., "Large
+Language Models Can Be Strong Differentially Private Learners", 2022):
+
+    |sum_n x_n g_n'|^2 = sum_nm A_nm B_nm,    A_nm = x_n . x_m,    B_nm = g_n . g_m.
+
+The x of a lookup is zero but for a one, and is given by its row. Terms of other groups are
+orthogonal.
+
+What is assumed: IEEE arithmetic that rounds to nearest, with or without fused multiply-add; sums in
+any order, another one for every entry if need be; inner products at the highest precision. With u
+the unit roundoff, numbers that went through k roundings, and sums of numbers that each went through
+at most k, are off by a relative k u / (1 - k u), the sums relative to the sum of absolute values
+(Higham, "Accuracy and Stability of Numerical Algorithms", 2002, sections 3.1 and 4.2); a sum of n
+terms takes a term through at most n - 1 roundings, and adding a zero is exact.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .clip import norm_error, norms, sum_in_blocks, unit_roundoff
+
+
+class OneHot(NamedTuple):
+    """Vectors that are zero but for a one in the given row."""
+
+    rows: Int[Array, "batch group time"]
+
+
+Side: TypeAlias = Float[Array, "batch group _ _"] | OneHot
+
+
+class Terms(NamedTuple):
+    """The outer products of one use of a parameter.
+
+    Attributes:
+        x: the vectors on the side of the data.
+        g: the vectors on the side of the cotangent.
+        turned: whether the parameter is used the other way round, as against the first use.
+        sign: 1, or -1 where the parameter is used with the other sign.
+    """
+
+    x: Side
+    g: Float[Array, "batch group time features_out"]
+    turned: bool = False
+    sign: int = 1
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """The rows and the columns of the parameter, as the first use has them."""
+        return (self.g, self.x) if self.turned else (self.x, self.g)
+
+    @property
+    def time(self) -> int:
+        """How many outer products there are in each group."""
+        return self.g.shape[2]
+
+
+def to_common_scale(uses: list[Terms]) -> tuple[list[Terms], Int[Array, " batch"]]:
+    """Divides by powers of two so that nothing overflows, and nothing that counts underflows.
+
+    Every vector of x is brought to a largest entry in [1, 4), and so is the vector of g whose term
+    is the largest; the other vectors of g follow it. What is a normal number no more beside it (nor
+    was one before) is made zero: norm and weighted sum are both of what is left, on machines that
+    know subnormal numbers and on those that do not.
+
+    Returns:
+        The scaled terms, and the binary exponent that each example's terms lost.
+    """
+    scaled = [(*_to_unit(use.x), *_to_unit(use.g)) for use in uses]
+    largest = functools.reduce(
+        jnp.maximum, [jnp.max(e + f, axis=(1, 2), initial=_NOTHING) for _, e, _, f in scaled]
+    )
+    largest = jnp.where(largest > _NOTHING, largest, 0)
+
+    def follow(g: Array, exponent: Array) -> Array:
+        exponent = exponent - largest[:, None, None]
+        power = jnp.where(exponent < _smallest(g), 0, jnp.ldexp(jnp.ones((), g.dtype), exponent))
+        return _without_subnormal(g * power[..., None])
+
+    uses = [
+        use._replace(x=x, g=follow(g, e + f))
+        for use, (x, e, g, f) in zip(uses, scaled, strict=True)
+    ]
+    return uses, largest
+
+
+_NOTHING = -(2**20)
+"""The exponent of zero."""
+
+
+def _to_unit(x: Side) -> tuple[Any, Int[Array, "batch group time"]]:
+    """Divides every vector by a power of two near its largest entry."""
+    if isinstance(x, OneHot):
+        return x, jnp.zeros_like(x.rows)
+    largest = jnp.max(jnp.abs(x), axis=-1, initial=0)
+    limit = int(jnp.finfo(x.dtype).maxexp) - 2
+    exponent = jnp.clip(jnp.frexp(largest)[1] - 1, -limit, limit)
+    is_zero = largest < jnp.finfo(x.dtype).tiny
+    exponent = jnp.where(is_zero | ~jnp.isfinite(largest), 0, exponent)
+    scaled = x * jnp.ldexp(jnp.ones((), x.dtype), -exponent)[..., None]
+    scaled = _without_subnormal(jnp.where(is_zero[..., None], 0, scaled))
+    return scaled, jnp.where(is_zero, _NOTHING, exponent)
+
+
+def _smallest(x: Array) -> int:
+    return int(jnp.finfo(x.dtype).minexp)
+
+
+def _without_subnormal(x: Array) -> Array:
+    return jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).tiny, 0, x)
+
+
+def sum_of_products(
+    x: Float[Array, "batch group time features_in"],
+    g: Float[Array, "batch group time features_out"],
+    weights: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Float[Array, "group features_in features_out"]:
+    """Adds up the outer products of all examples, each weighted, at the highest precision.
+
+    What does not contribute is selected away, not multiplied by zero.
+    """
+    mask = contributes[:, None, None, None]
+    return jnp.einsum(
+        "bgtk,bgtp->gkp",
+        jnp.where(mask, x, 0),
+        jnp.where(mask, g * weights[:, None, None, None], 0),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+def gram_norms(uses: list[Terms]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """The norm of a sum of outer products, and a bound on that of what is added for a factor of 1.
+
+    The terms are those of ``to_common_scale``. What is added is the weighted sum as it is computed:
+    g rounded after its multiplication by the factor, products, and sums over n.
+
+    Proof, with a_n = |x_n|, b_n = |g_n|, of one group; S is the true squared norm.
+
+    1. *Inner products.* k features in blocks of m take a product through at most
+       m + ceil(k / m) - 1 roundings; by Cauchy and Schwarz A_nm is off by at most alpha a_n a_m,
+       with alpha that many u / (1 - ...), and B_nm by at most beta b_n b_m. So is every length,
+       taken from the diagonal: a_n^2 is the computed A_nn within a relative alpha.
+    2. *Squared norm.* With A, B and s as they were computed, the sum s over all n, m with at most
+       rho / u roundings of each product,
+           |s - S| <= sum_nm (alpha a_n a_m + rho |A_nm|) |B_nm|
+                           + beta b_n b_m (|A_nm| + alpha a_n a_m),
+       for AB - (A - dA)(B - dB) = dA B + A dB - dA dB. The sum is at most
+       (alpha + beta + rho + ...) gross^2, gross = sum_n a_n b_n, and on ordinary data far less.
+    3. *Weighted sum.* An entry of it is a sum of N products, in a binary tree of additions: the
+       term at depth d_n goes through at most d_n + 2 roundings, and no d_n exceeds N - 1. So it is
+       off by no more than u / (1 - (N + 1) u) times both, in the Frobenius norm,
+           (N + 1) gross    and    sqrt((N + 3)^3 / 3) sqrt(sum_n a_n^2 b_n^2),
+       the latter by Cauchy and Schwarz, for each entry and then over all entries: a tree with one
+       leaf off every node has the largest sum of (d_n + 2)^2 (by induction over its two halves, the
+       largest sums of d_n and d_n^2 being convex in the number of leaves), less than (N + 3)^3 / 3.
+    4. So what is added for a factor of 1 has at most the norm sqrt(s + bound of 2) + bound of 3,
+       and for a factor f at most f times that.
+    5. *The bounds themselves* are computed with errors: of 2 and 3 relative ones of at most
+       3 (alpha + beta + rho + N u), under one hundredth as long as k is below half a million and N
+       below ten thousand. They are multiplied by 33 / 32. What is left of that makes up for
+       underflow in 1 and 2: it is at most 16 k p N^2 tiny, while the bound of 2 is at least
+       alpha beta gross^2, and gross at least 1.
+
+    Underflow in the weighted sum is not in the bound. It adds at most 24 (N + 1) sqrt(entries) tiny
+    to what an example adds, for which what is left of 3 makes up as long as that is below
+    u / 100 times the clip norm (in float32 with k = p = 1000 and N = 2048 for clip norms from
+    1e-21).
+    """
+    dtype = uses[0].g.dtype
+    roundoff = unit_roundoff(dtype)
+    steps = sum(use.time for use in uses)
+    if steps == 1:
+        return _norm_of_one(uses[0])
+    lefts, rights = (tuple(use.sides[i] for use in uses) for i in (0, 1))
+    alpha, beta = (roundoff * max(map(_roundings, sides)) for sides in (lefts, rights))
+    grams = {
+        (i, j): (
+            _inner_products(lefts[i], lefts[j], dtype),
+            _inner_products(rights[i], rights[j], dtype),
+        )
+        for i in range(len(uses))
+        for j in range(i + 1)
+    }
+    a, b = ([_lengths(grams[i, i][side]) for i in range(len(uses))] for side in (0, 1))
+    square, slack = [], []
+    for (i, j), (inner_a, inner_b) in grams.items():
+        twice = 1 if i == j else 2
+        batch = inner_a.shape[0]
+        rho = 2 * norm_error(inner_a[0].size, dtype) + len(grams) * roundoff
+        aa, bb = (x[i][..., :, None] * x[j][..., None, :] for x in (a, b))
+        error = (alpha * aa + rho * abs(inner_a)) * abs(inner_b)
+        error += beta * bb * (abs(inner_a) + alpha * aa)
+        signed = twice * uses[i].sign * uses[j].sign
+        square.append(signed * sum_in_blocks((inner_a * inner_b).reshape(batch, -1)))
+        slack.append(twice * sum_in_blocks(error.reshape(batch, -1)))
+    square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
+    lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
+    in_sum = jnp.minimum(
+        (steps + 1) * norms(jnp.sum(lengths, axis=-1)),
+        math.sqrt((steps + 3) ** 3 / 3) * norms(lengths),
+    )
+    room = 33 / 32
+    bound = jnp.sqrt(jnp.maximum(square + room * slack, 0)) + room * roundoff * in_sum
+    return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)
+
+
+def _norm_of_one(use: Terms) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """One term has no sum to get wrong: its norm is |x| |g|, and what is added is rounded twice."""
+    assert not isinstance(use.x, OneHot)
+    sides = (use.x, use.g)
+    x, g = (norms(f.reshape(-1, f.shape[-1])).reshape(f.shape[:2]) for f in sides)
+    norm = norms(x * g)
+    roundoff = unit_roundoff(norm.dtype)
+    error = sum(norm_error(n, norm.dtype) for n in (x.shape[1], *(f.shape[-1] for f in sides)))
+    return norm, norm * (1 + error + 4 * roundoff)
+
+
+_BLOCK, _MOST_BLOCKS = 64, 32
+"""Smaller blocks make for smaller bounds, and more of them for slower products: on two cores blocks
+of 64 take up to twice the time of a single product, for bounds that are a few 1e-5 nearer."""
+
+
+def _block(features: int) -> int:
+    return max(_BLOCK, -(-features // _MOST_BLOCKS))
+
+
+def _roundings(side: Side) -> int:
+    """How many roundings a product goes through in an inner product."""
+    if isinstance(side, OneHot):
+        return 0
+    features = side.shape[-1]
+    block = _block(features)
+    return min(features, block) + -(-features // block) - 1
+
+
+def _inner_products(x: Side, y: Side, dtype: Any) -> Float[Array, "batch group time_x time_y"]:
+    """The inner products of all vectors with all, block of features by block of features."""
+    if isinstance(x, OneHot):
+        if isinstance(y, OneHot):
+            return (x.rows[..., :, None] == y.rows[..., None, :]).astype(dtype)
+        return jnp.swapaxes(_inner_products(y, x, dtype), 2, 3)
+    if isinstance(y, OneHot):
+        return jnp.take_along_axis(x, y.rows[..., None, :], axis=-1, mode="clip")
+    size, block = x.shape[-1], _block(x.shape[-1])
+    blocks = [
+        jnp.einsum(
+            "bgtk,bgsk->bgts",
+            x[..., i : i + block],
+            y[..., i : i + block],
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        for i in range(0, size, block)
+    ]
+    # The barrier keeps the compiler from adding one block up on top of another.
+    return functools.reduce(jnp.add, jax.lax.optimization_barrier(blocks))
+
+
+def _lengths(inner: Float[Array, "batch group time time"]) -> Float[Array, "batch group time"]:
+    return jnp.sqrt(jnp.maximum(jnp.diagonal(inner, axis1=-2, axis2=-1), 0))
+
+
+def row_norms(
+    rows: Int[Array, "batch group time"], values: Float[Array, "batch group time entry"]
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """The norm of a table of rows, and a bound on that of what is added for a factor of 1.
+
+    Lookups of one row add up first, and may cancel.
+
+    Proof: let a row be looked up m times, with l the sum of its values' lengths. Its total is a sum
+    of m terms (and zeros) with products by one, which are exact: off by at most (m - 1) u l /
+    (1 - m u). What is added is a sum of m terms that were rounded once, after the multiplication by
+    the factor: off by at most m u l / (1 - m u). Rows are orthogonal, so what is added has at most
+    the norm of the totals and that of the vector of (2 m - 1) u l. A row that was looked up once
+    has no error but that of its multiplication. The bound is computed with relative errors below
+    one hundredth (for fewer than ten thousand lookups), and multiplied by 33 / 32. Underflow adds
+    at most m tiny to an entry.
+    """
+    dtype = values.dtype
+    roundoff = unit_roundoff(dtype)
+    batch, groups, time = rows.shape
+    same = rows[..., :, None] == rows[..., None, :]
+    is_first = jnp.argmax(same, axis=-1) == jnp.arange(time)
+    # A row's first lookup takes the sum of all of its lookups, the others nothing.
+    at_first = (same & is_first[..., :, None]).astype(dtype)
+
+    def of_rows(x: Array) -> Array:
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum("bgts,bgse->bgte", at_first, x, precision=highest)
+
+    totals = of_rows(values)
+    norm = norms(totals)
+    if time == 1:
+        return norm, norm * (1 + norm_error(totals[0].size, dtype) + 2 * roundoff)
+    lengths = norms(values.reshape(batch * groups * time, -1)).reshape(batch, groups, time, 1)
+    times = jnp.sum(at_first, axis=-1, keepdims=True)
+    in_sums = roundoff * norms((2 * times - 1) * of_rows(lengths))
+    bound = norm * (1 + norm_error(totals[0].size, dtype)) + 33 / 32 * in_sums
+    return norm, bound * (1 + 4 * roundoff)
