@@ -130,39 +130,48 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         NaN or infinity among them      NaN or inf
         ==============================  =====================================
     """
-    scaled, scale = to_unit_scale(gradients)
-    return jnp.sqrt(sum_in_blocks(jnp.square(scaled).reshape(scaled.shape[0], -1))) * scale
+    # In blocks from the start: what comes after a reshape is one loop with the sum.
+    scaled, scale = to_unit_scale(_in_blocks(gradients.reshape(len(gradients), -1)))
+    squares = jax.lax.optimization_barrier(jnp.sum(jnp.square(scaled), axis=2))
+    return jnp.sqrt(sum_in_blocks(squares)) * scale
 
 
-_ROWS, _LANES = 32, 128
+_BLOCK = 64
+"""Longer blocks are no faster on a CPU, and shorter ones are slower."""
 
 
 def sum_in_blocks(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
-    """Sums each example's entries, never more than 32 at a time.
+    """Sums each example's entries, never more than 64 at a time.
 
     Barriers keep the compiler from merging the levels into one long sum, whose error would grow
     with its length.
     """
-    while x.shape[1] > _ROWS:
-        x = jax.lax.optimization_barrier(jnp.concatenate(_block_sums(x), axis=1))
+    while x.shape[1] > _BLOCK:
+        x = jax.lax.optimization_barrier(jnp.sum(_in_blocks(x), axis=2))
     return jnp.sum(x, axis=1)
 
 
-def _block_sums(x: Float[Array, "batch n"]) -> list[Float[Array, "batch blocks"]]:
-    """The sums of blocks of up to 32 entries: whole lanes first, then what is left over."""
+def _in_blocks(x: Float[Array, "batch n"]) -> Float[Array, "batch blocks entry"]:
+    """Each example's entries in blocks of one length, filled up with zeros where they have to be."""
     batch, size = x.shape
-    lanes = size - size % (_ROWS * _LANES)
-    rows = size - size % _ROWS
-    wide = jnp.sum(x[:, :lanes].reshape(batch, lanes // (_ROWS * _LANES), _ROWS, _LANES), axis=2)
-    narrow = jnp.sum(x[:, lanes:rows].reshape(batch, (rows - lanes) // _ROWS, _ROWS), axis=2)
-    rest = jnp.sum(x[:, rows:], axis=1, keepdims=True)
-    return [wide.reshape(batch, lanes // _ROWS), narrow, rest]
+    entries = _block(size)
+    blocks = -(-size // entries)
+    x = jnp.pad(x, ((0, 0), (0, blocks * entries - size)))
+    return x.reshape(batch, blocks, entries)
+
+
+def _block(size: int) -> int:
+    """The length of blocks: one that divides the size, so that nothing has to be copied, or 64."""
+    if size <= _BLOCK:
+        return max(1, size)
+    divisors = [n for n in range(_BLOCK // 4, _BLOCK + 1) if size % n == 0]
+    return max(divisors, default=_BLOCK)
 
 
 def norm_error(size: int, dtype: np.dtype[Any]) -> float:
     """A bound on the relative error of ``norms`` for gradients of ``size`` entries.
 
-    A square is rounded once, and goes through sums of at most 32 terms, a sum a level. A sum of n
+    A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
     terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
     squares is off by no more than all of these together, and its root by half of that, beside a
     rounding of its own (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section
@@ -170,8 +179,9 @@ def norm_error(size: int, dtype: np.dtype[Any]) -> float:
     """
     roundings, left = 1, size
     while left > 1:
-        roundings += min(left, _ROWS) - 1
-        left = -(-left // _ROWS) + 1 if left > _ROWS else 1
+        entries = _block(left)
+        roundings += entries - 1
+        left = -(-left // entries)
     return (roundings / 2 + 3) * unit_roundoff(dtype)
 
 

@@ -163,8 +163,12 @@ def _as_formed(
 
 def _formed(site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]) -> Array:
     """One example's gradient, in matrix form at a matrix-like site, else that of the image."""
-    if site.kind in _MATRICES:
+    kind: Any = site.kind
+    if kind in _MATRICES and site.scans:
         return outer_products(*_matrices(site, kept, cotangent, dtype))
+    if kind in _MATRICES:
+        operands = kept.astype(dtype), cotangent.astype(dtype)
+        return kind.in_matrix_form(site.equation, site.operand, *operands)
     times = tuple(axis for axis, use in enumerate(site.scans) if use == "time")
     kept = jax.tree.map(lambda x: _float_to(x, dtype), kept)
     gradient = _over_scans(

@@ -22,7 +22,7 @@ from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_
 from ..microbatches import over_microbatches
 from ..taps import Place, Site, evaluate, tapped
 from ..views import apply, parameter_view
-from .contract import ClippedSum, Task, clip, held_gradient
+from .contract import ClippedSum, Task, clip
 
 _MEASURE = -1.0
 """In the place of a clip factor: not the sum is asked for, but the norm."""
@@ -50,6 +50,18 @@ class _Own(NamedTuple):
     gradient: Float[Array, "*view"]
 
 
+class _Pass(NamedTuple):
+    """What a pass leaves to the next.
+
+    Attributes:
+        factors: the clip factors of each group, or what stands in their place.
+        result: the sums, which are zero as long as factors are missing, and all else.
+    """
+
+    factors: list[Float[Array, " batch"]]
+    result: ClippedSum
+
+
 class _Backward(NamedTuple):
     """What one pass through the loss and back finds."""
 
@@ -70,42 +82,43 @@ def clipped_sum(
     measured. The forward pass is in it too, for what it leaves to a backward pass costs the
     compiler less memory where it sees both.
 
-    A leaf whose norm is not the sum of what its sites know each by itself (several uses, a use at
-    every step of a scan, a use that no site describes) is treated as by ``book_keeping``.
+    Of a leaf whose norm is not the sum of what its sites know each by itself (several uses, a use
+    at every step of a scan) all that it meets is held from the sites to the end of the pass, as by
+    ``book_keeping``; of one that no site describes, each example's gradient.
     """
-    direct = _direct(task)
 
-    def once(factors: list[Array], norms: list[Array]) -> tuple[list[Array], ClippedSum]:
+    def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
-        here, factors = jax.lax.optimization_barrier((examples, factors))
-        found = _backward(task, direct, here, factors)
-        return jax.lax.cond(
-            _is_measuring(factors[0]),
-            lambda found: _clip(task, direct, found, is_padding_example),
-            lambda found: (factors, _sums(task, direct, found, factors, norms)),
-            found,
+        here, factors = jax.lax.optimization_barrier((examples, past.factors))
+        found = _backward(task, here, factors)
+        taps = _of_leaves(task, found, factors)
+        norms, bounds = ([tap.measured[:, i] for tap in taps] for i in range(2))
+        clipped = clip(task, norms, bounds, found.loss, is_padding_example)
+        chosen = [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors]
+        factors, grad_norms = jax.tree.map(
+            lambda new, old: jnp.where(_is_measuring(factors[0]), new, old),
+            (chosen, clipped.norms),
+            (factors, past.result.grad_norms),
         )
+        totals = [tap.total for tap in taps]
+        return _Pass(factors, ClippedSum(totals, found.loss, grad_norms, found.aux))
 
-    groups, batch = len(task.clipping.clip_norms), len(is_padding_example)
-    factors = [jnp.full(batch, _MEASURE, task.accumulate_dtype)] * groups
-    shapes = jax.eval_shape(once, factors, factors)[1]
+    measuring = jnp.full(len(is_padding_example), _MEASURE, task.accumulate_dtype)
+    factors = [measuring] * len(task.clipping.clip_norms)
+    nothing = ClippedSum([], is_padding_example, factors, [])
+    shapes = jax.eval_shape(lambda: once(_Pass(factors, nothing)).result)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    _, result = jax.lax.fori_loop(
-        0, 2, lambda _, past: once(past[0], past[1].grad_norms), (factors, zeros)
-    )
-    return result
+    return jax.lax.fori_loop(0, 2, lambda _, past: once(past), _Pass(factors, zeros)).result
 
 
 def _is_measuring(factors: Float[Array, " batch"]) -> Bool[Array, ""]:
     return factors[0] < 0
 
 
-def _backward(
-    task: Task, direct: dict[int, Place], examples: list[Array], factors: list[Array]
-) -> _Backward:
+def _backward(task: Task, examples: list[Array], factors: list[Array]) -> _Backward:
     """The cotangents of all taps, which bring the factors to the sites."""
-    taps, axes = _taps(task, direct, len(factors[0]))
+    taps, axes = _taps(task, len(factors[0]))
 
     def one(example: list[Array], taps: dict[str, Any]) -> tuple[Any, Any]:
         params = [taps["whole"].get(leaf, value) for leaf, value in enumerate(task.params)]
@@ -113,7 +126,9 @@ def _backward(
         loss, aux, kept = evaluate(
             task.program, task.found, params, task.frozen, example, taps["sites"], at_site
         )
-        carriers = {place: kept.pop(place) for place in direct.values()}
+        carriers = {
+            place: kept.pop(place) for place, tap in taps["sites"].items() if isinstance(tap, _Tap)
+        }
         return (loss, carriers), (aux, kept)
 
     mapped = jax.vmap(one, in_axes=(0, axes))
@@ -122,74 +137,49 @@ def _backward(
     )
     at_sites = {
         place: jnp.broadcast_to(
-            factors[task.groups[leaf]].reshape(-1, *[1] * (carriers[place].ndim - 1)),
-            carriers[place].shape,
+            factors[task.groups[task.found.sites[place].view.leaf]].reshape(
+                -1, *[1] * (carrier.ndim - 1)
+            ),
+            carrier.shape,
         )
-        for leaf, place in direct.items()
+        for place, carrier in carriers.items()
     }
     (cotangents,) = pullback((jnp.full_like(loss, task.loss_scale), at_sites))
     return _Backward(loss, aux, kept, cotangents)
 
 
-def _held(task: Task, leaf: int, found: _Backward) -> LeafGradient:
-    """A leaf of which something is held for each example."""
-    sites, whole = found.cotangents["sites"], found.cotangents["whole"]
-    places = task.found.of(leaf)
-    if len(places) == 1 and isinstance(own := sites[places[0][0]], _Own):
-        pull_back = places[0][1].view.pull_back
-        return from_per_example(
-            jax.vmap(lambda gradient: pull_back(gradient, task.accumulated(leaf)))(own.gradient)
-        )
-    return held_gradient(task, leaf, found.kept, sites, whole, len(found.loss))
+def _of_leaves(task: Task, found: _Backward, factors: list[Array]) -> list[_Tap]:
+    """What all leaves' cotangents are turned into, with respect to the leaves themselves."""
+    return [_of_leaf(task, leaf, found, factors[group]) for leaf, group in enumerate(task.groups)]
 
 
-def _clip(
-    task: Task, direct: dict[int, Place], found: _Backward, is_padding_example: Array
-) -> tuple[list[Array], ClippedSum]:
-    """The factors, from the norms of all leaves; and no sum yet."""
-    measured = [
-        _of_slices(found.cotangents["sites"][direct[leaf]].measured)
-        if leaf in direct
-        else _held(task, leaf, found)[:2]
-        for leaf in range(len(task.params))
-    ]
-    of_leaves, bounds = map(list, zip(*measured, strict=True))
-    clipped = clip(task, of_leaves, bounds, found.loss, is_padding_example)
-    shapes = map(task.accumulated, range(len(task.params)))
-    return (
-        [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors],
-        ClippedSum(
-            [jnp.zeros(x.shape, x.dtype) for x in shapes], found.loss, clipped.norms, found.aux
-        ),
-    )
+def _of_leaf(task: Task, leaf: int, found: _Backward, factors: Array) -> _Tap:
+    parameter, dtype = task.accumulated(leaf), task.accumulate_dtype
+    cotangents, sites = found.cotangents["sites"], task.found.of(leaf)
+    own = found.cotangents["whole"].get(leaf)
+    if not sites and own is None:  # the loss does not depend on it
+        return _Tap(jnp.zeros((len(factors), 2), dtype), jnp.zeros(parameter.shape, dtype))
+    if len(sites) == 1:
+        ((place, site),) = sites
+        if isinstance(tap := cotangents[place], _Tap):
+            total = site.view.pull_back(tap.total, parameter)
+            return _Tap(_of_slices(tap.measured), total)
+        if isinstance(tap, _Own):
+            own = jax.vmap(lambda one: site.view.pull_back(one, parameter))(tap.gradient)
+    if own is not None:
+        gradients = own.astype(dtype)
+        return _tap(from_per_example, gradients, factors, len(factors))
+    held = [(found.kept[place], cotangents[place]) for place, _ in sites]
+    met = sum(_sizes(site)[1] for _, site in sites)
 
+    def gradient(held: list[tuple[Any, Array]]) -> LeafGradient:
+        uses = [
+            (site, kept, g.astype(dtype) / task.loss_scale)
+            for (_, site), (kept, g) in zip(sites, held, strict=True)
+        ]
+        return leaf_gradient(parameter, uses, task.costs[leaf].way, dtype)
 
-def _sums(
-    task: Task,
-    direct: dict[int, Place],
-    found: _Backward,
-    factors: list[Array],
-    norms: list[Array],
-) -> ClippedSum:
-    """The weighted sums of all leaves."""
-    sums: list[Array] = []
-    for leaf, group in enumerate(task.groups):
-        if leaf in direct:
-            view = task.found.sites[direct[leaf]].view
-            total = found.cotangents["sites"][direct[leaf]].total
-            sums.append(view.pull_back(total, task.accumulated(leaf)))
-        else:
-            sums.append(_held(task, leaf, found).sum(factors[group], factors[group] > 0))
-    return ClippedSum(sums, found.loss, norms, found.aux)
-
-
-def _direct(task: Task) -> dict[int, Place]:
-    """The leaves whose norm and sum are found at their site, each with its place."""
-    return {
-        site.view.leaf: place
-        for place, site in task.found.sites.items()
-        if _is_alone(task, site) and not _is_small(task, site)
-    }
+    return _tap(gradient, held, factors, _at_once(task, leaf, met, len(factors)))
 
 
 def _is_alone(task: Task, site: Site) -> bool:
@@ -210,24 +200,22 @@ def _sizes(site: Site) -> tuple[int, int]:
     return math.prod(here.view.value.shape), met
 
 
-def _taps(
-    task: Task, direct: dict[int, Place], batch: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _taps(task: Task, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Zeros for every site, and where each has examples in front: no total has."""
-    dtype, at_once = task.accumulate_dtype, set(direct.values())
+    dtype = task.accumulate_dtype
     sites: dict[Place, Any] = {}
     axes: dict[Place, Any] = {}
     for place, site in task.found.sites.items():
         slices = site.tap.shape[: len(site.scans)]
         view = (*slices, *site.view.value.shape)
         axes[place] = 0
-        if place in at_once:
-            sites[place] = _Tap(jnp.zeros((batch, *slices, 2), dtype), jnp.zeros(view, dtype))
-            axes[place] = _Tap(0, None)
-        elif _is_alone(task, site):
+        if not _is_alone(task, site):
+            sites[place] = jnp.zeros((batch, *site.tap.shape), site.tap.dtype)
+        elif _is_small(task, site):
             sites[place] = _Own(jnp.zeros((batch, *view), dtype))
         else:
-            sites[place] = jnp.zeros((batch, *site.tap.shape), site.tap.dtype)
+            sites[place] = _Tap(jnp.zeros((batch, *slices, 2), dtype), jnp.zeros(view, dtype))
+            axes[place] = _Tap(0, None)  # pyright: ignore[reportArgumentType]
     whole = {
         leaf: jnp.broadcast_to(task.params[leaf], (batch, *task.params[leaf].shape))
         for leaf in task.found.whole
@@ -235,12 +223,12 @@ def _taps(
     return {"sites": sites, "whole": whole}, {"sites": axes, "whole": dict.fromkeys(whole, 0)}
 
 
-def _of_slices(measured: Float[Array, "batch *slices 2"]) -> tuple[Array, Array]:
+def _of_slices(measured: Float[Array, "batch *slices 2"]) -> Float[Array, "batch 2"]:
     """Norm and bound of a stacked parameter from those of its slices."""
     batch = measured.shape[0]
     norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
-    slices = math.prod(measured.shape[1:-1])
-    return norm, bound if slices == 1 else bound * (1 + norm_error(slices, measured.dtype))
+    error = norm_error(math.prod(measured.shape[1:-1]), measured.dtype)
+    return jnp.stack([norm, bound * (1 + error)], axis=-1)
 
 
 def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array, Any]:
@@ -304,22 +292,21 @@ def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
     It speaks of one example, as everything inside of ``vmap``, but sums over all of them: the total
     has no examples in front.
     """
+    leaf, here, dtype = site.view.leaf, _inside(site), task.accumulate_dtype
+    view = jax.ShapeDtypeStruct(here.view.value.shape, dtype)
+
+    def gradient(met: tuple[Any, Array]) -> LeafGradient:
+        kept, cotangent = met
+        uses = [(here, kept, cotangent.astype(dtype) / task.loss_scale)]
+        return leaf_gradient(view, uses, task.costs[leaf].way, dtype)
 
     def of_batch(kept: Any, cotangent: Array, factors: Array) -> _Tap:
-        flat, structure = jax.tree.flatten((factors, (kept, cotangent)))
-        total, measured = over_microbatches(
-            lambda values, is_padding: _tap(task, site, *structure.unflatten(values), is_padding),
-            flat,
-            None,
-            len(factors),
-            _at_once(task, site, len(factors)),
-        )
-        return _Tap(measured, total)
+        at_once = _at_once(task, leaf, _sizes(site)[1], len(factors))
+        return _tap(gradient, (kept, cotangent), factors, at_once)
 
     @custom_vmap
     def of_one(kept: Any, cotangent: Array, factor: Array) -> _Tap:
-        alone = jax.tree.map(lambda x: x[None], (kept, cotangent, factor))
-        tap = of_batch(*alone)
+        tap = of_batch(*jax.tree.map(lambda x: x[None], (kept, cotangent, factor)))
         return _Tap(tap.measured[0], tap.total)
 
     @of_one.def_vmap
@@ -334,26 +321,34 @@ def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
     return of_one
 
 
-def _tap(
-    task: Task, site: Site, factors: Array, values: tuple[Any, Array], is_padding: Array
-) -> tuple[Array, Array]:
-    """Total and norms of a few examples, at one iteration of the scans; one of them is zero."""
-    dtype, here = task.accumulate_dtype, _inside(site)
-    view = jax.ShapeDtypeStruct(here.view.value.shape, dtype)
-    kept, cotangent = values
-    values = (kept, cotangent.astype(dtype) / task.loss_scale)
-    way = task.costs[site.view.leaf].way
+def _tap(gradient: Callable[[Any], LeafGradient], met: Any, factors: Array, at_once: int) -> _Tap:
+    """The norms, or the total, whichever the factors ask for; the other is zero.
 
-    def measure(values: tuple[Any, Array]) -> tuple[Array, Array]:
-        leaf = leaf_gradient(view, [(here, *values)], way, dtype)
-        return jnp.zeros(view.shape, dtype), jnp.stack([leaf.norm, leaf.bound], axis=-1)
+    Args:
+        gradient: from what some examples meet to their gradients.
+        met: what all of them meet, examples in front of every array.
+        factors: one an example.
+        at_once: of how many examples gradients are found at once.
+    """
+    flat, structure = jax.tree.flatten((factors, met))
 
-    def add(values: tuple[Any, Array]) -> tuple[Array, Array]:
-        leaf = leaf_gradient(view, [(here, *values)], way, dtype)
-        total = leaf.sum(factors, (factors > 0) & ~is_padding)
-        return total, jnp.zeros((len(factors), 2), dtype)
+    def step(values: list[Array], is_padding: Array) -> tuple[Array, Array]:
+        factors, met = structure.unflatten(values)
 
-    return jax.lax.cond(_is_measuring(factors), measure, add, values)
+        def measure(met: Any) -> tuple[Array, Array]:
+            leaf = gradient(met)
+            return jnp.zeros_like(total_of(met)), jnp.stack([leaf.norm, leaf.bound], axis=-1)
+
+        def total_of(met: Any) -> Array:
+            return gradient(met).sum(factors, (factors > 0) & ~is_padding)
+
+        def add(met: Any) -> tuple[Array, Array]:
+            return total_of(met), jnp.zeros((len(factors), 2), factors.dtype)
+
+        return jax.lax.cond(_is_measuring(factors), measure, add, met)
+
+    total, measured = over_microbatches(step, flat, None, len(factors), at_once)
+    return _Tap(measured, total)
 
 
 def _inside(site: Site) -> Site:
@@ -367,15 +362,14 @@ def _inside(site: Site) -> Site:
     return site._replace(view=view, scans=(), tap=tap, kept=kept)
 
 
-def _at_once(task: Task, site: Site, num_examples: int) -> int:
-    """How many examples' gradients are formed at once: a quarter of what the site meets, at most.
+def _at_once(task: Task, leaf: int, met: int, num_examples: int) -> int:
+    """Of how many examples gradients are formed at once: they take a quarter of what they meet.
 
     A divisor of their number, since to fill up the last part everything would have to be copied.
     """
-    if task.costs[site.view.leaf].way == "ghost":
+    if task.costs[leaf].way == "ghost":
         return num_examples
-    formed, met = _sizes(site)
-    fitting = num_examples * met // max(4 * formed, 1)
+    fitting = num_examples * met // max(4 * task.params[leaf].size, 1)
     return max(
         n for n in range(1, num_examples + 1) if num_examples % n == 0 and n <= max(fitting, 1)
     )

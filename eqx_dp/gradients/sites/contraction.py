@@ -35,6 +35,11 @@ def matrices(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Ar
     return x, jnp.swapaxes(g, 1, 2) if operand == 0 else g
 
 
+def in_matrix_form(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
+    """The sum of the outer products."""
+    return outer_products(*matrices(equation, operand, kept, cotangent))
+
+
 def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> Array:
     """Undoes the order of dimensions."""
     contracted, batch, free = _dimensions(equation, operand)
@@ -47,8 +52,7 @@ def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> A
 
 def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
     """The transpose of the contraction."""
-    x, g = matrices(equation, operand, kept, cotangent)
-    return from_matrix(equation, operand, outer_products(x, g))
+    return from_matrix(equation, operand, in_matrix_form(equation, operand, kept, cotangent))
 
 
 def _dimensions(

@@ -1,6 +1,5 @@
 """``conv_general_dilated``: convolutions of every rank, strided, dilated, grouped, transposed."""
 
-import itertools
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..views import shape_of
-from .site import Matrices, outer_products
+from .site import Matrices
 
 name = "convolution"
 
@@ -33,15 +32,31 @@ def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
 def matrices(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Matrices:
     """Positions are time, a patch of the image is the input, output channels are the output."""
     del operand
+    x, g = _columns(equation, kept, cotangent)
+    return jnp.swapaxes(x, 1, 2), jnp.swapaxes(g, 1, 2)
+
+
+def in_matrix_form(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
+    """The sum of the outer products, from factors whose time stays last: nothing is moved."""
+    del operand
+    x, g = _columns(equation, kept, cotangent)
+    return jnp.einsum("gkt,gpt->gkp", x, g, precision=jax.lax.Precision.HIGHEST)
+
+
+def _columns(equation: jex_core.JaxprEqn, kept: Any, cotangent: Array) -> tuple[Array, Array]:
+    """Patches ``(group, offset x channel, time)``, and cotangents ``(group, channel, time)``."""
     params = equation.params
     groups = params["feature_group_count"]
     numbers = params["dimension_numbers"]
     patches = _patches(equation, jnp.transpose(kept, numbers.lhs_spec))
     images, offsets, channels, positions = patches.shape
     x = patches.reshape(images, offsets, groups, channels // groups, positions)
-    x = jnp.transpose(x, (2, 0, 4, 1, 3)).reshape(groups, images * positions, -1)
     g = jnp.transpose(cotangent, numbers.out_spec).reshape(images, groups, -1, positions)
-    return x, jnp.transpose(g, (1, 0, 3, 2)).reshape(groups, images * positions, -1)
+    time = images * positions
+    return (
+        jnp.transpose(x, (2, 1, 3, 0, 4)).reshape(groups, -1, time),
+        jnp.transpose(g, (1, 2, 0, 3)).reshape(groups, -1, time),
+    )
 
 
 def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> Array:
@@ -57,12 +72,14 @@ def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> A
 
 def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
     """The transpose of the convolution with respect to its kernel."""
-    x, g = matrices(equation, operand, kept, cotangent)
-    return from_matrix(equation, operand, outer_products(x, g))
+    return from_matrix(equation, operand, in_matrix_form(equation, operand, kept, cotangent))
 
 
 def _patches(equation: jex_core.JaxprEqn, images: Array) -> Array:
-    """Cuts ``(image, channel, *space)`` into ``(image, offset, channel, position)``."""
+    """Cuts ``(image, channel, *space)`` into ``(image, offset, channel, position)``.
+
+    One spatial dimension after the other: as many cuts as a window has edges, not entries.
+    """
     params = equation.params
     numbers = params["dimension_numbers"]
     kernel, output = shape_of(equation.invars[1]), shape_of(equation.outvars[0])
@@ -74,20 +91,16 @@ def _patches(equation: jex_core.JaxprEqn, images: Array) -> Array:
         (low, high, step - 1)
         for (low, high), step in zip(params["padding"], params["lhs_dilation"], strict=True)
     ]
-    padded = jax.lax.pad(images, jnp.zeros((), images.dtype), [(0, 0, 0), (0, 0, 0), *edges])
-    cut = [
-        jax.lax.slice(
-            padded,
-            (0, 0, *starts),
-            (
-                *padded.shape[:2],
-                *(a + (n - 1) * s + 1 for a, n, s in zip(starts, positions, strides, strict=True)),
-            ),
-            (1, 1, *strides),
+    cut = jax.lax.pad(images, jnp.zeros((), images.dtype), [(0, 0, 0), (0, 0, 0), *edges])
+    for dimension in reversed(range(len(window))):
+        span = (positions[dimension] - 1) * strides[dimension] + 1
+        axis = cut.ndim - len(window) + dimension
+        starts = [offset * dilation[dimension] for offset in range(window[dimension])]
+        cut = jnp.stack(
+            [
+                jax.lax.slice_in_dim(cut, start, start + span, strides[dimension], axis)
+                for start in starts
+            ],
+            axis=1,
         )
-        for offset in itertools.product(*map(range, window))
-        for starts in [[o * d for o, d in zip(offset, dilation, strict=True)]]
-    ]
-    return jnp.stack(cut, axis=1).reshape(
-        images.shape[0], len(cut), images.shape[1], math.prod(positions)
-    )
+    return cut.reshape(images.shape[0], math.prod(window), images.shape[1], math.prod(positions))

@@ -47,6 +47,12 @@ class MatrixKind(Kind, Protocol):
         """The factors of the gradient: x (group, time, in) and g (group, time, out)."""
         ...
 
+    def in_matrix_form(
+        self, equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array
+    ) -> Array:
+        """The sum of the outer products: (group, in, out)."""
+        ...
+
     def from_matrix(self, equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> Array:
         """Brings a gradient (group, in, out) into the operand's shape."""
         ...

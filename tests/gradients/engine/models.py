@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -195,7 +196,7 @@ class VisionTransformer(eqx.Module):
         return self.head(self.block(hidden, causal=False)[0])
 
 
-def image_loss(model: VisionTransformer, image: Array, label: Array) -> Array:
+def image_loss(model: Callable[[Array], Array], image: Array, label: Array) -> Array:
     return cross_entropy(model(image), label)
 
 
@@ -212,4 +213,40 @@ def vision_transformer() -> Case:
     return Case("vision_transformer", model, image_loss, _draw_images)
 
 
-MODELS = (cnn, frozen_mlp, list_gpt, stacked_gpt, gru, lstm, low_rank_gpt, vision_transformer)
+class NeuralODE(eqx.Module):
+    """A vector field between an input and an output layer."""
+
+    inputs: nn.Linear
+    field: nn.MLP
+    head: nn.Linear
+
+    def __init__(self, key: Array) -> None:
+        keys = jax.random.split(key, 3)
+        self.inputs = nn.Linear(2, 3, key=keys[0])
+        self.field = nn.MLP(3, 3, 4, 1, activation=jax.nn.tanh, key=keys[1])
+        self.head = nn.Linear(3, 3, key=keys[2])
+
+    def __call__(self, x: Array) -> Array:
+        term = diffrax.ODETerm(lambda t, y, field: field(y))
+        start = self.inputs(x)
+        solution = diffrax.diffeqsolve(
+            term, diffrax.Heun(), 0.0, 1.0, 0.25, start, args=self.field, max_steps=8
+        )
+        assert solution.ys is not None
+        return self.head(solution.ys[-1])
+
+
+def _draw_points(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
+    return (
+        jnp.asarray(rng.normal(size=(size, 2)), jnp.float32),
+        jnp.asarray(rng.integers(0, 3, size), jnp.int32),
+    )
+
+
+@functools.cache
+def neural_ode() -> Case:
+    model = random_like(NeuralODE(jax.random.key(6)))
+    return Case("neural_ode", model, image_loss, _draw_points)
+
+
+MODELS = (cnn, frozen_mlp, list_gpt, stacked_gpt, gru, lstm, low_rank_gpt, vision_transformer, neural_ode)

@@ -12,9 +12,14 @@ def test_agrees_with_the_oracle(make):
 
 @pytest.mark.parametrize("make", models.MODELS, ids=lambda make: make.__name__)
 def test_what_is_whole(make):
-    """Only what a vision transformer puts in front of its patches has no site."""
-    expected = {".token"} if make is models.vision_transformer else set()
-    assert set(surveys.whole(make())) == expected
+    """What a vision transformer puts in front of its patches, and what a solver loops over."""
+    expected = {
+        models.vision_transformer: {".token"},
+        models.neural_ode: {
+            f".field.layers[{i}].{name}" for i in range(2) for name in ("weight", "bias")
+        },
+    }
+    assert set(surveys.whole(make())) == expected.get(make, set())
 
 
 def test_tied_weights_have_two_sites():
