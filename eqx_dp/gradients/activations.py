@@ -1,4 +1,4 @@
-"""How much of a program's forward pass is held for its backward pass, roughly, from shapes alone."""
+"""Roughly how much of a program's forward pass is held for its backward pass: shapes alone tell."""
 
 import math
 from typing import Any
@@ -62,7 +62,7 @@ def _results(jaxpr: jex_core.Jaxpr, of_example: list[bool]) -> tuple[int, int, l
 
 
 def _inner(equation: jex_core.JaxprEqn) -> jex_core.Jaxpr | None:
-    """The body of an equation that has one, with inputs one to one; loops and branches have more."""
+    """The body of an equation that has one, with inputs one to one; branches have several."""
     inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
     if inner is None or len(inner.invars) != len(equation.invars):

@@ -131,7 +131,8 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         ==============================  =====================================
     """
     # In blocks from the start: what comes after a reshape is one loop with the sum.
-    scaled, scale = to_unit_scale(_in_blocks(gradients.reshape(len(gradients), -1)))
+    batch, *shape = gradients.shape
+    scaled, scale = to_unit_scale(_in_blocks(gradients.reshape(batch, math.prod(shape))))
     squares = jax.lax.optimization_barrier(jnp.sum(jnp.square(scaled), axis=2))
     return jnp.sqrt(sum_in_blocks(squares)) * scale
 
@@ -152,7 +153,7 @@ def sum_in_blocks(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
 
 
 def _in_blocks(x: Float[Array, "batch n"]) -> Float[Array, "batch blocks entry"]:
-    """Each example's entries in blocks of one length, filled up with zeros where they have to be."""
+    """Each example's entries in blocks of one length, filled up with zeros where need be."""
     batch, size = x.shape
     entries = _block(size)
     blocks = -(-size // entries)
@@ -199,6 +200,8 @@ def to_unit_scale(
     is scaled as far as they go. One that is zero or not finite stays so.
     """
     largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), initial=0)
+    # A scale known to the compiler would be squared where what it multiplies is, and overflow.
+    largest = jax.lax.optimization_barrier(largest)
     # The bits of a positive number begin with its exponent, those of a power of two end with it.
     info = jnp.finfo(x.dtype)
     bits = jax.lax.bitcast_convert_type(largest, f"int{info.bits}")

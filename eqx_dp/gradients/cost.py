@@ -11,9 +11,8 @@ from .taps import Site, Survey
 
 # What moving one number to or from memory costs, in floating-point operations, on a CPU.
 _MOVE = 16
-# What a CPU program may hold at once: beyond, fresh pages and missed caches cost more than going
-# through the batch in parts, each with one more pass over the sums. Two thirds of it are used, since
-# what is held is an estimate from above.
+# What a CPU program may hold at once, by estimates from above: beyond, fresh pages and missed
+# caches cost more than going through the batch in parts, each with one more pass over the sums.
 _CPU_SHARE = 64 * 2**20
 # The share of an accelerator's memory that per-example parts may take.
 _ACCELERATOR_SHARE = 0.4

@@ -129,12 +129,14 @@ def sum_of_products(
     What does not contribute is selected away, not multiplied by zero.
     """
     mask = contributes[:, None, None, None]
-    return jnp.einsum(
-        "bgtk,bgtp->gkp",
-        jnp.where(mask, x, 0),
-        jnp.where(mask, g * weights[:, None, None, None], 0),
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    x = jnp.where(mask, x, 0)
+    g = jnp.where(mask, g * weights[:, None, None, None], 0)
+    highest = jax.lax.Precision.HIGHEST
+    if x.shape[1] == 1:
+        # As layers have it, outputs first: else the compiler copies x into another order.
+        x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
+        return jnp.einsum("nk,np->pk", x, g, precision=highest).T[None]
+    return jnp.einsum("bgtk,bgtp->gkp", x, g, precision=highest)
 
 
 def gram_norms(uses: list[Terms]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:

@@ -139,9 +139,9 @@ def per_example_gradients(
     parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
 ) -> Float[Array, "batch ..."]:
     """Each example's gradient with respect to the parameter."""
-    return jax.vmap(
-        lambda kept, g: _to_parameter(parameter, site, _formed(site, kept, g, dtype))
-    )(kept, cotangent)
+    return jax.vmap(lambda kept, g: _to_parameter(parameter, site, _formed(site, kept, g, dtype)))(
+        kept, cotangent
+    )
 
 
 def _as_formed(

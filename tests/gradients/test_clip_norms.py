@@ -8,6 +8,7 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import eqx_dp as dp
+from eqx_dp.gradients.clip import norms
 from tests import models, oracle
 from tests.gradients import jitted
 
@@ -191,3 +192,10 @@ def test_a_clip_tree_that_is_no_prefix_names_the_place(clip, path):
     x = jax.tree.map(lambda leaf: leaf[None], model)
     with pytest.raises(ValueError, match=rf"(?s)l2_clip_norm.*\b{path}\b"):
         dp.filter_clipped_grad(models.dot, l2_clip_norm=clip)(model, x)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
+def test_norms_of_what_the_compiler_knows(value):
+    """A constant's scale is a constant too, which the compiler must not square."""
+    found = jax.jit(lambda: norms(jnp.full((2, 3), value)))()
+    np.testing.assert_allclose(found, value * np.sqrt(3), rtol=1e-6)

@@ -104,12 +104,15 @@ def clipped_sum(
         totals = [tap.total for tap in taps]
         return _Pass(factors, ClippedSum(totals, found.loss, grad_norms, found.aux))
 
-    measuring = jnp.full(len(is_padding_example), _MEASURE, task.accumulate_dtype)
-    factors = [measuring] * len(task.clipping.clip_norms)
-    nothing = ClippedSum([], is_padding_example, factors, [])
-    shapes = jax.eval_shape(lambda: once(_Pass(factors, nothing)).result)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.fori_loop(0, 2, lambda _, past: once(past), _Pass(factors, zeros)).result
+    batch, dtype = len(is_padding_example), task.accumulate_dtype
+    measuring = jnp.full(batch, _MEASURE, dtype)
+    nothing = [jnp.zeros(x.shape, x.dtype) for x in map(task.accumulated, range(len(task.params)))]
+    loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in task.program.jaxpr.out_avals)
+    groups = len(task.clipping.clip_norms)
+    start = _Pass(
+        [measuring] * groups, ClippedSum(nothing, loss, [jnp.zeros(batch, dtype)] * groups, aux)
+    )
+    return jax.lax.fori_loop(0, 2, lambda _, past: once(past), start).result
 
 
 def _is_measuring(factors: Float[Array, " batch"]) -> Bool[Array, ""]:
@@ -156,8 +159,10 @@ def _of_leaves(task: Task, found: _Backward, factors: list[Array]) -> list[_Tap]
 def _of_leaf(task: Task, leaf: int, found: _Backward, factors: Array) -> _Tap:
     parameter, dtype = task.accumulated(leaf), task.accumulate_dtype
     cotangents, sites = found.cotangents["sites"], task.found.of(leaf)
-    own = found.cotangents["whole"].get(leaf)
-    if not sites and own is None:  # the loss does not depend on it
+    own = None
+    if leaf in task.found.whole:
+        own = found.cotangents["whole"][leaf].astype(dtype) / task.loss_scale
+    elif not sites:  # the loss does not depend on it
         return _Tap(jnp.zeros((len(factors), 2), dtype), jnp.zeros(parameter.shape, dtype))
     if len(sites) == 1:
         ((place, site),) = sites
@@ -167,8 +172,7 @@ def _of_leaf(task: Task, leaf: int, found: _Backward, factors: Array) -> _Tap:
         if isinstance(tap, _Own):
             own = jax.vmap(lambda one: site.view.pull_back(one, parameter))(tap.gradient)
     if own is not None:
-        gradients = own.astype(dtype)
-        return _tap(from_per_example, gradients, factors, len(factors))
+        return _tap(from_per_example, own, factors, len(factors))
     held = [(found.kept[place], cotangents[place]) for place, _ in sites]
     met = sum(_sizes(site)[1] for _, site in sites)
 

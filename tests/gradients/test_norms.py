@@ -1,0 +1,34 @@
+"""The norm of an array, and what is said of its error, for awkward lengths and at any scale."""
+
+import jax
+import numpy as np
+import pytest
+
+from eqx_dp.gradients.clip import norm_error, norms
+
+norm = jax.jit(norms)
+
+
+# Lengths that divide into blocks evenly, that have to be filled up, and that take several levels.
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 96, 1009, 4096, 64**2 + 1, 127 * 131])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_norms_are_as_near_as_is_said(size, scale):
+    random = np.random.default_rng(size)
+    rows = [random.normal(size=size), np.full(size, 1 + 2.0**-12), np.geomspace(1, 1e-6, size)]
+    rows += [np.full(size, c) for c in random.uniform(1, 2, 5)]
+    x = (np.stack(rows) * scale).astype(np.float32)
+    exact = np.linalg.norm(x.astype(np.float64), axis=1)
+    error = np.abs(np.asarray(norm(x), np.float64) - exact) / exact
+    assert (error <= norm_error(size, np.dtype("float32"))).all()
+
+
+def test_the_error_stays_small_however_long_the_array():
+    assert norm_error(2**30, np.dtype("float32")) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (7, 5, 3)])
+def test_every_entry_counts_whatever_the_shape(shape):
+    x = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
+    expected = np.linalg.norm(x.reshape(4, int(np.prod(shape))).astype(np.float64), axis=1)
+    np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
+    assert norm(x[:0]).shape == (0,)
