@@ -11,7 +11,7 @@ from eqx_dp.gradients.gram import Terms, gram_norms, row_norms
 from tests import models
 from tests.gradients.engine import surveys
 
-METHODS = ["per_example", "book_keeping"]
+METHODS = ["per_example", "book_keeping", "ghost"]
 
 
 def added(grads):

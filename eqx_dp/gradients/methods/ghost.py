@@ -238,20 +238,22 @@ def _of_slices(measured: Float[Array, "batch *slices 2"]) -> Float[Array, "batch
 def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array, Any]:
     """The result of a site, and a zero whose cotangent brings the clip factor.
 
-    The zero comes from the tap, which every example has its own of; of a constant the cotangent
-    would be summed over examples.
+    Both depend on the tap, which every example has its own of: the cotangent of what all examples
+    share would be summed over them before it comes here.
     """
     if not isinstance(tap, _Tap | _Own):
         return tapped(site, inputs, tap)
     data = [i for i, x in enumerate(inputs) if i != site.operand and _is_data(site, i, x)]
     of_cotangent = _in_batch(task, site) if isinstance(tap, _Tap) else _alone(task, site)
 
-    def with_carrier(result: Array, tap: _Tap | _Own) -> tuple[Array, Any]:
-        return result, tap.measured[0] if isinstance(tap, _Tap) else ()
+    def outputs(result: Array, tap: _Tap | _Own) -> tuple[Array, Any]:
+        zeros = tap.measured if isinstance(tap, _Tap) else tap.gradient
+        its_own = result + zeros.reshape(-1)[0].astype(result.dtype)
+        return its_own, tap.measured[0] if isinstance(tap, _Tap) else ()
 
     @jax.custom_vjp
     def use(tap: _Tap | _Own, *inputs: Any) -> tuple[Array, Any]:
-        return with_carrier(apply(site.equation, inputs)[0], tap)
+        return outputs(apply(site.equation, inputs)[0], tap)
 
     def forward(tap: _Tap | _Own, *inputs: Any) -> tuple[Any, Any]:
         def of_data(*values: Array) -> Array:
@@ -260,7 +262,7 @@ def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array
 
         result, pull_back = jax.vjp(of_data, *(inputs[i] for i in data))
         kept = site.kind.keep(site.equation, site.operand, list(inputs))
-        return with_carrier(result, tap), (kept, pull_back)
+        return outputs(result, tap), (kept, pull_back)
 
     def backward(residuals: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
         kept, pull_back = residuals

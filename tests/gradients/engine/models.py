@@ -249,4 +249,14 @@ def neural_ode() -> Case:
     return Case("neural_ode", model, image_loss, _draw_points)
 
 
-MODELS = (cnn, frozen_mlp, list_gpt, stacked_gpt, gru, lstm, low_rank_gpt, vision_transformer, neural_ode)
+MODELS = (
+    cnn,
+    frozen_mlp,
+    list_gpt,
+    stacked_gpt,
+    gru,
+    lstm,
+    low_rank_gpt,
+    vision_transformer,
+    neural_ode,
+)

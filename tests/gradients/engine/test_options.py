@@ -1,4 +1,4 @@
-"""Every option of the clipped gradient, by book-keeping."""
+"""Every option of the clipped gradient, by the methods that work on sites."""
 
 import equinox as eqx
 import jax
@@ -14,12 +14,24 @@ from tests.gradients.engine import models, surveys
 TOLERANCES = {"mixed_bfloat16": 3e-2, "mixed_float16": 4e-3, "bfloat16": 4e-2}
 
 
-def run(case, *batch, l2_clip_norm=0.3, key=None, is_padding_example=None, loss=None, **options):
+METHODS = pytest.mark.parametrize("method", ["book_keeping", "ghost"])
+
+
+def run(
+    case,
+    *batch,
+    method="book_keeping",
+    l2_clip_norm=0.3,
+    key=None,
+    is_padding_example=None,
+    loss=None,
+    **options,
+):
     grad_fn = dp.filter_value_and_clipped_grad(
         loss or case.loss,
         l2_clip_norm=l2_clip_norm,
         filter_spec=case.filter_spec,
-        method="book_keeping",
+        method=method,
         **options,
     )
     named = {"key": key, "is_padding_example": is_padding_example}
@@ -45,12 +57,13 @@ def agree(found, truth, tolerance=1e-5):
     assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < tolerance
 
 
+@METHODS
 @pytest.mark.parametrize("make", [models.gru, shared.cnn], ids=["gru", "cnn"])
-def test_microbatches_and_padding(make):
+def test_microbatches_and_padding(make, method):
     case = make()
     batch = case.batch(5)
     padding = np.array([False, True, False, False, True])
-    found = run(case, *batch, microbatch_size=2, is_padding_example=padding)
+    found = run(case, *batch, method=method, microbatch_size=2, is_padding_example=padding)
     agree(found, truth_of(case, *batch, is_padding_example=padding))
 
 
@@ -61,11 +74,12 @@ POLICIES = [
 ]
 
 
+@METHODS
 @pytest.mark.parametrize(("make", "preset"), POLICIES)
-def test_policies(make, preset):
+def test_policies(make, preset, method):
     case = make()
     batch = case.batch(4)
-    found = run(case, *batch, policy=dp.load_policy(preset))
+    found = run(case, *batch, method=method, policy=dp.load_policy(preset))
     agree(found, truth_of(case, *batch), TOLERANCES[preset])
     assert {leaf.dtype for leaf in jax.tree.leaves(found[1])} == {jnp.dtype(jnp.float32)}
     # The control: the policy is really at work.
@@ -82,8 +96,9 @@ def test_float64():
         assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < 1e-7
 
 
+@METHODS
 @pytest.mark.parametrize("rescale", [False, True])
-def test_a_tree_of_clip_norms(rescale):
+def test_a_tree_of_clip_norms(rescale, method):
     case = shared.mlp()
     batch = case.batch(4)
     nothing = jax.tree.map(lambda _: None, case.model)
@@ -91,50 +106,54 @@ def test_a_tree_of_clip_norms(rescale):
         lambda m: m.layers, nothing, (0.1, 0.3, 0.2), is_leaf=lambda x: x is None
     )
     options = {"l2_clip_norm": clip_norms, "rescale_to_unit_norm": rescale, "normalize_by": 3.0}
-    found = run(case, *batch, **options)
+    found = run(case, *batch, method=method, **options)
     agree(found, truth_of(case, *batch, **options))
 
 
-def test_keys():
+@METHODS
+def test_keys(method):
     case = shared.dropout()
     batch, key = case.batch(4), jax.random.key(3)
-    found = run(case, *batch, key=key, microbatch_size=3)
+    found = run(case, *batch, method=method, key=key, microbatch_size=3)
     agree(found, truth_of(case, *batch, key=key))
 
 
-def test_aux():
+@METHODS
+def test_aux(method):
     def loss(model, x, label):
         logits = model(x)
         return shared.cross_entropy(logits, label), {"logits": logits, "label": label}
 
     case = shared.mlp()
     batch = case.batch(4)
-    found = run(case, *batch, loss=loss, has_aux=True)
+    found = run(case, *batch, method=method, loss=loss, has_aux=True)
     truth = truth_of(case, *batch, loss=loss, has_aux=True)
     agree(found, truth)
     assert oracle.relative_error(found[0].aux, truth.aux) < 1e-5
 
 
+@METHODS
 @pytest.mark.parametrize("make", [shared.cnn, models.gru], ids=["cnn", "gru"])
-def test_a_loss_written_for_a_batch(make):
+def test_a_loss_written_for_a_batch(make, method):
     case = make()
 
     def loss(model, *batch):
         return jnp.mean(jax.vmap(case.loss, (None, *[0] * len(batch)))(model, *batch))
 
     batch = case.batch(3)
-    found = run(case, *batch, loss=loss, keep_batch_dim=True)
+    found = run(case, *batch, method=method, loss=loss, keep_batch_dim=True)
     agree(found, truth_of(case, *batch))
 
 
+@METHODS
 @pytest.mark.parametrize(
     "make",
     [shared.linear_regression, shared.cnn, models.gru],
     ids=["linear", "cnn", "gru"],
 )
-def test_an_empty_batch(make):
+def test_an_empty_batch(make, method):
     case = make()
-    per_example, grads = run(case, *jax.tree.map(lambda x: x[:0], case.batch(1)))
+    per_example, grads = run(case, *jax.tree.map(lambda x: x[:0], case.batch(1)), method=method)
     assert per_example.loss.shape == per_example.grad_norm.shape == (0,)
     assert jax.tree.map(jnp.shape, grads) == jax.tree.map(
         jnp.shape, eqx.filter(case.model, case.filter_spec)
@@ -150,10 +169,17 @@ def bits(tree):
 
 
 @pytest.mark.parametrize(
-    ("make", "way"),
-    [(models.vision_transformer, "ghost"), (models.gru, "ghost"), (shared.cnn, "kept")],
+    ("make", "way", "method"),
+    [
+        (models.vision_transformer, "ghost", "book_keeping"),
+        (models.gru, "ghost", "book_keeping"),
+        (shared.cnn, "kept", "book_keeping"),
+        (models.vision_transformer, "ghost", "ghost"),
+        (models.gru, "kept", "ghost"),
+        (shared.cnn, "kept", "ghost"),
+    ],
 )
-def test_not_finite_is_padding_bit_for_bit(make, way, monkeypatch):
+def test_not_finite_is_padding_bit_for_bit(make, way, method, monkeypatch):
     """In the input, in the loss, or only in the gradient of one example."""
     surveys.force(monkeypatch, way)
     case = make()
@@ -168,7 +194,7 @@ def test_not_finite_is_padding_bit_for_bit(make, way, monkeypatch):
         )
 
     batch = case.batch(3)
-    grad_fn = dp.filter_value_and_clipped_grad(loss, l2_clip_norm=0.3, method="book_keeping")
+    grad_fn = dp.filter_value_and_clipped_grad(loss, l2_clip_norm=0.3, method=method)
     call = surveys.freshly_jitted(grad_fn, case.model)
     ones, zeros = jnp.ones(3), jnp.zeros(3)
     padding = jnp.array([False, True, False])
@@ -200,15 +226,14 @@ def tokens_by_weight(model, x, g):
     return jnp.sum((x @ model["dense"]) * g) + jnp.sum(model["table"][jnp.arange(4) % 3] * g[:4])
 
 
+@METHODS
 @pytest.mark.parametrize("way", ["ghost", "kept"])
-def test_scales_of_the_gradient(way, monkeypatch):
+def test_scales_of_the_gradient(way, method, monkeypatch):
     surveys.force(monkeypatch, way)
     rng = np.random.default_rng(0)
     model = {"dense": jnp.zeros((5, 3)), "table": jnp.zeros((3, 3))}
     x, g = rng.normal(size=(2, 6, 5)), rng.normal(size=(2, 6, 3))
-    grad_fn = dp.filter_value_and_clipped_grad(
-        tokens_by_weight, l2_clip_norm=1.0, method="book_keeping"
-    )
+    grad_fn = dp.filter_value_and_clipped_grad(tokens_by_weight, l2_clip_norm=1.0, method=method)
     call = surveys.freshly_jitted(grad_fn, model)
     for scale in (1e-30, 1e-15, 1.0, 1e15, 1e30):
         batch = jnp.asarray(x, jnp.float32), jnp.asarray(scale * g, jnp.float32)
