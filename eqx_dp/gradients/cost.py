@@ -1,6 +1,7 @@
 """What each way costs, which one to take, and how many examples to take at once."""
 
 import math
+import os
 from typing import NamedTuple
 
 import jax
@@ -14,8 +15,8 @@ _MOVE = 16
 # What a CPU program may hold at once, by estimates from above: beyond, fresh pages and missed
 # caches cost more than going through the batch in parts, each with one more pass over the sums.
 _CPU_SHARE = 64 * 2**20
-# The share of an accelerator's memory that per-example parts may take.
-_ACCELERATOR_SHARE = 0.4
+# The share of memory that per-example parts may take.
+_MEMORY_SHARE = 0.4
 
 
 class LeafCost(NamedTuple):
@@ -143,18 +144,32 @@ def choose(
     if activations > held:
         held = activations
         reason = f"{held / 2**20:.2f} MiB are held for an example until its backward pass"
+    memory = _memory()
+    chosen = "book_keeping"
+    if memory is not None and held > _MEMORY_SHARE * memory:
+        chosen, held = "ghost", activations
+        reason += f", of {memory / 2**20:.0f} MiB of memory: too much for book_keeping"
     if microbatch_size is None:
-        microbatch_size = _microbatch_size(held, num_examples)
-    return Choice("book_keeping", microbatch_size, reason)
+        microbatch_size = _microbatch_size(held, num_examples, memory)
+    return Choice(chosen, microbatch_size, reason)
 
 
-def _microbatch_size(held: int, num_examples: int) -> int | None:
+def _memory() -> int | None:
+    """Bytes of memory of the device, or of the host where it is the device; None if unknown."""
     device = jax.local_devices()[0]
-    if device.platform == "cpu":
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # no such question on this system
+        return None
+
+
+def _microbatch_size(held: int, num_examples: int, memory: int | None) -> int | None:
+    if jax.local_devices()[0].platform == "cpu":
         available = _CPU_SHARE
     else:
-        memory = (device.memory_stats() or {}).get("bytes_limit", 0)
-        available = int(memory * _ACCELERATOR_SHARE) or held * num_examples
+        available = held * num_examples if memory is None else int(_MEMORY_SHARE * memory)
     if held * num_examples <= available:
         return None
     return 2 ** int(math.log2(max(1, available // held)))

@@ -159,8 +159,9 @@ def clip_and_sum(
     Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
     the clip norm (``clip_factors`` has the proof, from the bounds that ``leaves`` gives), and
     exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
-    finite. (In float32 for clip norms from 1e-30: nearer to the end of the range products lose
-    digits to underflow, which no relative bound makes up for.)
+    finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf's way is
+    ``ghost``: nearer to the end of the range products lose digits to underflow, which no relative
+    bound makes up for; ``gram_norms`` says how many.)
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
     clipped = clip(task, norms, bounds, loss, is_padding_example)

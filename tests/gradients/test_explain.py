@@ -1,0 +1,71 @@
+"""What the engine says of its choices, and the choices themselves."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_dp as dp
+from eqx_dp.gradients import cost
+from tests import models
+
+
+def explained(case, size=4, **options):
+    grad_fn = dp.filter_clipped_grad(
+        case.loss, l2_clip_norm=1.0, filter_spec=case.filter_spec, **options
+    )
+    return dp.explain(grad_fn, case.model, *case.batch(size))
+
+
+def test_a_row_for_every_trainable_leaf():
+    case = models.cnn()
+    found = explained(case)
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(case.model)
+        if hasattr(leaf, "dtype")
+    ]
+    assert [row.path for row in found.rows] == paths
+    assert {row.way for row in found.rows} <= {"ghost", "kept"}
+    assert all(row.kinds and row.reason and row.flops > 0 and row.bytes > 0 for row in found.rows)
+    assert {kind for row in found.rows for kind in row.kinds} >= {"convolution", "contraction"}
+
+
+def test_it_prints_as_a_table():
+    found = explained(models.cnn(), microbatch_size=2)
+    lines = str(found).splitlines()
+    assert len(lines) == len(found.rows) + 2
+    assert lines[0].split() == ["path", "kinds", "way", "flops", "bytes", "reason"]
+    for row, line in zip(found.rows, lines[1:-1], strict=True):
+        assert line.startswith(row.path) and line.endswith(row.reason)
+    assert lines[-1].startswith("total") and "2 of 4 examples at once" in lines[-1]
+    assert f"method {found.method}" in lines[-1]
+
+
+def test_what_no_site_describes_and_what_is_not_used():
+    model = {"a": jnp.ones(3), "unused": jnp.ones(2)}
+    case = models.Case("exp", model, lambda m, x: jnp.sum(jnp.exp(m["a"]) * x), models.mlp().draw)
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0)
+    whole, unused = dp.explain(grad_fn, model, jnp.ones((2, 3))).rows
+    assert (whole.way, whole.reason) == ("whole", "no kind of site knows 'exp'")
+    assert (unused.way, unused.reason) == ("unused", "the loss does not depend on it")
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_what_was_asked_for(method):
+    found = explained(models.mlp(), method=method, microbatch_size=3)
+    assert (found.method, found.microbatch_size) == (method, 3)
+    assert found.reason == "as asked for"
+
+
+def test_auto_goes_by_what_an_example_holds(monkeypatch):
+    few = explained(models.mlp())
+    assert (few.method, few.microbatch_size) == ("book_keeping", None)
+
+    monkeypatch.setattr(cost, "_CPU_SHARE", 2 * sum(row.bytes for row in few.rows) // 4)
+    some = explained(models.mlp())
+    assert (some.method, some.microbatch_size) == ("book_keeping", 2)
+
+    monkeypatch.setattr(cost, "_memory", lambda: 100)
+    found = explained(models.mlp())
+    assert found.method == "ghost"
+    assert "too much for book_keeping" in str(found)
