@@ -62,10 +62,11 @@ def table(row: Row, results: list[Result]) -> Cells:
     base, peer = by_name[NON_PRIVATE], by_name[JAX_PRIVACY]
     cells = [_line(result, base, peer) for result in results]
     time, speedup = ratio(by_name[AUTO], base).median, ratio(peer, by_name[AUTO]).median
-    note = (
-        f"auto: {time:.2f} x non-private (goal: at most {row.goal.time:.2f}), "
-        f"{speedup:.1f} x as fast as jax_privacy (goal: at least {row.goal.speedup:.1f})"
-    )
+    slower, faster = "", ""
+    if row.goal is not None:
+        slower = f" (goal: at most {row.goal.time:.2f})"
+        faster = f" (goal: at least {row.goal.speedup:.1f})"
+    note = f"auto: {time:.2f} x non-private{slower}, {speedup:.1f} x as fast as jax_privacy{faster}"
     return Cells(row.title, _COLUMNS, cells, note)
 
 

@@ -36,8 +36,10 @@ def test_it_prints_as_a_table():
     assert len(lines) == len(found.rows) + 2
     assert lines[0].split() == ["path", "kinds", "way", "flops", "bytes", "reason"]
     for row, line in zip(found.rows, lines[1:-1], strict=True):
-        assert line.startswith(row.path) and line.endswith(row.reason)
-    assert lines[-1].startswith("total") and "2 of 4 examples at once" in lines[-1]
+        assert line.startswith(row.path)
+        assert line.endswith(row.reason)
+    assert lines[-1].startswith("total")
+    assert "2 of 4 examples at once" in lines[-1]
     assert f"method {found.method}" in lines[-1]
 
 
