@@ -121,7 +121,7 @@ def _without_subnormal(x: Array) -> Array:
 def sum_of_products(
     x: Float[Array, "batch group time features_in"],
     g: Float[Array, "batch group time features_out"],
-    weights: Float[Array, " batch"],
+    weights: Float[Array, "batch #group"],
     contributes: Bool[Array, " batch"],
 ) -> Float[Array, "group features_in features_out"]:
     """Adds up the outer products of all examples, each weighted, at the highest precision.
@@ -130,7 +130,7 @@ def sum_of_products(
     """
     mask = contributes[:, None, None, None]
     x = jnp.where(mask, x, 0)
-    g = jnp.where(mask, g * weights[:, None, None, None], 0)
+    g = jnp.where(mask, g * weights[:, :, None, None], 0)
     highest = jax.lax.Precision.HIGHEST
     if x.shape[1] == 1:
         # As layers have it, outputs first: else the compiler copies x into another order.
@@ -180,8 +180,6 @@ def gram_norms(uses: list[Terms]) -> tuple[Float[Array, " batch"], Float[Array, 
     dtype = uses[0].g.dtype
     roundoff = unit_roundoff(dtype)
     steps = sum(use.time for use in uses)
-    if steps == 1:
-        return _norm_of_one(uses[0])
     lefts, rights = (tuple(use.sides[i] for use in uses) for i in (0, 1))
     alpha, beta = (roundoff * max(map(_roundings, sides)) for sides in (lefts, rights))
     grams = {
@@ -215,15 +213,23 @@ def gram_norms(uses: list[Terms]) -> tuple[Float[Array, " batch"], Float[Array, 
     return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)
 
 
-def _norm_of_one(use: Terms) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """One term has no sum to get wrong: its norm is |x| |g|, and what is added is rounded twice."""
-    assert not isinstance(use.x, OneHot)
-    sides = (use.x, use.g)
-    x, g = (norms(f.reshape(-1, f.shape[-1])).reshape(f.shape[:2]) for f in sides)
-    norm = norms(x * g)
-    roundoff = unit_roundoff(norm.dtype)
-    error = sum(norm_error(n, norm.dtype) for n in (x.shape[1], *(f.shape[-1] for f in sides)))
-    return norm, norm * (1 + error + 4 * roundoff)
+def one_term(
+    x: Float[Array, "batch group 1 features_in"], g: Float[Array, "batch group 1 features_out"]
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"], Float[Array, "batch group"]]:
+    """The norm of x g', a bound on that of what the weighted sum adds, and the lengths of x.
+
+    One term has no sum to get wrong. Its norm is |x| |g|, of which each factor is off by no more
+    than ``norm_error``, and what is added of it is rounded twice. A length that a machine without
+    subnormal numbers takes for zero counts as the smallest normal number.
+    """
+    shape = x.shape[:2]
+    lengths = [norms(side.reshape(-1, side.shape[-1])).reshape(shape) for side in (x, g)]
+    norm = norms(lengths[0] * lengths[1])
+    tiny = jnp.finfo(x.dtype).tiny
+    at_least = [jnp.maximum(length, tiny) for length in lengths]
+    bound = jnp.maximum(norms(at_least[0] * at_least[1]), tiny)
+    error = sum(norm_error(n, norm.dtype) for n in (shape[1], x.shape[-1], g.shape[-1]))
+    return norm, bound * (1 + error + 6 * unit_roundoff(norm.dtype)), lengths[0]
 
 
 _BLOCK, _MOST_BLOCKS = 64, 32

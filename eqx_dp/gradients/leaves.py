@@ -16,9 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import combined_norms, norm_error, norms, weighted_sum
+from .clip import combined_norms, norm_error, norms, power_of_two, weighted_sum
 from .cross_terms import Member, overlaps, place
-from .gram import OneHot, Side, Terms, gram_norms, row_norms, sum_of_products, to_common_scale
+from .gram import (
+    OneHot,
+    Side,
+    Terms,
+    gram_norms,
+    one_term,
+    row_norms,
+    sum_of_products,
+    to_common_scale,
+)
 from .sites import MatrixKind, contraction, convolution, lookup
 from .sites.site import outer_products
 from .taps import Site
@@ -279,6 +288,8 @@ def _ghost(parameter: jax.ShapeDtypeStruct, uses: list[_Use], dtype: np.dtype[An
         Terms(*_factors(site, kept, cotangent, dtype), member.turned, member.sign)
         for member, site, kept, cotangent in uses
     ]
+    if len(terms) == 1 and terms[0].time == 1 and not isinstance(terms[0].x, OneHot):
+        return _one_term(parameter, uses[0][1], terms[0].x, terms[0].g)
     terms, exponent = to_common_scale(terms)
 
     def sum_(factors: Array, contributes: Array) -> Array:
@@ -294,6 +305,20 @@ def _ghost(parameter: jax.ShapeDtypeStruct, uses: list[_Use], dtype: np.dtype[An
     tiny = jnp.finfo(dtype).tiny
     scaled_back = jnp.where(bound > 0, jnp.maximum(jnp.ldexp(bound, exponent), tiny), bound)
     return LeafGradient(jnp.ldexp(norm, exponent), scaled_back, sum_)
+
+
+def _one_term(parameter: jax.ShapeDtypeStruct, site: Site, x: Array, g: Array) -> LeafGradient:
+    """The gradient from a use that meets one vector of data, as a layer does that sees no time."""
+    norm, bound, lengths = one_term(x, g)
+    scale, inverse = power_of_two(lengths)
+
+    def sum_(factors: Array, contributes: Array) -> Array:
+        # The power of two comes in with the factor: g alone could vanish beside a large x.
+        weights = factors[:, None] * scale
+        total = sum_of_products(x * inverse[..., None, None], g, weights, contributes)
+        return site.view.pull_back(_from_matrices(site, total), parameter)
+
+    return LeafGradient(norm, bound, sum_)
 
 
 def _factors(
@@ -323,7 +348,7 @@ def _weighted(
 ) -> Array:
     """The weighted sum of all examples' gradients with respect to the stacked image."""
     if not isinstance(use.x, OneHot):
-        return _from_matrices(site, sum_of_products(use.x, use.g, weights, contributes))
+        return _from_matrices(site, sum_of_products(use.x, use.g, weights[:, None], contributes))
     groups, features = use.g.shape[1], use.g.shape[-1]
     weighted = jnp.where(contributes[:, None, None, None], use.g * weights[:, None, None, None], 0)
     tables = jax.vmap(lambda rows, values: lookup.scatter(site.equation, rows, values))(

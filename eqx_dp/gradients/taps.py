@@ -150,9 +150,7 @@ class _Walk:
     Without taps it is a survey: sites are noted. With taps, they are tapped.
     """
 
-    def __init__(
-        self, found: Survey, taps: dict[Place, Any] | None, at_site: AtSite = tapped
-    ):
+    def __init__(self, found: Survey, taps: dict[Place, Any] | None, at_site: AtSite = tapped):
         self.found = found
         self.taps = taps
         self.at_site = at_site

@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not opacus_is_installed():
         console.print("Opacus is left out: torch or opacus is not installed.")
     sizes = TINY if options.tiny else {name: {} for name in ROWS}
-    contenders = in_jax() + in_torch()
     tables: list[report.Cells] = []
     measured: list[tuple[Row, list[Result]]] = []
     with console.status("") as status:
         for name in options.rows:
             row = ROWS[name](**sizes[name])
+            contenders = in_jax() + (in_torch() if row.has_torch_twin else [])
             results = measure(row, contenders, options.repeats, status.update)
             measured.append((row, results))
             tables.append(report.table(row, results))
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             found = curves(
                 lambda batch: ROWS[first](**{**sizes[first], "batch": batch}),
                 batch_sizes,
-                contenders,
+                in_jax(),
                 options.repeats,
                 status.update,
             )

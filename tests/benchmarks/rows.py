@@ -28,6 +28,7 @@ class Row(NamedTuple):
     batch: tuple[Array, Array]
     goal: Goal | None
     filter_spec: Any = eqx.is_inexact_array
+    has_torch_twin: bool = True
 
     @property
     def batch_size(self) -> int:
@@ -210,7 +211,9 @@ def gpt_stacked(
     row = gpt(batch, length, width, depth, vocabulary)
     model = StackedGPT(length, width, depth, vocabulary, jax.random.key(0))
     title = row.title.replace("GPT", "GPT stacked, under scan and remat, tied,")
-    return row._replace(name="gpt_stacked", title=title, model=model, goal=None)
+    return row._replace(
+        name="gpt_stacked", title=title, model=model, goal=None, has_torch_twin=False
+    )
 
 
 class LowRankLinear(eqx.Module):

@@ -49,7 +49,10 @@ def test_jax_contenders_agree():
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", ROWS)
 def test_torch_contenders_agree(name):
-    assert_all_agree(ROWS[name](**TINY[name]), TORCH)
+    row = ROWS[name](**TINY[name])
+    if not row.has_torch_twin:
+        pytest.skip("this model has no twin in PyTorch")
+    assert_all_agree(row, TORCH)
 
 
 def test_command(tmp_path, capsys, monkeypatch):

@@ -48,7 +48,8 @@ class Task(NamedTuple):
 
     def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
         """Shape of a trainable leaf, with the accumulate dtype."""
-        return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
+        # Unlike a shape made anew, this keeps the mesh axes along which the leaf varies.
+        return jax.eval_shape(lambda x: x.astype(self.accumulate_dtype), self.params[leaf])
 
 
 class ClippedSum(NamedTuple):
