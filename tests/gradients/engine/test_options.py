@@ -221,6 +221,28 @@ def test_not_finite_is_padding_bit_for_bit(make, way, method, monkeypatch):
 # Scales
 
 
+@METHODS
+def test_what_all_examples_share(method):
+    """A use that meets no data of the example: positions looked up by number, a shared product."""
+
+    def loss(model, x):
+        positions = model["table"][jnp.arange(3)] * model["frozen"]
+        return jnp.sum(jnp.sin(positions + model["shift"]) * x)
+
+    rng = np.random.default_rng(0)
+    model = {"table": rng.normal(size=(4, 2)), "shift": rng.normal(size=(3, 2)), "frozen": 2.0}
+    model = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), model)
+    case = shared.Case(
+        "shared",
+        model,
+        loss,
+        lambda rng, size: (jnp.asarray(rng.normal(size=(size, 3, 2)), jnp.float32),),
+        {"table": True, "shift": True, "frozen": False},
+    )
+    batch = case.batch(4)
+    agree(run(case, *batch, method=method), truth_of(case, *batch))
+
+
 def tokens_by_weight(model, x, g):
     """The gradient is the sum over tokens of x_t g_t: a contraction with any scale."""
     return jnp.sum((x @ model["dense"]) * g) + jnp.sum(model["table"][jnp.arange(4) % 3] * g[:4])
