@@ -201,7 +201,7 @@ def _run(
 ) -> tuple[PerExample, list[Array]]:
     """Sends a batch through the method, a microbatch at a time."""
     asked_for = configuration.method, configuration.microbatch_size
-    choice = choose(task.costs, task.activations, examples.num_examples, *asked_for)
+    choice = choose(task.costs, task.params, task.activations, examples.num_examples, *asked_for)
     method = METHODS[choice.method]
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:

@@ -15,6 +15,8 @@ _MOVE = 16
 # What a CPU program may hold at once, by estimates from above: beyond, fresh pages and missed
 # caches cost more than going through the batch in parts, each with one more pass over the sums.
 _CPU_SHARE = 64 * 2**20
+# The share of all gradients that book-keeping has to save example by example to be worth it.
+_LITTLE = 0.1
 # The share of memory that per-example parts may take.
 _MEMORY_SHARE = 0.4
 
@@ -35,6 +37,11 @@ class LeafCost(NamedTuple):
     flops: float
     bytes: int
     reason: str
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether its gradient is never formed example by example."""
+        return self.way == "ghost"
 
 
 def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
@@ -123,6 +130,7 @@ class Choice(NamedTuple):
 
 def choose(
     costs: list[LeafCost],
+    params: list[jax.Array],
     activations: int,
     num_examples: int,
     method: str,
@@ -132,6 +140,7 @@ def choose(
 
     Args:
         costs: of every leaf.
+        params: every leaf.
         activations: bytes that one example's forward pass leaves for its backward pass.
         num_examples: the batch.
         method: as asked for.
@@ -139,19 +148,30 @@ def choose(
     """
     if method != "auto":
         return Choice(method, microbatch_size, "as asked for")
-    held = max(1, sum(cost.bytes for cost in costs))
-    reason = f"{held / 2**20:.2f} MiB are held for an example until its clip factor is known"
-    if activations > held:
-        held = activations
-        reason = f"{held / 2**20:.2f} MiB are held for an example until its backward pass"
     memory = _memory()
-    chosen = "book_keeping"
+    if _forms_nearly_all(costs, params):
+        chosen, why = "per_example", "nearly all gradients are formed by either method"
+        held = sum(4 * param.size for param in params) + activations
+    else:
+        chosen, why = "book_keeping", "most of it is never formed example by example"
+        held = max(1, activations, sum(cost.bytes for cost in costs))
+    reason = f"{why}; {held / 2**20:.2f} MiB are held for an example"
     if memory is not None and held > _MEMORY_SHARE * memory:
-        chosen, held = "ghost", activations
-        reason += f", of {memory / 2**20:.0f} MiB of memory: too much for book_keeping"
+        reason = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}, is too much to hold"
+        chosen, held = "ghost", max(1, activations)
     if microbatch_size is None:
         microbatch_size = _microbatch_size(held, num_examples, memory)
     return Choice(chosen, microbatch_size, reason)
+
+
+def _forms_nearly_all(costs: list[LeafCost], params: list[jax.Array]) -> bool:
+    """Whether book-keeping has little to save: it forms each example's gradient of most leaves.
+
+    It does so in the accumulate dtype, which is worth its price where gradients are narrower.
+    """
+    avoided = sum(param.size for cost, param in zip(costs, params, strict=True) if cost.is_ghost)
+    is_wide = all(param.dtype.itemsize >= 4 for param in params)
+    return is_wide and avoided <= _LITTLE * sum(param.size for param in params)
 
 
 def _memory() -> int | None:

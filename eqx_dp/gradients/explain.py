@@ -104,7 +104,7 @@ def explain(
     """
     task, examples, structure = grad_fn.prepare(model, batch, key, None)
     costs = task.costs
-    choice = choose(costs, task.activations, examples.num_examples, *grad_fn.asked_for)
+    choice = choose(costs, task.params, task.activations, examples.num_examples, *grad_fn.asked_for)
     paths = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(structure.unflatten(task.params))

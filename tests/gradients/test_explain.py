@@ -70,4 +70,16 @@ def test_auto_goes_by_what_an_example_holds(monkeypatch):
     monkeypatch.setattr(cost, "_memory", lambda: 100)
     found = explained(models.mlp())
     assert found.method == "ghost"
-    assert "too much for book_keeping" in str(found)
+    assert "too much to hold" in str(found)
+
+
+def test_auto_forms_gradients_where_book_keeping_would_too():
+    """Many steps and thin matrices: no norm is cheaper without the gradient."""
+    model = jnp.ones((3, 2))
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
+    found = dp.explain(grad_fn, model, jnp.ones((2, 50, 3)))
+    assert [row.way for row in found.rows] == ["kept"]
+    assert found.method == "per_example"
+    narrow = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy=dp.load_policy("mixed_bfloat16"))
+    assert dp.explain(narrow, model, jnp.ones((2, 50, 3))).method == "book_keeping"
