@@ -473,8 +473,9 @@ def filter_clipped_grad(
         method: ``"book_keeping"`` (one backward pass through activations; norms and sums from what
             each use of a parameter met), ``"ghost"`` (two passes, and the memory of ordinary
             training), ``"per_example"`` (per-example gradients side by side), or ``"auto"``:
-            book-keeping, in microbatches that suit what is held for an example, unless
-            ``microbatch_size`` says otherwise; ghost where an example holds too much.
+            book-keeping where it saves anything, else per_example, in microbatches that suit what
+            is held for an example unless ``microbatch_size`` says otherwise; and ghost where one
+            example holds too much.
 
     Returns:
         A [`ClippedGrad`][], called as

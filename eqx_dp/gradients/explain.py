@@ -19,7 +19,8 @@ class Row(NamedTuple):
             gradients), ``"kept"`` (forming them from their factors), ``"whole"`` (differentiating
             example by example), or ``"unused"``.
         flops: floating-point operations for norms and weighted sum.
-        bytes: what is held until the clip factors are known.
+        bytes: what is held until the clip factors are known (by ``"ghost"`` as a method: what
+            book-keeping would hold).
         reason: why this way.
     """
 
@@ -109,6 +110,8 @@ def explain(
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(structure.unflatten(task.params))
     ]
+    if choice.method == "per_example":
+        costs = [_formed(cost, param.size) for cost, param in zip(costs, task.params, strict=True)]
     rows = tuple(
         _row(path, cost, choice, examples.num_examples)
         for path, cost in zip(paths, costs, strict=True)
@@ -116,6 +119,13 @@ def explain(
     return Explanation(
         rows, choice.method, choice.microbatch_size, examples.num_examples, choice.reason
     )
+
+
+def _formed(cost: LeafCost, size: int) -> LeafCost:
+    """The cost of a leaf whose gradient is differentiated example by example, as any other."""
+    if cost.way == "unused":
+        return cost
+    return cost._replace(way="whole", flops=4 * size, bytes=4 * size)
 
 
 def _row(path: str, cost: LeafCost, choice: Choice, num_examples: int) -> Row:
