@@ -22,7 +22,7 @@ from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_
 from ..microbatches import over_microbatches
 from ..taps import Place, Site, evaluate, tapped
 from ..views import apply, parameter_view
-from .contract import ClippedSum, Task, clip
+from .contract import ClippedSum, Task, clip, held_gradient
 
 _MEASURE = -1.0
 """In the place of a clip factor: not the sum is asked for, but the norm."""
@@ -173,15 +173,12 @@ def _of_leaf(task: Task, leaf: int, found: _Backward, factors: Array) -> _Tap:
             own = jax.vmap(lambda one: site.view.pull_back(one, parameter))(tap.gradient)
     if own is not None:
         return _tap(from_per_example, own, factors, len(factors))
-    held = [(found.kept[place], cotangents[place]) for place, _ in sites]
+    held = {place: (found.kept[place], cotangents[place]) for place, _ in sites}
     met = sum(_sizes(site)[1] for _, site in sites)
 
-    def gradient(held: list[tuple[Any, Array]]) -> LeafGradient:
-        uses = [
-            (site, kept, g.astype(dtype) / task.loss_scale)
-            for (_, site), (kept, g) in zip(sites, held, strict=True)
-        ]
-        return leaf_gradient(parameter, uses, task.costs[leaf].way, dtype)
+    def gradient(held: dict[Place, tuple[Any, Array]]) -> LeafGradient:
+        kept, its = ({place: pair[i] for place, pair in held.items()} for i in range(2))
+        return held_gradient(task, leaf, kept, its, {}, len(factors))
 
     return _tap(gradient, held, factors, _at_once(task, leaf, met, len(factors)))
 
