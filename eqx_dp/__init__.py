@@ -26,6 +26,7 @@ from .privacy import (
     PrivacyPlan,
     gaussian_privatizer,
 )
+from .sharding import ShardingRules
 
 __all__ = [
     "ClippedGrad",
@@ -37,6 +38,7 @@ __all__ = [
     "PoissonSampler",
     "Policy",
     "PrivacyPlan",
+    "ShardingRules",
     "available_policies",
     "explain",
     "filter_clipped_grad",

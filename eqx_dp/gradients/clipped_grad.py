@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from contextlib import nullcontext
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
 
 import dp_accounting
 import equinox as eqx
@@ -10,15 +11,17 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import Policy, checked_policy
+from ..sharding import ShardingRules, inside, over_devices
 from .clip import Clipping, parse_clip_norm
-from .cost import choose, leaf_cost
+from .cost import Choice, choose, leaf_cost
 from .examples import Examples, read_examples
 from .methods import METHODS, Task
 from .microbatches import over_microbatches
-from .program import Options, refuse_batch_norm, takes_key, trace
+from .program import Inputs, Options, refuse_batch_norm, takes_key, trace
 from .taps import survey
 
 NeighboringRelation = dp_accounting.NeighboringRelation
@@ -54,6 +57,7 @@ class _Configuration(NamedTuple):
     policy: Policy | None
     has_aux: bool
     keep_batch_dim: bool
+    sharding: ShardingRules | None
     normalize_by: float
     microbatch_size: int | None
     method: str
@@ -144,26 +148,17 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         Raises:
             ValueError: see [`filter_clipped_grad`][].
         """
-        task, examples, structure = self.prepare(model, batch, key, is_padding_example)
-        per_example, sums = _run(task, self._configuration, examples)
+        prepared = self.prepare(model, batch, key, is_padding_example)
+        per_example, sums = _run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
-        return self._finish(per_example, structure.unflatten(grads))
-
-    @property
-    def asked_for(self) -> tuple[str, int | None]:
-        """The method and the microbatch size that the user asked for."""
-        return self._configuration.method, self._configuration.microbatch_size
+        return self._finish(per_example, prepared.structure.unflatten(grads))
 
     def prepare(
         self, model: PyTree[Any], batch: tuple[PyTree[Any], ...], key: Any, is_padding_example: Any
-    ) -> tuple[Task, Examples, Any]:
-        """Checks and casts the arguments of a call, and traces the loss.
-
-        Returns:
-            What the engine works on, the batch, and the structure of the trainable leaves.
-        """
+    ) -> "Prepared":
+        """Checks and casts the arguments of a call, traces the loss, and chooses a method."""
         configuration = self._configuration
-        policy = configuration.policy
+        policy, rules = configuration.policy, configuration.sharding
         params, rest = _partition(model, self._filter_spec)
         refuse_batch_norm(model)
         _check_key(self._fun, len(batch), key)
@@ -172,13 +167,17 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         accumulate_dtype = _accumulate_dtype(params, policy)
         groups = configuration.clipping.groups(params)
         frozen, static = eqx.partition(rest, eqx.is_array)
+        places = None if rules is None else _places(rules, model, params, frozen, examples)
         if policy is not None:
             params, frozen = policy.cast_to_compute((params, frozen))
-        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy)
-        one = examples.one()
-        program = trace(self._fun, options, params, frozen, static, *one)
+        inputs = Inputs(
+            params, frozen, static, *examples.one(), None if places is None else places.traced
+        )
+        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
+        program = trace(self._fun, options, inputs)
         flat = (jax.tree.leaves(params), jax.tree.leaves(frozen))
-        found = survey(program, *flat, jax.tree.leaves(one))
+        with nullcontext() if rules is None else inside(rules):
+            found = survey(program, inputs.structs, len(flat[0]))
         task = Task(
             program,
             found,
@@ -189,19 +188,117 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             1.0 if policy is None else policy.loss_scale.value,
             [leaf_cost(found, leaf, param) for leaf, param in enumerate(flat[0])],
         )
-        return task, examples, jax.tree.structure(params)
+        choice = choose(
+            task.costs,
+            task.params,
+            task.activations,
+            examples.num_examples // (1 if rules is None else rules.num_shards),
+            configuration.method,
+            configuration.microbatch_size,
+        )
+        return Prepared(task, examples, choice, jax.tree.structure(params), places)
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def _run(
-    task: Task, configuration: _Configuration, examples: Examples
-) -> tuple[PerExample, list[Array]]:
-    """Sends a batch through the method, a microbatch at a time."""
-    asked_for = configuration.method, configuration.microbatch_size
-    choice = choose(task.costs, task.params, task.activations, examples.num_examples, *asked_for)
+class _Places(NamedTuple):
+    """Where a call's arrays live.
+
+    Attributes:
+        params: of each trainable leaf.
+        frozen: of each other array of the model.
+        sums: of the gradient of each trainable leaf.
+        traced: of all arrays that the loss of one example takes.
+    """
+
+    params: list[PartitionSpec]
+    frozen: list[PartitionSpec]
+    sums: list[PartitionSpec]
+    traced: list[PartitionSpec]
+
+
+class Prepared(NamedTuple):
+    """A call, checked and traced.
+
+    Attributes:
+        task: what the engine works on.
+        examples: the batch.
+        choice: the method, and how many examples at once on a device.
+        structure: of the trainable leaves.
+        places: with sharding rules, where arrays live.
+    """
+
+    task: Task
+    examples: Examples
+    choice: Choice
+    structure: Any
+    places: _Places | None
+
+
+def _places(
+    rules: ShardingRules,
+    model: PyTree[Any],
+    params: PyTree[Array],
+    frozen: PyTree[Any],
+    examples: Examples,
+) -> _Places:
+    rules.check_examples(examples.num_examples)
+    specs = rules.specs(model)
+
+    def of(part: PyTree[Any]) -> list[PartitionSpec]:
+        def spec(leaf: Any, found: PartitionSpec | None) -> PartitionSpec | None:
+            return None if leaf is None else found or PartitionSpec()
+
+        return jax.tree.leaves(jax.tree.map(spec, part, specs, is_leaf=lambda x: x is None))
+
+    of_params, of_frozen = of(params), of(frozen)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    sums = list(map(rules.accumulator_spec, of_params, shapes))
+    return _Places(of_params, of_frozen, sums, [*of_params, *of_frozen, *examples.specs()])
+
+
+def _run(prepared: Prepared, configuration: _Configuration) -> tuple[PerExample, list[Array]]:
+    """Sends a batch through the method, a microbatch at a time, on every device its own part."""
+    task, examples, choice, _, places = prepared
+    rules = configuration.sharding
+    if rules is None or places is None:
+        sums, per_example = _on_device(
+            task, configuration, choice, examples.leaves, examples.is_padding_example
+        )
+        return per_example, sums
+
+    # All arrays go in as arguments: what is closed over would not be spread.
+    consts, num_params = task.program.jaxpr.consts, len(task.params)
+    mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
+
+    def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
+        params, rest = shared[:num_params], shared[num_params:]
+        frozen, consts = rest[: len(task.frozen)], rest[len(task.frozen) :]
+        here = task._replace(params=params, frozen=frozen, program=task.program.with_consts(consts))
+        leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
+        return _on_device(here, configuration, choice, leaves, padding)
+
+    sums, per_example = over_devices(
+        function,
+        rules,
+        [*task.params, *task.frozen, *consts],
+        [*places.params, *places.frozen, *[PartitionSpec()] * len(consts)],
+        [*examples.leaves, *mask],
+        places.sums,
+    )
+    return per_example, sums
+
+
+def _on_device(
+    task: Task,
+    configuration: _Configuration,
+    choice: Choice,
+    leaves: list[Array],
+    is_padding_example: Bool[Array, " batch"] | None,
+) -> tuple[list[Array], PerExample]:
+    """The sums of a device's examples, and their per-example values."""
     method = METHODS[choice.method]
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
@@ -210,14 +307,9 @@ def _run(
         aux = task.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
-    sums, per_example = over_microbatches(
-        step,
-        examples.leaves,
-        examples.is_padding_example,
-        examples.num_examples,
-        choice.microbatch_size,
+    return over_microbatches(
+        step, leaves, is_padding_example, len(leaves[0]), choice.microbatch_size
     )
-    return per_example, sums
 
 
 def _partition(model: PyTree[Any], filter_spec: FilterSpec) -> tuple[PyTree[Array], PyTree[Any]]:
@@ -282,7 +374,7 @@ def _configure(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None,
-    sharding: None,
+    sharding: ShardingRules | None,
     has_aux: bool,
     keep_batch_dim: bool,
     rescale_to_unit_norm: bool,
@@ -298,9 +390,10 @@ def _configure(
             f"The policy has rules for single modules ({rules}), which the engine does not apply "
             "yet. Use a policy without [[modules]]."
         )
-    if sharding is not None:
+    if sharding is not None and not isinstance(cast(object, sharding), ShardingRules):
         raise ValueError(
-            f"sharding must be None, found {sharding!r}: sharding rules are not available yet."
+            f"sharding must be a dp.ShardingRules, or None; found {sharding!r}. For a mesh write "
+            "dp.ShardingRules(mesh, examples=('data',))."
         )
     if isinstance(normalize_by, jax.core.Tracer):
         raise ValueError(
@@ -329,6 +422,7 @@ def _configure(
         policy,
         has_aux,
         keep_batch_dim,
+        sharding,
         float(normalize_by),
         None if microbatch_size is None else int(microbatch_size),
         method,
@@ -341,7 +435,7 @@ def filter_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[False] = False,
     keep_batch_dim: bool = False,
@@ -358,7 +452,7 @@ def filter_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[True],
     keep_batch_dim: bool = False,
@@ -374,7 +468,7 @@ def filter_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[False] = False,
     keep_batch_dim: bool = False,
@@ -390,7 +484,7 @@ def filter_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: Literal[True],
     keep_batch_dim: bool = False,
@@ -406,7 +500,7 @@ def filter_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,
@@ -457,7 +551,10 @@ def filter_clipped_grad(
             compute dtype, the loss leaves in the output dtype, norms, factors and sums are in the
             accumulate dtype. Without one the model runs in the dtypes that it has, and sums are
             float32, or float64 where a trainable leaf is.
-        sharding: reserved for sharding rules; None.
+        sharding: on which axes of a mesh examples, parameters and sums are spread. Every device
+            then takes its part of the batch through the method, and one reduction sums over
+            devices; the loss's own sharding constraints are moved out of the way. None for one
+            device, or a loss that says nothing about sharding.
         filter_spec: which leaves are trained, as in ``eqx.partition``: a function of a leaf, or a
             tree prefix of booleans. Other leaves cost no gradient and come back as None.
         has_aux: whether ``fun`` returns ``(loss, aux)``.
@@ -510,7 +607,7 @@ def filter_value_and_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,
@@ -526,7 +623,7 @@ def filter_value_and_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,
@@ -542,7 +639,7 @@ def filter_value_and_clipped_grad(
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
-    sharding: None = None,
+    sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
     keep_batch_dim: bool = False,

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..precision import Policy
@@ -30,6 +31,15 @@ class Examples(NamedTuple):
     def leaves(self) -> list[Array]:
         """All arrays that have examples in front."""
         return jax.tree.leaves((self.batch, self.keys))
+
+    def specs(self) -> list[PartitionSpec]:
+        """Where one example of each leaf lives: as its type says, replicated if that is silent."""
+
+        def spec(x: Array) -> PartitionSpec:
+            _, *entries = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
+            return PartitionSpec(*entries[: x.ndim - 1])
+
+        return [spec(x) for x in self.leaves]
 
     def one(self) -> tuple[tuple[PyTree[Any], ...], Any]:
         """Shapes and dtypes of one example and of its key."""
@@ -83,7 +93,7 @@ def read_examples(
 
 
 def _without_example_axis(x: Array) -> jax.ShapeDtypeStruct:
-    if x.shape[0] == 0:
+    if x.shape[0] == 0 or any(jax.typeof(x).sharding.spec):  # on Explicit axes
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     # Indexing keeps the rest of the type, such as the mesh axes it varies along in a shard_map.
     return jax.eval_shape(lambda examples: examples[0], x)

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import PyTree
 
 from .clipped_grad import ClippedGrad
-from .cost import Choice, LeafCost, choose
+from .cost import Choice, LeafCost
 
 
 class Row(NamedTuple):
@@ -103,9 +103,8 @@ def explain(
     Raises:
         ValueError: as ``grad_fn``.
     """
-    task, examples, structure = grad_fn.prepare(model, batch, key, None)
+    task, examples, choice, structure, _ = grad_fn.prepare(model, batch, key, None)
     costs = task.costs
-    choice = choose(costs, task.params, task.activations, examples.num_examples, *grad_fn.asked_for)
     paths = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(structure.unflatten(task.params))

@@ -10,9 +10,11 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from ..precision import Policy
+from ..sharding import Argument, ShardingRules, constraints_of, example_program
 
 _BATCH_MIXING_ADVICE = (
     "Differentially private training needs every example's gradient to depend on that example "
@@ -33,6 +35,10 @@ class Program(NamedTuple):
     jaxpr: jex_core.ClosedJaxpr
     aux: Any
 
+    def with_consts(self, consts: list[Array]) -> "Program":
+        """The same program, closed over other arrays."""
+        return Program(jex_core.ClosedJaxpr(self.jaxpr.jaxpr, consts), self.aux)
+
     def __call__(
         self, params: list[Array], frozen: list[Array], example: list[Array]
     ) -> tuple[Array, list[Array]]:
@@ -48,47 +54,69 @@ class Options(NamedTuple):
     has_aux: bool
     keep_batch_dim: bool
     policy: Policy | None
+    sharding: ShardingRules | None
 
 
-def trace(
-    fun: Callable[..., Any],
-    options: Options,
-    params: PyTree[Array],
-    frozen_arrays: PyTree[Array],
-    static: PyTree[Any],
-    example: tuple[PyTree[jax.ShapeDtypeStruct], ...],
-    key: jax.ShapeDtypeStruct | None,
-) -> Program:
+class Inputs(NamedTuple):
+    """What a loss is traced on.
+
+    Attributes:
+        params: the trainable leaves, already in the compute dtype.
+        frozen: the other arrays of the model, floats already in the compute dtype.
+        static: the rest of the model.
+        example: shapes and dtypes of one example, without a batch axis.
+        key: shape and dtype of one key, or None.
+        specs: with sharding rules, where each array of params, frozen and example lives.
+    """
+
+    params: PyTree[Array]
+    frozen: PyTree[Array]
+    static: PyTree[Any]
+    example: tuple[PyTree[jax.ShapeDtypeStruct], ...]
+    key: jax.ShapeDtypeStruct | None
+    specs: list[PartitionSpec] | None
+
+    @property
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of all arrays, in the order in which a program takes them."""
+        arrays = jax.tree.leaves((self.params, self.frozen, self.example, self.key))
+        if self.specs is None:  # as they are, with the mesh axes that they vary along
+            return [jax.eval_shape(lambda x: x, x) for x in arrays]
+        types = map(jax.typeof, arrays)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
+
+    def arguments(self) -> list[Argument]:
+        """All arrays, with where they live, and whether they have a batch axis."""
+        assert self.specs is not None
+        num_shared = len(jax.tree.leaves((self.params, self.frozen)))
+        batch = range(num_shared, num_shared + len(jax.tree.leaves(self.example)))
+        return [
+            Argument(struct, spec, index in batch)
+            for index, (struct, spec) in enumerate(zip(self.structs, self.specs, strict=True))
+        ]
+
+
+def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
     """Traces the loss of one example.
 
     Args:
         fun: the user's loss, ``fun(model, *example[, key=...])``.
         options: how it is to be called.
-        params: the trainable leaves, already in the compute dtype.
-        frozen_arrays: the other arrays of the model, floats already in the compute dtype.
-        static: the rest of the model.
-        example: shapes and dtypes of one example, without a batch axis.
-        key: shape and dtype of one key, or None.
+        inputs: what on.
 
     Raises:
         ValueError: the loss is not a real scalar, does not return a pair where ``has_aux`` says so,
-            or needs a collective over examples.
+            needs a collective over examples, or constrains shardings without rules to go by, or in
+            a way that cannot be moved out of the per-example boundary.
     """
-    params_tree, frozen_tree = jax.tree.structure(params), jax.tree.structure(frozen_arrays)
-    example_tree = jax.tree.structure((example, key))
+    structure = jax.tree.structure((inputs.params, inputs.frozen, inputs.example, inputs.key))
     aux_trees: list[Any] = []
 
-    def flat_loss(
-        flat_params: list[Array], flat_frozen: list[Array], flat_example: list[Array]
-    ) -> tuple[Array, list[Any]]:
-        model = eqx.combine(
-            params_tree.unflatten(flat_params), frozen_tree.unflatten(flat_frozen), static
-        )
-        batch_of_one, one_key = example_tree.unflatten(flat_example)
-        if options.keep_batch_dim:
-            batch_of_one = jax.tree.map(lambda x: jnp.expand_dims(x, 0), batch_of_one)
-        kwargs = {} if one_key is None else {"key": one_key}
-        loss, aux = _check_output(fun(model, *batch_of_one, **kwargs), options.has_aux)
+    def loss_of(*flat: Array) -> tuple[Array, list[Any]]:
+        params, frozen, batch, key = structure.unflatten(flat)
+        model = eqx.combine(params, frozen, inputs.static)
+        kwargs = {} if key is None else {"key": key}
+        loss, aux = _check_output(fun(model, *batch, **kwargs), options.has_aux)
         if options.policy is not None:
             loss = options.policy.cast_to_output(loss)
         if options.keep_batch_dim:
@@ -98,13 +126,22 @@ def trace(
         aux_trees.append(aux_tree)
         return loss, flat_aux
 
+    def loss_of_one(*flat: Array) -> tuple[Array, list[Any]]:
+        if not options.keep_batch_dim:
+            return loss_of(*flat)
+        params, frozen, batch, key = structure.unflatten(flat)
+        batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), batch)
+        return loss_of(*jax.tree.leaves((params, frozen, batch, key)))
+
     try:
         with _matmul_precision(options.policy):
-            jaxpr = jax.make_jaxpr(flat_loss)(
-                jax.tree.leaves(params),
-                jax.tree.leaves(frozen_arrays),
-                jax.tree.leaves((example, key)),
-            )
+            if options.sharding is None:
+                jaxpr = jax.make_jaxpr(loss_of_one)(*inputs.structs)
+                _refuse_constraints(jaxpr.jaxpr)
+            else:
+                jaxpr = example_program(
+                    loss_of, inputs.arguments(), options.sharding, options.keep_batch_dim
+                )
     except NameError as error:
         if "axis name" not in str(error):
             raise
@@ -113,7 +150,19 @@ def trace(
             f"over the batch mixes examples, as eqx.nn.BatchNorm does. {_BATCH_MIXING_ADVICE}"
         ) from error
     _refuse_collectives(jaxpr.jaxpr)
-    return Program(jaxpr, aux_trees[-1])
+    return Program(jaxpr, aux_trees[0])
+
+
+def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
+    """Refuses sharding constraints where no rules say what is spread over which axes."""
+    found = constraints_of(jaxpr)
+    if found:
+        raise ValueError(
+            f"The loss constrains shardings ({found[0]}), and no sharding rules say which axes of "
+            "the mesh examples are spread over: example by example the constraint would land on a "
+            "batch of one, and its work on one device. Give them: "
+            "sharding=dp.ShardingRules(mesh, examples=('data',))."
+        )
 
 
 def _matmul_precision(policy: Policy | None) -> AbstractContextManager[None]:

@@ -62,22 +62,24 @@ class Survey(NamedTuple):
         return [(place, site) for place, site in self.sites.items() if site.view.leaf == leaf]
 
 
-def survey(
-    program: Program, params: list[Array], frozen: list[Array], example: list[Any]
-) -> Survey:
-    """Finds every leaf's sites by walking through the program once, on shapes alone."""
+def survey(program: Program, inputs: list[jax.ShapeDtypeStruct], num_params: int) -> Survey:
+    """Finds every leaf's sites by walking through the program once, on shapes alone.
+
+    Args:
+        program: the loss of one example.
+        inputs: shapes and dtypes of what it takes.
+        num_params: how many of them, the first, are trainable leaves.
+    """
     found = Survey({}, {})
 
-    def run(params: list[Array], frozen: list[Array], example: list[Array]) -> None:
+    def run(params: list[Array], rest: list[Array]) -> None:
         walk = _Walk(found, None)
         views = [parameter_view(leaf, value) for leaf, value in enumerate(params)]
-        outputs = walk.jaxpr(
-            program.jaxpr.jaxpr, program.jaxpr.consts, [*views, *frozen, *example], (), ()
-        )
+        outputs = walk.jaxpr(program.jaxpr.jaxpr, program.jaxpr.consts, [*views, *rest], (), ())
         for output in outputs:
             walk.value(output, "it is a result of the loss itself")
 
-    jax.eval_shape(run, params, frozen, example)
+    jax.eval_shape(run, inputs[:num_params], inputs[num_params:])
     sites = {
         place: site
         for place, site in found.sites.items()

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from eqx_dp.gradients.leaves import has_ghost, leaf_gradient
-from eqx_dp.gradients.taps import Survey, evaluate, survey
+from eqx_dp.gradients.taps import Survey, evaluate
 from tests.gradients.engine.surveys import COMPILER_OPTIONS, traced
 
 NUM_EXAMPLES = 3
@@ -53,8 +53,7 @@ def check(
             return jnp.sum(use(parameter, *inputs) * cotangent)
 
         one = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch)
-        program = traced(loss, jnp.asarray(parameter), True, one)
-        found = survey(program, [jnp.asarray(parameter)], [], list(one))
+        program, found = traced(loss, jnp.asarray(parameter), True, one)
         assert found.whole == {}
         sites = found.of(0)
         assert [site.kind.name for _, site in sites] == kinds

@@ -10,7 +10,7 @@ import pytest
 from eqx_dp.gradients import clipped_grad
 from eqx_dp.gradients.cost import LeafCost
 from eqx_dp.gradients.leaves import has_ghost
-from eqx_dp.gradients.program import Options, Program, trace
+from eqx_dp.gradients.program import Inputs, Options, Program, trace
 from eqx_dp.gradients.taps import Survey, survey
 from tests.models import Case
 
@@ -20,11 +20,15 @@ if jax.__version_info__ < (0, 11):
     COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 
-def traced(fun: Callable[..., Any], model: Any, filter_spec: Any, one: tuple[Any, ...]) -> Program:
-    """The program of one example's loss; `one` holds shapes without the examples' axis."""
+def traced(
+    fun: Callable[..., Any], model: Any, filter_spec: Any, one: tuple[Any, ...]
+) -> tuple[Program, Survey]:
+    """One example's loss and its sites; `one` holds shapes without the examples' axis."""
     params, rest = eqx.partition(model, filter_spec)
     frozen, static = eqx.partition(rest, eqx.is_array)
-    return trace(fun, Options(False, False, None), params, frozen, static, one, None)
+    inputs = Inputs(params, frozen, static, one, None, None)
+    program = trace(fun, Options(False, False, None, None), inputs)
+    return program, survey(program, inputs.structs, len(jax.tree.leaves(params)))
 
 
 def surveyed(
@@ -32,10 +36,8 @@ def surveyed(
 ) -> tuple[list[str], Survey]:
     """The paths of the trainable leaves, and the survey."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    program = traced(fun, model, filter_spec, one)
-    params, rest = eqx.partition(model, filter_spec)
-    frozen = jax.tree.leaves(eqx.filter(rest, eqx.is_array))
-    found = survey(program, jax.tree.leaves(params), frozen, jax.tree.leaves(one))
+    _, found = traced(fun, model, filter_spec, one)
+    params = eqx.filter(model, filter_spec)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     return paths, found
 

@@ -1,0 +1,47 @@
+"""Where something stands in a model's tree, and patterns that say which places are meant.
+
+A path joins attribute names, keys and indices by dots: ``blocks.3.attention.query_proj.weight``.
+"""
+
+import functools
+import re
+from typing import Any
+
+import jax
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """The dotted form of a path as ``jax.tree_util.tree_leaves_with_path`` gives it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern describes a whole dotted path.
+
+    ============  ==============================================================
+    in a pattern  stands for
+    ============  ==============================================================
+    ``**``        any number of parts, none included (a part of its own)
+    ``*``         any characters within one part, none included
+    ``?``         one character within a part
+    the rest      itself
+    ============  ==============================================================
+    """
+    return _expression(pattern).fullmatch(path) is not None
+
+
+@functools.lru_cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    *ahead, last = pattern.split(".")
+    expression = "".join("(?:.+\\.)?" if part == "**" else _part(part) + "\\." for part in ahead)
+    if last == "**":
+        # "head.**" means head too: the dot in front belongs to what "**" stands for.
+        expression = f"{expression.removesuffix(chr(92) + '.')}(?:(?:^|\\.).*)?"
+    else:
+        expression += _part(last)
+    return re.compile(expression, re.DOTALL)
+
+
+def _part(part: str) -> str:
+    wild = {"*": "[^.]*", "?": "[^.]"}
+    return "".join(wild.get(character, re.escape(character)) for character in part)

@@ -1,0 +1,14 @@
+"""Sharding rules, applied outside of the boundary between a batch and its examples."""
+
+from .boundary import Argument, example_program, inside, over_devices
+from .retrace import constraints_of
+from .rules import ShardingRules
+
+__all__ = [
+    "Argument",
+    "ShardingRules",
+    "constraints_of",
+    "example_program",
+    "inside",
+    "over_devices",
+]

@@ -1,0 +1,255 @@
+"""The boundary between a batch on a mesh and examples on a device."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .retrace import Retrace, Twin
+from .rules import ShardingRules, axes_of
+
+
+class Argument(NamedTuple):
+    """An argument of a loss, for tracing.
+
+    Attributes:
+        struct: shape and dtype; of one example, where there are examples.
+        spec: where it lives, for the dimensions of ``struct``.
+        has_examples: whether a loss that is written for a batch sees an axis of examples in front.
+    """
+
+    struct: jax.ShapeDtypeStruct
+    spec: PartitionSpec
+    has_examples: bool = False
+
+
+@contextmanager
+def inside(rules: ShardingRules) -> Generator[AbstractMesh]:
+    """Enters the context that a device's part of the work is traced in, and gives its mesh."""
+    mesh = inner_mesh(rules)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield mesh
+
+
+def inner_mesh(rules: ShardingRules) -> AbstractMesh:
+    """The mesh inside the boundary: example axes are Manual, all others Auto."""
+    types = {
+        name: AxisType.Manual if name in rules.examples else AxisType.Auto
+        for name in rules.mesh.axis_names
+    }
+    return rules.mesh.abstract_mesh.update_axis_types(types)
+
+
+def example_program(
+    loss: Callable[..., Any], arguments: list[Argument], rules: ShardingRules, is_batched: bool
+) -> jex_core.ClosedJaxpr:
+    """Traces the loss of one example, with its sharding constraints moved inside the boundary.
+
+    Args:
+        loss: takes the arguments, one by one.
+        arguments: their shapes and specs.
+        rules: the sharding rules.
+        is_batched: whether the loss is written for a batch; it then gets batches of one.
+
+    Returns:
+        A jaxpr that takes the arguments, without an axis of examples, to be evaluated [`inside`][].
+
+    Raises:
+        ValueError: a constraint that cannot be moved, or that cannot be traced on a batch of one; a
+            mesh in context that is not that of the rules.
+    """
+    _check_context(rules)
+    context = jax.sharding.get_abstract_mesh()
+
+    def trace(length: int) -> jex_core.ClosedJaxpr:
+        leading = (length,) if is_batched else ()
+        with _outside(rules, context):
+            structs = [_traceable(argument, leading, rules) for argument in arguments]
+            return jax.make_jaxpr(loss)(*structs)
+
+    try:
+        one = trace(1)
+        with inside(rules) as mesh:
+            twin = Twin(one.jaxpr, lambda: trace(2).jaxpr if is_batched else one.jaxpr)
+            retrace = Retrace(rules, mesh, twin, lambda: _outside(rules, context))
+
+            def of_one(*values: Any) -> list[Any]:
+                values = tuple(
+                    jnp.expand_dims(x, 0) if is_batched and a.has_examples else x
+                    for x, a in zip(values, arguments, strict=True)
+                )
+                return retrace.run(one.jaxpr, one.consts, values)
+
+            return jax.make_jaxpr(of_one)(*(argument.struct for argument in arguments))
+    except Exception as error:
+        if rules.is_explicit and _speaks_of_meshes(error):
+            raise ValueError(
+                "On Explicit axes the loss is traced on a batch of one example, on a mesh of which "
+                "the example axes have length one, and that failed. A reshard to a NamedSharding "
+                "of the real mesh is refused there: pass the PartitionSpec alone "
+                "(jax.sharding.reshard(x, P('data'))). Arrays that live on the mesh come in with "
+                f"the model or the batch, not by closure. {error}"
+            ) from error
+        raise
+
+
+def _speaks_of_meshes(error: Exception) -> bool:
+    told = str(error).lower()
+    return "per-example boundary" not in told and any(
+        word in told for word in ("evenly divide", "context mesh", "should match", "abstractmesh")
+    )
+
+
+def _check_context(rules: ShardingRules) -> None:
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty:
+        return
+    if AxisType.Manual in context.axis_types:
+        raise ValueError(
+            "Sharding rules were given inside a shard_map: they make one of their own, over "
+            f"{rules.examples}. Call the clipped gradient outside of shard_map, or leave the rules "
+            "out and sum over the axes yourself."
+        )
+    if (context.axis_names, context.axis_sizes) != (
+        rules.mesh.axis_names,
+        rules.mesh.axis_sizes,
+    ):
+        raise ValueError(
+            f"The mesh in context is {dict(context.shape)}, that of the sharding rules "
+            f"{dict(rules.mesh.shape)}. Use one mesh for both."
+        )
+
+
+@contextmanager
+def _outside(rules: ShardingRules, context: AbstractMesh) -> Generator[None]:
+    """Enters the context that a loss is traced in, in which constraints on a batch are valid.
+
+    On Auto axes that is the one it is called in. On Explicit axes a dimension has to be a multiple
+    of the devices that it is spread over, so the example axes have length one there.
+    """
+    mesh = _mesh_of_one(rules) if rules.is_explicit else context
+    with (  # by way of no mesh, as lengths must not change
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+
+
+def _mesh_of_one(rules: ShardingRules) -> AbstractMesh:
+    sizes = {**rules.mesh.shape, **dict.fromkeys(rules.examples, 1)}
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=rules.mesh.axis_types)
+
+
+def _traceable(
+    argument: Argument, leading: tuple[int, ...], rules: ShardingRules
+) -> jax.ShapeDtypeStruct:
+    struct, spec = argument.struct, argument.spec
+    if argument.has_examples and leading:
+        shape, spec = (*leading, *struct.shape), PartitionSpec(rules.examples, *spec)
+        struct = jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
+    if not rules.is_explicit:
+        return struct
+    types = dict(zip(rules.mesh.axis_names, rules.mesh.axis_types, strict=True))
+    typed = PartitionSpec(
+        *(
+            tuple(axis for axis in axes_of(entry) if types[axis] is AxisType.Explicit) or None
+            for entry in spec
+        )
+    )
+    return struct.update(sharding=NamedSharding(_mesh_of_one(rules), typed))
+
+
+def over_devices(
+    function: Callable[[list[Array], list[Array]], tuple[list[Array], PyTree[Array]]],
+    rules: ShardingRules,
+    shared: list[Array],
+    shared_specs: list[PartitionSpec],
+    examples: list[Array],
+    sum_specs: list[PartitionSpec],
+) -> tuple[list[Array], PyTree[Array]]:
+    """Runs a function on every device's own examples, and sums over devices once.
+
+    Guarantee: nothing of an example leaves its device but what ``function`` makes of it; sums are
+    reduced in the dtype they come in, one reduction each, after ``function`` is done.
+
+    Args:
+        function: from the shared arrays and a device's examples to ``(sums, per_example)``.
+        rules: the sharding rules.
+        shared: arrays that every device needs.
+        shared_specs: where each lives.
+        examples: arrays with examples in front.
+        sum_specs: where each sum is to live.
+
+    Returns:
+        The sums over all examples, and the per-example values, examples in front.
+    """
+    mesh = inner_mesh(rules)
+    is_divided = len(rules.mesh.axis_names) > len(rules.examples)
+
+    def keep(x: Array, spec: PartitionSpec) -> Array:
+        if not is_divided:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _only(spec, rules, False)))
+
+    def on_device(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
+        shared = [keep(x, spec) for x, spec in zip(shared, shared_specs, strict=True)]
+        sums, per_example = function(shared, examples)
+        sums = [keep(x, spec) for x, spec in zip(sums, sum_specs, strict=True)]
+        return _reduced(sums, sum_specs, rules), per_example
+
+    mapped = jax.shard_map(
+        on_device,
+        mesh=None if rules.is_explicit else rules.mesh,
+        in_specs=(PartitionSpec(), rules.example_spec),
+        out_specs=([_only(spec, rules, True) for spec in sum_specs], rules.example_spec),
+        axis_names=set(rules.examples),
+        check_vma=False,
+    )
+    places = (
+        [NamedSharding(rules.mesh, spec) for spec in sum_specs],
+        NamedSharding(rules.mesh, rules.example_spec),
+    )
+
+    def run(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
+        if rules.is_explicit:
+            on_auto_axes: Any = jax.sharding.auto_axes(mapped, out_sharding=places)
+            return on_auto_axes(shared, examples)
+        return jax.lax.with_sharding_constraint(mapped(shared, examples), places)
+
+    return jax.jit(run)(shared, examples)
+
+
+def _only(spec: PartitionSpec, rules: ShardingRules, example_axes: bool) -> PartitionSpec:
+    """A spec's example axes alone, or the others alone."""
+    return PartitionSpec(
+        *(
+            tuple(axis for axis in axes_of(entry) if (axis in rules.examples) is example_axes)
+            or None
+            for entry in spec
+        )
+    )
+
+
+def _reduced(sums: list[Array], specs: list[PartitionSpec], rules: ShardingRules) -> list[Array]:
+    """Sums over the example axes; where a sum is to be spread over them, each gets its part."""
+    whole: dict[int, Array] = {}
+    parts: dict[int, Array] = {}
+    for index, (x, spec) in enumerate(zip(sums, specs, strict=True)):
+        dimensions = [axes_of(entry) for entry in _only(spec, rules, True)]
+        over = tuple(axis for axes in dimensions for axis in axes)
+        if not over:
+            whole[index] = x
+            continue
+        rest = tuple(axis for axis in rules.examples if axis not in over)
+        x = jax.lax.psum(x, rest) if rest else x
+        for dimension, axes in enumerate(dimensions):
+            if axes:
+                x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+        parts[index] = x
+    whole = jax.lax.psum(whole, rules.examples)
+    return [parts[index] if index in parts else whole[index] for index in range(len(sums))]

@@ -1,0 +1,313 @@
+"""A program traced anew for the inside of the boundary, its sharding constraints moved with it.
+
+What a loss says about sharding, it says about a batch on the whole mesh. Inside, a device holds
+examples of its own, and the axes that examples are spread over are gone. So the program is
+evaluated equation by equation while it is traced again under the inner mesh: constraints are
+replaced by what is left of them, and on Explicit axes types lose their sharding, since inside all
+axes are Auto.
+
+This file, alone, knows how JAX's equations hold meshes, shardings and derivative rules, which are
+no public interface; it was written for JAX 0.10 and 0.11.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import jax
+import jax.extend.core as jex_core
+from jax.extend import source_info_util
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from .constraints import Constraint
+from .rules import ShardingRules
+
+# The derivative rules of custom_jvp_call and custom_vjp_call, traced when they are asked for.
+_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+
+
+class Twin:
+    """The same program for a batch of two, to see which dimensions carry examples.
+
+    Traced when a constraint asks for it, and not at all without one.
+    """
+
+    def __init__(self, one: jex_core.Jaxpr, trace_two: Callable[[], jex_core.Jaxpr]):
+        self._one = one
+        self._trace_two = trace_two
+        self._pairs: dict[int, jex_core.JaxprEqn] | None = None
+
+    def of(self, equation: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
+        """The equation that stands in the batch of two where this one stands in the batch of one.
+
+        Raises:
+            ValueError: the programs differ in more than lengths.
+        """
+        if self._pairs is None:
+            self._pairs = {}
+            self.pair(self._one, self._trace_two())
+        return self._pairs[id(equation)]
+
+    def pair(self, one: jex_core.Jaxpr, two: jex_core.Jaxpr) -> None:
+        """Finds the partners of all equations that speak of sharding, or hold what may."""
+        assert self._pairs is not None
+        ours, theirs = list(_of_interest(one)), list(_of_interest(two))
+        if [e.primitive.name for e in ours] != [e.primitive.name for e in theirs]:
+            raise ValueError(
+                "The loss constrains shardings in one way for a batch of one example and in "
+                "another for a batch of two, so it cannot be seen which dimensions carry examples. "
+                "Let the constraints not depend on the length of the batch."
+            )
+        self._pairs |= {id(a): b for a, b in zip(ours, theirs, strict=True)}
+
+
+def _of_interest(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
+    for equation in jaxpr.eqns:
+        if _shardings(equation) or any(rule in equation.params for rule in _RULES):
+            yield equation
+        for inner in jex_core.jaxprs_in_params(equation.params):
+            yield from _of_interest(inner)
+
+
+def _shardings(equation: jex_core.JaxprEqn) -> list[tuple[Any, Any]]:
+    """Pairs of a variable and the sharding that an equation demands for it."""
+    params, name = equation.params, equation.primitive.name
+    if name == "sharding_constraint":
+        return [(equation.outvars[0], params["sharding"])]
+    if name == "reshard":
+        return [(equation.outvars[0], params["dst_sharding"])]
+    if name == "device_put":
+        found = zip(equation.outvars, params["devices"], strict=True)
+    elif name in ("jit", "pjit"):
+        variables = [*equation.invars, *equation.outvars]
+        found = zip(variables, [*params["in_shardings"], *params["out_shardings"]], strict=True)
+    else:
+        return []
+    return [(v, sharding) for v, sharding in found if isinstance(sharding, NamedSharding)]
+
+
+def constraints_of(jaxpr: jex_core.Jaxpr) -> list[str]:
+    """What a program says about sharding, told for an error."""
+    return [
+        f"{equation.primitive.name} with spec {getattr(sharding, 'spec', sharding)} at "
+        f"{source_info_util.summarize(equation.source_info)}"
+        for equation in _of_interest(jaxpr)
+        for _, sharding in _shardings(equation)
+    ]
+
+
+class Retrace(NamedTuple):
+    """Evaluates a program as it is to be inside the boundary.
+
+    Attributes:
+        rules: the sharding rules.
+        inner: the mesh inside: example axes Manual, the others Auto.
+        twin: the program for a batch of two.
+        outside: enters the context in which the program was traced.
+    """
+
+    rules: ShardingRules
+    inner: AbstractMesh
+    twin: Twin
+    outside: Callable[[], AbstractContextManager[Any]]
+
+    def run(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Evaluates a jaxpr."""
+        values: dict[Any, Any] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
+        )
+
+        def read(variable: Any) -> Any:
+            return variable.val if isinstance(variable, jex_core.Literal) else values[variable]
+
+        for equation in jaxpr.eqns:
+            handler = _HANDLERS.get(equation.primitive.name, _bind)
+            outputs = handler(self, equation, [read(v) for v in equation.invars])
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def traced(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any] = ()) -> jex_core.ClosedJaxpr:
+        """Traces a jaxpr inside another again."""
+        structs = [_without_sharding(variable.aval) for variable in jaxpr.invars]
+        return jax.make_jaxpr(lambda *inputs: self.run(jaxpr, consts, inputs))(*structs)
+
+    def constrain(self, x: Any, constraint: Constraint) -> Any:
+        """Applies what is left of a constraint."""
+        return self.spread(x, constraint.inside(self.rules))
+
+    def spread(self, x: Any, spec: PartitionSpec) -> Any:
+        """Spreads a value over the axes that are there inside; nothing to do if there are none."""
+        if set(self.rules.mesh.axis_names) <= set(self.rules.examples):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.inner, spec))
+
+    def constraint(
+        self, equation: jex_core.JaxprEqn, index: int, variable: Any, sharding: Any
+    ) -> Constraint:
+        """The constraint on a variable: the ``index``-th of those that an equation states."""
+        partner, _ = _shardings(self.twin.of(equation))[index]
+        return Constraint(equation, sharding, variable.aval.shape, partner.aval.shape)
+
+
+def _without_sharding(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+_Handler: TypeAlias = Callable[[Retrace, jex_core.JaxprEqn, list[Any]], list[Any]]
+
+
+def _bind(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Any other equation: functions inside it are traced again, and types lose their sharding."""
+    hints = [value for value in equation.params.values() if isinstance(value, NamedSharding)]
+    params = {
+        name: _inside(retrace, equation, name, value) for name, value in equation.params.items()
+    }
+    params = equation.primitive.get_bind_params(params)
+    outputs: Any = equation.primitive.bind(*inputs, **params)
+    if not equation.primitive.multiple_results:
+        outputs = [outputs]
+    for hint in hints:  # such as the out_sharding of an einsum on Explicit axes
+        spec = PartitionSpec(*(_without(entry, retrace.rules.examples) for entry in hint.spec))
+        if any(spec):
+            outputs = [retrace.spread(output, spec) for output in outputs]
+    return list(outputs)
+
+
+def _without(entry: Any, taken: tuple[str, ...]) -> Any:
+    if not isinstance(entry, str | tuple):
+        return entry
+    axes = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(axis for axis in axes if axis not in taken) or None
+
+
+def _inside(retrace: Retrace, equation: jex_core.JaxprEqn, name: str, value: Any) -> Any:
+    """A parameter of an equation, as it is to be inside the boundary."""
+    if name in _RULES:
+        return _Rule(retrace, equation, name)
+    if isinstance(value, jex_core.ClosedJaxpr):
+        return retrace.traced(value.jaxpr, value.consts)
+    if isinstance(value, jex_core.Jaxpr):
+        traced = retrace.traced(value)
+        assert not traced.consts
+        return traced.jaxpr
+    if isinstance(value, NamedSharding):
+        return None
+    if isinstance(value, tuple) and any(
+        isinstance(one, jex_core.ClosedJaxpr) for one in cast(tuple[Any, ...], value)
+    ):
+        return tuple(_inside(retrace, equation, "", one) for one in cast(tuple[Any, ...], value))
+    return value
+
+
+class _Rule(NamedTuple):
+    """A derivative rule that is traced again when it is asked for."""
+
+    retrace: Retrace
+    equation: jex_core.JaxprEqn
+    name: str
+
+    @property
+    def debug_info(self) -> Any:
+        return self.equation.params[self.name].debug_info
+
+    def call_wrapped(self, *zeros: bool) -> tuple[Any, ...]:
+        with self.retrace.outside():
+            jaxpr, consts, *rest = self.equation.params[self.name].call_wrapped(*zeros)
+        if any(_shardings(inner) for inner in _of_interest(jaxpr)):
+            twin = self.retrace.twin
+            of_two = twin.of(self.equation)
+            with self.retrace.outside():
+                twin.pair(jaxpr, of_two.params[self.name].call_wrapped(*zeros)[0])
+        traced = self.retrace.traced(jaxpr, consts)
+        return (traced.jaxpr, traced.consts, *rest)
+
+
+def _constrained(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    ((variable, sharding),) = _shardings(equation)
+    if equation.params.get("layout") is not None:
+        raise ValueError(
+            f"The loss constrains a memory layout at "
+            f"{source_info_util.summarize(equation.source_info)}, which the per-example boundary "
+            "does not support. Constrain the sharding alone."
+        )
+    return [retrace.constrain(inputs[0], retrace.constraint(equation, 0, variable, sharding))]
+
+
+def _put(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """``jax.device_put``: to a sharding of the mesh it is a constraint."""
+    demands = _shardings(equation)
+    if not demands:
+        return _bind(retrace, equation, inputs)
+    outputs = dict(zip(equation.outvars, inputs, strict=True))
+    for index, (variable, sharding) in enumerate(demands):
+        constraint = retrace.constraint(equation, index, variable, sharding)
+        outputs[variable] = retrace.constrain(outputs[variable], constraint)
+    return list(outputs.values())
+
+
+def _jitted(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """A jitted function is evaluated where it is called; its shardings are constraints."""
+    inner: jex_core.ClosedJaxpr = equation.params["jaxpr"]
+    demands = _shardings(equation)
+    variables = [*equation.invars, *equation.outvars]
+
+    def meet(values: list[Any], first: int) -> list[Any]:
+        # By position, as a variable may come in twice.
+        said = [*equation.params["in_shardings"], *equation.params["out_shardings"]]
+        index = sum(isinstance(sharding, NamedSharding) for sharding in said[:first])
+        met: list[Any] = []
+        for position, value in enumerate(values, first):
+            if isinstance(said[position], NamedSharding):
+                variable, sharding = variables[position], said[position]
+                value = retrace.constrain(
+                    value, retrace.constraint(equation, index, variable, sharding)
+                )
+                index += 1
+            met.append(value)
+        return met
+
+    if not demands:
+        return retrace.run(inner.jaxpr, inner.consts, inputs)
+    outputs = retrace.run(inner.jaxpr, inner.consts, meet(inputs, 0))
+    return meet(outputs, len(inputs))
+
+
+def _shard_mapped(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """A shard_map over axes that are there inside stays one."""
+    params = equation.params
+    taken = sorted(set(params["manual_axes"]) & set(retrace.rules.examples))
+    if taken:
+        raise ValueError(
+            f"The loss holds a shard_map over {', '.join(map(repr, taken))}, over which the rules "
+            f"spread examples, at {source_info_util.summarize(equation.source_info)} (in_specs "
+            f"{params['in_specs']}): inside, a device has examples of its own, one at a time. Take "
+            "it out, or map over the other axes alone: jax.shard_map(..., axis_names={'model'}) "
+            "with specs that do not name the example axes."
+        )
+    inner: jex_core.Jaxpr = params["jaxpr"]
+    mapped = jax.shard_map(
+        lambda *values: retrace.run(inner, (), values),
+        mesh=retrace.inner,
+        in_specs=params["in_specs"],
+        out_specs=list(params["out_specs"]),
+        axis_names=set(params["manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*inputs))
+
+
+def _passed_on(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Between kinds of axes there is nothing to do: inside, all are Auto."""
+    del retrace, equation
+    return inputs
+
+
+_HANDLERS: dict[str, _Handler] = {
+    "sharding_constraint": _constrained,
+    "reshard": _constrained,
+    "mesh_cast": _passed_on,
+    "device_put": _put,
+    "jit": _jitted,
+    "pjit": _jitted,
+    "shard_map": _shard_mapped,
+}

@@ -1,0 +1,349 @@
+"""Rules for where things live on a mesh of devices: examples, parameters, accumulators."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
+
+import equinox as eqx
+import jax
+import jax.core
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..paths import dotted, matches
+
+T = TypeVar("T")
+
+Accumulators: TypeAlias = Literal["params", "examples"]
+
+PathRule: TypeAlias = tuple[str, PartitionSpec]
+"""A pattern of paths in the model's tree, and where the arrays that it describes live."""
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class ShardingRules:
+    """Declares where a training step's arrays live on a mesh.
+
+    Rules are applied outside of the boundary between a batch and its examples: each device works
+    on its own examples, and one reduction an accumulator and step, in the accumulate dtype, sums
+    what they contribute. Over the other axes of the mesh (model parallelism) the compiler divides
+    the work as the parameters' specs and the loss's own constraints say.
+
+    Rules are static: they compare and hash by value, and hold no arrays.
+
+    ```python
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    rules = dp.ShardingRules(mesh, examples=("data",), params=(
+        ("**.attention.output_proj.weight", P(None, "model")),
+        ("**.attention.*_proj.weight", P("model", None)),
+    ))
+    ```
+
+    Args:
+        mesh: the devices. Its axes are Auto or Explicit.
+        examples: the axes that examples are spread over.
+        params: pairs of a path pattern and a ``PartitionSpec`` for the model's arrays. Paths are
+            dotted, ``blocks.3.attention.query_proj.weight``; in a pattern ``*`` stands for
+            anything within one part, ``**`` for any number of parts. The first match wins; an array
+            that nothing matches is replicated.
+        accumulators: where sums of gradients, and so the returned gradients, noise, and the state
+            of an optimizer made for them, live: ``"params"``, with their parameter; ``"examples"``,
+            spread over the example axes as well (ZeRO, Rajbhandari et al. 2020, stage 2), along the
+            first dimension that these axes divide and that is not spread already. Where there is no
+            such dimension, with the parameter.
+
+    Raises:
+        ValueError: an axis that the mesh lacks, or that is named twice; no example axes; something
+            that is no mesh, pattern or ``PartitionSpec``.
+    """
+
+    mesh: Mesh
+    examples: tuple[str, ...]
+    params: tuple[PathRule, ...]
+    accumulators: Accumulators
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        examples: str | Sequence[str] = ("data",),
+        params: Iterable[PathRule] = (),
+        accumulators: Accumulators = "params",
+    ):
+        if not isinstance(cast(object, mesh), Mesh):
+            raise ValueError(
+                f"mesh must be a jax.sharding.Mesh (jax.make_mesh(shape, names)), found {mesh!r}."
+            )
+        if accumulators not in get_args(Accumulators):
+            allowed = ", ".join(map(repr, get_args(Accumulators)))
+            raise ValueError(f"accumulators must be one of {allowed}, found {accumulators!r}.")
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "examples", _example_axes(mesh, examples))
+        object.__setattr__(self, "params", tuple(_path_rule(mesh, rule) for rule in params))
+        object.__setattr__(self, "accumulators", accumulators)
+
+    @property
+    def num_shards(self) -> int:
+        """How many parts the examples are divided into."""
+        return math.prod(self.mesh.shape[axis] for axis in self.examples)
+
+    @property
+    def example_spec(self) -> PartitionSpec:
+        """Spec of an array with examples along its leading axis."""
+        return PartitionSpec(self.examples)
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether an axis of the mesh is Explicit: arrays then carry their sharding in the type."""
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def specs(self, model: PyTree[Any]) -> PyTree[PartitionSpec | None]:
+        """The spec of every array of a model, by the rules for parameters.
+
+        Args:
+            model: a tree; its arrays, or shapes of arrays, have paths.
+
+        Returns:
+            A tree of ``PartitionSpec``, None where the model has no array.
+
+        Raises:
+            ValueError: a pattern that matches nothing; a spec that is longer than an array's rank,
+                or spreads a dimension over axes that do not divide it.
+        """
+        unmatched = [pattern for pattern, _ in self.params]
+
+        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
+            if not _has_shape(leaf):
+                return None
+            name = dotted(path)
+            found = [rule for rule in self.params if matches(rule[0], name)]
+            for pattern, _ in found:
+                if pattern in unmatched:
+                    unmatched.remove(pattern)
+            if not found:
+                return PartitionSpec()
+            self._check_fits(*found[0], name, leaf.shape)
+            return found[0][1]
+
+        specs = jax.tree_util.tree_map_with_path(spec, model)
+        if unmatched:
+            paths = [
+                dotted(path)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(model)
+                if _has_shape(leaf)
+            ]
+            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise ValueError(
+                f"ShardingRules.params: {', '.join(map(repr, unmatched))} matches no array of the "
+                f"model. Its arrays are {shown}. A pattern describes the whole path; '**' stands "
+                "for any number of parts."
+            )
+        return specs
+
+    def accumulator_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        """Where the sum of gradients of a parameter lives.
+
+        Args:
+            spec: where the parameter lives.
+            shape: its shape.
+        """
+        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        taken = {axis for entry in entries for axis in axes_of(entry)}
+        if self.accumulators == "params" or taken & set(self.examples):
+            return spec
+        for dimension, entry in enumerate(entries):
+            is_free = not axes_of(entry) and entry is not PartitionSpec.UNCONSTRAINED
+            if is_free and shape[dimension] > 0 and shape[dimension] % self.num_shards == 0:
+                entries[dimension] = self.examples
+                return PartitionSpec(*entries)
+        return spec
+
+    def accumulator_specs(self, model: PyTree[Any]) -> PyTree[PartitionSpec | None]:
+        """Where the gradients of a model live: a tree as of [`specs`][], with the same errors."""
+        return jax.tree.map(
+            lambda leaf, spec: (
+                None if spec is None else self.accumulator_spec(spec, tuple(leaf.shape))
+            ),
+            model,
+            self.specs(model),
+        )
+
+    def shard(self, model: T) -> T:
+        """Places a model's arrays as the rules for parameters say.
+
+        Under ``jit`` it constrains them, so that an updated model stays where it was. With several
+        processes each gives the whole array, the same in all.
+
+        Raises:
+            ValueError: as [`specs`][].
+        """
+        return cast(T, self._place(model, self.specs(model)))
+
+    def shard_accumulators(self, params: T) -> T:
+        """Places a copy of a model's arrays as accumulators live.
+
+        ``optimizer.init(rules.shard_accumulators(params))`` makes an optimizer's state that lives
+        where gradients do, which matters with ``accumulators="examples"``.
+
+        Raises:
+            ValueError: as [`specs`][].
+        """
+        return cast(T, self._place(params, self.accumulator_specs(params)))
+
+    def shard_batch(self, batch: T) -> T:
+        """Spreads a batch over the example axes, along every leading axis.
+
+        With several processes each gives its own part of the batch, all parts of one length, and
+        gets the whole, of which it holds its part.
+
+        Args:
+            batch: a tree of arrays with examples along their leading axes.
+
+        Raises:
+            ValueError: a leaf that is no array or has no leading axis; examples that the devices do
+                not divide (the error says which ``pad_to`` would do).
+        """
+        sharding = NamedSharding(self.mesh, self.example_spec)
+        parts = self.num_shards if jax.process_count() == 1 else self._local_shards()
+
+        def place(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = f"batch{jax.tree_util.keystr(path)}"
+            if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
+                raise ValueError(
+                    f"{name} is a {type(leaf).__name__}, not an array: everything in a batch has "
+                    "examples along its leading axis."
+                )
+            if leaf.ndim == 0:
+                raise ValueError(f"{name} is a scalar: it has no leading axis of examples.")
+            self._check_divides(leaf.shape[0], parts, name)
+            if isinstance(leaf, jax.core.Tracer) or jax.process_count() == 1:
+                return self._placed(leaf, self.example_spec)
+            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+        return cast(T, jax.tree_util.tree_map_with_path(place, batch))
+
+    def check_examples(self, num_examples: int) -> None:
+        """Refuses a number of examples that the example axes do not divide.
+
+        Raises:
+            ValueError: it says which ``pad_to`` would do.
+        """
+        self._check_divides(num_examples, self.num_shards, "The batch")
+
+    def _check_divides(self, num_examples: int, parts: int, name: str) -> None:
+        if num_examples % parts:
+            raise ValueError(
+                f"{name} has {num_examples} examples, which do not divide over the {parts} devices "
+                f"of {self._told_axes()}. Pad it: a sampler with pad_to={parts} gives a multiple "
+                f"(plan.sampler(..., pad_to={parts})), here {-(-num_examples // parts) * parts}, "
+                "and is_padding_example marks what was filled up."
+            )
+
+    def _told_axes(self) -> str:
+        names = ", ".join(map(repr, self.examples))
+        return f"the example ax{'es' if len(self.examples) > 1 else 'is'} {names}"
+
+    def _local_shards(self) -> int:
+        """How many parts of the examples this process's devices hold."""
+        of_devices = np.vectorize(lambda device: device.process_index)(self.mesh.devices)
+        axes = [self.mesh.axis_names.index(axis) for axis in self.examples]
+        others = tuple(i for i in range(of_devices.ndim) if i not in axes)
+        return int(np.sum(np.any(of_devices == jax.process_index(), axis=others)))
+
+    def _place(self, tree: PyTree[Any], specs: PyTree[PartitionSpec | None]) -> PyTree[Any]:
+        # A spec is a leaf, None where there is no array.
+        leaves, structure = jax.tree.flatten(tree)
+        flat = structure.flatten_up_to(specs)
+        return structure.unflatten(
+            leaf if spec is None or not _is_placeable(leaf) else self._placed(leaf, spec)
+            for leaf, spec in zip(leaves, flat, strict=True)
+        )
+
+    def _placed(self, leaf: Any, spec: PartitionSpec) -> Array:
+        sharding = NamedSharding(self.mesh, spec)
+        if not isinstance(leaf, jax.core.Tracer):
+            return jax.device_put(leaf, sharding)
+        if self.is_explicit:
+            return jax.sharding.reshard(leaf, sharding)
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+
+    def _check_fits(
+        self, pattern: str, spec: PartitionSpec, name: str, shape: tuple[int, ...]
+    ) -> None:
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"ShardingRules.params: {pattern!r} gives {name} the spec {spec}, which has "
+                f"{len(spec)} dimensions; the array has shape {shape}. Write a pattern that leaves "
+                "it out, or a rule for it in front."
+            )
+        for dimension, entry in enumerate(spec):
+            axes = axes_of(entry)
+            parts = math.prod(self.mesh.shape[axis] for axis in axes)
+            if shape[dimension] % parts:
+                raise ValueError(
+                    f"ShardingRules.params: {pattern!r} spreads dimension {dimension} of {name} "
+                    f"over {', '.join(map(repr, axes))}, {parts} devices, which do not divide its "
+                    f"length {shape[dimension]} (shape {shape}). Choose another dimension or axis, "
+                    "or change the model's width."
+                )
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a ``PartitionSpec`` names."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _has_shape(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
+
+
+def _is_placeable(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+
+
+def _example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
+    axes = (examples,) if isinstance(examples, str) else tuple(examples)
+    if not axes:
+        raise ValueError(
+            "examples names no axis of the mesh: say which axes examples are spread over, such as "
+            "examples=('data',). An axis of one device is fine."
+        )
+    _check_axes(mesh, axes, "examples")
+    return axes
+
+
+def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
+    if not (isinstance(rule, tuple | list) and len(cast(Sequence[Any], rule)) == 2):
+        raise ValueError(
+            f"params holds pairs (path pattern, PartitionSpec), found {rule!r}. A single pair "
+            "needs a comma behind it: params=((pattern, spec),)."
+        )
+    pattern, spec = cast(Sequence[Any], rule)
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(
+            f"params: a path pattern is a string such as '**.weight', not {pattern!r}."
+        )
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(f"params: {pattern!r} needs a jax.sharding.PartitionSpec, found {spec!r}.")
+    if spec.unreduced or spec.reduced:
+        raise ValueError(f"params: {pattern!r} has {spec}; a parameter is never partly reduced.")
+    if PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise ValueError(
+            f"params: {pattern!r} has {spec}; say for each dimension where it lives, or None."
+        )
+    _check_axes(mesh, [a for entry in spec for a in axes_of(entry)], f"params, {pattern!r}: {spec}")
+    return pattern, spec
+
+
+def _check_axes(mesh: Mesh, axes: Sequence[Any], where: str) -> None:
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{where} names the axis {axis!r}, which the mesh lacks; its axes are "
+                f"{', '.join(map(repr, mesh.axis_names))}."
+            )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{where} names an axis twice: {', '.join(map(repr, axes))}.")
