@@ -130,12 +130,14 @@ def _outside(rules: ShardingRules, context: AbstractMesh) -> Generator[None]:
     """Enters the context that a loss is traced in, in which constraints on a batch are valid.
 
     On Auto axes that is the one it is called in. On Explicit axes a dimension has to be a multiple
-    of the devices that it is spread over, so the example axes have length one there.
+    of the devices that it is spread over, so the example axes have length one there, and types do
+    not speak of them: (1 x time) split into a batch of one and time would else be spread over time.
     """
     mesh = _mesh_of_one(rules) if rules.is_explicit else context
-    with (  # by way of no mesh, as lengths must not change
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),  # from none, lengths may change
         jax.sharding.use_abstract_mesh(mesh),
+        jax.remove_size_one_mesh_axis_from_type(rules.is_explicit),
     ):
         yield
 
