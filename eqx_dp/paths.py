@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+_ANY_PARTS = r"(?:\.[^.]*)*"
+
 
 def dotted(path: tuple[Any, ...]) -> str:
     """The dotted form of a path as ``jax.tree_util.tree_leaves_with_path`` gives it."""
@@ -27,21 +29,16 @@ def matches(pattern: str, path: str) -> bool:
     the rest      itself
     ============  ==============================================================
     """
-    return _expression(pattern).fullmatch(path) is not None
+    # With a dot in front of every part, "any number of parts" needs no dots of its own.
+    return _expression(pattern).fullmatch(f".{path}") is not None
 
 
 @functools.lru_cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    *ahead, last = pattern.split(".")
-    expression = "".join("(?:.+\\.)?" if part == "**" else _part(part) + "\\." for part in ahead)
-    if last == "**":
-        # "head.**" means head too: the dot in front belongs to what "**" stands for.
-        expression = f"{expression.removesuffix(chr(92) + '.')}(?:(?:^|\\.).*)?"
-    else:
-        expression += _part(last)
-    return re.compile(expression, re.DOTALL)
+    parts = pattern.split(".")
+    return re.compile("".join(_ANY_PARTS if part == "**" else _part(part) for part in parts))
 
 
 def _part(part: str) -> str:
     wild = {"*": "[^.]*", "?": "[^.]"}
-    return "".join(wild.get(character, re.escape(character)) for character in part)
+    return "\\." + "".join(wild.get(character, re.escape(character)) for character in part)

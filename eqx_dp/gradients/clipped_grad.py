@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import dp_accounting
 import equinox as eqx
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import Policy, checked_policy
-from ..sharding import ShardingRules, inside, over_devices
+from ..sharding import ShardingRules, checked_rules, inside, over_devices
 from .clip import Clipping, parse_clip_norm
 from .cost import Choice, choose, leaf_cost
 from .examples import Examples, read_examples
@@ -88,6 +88,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     def policy(self) -> Policy | None:
         """The policy that it was made with."""
         return self._configuration.policy
+
+    @property
+    def sharding(self) -> ShardingRules | None:
+        """The sharding rules that it was made with."""
+        return self._configuration.sharding
 
     @property
     def l2_norm_bound(self) -> float:
@@ -383,17 +388,12 @@ def _configure(
     method: str,
 ) -> _Configuration:
     """Checks everything that can be checked before there is a model."""
-    policy = checked_policy(policy)
+    policy, sharding = checked_policy(policy), checked_rules(sharding)
     if policy is not None and policy.modules:
         rules = ", ".join(repr(rule.match) for rule in policy.modules)
         raise ValueError(
             f"The policy has rules for single modules ({rules}), which the engine does not apply "
             "yet. Use a policy without [[modules]]."
-        )
-    if sharding is not None and not isinstance(cast(object, sharding), ShardingRules):
-        raise ValueError(
-            f"sharding must be a dp.ShardingRules, or None; found {sharding!r}. For a mesh write "
-            "dp.ShardingRules(mesh, examples=('data',))."
         )
     if isinstance(normalize_by, jax.core.Tracer):
         raise ValueError(

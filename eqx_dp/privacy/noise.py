@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..precision import Policy, checked_policy
+from ..sharding import ShardingRules, checked_rules
 from .arguments import real_number
 
 
@@ -29,7 +31,7 @@ def gaussian_privatizer(
     stddev: SupportsFloat,
     key: PRNGKeyArray,
     policy: Policy | None = None,
-    sharding: object = None,
+    sharding: ShardingRules | None = None,
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
@@ -63,29 +65,33 @@ def gaussian_privatizer(
     | gradient is NaN or infinite | so is the result: clip before |
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
+    | `sharding` and a generator whose values depend on it (not threefry) | refused |
+
+    With sharding rules every device draws its own part of the noise, without communication, and the
+    same key gives the same noise on any number of devices and hosts.
 
     Args:
         stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
             array: it is part of the compiled program.
         key: One key, of `jax.random.key` or `jax.random.PRNGKey`. Secret, and not used elsewhere.
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
-        sharding: Must be None: sharding rules are not available yet.
+        sharding: Where noise lives: as the rules say of accumulators. The updates' tree is then
+            that of the model that the rules speak of.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
 
     Raises:
         ValueError: If `stddev` is negative, not finite or traced, `key` is not one key, or
-            `sharding` is given. From `update`: if a leaf is refused as in the table above, or
-            `stddev` is beyond the normal range of the noise dtype.
+            `sharding` is not rules, or does not go with the key's generator. From `update`: if a
+            leaf is refused as in the table above, or `stddev` is beyond the normal range of the
+            noise dtype.
     """
-    if sharding is not None:
-        raise ValueError(
-            f"sharding must be None: sharding rules are not available yet; found {sharding!r}."
-        )
-    policy = checked_policy(policy)
+    policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
     _check_single_key(key)
+    if rules is not None:
+        _check_generator(key)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         del params
@@ -103,7 +109,13 @@ def gaussian_privatizer(
         step_key = jax.random.fold_in(jax.random.fold_in(state.key, _NOISE), state.step)
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
         noisy = [
-            _add_noise(_checked_gradient(leaf, path, policy), scale, step_key, position, policy)
+            _add_noise(
+                _checked_gradient(leaf, path, policy),
+                scale,
+                jax.random.fold_in(step_key, position),
+                policy,
+                None if rules is None else _Place(rules, path),
+            )
             for position, (path, leaf) in enumerate(leaves)
         ]
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
@@ -115,12 +127,28 @@ def gaussian_privatizer(
 _NOISE = 0x4E4F4953  # "NOIS"
 
 
+class _Place(NamedTuple):
+    """Where the noise of one leaf lives."""
+
+    rules: ShardingRules
+    path: tuple[Any, ...]
+
+    def normal(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Standard normal numbers, each drawn on the device that it is for."""
+        rules = self.rules
+        spec = rules.accumulator_spec(rules.spec(self.path, shape), shape)
+        if rules.is_explicit:
+            sharding = NamedSharding(rules.mesh, PartitionSpec(*spec))
+            return jax.random.normal(key, shape, dtype, out_sharding=sharding)
+        return rules.place(jax.random.normal(key, shape, dtype), spec)
+
+
 def _add_noise(
     gradient: Float[Array, "*shape"],
     stddev: float,
-    step_key: PRNGKeyArray,
-    position: int,
+    key: PRNGKeyArray,
     policy: Policy | None,
+    place: _Place | None,
 ) -> Float[Array, "*shape"]:
     if stddev == 0:
         return gradient
@@ -129,10 +157,8 @@ def _add_noise(
     )
     noise_dtype = sum_dtype if policy is None else policy.noise_dtype
     _check_range(stddev, noise_dtype)
-    leaf_key = jax.random.fold_in(step_key, position)
-    noise = jnp.asarray(stddev, noise_dtype) * jax.random.normal(
-        leaf_key, gradient.shape, noise_dtype
-    )
+    normal = jax.random.normal if place is None else place.normal
+    noise = jnp.asarray(stddev, noise_dtype) * normal(key, gradient.shape, noise_dtype)
     return gradient.astype(sum_dtype) + noise.astype(sum_dtype)
 
 
@@ -200,6 +226,21 @@ def _check_single_key(key: object) -> None:
         f"key must be one key, as from jax.random.key(seed); found {found}. Of several keys "
         "(jax.random.split) take one."
     )
+
+
+def _check_generator(key: PRNGKeyArray) -> None:
+    generator = str(jax.random.key_impl(key))
+    if generator not in ("fry", "threefry2x32"):
+        raise ValueError(
+            f"The key's generator is {generator}, whose numbers depend on how an array is spread "
+            "over devices; with sharding rules, noise has to be the same on any number of them. "
+            "Use jax.random.key(seed, impl='threefry2x32')."
+        )
+    if not cast(Any, jax.config).jax_threefry_partitionable:
+        raise ValueError(
+            "jax_threefry_partitionable is off, so that numbers drawn depend on how an array is "
+            "spread over devices. Leave it on (JAX's default)."
+        )
 
 
 def _key_shape(key: Any) -> tuple[int, ...] | None:

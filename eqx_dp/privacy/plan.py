@@ -5,7 +5,15 @@ import functools
 import json
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, SupportsFloat, SupportsIndex, cast, runtime_checkable
+from typing import (
+    Any,
+    Protocol,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
 import dp_accounting
 import optax
@@ -14,6 +22,7 @@ from dp_accounting.pld import PLDAccountant
 from jaxtyping import PRNGKeyArray
 
 from ..precision import Policy
+from ..sharding import ShardingRules
 from .arguments import real_number, sampling_probability, whole_number
 from .noise import gaussian_privatizer
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
@@ -29,6 +38,8 @@ _JSON_FORMAT = "eqx_dp.PrivacyPlan"
 _JSON_VERSION = 1
 
 _MOST_STEPS = 2**53
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -216,7 +227,17 @@ class PrivacyPlan:
         keeps 1 - q of one Gaussian, and Q holds at least as much of the same one: nothing is told.
         Mixing over B makes it no worse, since the divergence is jointly convex; nor does the rest
         of Q, which only lowers the divergence. Mass is taken from P alone, and that is why no
-        factor of e^epsilon appears.
+        factor of e^epsilon appears. What is kept of a batch that is cut, and how that is chosen,
+        never enters: all cuts are in what is taken from P, or in the rest of Q.
+
+        On several hosts a draw fits if every host has room for its part of it, and leaves room for
+        x if the host that owns x has room for one more; all else above stands as it is. Where x is
+        replaced or zeroed out, hosts own the same examples on both sides, and once more the
+        probability that a batch with x overflows is taken away. Where x is absent on one side, the
+        borders between hosts lie elsewhere there, and a draw from the others may fit either side
+        and not the other. What is taken away is then at most the probability that a batch overflows
+        on the one side plus that on the other; capacities on several hosts leave each of the two no
+        more than tau / 2, by the union bound over hosts (`PoissonSampler`).
 
         Such measures of mass below 1 compose adaptively as distributions do (Zhu et al. 2022,
         theorem 10, whose proof does not need total mass 1). From k steps of P at most k tau is
@@ -234,14 +255,23 @@ class PrivacyPlan:
         return self._steps_taken(steps) * OVERFLOW_PROBABILITY
 
     def sampler(
-        self, num_examples: SupportsIndex, seed: SupportsIndex, pad_to: SupportsIndex = 1
+        self,
+        num_examples: SupportsIndex,
+        seed: SupportsIndex,
+        pad_to: SupportsIndex = 1,
+        hosts: SupportsIndex = 1,
+        host: SupportsIndex = 0,
     ) -> PoissonSampler:
-        """The sampler that draws this plan's batches.
+        """The sampler that draws this plan's batches, or one host's part of them.
+
+        Epsilon is the same for any number of hosts.
 
         Args:
-            num_examples: How many examples the data set holds.
-            seed: Secret; see `PoissonSampler`.
-            pad_to: Batches have a multiple of this many places.
+            num_examples: How many examples the data set holds (on all hosts together).
+            seed: Secret, and the same on every host; see `PoissonSampler`.
+            pad_to: Batches have a multiple of this many places (on each host).
+            hosts: How many hosts draw, `jax.process_count()`.
+            host: Which of them this one is, `jax.process_index()`.
 
         Returns:
             A `PoissonSampler` with the plan's `sampling_prob`, which refuses steps beyond the
@@ -256,6 +286,8 @@ class PrivacyPlan:
             seed=seed,
             pad_to=pad_to,
             steps=self.steps,
+            hosts=hosts,
+            host=host,
         )
 
     def privatizer(
@@ -263,7 +295,7 @@ class PrivacyPlan:
         grad_fn: ClippedSum,
         key: PRNGKeyArray,
         policy: Policy | None = None,
-        sharding: object = None,
+        sharding: ShardingRules | None = None,
     ) -> optax.GradientTransformation:
         """The noise that this plan accounts for, for the gradients of one function.
 
@@ -271,17 +303,25 @@ class PrivacyPlan:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
             key: One key, secret; see `gaussian_privatizer`.
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
-            sharding: As for `gaussian_privatizer`.
+            sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
+                with.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity.
 
         Raises:
-            ValueError: If `grad_fn` is no such function, or was made with another policy; if the
-                sensitivity is not finite, or not what the norm bound implies under the plan's
-                neighboring relation; and as for `gaussian_privatizer`.
+            ValueError: If `grad_fn` is no such function, or was made with another policy or other
+                sharding rules; if the sensitivity is not finite, or not what the norm bound
+                implies under the plan's neighboring relation; and as for `gaussian_privatizer`.
         """
-        policy = _agreed_policy(grad_fn, policy)
+        if not isinstance(cast(object, grad_fn), ClippedSum):
+            raise ValueError(
+                "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad "
+                "returned, before it is wrapped in jit or anything else: only that knows its "
+                f"sensitivity; found {grad_fn!r}."
+            )
+        policy = _agreed(grad_fn, "policy", policy)
+        sharding = _agreed(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * _checked_sensitivity(grad_fn, self.neighboring_relation)
         return gaussian_privatizer(stddev=stddev, key=key, policy=policy, sharding=sharding)
 
@@ -458,20 +498,15 @@ def _check_relation(relation: object) -> None:
         )
 
 
-def _agreed_policy(grad_fn: object, policy: Policy | None) -> Policy | None:
-    if not isinstance(grad_fn, ClippedSum):
+def _agreed(grad_fn: ClippedSum, name: str, given: T | None) -> T | None:
+    """What `grad_fn` was made with under a name, unless something else is given."""
+    own: T | None = getattr(grad_fn, name, None)
+    if own is not None and given is not None and own != given:
         raise ValueError(
-            "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
-            "before it is wrapped in jit or anything else: only that knows its sensitivity; found "
-            f"{grad_fn!r}."
+            f"grad_fn was made with {name}={own}, and the noise is to follow {given}. Leave "
+            f"{name} out, or give both the same."
         )
-    own: Policy | None = getattr(grad_fn, "policy", None)
-    if own is not None and policy is not None and own != policy:
-        raise ValueError(
-            f"grad_fn was made with the policy {own}, and the noise is to follow {policy}. Leave "
-            "policy out, or give both the same one."
-        )
-    return own if policy is None else policy
+    return own if given is None else given
 
 
 def _checked_sensitivity(grad_fn: ClippedSum, relation: NeighboringRelation) -> float:

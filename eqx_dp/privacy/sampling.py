@@ -12,7 +12,7 @@ from scipy import stats
 from .arguments import sampling_probability, whole_number
 
 OVERFLOW_PROBABILITY = 1e-12
-"""The largest probability, a step, that more examples are drawn than a batch has room for."""
+"""The largest probability, a step, that more examples are drawn than there is room for."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -31,6 +31,15 @@ class PoissonSampler:
     smallest multiple of `pad_to` that a step overflows with probability at most
     `OVERFLOW_PROBABILITY` (1e-12), and at least `pad_to`. Places left over are padding.
 
+    **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
+    batch is that part of the draw. All make the same draw, from the same seed and step, and so need
+    not talk: together they hold just what one host would, one Poisson sample, and a run may be
+    resumed on another number of hosts. Every part has `capacity` places, which follows from numbers
+    that the hosts share; the largest stretch overflows it with probability at most
+    `OVERFLOW_PROBABILITY / (2 * hosts)`. (The factor of 2 is for neighboring data sets, which put
+    their hosts' borders in different places: `PrivacyPlan.overflow_delta`.) Every host makes the
+    whole draw, in the time and memory of all hosts' batches together.
+
     **Guarantee.** Privacy amplification by Poisson sampling (Abadi et al. 2016, section 3; Zhu and
     Wang 2019) holds for the batches before they are cut to `capacity`; the probability of a cut
     has to be added to delta, as `PrivacyPlan` does. It holds only as long as **the seed is secret**
@@ -45,17 +54,25 @@ class PoissonSampler:
     |---|---|
     | no example is drawn | a batch of padding |
     | more are drawn than there is room for | a uniformly random `capacity` of them is kept |
-    | `sampling_prob` is 1 | every batch holds every example once |
+    | more of a host's own than that | the same of its own, independently of the other hosts |
+    | more than `hosts * capacity` are drawn | as many, uniformly random, are kept and divided |
+    | `sampling_prob` is 1 | every batch holds every example (that the host owns) once |
     | `pad_to` exceeds `num_examples` | `capacity` is `pad_to` |
     | `capacity` would be 0 (hardly ever an example) | it is `pad_to` |
+    | `hosts` does not divide `num_examples` | some hosts own one example more than the others |
+    | `hosts` exceeds `num_examples` | some own nothing: their batches are all padding |
 
     Args:
         num_examples: How many examples the data set holds, from 1 to 2**53 (up to where counts are
             exact as floats).
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
         seed: From 0 to 2**128 - 1; secret, see above.
-        pad_to: `capacity` is a multiple of this, such as microbatch size times devices.
+        pad_to: `capacity` is a multiple of this, such as microbatch size times devices (those of
+            one host).
         steps: How many steps are accounted for; `batch` refuses later ones. None for no limit.
+        hosts: How many hosts draw, `jax.process_count()`. All that is said above holds if all of
+            them have the same arguments, but for `host`.
+        host: Which of them this one is, from 0: `jax.process_index()`.
 
     Raises:
         ValueError: If an argument is not a number of its kind, or out of its range.
@@ -66,6 +83,8 @@ class PoissonSampler:
     seed: int = dataclasses.field(repr=False)
     pad_to: int = 1
     steps: int | None = None
+    hosts: int = 1
+    host: int = 0
 
     # By hand, for the sake of its types: any number is accepted, floats and ints are stored.
     def __init__(
@@ -75,27 +94,43 @@ class PoissonSampler:
         seed: SupportsIndex,
         pad_to: SupportsIndex = 1,
         steps: SupportsIndex | None = None,
+        hosts: SupportsIndex = 1,
+        host: SupportsIndex = 0,
     ):
+        hosts = whole_number("hosts", hosts, least=1, most=2**53)
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
             "seed": whole_number("seed", seed, least=0, most=2**128 - 1),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
+            "hosts": hosts,
+            "host": _checked_host(host, hosts),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     @functools.cached_property
     def capacity(self) -> int:
-        """Places in every batch; follows from `num_examples`, and is as public as that is."""
-        least = _least_capacity(self.num_examples, self.sampling_prob)
+        """Places in every batch, the same on every host.
+
+        Follows from `num_examples`, and is as public as that is.
+        """
+        most_owned = -(-self.num_examples // self.hosts)
+        tau = OVERFLOW_PROBABILITY if self.hosts == 1 else OVERFLOW_PROBABILITY / (2 * self.hosts)
+        least = _least_capacity(most_owned, self.sampling_prob, tau)
         return max(1, -(-least // self.pad_to)) * self.pad_to
+
+    @property
+    def owned(self) -> range:
+        """The examples that this host draws for; every example is owned by exactly one host."""
+        first, end = (host * self.num_examples // self.hosts for host in (self.host, self.host + 1))
+        return range(first, end)
 
     def batch(
         self, step: SupportsIndex
     ) -> tuple[Int64[np.ndarray, "capacity"], Bool[np.ndarray, "capacity"]]:
-        """Draws the batch of one step.
+        """Draws the batch of one step: on several hosts, this host's part of it.
 
         Args:
             step: Which step, counted from 0.
@@ -105,7 +140,8 @@ class PoissonSampler:
             positions of the examples drawn, distinct and in increasing order (a data set on disk is
             then read forward); behind them padding, with index -1. **Not private.** Indexing with
             -1 picks the last example: hand the mask on, as `is_padding_example`, or that example
-            counts once a padding place and its privacy is lost.
+            counts once a padding place and its privacy is lost. On several hosts, too, positions
+            are those in the whole data set, counted from 0, all of them in `owned`.
 
         Raises:
             ValueError: If `step` is not a whole number from 0 to 2**64 - 1, or not below `steps`.
@@ -116,16 +152,37 @@ class PoissonSampler:
                 f"step must be below {self.steps}, the number of steps that the plan accounts for "
                 f"(they are counted from 0); found {step}. Make a plan of more steps."
             )
-        generator = _generator(self.seed, step)
+        mine = self._part(_generator(self.seed, step))
+        indices = np.full(self.capacity, -1, dtype=np.int64)
+        indices[: len(mine)] = np.sort(mine)
+        return indices, indices < 0
+
+    def _part(self, generator: np.random.Generator) -> Int64[np.ndarray, "drawn"]:
         drawn = int(generator.binomial(self.num_examples, self.sampling_prob))
         # A uniform subset of a uniform subset is a uniform subset: to cut is to draw fewer.
-        kept = min(drawn, self.capacity)
+        kept = min(drawn, self.hosts * self.capacity)
         # Floyd's algorithm up to a twentieth of the examples, a partial shuffle of them all beyond:
         # either way no more than a constant a place.
         chosen = generator.choice(self.num_examples, size=kept, replace=False, shuffle=False)
-        indices = np.full(self.capacity, -1, dtype=np.int64)
-        indices[:kept] = np.sort(chosen)
-        return indices, indices < 0
+        mine = self._of_owned(chosen)
+        if len(mine) <= self.capacity:
+            return mine
+        # As chosen they are in no random order. All that are, not mine alone, are put into one:
+        # hosts have the same generator, and would else cut the same places of their parts.
+        return mine[: self.capacity]
+
+    def _of_owned(self, indices: Int64[np.ndarray, "all"]) -> Int64[np.ndarray, "part"]:
+        return indices[(indices >= self.owned.start) & (indices < self.owned.stop)]
+
+
+def _checked_host(value: object, hosts: int) -> int:
+    host = whole_number("host", value, least=0, most=2**53)
+    if host >= hosts:
+        raise ValueError(
+            f"host must be below {hosts}, the number of hosts (they are counted from 0, as by "
+            f"jax.process_index()); found {host}. Is hosts, as by jax.process_count(), right?"
+        )
+    return host
 
 
 def _generator(seed: int, step: int) -> np.random.Generator:
@@ -135,11 +192,10 @@ def _generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step,))))
 
 
-def _least_capacity(num_examples: int, sampling_prob: float) -> int:
+def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:
     binomial = cast(Any, stats.binom)  # scipy is not typed
 
     def fits(capacity: int) -> bool:
-        exceeded = float(binomial.sf(capacity, num_examples, sampling_prob))
-        return exceeded <= OVERFLOW_PROBABILITY
+        return float(binomial.sf(capacity, num_examples, sampling_prob)) <= tau
 
     return bisect.bisect_left(range(num_examples + 1), True, key=fits)

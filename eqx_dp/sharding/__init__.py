@@ -2,11 +2,12 @@
 
 from .boundary import Argument, example_program, inside, over_devices
 from .retrace import constraints_of
-from .rules import ShardingRules
+from .rules import ShardingRules, checked_rules
 
 __all__ = [
     "Argument",
     "ShardingRules",
+    "checked_rules",
     "constraints_of",
     "example_program",
     "inside",

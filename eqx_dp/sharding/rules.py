@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import equinox as eqx
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
@@ -56,7 +57,7 @@ class ShardingRules:
 
     Raises:
         ValueError: an axis that the mesh lacks, or that is named twice; no example axes; something
-            that is no mesh, pattern or ``PartitionSpec``.
+            that is no mesh, pattern or ``PartitionSpec``; a mesh with Manual axes.
     """
 
     mesh: Mesh
@@ -78,9 +79,14 @@ class ShardingRules:
         if accumulators not in get_args(Accumulators):
             allowed = ", ".join(map(repr, get_args(Accumulators)))
             raise ValueError(f"accumulators must be one of {allowed}, found {accumulators!r}.")
+        if AxisType.Manual in mesh.axis_types:
+            raise ValueError(
+                f"mesh has Manual axes ({mesh}); axes must be Auto or Explicit. The clipped "
+                "gradient makes the shard_map over the example axes itself."
+            )
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "examples", _example_axes(mesh, examples))
-        object.__setattr__(self, "params", tuple(_path_rule(mesh, rule) for rule in params))
+        object.__setattr__(self, "params", _path_rules(mesh, params))
         object.__setattr__(self, "accumulators", accumulators)
 
     @property
@@ -111,35 +117,43 @@ class ShardingRules:
             ValueError: a pattern that matches nothing; a spec that is longer than an array's rank,
                 or spreads a dimension over axes that do not divide it.
         """
-        unmatched = [pattern for pattern, _ in self.params]
-
-        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec | None:
-            if not _has_shape(leaf):
-                return None
-            name = dotted(path)
-            found = [rule for rule in self.params if matches(rule[0], name)]
-            for pattern, _ in found:
-                if pattern in unmatched:
-                    unmatched.remove(pattern)
-            if not found:
-                return PartitionSpec()
-            self._check_fits(*found[0], name, leaf.shape)
-            return found[0][1]
-
-        specs = jax.tree_util.tree_map_with_path(spec, model)
+        arrays = [
+            (dotted(path), leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(model)
+            if _has_shape(leaf)
+        ]
+        unmatched = [
+            pattern
+            for pattern, _ in self.params
+            if not any(matches(pattern, name) for name, _ in arrays)
+        ]
         if unmatched:
-            paths = [
-                dotted(path)
-                for path, leaf in jax.tree_util.tree_leaves_with_path(model)
-                if _has_shape(leaf)
-            ]
-            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise ValueError(
-                f"ShardingRules.params: {', '.join(map(repr, unmatched))} matches no array of the "
-                f"model. Its arrays are {shown}. A pattern describes the whole path; '**' stands "
-                "for any number of parts."
+                f"ShardingRules.params: {', '.join(map(repr, unmatched))}: no array of the model "
+                f"matches. {_listed([name for name, _ in arrays])} A pattern describes the whole "
+                "path, and '**', between dots, stands for any number of parts."
             )
-        return specs
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self.spec(path, leaf.shape) if _has_shape(leaf) else None, model
+        )
+
+    def spec(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of one array.
+
+        Args:
+            path: where it stands in the model, as ``jax.tree_util.tree_leaves_with_path`` says.
+            shape: its shape.
+
+        Raises:
+            ValueError: the spec is longer than the array's rank, or spreads a dimension over axes
+                that do not divide it.
+        """
+        name = dotted(path)
+        for pattern, spec in self.params:
+            if matches(pattern, name):
+                self._check_fits(pattern, spec, name, shape)
+                return spec
+        return PartitionSpec()
 
     def accumulator_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
         """Where the sum of gradients of a parameter lives.
@@ -159,14 +173,23 @@ class ShardingRules:
                 return PartitionSpec(*entries)
         return spec
 
-    def accumulator_specs(self, model: PyTree[Any]) -> PyTree[PartitionSpec | None]:
-        """Where the gradients of a model live: a tree as of [`specs`][], with the same errors."""
-        return jax.tree.map(
-            lambda leaf, spec: (
-                None if spec is None else self.accumulator_spec(spec, tuple(leaf.shape))
+    def accumulator_specs(self, gradients: PyTree[Any]) -> PyTree[PartitionSpec | None]:
+        """Where the gradients of a model live.
+
+        Args:
+            gradients: a tree as of the model, None where it is not trained, so that a pattern may
+                match nothing here.
+
+        Raises:
+            ValueError: as [`spec`][].
+        """
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: (
+                self.accumulator_spec(self.spec(path, leaf.shape), leaf.shape)
+                if _has_shape(leaf)
+                else None
             ),
-            model,
-            self.specs(model),
+            gradients,
         )
 
     def shard(self, model: T) -> T:
@@ -187,7 +210,7 @@ class ShardingRules:
         where gradients do, which matters with ``accumulators="examples"``.
 
         Raises:
-            ValueError: as [`specs`][].
+            ValueError: as [`spec`][].
         """
         return cast(T, self._place(params, self.accumulator_specs(params)))
 
@@ -204,22 +227,21 @@ class ShardingRules:
             ValueError: a leaf that is no array or has no leading axis; examples that the devices do
                 not divide (the error says which ``pad_to`` would do).
         """
-        sharding = NamedSharding(self.mesh, self.example_spec)
-        parts = self.num_shards if jax.process_count() == 1 else self._local_shards()
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
             name = f"batch{jax.tree_util.keystr(path)}"
-            if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
+            if not _is_placeable(leaf) or leaf.dtype.kind in "OSUMm":
+                found = leaf.dtype if _is_placeable(leaf) else type(leaf).__name__
                 raise ValueError(
-                    f"{name} is a {type(leaf).__name__}, not an array: everything in a batch has "
-                    "examples along its leading axis."
+                    f"{name} is no array of numbers but of type {found}: everything in a batch is "
+                    "an array with examples along its leading axis."
                 )
             if leaf.ndim == 0:
                 raise ValueError(f"{name} is a scalar: it has no leading axis of examples.")
+            is_whole = _is_whole(leaf)
+            parts = self.num_shards if is_whole else self._local_shards()
             self._check_divides(leaf.shape[0], parts, name)
-            if isinstance(leaf, jax.core.Tracer) or jax.process_count() == 1:
-                return self._placed(leaf, self.example_spec)
-            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+            return self.place(leaf, self.example_spec) if is_whole else self._joined(leaf)
 
         return cast(T, jax.tree_util.tree_map_with_path(place, batch))
 
@@ -256,24 +278,45 @@ class ShardingRules:
         leaves, structure = jax.tree.flatten(tree)
         flat = structure.flatten_up_to(specs)
         return structure.unflatten(
-            leaf if spec is None or not _is_placeable(leaf) else self._placed(leaf, spec)
+            leaf if spec is None or not _is_placeable(leaf) else self.place(leaf, spec)
             for leaf, spec in zip(leaves, flat, strict=True)
         )
 
-    def _placed(self, leaf: Any, spec: PartitionSpec) -> Array:
-        sharding = NamedSharding(self.mesh, spec)
+    def place(self, leaf: Any, spec: PartitionSpec) -> Array:
+        """Places one array; under ``jit`` this constrains it."""
         if not isinstance(leaf, jax.core.Tracer):
-            return jax.device_put(leaf, sharding)
+            leaf = jax.device_put(leaf, NamedSharding(self.mesh, spec))
+        if not isinstance(leaf, jax.core.Tracer):  # else a constant, under jit
+            return leaf
         if self.is_explicit:
-            return jax.sharding.reshard(leaf, sharding)
-        return jax.lax.with_sharding_constraint(leaf, sharding)
+            leaf = jax.sharding.reshard(leaf, self._on_axes(spec, AxisType.Explicit))
+        if AxisType.Auto in self.mesh.axis_types:
+            leaf = jax.lax.with_sharding_constraint(leaf, self._on_axes(spec, AxisType.Auto))
+        return leaf
+
+    def _on_axes(self, spec: PartitionSpec, axis_type: AxisType) -> NamedSharding:
+        """What a spec says of the axes of one type."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        entries = (
+            tuple(axis for axis in axes_of(entry) if types[axis] is axis_type) or None
+            for entry in spec
+        )
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+    def _joined(self, part: Any) -> Array:
+        """The whole of which every process gives its part."""
+        if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+            data = self._joined(jax.random.key_data(part))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
+        sharding = NamedSharding(self.mesh, self.example_spec)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(part))
 
     def _check_fits(
         self, pattern: str, spec: PartitionSpec, name: str, shape: tuple[int, ...]
     ) -> None:
         if len(spec) > len(shape):
             raise ValueError(
-                f"ShardingRules.params: {pattern!r} gives {name} the spec {spec}, which has "
+                f"ShardingRules.params: {pattern!r} gives {_told(name)} the spec {spec}, which has "
                 f"{len(spec)} dimensions; the array has shape {shape}. Write a pattern that leaves "
                 "it out, or a rule for it in front."
             )
@@ -282,11 +325,25 @@ class ShardingRules:
             parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if shape[dimension] % parts:
                 raise ValueError(
-                    f"ShardingRules.params: {pattern!r} spreads dimension {dimension} of {name} "
-                    f"over {', '.join(map(repr, axes))}, {parts} devices, which do not divide its "
-                    f"length {shape[dimension]} (shape {shape}). Choose another dimension or axis, "
-                    "or change the model's width."
+                    f"ShardingRules.params: {pattern!r} spreads dimension {dimension} of "
+                    f"{_told(name)} over {', '.join(map(repr, axes))}, {parts} devices, which do "
+                    f"not divide its length {shape[dimension]} (shape {shape}). Choose another "
+                    "dimension or axis, or change the model's width."
                 )
+
+
+def checked_rules(sharding: object) -> ShardingRules | None:
+    """Returns rules or None as they are.
+
+    Raises:
+        ValueError: `sharding` is neither.
+    """
+    if sharding is None or isinstance(sharding, ShardingRules):
+        return sharding
+    raise ValueError(
+        f"sharding must be a dp.ShardingRules, or None; found {sharding!r}. For a mesh write "
+        "dp.ShardingRules(mesh, examples=('data',))."
+    )
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -304,7 +361,33 @@ def _is_placeable(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
 
 
+def _is_whole(leaf: Any) -> bool:
+    """Whether an array is that of all processes already, and not one process's part."""
+    return (
+        jax.process_count() == 1
+        or isinstance(leaf, jax.core.Tracer)
+        or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+    )
+
+
+def _told(name: str) -> str:
+    return name or "the model, which is one array,"
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "It has no arrays."
+    if names == [""]:
+        return "It is one array, which has an empty path."
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"Its arrays are {', '.join(names[:8])}{more}."
+
+
 def _example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(cast(object, examples), str | tuple | list):  # a set has no order
+        raise ValueError(
+            f"examples must be an axis of the mesh or a tuple of axes, found {examples!r}."
+        )
     axes = (examples,) if isinstance(examples, str) else tuple(examples)
     if not axes:
         raise ValueError(
@@ -313,6 +396,15 @@ def _example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
         )
     _check_axes(mesh, axes, "examples")
     return axes
+
+
+def _path_rules(mesh: Mesh, rules: object) -> tuple[PathRule, ...]:
+    if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
+        raise ValueError(
+            f"params holds pairs (path pattern, PartitionSpec), in order, found {rules!r}. A "
+            "mapping's pairs are tuple(mapping.items())."
+        )
+    return tuple(_path_rule(mesh, rule) for rule in cast(Iterable[Any], rules))
 
 
 def _path_rule(mesh: Mesh, rule: Any) -> PathRule:

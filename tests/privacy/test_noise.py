@@ -9,10 +9,12 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 from scipy import stats
 
 from eqx_dp.precision import parse_policy
 from eqx_dp.privacy import GaussianPrivatizerState, gaussian_privatizer
+from eqx_dp.sharding import ShardingRules, checked_rules
 
 KEY = jax.random.key(20240607)
 
@@ -285,9 +287,20 @@ def test_what_is_not_one_key_is_refused(key):
         gaussian_privatizer(stddev=1.0, key=key)
 
 
-def test_sharding_is_refused_for_now():
-    with pytest.raises(ValueError, match="sharding rules are not available yet"):
-        gaussian_privatizer(stddev=1.0, key=KEY, sharding=object())
+def test_sharding_that_is_no_rules():
+    with pytest.raises(ValueError, match=r"sharding must be a dp\.ShardingRules.*found"):
+        checked_rules("data")
+    with pytest.raises((ValueError, TypeCheckError), match="sharding"):
+        gaussian_privatizer(stddev=1.0, key=KEY, sharding="data")
+
+
+@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
+def test_a_generator_that_depends_on_sharding(implementation):
+    rules = ShardingRules(jax.make_mesh((1,), ("data",)))
+    key = jax.random.key(0, impl=implementation)
+    gaussian_privatizer(stddev=1.0, key=key)
+    with pytest.raises(ValueError, match=r"(?s)generator.*rbg.*threefry"):
+        gaussian_privatizer(stddev=1.0, key=key, sharding=rules)
 
 
 # In company.

@@ -16,7 +16,7 @@ from scipy import integrate, stats
 
 import eqx_dp as dp
 from eqx_dp.precision import load_policy
-from eqx_dp.privacy import NeighboringRelation, PrivacyPlan, gaussian_privatizer
+from eqx_dp.privacy import NeighboringRelation, PoissonSampler, PrivacyPlan, gaussian_privatizer
 from eqx_dp.privacy import plan as plan_module
 
 ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = NeighboringRelation
@@ -265,6 +265,14 @@ def test_sampler_has_the_plans_probability():
     assert (sampler.num_examples, sampler.sampling_prob) == (10_000, PLAN.sampling_prob)
     assert (sampler.seed, sampler.pad_to) == (7, 16)
     assert PLAN.sampler(10_000, 7).pad_to == 1
+
+
+def test_sampler_of_one_host():
+    sampler = PLAN.sampler(10_000, 7, pad_to=16, hosts=4, host=3)
+    assert sampler == PoissonSampler(10_000, 0.02, 7, 16, steps=500, hosts=4, host=3)
+    assert (PLAN.sampler(10_000, 7).hosts, PLAN.sampler(10_000, 7).host) == (1, 0)
+    with pytest.raises(ValueError, match=r"^host must be below 4"):
+        PLAN.sampler(10_000, 7, hosts=4, host=4)
 
 
 @pytest.mark.parametrize("relation", RELATIONS)

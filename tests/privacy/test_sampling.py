@@ -1,3 +1,5 @@
+import dataclasses
+import itertools
 import math
 import tracemalloc
 from fractions import Fraction
@@ -18,14 +20,19 @@ def drawn(sampler, step):
     return indices[~is_padding_example]
 
 
-@pytest.fixture(scope="module")
-def inclusions():
+def on_hosts(hosts, sampler):
+    return [dataclasses.replace(sampler, hosts=hosts, host=host) for host in range(hosts)]
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one host", "three hosts"])
+def inclusions(request):
     """Which of 50 examples, each drawn with probability 0.3, took part in which step."""
-    sampler = PoissonSampler(num_examples=50, sampling_prob=0.3, seed=11)
-    took_part = np.zeros((STEPS, 50), dtype=bool)
-    for step in range(STEPS):
-        took_part[step, drawn(sampler, step)] = True
-    return took_part
+    hosts = on_hosts(request.param, PoissonSampler(num_examples=50, sampling_prob=0.3, seed=11))
+    took_part = np.zeros((STEPS, 50), dtype=int)
+    for step, host in itertools.product(range(STEPS), hosts):
+        took_part[step, drawn(host, step)] += 1
+    assert took_part.max() == 1
+    return took_part.astype(bool)
 
 
 # Which examples are drawn.
@@ -121,14 +128,27 @@ def test_a_step_needs_none_before_it():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_batches_stay_what_they_are():
-    # A run that is resumed under a later release has to see the same batches. If this fails, either
-    # the way from (seed, step) to a generator has changed, or numpy's streams have.
-    sampler = PoissonSampler(num_examples=10**6, sampling_prob=4e-6, seed=2**100 + 1)
-    assert [drawn(sampler, step).tolist() for step in (0, 1, 10**6)] == [
+@pytest.mark.parametrize("hosts", [1, 2, 7])
+def test_batches_stay_what_they_are(hosts):
+    # A run that is resumed under a later release, or on more or fewer hosts, has to see the same
+    # batches. If this fails, either the way from (seed, step) to a generator has changed, or
+    # numpy's streams have.
+    whole = PoissonSampler(num_examples=10**6, sampling_prob=4e-6, seed=2**100 + 1)
+    parts = on_hosts(hosts, whole)
+    assert [[i for part in parts for i in drawn(part, step)] for step in (0, 1, 10**6)] == [
         [244000, 349669, 411651, 562277, 929134],
         [84669, 528024, 869291],
         [135756, 562575, 946502, 949258],
+    ]
+
+
+def test_cut_batches_stay_what_they_are(monkeypatch):
+    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 0.9)
+    sampler = PoissonSampler(num_examples=10**6, sampling_prob=4e-6, seed=2**100 + 1)
+    assert [drawn(sampler, step).tolist() for step in (0, 1, 10**6)] == [
+        [349671, 562279],
+        [84669, 528024],
+        [562576, 946504],
     ]
 
 
@@ -139,6 +159,8 @@ def test_numbers_of_numpy_will_do():
         sampling_prob=np.float64(0.5),
         seed=np.uint8(3),
         pad_to=np.int64(8),
+        hosts=np.int32(1),
+        host=np.uint8(0),
     )
     assert ours == numpys
     assert type(numpys.num_examples) is int
@@ -191,6 +213,67 @@ def test_certain_examples_are_all_drawn():
     assert not is_padding_example.any()
 
 
+# Several hosts.
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 3000),
+    probabilities,
+    st.integers(0, 2**128 - 1),
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8),
+)
+def test_hosts_together_draw_what_one_would(n, q, seed, pad_to, hosts, steps):
+    whole = PoissonSampler(n, q, seed)
+    parts = on_hosts(hosts, PoissonSampler(n, q, seed, pad_to))
+    assert len({part.capacity for part in parts}) == 1
+    for step in steps:
+        batches = [part.batch(step) for part in parts]
+        together = np.concatenate([indices[~padding] for indices, padding in batches])
+        np.testing.assert_array_equal(together, drawn(whole, step))
+        for part, (indices, padding) in zip(parts, batches, strict=True):
+            assert indices.shape == padding.shape == (parts[0].capacity,)
+            np.testing.assert_array_equal(padding, np.sort(padding))
+            assert np.all(indices[padding] == -1)
+            assert all(int(index) in part.owned for index in indices[~padding])
+
+
+@given(st.integers(1, 50) | st.integers(1, 2**53), st.integers(1, 30))
+def test_every_example_has_one_host(n, hosts):
+    owned = [part.owned for part in on_hosts(hosts, PoissonSampler(n, 0.5, 0))]
+    assert [part.start for part in owned] == [0, *(part.stop for part in owned[:-1])]
+    assert owned[-1].stop == n
+    sizes = [part.stop - part.start for part in owned]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_counts_of_hosts_are_binomial_and_independent():
+    parts = on_hosts(3, PoissonSampler(num_examples=50, sampling_prob=0.3, seed=5))
+    counts = np.array([[len(drawn(part, step)) for part in parts] for step in range(STEPS)])
+    for part, of_part in zip(parts, counts.T, strict=True):
+        assert chi_square_of_counts(of_part, stats.binom(len(part.owned), 0.3)) > 1e-3
+    # Of a batch of one fixed size they would have a correlation of -1/2.
+    for one, other in itertools.combinations(counts.T, 2):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 4 / math.sqrt(STEPS)
+
+
+@pytest.mark.parametrize(("pad_to", "capacity"), [(1, 13), (4, 16)])
+def test_certain_examples_are_all_drawn_by_their_hosts(pad_to, capacity):
+    for part in on_hosts(3, PoissonSampler(37, 1, seed=0, pad_to=pad_to)):
+        indices, is_padding_example = part.batch(5)
+        assert part.capacity == len(indices) == capacity
+        assert indices[~is_padding_example].tolist() == list(part.owned)
+
+
+def test_a_host_that_owns_nothing_has_padding():
+    parts = on_hosts(5, PoissonSampler(num_examples=3, sampling_prob=1, seed=0, pad_to=2))
+    assert sorted(len(part.owned) for part in parts) == [0, 0, 1, 1, 1]
+    for part in parts:
+        assert part.batch(0)[0].tolist() == ([*part.owned, -1, -1])[:2]
+
+
 # Capacity.
 
 
@@ -201,14 +284,15 @@ def exact_tail(n, q, capacity):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 40), st.floats(1e-7, 1.0), st.integers(1, 7))
-def test_capacity_is_the_smallest_that_hardly_overflows(n, q, pad_to):
-    capacity = PoissonSampler(n, q, 0, pad_to).capacity
-    tau = Fraction(OVERFLOW_PROBABILITY)
+@given(st.integers(1, 40), st.floats(1e-7, 1.0), st.integers(1, 7), st.integers(1, 6))
+def test_capacity_is_the_smallest_that_hardly_overflows(n, q, pad_to, hosts):
+    parts = on_hosts(hosts, PoissonSampler(n, q, 0, pad_to))
+    capacity, most = parts[0].capacity, max(len(part.owned) for part in parts)
+    tau = Fraction(OVERFLOW_PROBABILITY) / (1 if hosts == 1 else 2 * hosts)
     assert capacity % pad_to == 0
-    assert exact_tail(n, q, capacity) <= tau * (1 + Fraction(1, 10**9))
+    assert exact_tail(most, q, capacity) <= tau * (1 + Fraction(1, 10**9))
     if capacity > pad_to:
-        assert exact_tail(n, q, capacity - pad_to) > tau * (1 - Fraction(1, 10**9))
+        assert exact_tail(most, q, capacity - pad_to) > tau * (1 - Fraction(1, 10**9))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +337,126 @@ def test_overflow_is_cut_at_random(monkeypatch):
     assert low < np.sum(z**2) < high
 
 
+HOSTS, OWNED = 3, 20
+
+
+@pytest.fixture
+def crowded(monkeypatch):
+    """The hosts of 60 examples, with room for half of what each owns; and one that is not cut."""
+    whole = PoissonSampler(num_examples=HOSTS * OWNED, sampling_prob=0.5, seed=6)
+    assert whole.capacity > 50
+    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 2 * HOSTS * 0.42)
+    parts = on_hosts(HOSTS, whole)
+    assert {part.capacity for part in parts} == {OWNED // 2}
+    return parts, whole
+
+
+def uniform_subsets(times_kept, sizes):
+    """p-value of how often each of some examples was in uniform subsets of the given sizes."""
+    number = len(times_kept)
+    shares = np.asarray(sizes) / number
+    variance = np.sum(shares * (1 - shares)) * number / (number - 1)
+    return stats.chi2.sf(np.sum((times_kept - shares.sum()) ** 2) / variance, df=number - 1)
+
+
+def test_overflow_of_a_host_is_cut_at_random(crowded):
+    parts, whole = crowded
+    times_kept, full, cut = np.zeros(HOSTS * OWNED), np.zeros(HOSTS, int), 0
+    for step, (host, part) in itertools.product(range(STEPS), enumerate(parts)):
+        kept, all_drawn = drawn(part, step), drawn(whole, step)
+        own = [index for index in all_drawn if index in part.owned]
+        if len(all_drawn) <= HOSTS * part.capacity:
+            # Nobody is cut for what others have drawn.
+            assert len(kept) == min(len(own), part.capacity)
+            assert set(kept) <= set(own)
+            cut += len(own) > part.capacity
+        if len(kept) == part.capacity:
+            times_kept[kept] += 1
+            full[host] += 1
+    assert cut > 0.15 * STEPS
+    for host, part in enumerate(parts):
+        assert full[host] > 0.3 * STEPS
+        times = times_kept[part.owned.start : part.owned.stop]
+        assert uniform_subsets(times, [part.capacity] * full[host]) > 1e-3
+
+
+class OneDraw(np.random.Generator):
+    """Draws the first 12 examples of the first host and of the second, in this order."""
+
+    def binomial(self, n, p):
+        return 24
+
+    def choice(self, a, size, **_):
+        return np.concatenate([np.arange(12), OWNED + np.arange(12)])[:size]
+
+
+def test_hosts_cut_one_draw_independently(crowded, monkeypatch):
+    monkeypatch.setattr(sampling, "_generator", lambda _, step: OneDraw(np.random.Philox(step)))
+    parts, _ = crowded
+    kept = np.zeros((STEPS, 2, 12), bool)
+    for step, host in itertools.product(range(STEPS), range(2)):
+        kept[step, host, drawn(parts[host], step) - parts[host].owned.start] = True
+    assert np.all(kept.sum(axis=2) == 10)
+    for host in range(2):
+        assert uniform_subsets(kept[:, host].sum(axis=0), [10] * STEPS) > 1e-3
+    # Two of twelve places are cut; of independent cuts, this many fall on the same place.
+    shared = np.count_nonzero(~kept[:, 0] & ~kept[:, 1], axis=1)
+    same = stats.hypergeom(12, 2, 2)
+    assert abs(shared.mean() - same.mean()) < 4 * same.std() / math.sqrt(STEPS)
+
+
+def test_more_than_all_hosts_have_room_for(monkeypatch):
+    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 1e6)
+    parts = on_hosts(3, PoissonSampler(num_examples=30, sampling_prob=1, seed=9, pad_to=4))
+    for part in parts:
+        assert part.capacity == 4
+        kept = np.zeros((STEPS, 30), bool)
+        for step in range(STEPS):
+            kept[step, drawn(part, step)] = True
+        assert kept.sum() == kept[:, part.owned].sum()
+        # Of the twelve that are kept of all thirty, a host owns four on average.
+        sizes = kept.sum(axis=1)
+        assert 0.4 * STEPS < np.count_nonzero(sizes == 4) < STEPS
+        assert uniform_subsets(kept[:, part.owned].sum(axis=0), sizes) > 1e-3
+
+
+def lost_to_cuts(without_x, with_x, x):
+    """What `PrivacyPlan.overflow_delta` takes away: one side has the example x, one has not.
+
+    Both are all hosts' samplers, on data sets that are the same but for the example in place x.
+    """
+    others, q = without_x[0].num_examples, with_x[0].sampling_prob
+    batches = np.array(list(itertools.product([False, True], repeat=others)))
+    sizes = batches.sum(axis=1)
+    probability = q**sizes * (1 - q) ** (others - sizes)
+
+    def overflows(hosts, batches):
+        parts = [batches[:, part.owned.start : part.owned.stop].sum(axis=1) for part in hosts]
+        return np.max(parts, axis=0) > hosts[0].capacity
+
+    either = overflows(without_x, batches) | overflows(with_x, np.insert(batches, x, False, 1))
+    if_x_is_drawn = overflows(with_x, np.insert(batches, x, True, 1))
+    return np.sum(probability * np.where(either, 1.0, q * if_x_is_drawn))
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4])
+@pytest.mark.parametrize("q", [0.02, 0.2, 0.5])
+@pytest.mark.parametrize("others", [3, 8, 9])
+def test_neighbors_lose_no_more_than_is_paid_for(hosts, q, others, monkeypatch):
+    owned = math.ceil(others / hosts)
+    for capacity in range(1, owned):
+        # The capacity that is chosen overflows exactly as often as it may.
+        tau = stats.binom.sf(capacity, owned, q) * (1 if hosts == 1 else 2 * hosts) * (1 + 1e-9)
+        monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", float(tau))
+        without_x, with_x = (on_hosts(hosts, PoissonSampler(n, q, 0)) for n in (others, others + 1))
+        assert without_x[0].capacity == capacity
+        lost = [lost_to_cuts(without_x, with_x, x) for x in range(others + 1)]
+        assert max(lost) <= tau
+        if (hosts, q, others, capacity) == (3, 0.02, 8, 2):
+            # The bound of each side alone would not do for both.
+            assert max(lost) > 0.8 * tau
+
+
 # Cost.
 
 
@@ -274,6 +478,12 @@ def test_memory_is_that_of_a_batch_not_of_the_data(n):
     assert peak_bytes(large) < 100 * large.capacity
 
 
+def test_memory_of_a_host_is_that_of_all_hosts_batches():
+    whole = PoissonSampler(num_examples=10**9, sampling_prob=1e-5, seed=0)
+    for part in (on_hosts(4, whole)[2], on_hosts(100, whole)[2]):
+        assert peak_bytes(part) < 100 * whole.capacity
+
+
 @pytest.mark.parametrize("share", [0.01, 0.04, 0.06, 0.5, 1.0])
 def test_memory_of_a_large_batch_is_a_constant_a_place(share):
     sampler = PoissonSampler(num_examples=10**6, sampling_prob=share, seed=0)
@@ -282,7 +492,7 @@ def test_memory_of_a_large_batch_is_a_constant_a_place(share):
 
 # Refusals.
 
-GOOD = {"num_examples": 100, "sampling_prob": 0.5, "seed": 0, "pad_to": 1}
+GOOD = {"num_examples": 100, "sampling_prob": 0.5, "seed": 0, "pad_to": 1, "hosts": 3}
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -293,11 +503,18 @@ GOOD = {"num_examples": 100, "sampling_prob": 0.5, "seed": 0, "pad_to": 1}
         *[("sampling_prob", value) for value in (0, -0.1, 1.1, math.nan, math.inf, True, "0.5")],
         *[("seed", value) for value in (-1, 1.5, False, None, 2**128)],
         *[("pad_to", value) for value in (0, -8, 1.0, True)],
+        *[("hosts", value) for value in (0, -2, 2.0, True, None, 2**53 + 1)],
+        *[("host", value) for value in (3, -1, 1.0, False, None, 2**60)],
     ],
 )
 def test_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be .*found"):
         PoissonSampler(**(GOOD | {name: value}))
+
+
+def test_a_host_out_of_range_is_told_how_many_there_are():
+    with pytest.raises(ValueError, match=r"host must be below 3, the number of hosts.*found 3"):
+        PoissonSampler(**GOOD, host=3)
 
 
 @pytest.mark.usefixtures("unchecked")
