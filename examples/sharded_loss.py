@@ -2,10 +2,10 @@
 
 A loss for a batch on a mesh of devices often says how its values are spread: by
 ``jax.lax.with_sharding_constraint`` where the mesh's axes are Auto, by ``jax.sharding.reshard`` and
-``out_sharding`` where they are Explicit. Those lines speak of a batch. Clipping looks at one example
-at a time, in which the dimension that they speak of has length one; taken at their word, they put
-all the work on one device, or are an error. Sharding rules move them out of the way, and the loss
-stays as it is:
+``out_sharding`` where they are Explicit. Those lines speak of a batch. Clipping looks at one
+example at a time, in which the dimension that they speak of has length one; taken at their word,
+they put all the work on one device, or are an error. Sharding rules move them out of the way, and
+the loss stays as it is:
 
     rules = dp.ShardingRules(mesh, examples=("data",), params=(...))
     grad_fn = dp.filter_clipped_grad(loss, ..., keep_batch_dim=True, sharding=rules)
@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 import eqx_dp as dp
 
 DEVICES = 8
-VOCABULARY, TIME, WIDTH, HEADS, BLOCKS = 64, 16, 64, 4, 2
+VOCABULARY, TIME, WIDTH, HEADS, BLOCKS = 64, 16, 64, 4, 1
 
 
 class Sharding(NamedTuple):
@@ -226,7 +226,7 @@ class Figures(NamedTuple):
     Attributes:
         case: its name.
         axis_type: Auto or Explicit.
-        error: the largest difference from the gradient on one device, relative to its largest entry.
+        error: the largest difference from one device's gradient, relative to its largest entry.
         flops: a device, with the constraints.
         silent_flops: a device, without them.
         flops_share: what one device needs for the whole batch, divided by the number of devices.
@@ -255,8 +255,7 @@ def make_cases() -> list[Case]:
     random = np.random.default_rng(0)
     data = random.normal(size=1024).astype(np.float32)
     tokens = random.integers(0, VOCABULARY, (16, TIME + 1))
-    with jax.default_device(eight_devices()[0]):
-        param, model = jnp.asarray(0.3), GPT(jax.random.key(0))
+    param, model = jnp.asarray(0.3), GPT(jax.random.key(0))
     scalars = (param, (data,), {"data": 8})
     gpt = (model, (tokens[:, :-1], tokens[:, 1:]), {"data": 4, "model": 2}, GPT_PARAMS, 1.0)
     return [
@@ -287,8 +286,7 @@ def run_on_mesh(case: Case, sharding: Sharding, axis_type: AxisType) -> Run:
 
 def measure(case: Case) -> list[Figures]:
     """The figures of a case, on Auto and on Explicit axes."""
-    with jax.default_device(eight_devices()[0]):
-        alone = run(case.grad_fn(SILENT, None), case.model, case.batch)
+    alone = run(case.grad_fn(SILENT, None), case.model, case.batch)
     # On Explicit axes a loss cannot say nothing, so both are held against silence on Auto axes.
     silent = run_on_mesh(case, SILENT, AxisType.Auto)
     found: list[Figures] = []
@@ -329,5 +327,6 @@ def main() -> list[Figures]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    main()
+    jax.config.update("jax_num_cpu_devices", DEVICES)  # before JAX starts its devices
+    with jax.default_device(eight_devices()[0]):
+        main()

@@ -130,6 +130,8 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         NaN or infinity among them      NaN or inf
         ==============================  =====================================
     """
+    # A gradient known to the compiler would be squared before it is divided, and overflow.
+    gradients = jax.lax.optimization_barrier(gradients)
     # In blocks from the start: what comes after a reshape is one loop with the sum.
     batch, *shape = gradients.shape
     scaled, scale = to_unit_scale(_in_blocks(gradients.reshape(batch, math.prod(shape))))

@@ -161,7 +161,14 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     def prepare(
         self, model: PyTree[Any], batch: tuple[PyTree[Any], ...], key: Any, is_padding_example: Any
     ) -> "Prepared":
-        """Checks and casts the arguments of a call, traces the loss, and chooses a method."""
+        """Checks and casts the arguments of a call, traces the loss, and chooses a method.
+
+        Args:
+            model: as for the call, and so the others.
+            batch: the positional arguments behind it.
+            key: one key or None.
+            is_padding_example: the mask or None.
+        """
         configuration = self._configuration
         policy, rules = configuration.policy, configuration.sharding
         params, rest = _partition(model, self._filter_spec)
@@ -193,15 +200,16 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             1.0 if policy is None else policy.loss_scale.value,
             [leaf_cost(found, leaf, param) for leaf, param in enumerate(flat[0])],
         )
+        num_shards = 1 if rules is None else rules.num_shards
         choice = choose(
             task.costs,
             task.params,
             task.activations,
-            examples.num_examples // (1 if rules is None else rules.num_shards),
+            examples.num_examples // num_shards,
             configuration.method,
             configuration.microbatch_size,
         )
-        return Prepared(task, examples, choice, jax.tree.structure(params), places)
+        return Prepared(task, examples, choice, jax.tree.structure(params), places, num_shards)
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner
@@ -233,6 +241,7 @@ class Prepared(NamedTuple):
         choice: the method, and how many examples at once on a device.
         structure: of the trainable leaves.
         places: with sharding rules, where arrays live.
+        num_shards: how many parts the batch is divided into.
     """
 
     task: Task
@@ -240,6 +249,7 @@ class Prepared(NamedTuple):
     choice: Choice
     structure: Any
     places: _Places | None
+    num_shards: int
 
 
 def _places(
@@ -266,7 +276,7 @@ def _places(
 
 def _run(prepared: Prepared, configuration: _Configuration) -> tuple[PerExample, list[Array]]:
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
-    task, examples, choice, _, places = prepared
+    task, examples, choice, _, places, _ = prepared
     rules = configuration.sharding
     if rules is None or places is None:
         sums, per_example = _on_device(

@@ -1,16 +1,18 @@
 """What the engine makes of a model: a row for every trainable leaf."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import equinox as eqx
 import jax
-from jaxtyping import PyTree
+import numpy as np
+from jaxtyping import Array, PyTree
 
-from .clipped_grad import ClippedGrad
+from .clipped_grad import ClippedGrad, Prepared
 from .cost import Choice, LeafCost
 
 
 class Row(NamedTuple):
-    """How one trainable leaf is treated; figures are for the whole batch.
+    """How one trainable leaf is treated; figures are for the whole batch, bytes for a device.
 
     Attributes:
         path: where the leaf stands in the model.
@@ -40,6 +42,7 @@ class Explanation(NamedTuple):
         method: the method.
         microbatch_size: how many examples at once; None for the whole batch.
         num_examples: the batch.
+        num_shards: how many parts the batch is divided into, by sharding rules.
         reason: why.
     """
 
@@ -47,6 +50,7 @@ class Explanation(NamedTuple):
     method: str
     microbatch_size: int | None
     num_examples: int
+    num_shards: int
     reason: str
 
     def __str__(self) -> str:
@@ -64,9 +68,11 @@ class Explanation(NamedTuple):
         return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines)
 
     def _at_once(self) -> str:
-        if self.microbatch_size is None or self.microbatch_size >= self.num_examples:
-            return f"all {self.num_examples} examples at once"
-        return f"{self.microbatch_size} of {self.num_examples} examples at once"
+        own = self.num_examples // self.num_shards
+        where = f" on each of {self.num_shards} parts of the mesh" if self.num_shards > 1 else ""
+        if self.microbatch_size is None or self.microbatch_size >= own:
+            return f"all {own} examples{where} at once"
+        return f"{self.microbatch_size} of {own} examples{where} at once"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -85,6 +91,7 @@ def explain(
     model: PyTree[Any],
     *batch: PyTree[Any],
     key: Any = None,
+    is_padding_example: Any = None,
 ) -> Explanation:
     """Says how the engine finds the norm and the sum of every trainable leaf, and what that costs.
 
@@ -92,31 +99,54 @@ def explain(
 
     Args:
         grad_fn: what ``filter_clipped_grad`` returned.
-        model: the model.
+        model: the model. Here and in the batch, ``jax.ShapeDtypeStruct`` may stand for arrays.
         *batch: the batch, as for ``grad_fn``.
         key: as for ``grad_fn``.
+        is_padding_example: as for ``grad_fn``; it changes nothing.
 
     Returns:
         A table: ``rows``, each with ``path``, ``kinds``, ``way``, ``flops``, ``bytes``, ``reason``;
         ``str()`` prints it, with the totals, the method that was chosen, and why.
 
     Raises:
-        ValueError: as ``grad_fn``.
+        ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
     """
-    task, examples, choice, structure, _ = grad_fn.prepare(model, batch, key, None)
-    costs = task.costs
+    if not isinstance(cast(object, grad_fn), ClippedGrad):
+        raise ValueError(
+            "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
+            f"before it is wrapped in jit or anything else; found {grad_fn!r}."
+        )
+    arrays, static = eqx.partition(
+        (model, batch, key, is_padding_example),
+        lambda x: eqx.is_array(x) or isinstance(x, np.ndarray | jax.ShapeDtypeStruct),
+    )
+    found: list[Explanation] = []
+
+    def look(arrays: PyTree[Array]) -> None:
+        found.append(_explained(grad_fn.prepare(*eqx.combine(arrays, static))))
+
+    jax.eval_shape(look, arrays)
+    return found[0]
+
+
+def _explained(prepared: Prepared) -> Explanation:
+    task, choice, num_examples = prepared.task, prepared.choice, prepared.examples.num_examples
     paths = [
         jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(structure.unflatten(task.params))
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            prepared.structure.unflatten(task.params)
+        )
     ]
+    costs = task.costs
     if choice.method == "per_example":
         costs = [_formed(cost, param.size) for cost, param in zip(costs, task.params, strict=True)]
+    shards = prepared.num_shards
     rows = tuple(
-        _row(path, cost, choice, examples.num_examples)
+        _row(path, cost, choice, num_examples, num_examples // shards)
         for path, cost in zip(paths, costs, strict=True)
     )
     return Explanation(
-        rows, choice.method, choice.microbatch_size, examples.num_examples, choice.reason
+        rows, choice.method, choice.microbatch_size, num_examples, shards, choice.reason
     )
 
 
@@ -124,11 +154,14 @@ def _formed(cost: LeafCost, size: int) -> LeafCost:
     """The cost of a leaf whose gradient is differentiated example by example, as any other."""
     if cost.way == "unused":
         return cost
-    return cost._replace(way="whole", flops=4 * size, bytes=4 * size)
+    if cost.way == "whole":
+        return cost._replace(flops=4 * size, bytes=4 * size)
+    reason = "each example's gradient is formed by the backward pass itself"
+    return cost._replace(way="whole", flops=4 * size, bytes=4 * size, reason=reason)
 
 
-def _row(path: str, cost: LeafCost, choice: Choice, num_examples: int) -> Row:
-    at_once = min(choice.microbatch_size or num_examples, num_examples)
+def _row(path: str, cost: LeafCost, choice: Choice, num_examples: int, on_a_device: int) -> Row:
+    at_once = min(choice.microbatch_size or on_a_device, on_a_device)
     return Row(
         path,
         cost.kinds,

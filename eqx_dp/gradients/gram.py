@@ -310,6 +310,8 @@ def row_norms(
         return norm, norm * (1 + norm_error(totals[0].size, dtype) + 2 * roundoff)
     lengths = norms(values.reshape(batch * groups * time, -1)).reshape(batch, groups, time, 1)
     times = jnp.sum(at_first, axis=-1, keepdims=True)
-    in_sums = roundoff * norms((2 * times - 1) * of_rows(lengths))
+    # Selected, as lengths may be infinite.
+    gross = jnp.sum(jnp.where(at_first > 0, jnp.swapaxes(lengths, -1, -2), 0), -1, keepdims=True)
+    in_sums = roundoff * norms((2 * times - 1) * gross)
     bound = norm * (1 + norm_error(totals[0].size, dtype)) + 33 / 32 * in_sums
     return norm, bound * (1 + 4 * roundoff)

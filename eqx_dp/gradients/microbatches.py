@@ -51,8 +51,10 @@ def over_microbatches(
     if size == num_examples:
         return masked(examples, is_padding_example)
 
+    count = (num_examples + filling) // size
+
     def split(leaf: Array) -> Array:
-        return leaf.reshape(-1, size, *leaf.shape[1:])
+        return leaf.reshape(count, size, *leaf.shape[1:])
 
     # The filling repeats the last example: its shape and dtype are right, its values are ignored.
     filled = [jnp.concatenate([x, jnp.repeat(x[-1:], filling, axis=0)]) for x in examples]
@@ -68,7 +70,7 @@ def over_microbatches(
 
     total, stacked = jax.lax.scan(body, zeros, microbatches)
     return total, jax.tree.map(
-        lambda x: x.reshape(-1, *x.shape[2:])[:num_examples],
+        lambda x: x.reshape(count * size, *x.shape[2:])[:num_examples],
         stacked,
     )
 

@@ -33,12 +33,13 @@ class PoissonSampler:
 
     **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
     batch is that part of the draw. All make the same draw, from the same seed and step, and so need
-    not talk: together they hold just what one host would, one Poisson sample, and a run may be
-    resumed on another number of hosts. Every part has `capacity` places, which follows from numbers
-    that the hosts share; the largest stretch overflows it with probability at most
-    `OVERFLOW_PROBABILITY / (2 * hosts)`. (The factor of 2 is for neighboring data sets, which put
-    their hosts' borders in different places: `PrivacyPlan.overflow_delta`.) Every host makes the
-    whole draw, in the time and memory of all hosts' batches together.
+    not talk: together they hold just what one host would (but for cuts), one Poisson sample, and a
+    run may be resumed on another number of hosts. Every part has the same `capacity`, found from
+    numbers that the hosts share: here it is the smallest multiple of `pad_to` that the largest
+    stretch overflows with probability at most `OVERFLOW_PROBABILITY / (2 * hosts)`. (The factor of
+    2 is for neighboring data sets, whose borders between hosts lie elsewhere:
+    `PrivacyPlan.overflow_delta`.) Every host makes the whole draw, in the time and memory of all
+    hosts' batches together.
 
     **Guarantee.** Privacy amplification by Poisson sampling (Abadi et al. 2016, section 3; Zhu and
     Wang 2019) holds for the batches before they are cut to `capacity`; the probability of a cut
@@ -54,7 +55,7 @@ class PoissonSampler:
     |---|---|
     | no example is drawn | a batch of padding |
     | more are drawn than there is room for | a uniformly random `capacity` of them is kept |
-    | more of a host's own than that | the same of its own, independently of the other hosts |
+    | so on one of several hosts | the same with its own part, independently of the other hosts |
     | more than `hosts * capacity` are drawn | as many, uniformly random, are kept and divided |
     | `sampling_prob` is 1 | every batch holds every example (that the host owns) once |
     | `pad_to` exceeds `num_examples` | `capacity` is `pad_to` |
@@ -141,7 +142,8 @@ class PoissonSampler:
             then read forward); behind them padding, with index -1. **Not private.** Indexing with
             -1 picks the last example: hand the mask on, as `is_padding_example`, or that example
             counts once a padding place and its privacy is lost. On several hosts, too, positions
-            are those in the whole data set, counted from 0, all of them in `owned`.
+            are those in the whole data set, all of them in `owned`; a host that holds no more than
+            those examples finds them `owned.start` places further to the front.
 
         Raises:
             ValueError: If `step` is not a whole number from 0 to 2**64 - 1, or not below `steps`.
@@ -169,7 +171,7 @@ class PoissonSampler:
             return mine
         # As chosen they are in no random order. All that are, not mine alone, are put into one:
         # hosts have the same generator, and would else cut the same places of their parts.
-        return mine[: self.capacity]
+        return self._of_owned(generator.permutation(chosen))[: self.capacity]
 
     def _of_owned(self, indices: Int64[np.ndarray, "all"]) -> Int64[np.ndarray, "part"]:
         return indices[(indices >= self.owned.start) & (indices < self.owned.stop)]

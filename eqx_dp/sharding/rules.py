@@ -207,7 +207,8 @@ class ShardingRules:
         """Places a copy of a model's arrays as accumulators live.
 
         ``optimizer.init(rules.shard_accumulators(params))`` makes an optimizer's state that lives
-        where gradients do, which matters with ``accumulators="examples"``.
+        where gradients do, which matters with ``accumulators="examples"``. Not under ``jit``:
+        there, zeros on Auto axes do not live where the array does that they are made like.
 
         Raises:
             ValueError: as [`spec`][].
@@ -230,7 +231,7 @@ class ShardingRules:
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
             name = f"batch{jax.tree_util.keystr(path)}"
-            if not _is_placeable(leaf) or leaf.dtype.kind in "OSUMm":
+            if not _is_placeable(leaf) or _is_no_number(leaf.dtype):
                 found = leaf.dtype if _is_placeable(leaf) else type(leaf).__name__
                 raise ValueError(
                     f"{name} is no array of numbers but of type {found}: everything in a batch is "
@@ -359,6 +360,10 @@ def _has_shape(leaf: Any) -> bool:
 
 def _is_placeable(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+
+
+def _is_no_number(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype) and dtype.kind in "OSUMm"  # objects, text and times
 
 
 def _is_whole(leaf: Any) -> bool:

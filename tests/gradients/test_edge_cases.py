@@ -292,3 +292,36 @@ def test_a_zero_gradient_adds_zero():
         )(jnp.ones(2), x)
         np.testing.assert_allclose(grads, expected, rtol=5e-6)
         np.testing.assert_array_equal(per_example.grad_norm == 0, [True, False, True])
+
+
+@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+def test_terms_that_overflow_and_cancel_leave_the_others_alone(method):
+    """A row looked up twice with cotangents whose squares overflow: a gradient of exactly zero."""
+    loss = lambda table, rows, weights: jnp.sum(weights[:, None] * table[rows])  # noqa: E731
+    rows, padding = np.array([[1, 1], [0, 2]]), np.array([True, False])
+    weights = np.array([[3e38, -3e38], [1.0, 1.0]], np.float32)
+    grad_fn = jitted.grad(loss, l2_clip_norm=1.0, method=method)
+    found = grad_fn(jnp.ones((3, 4)), rows, weights)
+    alone = grad_fn(jnp.ones((3, 4)), rows, weights, is_padding_example=padding)
+    assert np.all(np.isfinite(found))
+    np.testing.assert_array_equal(found, alone)
+
+
+@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize("scale", [1e-30, 1e22])
+def test_a_gradient_that_the_compiler_knows(method, scale):
+    """It is a constant, and alone in its microbatch: nothing may be squared ahead of time."""
+    loss = lambda bias, x: scale * jnp.sum(x + bias)  # noqa: E731
+    grad_fn = jitted.value_and_grad(loss, l2_clip_norm=scale, method=method, microbatch_size=1)
+    per_example, grads = grad_fn(jnp.ones(4), jnp.ones((3, 4)))
+    np.testing.assert_allclose(per_example.grad_norm, np.full(3, 2 * scale), rtol=1e-6)
+    np.testing.assert_allclose(grads, np.full(4, 3 * scale / 2), rtol=1e-5)
+
+
+def test_leaves_without_entries_in_microbatches():
+    loss = lambda model, x, nothing: (jnp.sum(model * x), (x[:0], nothing))  # noqa: E731
+    grad_fn = jitted.grad(loss, l2_clip_norm=100.0, has_aux=True, microbatch_size=2)
+    x = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+    grads, aux = grad_fn(jnp.ones(2), x, np.zeros((3, 0), np.float32))
+    np.testing.assert_allclose(grads, x.sum(0), rtol=1e-5)
+    assert [leaf.shape for leaf in aux] == [(3, 0), (3, 0)]

@@ -1,8 +1,10 @@
 """What the engine says of its choices, and the choices themselves."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
 from eqx_dp.gradients import cost
@@ -85,3 +87,25 @@ def test_auto_forms_gradients_where_book_keeping_would_too():
     found = dp.explain(narrow, model, jnp.ones((2, 50, 3)))
     assert found.method == "book_keeping"
     assert [row.way for row in found.rows] == ["kept"]
+
+
+def test_shapes_and_a_steps_own_arguments_will_do():
+    case = models.mlp()
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0)
+    batch = case.batch(4)
+    of_shapes = dp.explain(grad_fn, *eqx.filter_eval_shape(lambda *args: args, case.model, *batch))
+    padding = jnp.zeros(4, bool)
+    assert of_shapes == dp.explain(grad_fn, case.model, *batch, is_padding_example=padding)
+
+
+def test_what_filter_clipped_grad_did_not_return():
+    case = models.mlp()
+    with pytest.raises((ValueError, TypeCheckError), match="grad_fn"):
+        dp.explain(case.loss, case.model, *case.batch(4))
+
+
+def test_per_example_gives_no_other_methods_reasons():
+    found = explained(models.mlp(), method="per_example")
+    assert {row.reason for row in found.rows} == {
+        "each example's gradient is formed by the backward pass itself"
+    }

@@ -138,13 +138,15 @@ def clip(
 
     of_groups = by_group(norms)
     error = norm_error(len(norms), dtype)
+    of_sums = [bound * (1 + error) for bound in by_group(bounds)]
     factors = [
-        clip_factors(bound * (1 + error), clip_norm, clipping.rescale_to_unit_norm)
-        for bound, clip_norm in zip(by_group(bounds), clipping.clip_norms, strict=True)
+        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm)
+        for bound, clip_norm in zip(of_sums, clipping.clip_norms, strict=True)
     ]
     contributes = jnp.isfinite(loss) & ~is_padding_example
-    for norm in of_groups:
-        contributes &= jnp.isfinite(norm)
+    # Where terms that overflow cancel, the norm may be finite, and what is added still not known.
+    for size in (*of_groups, *of_sums):
+        contributes &= jnp.isfinite(size)
     return Clip(of_groups, factors, contributes)
 
 

@@ -29,7 +29,7 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     if 0 not in numbers.start_index_map or numbers.operand_batching_dims:
         return False
     # Indices of other axes say nothing where they are clipped, but drop a row where they are not.
-    drops = equation.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    drops = equation.params["mode"] != GatherScatterMode.CLIP
     return not drops or tuple(numbers.start_index_map) == (0,)
 
 
@@ -41,9 +41,11 @@ def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
         return jnp.clip(_signed(inputs[1]), 0, rows - 1).reshape(1)
     position = equation.params["dimension_numbers"].start_index_map.index(0)
     indices = _signed(inputs[1][..., position]).reshape(-1)
-    if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
-        return jnp.where((indices >= 0) & (indices < rows), indices, rows)
-    return jnp.clip(indices, 0, rows - 1)
+    if equation.params["mode"] == GatherScatterMode.CLIP:
+        return jnp.clip(indices, 0, rows - 1)
+    # With a promise that there are none such, an index out of bounds reads a row and leaves no
+    # gradient to it, here as in jax.grad.
+    return jnp.where((indices >= 0) & (indices < rows), indices, rows)
 
 
 def _signed(indices: Any) -> Array:

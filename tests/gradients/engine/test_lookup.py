@@ -40,6 +40,11 @@ def test_shapes_of_tables(shape):
     lookup(lambda w, t: w[t], normal(*shape), ROWS % 4)
 
 
+def test_an_index_that_was_promised_to_be_there():
+    """Plain indexing: forward reads the last row; backward, as in jax.grad, finds none."""
+    lookup(lambda w, t: w[t], normal(4, 3), ROWS)
+
+
 def test_shapes_of_lookups():
     rows = np.arange(3 * 2 * 3 * 2).reshape(3, 2, 3, 2).astype(np.int32) % 4
     lookup(lambda w, t: w[t], normal(4, 3), rows)
