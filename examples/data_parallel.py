@@ -198,8 +198,8 @@ def train_privately_by_shard_map(rules: dp.ShardingRules) -> Run:
         return jax.lax.psum(grads, "data")  # no mean: normalize_by has divided already
 
     specs = (P(), P("data"), P("data"), P("data"))
-    # Unchecked, values belong to their device, as under pmap. With the check JAX would sum gradients
-    # over devices unasked, before they are clipped: the library refuses that.
+    # Unchecked, a gradient stays on its device, as under pmap. With the check JAX would sum it over
+    # devices unasked, before it is clipped, which the library refuses.
     mapped = jax.shard_map(
         on_a_device, mesh=rules.mesh, in_specs=specs, out_specs=P(), check_vma=False
     )
@@ -251,7 +251,9 @@ def train(
         return rules.shard(eqx.apply_updates(model, updates)), opt_state
 
     model = rules.shard(model)
+    # The optimizer's state goes to all devices now: else the second step would be compiled anew.
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    opt_state = jax.device_put(opt_state, NamedSharding(rules.mesh, P()))
     batch: PyTree[Array] = None
     for host_batch in batches:
         batch = rules.shard_batch(host_batch)

@@ -57,7 +57,8 @@ class ShardingRules:
 
     Raises:
         ValueError: an axis that the mesh lacks, or that is named twice; no example axes; something
-            that is no mesh, pattern or ``PartitionSpec``; a mesh with Manual axes.
+            that is no mesh, pattern or ``PartitionSpec``; a mesh with Manual axes; a dimension
+            spread over Auto and Explicit axes together.
     """
 
     mesh: Mesh
@@ -400,6 +401,7 @@ def _example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
             "examples=('data',). An axis of one device is fine."
         )
     _check_axes(mesh, axes, "examples")
+    _check_alike(mesh, axes, "examples")
     return axes
 
 
@@ -431,7 +433,10 @@ def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
         raise ValueError(
             f"params: {pattern!r} has {spec}; say for each dimension where it lives, or None."
         )
-    _check_axes(mesh, [a for entry in spec for a in axes_of(entry)], f"params, {pattern!r}: {spec}")
+    where = f"params, {pattern!r}: {spec}"
+    _check_axes(mesh, [axis for entry in spec for axis in axes_of(entry)], where)
+    for entry in spec:
+        _check_alike(mesh, axes_of(entry), where)
     return pattern, spec
 
 
@@ -444,3 +449,13 @@ def _check_axes(mesh: Mesh, axes: Sequence[Any], where: str) -> None:
             )
     if len(set(axes)) < len(axes):
         raise ValueError(f"{where} names an axis twice: {', '.join(map(repr, axes))}.")
+
+
+def _check_alike(mesh: Mesh, axes: Sequence[str], where: str) -> None:
+    # JAX holds to such a spec outside of jit; under jit it may drop the Auto axes.
+    types = {mesh.axis_types[mesh.axis_names.index(axis)] for axis in axes}
+    if len(types) > 1:
+        raise ValueError(
+            f"{where} spreads one dimension over {', '.join(map(repr, axes))}, of which some are "
+            "Auto and some Explicit. Give the axes that share a dimension one type."
+        )

@@ -288,7 +288,7 @@ def test_privatizer_has_the_plans_noise(relation, bound):
     np.testing.assert_array_equal(noise, expected.update(grads, expected.init(grads))[0])
 
 
-def test_privatizer_hands_policy_and_sharding_on():
+def test_privatizer_hands_policy_and_sharding_on(unchecked):
     with jax.enable_x64(True):
         privatizer = PLAN.privatizer(FakeGradFn(1.0), jax.random.key(0), load_policy("float64"))
         with pytest.raises(ValueError, match="float64"):
@@ -413,7 +413,7 @@ def test_noise_follows_the_policy_of_the_gradients():
     grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0, policy=policy)
     plan = PrivacyPlan(0.1, 10, 1.0, 1e-5)
     other = dp.parse_policy("a=bf16,n=bf16,unsafe=true")
-    with pytest.raises(ValueError, match="same one"):
+    with pytest.raises(ValueError, match="give both the same"):
         plan.privatizer(grad_fn, key=jax.random.key(0), policy=other)
     same = plan.privatizer(grad_fn, key=jax.random.key(0), policy=policy)
     assert isinstance(same, optax.GradientTransformation)

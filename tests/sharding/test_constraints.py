@@ -1,0 +1,375 @@
+"""What a loss may say about sharding, where, and what is refused."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from tests.sharding.losses import Says, mesh_of
+
+KINDS = ["auto", "explicit"]
+rng = np.random.default_rng(0)
+WEIGHT = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
+X = rng.normal(size=(8, 5, 4)).astype(np.float32)
+
+
+def gradient(loss, kind="auto", rules=None, **options):
+    """The clipped gradient on a 4 x 2 mesh."""
+    mesh = mesh_of(kind, data=4, model=2)
+    rules = rules(mesh) if rules else dp.ShardingRules(mesh)
+    options = {"l2_clip_norm": 1.0, "keep_batch_dim": True, "sharding": rules, **options}
+    with jax.set_mesh(mesh):
+        model, batch = rules.shard(WEIGHT), rules.shard_batch(X)
+        return jax.jit(dp.filter_clipped_grad(loss, **options))(model, batch)
+
+
+def expected(loss, **options):
+    """The same of a loss without constraints, on one device."""
+    options = {"l2_clip_norm": 1.0, "keep_batch_dim": True, **options}
+    return jax.jit(dp.filter_clipped_grad(loss, **options))(WEIGHT, X)
+
+
+def check(make_loss, kind, **options):
+    """`make_loss` makes a loss that says something of sharding, or not."""
+    found = gradient(make_loss(Says(kind)), kind, **options)
+    np.testing.assert_allclose(
+        found, expected(make_loss(Says("auto", False)), **options), rtol=1e-5, atol=1e-6
+    )
+
+
+# Where a loss may constrain.
+
+
+def on_a_folded_dimension(says):
+    def loss(w, x):
+        tokens = says.constrain(x.reshape(-1, 4), P("data"))
+        hidden = says.constrain(jnp.tanh(says.einsum("nd,df->nf", tokens, w, P("data"))), P("data"))
+        return jnp.sum(hidden.reshape(*x.shape[:2], 6) ** 2)
+
+    return loss
+
+
+def behind_another_dimension(says):
+    def loss(w, x):
+        x = says.constrain(jnp.swapaxes(x, 0, 1), P(None, "data"))
+        return jnp.sum(jnp.tanh(says.einsum("tbd,df->tbf", x, w, P(None, "data"))) ** 2)
+
+    return loss
+
+
+def over_both_axes_of_the_mesh(says):
+    def loss(w, x):
+        x = jnp.concatenate([x, x[:, :1]], 1).reshape(-1, 4)  # 6 tokens an example
+        x = says.constrain(x, P(("data", "model")))
+        return jnp.sum(jnp.tanh(says.einsum("nd,df->nf", x, w, P("data"))) ** 2)
+
+    return loss
+
+
+def in_a_scan(says):
+    def loss(w, x):
+        def body(carry, x):
+            new = says.constrain(
+                jnp.tanh(carry + says.einsum("bd,df->bf", x, w, P("data"))), P("data")
+            )
+            return new, None
+
+        start = says.constrain(jnp.zeros((x.shape[0], 6)), P("data"))
+        carry, _ = jax.lax.scan(body, start, jnp.swapaxes(x, 0, 1))
+        return jnp.sum(carry**2)
+
+    return loss
+
+
+def under_remat(says):
+    @jax.checkpoint
+    def layer(w, x):
+        return says.constrain(jnp.tanh(says.einsum("btd,df->btf", x, w, P("data"))), P("data"))
+
+    return lambda w, x: jnp.sum(layer(w, x) ** 2)
+
+
+def in_a_function_with_its_own_derivative(says):
+    @jax.custom_vjp
+    def double(x):
+        return says.constrain(2 * x, P("data"))
+
+    def forward(x):
+        return says.constrain(2 * x, P("data")), None
+
+    double.defvjp(forward, lambda _, g: (2 * g,))
+
+    @jax.custom_jvp
+    def square(x):
+        return says.constrain(x**2, P("data"))
+
+    @square.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return square(x), says.constrain(2 * x * t, P("data"))
+
+    def loss(w, x):
+        return jnp.sum(square(double(jnp.tanh(says.einsum("btd,df->btf", x, w, P("data"))))))
+
+    return loss
+
+
+def under_cond_and_jit(says):
+    @jax.jit
+    def layer(w, x):
+        return says.constrain(jnp.tanh(says.einsum("btd,df->btf", x, w, P("data"))), P("data"))
+
+    def loss(w, x):
+        hidden = layer(w, x)
+        # The predicate is an example's own: that of a batch of one.
+        return jax.lax.cond(
+            jnp.sum(x) > 0,
+            lambda h: jnp.sum(says.constrain(h, P("data")) ** 2),
+            lambda h: 3 * jnp.sum(h**2),
+            hidden,
+        )
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "make_loss",
+    [
+        on_a_folded_dimension,
+        behind_another_dimension,
+        over_both_axes_of_the_mesh,
+        in_a_scan,
+        under_remat,
+        in_a_function_with_its_own_derivative,
+        under_cond_and_jit,
+    ],
+)
+def test_where_a_batch_may_be_constrained(make_loss, kind):
+    check(make_loss, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+def test_a_loss_on_one_example_speaks_of_the_other_axes(kind, method):
+    def make_loss(says):
+        def loss(w, x):
+            w = says.constrain(w, P(None, "model"))
+            hidden = says.constrain(
+                jnp.tanh(says.einsum("td,df->tf", x, w, P(None, "model"))), P(None, "model")
+            )
+            return jnp.sum(hidden**2)
+
+        return loss
+
+    check(make_loss, kind, keep_batch_dim=False, method=method)
+
+
+def test_what_is_left_of_a_constraint_divides_the_work():
+    """Hidden units are spread over `model` because the loss says so, and by nothing else."""
+
+    def loss(w, x):
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("data", None, "model"))
+        return jnp.sum(hidden**2)
+
+    mesh = mesh_of("auto", data=4, model=2)
+    rules = dp.ShardingRules(mesh)
+    wide = jnp.ones((4, 512))
+
+    def flops(loss):
+        grad_fn = dp.filter_clipped_grad(
+            loss, l2_clip_norm=1.0, keep_batch_dim=True, sharding=rules, method="per_example"
+        )
+        with jax.set_mesh(mesh):
+            return jax.jit(grad_fn).lower(wide, X).compile().cost_analysis()["flops"]
+
+    assert flops(loss) <= 0.6 * flops(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+
+
+def test_a_shard_map_over_other_axes():
+    def loss(w, x):
+        def part(x, w):
+            return jax.lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "model")
+
+        mapped = jax.shard_map(
+            part, in_specs=(P(), P(None, "model")), out_specs=P(), axis_names={"model"}
+        )
+        return mapped(x, w)
+
+    found = gradient(loss, keep_batch_dim=False)
+    plain = expected(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), keep_batch_dim=False)
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_jit_with_shardings_of_its_own():
+    mesh = mesh_of("auto", data=4, model=2)
+    spread = NamedSharding(mesh, P("data"))
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w), in_shardings=(spread, None), out_shardings=spread)
+    found = gradient(lambda w, x: jnp.sum(layer(x, w) ** 2))
+    plain = expected(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_device_put_to_a_sharding_is_a_constraint():
+    mesh = mesh_of("auto", data=4, model=2)
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jax.device_put(x, NamedSharding(mesh, P("data"))) @ w) ** 2)
+
+    plain = expected(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+    np.testing.assert_allclose(gradient(loss), plain, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="device_put"):
+        gradient(lambda w, x: loss(w, jax.device_put(x, NamedSharding(mesh, P(None, "data")))))
+
+
+# What cannot be moved.
+
+
+def constrained(*entries, value=lambda w, x: x):
+    def loss(w, x):
+        spread = jax.lax.with_sharding_constraint(value(w, x), P(*entries))
+        return jnp.sum(x @ w) + jnp.sum(spread)
+
+    return loss
+
+
+def test_examples_over_an_axis_that_the_rules_do_not_name():
+    message = r"(?s)sharding_constraint with spec P\('model',?\).*test_constraints.*'model'.*rules do not name.*examples=\('data', 'model'\)"
+    with pytest.raises(ValueError, match=message):
+        gradient(constrained("model"))
+    with pytest.raises(ValueError, match=r"rules do not name"):
+        gradient(constrained(("data", "model")))
+    # With rules that name it, it can.
+    found = gradient(
+        constrained(("data", "model")),
+        rules=lambda mesh: dp.ShardingRules(mesh, examples=("data", "model")),
+    )
+    np.testing.assert_allclose(found, expected(lambda w, x: jnp.sum(x @ w)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        constrained(None, "data"),
+        constrained("data", value=lambda w, x: w),
+        constrained("data", value=lambda w, x: jnp.sum(x, 0)),
+    ],
+    ids=["time", "a parameter", "a sum over the batch"],
+)
+def test_the_example_axes_on_a_dimension_without_examples(loss):
+    with pytest.raises(ValueError, match=r"(?s)spec P.*carries no examples.*'data'.*params="):
+        gradient(loss)
+
+
+def test_an_example_axis_in_a_loss_on_one_example():
+    with pytest.raises(ValueError, match="carries no examples"):
+        gradient(constrained("data"), keep_batch_dim=False)
+
+
+@pytest.mark.parametrize("axis_names", [{"data"}, {"data", "model"}])
+def test_a_shard_map_over_the_example_axes(axis_names):
+    def loss(w, x):
+        spec = P("data")
+        double = jax.shard_map(
+            lambda x: 2 * x, in_specs=spec, out_specs=spec, axis_names=axis_names
+        )
+        return jnp.sum(double(jnp.tile(x, (4, 1, 1))) @ w)
+
+    with pytest.raises(
+        ValueError, match=r"(?s)shard_map over 'data'.*test_constraints.*axis_names"
+    ):
+        gradient(loss)
+
+
+def test_another_mesh():
+    other = mesh_of("auto", batch=8)
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.with_sharding_constraint(x, NamedSharding(other, P("batch"))) @ w)
+
+    with pytest.raises(ValueError, match=r"(?s)\('batch',\).*rules.*\('data', 'model'\)"):
+        gradient(loss)
+
+
+def test_constraints_that_depend_on_the_length_of_the_batch():
+    def loss(w, x):
+        if len(x) == 1:
+            x = jax.lax.with_sharding_constraint(x, P("data"))
+        return jnp.sum(x @ w)
+
+    with pytest.raises(ValueError, match="depend on the length"):
+        gradient(loss)
+
+
+def test_a_sharding_of_the_real_mesh_on_explicit_axes():
+    mesh = mesh_of("explicit", data=4, model=2)
+
+    def loss(w, x):
+        return jnp.sum(jax.sharding.reshard(x, NamedSharding(mesh, P("data"))) @ w)
+
+    with pytest.raises(ValueError, match="pass the PartitionSpec alone"):
+        gradient(loss, "explicit")
+
+
+def test_constraints_without_rules():
+    with pytest.raises(ValueError, match=r"(?s)test_constraints.*sharding=dp\.ShardingRules"):
+        gradient(constrained("data"), sharding=None)
+
+
+def test_rules_inside_a_shard_map():
+    mesh = mesh_of("auto", data=8)
+    rules = dp.ShardingRules(mesh)
+    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0, sharding=rules)
+    mapped = jax.shard_map(
+        grad_fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(ValueError, match="outside of shard_map"):
+        jax.jit(mapped)(WEIGHT, X)
+
+
+def test_another_mesh_in_context():
+    grad_fn = dp.filter_clipped_grad(
+        lambda w, x: jnp.sum(x @ w),
+        l2_clip_norm=1.0,
+        sharding=dp.ShardingRules(mesh_of("auto", data=8)),
+    )
+    with (
+        jax.set_mesh(mesh_of("auto", data=4, model=2)),
+        pytest.raises(ValueError, match=r"(?s)mesh in context.*'model': 2.*'data': 8"),
+    ):
+        grad_fn(WEIGHT, X)
+
+
+def test_examples_that_do_not_divide():
+    grad_fn = dp.filter_clipped_grad(
+        lambda w, x: jnp.sum(x @ w),
+        l2_clip_norm=1.0,
+        sharding=dp.ShardingRules(mesh_of("auto", data=8)),
+    )
+    with pytest.raises(ValueError, match=r"(?s)7 examples.*8 devices.*pad_to=8.*here 8"):
+        grad_fn(WEIGHT, X[:7])
+
+
+def test_a_collective_over_the_example_axes():
+    with pytest.raises(ValueError, match="mixes examples"):
+        gradient(lambda w, x: jnp.sum(jax.lax.pmean(x, "data") @ w))
+
+
+def test_rules_are_part_of_the_function():
+    rules = dp.ShardingRules(mesh_of("auto", data=8))
+    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0, sharding=rules)
+    assert grad_fn.sharding == rules
+    traces = []
+
+    @eqx.filter_jit
+    def call(grad_fn, w, x):
+        traces.append(None)
+        return grad_fn(w, x)
+
+    for _ in range(2):
+        call(grad_fn, WEIGHT, X)
+    assert len(traces) == 1
