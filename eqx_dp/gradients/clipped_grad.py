@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import Policy, checked_policy
-from ..sharding import ShardingRules, checked_rules, inside, over_devices
+from ..sharding import ShardingRules, check_context, checked_rules, inside, over_devices
 from .clip import Clipping, parse_clip_norm
 from .cost import Choice, choose, leaf_cost
 from .examples import Examples, read_examples
@@ -259,6 +259,7 @@ def _places(
     frozen: PyTree[Any],
     examples: Examples,
 ) -> _Places:
+    check_context(rules)
     rules.check_examples(examples.num_examples)
     specs = rules.specs(model)
 

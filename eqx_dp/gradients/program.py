@@ -261,9 +261,9 @@ def _refuse_collectives(jaxpr: jex_core.Jaxpr) -> None:
             raise ValueError(
                 f"Inside a shard_map over {over} the model is the same on all devices while "
                 f"examples differ ('{name}'): JAX would sum per-example gradients over {over} "
-                "before they are clipped. Call the clipped gradient outside of shard_map, or pass "
-                "the model, and what the loss closes over, through jax.lax.pcast(..., to='varying')"
-                " first, and sum the result over the axis yourself."
+                "before they are clipped. Call the clipped gradient outside of shard_map, with "
+                "sharding=dp.ShardingRules(mesh, ...); or give shard_map check_vma=False, and sum "
+                "the result over the axis yourself."
             )
         raise ValueError(
             f"The loss of one example uses the collective '{name}' over the axis {over}, which an "

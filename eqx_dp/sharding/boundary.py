@@ -60,10 +60,8 @@ def example_program(
         A jaxpr that takes the arguments, without an axis of examples, to be evaluated [`inside`][].
 
     Raises:
-        ValueError: a constraint that cannot be moved, or that cannot be traced on a batch of one; a
-            mesh in context that is not that of the rules.
+        ValueError: a constraint that cannot be moved, or that cannot be traced on a batch of one.
     """
-    _check_context(rules)
     context = jax.sharding.get_abstract_mesh()
 
     def trace(length: int) -> jex_core.ClosedJaxpr:
@@ -75,7 +73,9 @@ def example_program(
     try:
         one = trace(1)
         with inside(rules) as mesh:
-            twin = Twin(one.jaxpr, lambda: trace(2).jaxpr if is_batched else one.jaxpr)
+            twin = Twin(
+                one.jaxpr, lambda: trace(2).jaxpr if is_batched else one.jaxpr, rules.examples
+            )
             retrace = Retrace(rules, mesh, twin, lambda: _outside(rules, context))
 
             def of_one(*values: Any) -> list[Any]:
@@ -87,25 +87,42 @@ def example_program(
 
             return jax.make_jaxpr(of_one)(*(argument.struct for argument in arguments))
     except Exception as error:
-        if rules.is_explicit and _speaks_of_meshes(error):
+        told = str(error)
+        if rules.is_explicit and any(word in told for word in _OF_MESHES):
             raise ValueError(
-                "On Explicit axes the loss is traced on a batch of one example, on a mesh of which "
-                "the example axes have length one, and that failed. A reshard to a NamedSharding "
-                "of the real mesh is refused there: pass the PartitionSpec alone "
+                f"On Explicit axes, the loss cannot be traced on a batch of one: {told} There "
+                f"the example axes {rules.examples} have length one, the others their own. A "
+                "dimension that carries examples cannot be spread over an axis that the rules do "
+                "not name: take the axis out of the spec, or add it to ShardingRules(examples=...)."
+                " A sharding of the real mesh cannot be met: pass the PartitionSpec alone "
                 "(jax.sharding.reshard(x, P('data'))). Arrays that live on the mesh come in with "
-                f"the model or the batch, not by closure. {error}"
+                "the model or the batch, not by closure."
+            ) from error
+        if "evenly divide" in told:
+            raise ValueError(
+                f"The loss cannot be traced on a batch of one: {told} A jit with in_shardings or "
+                "out_shardings, or a device_put, insists on whole shards; constrain with "
+                "jax.lax.with_sharding_constraint instead, which does not."
             ) from error
         raise
 
 
-def _speaks_of_meshes(error: Exception) -> bool:
-    told = str(error).lower()
-    return "per-example boundary" not in told and any(
-        word in told for word in ("evenly divide", "context mesh", "should match", "abstractmesh")
-    )
+_OF_MESHES = ("evenly divide", "Context mesh", "context mesh", "should match", "AbstractMesh")
 
 
-def _check_context(rules: ShardingRules) -> None:
+def check_context(rules: ShardingRules) -> None:
+    """Refuses a mesh in context with which the rules cannot be applied.
+
+    Raises:
+        ValueError: the context is that of a shard_map, or another mesh is set.
+    """
+    kinds = dict(zip(rules.mesh.axis_names, rules.mesh.axis_types, strict=True))
+    if rules.is_explicit and any(kinds[axis] is AxisType.Auto for axis in rules.examples):
+        raise ValueError(
+            f"The example axes {rules.examples} are Auto, and others of the mesh are Explicit "
+            f"({rules.mesh.axis_types}). Make all of them one or the other: "
+            "jax.make_mesh(..., axis_types=...)."
+        )
     context = jax.sharding.get_abstract_mesh()
     if context.empty:
         return

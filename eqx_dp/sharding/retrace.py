@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import equinox as eqx
 import jax
 import jax.extend.core as jex_core
+import jax.extend.linear_util as lu
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .constraints import Constraint
-from .rules import ShardingRules
+from .rules import ShardingRules, axes_of
 
 # The derivative rules of custom_jvp_call and custom_vjp_call, traced when they are asked for.
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
@@ -32,9 +36,15 @@ class Twin:
     Traced when a constraint asks for it, and not at all without one.
     """
 
-    def __init__(self, one: jex_core.Jaxpr, trace_two: Callable[[], jex_core.Jaxpr]):
+    def __init__(
+        self,
+        one: jex_core.Jaxpr,
+        trace_two: Callable[[], jex_core.Jaxpr],
+        examples: tuple[str, ...],
+    ):
         self._one = one
         self._trace_two = trace_two
+        self._examples = examples
         self._pairs: dict[int, jex_core.JaxprEqn] | None = None
 
     def of(self, equation: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
@@ -51,7 +61,7 @@ class Twin:
     def pair(self, one: jex_core.Jaxpr, two: jex_core.Jaxpr) -> None:
         """Finds the partners of all equations that speak of sharding, or hold what may."""
         assert self._pairs is not None
-        ours, theirs = list(_of_interest(one)), list(_of_interest(two))
+        ours, theirs = (list(_of_interest(jaxpr, self._examples)) for jaxpr in (one, two))
         if [e.primitive.name for e in ours] != [e.primitive.name for e in theirs]:
             raise ValueError(
                 "The loss constrains shardings in one way for a batch of one example and in "
@@ -61,16 +71,20 @@ class Twin:
         self._pairs |= {id(a): b for a, b in zip(ours, theirs, strict=True)}
 
 
-def _of_interest(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
+def _of_interest(jaxpr: jex_core.Jaxpr, examples: tuple[str, ...]) -> Iterator[jex_core.JaxprEqn]:
     for equation in jaxpr.eqns:
-        if _shardings(equation) or any(rule in equation.params for rule in _RULES):
+        if _demands(equation, examples) or any(rule in equation.params for rule in _RULES):
             yield equation
         for inner in jex_core.jaxprs_in_params(equation.params):
-            yield from _of_interest(inner)
+            yield from _of_interest(inner, examples)
 
 
-def _shardings(equation: jex_core.JaxprEqn) -> list[tuple[Any, Any]]:
-    """Pairs of a variable and the sharding that an equation demands for it."""
+def _demands(equation: jex_core.JaxprEqn, examples: tuple[str, ...]) -> list[tuple[Any, Any]]:
+    """Pairs of a variable and the sharding that an equation demands for it.
+
+    On Explicit axes an equation may say where its result goes, as an einsum does with out_sharding.
+    JAX fills that in by itself, too, but never with an example axis: types do not speak of them.
+    """
     params, name = equation.params, equation.primitive.name
     if name == "sharding_constraint":
         return [(equation.outvars[0], params["sharding"])]
@@ -82,8 +96,19 @@ def _shardings(equation: jex_core.JaxprEqn) -> list[tuple[Any, Any]]:
         variables = [*equation.invars, *equation.outvars]
         found = zip(variables, [*params["in_shardings"], *params["out_shardings"]], strict=True)
     else:
-        return []
+        return [
+            (equation.outvars[0], hint)
+            for hint in _hints(equation)
+            if any(set(axes_of(entry)) & set(examples) for entry in hint.spec)
+        ]
     return [(v, sharding) for v, sharding in found if isinstance(sharding, NamedSharding)]
+
+
+def _hints(equation: jex_core.JaxprEqn) -> list[NamedSharding]:
+    """Where an equation says that its one result goes."""
+    if len(equation.outvars) != 1:
+        return []
+    return [value for value in equation.params.values() if isinstance(value, NamedSharding)]
 
 
 def constraints_of(jaxpr: jex_core.Jaxpr) -> list[str]:
@@ -91,8 +116,8 @@ def constraints_of(jaxpr: jex_core.Jaxpr) -> list[str]:
     return [
         f"{equation.primitive.name} with spec {getattr(sharding, 'spec', sharding)} at "
         f"{source_info_util.summarize(equation.source_info)}"
-        for equation in _of_interest(jaxpr)
-        for _, sharding in _shardings(equation)
+        for equation in _of_interest(jaxpr, ())
+        for _, sharding in _demands(equation, ())
     ]
 
 
@@ -141,11 +166,15 @@ class Retrace(NamedTuple):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.inner, spec))
 
+    def demands(self, equation: jex_core.JaxprEqn) -> list[tuple[Any, Any]]:
+        """Pairs of a variable and the sharding that an equation demands for it."""
+        return _demands(equation, self.rules.examples)
+
     def constraint(
         self, equation: jex_core.JaxprEqn, index: int, variable: Any, sharding: Any
     ) -> Constraint:
         """The constraint on a variable: the ``index``-th of those that an equation states."""
-        partner, _ = _shardings(self.twin.of(equation))[index]
+        partner, _ = self.demands(self.twin.of(equation))[index]
         return Constraint(equation, sharding, variable.aval.shape, partner.aval.shape)
 
 
@@ -158,32 +187,30 @@ _Handler: TypeAlias = Callable[[Retrace, jex_core.JaxprEqn, list[Any]], list[Any
 
 def _bind(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Any other equation: functions inside it are traced again, and types lose their sharding."""
-    hints = [value for value in equation.params.values() if isinstance(value, NamedSharding)]
     params = {
         name: _inside(retrace, equation, name, value) for name, value in equation.params.items()
     }
+    outputs = _bound(equation, params, inputs)
+    demands = retrace.demands(equation)
+    for index, (variable, sharding) in enumerate(demands):
+        outputs = [
+            retrace.constrain(outputs[0], retrace.constraint(equation, index, variable, sharding))
+        ]
+    for hint in [] if demands else _hints(equation):
+        outputs = [retrace.spread(outputs[0], hint.spec)] if any(hint.spec) else outputs
+    return outputs
+
+
+def _bound(equation: jex_core.JaxprEqn, params: dict[str, Any], inputs: list[Any]) -> list[Any]:
     params = equation.primitive.get_bind_params(params)
     outputs: Any = equation.primitive.bind(*inputs, **params)
-    if not equation.primitive.multiple_results:
-        outputs = [outputs]
-    for hint in hints:  # such as the out_sharding of an einsum on Explicit axes
-        spec = PartitionSpec(*(_without(entry, retrace.rules.examples) for entry in hint.spec))
-        if any(spec):
-            outputs = [retrace.spread(output, spec) for output in outputs]
-    return list(outputs)
-
-
-def _without(entry: Any, taken: tuple[str, ...]) -> Any:
-    if not isinstance(entry, str | tuple):
-        return entry
-    axes = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(axis for axis in axes if axis not in taken) or None
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
 def _inside(retrace: Retrace, equation: jex_core.JaxprEqn, name: str, value: Any) -> Any:
     """A parameter of an equation, as it is to be inside the boundary."""
     if name in _RULES:
-        return _Rule(retrace, equation, name)
+        return _Rule(retrace, equation, name, [])
     if isinstance(value, jex_core.ClosedJaxpr):
         return retrace.traced(value.jaxpr, value.consts)
     if isinstance(value, jex_core.Jaxpr):
@@ -200,11 +227,19 @@ def _inside(retrace: Retrace, equation: jex_core.JaxprEqn, name: str, value: Any
 
 
 class _Rule(NamedTuple):
-    """A derivative rule that is traced again when it is asked for."""
+    """A derivative rule that is traced again when it is asked for.
+
+    Attributes:
+        retrace: how.
+        equation: whose rule it is.
+        name: under which name.
+        traced: what it was in the outer context, once it has been asked for.
+    """
 
     retrace: Retrace
     equation: jex_core.JaxprEqn
     name: str
+    traced: list[jex_core.Jaxpr]
 
     @property
     def debug_info(self) -> Any:
@@ -213,7 +248,8 @@ class _Rule(NamedTuple):
     def call_wrapped(self, *zeros: bool) -> tuple[Any, ...]:
         with self.retrace.outside():
             jaxpr, consts, *rest = self.equation.params[self.name].call_wrapped(*zeros)
-        if any(_shardings(inner) for inner in _of_interest(jaxpr)):
+        self.traced.append(jaxpr)
+        if any(map(self.retrace.demands, _of_interest(jaxpr, self.retrace.rules.examples))):
             twin = self.retrace.twin
             of_two = twin.of(self.equation)
             with self.retrace.outside():
@@ -222,8 +258,60 @@ class _Rule(NamedTuple):
         return (traced.jaxpr, traced.consts, *rest)
 
 
+def _custom_vjp(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """A function with a backward rule.
+
+    The rule is Python code that runs when it is needed, by then inside. On Auto axes that is all
+    the same; on Explicit axes it expects, and gives, types with shardings.
+    """
+    if not retrace.rules.is_explicit:
+        return _bind(retrace, equation, inputs)
+    forward = _Rule(retrace, equation, "fwd_jaxpr_thunk", [])
+    backward = equation.params["bwd"]
+
+    def run(*values: Any) -> list[Any]:
+        _, _, forwarded = equation.params["out_trees"]()
+        own = iter(forward.traced[-1].outvars)
+        residuals: list[Any] = [next(own) if i is None else equation.invars[i] for i in forwarded]
+        structs = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
+            for v in [*residuals, *equation.outvars]
+        ]
+        cotangents_of = equation.invars[equation.params["num_consts"] :]
+
+        def given(*values: Any) -> list[Any]:
+            found = zip(backward.call_wrapped(*values), cotangents_of, strict=True)
+            return [x if eqx.is_array(x) else _zeros(v.aval) for x, v in found]
+
+        with retrace.outside():
+            traced = jax.make_jaxpr(given)(*structs)
+        if any(map(retrace.demands, _of_interest(traced.jaxpr, retrace.rules.examples))):
+            raise ValueError(
+                "The loss constrains shardings in the backward rule of a jax.custom_vjp on Explicit"
+                f" axes, at {source_info_util.summarize(equation.source_info)}, where it cannot be "
+                "seen which dimensions carry examples. Constrain the function's inputs instead."
+            )
+        return retrace.run(traced.jaxpr, traced.consts, values)
+
+    params = {
+        **{
+            name: _inside(retrace, equation, name, value) for name, value in equation.params.items()
+        },
+        "fwd_jaxpr_thunk": forward,
+        "bwd": lu.wrap_init(run, debug_info=backward.debug_info),
+    }
+    return _bound(equation, params, inputs)
+
+
+def _zeros(aval: Any) -> Any:
+    """A cotangent of zero; for integers, of the type that stands for there being none."""
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        return jnp.zeros(aval.shape, aval.dtype)
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
 def _constrained(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    ((variable, sharding),) = _shardings(equation)
+    ((variable, sharding),) = retrace.demands(equation)
     if equation.params.get("layout") is not None:
         raise ValueError(
             f"The loss constrains a memory layout at "
@@ -235,7 +323,7 @@ def _constrained(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any
 
 def _put(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """``jax.device_put``: to a sharding of the mesh it is a constraint."""
-    demands = _shardings(equation)
+    demands = retrace.demands(equation)
     if not demands:
         return _bind(retrace, equation, inputs)
     outputs = dict(zip(equation.outvars, inputs, strict=True))
@@ -248,7 +336,7 @@ def _put(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> li
 def _jitted(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """A jitted function is evaluated where it is called; its shardings are constraints."""
     inner: jex_core.ClosedJaxpr = equation.params["jaxpr"]
-    demands = _shardings(equation)
+    demands = retrace.demands(equation)
     variables = [*equation.invars, *equation.outvars]
 
     def meet(values: list[Any], first: int) -> list[Any]:
@@ -275,7 +363,9 @@ def _jitted(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) ->
 def _shard_mapped(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """A shard_map over axes that are there inside stays one."""
     params = equation.params
-    taken = sorted(set(params["manual_axes"]) & set(retrace.rules.examples))
+    # JAX 0.10 and 0.11 name them differently.
+    manual = set(params["manual_axes" if "manual_axes" in params else "newly_manual_axes"])
+    taken = sorted(manual & set(retrace.rules.examples))
     if taken:
         raise ValueError(
             f"The loss holds a shard_map over {', '.join(map(repr, taken))}, over which the rules "
@@ -290,7 +380,7 @@ def _shard_mapped(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[An
         mesh=retrace.inner,
         in_specs=params["in_specs"],
         out_specs=list(params["out_specs"]),
-        axis_names=set(params["manual_axes"]),
+        axis_names=manual,
         check_vma=params["check_vma"],
     )
     return list(mapped(*inputs))
@@ -303,6 +393,7 @@ def _passed_on(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any])
 
 
 _HANDLERS: dict[str, _Handler] = {
+    "custom_vjp_call": _custom_vjp,
     "sharding_constraint": _constrained,
     "reshard": _constrained,
     "mesh_cast": _passed_on,

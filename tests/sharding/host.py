@@ -21,8 +21,8 @@ PLAN = dp.PrivacyPlan(sampling_prob=0.2, steps=STEPS, noise_multiplier=0.5, delt
 
 def train(host, hosts):
     """Trains on this host's part of each batch; returns what all hosts are to agree about."""
-    # Nothing is divided over `model`: with two groups of devices, XLA's CPU collectives may meet for
-    # the first time in an order that differs from host to host, and wait for each other.
+    # Nothing is divided over `model`: with two groups of devices, XLA's CPU collectives may meet
+    # for the first time in an order that differs from host to host, and wait for each other.
     mesh = mesh_of("auto", data=8, model=1)
     rules = gpt_rules(mesh, accumulators="examples")
     data = tokens(NUM_EXAMPLES)

@@ -205,25 +205,28 @@ def test_a_shard_map_over_other_axes():
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_a_jit_with_shardings_of_its_own():
-    mesh = mesh_of("auto", data=4, model=2)
-    spread = NamedSharding(mesh, P("data"))
-    layer = jax.jit(lambda x, w: jnp.tanh(x @ w), in_shardings=(spread, None), out_shardings=spread)
-    found = gradient(lambda w, x: jnp.sum(layer(x, w) ** 2))
+def jitted_with_shardings(mesh, *entries):
+    spread = NamedSharding(mesh, P(*entries))
+    return jax.jit(lambda x: jnp.tanh(x), in_shardings=spread, out_shardings=spread)
+
+
+def put(mesh, *entries):
+    return lambda x: jnp.tanh(jax.device_put(x, NamedSharding(mesh, P(*entries))))
+
+
+@pytest.mark.parametrize("move", [jitted_with_shardings, put])
+def test_other_ways_to_constrain(move):
+    layer = move(mesh_of("auto", data=4, model=2), None, None, "model")
+    found = gradient(lambda w, x: jnp.sum(layer(x @ w) ** 2))
     plain = expected(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_device_put_to_a_sharding_is_a_constraint():
-    mesh = mesh_of("auto", data=4, model=2)
-
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(jax.device_put(x, NamedSharding(mesh, P("data"))) @ w) ** 2)
-
-    plain = expected(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
-    np.testing.assert_allclose(gradient(loss), plain, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="device_put"):
-        gradient(lambda w, x: loss(w, jax.device_put(x, NamedSharding(mesh, P(None, "data")))))
+@pytest.mark.parametrize("move", [jitted_with_shardings, put])
+def test_other_ways_to_constrain_examples_insist_on_whole_shards(move):
+    layer = move(mesh_of("auto", data=4, model=2), "data")
+    with pytest.raises(ValueError, match=r"(?s)batch of one.*with_sharding_constraint instead"):
+        gradient(lambda w, x: jnp.sum(layer(x @ w)))
 
 
 # What cannot be moved.
@@ -238,7 +241,10 @@ def constrained(*entries, value=lambda w, x: x):
 
 
 def test_examples_over_an_axis_that_the_rules_do_not_name():
-    message = r"(?s)sharding_constraint with spec P\('model',?\).*test_constraints.*'model'.*rules do not name.*examples=\('data', 'model'\)"
+    message = (
+        r"(?s)sharding_constraint with spec P\('model',?\).*test_constraints.*'model'.*"
+        r"rules do not name.*examples=\('data', 'model'\)"
+    )
     with pytest.raises(ValueError, match=message):
         gradient(constrained("model"))
     with pytest.raises(ValueError, match=r"rules do not name"):
@@ -263,6 +269,33 @@ def test_examples_over_an_axis_that_the_rules_do_not_name():
 def test_the_example_axes_on_a_dimension_without_examples(loss):
     with pytest.raises(ValueError, match=r"(?s)spec P.*carries no examples.*'data'.*params="):
         gradient(loss)
+
+
+def test_an_einsum_that_says_where_its_result_goes():
+    def loss(w, x):
+        return jnp.sum(jnp.einsum("btd,df->btf", x, w, out_sharding=P(None, None, None)))
+
+    gradient(loss, "explicit")
+    for spec in (P(None, "data"), P(None, None, "data")):
+        with pytest.raises(ValueError, match=r"(?s)dot_general with spec.*carries no examples"):
+            gradient(
+                lambda w, x, s=spec: jnp.sum(jnp.einsum("btd,df->btf", x, w, out_sharding=s)),
+                "explicit",
+            )
+
+
+def test_examples_over_an_unnamed_axis_on_explicit_axes():
+    with pytest.raises(ValueError, match=r"(?s)batch of one.*'model'.*ShardingRules\(examples="):
+        gradient(lambda w, x: jnp.sum(jax.sharding.reshard(x, P("model")) @ w), "explicit")
+
+
+def test_example_axes_of_another_kind_than_the_others():
+    types = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    rules = dp.ShardingRules(mesh)
+    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0, sharding=rules)
+    with pytest.raises(ValueError, match="one or the other"):
+        grad_fn(WEIGHT, X)
 
 
 def test_an_example_axis_in_a_loss_on_one_example():
