@@ -272,10 +272,11 @@ def _custom_vjp(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]
     def run(*values: Any) -> list[Any]:
         _, _, forwarded = equation.params["out_trees"]()
         own = iter(forward.traced[-1].outvars)
-        residuals: list[Any] = [next(own) if i is None else equation.invars[i] for i in forwarded]
+        residuals = [next(own) if i is None else equation.invars[i] for i in forwarded]
+        given_to_rule: list[Any] = [*residuals, *equation.outvars]
         structs = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
-            for v in [*residuals, *equation.outvars]
+            for v in given_to_rule
         ]
         cotangents_of = equation.invars[equation.params["num_consts"] :]
 

@@ -1,7 +1,7 @@
 """What a compiled program costs a device, and what its devices tell each other."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 
@@ -21,8 +21,9 @@ class Collective(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What one device does."""
+    """What one device does, and the program itself, to be called."""
 
+    program: Any
     flops: float
     temporary_bytes: int
     collectives: list[Collective]
@@ -33,11 +34,12 @@ class Compiled(NamedTuple):
 
 def compiled(function, *args):
     """Compiles `function` for its arguments as they are spread."""
-    program = eqx.filter_jit(function).lower(*args).compile().compiled
+    program = eqx.filter_jit(function).lower(*args).compile()
     return Compiled(
-        program.cost_analysis()["flops"],
-        program.memory_analysis().temp_size_in_bytes,
-        collectives(program.as_text()),
+        program,
+        program.compiled.cost_analysis()["flops"],
+        program.compiled.memory_analysis().temp_size_in_bytes,
+        collectives(program.compiled.as_text()),
     )
 
 

@@ -66,7 +66,7 @@ def test_a_scalar_per_example_costs_a_device_its_part(kind):
             mean_estimation(says, "intermediate"),
             l2_clip_norm=1.0,
             keep_batch_dim=True,
-            sharding=rules if says is not None else None,
+            sharding=rules,
         )
         return compiled(grad_fn, param, rules.shard_batch(DATA))
 
@@ -113,49 +113,46 @@ def gpt_grad_fn(rules, method="auto", **options):
     )
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["list", "stacked"])
-def one_device(request):
-    """The gradients of one device, by the plainest method."""
-    model = GPT(Says("auto", False), is_stacked=request.param)
-    result = eqx.filter_jit(gpt_grad_fn(None, "per_example"))(model, *tokens(16))
-    return request.param, jax.tree.map(np.asarray, result)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_gpt_has_the_gradients_of_one_device(one_device, kind, method):
-    is_stacked, expected = one_device
-    mesh = mesh_of(kind, data=4, model=2)
-    rules = gpt_rules(mesh, is_stacked)
-    with jax.set_mesh(mesh):
-        model = rules.shard(GPT(Says(kind), is_stacked=is_stacked))
-        grad_fn = gpt_grad_fn(rules, method, microbatch_size=2 if method == "ghost" else None)
-        per_example, grads = eqx.filter_jit(grad_fn)(model, *rules.shard_batch(tokens(16)))
-    assert_close(grads, expected[1])
-    assert_close(per_example, expected[0])
+def assert_like_one_device(found, expected, model):
+    """Values and gradients of one device, gradients where their parameters are."""
+    (per_example, grads), (expected_values, expected_grads) = found, expected
+    assert_close(grads, expected_grads)
+    assert_close(per_example, expected_values)
     assert per_example.loss.sharding.spec[0] == "data"
     for grad, param in zip(jax.tree.leaves(grads), jax.tree.leaves(model), strict=True):
         assert grad.sharding.is_equivalent_to(param.sharding, grad.ndim)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_stacked", [False, True], ids=["list", "stacked"])
-@pytest.mark.parametrize("method", ["book_keeping", "ghost"])
-def test_what_a_device_does_for_a_gpt(kind, is_stacked, method):
-    mesh, batch = mesh_of(kind, data=4, model=2), tokens(16)
-    rules = gpt_rules(mesh, is_stacked)
-
-    def cost(says, rules):
-        model = GPT(says, is_stacked=is_stacked)
-        if rules is None:
-            return compiled(gpt_grad_fn(None, method), model, *batch)
-        model, spread = rules.shard(model), rules.shard_batch(batch)
-        return compiled(gpt_grad_fn(rules, method), model, *spread)
-
-    one = cost(Says("auto", False), None)
+@pytest.mark.parametrize(("method", "kind"), [("book_keeping", "auto"), ("ghost", "explicit")])
+def test_a_gpt_with_its_layers_in_a_list(method, kind):
+    """What a device does for it: `examples/sharded_loss.py` and its test."""
+    mesh = mesh_of(kind, data=4, model=2)
+    rules = gpt_rules(mesh)
+    free = GPT(Says("auto", False), depth=1)
+    expected = eqx.filter_jit(gpt_grad_fn(None, "per_example"))(free, *tokens(16))
     with jax.set_mesh(mesh):
-        constrained = cost(Says(kind), rules)
-        free = cost(Says(kind, constrained=False), rules)
+        model = rules.shard(GPT(Says(kind), depth=1))
+        grad_fn = gpt_grad_fn(rules, method, microbatch_size=2)
+        found = eqx.filter_jit(grad_fn)(model, *rules.shard_batch(tokens(16)))
+    assert_like_one_device(found, expected, model)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("ghost", "auto"), ("book_keeping", "explicit")])
+def test_a_gpt_with_its_layers_under_scan_and_remat(method, kind):
+    mesh, batch = mesh_of(kind, data=4, model=2), tokens(16)
+    rules = gpt_rules(mesh, is_stacked=True)
+
+    def program(says, rules):
+        model, spread = GPT(says, is_stacked=True), batch
+        if rules is not None:
+            model, spread = rules.shard(model), rules.shard_batch(batch)
+        return compiled(gpt_grad_fn(rules, method), model, *spread), (model, *spread)
+
+    one, on_one = program(Says("auto", False), None)
+    with jax.set_mesh(mesh):
+        free, _ = program(Says(kind, constrained=False), rules)
+        constrained, on_mesh = program(Says(kind), rules)
+        assert_like_one_device(constrained.program(*on_mesh), one.program(*on_one), on_mesh[0])
     assert constrained.flops <= 1.1 * free.flops
     assert constrained.temporary_bytes <= 1.2 * free.temporary_bytes
     assert constrained.flops <= 1.3 * one.flops / 8

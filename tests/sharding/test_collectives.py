@@ -1,0 +1,173 @@
+"""What devices tell each other: sums of gradients once a step, wide, and nothing else."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from tests.sharding.compiled import collectives, compiled
+from tests.sharding.losses import mesh_of
+
+MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
+BATCH = (
+    np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32),
+    np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32),
+)
+
+
+def loss(model, x, y):
+    return jnp.sum((model(x) - y) ** 2)
+
+
+def program(accumulators="params", policy=None, kind="auto", axes=None, **options):
+    """What a device does in a step: clipped gradients and noise."""
+    mesh = mesh_of(kind, **(axes or {"data": 8}))
+    rules = dp.ShardingRules(mesh, examples=tuple(mesh.axis_names), accumulators=accumulators)
+    grad_fn = dp.filter_clipped_grad(
+        loss, l2_clip_norm=1.0, sharding=rules, policy=policy, **options
+    )
+    privatizer = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), sharding=rules)
+
+    def step(model, state, is_padding_example, *batch):
+        grads = grad_fn(model, *batch, is_padding_example=is_padding_example)
+        return privatizer.update(grads, state)[0]
+
+    with jax.set_mesh(mesh):
+        args = rules.shard(MODEL), privatizer.init(None)
+        spread = rules.shard_batch((np.zeros(64, bool), *BATCH))
+        return compiled(step, *args, *spread)
+
+
+def words(collective):
+    """The element types of what a collective gives."""
+    return set(re.findall(r"[a-z]+\d+", collective.type))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_sums_cross_devices_once(kind, method, microbatch_size):
+    found = program(kind=kind, method=method, microbatch_size=microbatch_size).collectives
+    assert {collective.name for collective in found} == {"all-reduce"}
+    assert len(found) <= len(jax.tree.leaves(eqx.filter(MODEL, eqx.is_array)))
+    assert not any(collective.in_loop for collective in found)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_with_zero_accumulators_they_are_scattered(microbatch_size):
+    found = program("examples", microbatch_size=microbatch_size).collectives
+    # Every weight and bias has a dimension that eight devices divide.
+    assert {collective.name for collective in found} == {"reduce-scatter"}
+    assert not any(collective.in_loop for collective in found)
+
+
+def test_over_two_example_axes():
+    found = program(axes={"replica": 2, "data": 4}, microbatch_size=2).collectives
+    assert {collective.name for collective in found} == {"all-reduce"}
+    assert not any(collective.in_loop for collective in found)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("accumulators", ["params", "examples"])
+def test_sums_cross_devices_in_the_accumulate_dtype(policy, accumulators):
+    found = program(accumulators, dp.load_policy(policy), microbatch_size=2).collectives
+    assert found
+    assert set.union(*map(words, found)) == {"f32"}
+
+
+def test_a_collective_in_a_loop_is_seen():
+    """The reader of programs, held against a sum over devices in every round of a scan."""
+    mesh = mesh_of("auto", data=8)
+    spec = jax.sharding.PartitionSpec("data")
+
+    def step(x):
+        total, _ = jax.lax.scan(lambda c, x: (c + jax.lax.psum(x, "data"), None), 0.0 * x[0], x)
+        return total
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=jax.sharding.PartitionSpec(None, "data"),
+        out_specs=spec,
+        check_vma=False,
+    )
+    text = jax.jit(mapped).lower(jnp.ones((3, 8), jnp.bfloat16)).compile().as_text()
+    assert any(c.in_loop and c.name == "all-reduce" for c in collectives(text))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_noise_is_drawn_where_it_lives_and_the_same_everywhere(kind):
+    key, shapes = jax.random.key(7), {"a": (16, 24), "b": (8,), "c": (), "d": None}
+    zeros = {name: None if s is None else jnp.zeros(s) for name, s in shapes.items()}
+    alone = dp.gaussian_privatizer(stddev=2.0, key=key)
+    expected, _ = alone.update(zeros, alone.init(zeros))
+    model_axis = (("a", jax.sharding.PartitionSpec(None, "model")),)
+    meshes = [({"data": 8}, ()), ({"data": 4, "model": 2}, model_axis)]
+    for axes, params in meshes:
+        for accumulators in ("params", "examples"):
+            mesh = mesh_of(kind, **axes)
+            rules = dp.ShardingRules(mesh, params=params, accumulators=accumulators)
+            privatizer = dp.gaussian_privatizer(stddev=2.0, key=key, sharding=rules)
+            with jax.set_mesh(mesh):
+                spread = rules.shard_accumulators(zeros)
+                state = privatizer.init(spread)
+                noise, _ = jax.jit(privatizer.update)(spread, state)
+                program = jax.jit(privatizer.update).lower(spread, state).compile()
+            jax.tree.map(np.testing.assert_array_equal, noise, expected)
+            assert collectives(program.as_text()) == []
+            for name in "abc":
+                ndim = noise[name].ndim
+                assert noise[name].sharding.is_equivalent_to(spread[name].sharding, ndim)
+
+
+def test_examples_are_clipped_one_by_one_on_every_device():
+    """With noise off, the sum over devices is that of one device, example by example."""
+    rules = dp.ShardingRules(mesh_of("auto", data=8))
+    padding = np.arange(64) % 3 == 0
+    options = {"l2_clip_norm": 0.7, "microbatch_size": 3}
+    on_mesh = dp.filter_value_and_clipped_grad(loss, sharding=rules, **options)
+    on_one = dp.filter_value_and_clipped_grad(loss, **options)
+    found = eqx.filter_jit(on_mesh)(MODEL, *BATCH, is_padding_example=padding)
+    expected = eqx.filter_jit(on_one)(MODEL, *BATCH, is_padding_example=padding)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_examples", [0, 8])
+def test_few_examples(num_examples):
+    rules = dp.ShardingRules(mesh_of("auto", data=8))
+    batch = [part[:num_examples] for part in BATCH]
+    found = dp.filter_clipped_grad(loss, l2_clip_norm=0.7, sharding=rules)(MODEL, *batch)
+    expected = dp.filter_clipped_grad(loss, l2_clip_norm=0.7)(MODEL, *batch)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_one_key_an_example_on_any_number_of_devices():
+    def noisy(model, x, y, key):
+        return loss(model, x + jax.random.normal(key, x.shape), y)
+
+    rules = dp.ShardingRules(mesh_of("auto", data=8))
+    key = jax.random.key(3)
+    on_mesh = dp.filter_clipped_grad(noisy, l2_clip_norm=0.7, sharding=rules)
+    on_one = dp.filter_clipped_grad(noisy, l2_clip_norm=0.7)
+    found = eqx.filter_jit(on_mesh)(MODEL, *BATCH, key=key)
+    expected = eqx.filter_jit(on_one)(MODEL, *BATCH, key=key)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_one_example_that_is_not_finite_changes_no_others():
+    rules = dp.ShardingRules(mesh_of("auto", data=8))
+    grad_fn = eqx.filter_jit(dp.filter_clipped_grad(loss, l2_clip_norm=0.7, sharding=rules))
+    poisoned = BATCH[0].copy()
+    poisoned[5, 3] = np.nan
+    alone = np.arange(64) == 5
+    found = grad_fn(MODEL, poisoned, BATCH[1], is_padding_example=np.zeros(64, bool))
+    expected = grad_fn(MODEL, *BATCH, is_padding_example=alone)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
