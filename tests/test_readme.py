@@ -6,6 +6,10 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+import eqx_dp as dp
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -36,3 +40,24 @@ def test_the_presets_it_lists_are_the_presets():
     from eqx_dp import available_policies
 
     assert repr(available_policies()) in README
+
+
+def test_the_sharded_training_step_runs_as_it_stands():
+    x = jax.random.normal(jax.random.key(3), (2_000, 4))
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    names = {
+        "dp": dp,
+        "eqx": eqx,
+        "jax": jax,
+        "optax": optax,
+        "model": model,
+        "xs": x,
+        "ys": jnp.tanh(x[:, :2]),
+        "plan": dp.PrivacyPlan(sampling_prob=0.01, steps=3, noise_multiplier=1.0, delta=1e-5),
+        "loss": lambda model, x, y: jnp.sum((model(x) - y) ** 2),
+    }
+    exec(block_after("readme: sharded training step"), names)
+    trained, (_, (adam, *_)) = names["model"], names["opt_state"]
+    assert not jnp.allclose(trained.layers[0].weight, model.layers[0].weight)
+    assert trained.layers[0].weight.sharding.spec == PartitionSpec("model", None)
+    assert adam.mu.layers[0].weight.sharding.spec == PartitionSpec("model", "data")

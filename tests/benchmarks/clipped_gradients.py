@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             console.print(report.for_terminal(tables[-1]))
             report.write_curves(options.curves, first, found)
     if options.markdown is not None:
-        report.write_markdown(options.markdown, _command(options), tables)
+        report.write_markdown(
+            options.markdown, _command(options), tables, *report.CLIPPED_GRADIENTS
+        )
     if options.chart is not None:
         report.write_chart(options.chart, measured)
 

@@ -115,14 +115,22 @@ def for_terminal(cells: Cells) -> Table:
     return drawn
 
 
-def write_markdown(path: Path, command: str, tables: list[Cells]) -> None:
+CLIPPED_GRADIENTS = (
+    "Clipped gradients: speed and memory",
+    "Clipped gradients of one batch. Each contender runs at the microbatch size that is best "
+    "for it (`-`: the whole batch, and for auto its own choice). All take turns in one "
+    "process; times are compared round by round, with the quartiles of the rounds' ratios. "
+    "Temporary memory is that of the compiled program.",
+)
+
+
+def write_markdown(
+    path: Path, command: str, tables: list[Cells], title: str, explanation: str
+) -> None:
     parts = [
-        "# Clipped gradients: speed and memory",
+        f"# {title}",
         f"Written by `{command}` on {setting()}.",
-        "Clipped gradients of one batch. Each contender runs at the microbatch size that is best "
-        "for it (`-`: the whole batch, and for auto its own choice). All take turns in one "
-        "process; times are compared round by round, with the quartiles of the rounds' ratios. "
-        "Temporary memory is that of the compiled program.",
+        explanation,
         *map(_markdown, tables),
     ]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

@@ -25,6 +25,7 @@ class Compiled(NamedTuple):
 
     program: Any
     flops: float
+    bytes_accessed: float
     temporary_bytes: int
     collectives: list[Collective]
 
@@ -38,6 +39,7 @@ def compiled(function, *args):
     return Compiled(
         program,
         program.compiled.cost_analysis()["flops"],
+        program.compiled.cost_analysis()["bytes accessed"],
         program.compiled.memory_analysis().temp_size_in_bytes,
         collectives(program.compiled.as_text()),
     )
