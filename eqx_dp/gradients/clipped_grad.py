@@ -19,6 +19,7 @@ from ..sharding import ShardingRules, check_context, checked_rules, inside, over
 from .clip import Clipping, parse_clip_norm
 from .cost import Choice, choose, leaf_cost
 from .examples import Examples, read_examples
+from .loss_scale import LossScaling
 from .methods import METHODS, Task
 from .microbatches import over_microbatches
 from .program import Inputs, Options, refuse_batch_norm, takes_key, trace
@@ -197,7 +198,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             configuration.clipping,
             groups,
             accumulate_dtype,
-            1.0 if policy is None else policy.loss_scale.value,
+            LossScaling(1.0 if policy is None else policy.loss_scale.value, accumulate_dtype),
             [leaf_cost(found, leaf, param) for leaf, param in enumerate(flat[0])],
         )
         num_shards = 1 if rules is None else rules.num_shards

@@ -5,12 +5,14 @@ of every use of a parameter is read off taps; from it and from what the paramete
 the norm of each example's gradient and the weighted sum of all.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
+from ..loss_scale import seed
 from ..taps import Place, evaluate
 from .contract import ClippedSum, Task, clip_and_sum, held_gradient
 
@@ -22,18 +24,19 @@ def clipped_sum(
 
     Guarantee: as that of the method ``per_example``.
     """
-    loss, aux, kept, cotangents, grads = jax.vmap(lambda example: _backward(task, example))(
-        examples
+    scales = task.loss_scale(task.params, task.frozen, examples)
+    loss, aux, kept, cotangents, grads = jax.vmap(functools.partial(_backward, task))(
+        examples, scales
     )
     leaves = [
         held_gradient(task, leaf, kept, cotangents, grads, len(loss))
         for leaf in range(len(task.params))
     ]
-    return clip_and_sum(task, leaves, loss, aux, is_padding_example)
+    return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)
 
 
 def _backward(
-    task: Task, example: list[Array]
+    task: Task, example: list[Array], scale: Float[Array, ""] | None
 ) -> tuple[Array, list[Array], dict[Place, Any], dict[Place, Array], dict[int, Array]]:
     """One example's loss, aux, what its sites keep, their cotangents, and gradients of the rest."""
 
@@ -47,5 +50,5 @@ def _backward(
     taps = {place: jnp.zeros(s.tap.shape, s.tap.dtype) for place, s in task.found.sites.items()}
     whole = {leaf: task.params[leaf] for leaf in task.found.whole}
     loss, pullback, (aux, kept) = jax.vjp(run, taps, whole, has_aux=True)
-    cotangents, grads = pullback(jnp.full_like(loss, task.loss_scale))
+    cotangents, grads = pullback(seed(loss, scale))
     return loss, aux, kept, cotangents, grads

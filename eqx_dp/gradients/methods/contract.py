@@ -12,6 +12,7 @@ from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
 from ..cost import LeafCost
 from ..leaves import LeafGradient, from_per_example, leaf_gradient
+from ..loss_scale import LossScaling
 from ..program import Program
 from ..taps import Place, Survey
 
@@ -27,7 +28,7 @@ class Task(NamedTuple):
         clipping: the clip norms.
         groups: for each trainable leaf the index of its clip norm.
         accumulate_dtype: dtype of norms, factors and sums.
-        loss_scale: a power of two that multiplies the loss before the backward pass.
+        loss_scale: what each example's loss is multiplied by before the backward pass.
         costs: how each leaf is treated, and what that costs for one example.
     """
 
@@ -38,7 +39,7 @@ class Task(NamedTuple):
     clipping: Clipping
     groups: list[int]
     accumulate_dtype: np.dtype[Any]
-    loss_scale: float
+    loss_scale: LossScaling
     costs: list[LeafCost]
 
     @property
@@ -92,12 +93,11 @@ def held_gradient(
     """
     way, parameter, dtype = task.costs[leaf].way, task.accumulated(leaf), task.accumulate_dtype
     if way == "whole":
-        return from_per_example(grads[leaf].astype(dtype) / task.loss_scale)
+        return from_per_example(grads[leaf].astype(dtype))
     if way == "unused":
         return from_per_example(jnp.zeros((num_examples, *parameter.shape), dtype))
     sites = [
-        (site, kept[place], cotangents[place].astype(dtype) / task.loss_scale)
-        for place, site in task.found.of(leaf)
+        (site, kept[place], cotangents[place].astype(dtype)) for place, site in task.found.of(leaf)
     ]
     return leaf_gradient(parameter, sites, way, dtype)
 
@@ -107,7 +107,8 @@ class Clip(NamedTuple):
 
     Attributes:
         norms: for each clip norm one norm an example, before clipping.
-        factors: for each clip norm what each example's gradient is multiplied by.
+        factors: for each clip norm what each example's gradient is multiplied by, as it came out of
+            the backward pass: the loss scale is undone with it.
         contributes: the examples that add anything at all.
     """
 
@@ -121,10 +122,17 @@ def clip(
     norms: list[Float[Array, " batch"]],
     bounds: list[Float[Array, " batch"]],
     loss: Float[Array, " batch"],
+    scales: Float[Array, " batch"] | None,
     is_padding_example: Bool[Array, " batch"],
 ) -> Clip:
-    """From the norms of every leaf, and bounds on what is added of it, to clip factors."""
+    """From the norms of every leaf, and bounds on what is added of it, to clip factors.
+
+    Norms and bounds are those of gradients of the scaled loss. Scales are powers of two, so to
+    undo them is exact; what becomes too small for that is rounded away from harm, bounds up to the
+    smallest normal number and factors down to zero.
+    """
     clipping, dtype = task.clipping, task.accumulate_dtype
+    tiny = jnp.finfo(dtype).tiny
 
     def by_group(values: list[Array]) -> list[Float[Array, " batch"]]:
         return [
@@ -139,6 +147,9 @@ def clip(
     of_groups = by_group(norms)
     error = norm_error(len(norms), dtype)
     of_sums = [bound * (1 + error) for bound in by_group(bounds)]
+    if scales is not None:
+        of_groups = [norm / scales for norm in of_groups]
+        of_sums = [jnp.where(b > 0, jnp.maximum(b / scales, tiny), b) for b in of_sums]
     factors = [
         clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm)
         for bound, clip_norm in zip(of_sums, clipping.clip_norms, strict=True)
@@ -147,6 +158,9 @@ def clip(
     # Where terms that overflow cancel, the norm may be finite, and what is added still not known.
     for size in (*of_groups, *of_sums):
         contributes &= jnp.isfinite(size)
+    if scales is not None:
+        unscaled = [factor / scales for factor in factors]
+        factors = [jnp.where(factor >= tiny, factor, 0) for factor in unscaled]
     return Clip(of_groups, factors, contributes)
 
 
@@ -155,6 +169,7 @@ def clip_and_sum(
     leaves: list[LeafGradient],
     loss: Float[Array, " batch"],
     aux: list[Array],
+    scales: Float[Array, " batch"] | None,
     is_padding_example: Bool[Array, " batch"],
 ) -> ClippedSum:
     """Clips every example's gradient, group by group, and sums.
@@ -167,7 +182,7 @@ def clip_and_sum(
     bound makes up for; ``gram_norms`` says how many.)
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
-    clipped = clip(task, norms, bounds, loss, is_padding_example)
+    clipped = clip(task, norms, bounds, loss, scales, is_padding_example)
     sums = [
         leaf.sum(clipped.factors[group], clipped.contributes)
         for leaf, group in zip(leaves, task.groups, strict=True)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..clip import norm_error, norms
 from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_gradients
+from ..loss_scale import seed
 from ..microbatches import over_microbatches
 from ..taps import Place, Site, evaluate, tapped
 from ..views import apply, parameter_view
@@ -91,10 +92,10 @@ def clipped_sum(
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
         here, factors = jax.lax.optimization_barrier((examples, past.factors))
-        found = _backward(task, here, factors)
+        found = _backward(task, here, factors, scales)
         taps = _of_leaves(task, found, factors)
         norms, bounds = ([tap.measured[:, i] for tap in taps] for i in range(2))
-        clipped = clip(task, norms, bounds, found.loss, is_padding_example)
+        clipped = clip(task, norms, bounds, found.loss, scales, is_padding_example)
         chosen = [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors]
         factors, grad_norms = jax.tree.map(
             lambda new, old: jnp.where(_is_measuring(factors[0]), new, old),
@@ -105,6 +106,7 @@ def clipped_sum(
         return _Pass(factors, ClippedSum(totals, found.loss, grad_norms, found.aux))
 
     batch, dtype = len(is_padding_example), task.accumulate_dtype
+    scales = task.loss_scale(task.params, task.frozen, examples)
     measuring = jnp.full(batch, _MEASURE, dtype)
     nothing = [jnp.zeros(x.shape, x.dtype) for x in map(task.accumulated, range(len(task.params)))]
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in task.program.jaxpr.out_avals)
@@ -119,7 +121,9 @@ def _is_measuring(factors: Float[Array, " batch"]) -> Bool[Array, ""]:
     return factors[0] < 0
 
 
-def _backward(task: Task, examples: list[Array], factors: list[Array]) -> _Backward:
+def _backward(
+    task: Task, examples: list[Array], factors: list[Array], scales: Array | None
+) -> _Backward:
     """The cotangents of all taps, which bring the factors to the sites."""
     taps, axes = _taps(task, len(factors[0]))
 
@@ -147,7 +151,7 @@ def _backward(task: Task, examples: list[Array], factors: list[Array]) -> _Backw
         )
         for place, carrier in carriers.items()
     }
-    (cotangents,) = pullback((jnp.full_like(loss, task.loss_scale), at_sites))
+    (cotangents,) = pullback((seed(loss, scales), at_sites))
     return _Backward(loss, aux, kept, cotangents)
 
 
@@ -161,7 +165,7 @@ def _of_leaf(task: Task, leaf: int, found: _Backward, factors: Array) -> _Tap:
     cotangents, sites = found.cotangents["sites"], task.found.of(leaf)
     own = None
     if leaf in task.found.whole:
-        own = found.cotangents["whole"][leaf].astype(dtype) / task.loss_scale
+        own = found.cotangents["whole"][leaf].astype(dtype)
     elif not sites:  # the loss does not depend on it
         return _Tap(jnp.zeros((len(factors), 2), dtype), jnp.zeros(parameter.shape, dtype))
     if len(sites) == 1:
@@ -283,7 +287,7 @@ def _alone(task: Task, site: Site) -> Callable[[Any, Array, Any], _Own]:
     def of_one(kept: Any, cotangent: Array, carrier: Any) -> _Own:
         del carrier
         kept, cotangent = jax.tree.map(lambda x: x[None], (kept, cotangent))
-        unscaled = cotangent.astype(dtype) / task.loss_scale
+        unscaled = cotangent.astype(dtype)
         return _Own(per_example_gradients(view, here, kept, unscaled, dtype)[0])
 
     return of_one
@@ -300,7 +304,7 @@ def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
 
     def gradient(met: tuple[Any, Array]) -> LeafGradient:
         kept, cotangent = met
-        uses = [(here, kept, cotangent.astype(dtype) / task.loss_scale)]
+        uses = [(here, kept, cotangent.astype(dtype))]
         return leaf_gradient(view, uses, task.costs[leaf].way, dtype)
 
     def of_batch(kept: Any, cotangent: Array, factors: Array) -> _Tap:

@@ -1,10 +1,10 @@
 """Per-example gradients side by side: right for any loss, memory of microbatch x parameters."""
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from ..leaves import from_per_example
+from ..loss_scale import seed
 from .contract import ClippedSum, Task, clip_and_sum
 
 
@@ -17,16 +17,17 @@ def clipped_sum(
     example.
     """
 
-    def value_and_grad(example: list[Array]) -> tuple[Array, list[Array], list[Array]]:
+    def value_and_grad(
+        example: list[Array], scale: Float[Array, ""] | None
+    ) -> tuple[Array, list[Array], list[Array]]:
         def loss_of(params: list[Array]) -> tuple[Array, list[Array]]:
             return task.program(params, task.frozen, example)
 
         loss, pullback, aux = jax.vjp(loss_of, task.params, has_aux=True)
-        (grads,) = pullback(jnp.full_like(loss, task.loss_scale))
+        (grads,) = pullback(seed(loss, scale))
         return loss, grads, aux
 
-    loss, grads, aux = jax.vmap(value_and_grad)(examples)
-    leaves = [
-        from_per_example(grad.astype(task.accumulate_dtype) / task.loss_scale) for grad in grads
-    ]
-    return clip_and_sum(task, leaves, loss, aux, is_padding_example)
+    scales = task.loss_scale(task.params, task.frozen, examples)
+    loss, grads, aux = jax.vmap(value_and_grad)(examples, scales)
+    leaves = [from_per_example(grad.astype(task.accumulate_dtype)) for grad in grads]
+    return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)
