@@ -14,16 +14,16 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
-from ..precision import Policy, checked_policy
+from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy
 from ..sharding import ShardingRules, check_context, checked_rules, inside, over_devices
 from .clip import Clipping, parse_clip_norm
 from .cost import Choice, choose, leaf_cost
 from .examples import Examples, read_examples
-from .loss_scale import LossScaling
+from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .methods import METHODS, Task
 from .microbatches import over_microbatches
-from .program import Inputs, Options, refuse_batch_norm, takes_key, trace
-from .taps import survey
+from .program import Inputs, Options, Program, refuse_batch_norm, takes_key, trace
+from .taps import Survey, survey
 
 NeighboringRelation = dp_accounting.NeighboringRelation
 
@@ -87,7 +87,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that it was made with."""
+        """The policy that it was made with, or None; that of a paired model is not known here."""
         return self._configuration.policy
 
     @property
@@ -171,7 +171,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             is_padding_example: the mask or None.
         """
         configuration = self._configuration
-        policy, rules = configuration.policy, configuration.sharding
+        policy, rules = agreed_policy(model, configuration.policy), configuration.sharding
         params, rest = _partition(model, self._filter_spec)
         refuse_batch_norm(model)
         _check_key(self._fun, len(batch), key)
@@ -182,15 +182,16 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         frozen, static = eqx.partition(rest, eqx.is_array)
         places = None if rules is None else _places(rules, model, params, frozen, examples)
         if policy is not None:
-            params, frozen = policy.cast_to_compute((params, frozen))
+            params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         inputs = Inputs(
             params, frozen, static, *examples.one(), None if places is None else places.traced
         )
-        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
-        program = trace(self._fun, options, inputs)
         flat = (jax.tree.leaves(params), jax.tree.leaves(frozen))
-        with nullcontext() if rules is None else inside(rules):
-            found = survey(program, inputs.structs, len(flat[0]))
+        program, found = self._traced(inputs, policy)
+        loss_scale = LossScale() if policy is None else policy.loss_scale
+        probe = None
+        if policy is not None and loss_scale.kind == "per_example":
+            probe = Probe(*self._traced(probing_inputs(inputs), probing_policy(policy)))
         task = Task(
             program,
             found,
@@ -198,7 +199,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             configuration.clipping,
             groups,
             accumulate_dtype,
-            LossScaling(1.0 if policy is None else policy.loss_scale.value, accumulate_dtype),
+            LossScaling(loss_scale.value, accumulate_dtype, probe),
             [leaf_cost(found, leaf, param) for leaf, param in enumerate(flat[0])],
         )
         num_shards = 1 if rules is None else rules.num_shards
@@ -211,6 +212,16 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             configuration.microbatch_size,
         )
         return Prepared(task, examples, choice, jax.tree.structure(params), places, num_shards)
+
+    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Program, Survey]:
+        """One example's loss, and its sites."""
+        configuration = self._configuration
+        rules = configuration.sharding
+        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
+        program = trace(self._fun, options, inputs)
+        with nullcontext() if rules is None else inside(rules):
+            num_params = len(jax.tree.leaves(inputs.params))
+            return program, survey(program, inputs.structs, num_params)
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner
@@ -287,13 +298,13 @@ def _run(prepared: Prepared, configuration: _Configuration) -> tuple[PerExample,
         return per_example, sums
 
     # All arrays go in as arguments: what is closed over would not be spread.
-    consts, num_params = task.program.jaxpr.consts, len(task.params)
+    consts, num_params = task.consts, len(task.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
     def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
         params, rest = shared[:num_params], shared[num_params:]
         frozen, consts = rest[: len(task.frozen)], rest[len(task.frozen) :]
-        here = task._replace(params=params, frozen=frozen, program=task.program.with_consts(consts))
+        here = task.with_arrays(params, frozen, consts)
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
         return _on_device(here, configuration, choice, leaves, padding)
 
@@ -401,12 +412,6 @@ def _configure(
 ) -> _Configuration:
     """Checks everything that can be checked before there is a model."""
     policy, sharding = checked_policy(policy), checked_rules(sharding)
-    if policy is not None and policy.modules:
-        rules = ", ".join(repr(rule.match) for rule in policy.modules)
-        raise ValueError(
-            f"The policy has rules for single modules ({rules}), which the engine does not apply "
-            "yet. Use a policy without [[modules]]."
-        )
     if isinstance(normalize_by, jax.core.Tracer):
         raise ValueError(
             "normalize_by is a traced value. It enters the sensitivity, so it has to be a known, "
@@ -561,8 +566,11 @@ def filter_clipped_grad(
             (per-layer clipping).
         policy: what dtype each stage uses. Parameters and float inputs enter the loss in the
             compute dtype, the loss leaves in the output dtype, norms, factors and sums are in the
-            accumulate dtype. Without one the model runs in the dtypes that it has, and sums are
-            float32, or float64 where a trainable leaf is.
+            accumulate dtype. Module rules give single modules a compute dtype of their own. A model
+            that is paired with a policy (`apply_policy`) brings it to the call; give it here as
+            well for `plan.privatizer`, which is made before there is a model and would otherwise
+            draw noise as without a policy. Without one the model runs in the dtypes that it has,
+            and sums are float32, or float64 where a trainable leaf is.
         sharding: on which axes of a mesh examples, parameters and sums are spread. Every device
             then takes its part of the batch through the method, and one reduction sums over
             devices; the loss's own sharding constraints are moved out of the way. None for one
@@ -596,7 +604,8 @@ def filter_clipped_grad(
     Raises:
         ValueError: here or at the call: an option out of its range; a loss that is no real scalar,
             needs a collective over the batch (``eqx.nn.BatchNorm``), or lacks a key; no batch, or
-            leading axes that differ; nothing trainable; a tree of clip norms that does not fit.
+            leading axes that differ; nothing trainable; a tree of clip norms that does not fit; a
+            model that is paired with another policy; a module rule that has no effect on the model.
     """
     configuration = _configure(
         l2_clip_norm=l2_clip_norm,

@@ -36,7 +36,7 @@ def load_policy(name_or_path: str | os.PathLike[str]) -> Policy:
     | `unsafe` | true or false, optional |
     | `matmul_precision` | "default", "tensorfloat32" or "highest", optional |
     | `[dtypes]` | `params`, `compute`, `output`, `accumulate`, `noise`: all five, by full name |
-    | `[loss_scale]` | `kind` ("none" or "static"), `value` (a power of two); optional |
+    | `[loss_scale]` | `kind`: "none", "static" with its `value`, or "per_example"; optional |
     | `[[modules]]` | `match` and `compute`, as often as there are rules; optional |
 
     Args:
@@ -138,7 +138,7 @@ def _loss_scale(top: "_Table") -> LossScale:
         return LossScale()
     scale = top.table("loss_scale", ("kind", "value"))
     kind = one_of("loss_scale.kind", scale.get("kind", str), LOSS_SCALE_KINDS)
-    return LossScale(kind, scale.get("value", float, 1.0 if kind == "none" else None))
+    return LossScale(kind, scale.get("value", float, None if kind == "static" else 1.0))
 
 
 class _Table:

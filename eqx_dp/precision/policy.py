@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 
 T = TypeVar("T")
 MatmulPrecision: TypeAlias = Literal["default", "tensorfloat32", "highest"]
-LossScaleKind: TypeAlias = Literal["none", "static"]
+LossScaleKind: TypeAlias = Literal["none", "static", "per_example"]
 
 MATMUL_PRECISIONS: tuple[MatmulPrecision, ...] = ("default", "tensorfloat32", "highest")
-LOSS_SCALE_KINDS: tuple[LossScaleKind, ...] = ("none", "static")
+LOSS_SCALE_KINDS: tuple[LossScaleKind, ...] = ("none", "static", "per_example")
 DTYPES: dict[str, np.dtype[Any]] = {
     name: jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float64")
 }
@@ -109,16 +109,19 @@ class ModuleRule:
 class LossScale:
     """What the loss is multiplied by before the backward pass, so that float16 does not underflow.
 
-    The scale is constant: one that follows overflows, as jmp's dynamic scale does, would change
-    with the private data. It is a power of two, so undoing it is exact.
+    A scale that follows overflows, as jmp's dynamic scale does, would change with the private data.
+    Here it is constant, or each example's own, chosen from that example alone. It is a power of
+    two, so undoing it is exact.
 
     Args:
-        kind: `"none"`, or `"static"` for a constant scale.
-        value: The scale, a positive power of two; 1 where the kind is `"none"`.
+        kind: `"none"`; `"static"` for a constant scale; or `"per_example"` for one that keeps the
+            backward pass of each example inside float16, found by a pass in bfloat16 that costs
+            about as much as the gradient.
+        value: The static scale, a positive power of two; 1 where the kind is another.
 
     Raises:
         ValueError: If the kind is another, or the value no finite positive power of two, or the
-            kind is `"none"` and the value is not 1.
+            kind is not `"static"` and the value is not 1.
     """
 
     kind: LossScaleKind = "none"
@@ -130,8 +133,9 @@ class LossScale:
             raise refusal(
                 "loss_scale.value", repr(self.value), "a power of two, such as 32768 or 0.5"
             )
-        if self.kind == "none" and self.value != 1:
-            raise refusal("loss_scale.value", repr(self.value), '1 where loss_scale.kind is "none"')
+        if self.kind != "static" and self.value != 1:
+            allowed = f'1, or nothing, where loss_scale.kind is "{self.kind}"'
+            raise refusal("loss_scale.value", repr(self.value), allowed)
         object.__setattr__(self, "value", float(self.value))
 
 
@@ -268,8 +272,10 @@ class Policy(jmp.Policy):
             f"accumulate={self.accumulate_dtype}",
             f"noise={self.noise_dtype}",
         ]
-        if self.loss_scale.kind != "none":
+        if self.loss_scale.kind == "static":
             parts.append(f"loss_scale={self.loss_scale.value:.17g}")
+        elif self.loss_scale.kind != "none":
+            parts.append(f"loss_scale={self.loss_scale.kind}")
         if self.matmul_precision != "default":
             parts.append(f"matmul_precision={self.matmul_precision}")
         if self.unsafe:
@@ -396,7 +402,7 @@ def parse_policy(text: str) -> Policy:
     commas between them (`p=f32,c=bf16`). jmp's keys and defaults: `params` (`p`) is float32,
     `compute` (`c`) follows params, `output` (`o`) follows compute. Beside them `accumulate` (`a`),
     by default the wider of float32 and compute; `noise` (`n`), by default the wider of float32 and
-    accumulate; `loss_scale=32768`, `matmul_precision=highest`, `unsafe=true`, and
+    accumulate; `loss_scale=32768` or `=per_example`, `matmul_precision=highest`, `unsafe=true`, and
     `module:PATTERN=float32` for a module rule, as often as there are rules.
 
     Args:
@@ -465,8 +471,10 @@ def _named_dtype(key: str, name: str) -> np.dtype[Any]:
 
 
 def _loss_scale(number: str) -> LossScale:
+    if number in ("none", "per_example"):
+        return LossScale(cast(LossScaleKind, number))
     try:
         value = float(number)
     except ValueError:
-        raise refusal("loss_scale", repr(number), "a power of two") from None
+        raise refusal("loss_scale", repr(number), "a power of two, none, per_example") from None
     return LossScale("static", value)

@@ -43,6 +43,22 @@ class Task(NamedTuple):
     costs: list[LeafCost]
 
     @property
+    def consts(self) -> list[Array]:
+        """The arrays that the programs close over."""
+        probe = self.loss_scale.probe
+        return [*self.program.jaxpr.consts, *(probe.program.jaxpr.consts if probe else ())]
+
+    def with_arrays(self, params: list[Array], frozen: list[Array], consts: list[Array]) -> "Task":
+        """The same task with other arrays: those that live on one device."""
+        own = len(self.program.jaxpr.consts)
+        scaling, program = self.loss_scale, self.program.with_consts(consts[:own])
+        if scaling.probe is not None:
+            probe = scaling.probe
+            probe = probe._replace(program=probe.program.with_consts(consts[own:]))
+            scaling = scaling._replace(probe=probe)
+        return self._replace(params=params, frozen=frozen, program=program, loss_scale=scaling)
+
+    @property
     def activations(self) -> int:
         """Bytes that one example's forward pass leaves for its backward pass, roughly."""
         return activation_bytes(self.program, len(self.params) + len(self.frozen))
