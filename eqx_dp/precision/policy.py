@@ -134,7 +134,7 @@ class LossScale:
                 "loss_scale.value", repr(self.value), "a power of two, such as 32768 or 0.5"
             )
         if self.kind != "static" and self.value != 1:
-            allowed = f'1, or nothing, where loss_scale.kind is "{self.kind}"'
+            allowed = f'1 where loss_scale.kind is "{self.kind}"'
             raise refusal("loss_scale.value", repr(self.value), allowed)
         object.__setattr__(self, "value", float(self.value))
 
