@@ -269,7 +269,7 @@ def _custom_vjp(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]
     forward = _Rule(retrace, equation, "fwd_jaxpr_thunk", [])
     backward = equation.params["bwd"]
 
-    def run(*values: Any) -> list[Any]:
+    def run(*values: Any) -> Any:
         _, _, forwarded = equation.params["out_trees"]()
         own = iter(forward.traced[-1].outvars)
         residuals = [next(own) if i is None else equation.invars[i] for i in forwarded]
@@ -280,8 +280,14 @@ def _custom_vjp(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]
         ]
         cotangents_of = equation.invars[equation.params["num_consts"] :]
 
+        beside: list[Any] = []
+
         def given(*values: Any) -> list[Any]:
-            found = zip(backward.call_wrapped(*values), cotangents_of, strict=True)
+            cotangents = backward.call_wrapped(*values)
+            if isinstance(cotangents, tuple):  # JAX 0.11: and what it has logged
+                cotangents, *rest = cast(tuple[Any, ...], cotangents)
+                beside.extend(rest)
+            found = zip(cotangents, cotangents_of, strict=True)
             return [x if eqx.is_array(x) else _zeros(v.aval) for x, v in found]
 
         with retrace.outside():
@@ -292,7 +298,8 @@ def _custom_vjp(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]
                 f" axes, at {source_info_util.summarize(equation.source_info)}, where it cannot be "
                 "seen which dimensions carry examples. Constrain the function's inputs instead."
             )
-        return retrace.run(traced.jaxpr, traced.consts, values)
+        cotangents = retrace.run(traced.jaxpr, traced.consts, values)
+        return (cotangents, *beside) if beside else cotangents
 
     params = {
         **{
