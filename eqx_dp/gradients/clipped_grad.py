@@ -1,5 +1,6 @@
 """Equinox's ``filter_grad``, with the gradient of every example clipped before they are summed."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy
-from ..sharding import ShardingRules, check_context, checked_rules, inside, over_devices
+from ..sharding import ShardingRules, agreed, check_context, checked_rules, inside, over_devices
 from .clip import Clipping, parse_clip_norm
 from .cost import Choice, choose, leaf_cost
 from .examples import Examples, read_examples
@@ -335,9 +336,11 @@ def _on_device(
         aux = task.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
-    return over_microbatches(
-        step, leaves, is_padding_example, len(leaves[0]), choice.microbatch_size
-    )
+    rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
+    if rules is None:
+        return over_microbatches(step, leaves, is_padding_example, *of_device)
+    agree = functools.partial(agreed, rules)
+    return over_microbatches(step, leaves, is_padding_example, *of_device, agree)
 
 
 def _partition(model: PyTree[Any], filter_spec: FilterSpec) -> tuple[PyTree[Array], PyTree[Any]]:

@@ -27,16 +27,23 @@ class LeafCost(NamedTuple):
     Attributes:
         kinds: the kinds of its sites.
         way: ``"ghost"``, ``"kept"``, ``"whole"``, or ``"unused"``.
-        flops: floating-point operations for norm and weighted sum.
+        norm_flops: floating-point operations for the norm.
+        sum_flops: the same for the weighted sum, with what forms the gradients that it adds up.
         bytes: what is held for it until the clip factor is known.
         reason: why this way.
     """
 
     kinds: tuple[str, ...]
     way: Way
-    flops: float
+    norm_flops: float
+    sum_flops: float
     bytes: int
     reason: str
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations for norm and weighted sum."""
+        return float(self.norm_flops + self.sum_flops)
 
     @property
     def is_ghost(self) -> bool:
@@ -48,10 +55,10 @@ def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
     """Chooses the way of one leaf. It depends on shapes alone."""
     size = parameter.size
     if leaf in found.whole:
-        return LeafCost((), "whole", 4 * size, 4 * size, found.whole[leaf])
+        return LeafCost((), "whole", 2 * size, 2 * size, 4 * size, found.whole[leaf])
     sites = [site for _, site in found.of(leaf)]
     if not sites:
-        return LeafCost((), "unused", 0, 0, "the loss does not depend on it")
+        return LeafCost((), "unused", 0, 0, 0, "the loss does not depend on it")
     kinds = tuple(site.kind.name for site in sites)
     held = sum(_bytes(site.tap) + _bytes(site.kept) for site in sites)
     sets = sets_of_uses(sites, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
@@ -61,8 +68,8 @@ def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
             if len(sites) > 1
             else "no larger than what it meets"
         )
-        flops = sum(2 * math.prod(site.tap.shape) for site in sites) + 4 * size
-        return LeafCost(kinds, "kept", flops, held + 4 * size, reason)
+        forming = sum(2 * math.prod(site.tap.shape) for site in sites)
+        return LeafCost(kinds, "kept", 2 * size, forming + 2 * size, held + 4 * size, reason)
     of_sets = [[(site_sizes(sites[m.use]), m.turned) for m in members] for members in sets]
     only_rows = all(site.kind is lookup for site in sites)
     entries = sum(math.prod(first.matrices) for (first, _), *_ in of_sets)
@@ -76,9 +83,13 @@ def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
             if inner == 0
             else f"{_told(sites)}: their inner products are cheaper than {entries:,} entries"
         )
-        return LeafCost(kinds, "ghost", forming + inner, held, reason)
+        # Where there is one outer product, its norm is that of its two factors.
+        first = [use.matrices for (use, _), *_ in of_sets]
+        of_factors = sum(2 * groups * (x + g) for groups, x, g in first)
+        return LeafCost(kinds, "ghost", inner or of_factors, forming, held, reason)
     reason = f"{_told(sites)}: forming {entries:,} entries is cheaper than inner products of steps"
-    return LeafCost(kinds, "kept", forming + 4 * entries, held + 4 * entries, reason)
+    held += 4 * entries
+    return LeafCost(kinds, "kept", 2 * entries, forming + 2 * entries, held, reason)
 
 
 def _told(sites: list[Site]) -> str:

@@ -1,6 +1,7 @@
 """What the engine makes of a model: a row for every trainable leaf."""
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
@@ -9,6 +10,8 @@ from jaxtyping import Array, PyTree
 
 from .clipped_grad import ClippedGrad, Prepared
 from .cost import Choice, LeafCost
+
+_Found = TypeVar("_Found")
 
 
 class Row(NamedTuple):
@@ -111,35 +114,67 @@ def explain(
     Raises:
         ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
     """
+    return on_shapes(_explained, grad_fn, model, batch, key, is_padding_example)
+
+
+def on_shapes(
+    look: Callable[[Prepared], _Found],
+    grad_fn: ClippedGrad[Any],
+    model: PyTree[Any],
+    batch: tuple[PyTree[Any], ...],
+    key: Any,
+    is_padding_example: Any,
+) -> _Found:
+    """Looks at a call that is checked and traced, but not computed.
+
+    Args:
+        look: from the call to what is wanted of it: no arrays, for there are none.
+        grad_fn: as for [`explain`][], and so the others.
+        model: with ``jax.ShapeDtypeStruct`` for arrays, if wanted.
+        batch: the positional arguments behind it.
+        key: one key or None.
+        is_padding_example: the mask or None.
+
+    Raises:
+        ValueError: as [`explain`][].
+    """
     if not isinstance(cast(object, grad_fn), ClippedGrad):
         raise ValueError(
             "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
             f"before it is wrapped in jit or anything else; found {grad_fn!r}."
         )
-    arrays, static = eqx.partition(
-        (model, batch, key, is_padding_example),
-        lambda x: eqx.is_array(x) or isinstance(x, np.ndarray | jax.ShapeDtypeStruct),
-    )
-    found: list[Explanation] = []
+    arrays, static = eqx.partition((model, batch, key, is_padding_example), is_array_or_shape)
+    found: list[_Found] = []
 
-    def look(arrays: PyTree[Array]) -> None:
-        found.append(_explained(grad_fn.prepare(*eqx.combine(arrays, static))))
+    def prepare(arrays: PyTree[Array]) -> None:
+        found.append(look(grad_fn.prepare(*eqx.combine(arrays, static))))
 
-    jax.eval_shape(look, arrays)
+    jax.eval_shape(prepare, arrays)
     return found[0]
 
 
+def is_array_or_shape(x: Any) -> bool:
+    """Whether a leaf is an array, or stands for one."""
+    return eqx.is_array(x) or isinstance(x, np.ndarray | jax.ShapeDtypeStruct)
+
+
+def paths_of(prepared: Prepared) -> list[str]:
+    """Where each trainable leaf stands in the model."""
+    params = prepared.structure.unflatten(prepared.task.params)
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def costs_of(prepared: Prepared) -> list[LeafCost]:
+    """What each trainable leaf costs by the method that was chosen."""
+    task = prepared.task
+    if prepared.choice.method != "per_example":
+        return task.costs
+    return [_formed(cost, param.size) for cost, param in zip(task.costs, task.params, strict=True)]
+
+
 def _explained(prepared: Prepared) -> Explanation:
-    task, choice, num_examples = prepared.task, prepared.choice, prepared.examples.num_examples
-    paths = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(
-            prepared.structure.unflatten(task.params)
-        )
-    ]
-    costs = task.costs
-    if choice.method == "per_example":
-        costs = [_formed(cost, param.size) for cost, param in zip(costs, task.params, strict=True)]
+    choice, num_examples = prepared.choice, prepared.examples.num_examples
+    paths, costs = paths_of(prepared), costs_of(prepared)
     shards = prepared.num_shards
     rows = tuple(
         _row(path, cost, choice, num_examples, num_examples // shards)
@@ -155,9 +190,9 @@ def _formed(cost: LeafCost, size: int) -> LeafCost:
     if cost.way == "unused":
         return cost
     if cost.way == "whole":
-        return cost._replace(flops=4 * size, bytes=4 * size)
+        return cost._replace(bytes=4 * size)
     reason = "each example's gradient is formed by the backward pass itself"
-    return cost._replace(way="whole", flops=4 * size, bytes=4 * size, reason=reason)
+    return LeafCost(cost.kinds, "whole", 2 * size, 2 * size, 4 * size, reason)
 
 
 def _row(path: str, cost: LeafCost, choice: Choice, num_examples: int, on_a_device: int) -> Row:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from ..precision import stage
+
 _Sums = TypeVar("_Sums")
 _PerExample = TypeVar("_PerExample")
 
@@ -17,6 +19,7 @@ def over_microbatches(
     is_padding_example: Bool[Array, " batch"] | None,
     num_examples: int,
     microbatch_size: int | None,
+    agree: Callable[[Bool[Array, " microbatches"]], Bool[Array, " microbatches"]] = lambda x: x,
 ) -> tuple[_Sums, _PerExample]:
     """Runs ``step`` on one microbatch after the other.
 
@@ -29,6 +32,7 @@ def over_microbatches(
         is_padding_example: True where a slot holds no real example; None if there is no such slot.
         num_examples: the length of the batch.
         microbatch_size: examples in a microbatch; None for the whole batch at once.
+        agree: from which microbatches are all padding here to which are to be skipped.
 
     Returns:
         The sums, and the per-example values, which are zero in padding slots.
@@ -45,28 +49,32 @@ def over_microbatches(
         return _of_no_examples(step, examples)
     size = min(microbatch_size or num_examples, num_examples)
     filling = -num_examples % size
-    masked = step if is_padding_example is None and filling == 0 else _skipping_padding(step)
+    count = (num_examples + filling) // size
+    may_be_padding = is_padding_example is not None or filling > 0
     if is_padding_example is None:
         is_padding_example = jnp.zeros(num_examples, bool)
+    padding = jnp.concatenate([is_padding_example, jnp.ones(filling, bool)]).reshape(count, size)
+    skip = agree(jnp.all(padding, axis=1)) if may_be_padding else None
+    run = _skipping_padding(step)
     if size == num_examples:
-        return masked(examples, is_padding_example)
-
-    count = (num_examples + filling) // size
+        return run(examples, padding[0], None if skip is None else skip[0])
 
     def split(leaf: Array) -> Array:
         return leaf.reshape(count, size, *leaf.shape[1:])
 
     # The filling repeats the last example: its shape and dtype are right, its values are ignored.
     filled = [jnp.concatenate([x, jnp.repeat(x[-1:], filling, axis=0)]) for x in examples]
-    padding = jnp.concatenate([is_padding_example, jnp.ones(filling, bool)])
-    microbatches = [split(x) for x in filled], split(padding)
+    microbatches = [split(x) for x in filled], padding, skip
 
-    sums_shape, _ = jax.eval_shape(step, *jax.tree.map(lambda x: x[0], microbatches))
+    sums_shape, _ = jax.eval_shape(step, *jax.tree.map(lambda x: x[0], microbatches[:2]))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums_shape)
 
-    def body(total: _Sums, microbatch: tuple[list[Array], Array]) -> tuple[_Sums, _PerExample]:
-        sums, per_example = masked(*microbatch)
-        return jax.tree.map(jnp.add, total, sums), per_example
+    def body(
+        total: _Sums, microbatch: tuple[list[Array], Array, Array | None]
+    ) -> tuple[_Sums, _PerExample]:
+        sums, per_example = run(*microbatch)
+        with stage("microbatches"):
+            return jax.tree.map(jnp.add, total, sums), per_example
 
     total, stacked = jax.lax.scan(body, zeros, microbatches)
     return total, jax.tree.map(
@@ -89,7 +97,7 @@ def _of_no_examples(
 
 def _skipping_padding(
     step: Callable[[list[Array], Array], tuple[_Sums, _PerExample]],
-) -> Callable[[list[Array], Array], tuple[_Sums, _PerExample]]:
+) -> Callable[[list[Array], Array, Array | None], tuple[_Sums, _PerExample]]:
     """Wraps ``step`` so that padding slots report zeros and a microbatch of padding is skipped."""
 
     def masked(examples: list[Array], is_padding: Array) -> tuple[_Sums, _PerExample]:
@@ -99,8 +107,12 @@ def _skipping_padding(
     def skipped(examples: list[Array], is_padding: Array) -> Any:
         return jax.tree.map(jnp.zeros_like, jax.eval_shape(step, examples, is_padding))
 
-    def run(examples: list[Array], is_padding: Array) -> tuple[_Sums, _PerExample]:
-        return jax.lax.cond(jnp.all(is_padding), skipped, masked, examples, is_padding)
+    def run(
+        examples: list[Array], is_padding: Array, skip: Array | None
+    ) -> tuple[_Sums, _PerExample]:
+        if skip is None:  # there is no padding
+            return step(examples, is_padding)
+        return jax.lax.cond(skip, skipped, masked, examples, is_padding)
 
     return run
 

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from ..precision import Policy
+from ..precision import Policy, inside_engine, matmul_precision
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
 
 _BATCH_MIXING_ADVICE = (
@@ -115,6 +114,8 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
     def loss_of(*flat: Array) -> tuple[Array, list[Any]]:
         params, frozen, batch, key = structure.unflatten(flat)
         model = eqx.combine(params, frozen, inputs.static)
+        if options.policy is not None:
+            model = inside_engine(model, options.policy)
         kwargs = {} if key is None else {"key": key}
         loss, aux = _check_output(fun(model, *batch, **kwargs), options.has_aux)
         if options.policy is not None:
@@ -133,8 +134,9 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), batch)
         return loss_of(*jax.tree.leaves((params, frozen, batch, key)))
 
+    precision = "default" if options.policy is None else options.policy.matmul_precision
     try:
-        with _matmul_precision(options.policy):
+        with matmul_precision(precision):
             if options.sharding is None:
                 jaxpr = jax.make_jaxpr(loss_of_one)(*inputs.structs)
                 _refuse_constraints(jaxpr.jaxpr)
@@ -163,12 +165,6 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
             "batch of one, and its work on one device. Give them: "
             "sharding=dp.ShardingRules(mesh, examples=('data',))."
         )
-
-
-def _matmul_precision(policy: Policy | None) -> AbstractContextManager[None]:
-    if policy is None or policy.matmul_precision == "default":
-        return nullcontext()
-    return jax.default_matmul_precision(policy.matmul_precision)
 
 
 def _check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[Any]]:

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ..precision import Policy, checked_policy
+from ..precision import Policy, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules
 from .arguments import real_number
 
@@ -158,8 +158,10 @@ def _add_noise(
     noise_dtype = sum_dtype if policy is None else policy.noise_dtype
     _check_range(stddev, noise_dtype)
     normal = jax.random.normal if place is None else place.normal
-    noise = jnp.asarray(stddev, noise_dtype) * normal(key, gradient.shape, noise_dtype)
-    return gradient.astype(sum_dtype) + noise.astype(sum_dtype)
+    with stage("draw"):
+        noise = jnp.asarray(stddev, noise_dtype) * normal(key, gradient.shape, noise_dtype)
+    with stage("noise"):
+        return gradient.astype(sum_dtype) + noise.astype(sum_dtype)
 
 
 def _checked_gradient(

@@ -8,8 +8,9 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 
+from ..precision import stage
 from .retrace import Retrace, Twin
 from .rules import ShardingRules, axes_of
 
@@ -132,13 +133,16 @@ def check_context(rules: ShardingRules) -> None:
             f"{rules.examples}. Call the clipped gradient outside of shard_map, or leave the rules "
             "out and sum over the axes yourself."
         )
-    if (context.axis_names, context.axis_sizes) != (
-        rules.mesh.axis_names,
-        rules.mesh.axis_sizes,
+    its_own = rules.mesh.abstract_mesh
+    if (context.axis_names, context.axis_sizes, context.axis_types) != (
+        its_own.axis_names,
+        its_own.axis_sizes,
+        its_own.axis_types,
     ):
         raise ValueError(
-            f"The mesh in context is {dict(context.shape)}, that of the sharding rules "
-            f"{dict(rules.mesh.shape)}. Use one mesh for both."
+            f"The mesh in context is {dict(context.shape)} with axes {context.axis_types}, that of "
+            f"the sharding rules {dict(its_own.shape)} with axes {its_own.axis_types}. Use one "
+            "mesh for both."
         )
 
 
@@ -219,7 +223,8 @@ def over_devices(
         shared = [keep(x, spec) for x, spec in zip(shared, shared_specs, strict=True)]
         sums, per_example = function(shared, examples)
         sums = [keep(x, spec) for x, spec in zip(sums, sum_specs, strict=True)]
-        return _reduced(sums, sum_specs, rules), per_example
+        with stage("devices"):
+            return _reduced(sums, sum_specs, rules), per_example
 
     mapped = jax.shard_map(
         on_device,
@@ -254,21 +259,42 @@ def _only(spec: PartitionSpec, rules: ShardingRules, example_axes: bool) -> Part
     )
 
 
+def _longer_than_one(rules: ShardingRules) -> tuple[str, ...]:
+    """The example axes that there is something to sum over; XLA refuses the others."""
+    return tuple(axis for axis in rules.examples if rules.mesh.shape[axis] > 1)
+
+
+def agreed(rules: ShardingRules, skip: Bool[Array, " microbatches"]) -> Array:
+    """Whether the devices skip a microbatch, agreed on once for all of them.
+
+    Where devices share an example, they meet within it: were some to skip what others compute,
+    those would wait for them for ever. Without such axes every device goes by its own.
+    """
+    longer = _longer_than_one(rules)
+    if not longer or rules.num_shards == rules.mesh.size:
+        return skip
+    return jax.lax.psum(jnp.where(skip, 0, 1), longer) == 0
+
+
 def _reduced(sums: list[Array], specs: list[PartitionSpec], rules: ShardingRules) -> list[Array]:
     """Sums over the example axes; where a sum is to be spread over them, each gets its part."""
     whole: dict[int, Array] = {}
     parts: dict[int, Array] = {}
+    longer = _longer_than_one(rules)
     for index, (x, spec) in enumerate(zip(sums, specs, strict=True)):
-        dimensions = [axes_of(entry) for entry in _only(spec, rules, True)]
+        dimensions = [
+            tuple(axis for axis in axes_of(entry) if axis in longer)
+            for entry in _only(spec, rules, True)
+        ]
         over = tuple(axis for axes in dimensions for axis in axes)
         if not over:
             whole[index] = x
             continue
-        rest = tuple(axis for axis in rules.examples if axis not in over)
+        rest = tuple(axis for axis in longer if axis not in over)
         x = jax.lax.psum(x, rest) if rest else x
         for dimension, axes in enumerate(dimensions):
             if axes:
                 x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
         parts[index] = x
-    whole = jax.lax.psum(whole, rules.examples)
+    whole = jax.lax.psum(whole, longer) if longer else whole
     return [parts[index] if index in parts else whole[index] for index in range(len(sums))]

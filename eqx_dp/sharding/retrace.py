@@ -45,22 +45,25 @@ class Twin:
         self._one = one
         self._trace_two = trace_two
         self._examples = examples
-        self._pairs: dict[int, jex_core.JaxprEqn] | None = None
+        self._partners: dict[int, list[jex_core.JaxprEqn]] | None = None
 
-    def of(self, equation: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
-        """The equation that stands in the batch of two where this one stands in the batch of one.
+    def of(self, equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
+        """The equations that stand in the batch of two where this one stands in the batch of one.
+
+        They are several where a jitted function is called at several places: its equations are one
+        and the same at all of them in the batch of one, though not in that of two.
 
         Raises:
             ValueError: the programs differ in more than lengths.
         """
-        if self._pairs is None:
-            self._pairs = {}
+        if self._partners is None:
+            self._partners = {}
             self.pair(self._one, self._trace_two())
-        return self._pairs[id(equation)]
+        return self._partners[id(equation)]
 
     def pair(self, one: jex_core.Jaxpr, two: jex_core.Jaxpr) -> None:
         """Finds the partners of all equations that speak of sharding, or hold what may."""
-        assert self._pairs is not None
+        assert self._partners is not None
         ours, theirs = (list(_of_interest(jaxpr, self._examples)) for jaxpr in (one, two))
         if [e.primitive.name for e in ours] != [e.primitive.name for e in theirs]:
             raise ValueError(
@@ -68,7 +71,8 @@ class Twin:
                 "another for a batch of two, so it cannot be seen which dimensions carry examples. "
                 "Let the constraints not depend on the length of the batch."
             )
-        self._pairs |= {id(a): b for a, b in zip(ours, theirs, strict=True)}
+        for equation, partner in zip(ours, theirs, strict=True):
+            self._partners.setdefault(id(equation), []).append(partner)
 
 
 def _of_interest(jaxpr: jex_core.Jaxpr, examples: tuple[str, ...]) -> Iterator[jex_core.JaxprEqn]:
@@ -156,9 +160,10 @@ class Retrace(NamedTuple):
         structs = [_without_sharding(variable.aval) for variable in jaxpr.invars]
         return jax.make_jaxpr(lambda *inputs: self.run(jaxpr, consts, inputs))(*structs)
 
-    def constrain(self, x: Any, constraint: Constraint) -> Any:
-        """Applies what is left of a constraint."""
-        return self.spread(x, constraint.inside(self.rules))
+    def constrain(self, x: Any, constraints: list[Constraint]) -> Any:
+        """Applies what is left of a constraint, wherever it stands."""
+        spec, *_ = [constraint.inside(self.rules) for constraint in constraints]
+        return self.spread(x, spec)
 
     def spread(self, x: Any, spec: PartitionSpec) -> Any:
         """Spreads a value over the axes that are there inside; nothing to do if there are none."""
@@ -170,12 +175,16 @@ class Retrace(NamedTuple):
         """Pairs of a variable and the sharding that an equation demands for it."""
         return _demands(equation, self.rules.examples)
 
-    def constraint(
+    def constraints(
         self, equation: jex_core.JaxprEqn, index: int, variable: Any, sharding: Any
-    ) -> Constraint:
-        """The constraint on a variable: the ``index``-th of those that an equation states."""
-        partner, _ = self.demands(self.twin.of(equation))[index]
-        return Constraint(equation, sharding, variable.aval.shape, partner.aval.shape)
+    ) -> list[Constraint]:
+        """The constraint on a variable, the ``index``-th of those that an equation states.
+
+        One for each place where the equation stands.
+        """
+        partners = [self.demands(partner)[index][0] for partner in self.twin.of(equation)]
+        one = variable.aval.shape
+        return [Constraint(equation, sharding, one, partner.aval.shape) for partner in partners]
 
 
 def _without_sharding(aval: Any) -> jax.ShapeDtypeStruct:
@@ -194,7 +203,7 @@ def _bind(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> l
     demands = retrace.demands(equation)
     for index, (variable, sharding) in enumerate(demands):
         outputs = [
-            retrace.constrain(outputs[0], retrace.constraint(equation, index, variable, sharding))
+            retrace.constrain(outputs[0], retrace.constraints(equation, index, variable, sharding))
         ]
     for hint in [] if demands else _hints(equation):
         outputs = [retrace.spread(outputs[0], hint.spec)] if any(hint.spec) else outputs
@@ -233,13 +242,13 @@ class _Rule(NamedTuple):
         retrace: how.
         equation: whose rule it is.
         name: under which name.
-        traced: what it was in the outer context, once it has been asked for.
+        traced: what it was in the outer context, and for which inputs, once it has been asked for.
     """
 
     retrace: Retrace
     equation: jex_core.JaxprEqn
     name: str
-    traced: list[jex_core.Jaxpr]
+    traced: list[tuple[jex_core.Jaxpr, tuple[bool, ...]]]
 
     @property
     def debug_info(self) -> Any:
@@ -248,56 +257,33 @@ class _Rule(NamedTuple):
     def call_wrapped(self, *zeros: bool) -> tuple[Any, ...]:
         with self.retrace.outside():
             jaxpr, consts, *rest = self.equation.params[self.name].call_wrapped(*zeros)
-        self.traced.append(jaxpr)
+        self.traced.append((jaxpr, zeros))
         if any(map(self.retrace.demands, _of_interest(jaxpr, self.retrace.rules.examples))):
-            twin = self.retrace.twin
-            of_two = twin.of(self.equation)
-            with self.retrace.outside():
-                twin.pair(jaxpr, of_two.params[self.name].call_wrapped(*zeros)[0])
+            for of_two in self.retrace.twin.of(self.equation):
+                with self.retrace.outside():
+                    two = of_two.params[self.name].call_wrapped(*zeros)[0]
+                self.retrace.twin.pair(jaxpr, two)
         traced = self.retrace.traced(jaxpr, consts)
         return (traced.jaxpr, traced.consts, *rest)
 
 
 def _custom_vjp(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """A function with a backward rule.
+    """A function with a backward rule: Python code that runs when it is needed, by then inside.
 
-    The rule is Python code that runs when it is needed, by then inside. On Auto axes that is all
-    the same; on Explicit axes it expects, and gives, types with shardings.
+    So it is traced in the outer context, as the loss was, and then as everything else.
     """
-    if not retrace.rules.is_explicit:
-        return _bind(retrace, equation, inputs)
     forward = _Rule(retrace, equation, "fwd_jaxpr_thunk", [])
-    backward = equation.params["bwd"]
 
     def run(*values: Any) -> Any:
-        _, _, forwarded = equation.params["out_trees"]()
-        own = iter(forward.traced[-1].outvars)
-        residuals = [next(own) if i is None else equation.invars[i] for i in forwarded]
-        given_to_rule: list[Any] = [*residuals, *equation.outvars]
-        structs = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
-            for v in given_to_rule
-        ]
-        cotangents_of = equation.invars[equation.params["num_consts"] :]
-
-        beside: list[Any] = []
-
-        def given(*values: Any) -> list[Any]:
-            cotangents = backward.call_wrapped(*values)
-            if isinstance(cotangents, tuple):  # JAX 0.11: and what it has logged
-                cotangents, *rest = cast(tuple[Any, ...], cotangents)
-                beside.extend(rest)
-            found = zip(cotangents, cotangents_of, strict=True)
-            return [x if eqx.is_array(x) else _zeros(v.aval) for x, v in found]
-
+        jaxpr, zeros = forward.traced[-1]
         with retrace.outside():
-            traced = jax.make_jaxpr(given)(*structs)
+            traced, beside = _backward(retrace, equation, jaxpr)
         if any(map(retrace.demands, _of_interest(traced.jaxpr, retrace.rules.examples))):
-            raise ValueError(
-                "The loss constrains shardings in the backward rule of a jax.custom_vjp on Explicit"
-                f" axes, at {source_info_util.summarize(equation.source_info)}, where it cannot be "
-                "seen which dimensions carry examples. Constrain the function's inputs instead."
-            )
+            for of_two in retrace.twin.of(equation):
+                with retrace.outside():
+                    two = of_two.params["fwd_jaxpr_thunk"].call_wrapped(*zeros)[0]
+                    two, _ = _backward(retrace, of_two, two)
+                retrace.twin.pair(traced.jaxpr, two.jaxpr)
         cotangents = retrace.run(traced.jaxpr, traced.consts, values)
         return (cotangents, *beside) if beside else cotangents
 
@@ -306,9 +292,43 @@ def _custom_vjp(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]
             name: _inside(retrace, equation, name, value) for name, value in equation.params.items()
         },
         "fwd_jaxpr_thunk": forward,
-        "bwd": lu.wrap_init(run, debug_info=backward.debug_info),
+        "bwd": lu.wrap_init(run, debug_info=equation.params["bwd"].debug_info),
     }
     return _bound(equation, params, inputs)
+
+
+def _backward(
+    retrace: Retrace, equation: jex_core.JaxprEqn, forward: jex_core.Jaxpr
+) -> tuple[jex_core.ClosedJaxpr, list[Any]]:
+    """Traces a backward rule on what its forward rule leaves it and the cotangents of results.
+
+    Returns:
+        The rule, and what it gives beside cotangents (in JAX 0.11, what it has logged).
+    """
+    _, _, forwarded = equation.params["out_trees"]()
+    own = iter(forward.outvars)
+    residuals = [next(own) if i is None else equation.invars[i] for i in forwarded]
+    given: list[Any] = [*residuals, *equation.outvars]
+    beside: list[Any] = []
+
+    def rule(*values: Any) -> list[Any]:
+        cotangents = equation.params["bwd"].call_wrapped(*values)
+        if isinstance(cotangents, tuple):
+            cotangents, *rest = cast(tuple[Any, ...], cotangents)
+            beside.extend(rest)
+        of = equation.invars[equation.params["num_consts"] :]
+        return [
+            x if eqx.is_array(x) else _zeros(variable.aval)
+            for x, variable in zip(cotangents, of, strict=True)
+        ]
+
+    structs = [_without_sharding(variable.aval) for variable in given]
+    if retrace.rules.is_explicit:  # there it is part of the type that the rule was made for
+        structs = [
+            struct.update(sharding=variable.aval.sharding)
+            for struct, variable in zip(structs, given, strict=True)
+        ]
+    return jax.make_jaxpr(rule)(*structs), beside
 
 
 def _zeros(aval: Any) -> Any:
@@ -326,7 +346,7 @@ def _constrained(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any
             f"{source_info_util.summarize(equation.source_info)}, which the per-example boundary "
             "does not support. Constrain the sharding alone."
         )
-    return [retrace.constrain(inputs[0], retrace.constraint(equation, 0, variable, sharding))]
+    return [retrace.constrain(inputs[0], retrace.constraints(equation, 0, variable, sharding))]
 
 
 def _put(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -336,8 +356,8 @@ def _put(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> li
         return _bind(retrace, equation, inputs)
     outputs = dict(zip(equation.outvars, inputs, strict=True))
     for index, (variable, sharding) in enumerate(demands):
-        constraint = retrace.constraint(equation, index, variable, sharding)
-        outputs[variable] = retrace.constrain(outputs[variable], constraint)
+        constraints = retrace.constraints(equation, index, variable, sharding)
+        outputs[variable] = retrace.constrain(outputs[variable], constraints)
     return list(outputs.values())
 
 
@@ -356,7 +376,7 @@ def _jitted(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) ->
             if isinstance(said[position], NamedSharding):
                 variable, sharding = variables[position], said[position]
                 value = retrace.constrain(
-                    value, retrace.constraint(equation, index, variable, sharding)
+                    value, retrace.constraints(equation, index, variable, sharding)
                 )
                 index += 1
             met.append(value)

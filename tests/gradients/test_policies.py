@@ -197,26 +197,3 @@ def test_overflow_under_loss_scale_is_an_example_that_adds_nothing():
     )(jnp.ones(2), x)
     np.testing.assert_array_equal(grads, [0.25, 0.5])
     assert not np.isfinite(per_example.grad_norm[1])
-
-
-# Module rules
-
-
-def test_module_rules_are_refused_for_now(tmp_path):
-    path = tmp_path / "ruled.toml"
-    path.write_text(
-        """
-        description = "a head in float32"
-        [dtypes]
-        params = "float32"
-        compute = "bfloat16"
-        output = "float32"
-        accumulate = "float32"
-        noise = "float32"
-        [[modules]]
-        match = "**.head"
-        compute = "float32"
-        """
-    )
-    with pytest.raises(ValueError, match="module"):
-        jitted.grad(models.dot, l2_clip_norm=1.0, policy=dp.load_policy(str(path)))

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests.sharding.compiled import collectives, compiled
-from tests.sharding.losses import mesh_of
+from tests.sharding.losses import Says, mesh_of
 
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
 BATCH = (
@@ -82,7 +83,7 @@ def test_sums_cross_devices_in_the_accumulate_dtype(policy, accumulators):
 def test_a_collective_in_a_loop_is_seen():
     """The reader of programs, held against a sum over devices in every round of a scan."""
     mesh = mesh_of("auto", data=8)
-    spec = jax.sharding.PartitionSpec("data")
+    spec = P("data")
 
     def step(x):
         total, _ = jax.lax.scan(lambda c, x: (c + jax.lax.psum(x, "data"), None), 0.0 * x[0], x)
@@ -91,7 +92,7 @@ def test_a_collective_in_a_loop_is_seen():
     mapped = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=jax.sharding.PartitionSpec(None, "data"),
+        in_specs=P(None, "data"),
         out_specs=spec,
         check_vma=False,
     )
@@ -105,7 +106,7 @@ def test_noise_is_drawn_where_it_lives_and_the_same_everywhere(kind):
     zeros = {name: None if s is None else jnp.zeros(s) for name, s in shapes.items()}
     alone = dp.gaussian_privatizer(stddev=2.0, key=key)
     expected, _ = alone.update(zeros, alone.init(zeros))
-    model_axis = (("a", jax.sharding.PartitionSpec(None, "model")),)
+    model_axis = (("a", P(None, "model")),)
     meshes = [({"data": 8}, ()), ({"data": 4, "model": 2}, model_axis)]
     for axes, params in meshes:
         for accumulators in ("params", "examples"):
@@ -171,3 +172,111 @@ def test_one_example_that_is_not_finite_changes_no_others():
     expected = grad_fn(MODEL, *BATCH, is_padding_example=alone)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+class Attention(eqx.Module):
+    """Heads in one array, so that splitting them moves data between devices over `model`."""
+
+    qkv: jax.Array
+    out: jax.Array
+
+    def __call__(self, x):
+        q, k, v = jnp.split(x @ self.qkv, 3, axis=-1)
+        return (jax.nn.softmax(q @ k.T) @ v) @ self.out
+
+
+ATTENTION = Attention(
+    jax.random.normal(jax.random.key(0), (8, 24)), jax.random.normal(jax.random.key(1), (8, 8))
+)
+SEQUENCES = np.random.default_rng(0).normal(size=(16, 6, 8)).astype(np.float32)
+HEADS = (("qkv", P(None, "model")), ("out", P("model", None)))
+
+
+def assert_like_one_device(fun, model, batch, rules, padding=None, **options):
+    options = {"l2_clip_norm": 0.7, **options}
+    expected = eqx.filter_jit(dp.filter_value_and_clipped_grad(fun, **options))(
+        model, *batch, is_padding_example=padding
+    )
+    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
+    with jax.set_mesh(rules.mesh):
+        found = eqx.filter_jit(on_mesh)(
+            rules.shard(model), *rules.shard_batch(batch), is_padding_example=padding
+        )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+def test_a_device_that_has_padding_alone_waits_for_nobody(microbatch_size):
+    """Devices over `model` meet within an example; those over `data` may have nothing to do."""
+    assert_like_one_device(
+        lambda model, x: jnp.sum(model(x) ** 2),
+        ATTENTION,
+        (SEQUENCES,),
+        dp.ShardingRules(mesh_of("auto", data=4, model=2), params=HEADS),
+        padding=np.arange(16) >= 11,
+        microbatch_size=microbatch_size,
+    )
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("accumulators", ["params", "examples"])
+def test_an_example_axis_of_one_device(kind, accumulators):
+    says = Says(kind)
+
+    def fun(model, x):
+        hidden = jnp.tanh(says.einsum("td,df->tf", x, model["in"], P(None, "model")))
+        return jnp.sum(says.einsum("tf,fd->td", hidden, model["out"], P(None, None)) ** 2)
+
+    model = {"in": jnp.ones((8, 6)) / 8, "out": jnp.ones((6, 8)) / 6}
+    rules = dp.ShardingRules(
+        mesh_of(kind, data=1, model=2),
+        params=(("in", P(None, "model")), ("out", P("model"))),
+        accumulators=accumulators,
+    )
+    expected = dp.filter_clipped_grad(
+        lambda model, x: jnp.sum((jnp.tanh(x @ model["in"]) @ model["out"]) ** 2), l2_clip_norm=0.7
+    )(model, SEQUENCES)
+    with jax.set_mesh(rules.mesh):
+        grad_fn = dp.filter_clipped_grad(fun, l2_clip_norm=0.7, sharding=rules)
+        found = eqx.filter_jit(grad_fn)(rules.shard(model), rules.shard_batch(SEQUENCES))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+WEIGHTS = (("layers.*.weight", P("data")),)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        lambda: dp.ShardingRules(mesh_of("auto", data=8), accumulators="examples"),
+        lambda: dp.ShardingRules(mesh_of("explicit", data=8), accumulators="examples"),
+        # Parameters over one of two example axes: scattered over it, summed over the other.
+        lambda: dp.ShardingRules(
+            mesh_of("auto", replica=2, data=4), examples=("replica", "data"), params=WEIGHTS
+        ),
+        lambda: dp.ShardingRules(
+            mesh_of("auto", data=4, model=2), params=WEIGHTS, accumulators="examples"
+        ),
+    ],
+    ids=["zero", "zero explicit", "two example axes", "with a model axis"],
+)
+def test_sums_that_are_scattered_are_those_of_one_device(rules):
+    assert_like_one_device(loss, MODEL, BATCH, rules(), padding=np.arange(64) % 5 == 0)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("accumulators", ["params", "examples"])
+def test_sums_cross_devices_wide_before_a_compiler_has_a_say(policy, accumulators):
+    """A CPU widens narrow collectives by itself, so this looks at the program that it is given."""
+    rules = dp.ShardingRules(mesh_of("auto", data=8), accumulators=accumulators)
+    grad_fn = dp.filter_clipped_grad(
+        loss, l2_clip_norm=1.0, sharding=rules, policy=dp.load_policy(policy)
+    )
+    text = eqx.filter_jit(grad_fn).lower(MODEL, *BATCH).as_text()
+    reductions = re.findall(
+        r'"stablehlo\.(?:all_reduce|reduce_scatter)".*?\}\) : (\(.*?\)) ->', text, re.DOTALL
+    )
+    assert reductions
+    assert all(re.findall(r"tensor<(?:\d+x)*(\w+)>", types) == ["f32"] for types in reductions)

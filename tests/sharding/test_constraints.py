@@ -101,7 +101,10 @@ def in_a_function_with_its_own_derivative(says):
     def forward(x):
         return says.constrain(2 * x, P("data")), None
 
-    double.defvjp(forward, lambda _, g: (2 * g,))
+    def backward(_, cotangent):
+        return (2 * says.constrain(cotangent, P("data")),)
+
+    double.defvjp(forward, backward)
 
     @jax.custom_jvp
     def square(x):
@@ -385,6 +388,59 @@ def test_examples_that_do_not_divide():
     )
     with pytest.raises(ValueError, match=r"(?s)7 examples.*8 devices.*pad_to=8.*here 8"):
         grad_fn(WEIGHT, X[:7])
+
+
+def test_another_kind_of_mesh_in_context():
+    grad_fn = dp.filter_clipped_grad(
+        lambda w, x: jnp.sum(x @ w),
+        l2_clip_norm=1.0,
+        sharding=dp.ShardingRules(mesh_of("explicit", data=8)),
+    )
+    with (
+        jax.set_mesh(mesh_of("auto", data=8)),
+        pytest.raises(ValueError, match=r"(?s)mesh in context.*Auto.*Explicit.*one mesh"),
+    ):
+        grad_fn(WEIGHT, X)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constraint_in_a_backward_rule_that_cannot_be_moved(kind):
+    says = Says(kind)
+
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    def backward(_, cotangent):
+        return (2 * says.constrain(cotangent, P(None, None, "data")),)
+
+    double.defvjp(lambda x: (2 * x, None), backward)
+
+    def loss(w, x):
+        return jnp.sum(double(says.einsum("btd,df->btf", x, w, P("data"))))
+
+    with pytest.raises(ValueError, match=r"(?s)with spec.*test_constraints.*carries no examples"):
+        gradient(loss, kind)
+
+
+@pytest.mark.parametrize("parameter_first", [True, False])
+def test_a_jitted_function_that_constrains_both_parameters_and_examples(parameter_first):
+    """In a batch of one both calls share one program."""
+
+    @jax.jit
+    def spread(x):
+        return jax.lax.with_sharding_constraint(x, P("data"))
+
+    def loss(w, x):
+        own, rows = (lambda: spread(w[None, :1])), (lambda: spread(x[:, :1]))
+        first, second = (own, rows) if parameter_first else (rows, own)
+        return jnp.sum(first()) + jnp.sum(second()) + jnp.sum(x @ w)
+
+    mesh = mesh_of("auto", data=4, model=2)
+    rules = dp.ShardingRules(mesh)
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, keep_batch_dim=True, sharding=rules)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="carries no examples"):
+        grad_fn(jnp.ones((4, 4)), X)
 
 
 def test_a_collective_over_the_example_axes():

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ...precision import stage
 from ..loss_scale import seed
 from ..taps import Place, evaluate
 from .contract import ClippedSum, Task, clip_and_sum, held_gradient
@@ -24,14 +25,16 @@ def clipped_sum(
 
     Guarantee: as that of the method ``per_example``.
     """
-    scales = task.loss_scale(task.params, task.frozen, examples)
+    with stage("probe"):
+        scales = task.loss_scale(task.params, task.frozen, examples)
     loss, aux, kept, cotangents, grads = jax.vmap(functools.partial(_backward, task))(
         examples, scales
     )
-    leaves = [
-        held_gradient(task, leaf, kept, cotangents, grads, len(loss))
-        for leaf in range(len(task.params))
-    ]
+    with stage("norm"):
+        leaves = [
+            held_gradient(task, leaf, kept, cotangents, grads, len(loss))
+            for leaf in range(len(task.params))
+        ]
     return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)
 
 
@@ -44,7 +47,8 @@ def _backward(
         taps: dict[Place, Array], whole: dict[int, Array]
     ) -> tuple[Array, tuple[list[Array], dict[Place, Any]]]:
         params = [whole.get(leaf, value) for leaf, value in enumerate(task.params)]
-        loss, aux, kept = evaluate(task.program, task.found, params, task.frozen, example, taps)
+        with stage("loss"):
+            loss, aux, kept = evaluate(task.program, task.found, params, task.frozen, example, taps)
         return loss, (aux, kept)
 
     taps = {place: jnp.zeros(s.tap.shape, s.tap.dtype) for place, s in task.found.sites.items()}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ...precision import stage
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
 from ..cost import LeafCost
@@ -198,9 +199,11 @@ def clip_and_sum(
     bound makes up for; ``gram_norms`` says how many.)
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
-    clipped = clip(task, norms, bounds, loss, scales, is_padding_example)
-    sums = [
-        leaf.sum(clipped.factors[group], clipped.contributes)
-        for leaf, group in zip(leaves, task.groups, strict=True)
-    ]
+    with stage("norm"):
+        clipped = clip(task, norms, bounds, loss, scales, is_padding_example)
+    with stage("sum"):
+        sums = [
+            leaf.sum(clipped.factors[group], clipped.contributes)
+            for leaf, group in zip(leaves, task.groups, strict=True)
+        ]
     return ClippedSum(sums, loss, clipped.norms, aux)

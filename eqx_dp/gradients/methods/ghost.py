@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float
 
+from ...precision import stage
 from ..clip import norm_error, norms
 from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_gradients
 from ..loss_scale import seed
@@ -95,7 +96,8 @@ def clipped_sum(
         found = _backward(task, here, factors, scales)
         taps = _of_leaves(task, found, factors)
         norms, bounds = ([tap.measured[:, i] for tap in taps] for i in range(2))
-        clipped = clip(task, norms, bounds, found.loss, scales, is_padding_example)
+        with stage("norm"):
+            clipped = clip(task, norms, bounds, found.loss, scales, is_padding_example)
         chosen = [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors]
         factors, grad_norms = jax.tree.map(
             lambda new, old: jnp.where(_is_measuring(factors[0]), new, old),
@@ -106,7 +108,8 @@ def clipped_sum(
         return _Pass(factors, ClippedSum(totals, found.loss, grad_norms, found.aux))
 
     batch, dtype = len(is_padding_example), task.accumulate_dtype
-    scales = task.loss_scale(task.params, task.frozen, examples)
+    with stage("probe"):
+        scales = task.loss_scale(task.params, task.frozen, examples)
     measuring = jnp.full(batch, _MEASURE, dtype)
     nothing = [jnp.zeros(x.shape, x.dtype) for x in map(task.accumulated, range(len(task.params)))]
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in task.program.jaxpr.out_avals)
@@ -130,9 +133,10 @@ def _backward(
     def one(example: list[Array], taps: dict[str, Any]) -> tuple[Any, Any]:
         params = [taps["whole"].get(leaf, value) for leaf, value in enumerate(task.params)]
         at_site = functools.partial(_at_site, task)
-        loss, aux, kept = evaluate(
-            task.program, task.found, params, task.frozen, example, taps["sites"], at_site
-        )
+        with stage("loss"):
+            loss, aux, kept = evaluate(
+                task.program, task.found, params, task.frozen, example, taps["sites"], at_site
+            )
         carriers = {
             place: kept.pop(place) for place, tap in taps["sites"].items() if isinstance(tap, _Tap)
         }
@@ -231,7 +235,8 @@ def _taps(task: Task, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def _of_slices(measured: Float[Array, "batch *slices 2"]) -> Float[Array, "batch 2"]:
     """Norm and bound of a stacked parameter from those of its slices."""
     batch = measured.shape[0]
-    norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
+    with stage("norm"):
+        norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
     error = norm_error(math.prod(measured.shape[1:-1]), measured.dtype)
     return jnp.stack([norm, bound * (1 + error)], axis=-1)
 
@@ -288,7 +293,8 @@ def _alone(task: Task, site: Site) -> Callable[[Any, Array, Any], _Own]:
         del carrier
         kept, cotangent = jax.tree.map(lambda x: x[None], (kept, cotangent))
         unscaled = cotangent.astype(dtype)
-        return _Own(per_example_gradients(view, here, kept, unscaled, dtype)[0])
+        with stage("norm"):
+            return _Own(per_example_gradients(view, here, kept, unscaled, dtype)[0])
 
     return of_one
 
@@ -343,11 +349,15 @@ def _tap(gradient: Callable[[Any], LeafGradient], met: Any, factors: Array, at_o
         factors, met = structure.unflatten(values)
 
         def measure(met: Any) -> tuple[Array, Array]:
-            leaf = gradient(met)
+            with stage("norm"):
+                leaf = gradient(met)
             return jnp.zeros_like(total_of(met)), jnp.stack([leaf.norm, leaf.bound], axis=-1)
 
         def total_of(met: Any) -> Array:
-            return gradient(met).sum(factors, (factors > 0) & ~is_padding)
+            with stage("norm"):
+                leaf = gradient(met)
+            with stage("sum"):
+                return leaf.sum(factors, (factors > 0) & ~is_padding)
 
         def add(met: Any) -> tuple[Array, Array]:
             return total_of(met), jnp.zeros((len(factors), 2), factors.dtype)

@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import Array, Bool, Float
 
+from ...precision import stage
 from ..leaves import from_per_example
 from ..loss_scale import seed
 from .contract import ClippedSum, Task, clip_and_sum
@@ -21,13 +22,16 @@ def clipped_sum(
         example: list[Array], scale: Float[Array, ""] | None
     ) -> tuple[Array, list[Array], list[Array]]:
         def loss_of(params: list[Array]) -> tuple[Array, list[Array]]:
-            return task.program(params, task.frozen, example)
+            with stage("loss"):
+                return task.program(params, task.frozen, example)
 
         loss, pullback, aux = jax.vjp(loss_of, task.params, has_aux=True)
         (grads,) = pullback(seed(loss, scale))
         return loss, grads, aux
 
-    scales = task.loss_scale(task.params, task.frozen, examples)
+    with stage("probe"):
+        scales = task.loss_scale(task.params, task.frozen, examples)
     loss, grads, aux = jax.vmap(value_and_grad)(examples, scales)
-    leaves = [from_per_example(grad.astype(task.accumulate_dtype)) for grad in grads]
+    with stage("norm"):
+        leaves = [from_per_example(grad.astype(task.accumulate_dtype)) for grad in grads]
     return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)

@@ -1,0 +1,16 @@
+"""The commands of ``eqx-dp``, one file each.
+
+To add one: write its file, and name it in ``COMMANDS``.
+"""
+
+from . import bench_dtypes, bench_policies, show_policies
+from .command import Command
+from .output import MissingExtra
+
+COMMANDS: tuple[Command, ...] = (
+    show_policies.COMMAND,
+    bench_dtypes.COMMAND,
+    bench_policies.COMMAND,
+)
+
+__all__ = ["COMMANDS", "Command", "MissingExtra"]

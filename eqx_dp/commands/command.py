@@ -1,0 +1,31 @@
+"""What a command of the command line is."""
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+        name: what is typed; two words for a member of a group.
+        help: a line on it.
+        description: more, on its own help page.
+        add_arguments: declares its arguments.
+        run: does it. It raises ValueError for what it refuses.
+    """
+
+    name: str
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as an argument's type."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a whole number of at least 1")
+    return value

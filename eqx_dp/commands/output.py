@@ -1,0 +1,142 @@
+"""What a command found: a table for people, JSON for programs, a picture."""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_NO_TERMINAL = 200
+
+
+class MissingExtra(Exception):
+    """Something that an extra brings is not installed."""
+
+
+class Panel(NamedTuple):
+    """A bar chart: a bar for each of ``names``; None where there is nothing to show.
+
+    Attributes:
+        title: what the bars measure, with the unit.
+        names: of the bars.
+        values: their lengths.
+        logarithmic: whether lengths are shown by their logarithm.
+    """
+
+    title: str
+    names: list[str]
+    values: list[float | None]
+    logarithmic: bool = False
+
+
+class Table(NamedTuple):
+    """What is shown.
+
+    Attributes:
+        title: of the table.
+        columns: heads.
+        rows: cells.
+        notes: lines below.
+        data: the same for programs: what ``json`` can write.
+        panels: of the picture.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    notes: list[str]
+    data: dict[str, Any]
+    panels: list[Panel]
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--json`` and ``--plot``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="write a picture, its kind by its ending (.png)"
+    )
+
+
+def check_output(arguments: argparse.Namespace) -> None:
+    """Refuses, before anything is measured, what could not be written afterwards.
+
+    Raises:
+        MissingExtra: rich or matplotlib is not installed, and is needed.
+        ValueError: the folder of the picture is not there, or its kind is unknown.
+    """
+    if not arguments.json:
+        _extra("rich")
+    plot: Path | None = getattr(arguments, "plot", None)
+    if plot is None:
+        return
+    _extra("matplotlib")
+    if not plot.parent.is_dir():
+        raise ValueError(f"--plot: found no folder {str(plot.parent)!r}; allowed: one that exists")
+    allowed = _extra("matplotlib.figure").Figure().canvas.get_supported_filetypes()
+    if plot.suffix.removeprefix(".") not in allowed:
+        raise ValueError(
+            f"--plot: found the ending {plot.suffix!r}; allowed: {', '.join(sorted(allowed))}"
+        )
+
+
+def show(table: Table, arguments: argparse.Namespace) -> None:
+    """Prints a table, or JSON, and writes the picture that was asked for."""
+    if arguments.json:
+        print(json.dumps(table.data, indent=2, allow_nan=False))
+    else:
+        _print(table)
+    plot: Path | None = getattr(arguments, "plot", None)
+    if plot is not None:
+        _draw(table, plot)
+
+
+def _print(table: Table) -> None:
+    console = _extra("rich.console").Console()
+    if not console.is_terminal:  # a file or a pipe has no width that cells must be broken for
+        console = _extra("rich.console").Console(width=_NO_TERMINAL)
+    drawn = _extra("rich.table").Table(title=table.title, title_justify="left")
+    for index, column in enumerate(table.columns):
+        drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    escape = _extra("rich.markup").escape
+    for row in table.rows:
+        drawn.add_row(*map(escape, row))
+    console.print(drawn)
+    for note in table.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _draw(table: Table, path: Path) -> None:
+    height = 0.8 + 0.35 * max(len(panel.names) for panel in table.panels)
+    figure = _extra("matplotlib.figure").Figure(
+        figsize=(4.5 * len(table.panels), height), layout="constrained"
+    )
+    panels = figure.subplots(1, len(table.panels), squeeze=False)[0]
+    for axes, panel in zip(panels, table.panels, strict=True):
+        bars = [
+            (name, value)
+            for name, value in zip(panel.names, panel.values, strict=True)
+            if value is not None and (value > 0 or not panel.logarithmic)
+        ]
+        if panel.logarithmic and bars:
+            axes.set_xscale("log")
+        drawn = axes.barh([name for name, _ in bars], [value for _, value in bars], color="#2a6f97")
+        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
+        axes.margins(x=0.2)
+        axes.invert_yaxis()
+        axes.set_title(panel.title, fontsize=9, loc="left")
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(table.title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _extra(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        instead = "; --json does without" if name == "rich" else ""
+        raise MissingExtra(
+            f"{name} is not installed, and this needs it: python -m pip install 'eqx-dp[train]'"
+            f"{instead}"
+        ) from None

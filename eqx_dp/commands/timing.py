@@ -1,0 +1,53 @@
+"""How long compiled programs take, side by side."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+# A turn lasts at least this long, so that neither the clock nor one interruption decides.
+_TURN_SECONDS = 0.03
+
+
+class Spread(NamedTuple):
+    """The quartiles of some measurements."""
+
+    low: float
+    median: float
+    high: float
+
+
+def interleaved(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each program in each round. Each round has an order of its own."""
+    shuffled, order = random.Random(0), list(programs)
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        shuffled.shuffle(order)
+        for name in order:
+            seconds[name].append(_turn(programs[name]))
+    return seconds
+
+
+def ratios(seconds: list[float], reference: list[float]) -> Spread:
+    """Quartiles of the rounds' ratios: what slows down a whole round cancels."""
+    low, median, high = np.quantile(np.divide(seconds, reference), (0.25, 0.5, 0.75))
+    return Spread(float(low), float(median), float(high))
+
+
+def once(program: Callable[[], Any]) -> float:
+    """Seconds of one run, until its results are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(program())
+    return time.perf_counter() - start
+
+
+def _turn(program: Callable[[], Any]) -> float:
+    """Median seconds of a few runs, after one that drives out what the one before left behind."""
+    once(program)
+    taken: list[float] = []
+    while sum(taken) < _TURN_SECONDS:
+        taken.append(once(program))
+    return float(np.median(taken))

@@ -1,0 +1,323 @@
+"""Where the floating-point operations of a private training step go, before it runs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..gradients import ClippedGrad, Outline, is_array_or_shape, outline
+from ..privacy import gaussian_privatizer
+from .operations import loops, matmul_flops, primitives
+
+# For one Gaussian number by JAX's threefry, integer operations included: 115 for its bits (20
+# rounds of five, and the key added five times); and 65 by the compiler's own count for what makes
+# them uniform, the inverse error function (polynomials of degree 8), the scale and the addition.
+_NOISE = 180
+
+
+class FlopRow(NamedTuple):
+    """One stage of a step, for the whole batch.
+
+    Attributes:
+        stage: its name.
+        formula: what was counted.
+        flops: floating-point operations, a multiplication and an addition being two.
+        share: part of the whole step, between 0 and 1.
+    """
+
+    stage: str
+    formula: str
+    flops: float
+    share: float
+
+
+class ProgramRow(NamedTuple):
+    """One compiled program, for the whole batch.
+
+    Attributes:
+        program: what it computes.
+        flops: the same by the formulas of the rows.
+        compiled: as the compiler counts it; None where it does not say.
+        note: what the compiler's count leaves out.
+    """
+
+    program: str
+    flops: float
+    compiled: float | None
+    note: str
+
+
+class FlopReport(NamedTuple):
+    """The stages of a private training step, as [`flop_report`][] finds them.
+
+    Attributes:
+        rows: the stages: forward, backward, with the method ghost the second pass, norms,
+            accumulation, noise.
+        programs: what the compiler counts; empty without ``compiled``, and with sharding rules.
+        textbook: 6 N D of the textbook; None where the model's parameters are not all used in
+            contractions and lookups.
+        num_examples: the batch, B.
+        num_tokens: N, vectors of data that the model's matrices meet in the batch.
+        num_params: D, the model's floating-point entries.
+        num_trainable: D', those that are trained.
+        method: the method of the engine.
+    """
+
+    rows: tuple[FlopRow, ...]
+    programs: tuple[ProgramRow, ...]
+    textbook: float | None
+    num_examples: int
+    num_tokens: int
+    num_params: int
+    num_trainable: int
+    method: str
+
+    def row(self, stage: str) -> FlopRow:
+        """The row of a stage, by name.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        for row in self.rows:
+            if row.stage == stage:
+                return row
+        raise ValueError(
+            f"stage must be one of {', '.join(row.stage for row in self.rows)}; found {stage!r}."
+        )
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the whole step."""
+        return sum(row.flops for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [
+            f"B = {self.num_examples:,} examples, D = {self.num_params:,} parameters, D' = "
+            f"{self.num_trainable:,} of them trained, method {self.method}",
+            "",
+            *_aligned(
+                ("stage", "FLOPs", "share", "formula"),
+                [
+                    (row.stage, f"{row.flops:.3e}", f"{100 * row.share:.3f} %", row.formula)
+                    for row in (*self.rows, FlopRow("total", "", self.flops, 1.0))
+                ],
+            ),
+        ]
+        if self.textbook is not None:
+            ordinary = self.row("forward").flops + self.row("backward").flops
+            of = "6 N D" if self.num_trainable == self.num_params else "4 N D + 2 N D'"
+            lines += [
+                "",
+                f"textbook: {of} = {self.textbook:.3e} with N = {self.num_tokens:,} tokens; "
+                f"forward and backward are {ordinary / self.textbook:.2f} of it",
+            ]
+        if self.programs:
+            cells = [
+                (
+                    row.program,
+                    f"{row.flops:.3e}",
+                    "-" if row.compiled is None else f"{row.compiled:.3e}",
+                    row.note,
+                )
+                for row in self.programs
+            ]
+            lines += ["", *_aligned(("program", "by formula", "compiled", "note"), cells)]
+        return "\n".join(lines)
+
+
+def _aligned(head: tuple[str, ...], cells: list[tuple[str, ...]]) -> list[str]:
+    lines = [head, *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
+    return ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in lines]
+
+
+def flop_report(
+    grad_fn: ClippedGrad[Any],
+    model: PyTree[Any],
+    *batch: PyTree[Any],
+    key: Any = None,
+    is_padding_example: Any = None,
+    compiled: bool = True,
+) -> FlopReport:
+    """Counts the floating-point operations of a private training step, stage by stage.
+
+    Nothing is computed: the loss is traced on shapes alone, and with ``compiled`` compiled as well.
+
+    | stage | by formula |
+    |---|---|
+    | forward | contractions and convolutions of the loss, from the traced program |
+    | backward | those of its gradient, less the forward ones; frozen parameters have none |
+    | second pass | forward and backward again, by the method ghost |
+    | norms | of each example's gradient, by the way that the engine takes for each leaf |
+    | accumulation | B D': an addition for each example and trained parameter; where no example's
+    gradient is formed, the backward pass's contractions do it, and it is counted in both |
+    | noise | 180 D': a Gaussian for each trained parameter, integer operations included |
+
+    For a transformer, forward and backward are about 6 N D (Kaplan et al. 2020, section 2.1), N
+    being tokens and D parameters; D' of them trained, 4 N D + 2 N D'. Attention, which has no
+    parameters, comes on top, and an embedding that is looked up has parameters and no contraction.
+    Accumulation and noise do not grow with the length of a sequence: beside 6 N D they are little,
+    which is why they can be wide.
+
+    The compiler counts everything else as well (activations, softmax, casts, the drawing of bits),
+    and the body of a loop once. Where a program has a loop, its row says so. Microbatches are no
+    such loop here: one is compiled, and counted as often as there are.
+
+    Args:
+        grad_fn: what ``filter_clipped_grad`` returned.
+        model: the model. Here and in the batch, ``jax.ShapeDtypeStruct`` may stand for arrays.
+        *batch: the batch, as for ``grad_fn``.
+        key: as for ``grad_fn``.
+        is_padding_example: as for ``grad_fn``; it changes nothing.
+        compiled: whether to compile the step and ask the compiler for its count. With sharding
+            rules it is not asked.
+
+    Returns:
+        The report: ``rows``, each with ``stage``, ``formula``, ``flops``, ``share``; ``programs``;
+        ``str()`` is a table. ``report.row("noise")`` is one of them.
+
+    Raises:
+        ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
+    """
+    found = outline(grad_fn, model, batch, key, is_padding_example)
+    rows = _rows(found)
+    call = (model, batch, key)
+    compile_ = compiled and grad_fn.sharding is None and found.num_examples > 0
+    params, trained = _num_params(model), sum(leaf.size for leaf in found.leaves)
+    steps = [leaf.steps for leaf in found.leaves]
+    tokens = found.num_examples * max(steps) if _is_of_matrices(found) else 0
+    return FlopReport(
+        rows,
+        _programs(grad_fn, found, rows, call) if compile_ else (),
+        tokens * (4.0 * params + 2.0 * trained) or None,
+        found.num_examples,
+        tokens,
+        params,
+        trained,
+        found.method,
+    )
+
+
+def _rows(found: Outline) -> tuple[FlopRow, ...]:
+    batch, trained = found.num_examples, sum(leaf.size for leaf in found.leaves)
+    forward = batch * matmul_flops(found.loss)
+    backward = batch * matmul_flops(found.gradient) - forward
+    norms = batch * sum(leaf.norm_flops for leaf in found.leaves)
+    stages = [
+        ("forward", "contractions and convolutions of the loss", forward),
+        ("backward", "those of its gradient", backward),
+        ("norms", "of each example's gradient", norms),
+        ("accumulation", "B D'", batch * trained),
+        ("noise", f"{_NOISE} D'", _NOISE * trained),
+    ]
+    if found.method == "ghost":
+        again = ("second pass", "forward and backward again", forward + backward)
+        stages.insert(2, again)
+    total = sum(flops for _, _, flops in stages)
+    return tuple(
+        FlopRow(stage, formula, float(flops), flops / total) for stage, formula, flops in stages
+    )
+
+
+def _within_contractions(found: Outline) -> float:
+    """The additions over examples that are part of the backward pass's own contractions."""
+    return float(found.num_examples * sum(x.size for x in found.leaves if not x.is_formed))
+
+
+def _num_params(model: PyTree[Any]) -> int:
+    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
+    return sum(x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _is_of_matrices(found: Outline) -> bool:
+    """Whether parameters meet the vectors of a sequence, or one, in contractions."""
+    return "conv_general_dilated" not in primitives(found.loss) and any(
+        leaf.steps for leaf in found.leaves
+    )
+
+
+# What the compiler counts.
+
+
+def _programs(
+    grad_fn: ClippedGrad[Any],
+    found: Outline,
+    rows: tuple[FlopRow, ...],
+    call: tuple[PyTree[Any], tuple[PyTree[Any], ...], Any],
+) -> tuple[ProgramRow, ...]:
+    by_stage = {row.stage: row.flops for row in rows}
+    ordinary = by_stage["forward"] + by_stage["backward"]
+    noise = by_stage["noise"]
+    at_once = min(found.microbatch_size or found.num_examples, found.num_examples)
+    times = -(-found.num_examples // at_once)
+
+    def loss(*inputs: Any) -> Any:
+        return _summed_loss(found, inputs)
+
+    def gradient(params: list[Any], *rest: Any) -> Any:
+        return jax.grad(lambda params: loss(params, *rest))(params)
+
+    inputs = (found.params, found.frozen, found.examples)
+    step = sum(by_stage.values()) - noise - _within_contractions(found)
+    return (
+        _program("loss", by_stage["forward"], loss, inputs),
+        _program("its gradient, without clipping", ordinary, gradient, inputs),
+        _program("clipped gradient", step, *_of_microbatch(grad_fn, call, at_once), times=times),
+        _program("noise", noise, _noised, (found.sums, _key())),
+    )
+
+
+def _program(
+    name: str, flops: float, function: Callable[..., Any], inputs: tuple[Any, ...], times: int = 1
+) -> ProgramRow:
+    traced = jax.jit(function).trace(*inputs)
+    program = traced.lower().compile()
+    counted = (program.cost_analysis() or {}).get("flops")
+    notes = [f"{times} microbatches of one program"] if times > 1 else []
+    inside = sorted(set(loops(traced.jaxpr)))
+    if " while(" in (program.as_text() or ""):
+        what = f" ({', '.join(inside)})" if inside else ""
+        notes.append(f"a loop's body is counted once{what}")
+    return ProgramRow(
+        name, flops, None if counted is None else float(counted) * times, "; ".join(notes)
+    )
+
+
+def _summed_loss(found: Outline, inputs: tuple[list[Any], list[Any], list[Any]]) -> Any:
+    params, frozen, examples = inputs
+    evaluate: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(found.loss)
+    losses = jax.vmap(lambda *example: evaluate(*params, *frozen, *example)[0])(*examples)
+    return jnp.sum(losses)
+
+
+def _of_microbatch(
+    grad_fn: ClippedGrad[Any],
+    call: tuple[PyTree[Any], tuple[PyTree[Any], ...], Any],
+    size: int,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The clipped gradient of so many examples, as a function of arrays alone."""
+    model, batch, key = call
+    arrays, static = eqx.partition((model, batch, key), is_array_or_shape)
+
+    def clipped(arrays: PyTree[Any]) -> Any:
+        model, batch, key = eqx.combine(arrays, static)
+        return grad_fn(model, *batch, key=key)
+
+    model, batch, key = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+    return clipped, ((model, few, key),)
+
+
+def _noised(sums: list[Any], key: Any) -> Any:
+    privatizer = gaussian_privatizer(stddev=1.0, key=key)
+    noisy, _ = privatizer.update(sums, privatizer.init(sums))
+    return noisy
+
+
+def _key() -> jax.ShapeDtypeStruct:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.ShapeDtypeStruct(key.shape, key.dtype)

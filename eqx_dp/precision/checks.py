@@ -1,0 +1,323 @@
+"""What every equation of a private step is held against, and what is counted on the way."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from .flow import NOTHING, Draw, Facts, Here, joined
+from .policy import Policy
+from .stages import is_backward, module_dtype, stage_of
+from .widths import Width, held_in, width_of
+
+
+class Violation(NamedTuple):
+    """One thing that runs otherwise than declared.
+
+    Attributes:
+        stage: where in the step.
+        declared: what the policy says.
+        found: what the program does.
+        where: the source line.
+    """
+
+    stage: str
+    declared: str
+    found: str
+    where: str
+
+
+class Use(NamedTuple):
+    """What the program does at one stage in one dtype.
+
+    Attributes:
+        kind: `"contraction"`, `"sum over examples"`, `"collective"`, `"draw"`, `"noise addition"`.
+        stage: where in the step.
+        dtype: of the operands; of the result of a sum.
+        amount: FLOPs of contractions, else numbers.
+        times: how often an equation of this kind runs.
+        where: the source line; empty for contractions, which are added up.
+    """
+
+    kind: str
+    stage: str
+    dtype: str
+    amount: int
+    times: int
+    where: str
+
+
+_STAGES = {
+    "probe": "loss scale probe",
+    "norm": "clip norm",
+    "sum": "sum over examples",
+    "microbatches": "sum over microbatches",
+    "devices": "sum over devices",
+    "draw": "noise draw",
+    "noise": "noise addition",
+}
+
+_ACCUMULATING = ("norm", "sum", "microbatches", "devices")
+
+_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_ADDITIONS = frozenset({"add", "add_any", "sub"})
+_SUMS = frozenset({*_CONTRACTIONS, *_ADDITIONS, "reduce_sum", "scatter-add", "scatter_add"})
+_ARITHMETIC = frozenset(
+    {
+        *_SUMS,
+        *("mul", "div", "sqrt", "rsqrt", "square", "integer_pow", "pow", "exp", "log", "exp2"),
+        *("cumsum", "reduce_window_sum", "reduce_precision", "dot", "abs_sum"),
+    }
+)
+_DRAWS = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"})
+_COLLECTIVE_SUMS = frozenset(
+    {"psum", "psum2", "psum_invariant", "unreduced_psum", "reduce_scatter"}
+)
+_COLLECTIVES = _COLLECTIVE_SUMS | {
+    *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pmax", "pmin"),
+}
+# These hand on several values side by side.
+_SIDE_BY_SIDE = frozenset({*_COLLECTIVES, "optimization_barrier", "device_put", "pvary", "pcast"})
+
+
+class Check:
+    """Holds equations against a policy; a `Visitor`."""
+
+    def __init__(self, policy: Policy):
+        self.violations: dict[Violation, None] = {}
+        self.uses: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        self.stages: set[str] = set()
+        self._policy = policy
+        self._accumulate = _width(policy.accumulate_dtype)
+        self._noise = _width(policy.noise_dtype)
+
+    def equation(self, here: Here, equation: jex_core.JaxprEqn, inputs: list[Facts]) -> list[Facts]:
+        """Judges one equation, and says what is known of its results."""
+        name, stage = equation.primitive.name, stage_of(here.scope)
+        if stage is not None:
+            self.stages.add(stage)
+        if here.recording and name in _CONTRACTIONS:
+            self._contraction(here, equation, stage)
+        if here.recording and stage in _ACCUMULATING:
+            self._accumulates(here, equation, stage)
+        if here.recording and name in _COLLECTIVES:
+            self._collective(here, equation, inputs, stage)
+        if name in _DRAWS:
+            return [_drawn(here, equation)] * len(equation.outvars)
+        if stage == "sum":
+            return [Facts(clipped=True)] * len(equation.outvars)
+        noise = _noise_added(equation, inputs, stage)
+        if noise is not None:
+            if here.recording:
+                self._addition(here, equation, noise)
+            return [NOTHING]
+        if name in _SIDE_BY_SIDE and len(inputs) == len(equation.outvars):
+            found = inputs
+        else:
+            found = [joined(inputs)] * len(equation.outvars)
+        # Inside the engine's own stages, `_accumulates` is the judge.
+        is_cut = stage not in _ACCUMULATING and self._has_wide_sum(equation, inputs)
+        return [
+            self._passed_on(here, equation, result, facts, is_cut)
+            for result, facts in zip(equation.outvars, found, strict=True)
+        ]
+
+    def carried(self, here: Here, variable: Any, facts: Facts) -> None:
+        """Judges what a loop carries: a total that microbatches are added to is wide."""
+        width = _width_of(variable)
+        if facts.clipped and width is not None and width.narrower(self._accumulate):
+            self._violation(
+                "sum over microbatches", self._accumulate, f"{width.name} carried by a loop", here
+            )
+
+    def _violation(self, stage: str, declared: Width | str, found: str, here: Here | str) -> None:
+        where = here if isinstance(here, str) else here.where
+        name = declared if isinstance(declared, str) else declared.name
+        self.violations[Violation(stage, name, found, where)] = None
+
+    def _use(self, kind: str, stage: str, dtype: str, amount: int, here: Here, where: str) -> None:
+        key = kind, stage, dtype, where
+        before = self.uses.get(key, (0, 0))
+        self.uses[key] = before[0] + amount * here.times, before[1] + here.times
+
+    def _contraction(self, here: Here, equation: jex_core.JaxprEqn, stage: str | None) -> None:
+        operands = [w for v in equation.invars[:2] if (w := _width_of(v)) is not None]
+        if len(operands) < 2:  # of integers
+            return
+        dtype = " x ".join(dict.fromkeys(operand.name for operand in operands))
+        shown = _STAGES.get(stage or "", "outside of the engine")
+        if stage == "loss":
+            shown = "backward" if is_backward(here.scope) else "forward"
+            self._runs_as_declared(here, equation, operands, dtype, shown)
+        self._use("contraction", shown, dtype, _flops(equation), here, "")
+
+    def _runs_as_declared(
+        self, here: Here, equation: jex_core.JaxprEqn, operands: list[Width], dtype: str, shown: str
+    ) -> None:
+        """A contraction in the loss is in the compute dtype: one side at least, and none narrower.
+
+        JAX itself mixes the compute dtype with a wider one, going back through a contraction that
+        was asked for a wide result.
+        """
+        if any(jnp.issubdtype(_dtype(v), jnp.complexfloating) for v in equation.invars):
+            return  # there is no complex number of half precision
+        declared = self._compute(here.scope)
+        names = " or ".join(width.name for width in declared)
+        result = _width_of(equation.outvars[0])
+        for operand in [*operands, *([] if result is None else [result])]:
+            if all(operand.narrower(width) for width in declared):
+                self._violation(shown, names, f"{operand.name}, narrower", here)
+                return
+        if not any(operand.name == width.name for operand in operands for width in declared):
+            self._violation(shown, names, f"{dtype}, wider", here)
+
+    def _compute(self, scope: str) -> list[Width]:
+        """The compute dtypes that may hold here: any rule's, where no mark tells which one does."""
+        marked = module_dtype(scope)
+        if marked is not None:
+            return [_width(jnp.dtype(marked))]
+        rules = [rule.compute_dtype for rule in self._policy.modules]
+        return [_width(dtype) for dtype in dict.fromkeys([self._policy.compute_dtype, *rules])]
+
+    def _accumulates(self, here: Here, equation: jex_core.JaxprEqn, stage: str) -> None:
+        """Between the gradients of single examples and their sum, what is computed is wide."""
+        name, shown = equation.primitive.name, _STAGES[stage]
+        for variable in equation.outvars:
+            width = held_in(equation, variable)
+            if width is None:
+                continue
+            if name in _SUMS and stage in ("sum", "microbatches"):
+                size = math.prod(_shape(variable))
+                self._use("sum over examples", shown, width.name, size, here, here.where)
+            is_cast = name == "convert_element_type"
+            before = _width_of(equation.invars[0]) if is_cast else None
+            narrows = before is not None and not before.narrower(self._accumulate)
+            if (narrows or name in _ARITHMETIC) and width.narrower(self._accumulate):
+                self._violation(shown, self._accumulate, width.name, here)
+        if name == "dot_general" and not _is_exact(equation):
+            self._violation(
+                shown,
+                f"{self._accumulate.name} at the highest precision",
+                f"{_precision(equation)}, which accelerators run narrower",
+                here,
+            )
+
+    def _collective(
+        self, here: Here, equation: jex_core.JaxprEqn, inputs: list[Facts], stage: str | None
+    ) -> None:
+        name = equation.primitive.name
+        for variable, facts in zip(equation.invars, inputs, strict=True):
+            width = _width_of(variable)
+            if width is None:
+                continue
+            shown = "sum over devices" if facts.clipped or stage == "devices" else "other"
+            size = math.prod(_shape(variable))
+            self._use("collective", f"{name}: {shown}", width.name, size, here, here.where)
+            is_sum = facts.clipped and name in _COLLECTIVE_SUMS
+            if is_sum and width.narrower(self._accumulate):
+                self._violation("sum over devices", self._accumulate, width.name, here)
+
+    def _passed_on(
+        self, here: Here, equation: jex_core.JaxprEqn, result: Any, facts: Facts, is_cut: bool
+    ) -> Facts:
+        """What is known of a result; of a clipped sum, whether it is made narrower here."""
+        width = held_in(equation, result)
+        if width is None:
+            return facts
+        if is_cut and here.recording and facts.clipped and width.narrower(self._accumulate):
+            self._violation("between clip and noise", self._accumulate, width.name, here)
+        return facts.narrowed(width, here.where)
+
+    def _has_wide_sum(self, equation: jex_core.JaxprEqn, inputs: list[Facts]) -> bool:
+        """Whether an equation is given a clipped sum as wide as declared."""
+        return any(
+            facts.clipped and width is not None and not width.narrower(self._accumulate)
+            for facts, width in zip(inputs, map(_width_of, equation.invars), strict=True)
+        )
+
+    def _addition(self, here: Here, equation: jex_core.JaxprEqn, noise: Facts) -> None:
+        """Noise is drawn, scaled and added wide."""
+        variable = equation.outvars[0]
+        width = _width_of(variable)
+        if width is not None:
+            size = math.prod(_shape(variable))
+            self._use("noise addition", "noise addition", width.name, size, here, here.where)
+            if width.narrower(self._noise):
+                self._violation("noise addition", self._noise, width.name, here)
+        narrowest = noise.narrowest
+        for draw in sorted(noise.draws):
+            dtype = f"{draw.bits} bits" if narrowest is None else narrowest.width.name
+            self._use("draw", "noise draw", dtype, draw.size, here, draw.where)
+            if draw.bits <= self._noise.digits:
+                found = f"{draw.bits} random bits a number"
+                self._violation("noise draw", self._noise, found, draw.where)
+        if narrowest is not None and narrowest.width.narrower(self._noise):
+            self._violation("noise draw", self._noise, narrowest.width.name, narrowest.where)
+
+
+def _drawn(here: Here, equation: jex_core.JaxprEqn) -> Facts:
+    variable = equation.outvars[-1]  # of several, the first is the generator's next state
+    bits = equation.params.get("bit_width", 8 * _dtype(variable).itemsize)
+    draw = Draw(here.where, int(bits), math.prod(_shape(variable)))
+    return Facts(draws=frozenset({draw}))
+
+
+def _noise_added(
+    equation: jex_core.JaxprEqn, inputs: list[Facts], stage: str | None
+) -> Facts | None:
+    """What is known of the noise, where an equation adds some to a sum."""
+    if equation.primitive.name not in _ADDITIONS:
+        return None
+    drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
+    if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
+        return drawn[0]
+    return None
+
+
+def _is_exact(equation: jex_core.JaxprEqn) -> bool:
+    """Whether no accelerator may round the operands of a contraction."""
+    if not any(_dtype(v) == jnp.float32 for v in equation.invars):
+        return True
+    precision = equation.params["precision"]
+    if precision is None or isinstance(precision, tuple):
+        return precision is not None and all(one == jax.lax.Precision.HIGHEST for one in precision)
+    return True  # an algorithm by name
+
+
+def _precision(equation: jex_core.JaxprEqn) -> str:
+    precision = equation.params["precision"] or (jax.lax.Precision.DEFAULT,)
+    return f"float32 at precision {str(precision[0]).lower()}"
+
+
+def _flops(equation: jex_core.JaxprEqn) -> int:
+    """Multiplications and additions of a contraction."""
+    left, right = (_shape(v) for v in equation.invars[:2])
+    out = math.prod(_shape(equation.outvars[0]))
+    numbers: Any = equation.params.get("dimension_numbers")
+    match equation.primitive.name:
+        case "dot_general":
+            return 2 * out * math.prod(left[i] for i in numbers[0][0])
+        case "conv_general_dilated":
+            return 2 * out * (math.prod(right) // max(1, right[numbers.rhs_spec[0]]))
+        case _:  # ragged: as if every row met one group
+            return 2 * out * left[-1]
+
+
+def _dtype(variable: Any) -> Any:
+    return variable.aval.dtype
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
+
+
+def _width(dtype: Any) -> Width:
+    width = width_of(dtype)
+    assert width is not None
+    return width
+
+
+def _width_of(variable: Any) -> Width | None:
+    return width_of(getattr(variable.aval, "dtype", None))

@@ -1,0 +1,195 @@
+"""Which dtype every module of a model computes in: a policy's module rules, held against the model.
+
+A rule describes modules, by path or by class. What it says holds for a module and all below it, as
+far as no other rule describes a module further in.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jmp
+import numpy as np
+from jaxtyping import PyTree
+
+from ..paths import dotted, matches
+from .policy import MatmulPrecision, ModuleRule, Policy, refusal
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """What governs a leaf, or the inside of a module.
+
+    Attributes:
+        path: where it stands, as `jax.tree_util` gives it.
+        compute: the dtype that it computes in.
+        rule: the rule of the innermost matched module around it (or of itself), which gave that
+            dtype; None where the policy did.
+    """
+
+    path: tuple[Any, ...]
+    compute: np.dtype[Any]
+    rule: ModuleRule | None = None
+
+
+class Role(NamedTuple):
+    """How a module stands to what is around it.
+
+    Attributes:
+        compute: the dtype that it computes in.
+        surrounding: the dtype around it, in which its outputs leave.
+        rule: the rule that matched the module itself, or None.
+    """
+
+    compute: np.dtype[Any]
+    surrounding: np.dtype[Any]
+    rule: ModuleRule | None
+
+
+Matched = Callable[[str, eqx.Module], ModuleRule | None]
+
+
+def rebuild(
+    tree: T,
+    compute: np.dtype[Any],
+    matched: Matched,
+    on_module: Callable[[eqx.Module, Role], eqx.Module],
+    on_leaf: Callable[[Any, Place], Any],
+) -> T:
+    """Rebuilds a tree from its leaves up, telling every leaf and module what governs it.
+
+    Args:
+        tree: a module, or any tree of modules and arrays.
+        compute: the dtype around the tree.
+        matched: the rule that matches a module, given its dotted path; or None.
+        on_module: makes a module anew, its contents already done.
+        on_leaf: makes a leaf anew.
+    """
+
+    def visit(node: Any, place: Place) -> Any:
+        if not isinstance(node, eqx.Module):
+            return on_leaf(node, place)
+        rule = matched(dotted(place.path), node)
+        inside = place if rule is None else Place(place.path, rule.compute_dtype, rule)
+        return on_module(below(node, inside), Role(inside.compute, place.compute, rule))
+
+    def below(node: Any, place: Place) -> Any:
+        def child(path: tuple[Any, ...], node: Any) -> Any:
+            return visit(node, place._replace(path=(*place.path, *path)))
+
+        def is_leaf(x: Any) -> bool:
+            return x is not node and isinstance(x, eqx.Module)
+
+        return jax.tree_util.tree_map_with_path(child, node, is_leaf=is_leaf)
+
+    start = Place((), compute)
+    return visit(tree, start) if isinstance(tree, eqx.Module) else below(tree, start)
+
+
+def cast_floats(tree: T, dtype: np.dtype[Any], is_leaf: Callable[[Any], bool] | None = None) -> T:
+    """Converts the floating-point arrays of a tree; what `is_leaf` holds back is left as it is."""
+    # jmp alone decides which leaves are cast.
+    cast: Callable[[Any], Any] = jmp.Policy(dtype, dtype, dtype).cast_to_compute
+    if is_leaf is None:
+        return cast(tree)
+    return jax.tree.map(lambda x: x if is_leaf(x) else cast(x), tree, is_leaf=is_leaf)
+
+
+def cast_leaf(leaf: Any, place: Place) -> Any:
+    """For `rebuild`: a leaf in the dtype that governs it."""
+    return cast_floats(leaf, place.compute)
+
+
+def cast_parameters(tree: T, policy: Policy) -> T:
+    """Converts the floating-point arrays of a model, or of a part of it, to their compute dtypes.
+
+    Args:
+        tree: the model, or what `eqx.partition` makes of it.
+        policy: gives the dtype of every leaf: that of the innermost module that a rule matches, or
+            the policy's own.
+    """
+    return rebuild(tree, policy.compute_dtype, rules_of(policy), _as_it_is, cast_leaf)
+
+
+def _as_it_is(module: eqx.Module, role: Role) -> eqx.Module:
+    del role
+    return module
+
+
+def matmul_precision(precision: MatmulPrecision) -> AbstractContextManager[None]:
+    """The context in which matrix products have the precision that a policy declares."""
+    if precision == "default":
+        return nullcontext()
+    return jax.default_matmul_precision(precision)
+
+
+# Rules against modules.
+
+
+def rules_of(policy: Policy) -> Matched:
+    """For `rebuild`: the first of a policy's rules that matches a module."""
+
+    def first(path: str, module: eqx.Module) -> ModuleRule | None:
+        return next((rule for rule in policy.modules if _matches(rule, path, module)), None)
+
+    return first
+
+
+def _matches(rule: ModuleRule, path: str, module: eqx.Module) -> bool:
+    return rule.match in _class_names(module) or matches(rule.match, path)
+
+
+def _class_names(module: eqx.Module) -> list[str]:
+    classes = type(module).__mro__
+    return [c.__name__ for c in classes if issubclass(c, eqx.Module) and c is not eqx.Module]
+
+
+def check_rules(model: PyTree[Any], policy: Policy) -> None:
+    """Refuses rules that have no effect on a model.
+
+    Raises:
+        ValueError: A rule matches no module, or only modules that rules in front of it take. The
+            message names the rule and lists the modules.
+    """
+    modules: list[tuple[str, eqx.Module]] = []
+
+    def collect(path: str, module: eqx.Module) -> None:
+        modules.append((path, module))
+
+    if policy.modules:
+        rebuild(model, policy.compute_dtype, collect, _as_it_is, lambda leaf, _: leaf)
+    for index, rule in enumerate(policy.modules):
+        mine = [(path, module) for path, module in modules if _matches(rule, path, module)]
+        if not mine:
+            raise refusal("modules.match", _no_module(rule, model), _listed(modules))
+        before = policy.modules[:index]
+        takers = [[b.match for b in before if _matches(b, *found)] for found in mine]
+        if all(takers):
+            first = ", ".join(dict.fromkeys(repr(taker[0]) for taker in takers))
+            raise refusal(
+                "modules.match",
+                f"{rule.match!r} behind {first}, which takes every module that it matches",
+                "rules that have an effect; the first match wins, so put the narrower one in front",
+            )
+
+
+def _no_module(rule: ModuleRule, model: PyTree[Any]) -> str:
+    leaves = (dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(model))
+    leaf = next((path for path in leaves if matches(rule.match, path)), None)
+    hint = "" if leaf is None else f" ({leaf} is a leaf; rules are for the modules that hold them)"
+    return f"{rule.match!r}, which matches no module of the model{hint}"
+
+
+_MOST_LISTED = 40
+
+
+def _listed(modules: list[tuple[str, eqx.Module]]) -> str:
+    if not modules:
+        return "no module rules, as the model holds no eqx.Module"
+    names = [f"{path or '(root)'} {type(module).__name__}" for path, module in modules]
+    more = f", and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    listed = ", ".join(names[:_MOST_LISTED])
+    return f"the path or the class of a module, of which there are: {listed}{more}"

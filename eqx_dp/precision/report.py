@@ -1,0 +1,139 @@
+"""`check_precision`: a whole training step held against its policy, on its traced program."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+
+from .checks import Check, Use, Violation
+from .flow import NOTHING, Here, Walk
+from .policy import Policy, checked_policy
+
+
+class PrecisionReport(NamedTuple):
+    """What `check_precision` found; its `str` is a table.
+
+    Attributes:
+        policy: what the step was held against.
+        violations: a row for each thing that runs otherwise than declared, with its stage, what was
+            declared, what was found, and the source line.
+        summary: what runs in which dtype: FLOPs of contractions, every sum over examples, every
+            collective, every draw that feeds the noise, every addition of noise.
+        notes: what the check could not see, or what the policy gives away.
+    """
+
+    policy: Policy
+    violations: tuple[Violation, ...]
+    summary: tuple[Use, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything runs as declared."""
+        return not self.violations
+
+    def raise_if_violated(self) -> None:
+        """Does nothing if everything runs as declared.
+
+        Raises:
+            ValueError: if something does not; the message is the table.
+        """
+        if not self.ok:
+            raise ValueError(f"The step does not keep to its policy.\n{self}")
+
+    def __str__(self) -> str:
+        count = len(self.violations)
+        found = "as declared" if self.ok else f"{count} violation{'s' * (count != 1)}"
+        name = self.policy.name or "the policy"
+        lines = [f"{found}: {name} ({self.policy})", *(f"note: {note}" for note in self.notes)]
+        if self.violations:
+            lines += ["", *_table([("stage", "declared", "found", "where"), *self.violations])]
+        head = ("what", "stage", "dtype", "amount", "times", "where")
+        lines += ["", *_table([head, *map(_cells, self.summary)])]
+        return "\n".join(lines)
+
+
+def _cells(use: Use) -> tuple[str, ...]:
+    unit = "FLOPs" if use.kind == "contraction" else "numbers"
+    return use.kind, use.stage, use.dtype, f"{use.amount:.3g} {unit}", str(use.times), use.where
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def check_precision(fn: Callable[..., Any], *args: Any, policy: Policy) -> PrecisionReport:
+    """Holds a whole training step against a policy: clipped gradient, noise, update and all.
+
+    The step is traced, on shapes alone, and its program is read equation by equation, through
+    ``jit``, ``scan``, ``while``, ``cond``, ``remat``, derivative rules and ``shard_map``. Nothing
+    is compiled or computed. In a test:
+
+    ```python
+    dp.check_precision(step, model, opt_state, *batch, policy=policy).raise_if_violated()
+    ```
+
+    | stage | declared | what is held against it |
+    |---|---|---|
+    | forward, backward | compute | matrix products and convolutions inside the loss |
+    | clip norm | accumulate | what the engine makes of single gradients: norms, clip factors |
+    | sum over examples | accumulate | the weighted sum |
+    | sum over microbatches | accumulate | its addition to the total, and what a loop carries |
+    | sum over devices | accumulate | every reduction of the clipped sum over a mesh axis |
+    | between clip and noise | accumulate | every value that the clipped sum goes through |
+    | noise draw | noise | the random bits, and every value from them to the addition |
+    | noise addition | noise | the sum with the noise in it |
+
+    Accumulate and noise dtypes are the least that is asked for; wider is as good.
+
+    Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
+    layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
+    of parameters to their storage dtype) is post-processing and not checked. Where the policy has
+    module rules, a contraction may run in the compute dtype of a rule.
+
+    What it does not see: sums that the engine did not clip; noise that was drawn elsewhere and
+    comes in as an argument; what a compiler makes of the program; what happens in a host callback
+    or through a mutable reference. Of a ``while`` loop one step is counted, of a ``cond`` all
+    branches.
+
+    Args:
+        fn: the step, jitted or not: any function that calls ``filter_clipped_grad``'s.
+        *args: its arguments: any trees of arrays, of ``jax.ShapeDtypeStruct`` in their place, and
+            of anything else. Sharded as in training, and in the same mesh context.
+        policy: what is declared, and best what the step was built with.
+
+    Returns:
+        A [`PrecisionReport`][]: ``ok``, ``violations``, ``summary``; ``str()`` is a table.
+
+    Raises:
+        ValueError: there is nothing to check, since the function calls no part of the engine; or
+            ``policy`` is no policy.
+    """
+    declared = checked_policy(policy)
+    if declared is None:
+        raise ValueError("policy is None: give the policy that the step was built with.")
+    program, _, _ = eqx.filter_make_jaxpr(fn)(*args)
+    check = Check(declared)
+    inputs = [NOTHING] * len(program.jaxpr.invars)
+    outputs = Walk(check).jaxpr(program.jaxpr, inputs, Here())
+    if not check.stages:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ValueError(
+            f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
+            "nor a privatizer. Pass the whole training step."
+        )
+    uses = sorted(Use(*key[:3], *found, key[3]) for key, found in check.uses.items())
+    notes = _notes(declared, check, any(facts.clipped for facts in outputs))
+    return PrecisionReport(declared, tuple(check.violations), tuple(uses), notes)
+
+
+def _notes(policy: Policy, check: Check, leaves_without_noise: bool) -> tuple[str, ...]:
+    notes: list[str] = []
+    if policy.unsafe:
+        notes.append("the policy is unsafe: the privacy guarantee does not hold")
+    if "sum" not in check.stages:
+        notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
+    if leaves_without_noise:
+        notes.append("a clipped sum, or what is made of it, is returned without noise")
+    return tuple(notes)

@@ -1,0 +1,59 @@
+"""Marks in a program that say which stage of a private step an equation belongs to.
+
+A mark is a `jax.named_scope`: it computes nothing, and stays with an equation through `vmap`,
+differentiation, `scan`, `jit` and `shard_map`. `check_precision` reads them.
+"""
+
+import re
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+Stage: TypeAlias = Literal[
+    "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "noise"
+]
+"""What an equation is for.
+
+| stage | holds |
+|---|---|
+| probe | the pass that chooses loss scales |
+| loss | the user's function of one example, forward and backward |
+| norm | gradients of single examples where the engine forms them, their norms, clip factors |
+| sum | the weighted sum over a microbatch's examples |
+| microbatches | the addition of one microbatch's sum to the total |
+| devices | the sum over devices |
+| draw | the Gaussian |
+| noise | its addition |
+"""
+
+_PREFIX = "eqx_dp."
+_MARK = re.compile(r"eqx_dp\.(probe|loss|norm|sum|microbatches|devices|draw|noise)\b")
+_MODULE = re.compile(r"eqx_dp\.compute\.(\w+)")
+
+
+def stage(name: Stage) -> AbstractContextManager[Any]:
+    """Marks what is traced inside; the innermost mark counts."""
+    return jax.named_scope(_PREFIX + name)
+
+
+def computing_in(dtype: str) -> AbstractContextManager[Any]:
+    """Marks what a module rule runs in a compute dtype of its own."""
+    return jax.named_scope(f"{_PREFIX}compute.{dtype}")
+
+
+def stage_of(scope: str) -> str | None:
+    """The stage of an equation, from its name stack; None outside of the engine."""
+    marks = _MARK.findall(scope)
+    return marks[-1] if marks else None
+
+
+def module_dtype(scope: str) -> str | None:
+    """The compute dtype that a module rule gives, from a name stack; None where none applies."""
+    marks = _MODULE.findall(scope)
+    return marks[-1] if marks else None
+
+
+def is_backward(scope: str) -> bool:
+    """Whether an equation came out of a transposition, as its name stack says."""
+    return "transpose(" in scope

@@ -1,0 +1,759 @@
+"""Module rules, and models that are paired with their policy."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from eqx_dp import paths
+from tests import models, oracle
+from tests.gradients import jitted
+
+BF16, F16, F32 = map(jnp.dtype, ("bfloat16", "float16", "float32"))
+# Three dtypes that cannot be mixed up, so that every cast tells which one it was.
+MIXED = "params=float32,compute=bfloat16,output=float32,accumulate=float32,noise=float32"
+
+
+def policy_of(*rules: str, base: str = MIXED) -> dp.Policy:
+    return dp.parse_policy(",".join([base, *(f"module:{rule}" for rule in rules)]))
+
+
+class Seen(dict):
+    """What the layers met in their last call, by name: dtypes of the weight and of the input."""
+
+
+SEEN = Seen()
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    SEEN.clear()
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    name: str = eqx.field(static=True)
+
+    def __call__(self, x, *, shift=None):
+        SEEN[self.name] = (self.weight.dtype, x.dtype)
+        x = jnp.tanh(self.weight @ x)
+        if shift is not None:
+            SEEN[f"{self.name}.shift"] = shift.dtype
+            x = x + shift
+        return x
+
+
+class Head(Layer):
+    pass
+
+
+class Group(eqx.Module):
+    inner: Layer
+    head: Head
+
+    def __call__(self, x):
+        SEEN["group"] = x.dtype
+        y = self.inner(x)
+        SEEN["group.after inner"] = y.dtype
+        y = self.head(y)
+        SEEN["group.after head"] = y.dtype
+        return y
+
+
+class Net(eqx.Module):
+    first: Layer
+    groups: list[Group]
+    heads: dict[str, Head]
+    steps: jax.Array
+    act: Callable[..., Any]
+
+    def __call__(self, x, *, which="a", shift=None):
+        y = self.features(x, shift=shift)
+        return self.act(self.heads[which](y)), self.steps
+
+    def features(self, x, shift=None):
+        y = self.first(x, shift=shift)
+        for group in self.groups:
+            y = group(y)
+        SEEN["after groups"] = y.dtype
+        return y
+
+    def upcast(self, x):
+        return self.take_wide(x.astype(jnp.float32))
+
+    def take_wide(self, x):
+        SEEN["wide"] = x.dtype
+        return x
+
+
+def eye(name: str, kind: type[Layer] = Layer) -> Layer:
+    return kind(0.5 * jnp.eye(3), name)
+
+
+def net() -> Net:
+    groups = [Group(eye(f"{i}.inner"), eye(f"{i}.head", Head)) for i in range(2)]
+    heads = {name: eye(name, Head) for name in "ab"}
+    return Net(eye("first"), groups, heads, jnp.arange(2), jnp.abs)
+
+
+X = jnp.arange(1.0, 4.0)
+
+
+# What a paired model casts
+
+
+def test_parameters_and_inputs_enter_in_the_compute_dtype_and_outputs_leave_in_the_output_dtype():
+    model = dp.apply_policy(net(), policy_of())
+    y, steps = model(X, shift=X)
+    assert SEEN["first"] == SEEN["0.inner"] == SEEN["a"] == (BF16, BF16)
+    assert SEEN["first.shift"] == BF16
+    assert y.dtype == F32
+    assert steps.dtype == jnp.int32
+    # And the values are those of a model that was cast by hand.
+    by_hand, _ = policy_of().cast_to_compute(net())(X.astype(BF16), shift=X.astype(BF16))
+    np.testing.assert_array_equal(y, by_hand.astype(F32))
+
+
+def test_keyword_inputs_are_cast_and_what_is_no_float_is_not():
+    class Echo(eqx.Module):
+        def __call__(self, x, *, tree):
+            return x, tree
+
+    tree = {
+        "float": np.ones(2),
+        "int": jnp.arange(2),
+        "key": jax.random.key(0),
+        "text": "t",
+        "n": 1.5,
+    }
+    model = dp.apply_policy(
+        Echo(), policy_of(base=MIXED.replace("output=float32", "output=float16"))
+    )
+    x, out = model(X, tree=tree)
+    assert (x.dtype, out["float"].dtype, out["int"].dtype) == (F16, F16, jnp.int32)
+    assert out["key"].dtype == tree["key"].dtype
+    assert (out["text"], out["n"]) == ("t", 1.5)
+
+
+def test_public_methods_cast_and_self_calls_do_not_cast_again():
+    model = dp.apply_policy(net(), policy_of())
+    assert model.features(X).dtype == F32
+    # Inside, the model's own widening stays: it is cast where it enters, and nowhere else.
+    model.upcast(X.astype(F16))
+    assert SEEN["wide"] == F32
+    model.take_wide(X)
+    assert SEEN["wide"] == BF16
+
+
+def test_a_module_of_a_paired_model_keeps_to_the_policy_when_it_is_called_alone():
+    model = dp.apply_policy(net(), policy_of("**.head=float16"))
+    assert model.groups[0](X).dtype == BF16
+    assert SEEN["0.inner"] == (BF16, BF16)
+    assert SEEN["0.head"] == (F16, F16)
+    assert model.groups[0].head(X).dtype == BF16
+    assert model.groups[0].inner(X).dtype == BF16
+    assert SEEN["0.head"] == (F16, F16)
+
+
+def decorated(decorator):
+    class Decorated(eqx.Module):
+        weight: jax.Array
+
+        @decorator
+        def __call__(self, x):
+            SEEN["decorated"] = (self.weight.dtype, x.dtype)
+            return self.weight * x
+
+    return Decorated(jnp.ones(3))
+
+
+@pytest.mark.parametrize("decorator", [eqx.filter_jit, jax.checkpoint, jax.named_scope("name")])
+def test_decorated_methods_cast(decorator):
+    model = dp.apply_policy(decorated(decorator), policy_of("Decorated=float16"))
+    assert model(X).dtype == F32
+    assert SEEN["decorated"] == (F16, F16)
+
+
+def test_super_calls():
+    class Twice(Layer):
+        def __call__(self, x, *, shift=None):
+            return super().__call__(super().__call__(x))
+
+    assert dp.apply_policy(eye("twice", Twice), policy_of())(X).dtype == F32
+    assert SEEN["twice"] == (BF16, BF16)
+
+
+def test_a_method_that_would_return_parameters_that_were_cast_is_refused():
+    class Growing(eqx.Module):
+        weight: jax.Array
+
+        def grown(self):
+            return eqx.tree_at(lambda m: m.weight, self, self.weight + 1)
+
+    model = dp.apply_policy(Growing(jnp.ones(2)), policy_of())
+    with pytest.raises(
+        ValueError, match=r"Growing.grown returns a Growing.*apply_policy\(model, N"
+    ):
+        model.grown()
+
+
+def dots(fun: Callable[..., Any], *args: Any) -> list[tuple[Any, str]]:
+    """The operands' dtype and the precision of every matrix product of a traced function."""
+
+    arrays, static = eqx.partition((fun, args), eqx.is_array)
+
+    def run(arrays):
+        fun, args = eqx.combine(arrays, static)
+        return eqx.filter(fun(*args), eqx.is_array)
+
+    return dots_of(jax.make_jaxpr(run)(arrays).jaxpr)
+
+
+def dots_of(jaxpr: jex_core.Jaxpr) -> list[tuple[Any, str]]:
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (dtype,) = {v.aval.dtype for v in equation.invars}
+            found.append((dtype, str(equation.params["precision"])))
+        for sub in jex_core.jaxprs_in_params(equation.params):
+            found += dots_of(sub)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("declared", "found"), [("default", "None"), ("highest", "HIGHEST"), ("tensorfloat32", "HIGH")]
+)
+def test_matmul_precision_holds_inside_calls(declared, found):
+    policy = dp.parse_policy(f"{MIXED},matmul_precision={declared},module:**.head=float16")
+    model = dp.apply_policy(net(), policy)
+    for call in (model, model.features, model.groups[0], model.groups[0].head):
+        assert all(found in precision for _, precision in dots(call, X))
+        assert dots(call, X)
+
+
+# Rules
+
+
+@pytest.mark.parametrize("rule", ["groups.0", "groups.0.**", "**.0", "groups.?", "Group"])
+def test_a_rule_governs_a_module_and_all_in_it(rule):
+    model = dp.apply_policy(net(), policy_of(f"{rule}=float16"))
+    y, _ = model(X)
+    assert SEEN["group"] == (BF16 if rule in ("groups.0", "groups.0.**", "**.0") else F16)
+    assert SEEN["0.inner"] == SEEN["0.head"] == (F16, F16)
+    assert SEEN["after groups"] == BF16
+    assert SEEN["first"] == SEEN["a"] == (BF16, BF16)
+    assert y.dtype == F32
+
+
+def test_outputs_leave_in_the_dtype_around_the_innermost_match():
+    model = dp.apply_policy(net(), policy_of("groups.1=float16", "groups.1.head=float32"))
+    model(X)
+    assert SEEN["group"] == F16
+    assert SEEN["1.inner"] == (F16, F16)
+    assert SEEN["1.head"] == (F32, F32)
+    assert SEEN["group.after head"] == F16
+    assert SEEN["after groups"] == BF16
+
+
+def test_class_names_match_subclasses_and_dictionaries_are_paths():
+    policy = policy_of("heads.b=float32", "Head=float16")
+    model = dp.apply_policy(net(), policy)
+    for which in "ab":
+        model(X, which=which)
+    assert SEEN["a"] == SEEN["0.head"] == (F16, F16)
+    assert SEEN["b"] == (F32, F32)  # the first match wins
+    assert SEEN["first"] == (BF16, BF16)
+    dp.apply_policy(net(), policy_of("Layer=float16"))(X)  # the base class of Head
+    assert SEEN["a"] == SEEN["first"] == (F16, F16)
+
+
+def test_a_rule_for_the_root():
+    model = dp.apply_policy(net(), policy_of("Net=float16"))
+    assert model(X)[0].dtype == F32
+    assert SEEN["first"] == SEEN["a"] == (F16, F16)
+
+
+def test_a_rule_with_the_surrounding_dtype_narrows_what_the_model_widened():
+    class Wide(eqx.Module):
+        layer: Layer
+
+        def __call__(self, x):
+            return self.layer(x.astype(jnp.float32))
+
+    dp.apply_policy(Wide(eye("layer")), policy_of())(X)
+    assert SEEN["layer"] == (BF16, F32)
+    dp.apply_policy(Wide(eye("layer")), policy_of("layer=bfloat16"))(X)
+    assert SEEN["layer"] == (BF16, BF16)
+
+
+def test_modules_inside_a_matched_one_cast_when_they_are_called_past_it():
+    class Past(eqx.Module):
+        group: Group
+
+        def __call__(self, x):
+            return self.group.inner(x)
+
+    dp.apply_policy(Past(net().groups[0]), policy_of("group=float16"))(X)
+    assert SEEN["0.inner"] == (F16, F16)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (["**.haed=float32"], r"'\*\*.haed', which matches no module .* groups.0.head Head, "),
+        (["Linear=float32"], r"'Linear', which matches no module .*\(root\) Net, first Layer"),
+        (["first.weight=float32"], r"first.weight is a leaf; rules are for the modules"),
+        (["**=float32", "first=float16"], r"'first' behind '\*\*', which takes every module"),
+    ],
+)
+def test_a_rule_without_effect_is_refused(rules, message):
+    policy = policy_of(*rules)
+    with pytest.raises(ValueError, match=message):
+        dp.apply_policy(net(), policy)
+    with pytest.raises(ValueError, match=message):
+        dp.describe(net(), policy)
+    grad_fn = dp.filter_clipped_grad(lambda m, x: m(x)[0].sum(), l2_clip_norm=1.0, policy=policy)
+    with pytest.raises(ValueError, match=message):
+        grad_fn(net(), X[None])
+
+
+# Pairing
+
+
+def test_pairing_again_changes_nothing():
+    policy = policy_of("Head=float16")
+    model = dp.apply_policy(net(), policy)
+    assert dp.apply_policy(model, policy_of("Head=float16")) is model
+    other = dp.apply_policy(net(), policy_of("Head=float16"))
+    assert jax.tree.structure(other) == jax.tree.structure(model)
+    assert jax.tree.structure(other) != jax.tree.structure(dp.apply_policy(net(), policy_of()))
+    plain = dp.apply_policy(model, None)
+    assert jax.tree.structure(plain) == jax.tree.structure(net())
+    assert dp.apply_policy(plain, None) is plain
+
+
+def test_what_cannot_be_paired():
+    policy, other = policy_of(), policy_of("Head=float16")
+    model = dp.apply_policy(net(), policy)
+    with pytest.raises(
+        ValueError, match=r"paired with params=.*, and params=.*module:Head=float16"
+    ):
+        dp.apply_policy(model, other)
+    assert dp.apply_policy(dp.apply_policy(model, None), other) is not model
+    with pytest.raises(ValueError, match=r"model is a dict: only an eqx.Module.*policy=policy"):
+        dp.apply_policy({"net": net()}, policy)
+    with pytest.raises(ValueError, match=r"model.layers.0 is paired with a policy of its own"):
+        dp.apply_policy(eqx.nn.Sequential([model]), policy)
+
+
+def test_a_paired_model_looks_as_before():
+    plain = net()
+    model = dp.apply_policy(plain, policy_of("Head=float16"))
+    assert isinstance(model, Net)
+    assert isinstance(model.heads["a"], Head)
+    assert (type(model).__name__, type(model).__module__) == ("Net", Net.__module__)
+    assert repr(model) == repr(plain)
+    before, after = map(jax.tree_util.tree_leaves_with_path, (plain, model))
+    assert [path for path, _ in before] == [path for path, _ in after]
+    for (_, one), (_, other) in zip(before, after, strict=True):
+        assert one is other
+    assert model.groups[1].head.weight is plain.groups[1].head.weight
+    assert model.heads["a"].name == "a"
+    assert [paths.dotted(path) for path, _ in after][:2] == [
+        "first.weight",
+        "groups.0.inner.weight",
+    ]
+
+
+def test_tree_at_and_modules_that_it_puts_in_fall_under_the_rules():
+    model = dp.apply_policy(net(), policy_of("heads.a=float16"))
+    model = eqx.tree_at(lambda m: m.first.weight, model, jnp.zeros((3, 3)))
+    np.testing.assert_array_equal(model(X)[0], jnp.zeros(3))
+    model = eqx.tree_at(lambda m: m.heads["a"], model, eye("new", Head))
+    model(X)
+    assert SEEN["new"] == (F16, F16)
+    again = dp.apply_policy(model, policy_of("heads.a=float16"))
+    again.heads["a"](X.astype(BF16))
+    assert SEEN["new"] == (F16, F16)
+
+
+def test_partition_filter_jit_and_vmap():
+    model = dp.apply_policy(net(), policy_of("Head=float16"))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    expected, _ = model(X)
+    np.testing.assert_array_equal(eqx.combine(arrays, static)(X)[0], expected)
+    traces = []
+
+    @eqx.filter_jit
+    def run(model, x):
+        traces.append(1)
+        return model(x)[0]
+
+    for again in (model, dp.apply_policy(net(), policy_of("Head=float16"))):
+        np.testing.assert_allclose(run(again, X), expected, rtol=1e-2)
+    assert len(traces) == 1
+    rows, _ = jax.vmap(model)(jnp.stack([X, X]))
+    assert rows.dtype == F32
+    np.testing.assert_allclose(rows, jnp.stack([expected, expected]), rtol=1e-2)
+    np.testing.assert_array_equal(eqx.filter_jit(model.features)(X), model.features(X))
+
+
+def act(x):
+    return jnp.abs(x)
+
+
+def test_serialisation_pickle_and_copies(tmp_path):
+    policy = policy_of("Linear=float16")
+    model = eqx.nn.MLP(3, 2, 4, 1, act, act, key=jax.random.key(0))
+    paired = dp.apply_policy(model, policy)
+    for other in (pickle.loads(pickle.dumps(paired)), copy.deepcopy(paired), copy.copy(paired)):
+        assert jax.tree.structure(other) == jax.tree.structure(paired)
+        np.testing.assert_array_equal(other(X), paired(X))
+    path = tmp_path / "model.eqx"
+    eqx.tree_serialise_leaves(path, paired)
+    blank = jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_array(x) else x, paired)
+    for like in (blank, dp.apply_policy(blank, None)):
+        read = eqx.tree_deserialise_leaves(path, like)
+        assert jax.tree.structure(read) == jax.tree.structure(like)
+        np.testing.assert_array_equal(read.layers[0].weight, model.layers[0].weight)
+
+
+def test_training_without_privacy():
+    model = dp.apply_policy(net(), policy_of("Head=float16"))
+    optimizer = optax.adam(0.1)
+
+    @eqx.filter_value_and_grad
+    def loss(model, x):
+        y, _ = model(x)
+        SEEN["loss"] = y.dtype
+        return jnp.sum((y - 1) ** 2)
+
+    before, grads = loss(model, X)
+    assert SEEN["loss"] == F32
+    assert SEEN["a"] == (F16, F16)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    model = eqx.apply_updates(model, updates)
+    after, _ = loss(model, X)
+    assert after < before
+
+
+def test_a_module_used_twice():
+    class Tied(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self):
+            pair = (eqx.nn.Embedding(4, 3, key=jax.random.key(0)), eye_linear())
+            self.shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
+
+        def __call__(self, token):
+            embedding, linear = self.shared()
+            hidden = embedding(token)
+            y = linear(hidden)
+            SEEN.update(hidden=hidden.dtype, y=y.dtype, weight=linear.weight.dtype)
+            return y
+
+    def eye_linear():
+        return eqx.nn.Linear(3, 4, use_bias=False, key=jax.random.key(1))
+
+    model = dp.apply_policy(Tied(), policy_of("Linear=float32"))
+    assert model(jnp.array(1)).dtype == F32
+    assert (SEEN["hidden"], SEEN["y"]) == (BF16, BF16)
+    assert dots(model, jnp.array(1)) == [(F32, "None")]
+    embedding, linear = dp.apply_policy(Tied(), policy_of()).shared()
+    assert linear(embedding(jnp.array(1))).dtype == BF16
+
+
+class Stack(eqx.Module):
+    layers: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(keys)
+        self.head = eqx.nn.Linear(3, 3, key=jax.random.key(1))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+        @jax.checkpoint
+        def step(x, layer):
+            return jnp.tanh(eqx.combine(layer, static)(x)), None
+
+        return self.head(jax.lax.scan(step, x, arrays)[0])
+
+
+def test_scan_over_stacked_layers():
+    model = dp.apply_policy(Stack(), policy_of("layers=float16"))
+    assert dots(model, X) == [(F16, "None"), (BF16, "None")]
+    assert model(X).dtype == F32
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[dp.apply_policy(Stack(), policy_of())] * 2)
+    rows = eqx.filter_vmap(lambda model: model(X))(stacked)
+    assert rows.shape == (2, 3)
+
+
+def test_stateful_models():
+    class Normed(eqx.Module):
+        linear: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+
+        def __init__(self):
+            self.linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+            self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
+
+        def __call__(self, x, state):
+            SEEN["state"] = {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim}
+            y, state = self.norm(self.linear(x), state)
+            return y, state
+
+    plain, state = eqx.nn.make_with_state(Normed)()
+    for rules in (["BatchNorm=float32"], ["**=float16"]):
+        model = dp.apply_policy(plain, policy_of(*rules))
+        run = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+        y, after = run(jnp.stack([X, 2 * X]), jax.tree.map(jnp.copy, state))
+        assert y.dtype == F32
+        assert SEEN["state"] == {F32}
+        for one, other in zip(*map(jax.tree.leaves, (state, after)), strict=True):
+            assert one.dtype == other.dtype
+        inference = eqx.nn.inference_mode(model)
+        assert inference.norm.inference
+        y, _ = inference(X, after)
+        assert y.dtype == F32
+
+
+# The engine
+
+
+RULED = [policy_of("layers.2=float32"), policy_of("layers.2=bfloat16", base="params=float32")]
+METHODS = ["book_keeping", "ghost", "per_example"]
+
+
+@functools.cache
+def reference():
+    case = models.mlp()
+    batch = case.batch(5)
+    norms = oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=np.inf).grad_norm
+    clip = float(np.median(norms))
+    return (
+        case,
+        batch,
+        clip,
+        oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=clip),
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
+def test_every_method_agrees_with_the_oracle(policy, method):
+    case, batch, clip, truth = reference()
+    options = {"l2_clip_norm": clip, "method": method}
+    model = dp.apply_policy(case.model, policy)
+    per_example, grads = jitted.value_and_grad(case.loss, **options)(model, *batch)
+    # The gradient is in the structure of the model that was passed in.
+    params = eqx.filter(model, eqx.is_inexact_array)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert 1e-4 < oracle.relative_error(dp.apply_policy(grads, None), truth.grads) < 4e-2
+    assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < 4e-2
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
+
+
+def program_of(grad_fn: Any, model: Any, batch: tuple[Any, ...]) -> jex_core.Jaxpr:
+    return grad_fn.prepare(model, batch, None, None).task.program.jaxpr.jaxpr
+
+
+@pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
+def test_a_paired_model_and_a_policy_beside_the_model_make_one_program(policy):
+    case, batch, clip, _ = reference()
+    alone = dp.filter_clipped_grad(case.loss, l2_clip_norm=clip)
+    beside = dp.filter_clipped_grad(case.loss, l2_clip_norm=clip, policy=policy)
+    paired = dp.apply_policy(case.model, policy)
+    programs = [
+        str(program_of(grad_fn, model, batch))
+        for grad_fn, model in ((beside, case.model), (alone, paired), (beside, paired))
+    ]
+    assert len(set(programs)) == 1
+    assert programs[0] != str(program_of(alone, case.model, batch))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_example_passes_the_clip_norm(method):
+    case, batch, clip, _ = reference()
+    policy = policy_of("layers.0=float16", "layers.2=float32")
+    grad_fn = jitted.grad(case.loss, l2_clip_norm=clip / 3, policy=policy, method=method)
+    for i in range(5):
+        grads = grad_fn(case.model, *(leaf[i : i + 1] for leaf in batch))
+        assert np.linalg.norm(oracle.vector(grads)) <= clip / 3
+
+
+def test_the_program_runs_the_matched_module_in_the_rules_dtype_and_the_others_in_the_policys():
+    case, batch, clip, _ = reference()
+    for policy, others, head in zip(RULED, (BF16, F32), (F32, BF16), strict=True):
+        grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=clip, policy=policy)
+        program = program_of(grad_fn, case.model, batch)
+        # Each parameter arrives in its own dtype: not rounded to the policy's on the way.
+        weights = [v.aval.dtype for v in program.invars if v.aval.ndim == 2]
+        assert weights == [others, others, head]
+        assert [dtype for dtype, _ in dots_of(program)] == [others, others, head]
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_loss_sees_parameters_that_were_cast_and_outputs_in_the_surrounding_dtype(paired):
+    policy = policy_of("heads.a=float16", "groups.0.head=float32")
+
+    def loss(model, x):
+        assert not paired or jax.tree.structure(model) != jax.tree.structure(net())
+        SEEN["read"] = (model.first.weight.dtype, model.heads["a"].weight.dtype, x.dtype)
+        y, _ = model(x)
+        SEEN["output"] = y.dtype
+        return jnp.sum(y)
+
+    model = dp.apply_policy(net(), policy) if paired else net()
+    given = None if paired else policy
+    jitted.grad(loss, l2_clip_norm=1.0, policy=given)(model, X[None])
+    # Inside the engine the output dtype is the loss's; the model's outputs stay as they are.
+    assert SEEN["read"] == (BF16, F16, BF16)
+    assert SEEN["output"] == BF16
+    assert SEEN["a"] == (F16, F16)
+    assert SEEN["0.head"] == (F32, F32)
+    assert SEEN["first"] == (BF16, BF16)
+
+
+def test_a_model_that_is_no_module_may_hold_modules_that_rules_match():
+    def loss(model, x):
+        return jnp.sum(model["layers"][1](model["layers"][0](x)) * model["scale"])
+
+    model = {"layers": [eye("0"), eye("1", Head)], "scale": jnp.ones(3)}
+    grads = jitted.grad(loss, l2_clip_norm=1.0, policy=policy_of("layers.1=float16"))(
+        model, X[None]
+    )
+    assert (SEEN["0"], SEEN["1"]) == ((BF16, BF16), (F16, F16))
+    assert jax.tree.structure(grads) == jax.tree.structure(model)
+
+
+def pair_loss(model, x):
+    return jnp.sum(model(x)[0])
+
+
+def test_two_policies_that_differ_are_refused():
+    policy, other = policy_of("Head=float16"), dp.load_policy("mixed_bfloat16")
+    model = dp.apply_policy(net(), policy)
+    options: dict[str, Any] = {"l2_clip_norm": 1.0}
+    message = r"paired with params=.*module:Head=float16, and mixed_bfloat16 \(params=.*\) was"
+    with pytest.raises(ValueError, match=message):
+        dp.filter_clipped_grad(pair_loss, policy=other, **options)(model, X[None])
+    same = dp.filter_clipped_grad(pair_loss, policy=policy_of("Head=float16"), **options)
+    assert program_of(same, model, (X[None],))
+    grad_fn = dp.filter_clipped_grad(lambda m, x: pair_loss(m["net"], x), **options)
+    with pytest.raises(ValueError, match=r"model.net is paired with a policy of its own"):
+        grad_fn({"net": model}, X[None])
+    grad_fn = dp.filter_clipped_grad(lambda m, x: jnp.sum(m(x)), **options)
+    with pytest.raises(ValueError, match="model is a part of a paired model"):
+        grad_fn(model.groups[0], X[None])
+    grad_fn = dp.filter_clipped_grad(lambda m, x: jnp.sum(m(x)), policy=policy, **options)
+    assert program_of(grad_fn, model.groups[0], (X[None],))
+
+
+def test_the_accumulate_dtype_follows_the_paired_policy():
+    with jax.enable_x64(True):
+        policy = dp.parse_policy(MIXED.replace("accumulate=float32", "accumulate=float64"))
+        model = dp.apply_policy(jax.tree.map(lambda x: x, net()), policy)
+        per_example, grads = jitted.value_and_grad(pair_loss, l2_clip_norm=1.0)(model, X[None])
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float64")}
+    assert per_example.grad_norm.dtype == jnp.float64
+
+
+def test_filter_specs_clip_trees_explanations_and_sharding_take_paired_models():
+    case, batch, clip, truth = reference()
+    policy = policy_of("layers.2=float32", base="params=float32")
+    model = dp.apply_policy(case.model, policy)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rules = dp.ShardingRules(mesh, params=(("layers.*.weight", P()),))
+    batch = tuple(jnp.concatenate([leaf, leaf[:3]]) for leaf in batch)
+    padding = jnp.arange(8) >= 5
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=clip, sharding=rules)
+    with jax.set_mesh(mesh):
+        grads = eqx.filter_jit(grad_fn)(model, *batch, is_padding_example=padding)
+    assert oracle.relative_error(dp.apply_policy(grads, None), truth.grads) < 1e-5
+
+    spec = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda m: m.layers[2].weight, spec, True)
+    norms = eqx.filter(jax.tree.map(lambda x: 1.0 if eqx.is_array(x) else None, model), spec)
+    options = {"l2_clip_norm": norms, "filter_spec": spec}
+    assert len(dp.explain(dp.filter_clipped_grad(case.loss, **options), model, *batch).rows) == 1
+
+
+def test_batch_norm_is_found_in_a_paired_model():
+    norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
+    model = dp.apply_policy(eqx.nn.Sequential([norm]), policy_of())
+    with pytest.raises(ValueError, match="BatchNorm"):
+        dp.filter_clipped_grad(lambda m, x: jnp.sum(x), l2_clip_norm=1.0)(model, X[None])
+
+
+# What is printed
+
+
+def test_describe_shows_every_leaf():
+    policy = policy_of("heads.a=float16", "Head=float32")
+    found = dp.describe(net(), policy)
+    rows = {row.path: row for row in found.rows}
+    leaves = jax.tree_util.tree_leaves_with_path(net())
+    assert list(rows) == [paths.dotted(path) for path, _ in leaves]
+    assert rows["first.weight"][1:] == ("float32", F32, BF16, F32, F32, F32, None)
+    assert rows["heads.a.weight"][3] == F16
+    assert rows["heads.a.weight"].rule == "heads.a"
+    assert rows["groups.1.head.weight"].compute == F32
+    assert rows["groups.1.head.weight"].rule == "Head"
+    assert rows["steps"].stored == "int32"
+    assert rows["steps"].compute is None
+    assert dp.describe(dp.apply_policy(net(), policy)).rows == found.rows
+    with pytest.raises(ValueError, match="found None; allowed: an eqx_dp Policy, or a model that"):
+        dp.describe(net())
+
+
+def test_the_table():
+    model = {"layer": eqx.nn.Linear(2, 1, key=jax.random.key(0)), "n": jnp.zeros(1, int), "f": act}
+    model["layer"] = eqx.tree_at(lambda m: m.bias, model["layer"], jnp.zeros(1, BF16))
+    assert str(dp.describe(model, policy_of("Linear=float16"))).splitlines() == [
+        "path          params                        compute  output   accumulate  noise    rule",
+        "f             act                           -        -        -           -        "
+        "not a float array: never cast",
+        "layer.weight  float32                       float16  float32  float32     float32  Linear",
+        "layer.bias    float32 (stored as bfloat16)  float16  float32  float32     float32  Linear",
+        "n             int32                         -        -        -           -        "
+        "not a float array: never cast",
+        f"policy: {policy_of('Linear=float16')}",
+    ]
+
+
+def test_describe_agrees_with_what_a_call_casts():
+    """Every leaf, against the dtypes that a model meets in a call."""
+
+    class Watched(eqx.Module):
+        net: Net
+
+        def __call__(self):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.net):
+                SEEN[paths.dotted((jax.tree_util.GetAttrKey("net"), *path))] = leaf
+            return jnp.zeros(())
+
+    policy = policy_of("net.groups.1=float32", "**.head=float16", "Head=float32")
+    model = dp.apply_policy(Watched(net()), policy)
+    model()
+    rows = dp.describe(model).rows
+    assert set(SEEN) == {row.path for row in rows}
+    for row in rows:
+        if row.compute is not None:
+            assert SEEN[row.path].dtype == row.compute

@@ -1,0 +1,523 @@
+"""check_precision: passes what keeps to its policy, and finds each thing that does not."""
+
+import contextlib
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxtyping import TypeCheckError
+
+import eqx_dp as dp
+from eqx_dp.gradients import clip
+from eqx_dp.gradients.methods import contract
+from eqx_dp.precision import computing_in
+from tests import models
+from tests.gradients.engine.models import stacked_gpt
+from tests.sharding.losses import mesh_of
+
+MIXED = dp.load_policy("mixed_bfloat16")
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def context(preset):
+    return jax.enable_x64(True) if preset == "float64" else contextlib.nullcontext()
+
+
+def training_step(case, policy, *, loss=None, between=None, noise=None, **options):
+    """A step and its arguments: clipped gradients, what comes between, noise, Adam."""
+    options = {"l2_clip_norm": 1.0, "policy": policy, "filter_spec": case.filter_spec} | options
+    grad_fn = dp.filter_clipped_grad(loss or case.loss, normalize_by=4.0, **options)
+    privatizer = noise or dp.gaussian_privatizer(
+        stddev=1.0, key=jax.random.key(1), policy=policy, sharding=options.get("sharding")
+    )
+    optimizer = optax.chain(privatizer, optax.adam(1e-3))
+
+    @eqx.filter_jit
+    def step(model, state, *batch):
+        grads = grad_fn(model, *batch)
+        if between is not None:
+            grads = jax.tree.map(between, grads)
+        updates, state = optimizer.update(grads, state)
+        return policy.cast_to_param(eqx.apply_updates(model, updates)), state
+
+    model = policy.cast_to_param(case.model)
+    wide = policy.cast_to_accumulate(eqx.filter(model, case.filter_spec))
+    return step, model, optimizer.init(wide), *case.batch(8)
+
+
+def check(*step, policy=MIXED):
+    return dp.check_precision(*step, policy=policy)
+
+
+def found(report):
+    return {(row.stage, row.declared, row.found) for row in report.violations}
+
+
+def by_hand(add):
+    """A privatizer that a user writes: `add(sum, key)` for every leaf."""
+
+    def update(updates, state, params=None):
+        del params
+        keys = iter(jax.random.split(state, 100))
+        return jax.tree.map(lambda leaf: add(leaf, next(keys)), updates), state
+
+    return optax.GradientTransformation(lambda params: jax.random.key(0), update)
+
+
+# What keeps to its policy.
+
+
+@pytest.mark.parametrize("case", [models.mlp(), models.cnn(), models.gpt()], ids=lambda c: c.name)
+@pytest.mark.parametrize("preset", dp.available_policies())
+def test_every_preset_passes(case, preset):
+    with context(preset):
+        policy = dp.load_policy(preset)
+        method = "per_example" if case.name == "gpt" else "auto"
+        report = check(*training_step(case, policy, method=method), policy=policy)
+    report.raise_if_violated()
+    assert report.ok
+    assert report.notes == ()
+    # Everything was seen, and in the dtype that was declared.
+    dtypes = {(use.kind, use.stage): use.dtype for use in report.summary}
+    assert dtypes["contraction", "forward"] == policy.compute_dtype
+    assert dtypes["contraction", "backward"] == policy.compute_dtype
+    assert dtypes["sum over examples", "sum over examples"] == policy.accumulate_dtype
+    assert dtypes["draw", "noise draw"] == policy.noise_dtype
+    assert dtypes["noise addition", "noise addition"] == policy.noise_dtype
+    assert not any("outside" in use.stage for use in report.summary)
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_every_method_passes_in_microbatches(method):
+    case = models.mlp(depth=1)
+    report = check(*training_step(case, MIXED, method=method, microbatch_size=3))
+    report.raise_if_violated()
+    in_microbatches = [use for use in report.summary if use.stage == "sum over microbatches"]
+    assert in_microbatches
+    assert {use.dtype for use in in_microbatches} == {"float32"}
+    assert not any("outside" in use.stage for use in report.summary)
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_every_method_passes_through_scan_and_remat(method):
+    report = check(*training_step(stacked_gpt(), MIXED, method=method))
+    report.raise_if_violated()
+    assert not any("outside" in use.stage for use in report.summary)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("accumulators", ["params", "examples"])
+def test_on_eight_devices(kind, accumulators):
+    mesh = mesh_of(kind, data=8)
+    rules = dp.ShardingRules(mesh, examples=("data",), accumulators=accumulators)
+    with jax.set_mesh(mesh):
+        step, model, state, *batch = training_step(
+            models.mlp(), MIXED, sharding=rules, microbatch_size=1
+        )
+        report = check(step, rules.shard(model), state, *rules.shard_batch(tuple(batch)))
+    report.raise_if_violated()
+    collectives = [use for use in report.summary if use.kind == "collective"]
+    assert collectives
+    assert all("sum over devices" in use.stage for use in collectives)
+    assert {use.dtype for use in collectives} == {"float32"}
+
+
+def test_operations_are_counted():
+    # 6 x 8, 8 x 8 and 8 x 3 for each of 8 examples, 2 FLOPs an entry; back through all of them
+    # to the weights, and through the last two to the activations.
+    report = check(*training_step(models.mlp(), MIXED, method="per_example"))
+    flops = {use.stage: use.amount for use in report.summary if use.kind == "contraction"}
+    entries = 6 * 8 + 8 * 8 + 8 * 3
+    assert flops["forward"] == 2 * 8 * entries
+    assert flops["backward"] == 2 * 8 * (entries + 8 * 8 + 8 * 3)
+    draws = [use.amount for use in report.summary if use.kind == "draw"]
+    assert sum(draws) == entries + 8 + 8 + 3
+    # On two microbatches, each one goes through half of that, twice.
+    halves = check(*training_step(models.mlp(), MIXED, method="per_example", microbatch_size=4))
+    assert {u.stage: u.amount for u in halves.summary if u.kind == "contraction"} == flops
+
+
+# What does not: each planted once.
+
+
+def test_a_sum_cast_down_before_the_noise():
+    step = training_step(models.mlp(), MIXED, between=lambda g: g.astype(BF16).astype(F32))
+    report = check(*step)
+    assert found(report) == {("between clip and noise", "float32", "bfloat16")}
+    assert {"test_report.py" in row.where for row in report.violations} == {True}
+
+
+@pytest.mark.parametrize(
+    "through", ["jit", "scan", "while", "cond", "checkpoint", "vmap", "custom"]
+)
+def test_a_sum_cast_down_wherever_it_happens(through):
+    def narrow(g):
+        return g.astype(BF16).astype(F32)
+
+    custom = jax.custom_jvp(narrow)
+    custom.defjvp(lambda primals, tangents: (narrow(*primals), tangents[0]))
+    ways = {
+        "jit": jax.jit(narrow),
+        # The cast meets the sum in the second step only.
+        "scan": lambda g: jax.lax.scan(
+            lambda c, _: ((narrow(c[1]), g), None), (jnp.zeros_like(g), jnp.zeros_like(g)), length=3
+        )[0][0],
+        "while": lambda g: jax.lax.while_loop(lambda c: jnp.sum(c) < 3, narrow, g),
+        "cond": lambda g: jax.lax.cond(g.ravel()[0] > 0, narrow, lambda g: g, g),
+        "checkpoint": jax.checkpoint(narrow),
+        "vmap": lambda g: jax.vmap(narrow)(g),
+        "custom": custom,
+    }
+    report = check(*training_step(models.mlp(), MIXED, between=ways[through]))
+    assert ("between clip and noise", "float32", "bfloat16") in found(report)
+
+
+def test_other_ways_to_round_a_sum():
+    for between, name in (
+        (lambda g: jax.lax.reduce_precision(g, 8, 7), "reduce_precision(8, 7)"),
+        (lambda g: jnp.round(g * 100).astype(jnp.int8).astype(F32) / 100, "int8"),
+        (lambda g: g.astype(jnp.float16).astype(F32), "float16"),
+    ):
+        report = check(*training_step(models.mlp(), MIXED, between=between))
+        assert found(report) == {("between clip and noise", "float32", name)}
+
+
+def test_noise_drawn_narrow_and_cast_up():
+    def add(total, key):
+        return total + jax.random.normal(key, total.shape, BF16).astype(F32)
+
+    report = check(*training_step(models.mlp(), MIXED, noise=by_hand(add)))
+    assert ("noise draw", "float32", "bfloat16") in found(report)
+    assert {row.stage for row in report.violations} == {"noise draw"}
+    assert all("(test_noise_drawn_narrow" in row.where for row in report.violations)
+
+
+def test_noise_from_too_few_bits():
+    def add(total, key):
+        uniform = (jax.random.bits(key, total.shape, jnp.uint16).astype(F32) + 0.5) / 2**16
+        return total - jax.scipy.stats.norm.ppf(uniform)
+
+    report = check(*training_step(models.mlp(), MIXED, noise=by_hand(add)))
+    assert found(report) == {("noise draw", "float32", "16 random bits a number")}
+
+
+def test_noise_that_goes_narrow_on_its_way():
+    def add(total, key):
+        noise = jax.random.normal(key, total.shape)
+        return (noise.astype(BF16) * 2).astype(F32) + total
+
+    report = check(*training_step(models.mlp(), MIXED, noise=by_hand(add)))
+    assert found(report) == {("noise draw", "float32", "bfloat16")}
+
+
+def test_noise_added_narrow():
+    def add(total, key):
+        return total.astype(BF16) + jax.random.normal(key, total.shape).astype(BF16)
+
+    report = check(*training_step(models.mlp(), MIXED, noise=by_hand(add)))
+    assert found(report) == {
+        ("between clip and noise", "float32", "bfloat16"),
+        ("noise draw", "float32", "bfloat16"),
+        ("noise addition", "float32", "bfloat16"),
+    }
+
+
+def test_wide_noise_by_hand_passes():
+    def add(total, key):
+        return total + 2.0 * jax.random.normal(key, total.shape)
+
+    report = check(*training_step(models.mlp(), MIXED, noise=by_hand(add)))
+    report.raise_if_violated()
+    assert {use.dtype for use in report.summary if use.kind == "draw"} == {"float32"}
+
+
+def test_a_forward_pass_that_ran_wider():
+    def loss(model, x, label):
+        return models.mlp_loss(MIXED.cast_to_accumulate(model), x.astype(F32), label)
+
+    report = check(*training_step(models.mlp(), MIXED, loss=loss))
+    assert found(report) == {
+        ("forward", "bfloat16", "float32, wider"),
+        ("backward", "bfloat16", "float32, wider"),
+    }
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_a_forward_pass_that_ran_narrower(method):
+    policy = dp.load_policy("float32")
+
+    def loss(model, x, label):
+        return models.mlp_loss(MIXED.cast_to_compute(model), x.astype(BF16), label)
+
+    step = training_step(models.mlp(depth=1), policy, loss=loss, method=method)
+    report = check(*step, policy=policy)
+    stages = {("forward", "float32", "bfloat16, narrower")}
+    assert stages <= found(report) <= stages | {("backward", "float32", "bfloat16, narrower")}
+
+
+def test_one_convolution_that_ran_wider():
+    def loss(model, image, label):
+        model = eqx.tree_at(lambda m: m.second, model, MIXED.cast_to_accumulate(model.second))
+        hidden = jax.nn.silu(model.norm(model.first(image)))
+        hidden = jax.nn.silu(model.second(hidden.astype(F32))).astype(BF16)
+        return models.cross_entropy(model.head(hidden.ravel()), label)
+
+    step = training_step(models.cnn(), MIXED, loss=loss, method="per_example")
+    assert ("forward", "bfloat16", "float32, wider") in found(check(*step))
+
+
+def test_microbatches_accumulated_narrow():
+    case = models.mlp()
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=MIXED)
+
+    def step(model, *batch):
+        def body(total, microbatch):
+            grads = grad_fn(model, *microbatch)
+            return jax.tree.map(lambda t, g: (t + g).astype(t.dtype), total, grads), None
+
+        params = eqx.filter(model, eqx.is_inexact_array)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, BF16), params)
+        parts = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
+        return jax.lax.scan(body, zeros, parts)[0]
+
+    report = check(step, case.model, *case.batch(8))
+    assert found(report) == {
+        ("between clip and noise", "float32", "bfloat16"),
+        ("sum over microbatches", "float32", "bfloat16 carried by a loop"),
+    }
+    assert "returned without noise" in str(report)
+
+
+def test_an_all_reduce_in_bfloat16():
+    case, mesh = models.mlp(), mesh_of("auto", data=8)
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=MIXED)
+
+    def reduced(dtype):
+        def step(params, *batch):
+            def on_device(params, *batch):
+                model = eqx.combine(params, case.model)
+                grads = jax.tree.map(lambda g: g.astype(dtype), grad_fn(model, *batch))
+                return jax.lax.psum(grads, "data")
+
+            specs = (P(), *[P("data")] * len(batch))
+            mapped = jax.shard_map(
+                on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+            )
+            return mapped(params, *batch)
+
+        return check(step, eqx.filter(case.model, eqx.is_array), *case.batch(8))
+
+    assert ("sum over devices", "float32", "bfloat16") in found(reduced(BF16))
+    assert reduced(F32).ok
+
+
+def test_a_clip_norm_computed_narrow(monkeypatch):
+    def narrow(*args):
+        return clip.combined_norms(*args).astype(BF16).astype(F32)
+
+    monkeypatch.setattr(contract, "combined_norms", narrow)
+    report = check(*training_step(models.mlp(), MIXED))
+    assert found(report) == {("clip norm", "float32", "bfloat16")}
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_a_step_built_with_an_unsafe_policy(method):
+    narrow = dp.parse_policy("p=f32,c=bf16,a=bf16,n=bf16,unsafe=true")
+    step = training_step(models.mlp(depth=1), narrow, method=method, microbatch_size=3)
+    report = check(*step)
+    assert {row.stage for row in report.violations} >= {
+        "clip norm",
+        "sum over examples",
+        "sum over microbatches",
+        "noise draw",
+        "noise addition",
+    }
+    # Against what it does declare it is right, and still said to be unsafe.
+    own = check(*step, policy=narrow)
+    assert own.ok
+    assert "unsafe" in str(own)
+
+
+def test_a_narrow_sum_over_devices_of_the_engine():
+    narrow = dp.parse_policy("p=f32,c=bf16,a=bf16,n=f32,unsafe=true")
+    mesh = mesh_of("auto", data=8)
+    rules = dp.ShardingRules(mesh, examples=("data",))
+    with jax.set_mesh(mesh):
+        step, model, state, *batch = training_step(models.mlp(), narrow, sharding=rules)
+        report = check(step, rules.shard(model), state, *rules.shard_batch(tuple(batch)))
+    assert ("sum over devices", "float32", "bfloat16") in found(report)
+
+
+def test_a_sum_over_examples_at_default_precision(monkeypatch):
+    def default(leaf, factors, contributes):
+        del contributes
+        return jnp.tensordot(factors, leaf, axes=1)
+
+    monkeypatch.setattr("eqx_dp.gradients.leaves.weighted_sum", default)
+    report = check(*training_step(models.mlp(), MIXED, method="per_example"))
+    ((stage, declared, what),) = found(report)
+    assert (stage, declared) == ("sum over examples", "float32 at the highest precision")
+    assert "default" in what
+
+
+# What is no violation.
+
+
+def test_no_alarm_on_what_goes_wide_inside_the_loss_by_design():
+    def loss(model, x, label):
+        hidden = jax.nn.relu(model.layers[0](x)).astype(F32)
+        hidden = (hidden - hidden.mean()) * jax.lax.rsqrt(hidden.var() + 1e-5)
+        weights = jax.nn.softmax(model.layers[1](hidden.astype(x.dtype)).astype(F32))
+        logits = model.layers[2](weights.astype(x.dtype)).astype(F32)
+        return models.cross_entropy(logits, label) + 0.1 * jnp.sum(logits**2)
+
+    for method in ("per_example", "book_keeping"):
+        check(*training_step(models.mlp(), MIXED, loss=loss, method=method)).raise_if_violated()
+
+
+def test_no_alarm_on_attention_that_asks_for_wide_logits():
+    def loss(model, x, label):
+        heads = jnp.stack([model.layers[0](x)] * 3).reshape(3, 2, 4)
+        mixed = jax.nn.dot_product_attention(heads, heads, heads).reshape(3, 8)
+        logits = jnp.einsum("th,kh->k", mixed, model.layers[2].weight)
+        return models.cross_entropy(logits, label)
+
+    check(*training_step(models.mlp(), MIXED, loss=loss)).raise_if_violated()
+
+
+def test_no_alarm_on_integers():
+    def loss(model, x, label):
+        table = jnp.arange(12, dtype=jnp.int8).reshape(4, 3)
+        label = (jnp.ones(4, jnp.int8) @ table)[label].astype(jnp.int32) % 3
+        return models.mlp_loss(model, x, label)
+
+    check(*training_step(models.mlp(), MIXED, loss=loss)).raise_if_violated()
+
+
+def test_no_alarm_on_what_follows_the_noise():
+    policy = dp.load_policy("bfloat16")
+    case = models.mlp()
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=policy)
+    optimizer = optax.chain(
+        dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=policy),
+        optax.adam(1e-3, mu_dtype=BF16),
+    )
+
+    def step(model, state, batch):
+        updates, state = optimizer.update(grad_fn(model, *batch), state)
+        # A preconditioner of the user's own, in a dtype of its own.
+        updates = jax.tree.map(lambda u: (u @ u.T @ u).astype(BF16) if u.ndim == 2 else u, updates)
+        return (policy.cast_to_param(eqx.apply_updates(model, updates)), state), None
+
+    model = policy.cast_to_param(case.model)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    state = optimizer.init(policy.cast_to_accumulate(params))
+
+    def train(params, state, batches):
+        def body(carry, batch):
+            (model, state), _ = step(eqx.combine(carry[0], static), carry[1], batch)
+            return (eqx.filter(model, eqx.is_inexact_array), state), None
+
+        return jax.lax.scan(body, (params, state), batches)[0]
+
+    batches = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), case.batch(8))
+    report = check(train, params, state, batches, policy=policy)
+    report.raise_if_violated()
+    assert report.notes == ()
+    # Two steps of a scan draw twice.
+    assert {use.times % 2 for use in report.summary if use.kind == "draw"} == {0}
+
+
+def test_no_alarm_on_a_loss_that_draws():
+    case = models.dropout()
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=MIXED)
+    privatizer = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=MIXED)
+
+    def step(model, state, key, *batch):
+        of_sample, of_loss = jax.random.split(key)
+        chosen = jax.random.bernoulli(of_sample, 0.5, (8,))
+        grads = grad_fn(model, *batch, key=of_loss, is_padding_example=~chosen)
+        return privatizer.update(grads, state)
+
+    report = check(step, case.model, privatizer.init(None), jax.random.key(3), *case.batch(8))
+    report.raise_if_violated()
+    # Neither the sample nor dropout is noise.
+    draws = [use for use in report.summary if use.kind == "draw"]
+    assert all("noise.py" in use.where for use in draws)
+
+
+def test_a_module_rule_allows_its_dtype():
+    policy = dp.parse_policy("p=f32,c=bf16,module:**.layers.2=float32")
+
+    def loss(model, x, label):
+        hidden = jnp.tanh(model.layers[1](jnp.tanh(model.layers[0](x))))
+        logits = MIXED.cast_to_accumulate(model.layers[2])(hidden.astype(F32))
+        return models.cross_entropy(logits, label)
+
+    step = training_step(models.mlp(), MIXED, loss=loss)
+    assert check(*step, policy=policy).ok
+    assert not check(*step).ok
+
+
+def test_a_mark_says_which_module_runs_in_which_dtype():
+    policy = dp.parse_policy("p=f32,c=bf16,module:**.layers.1=float32")
+
+    def loss(model, x, label, marked=("layer",)):
+        first = model.layers[0]
+        if "wide first" in marked:
+            first, x = MIXED.cast_to_accumulate((first, x))
+        with computing_in("bfloat16"):
+            hidden = jnp.tanh(first(x))
+        with computing_in("float32"):
+            logits = MIXED.cast_to_accumulate(model.layers[1])(hidden.astype(F32))
+        return models.cross_entropy(logits, label)
+
+    def of(loss):
+        step = training_step(models.mlp(depth=1), MIXED, loss=loss, method="per_example")
+        return found(check(*step, policy=policy))
+
+    assert of(loss) == set()
+    wide = of(functools.partial(loss, marked=("wide first",)))
+    assert ("forward", "bfloat16", "float32, wider") in wide
+
+
+# The report itself.
+
+
+def test_nothing_to_check_is_an_error():
+    def step(model, x):
+        return eqx.filter_grad(lambda m: m(x).sum())(model)
+
+    case = models.mlp()
+    with pytest.raises(ValueError, match=r"Nothing to check: .*step calls neither"):
+        check(step, case.model, case.batch(1)[0][0])
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises((ValueError, TypeCheckError), match="policy"):
+        dp.check_precision(jnp.sin, 1.0, policy="float32")
+
+
+def test_the_table_says_it_all():
+    step = training_step(models.mlp(), MIXED, between=lambda g: g.astype(BF16).astype(F32))
+    with pytest.raises(ValueError, match="does not keep to its policy") as error:
+        check(*step).raise_if_violated()
+    table = str(error.value)
+    for text in (
+        "1 violation",
+        "mixed_bfloat16",
+        "between clip and noise",
+        "test_report.py",
+        "FLOPs",
+    ):
+        assert text in table
+
+
+def test_shapes_are_enough():
+    step, *args = training_step(models.mlp(), MIXED)
+    structs = eqx.filter_eval_shape(lambda: args)
+    assert check(step, *structs).violations == check(step, *args).violations == ()
