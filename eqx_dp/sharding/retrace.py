@@ -151,7 +151,10 @@ class Retrace(NamedTuple):
 
         for equation in jaxpr.eqns:
             handler = _HANDLERS.get(equation.primitive.name, _bind)
-            outputs = handler(self, equation, [read(v) for v in equation.invars])
+            said = equation.source_info  # the user's own line and scopes stay
+            scopes = source_info_util.current_name_stack() + said.name_stack
+            with source_info_util.user_context(said.traceback, name_stack=scopes):
+                outputs = handler(self, equation, [read(v) for v in equation.invars])
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
