@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -33,10 +31,9 @@ def test_digits_reach_their_accuracy(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16"])
-def test_digits_take_their_options(tmp_path, policy):
+def test_digits_take_their_options(tmp_path):
     output = run(
-        *("digits.py", "--policy", policy, "--epsilon", 8, "--steps", 6, "--seed", 1),
+        *("digits.py", "--policy", "mixed_float16", "--epsilon", 8, "--steps", 6, "--seed", 1),
         *("--out", tmp_path / "digits.png"),
     )
     _, epsilon, _ = last_line(output)
