@@ -1,6 +1,7 @@
 """One example's loss, traced once to a jaxpr: what every method of the engine works on."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, TypeCheckError
 
 from ..precision import Policy, inside_engine, matmul_precision
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
@@ -144,6 +145,10 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
                 jaxpr = example_program(
                     loss_of, inputs.arguments(), options.sharding, options.keep_batch_dim
                 )
+    except TypeCheckError as error:
+        if options.policy is not None:
+            error.add_note(_settling(str(error), options.policy))
+        raise
     except NameError as error:
         if "axis name" not in str(error):
             raise
@@ -153,6 +158,20 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         ) from error
     _refuse_collectives(jaxpr.jaxpr)
     return Program(jaxpr, aux_trees[0])
+
+
+def _settling(told: str, policy: Policy) -> str:
+    """What settles a jaxtyping annotation that a policy's dtypes contradict."""
+    where = re.search(r"of (?:[\w.]+\.)?(\w+)\.\w+\.$", told.partition("\n")[0])
+    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", told)
+    match = where.group(1) if where else "the module's class or path"
+    dtype = expected.group(1).lower() if expected else "the dtype annotated"
+    return (
+        f"The policy computes in {policy.compute_dtype}: parameters and float inputs enter the "
+        f"loss in it. Where an annotation asks for another dtype, a rule of the policy settles it: "
+        f'[[modules]] match = "{match}", compute = "{dtype}" '
+        f"(in a policy's text: module:{match}={dtype})."
+    )
 
 
 def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
