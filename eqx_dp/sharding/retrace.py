@@ -46,6 +46,8 @@ class Twin:
         self._trace_two = trace_two
         self._examples = examples
         self._partners: dict[int, list[jex_core.JaxprEqn]] | None = None
+        # Equations are told apart by identity, so programs that were paired must not go away.
+        self._paired: list[jex_core.Jaxpr] = []
 
     def of(self, equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
         """The equations that stand in the batch of two where this one stands in the batch of one.
@@ -64,6 +66,7 @@ class Twin:
     def pair(self, one: jex_core.Jaxpr, two: jex_core.Jaxpr) -> None:
         """Finds the partners of all equations that speak of sharding, or hold what may."""
         assert self._partners is not None
+        self._paired.append(one)
         ours, theirs = (list(_of_interest(jaxpr, self._examples)) for jaxpr in (one, two))
         if [e.primitive.name for e in ours] != [e.primitive.name for e in theirs]:
             raise ValueError(

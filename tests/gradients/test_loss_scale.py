@@ -87,6 +87,29 @@ def test_clipping_and_values_are_those_of_float32():
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", ["1024", "per_example"])
+@pytest.mark.parametrize("clip_norm", [1e-20, 1e-6, 1e-2])
+def test_the_clip_holds(method, scale, clip_norm):
+    """Measured in float64: undoing the scale with the factor takes nothing from the guarantee."""
+    policy = dp.parse_policy(f"{FLOAT16},loss_scale={scale}")
+    grad_fn = jitted.grad(loss, l2_clip_norm=clip_norm, method=method, policy=policy)
+    for i in range(len(X)):
+        one = slice(i, i + 1)
+        leaves = jax.tree.leaves(grad_fn(MODEL, X[one], Y[one], WEIGHTS[one]))
+        norm = np.sqrt(sum(np.sum(np.square(np.float64(leaf))) for leaf in leaves))
+        assert norm <= clip_norm
+
+
+def test_of_a_model_that_is_paired_with_its_policy():
+    policy = dp.parse_policy(f"{FLOAT16},loss_scale=per_example,module:MLP=float16")
+    paired = dp.apply_policy(MODEL, policy)
+    found = jitted.grad(loss, l2_clip_norm=1e-3)(paired, X, Y, WEIGHTS)
+    expected = jitted.grad(loss, l2_clip_norm=1e-3)(MODEL, X, Y, WEIGHTS)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5)
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_an_example_that_is_not_finite_adds_zero(poison):
     policy = dp.parse_policy(f"{FLOAT16},loss_scale=per_example")

@@ -367,15 +367,24 @@ def test_rules_inside_a_shard_map():
         jax.jit(mapped)(WEIGHT, X)
 
 
-def test_another_mesh_in_context():
+@pytest.mark.parametrize(
+    ("of_rules", "in_context", "told"),
+    [
+        (("auto", {"data": 8}), ("auto", {"data": 4, "model": 2}), "'model': 2.*'data': 8"),
+        (("explicit", {"data": 8}), ("auto", {"data": 8}), "Auto.*Explicit.*one mesh"),
+    ],
+    ids=["other axes", "another kind of axes"],
+)
+def test_another_mesh_in_context(of_rules, in_context, told):
+    (kind, axes), (other, other_axes) = of_rules, in_context
     grad_fn = dp.filter_clipped_grad(
         lambda w, x: jnp.sum(x @ w),
         l2_clip_norm=1.0,
-        sharding=dp.ShardingRules(mesh_of("auto", data=8)),
+        sharding=dp.ShardingRules(mesh_of(kind, **axes)),
     )
     with (
-        jax.set_mesh(mesh_of("auto", data=4, model=2)),
-        pytest.raises(ValueError, match=r"(?s)mesh in context.*'model': 2.*'data': 8"),
+        jax.set_mesh(mesh_of(other, **other_axes)),
+        pytest.raises(ValueError, match=rf"(?s)mesh in context.*{told}"),
     ):
         grad_fn(WEIGHT, X)
 
@@ -388,19 +397,6 @@ def test_examples_that_do_not_divide():
     )
     with pytest.raises(ValueError, match=r"(?s)7 examples.*8 devices.*pad_to=8.*here 8"):
         grad_fn(WEIGHT, X[:7])
-
-
-def test_another_kind_of_mesh_in_context():
-    grad_fn = dp.filter_clipped_grad(
-        lambda w, x: jnp.sum(x @ w),
-        l2_clip_norm=1.0,
-        sharding=dp.ShardingRules(mesh_of("explicit", data=8)),
-    )
-    with (
-        jax.set_mesh(mesh_of("auto", data=8)),
-        pytest.raises(ValueError, match=r"(?s)mesh in context.*Auto.*Explicit.*one mesh"),
-    ):
-        grad_fn(WEIGHT, X)
 
 
 @pytest.mark.parametrize("kind", KINDS)
