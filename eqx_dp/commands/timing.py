@@ -2,14 +2,16 @@
 
 import random
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 # A turn lasts at least this long, so that neither the clock nor one interruption decides.
 _TURN_SECONDS = 0.03
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 class Spread(NamedTuple):
@@ -20,10 +22,10 @@ class Spread(NamedTuple):
     high: float
 
 
-def interleaved(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def interleaved(programs: dict[_Name, Callable[[], Any]], rounds: int) -> dict[_Name, list[float]]:
     """Seconds of each program in each round. Each round has an order of its own."""
     shuffled, order = random.Random(0), list(programs)
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    seconds: dict[_Name, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         shuffled.shuffle(order)
         for name in order:
@@ -45,7 +47,11 @@ def once(program: Callable[[], Any]) -> float:
 
 
 def _turn(program: Callable[[], Any]) -> float:
-    """Median seconds of a few runs, after one that drives out what the one before left behind."""
+    """Median seconds of a few runs, after one that drives out what the one before left behind.
+
+    Caches are that program's own by then, as they are in training, and the threads of another
+    library have stopped waiting for work.
+    """
     once(program)
     taken: list[float] = []
     while sum(taken) < _TURN_SECONDS:

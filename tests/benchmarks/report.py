@@ -12,9 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from eqx_dp.commands.timing import Spread
+
 from .contenders import AUTO, JAX_PRIVACY, NON_PRIVATE
 from .curves import Curve
-from .measure import Result, Spread, ratio
+from .measure import Result, ratio
 from .rows import Row
 
 matplotlib.use("Agg")
