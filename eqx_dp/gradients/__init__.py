@@ -1,8 +1,8 @@
 """The per-example gradient engine."""
 
+from .calls import PerExample
 from .clipped_grad import (
     ClippedGrad,
-    PerExample,
     filter_clipped_grad,
     filter_value_and_clipped_grad,
 )

@@ -1,10 +1,9 @@
 """Equinox's ``filter_grad``, with the gradient of every example clipped before they are summed."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import dp_accounting
 import equinox as eqx
@@ -12,17 +11,16 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy
-from ..sharding import ShardingRules, agreed, check_context, checked_rules, inside, over_devices
-from .clip import Clipping, parse_clip_norm
-from .cost import Choice, choose, leaf_cost
-from .examples import Examples, read_examples
+from ..sharding import ShardingRules, checked_rules, inside
+from .calls import Configuration, PerExample, Prepared, places_of, run
+from .clip import parse_clip_norm
+from .cost import choose, leaf_cost
+from .examples import read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .methods import METHODS, Task
-from .microbatches import over_microbatches
 from .program import Inputs, Options, Program, refuse_batch_norm, takes_key, trace
 from .taps import Survey, survey
 
@@ -33,38 +31,6 @@ Key = PRNGKeyArray | UInt32[Array, " words"]
 _Result = TypeVar("_Result")
 
 
-class PerExample(NamedTuple):
-    """Values of each example, as they are before clipping. They are **not private**.
-
-    Anything that is decided, logged or stored from them is a release of its own that no plan
-    accounts for. In padding slots everything is zero.
-
-    Attributes:
-        loss: the loss, in the policy's output dtype.
-        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf where the
-            gradient is not finite. With a tree of clip norms a tree of that structure, one norm a
-            group.
-        aux: what the loss returned beside, examples in front; None without ``has_aux``.
-    """
-
-    loss: Float[Array, " batch"]
-    grad_norm: PyTree[Float[Array, " batch"]]
-    aux: PyTree[Any]
-
-
-class _Configuration(NamedTuple):
-    """Everything that ``filter_clipped_grad`` was told beside the loss."""
-
-    clipping: Clipping
-    policy: Policy | None
-    has_aux: bool
-    keep_batch_dim: bool
-    sharding: ShardingRules | None
-    normalize_by: float
-    microbatch_size: int | None
-    method: str
-
-
 class ClippedGrad(eqx.Module, Generic[_Result]):
     """A loss whose gradient is clipped example by example and summed, and how much that can move.
 
@@ -73,7 +39,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
 
     _fun: Callable[..., Any]
     _filter_spec: FilterSpec
-    _configuration: _Configuration = eqx.field(static=True)
+    _configuration: Configuration = eqx.field(static=True)
     _finish: Callable[[PerExample, PyTree[Array]], _Result] = eqx.field(static=True)
 
     @property
@@ -156,7 +122,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             ValueError: see [`filter_clipped_grad`][].
         """
         prepared = self.prepare(model, batch, key, is_padding_example)
-        per_example, sums = _run(prepared, self._configuration)
+        per_example, sums = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
 
@@ -181,7 +147,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         accumulate_dtype = _accumulate_dtype(params, policy)
         groups = configuration.clipping.groups(params)
         frozen, static = eqx.partition(rest, eqx.is_array)
-        places = None if rules is None else _places(rules, model, params, frozen, examples)
+        places = None if rules is None else places_of(rules, model, params, frozen, examples)
         if policy is not None:
             params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         inputs = Inputs(
@@ -227,120 +193,6 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner
         return self if instance is None else eqx.Partial(self, instance)
-
-
-class _Places(NamedTuple):
-    """Where a call's arrays live.
-
-    Attributes:
-        params: of each trainable leaf.
-        frozen: of each other array of the model.
-        sums: of the gradient of each trainable leaf.
-        traced: of all arrays that the loss of one example takes.
-    """
-
-    params: list[PartitionSpec]
-    frozen: list[PartitionSpec]
-    sums: list[PartitionSpec]
-    traced: list[PartitionSpec]
-
-
-class Prepared(NamedTuple):
-    """A call, checked and traced.
-
-    Attributes:
-        task: what the engine works on.
-        examples: the batch.
-        choice: the method, and how many examples at once on a device.
-        structure: of the trainable leaves.
-        places: with sharding rules, where arrays live.
-        num_shards: how many parts the batch is divided into.
-    """
-
-    task: Task
-    examples: Examples
-    choice: Choice
-    structure: Any
-    places: _Places | None
-    num_shards: int
-
-
-def _places(
-    rules: ShardingRules,
-    model: PyTree[Any],
-    params: PyTree[Array],
-    frozen: PyTree[Any],
-    examples: Examples,
-) -> _Places:
-    check_context(rules)
-    rules.check_examples(examples.num_examples)
-    specs = rules.specs(model)
-
-    def of(part: PyTree[Any]) -> list[PartitionSpec]:
-        def spec(leaf: Any, found: PartitionSpec | None) -> PartitionSpec | None:
-            return None if leaf is None else found or PartitionSpec()
-
-        return jax.tree.leaves(jax.tree.map(spec, part, specs, is_leaf=lambda x: x is None))
-
-    of_params, of_frozen = of(params), of(frozen)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-    sums = list(map(rules.accumulator_spec, of_params, shapes))
-    return _Places(of_params, of_frozen, sums, [*of_params, *of_frozen, *examples.specs()])
-
-
-def _run(prepared: Prepared, configuration: _Configuration) -> tuple[PerExample, list[Array]]:
-    """Sends a batch through the method, a microbatch at a time, on every device its own part."""
-    task, examples, choice, _, places, _ = prepared
-    rules = configuration.sharding
-    if rules is None or places is None:
-        sums, per_example = _on_device(
-            task, configuration, choice, examples.leaves, examples.is_padding_example
-        )
-        return per_example, sums
-
-    # All arrays go in as arguments: what is closed over would not be spread.
-    consts, num_params = task.consts, len(task.params)
-    mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
-
-    def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
-        params, rest = shared[:num_params], shared[num_params:]
-        frozen, consts = rest[: len(task.frozen)], rest[len(task.frozen) :]
-        here = task.with_arrays(params, frozen, consts)
-        leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
-        return _on_device(here, configuration, choice, leaves, padding)
-
-    sums, per_example = over_devices(
-        function,
-        rules,
-        [*task.params, *task.frozen, *consts],
-        [*places.params, *places.frozen, *[PartitionSpec()] * len(consts)],
-        [*examples.leaves, *mask],
-        places.sums,
-    )
-    return per_example, sums
-
-
-def _on_device(
-    task: Task,
-    configuration: _Configuration,
-    choice: Choice,
-    leaves: list[Array],
-    is_padding_example: Bool[Array, " batch"] | None,
-) -> tuple[list[Array], PerExample]:
-    """The sums of a device's examples, and their per-example values."""
-    method = METHODS[choice.method]
-
-    def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
-        result = method(task, leaves, is_padding)
-        grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
-        aux = task.program.aux.unflatten(result.aux)
-        return result.grads, PerExample(result.loss, grad_norm, aux)
-
-    rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
-    if rules is None:
-        return over_microbatches(step, leaves, is_padding_example, *of_device)
-    agree = functools.partial(agreed, rules)
-    return over_microbatches(step, leaves, is_padding_example, *of_device, agree)
 
 
 def _partition(model: PyTree[Any], filter_spec: FilterSpec) -> tuple[PyTree[Array], PyTree[Any]]:
@@ -412,7 +264,7 @@ def _configure(
     normalize_by: Any,
     microbatch_size: Any,
     method: str,
-) -> _Configuration:
+) -> Configuration:
     """Checks everything that can be checked before there is a model."""
     policy, sharding = checked_policy(policy), checked_rules(sharding)
     if isinstance(normalize_by, jax.core.Tracer):
@@ -437,7 +289,7 @@ def _configure(
     if method not in ("auto", *METHODS):
         allowed = ", ".join(map(repr, ("auto", *METHODS)))
         raise ValueError(f"method must be one of {allowed}, found {method!r}.")
-    return _Configuration(
+    return Configuration(
         parse_clip_norm(l2_clip_norm, rescale_to_unit_norm),
         policy,
         has_aux,
@@ -700,7 +552,7 @@ def filter_value_and_clipped_grad(
 def _wrap(
     fun: Callable[..., Any] | None,
     filter_spec: FilterSpec,
-    configuration: _Configuration,
+    configuration: Configuration,
     finish: Callable[[PerExample, PyTree[Array]], Any],
 ) -> Any:
     """Wraps a loss, or makes the decorator that will."""

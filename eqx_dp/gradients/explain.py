@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .clipped_grad import ClippedGrad, Prepared
+from .calls import Prepared
+from .clipped_grad import ClippedGrad
 from .cost import Choice, LeafCost
 
 _Found = TypeVar("_Found")

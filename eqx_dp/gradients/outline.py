@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..sharding import ShardingRules, inside
-from .clipped_grad import ClippedGrad, Prepared
+from .calls import Prepared
+from .clipped_grad import ClippedGrad
 from .explain import costs_of, on_shapes, paths_of
 from .leaves import site_sizes
 from .program import Program

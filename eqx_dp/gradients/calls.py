@@ -1,0 +1,167 @@
+"""A call that is checked and traced, run on one device or, by sharding rules, on a mesh."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, PyTree
+
+from ..precision import Policy
+from ..sharding import ShardingRules, agreed, check_context, over_devices
+from .clip import Clipping
+from .cost import Choice
+from .examples import Examples
+from .methods import METHODS, Task
+from .microbatches import over_microbatches
+
+
+class PerExample(NamedTuple):
+    """Values of each example, as they are before clipping. They are **not private**.
+
+    Anything that is decided, logged or stored from them is a release of its own that no plan
+    accounts for. In padding slots everything is zero.
+
+    Attributes:
+        loss: the loss, in the policy's output dtype.
+        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf where the
+            gradient is not finite. With a tree of clip norms a tree of that structure, one norm a
+            group.
+        aux: what the loss returned beside, examples in front; None without ``has_aux``.
+    """
+
+    loss: Float[Array, " batch"]
+    grad_norm: PyTree[Float[Array, " batch"]]
+    aux: PyTree[Any]
+
+
+class Configuration(NamedTuple):
+    """Everything that ``filter_clipped_grad`` was told beside the loss."""
+
+    clipping: Clipping
+    policy: Policy | None
+    has_aux: bool
+    keep_batch_dim: bool
+    sharding: ShardingRules | None
+    normalize_by: float
+    microbatch_size: int | None
+    method: str
+
+
+class Places(NamedTuple):
+    """Where a call's arrays live.
+
+    Attributes:
+        params: of each trainable leaf.
+        frozen: of each other array of the model.
+        sums: of the gradient of each trainable leaf.
+        traced: of all arrays that the loss of one example takes.
+    """
+
+    params: list[PartitionSpec]
+    frozen: list[PartitionSpec]
+    sums: list[PartitionSpec]
+    traced: list[PartitionSpec]
+
+
+class Prepared(NamedTuple):
+    """A call, checked and traced.
+
+    Attributes:
+        task: what the engine works on.
+        examples: the batch.
+        choice: the method, and how many examples at once on a device.
+        structure: of the trainable leaves.
+        places: with sharding rules, where arrays live.
+        num_shards: how many parts the batch is divided into.
+    """
+
+    task: Task
+    examples: Examples
+    choice: Choice
+    structure: Any
+    places: Places | None
+    num_shards: int
+
+
+def places_of(
+    rules: ShardingRules,
+    model: PyTree[Any],
+    params: PyTree[Array],
+    frozen: PyTree[Any],
+    examples: Examples,
+) -> Places:
+    """Where the rules put a call's arrays.
+
+    Raises:
+        ValueError: the rules do not fit the mesh in context, the model, or the batch.
+    """
+    check_context(rules)
+    rules.check_examples(examples.num_examples)
+    specs = rules.specs(model)
+
+    def of(part: PyTree[Any]) -> list[PartitionSpec]:
+        def spec(leaf: Any, found: PartitionSpec | None) -> PartitionSpec | None:
+            return None if leaf is None else found or PartitionSpec()
+
+        return jax.tree.leaves(jax.tree.map(spec, part, specs, is_leaf=lambda x: x is None))
+
+    of_params, of_frozen = of(params), of(frozen)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    sums = list(map(rules.accumulator_spec, of_params, shapes))
+    return Places(of_params, of_frozen, sums, [*of_params, *of_frozen, *examples.specs()])
+
+
+def run(prepared: Prepared, configuration: Configuration) -> tuple[PerExample, list[Array]]:
+    """Sends a batch through the method, a microbatch at a time, on every device its own part."""
+    task, examples, choice, _, places, _ = prepared
+    rules = configuration.sharding
+    if rules is None or places is None:
+        sums, per_example = _on_device(
+            task, configuration, choice, examples.leaves, examples.is_padding_example
+        )
+        return per_example, sums
+
+    # All arrays go in as arguments: what is closed over would not be spread.
+    consts, num_params = task.consts, len(task.params)
+    mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
+
+    def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
+        params, rest = shared[:num_params], shared[num_params:]
+        frozen, consts = rest[: len(task.frozen)], rest[len(task.frozen) :]
+        here = task.with_arrays(params, frozen, consts)
+        leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
+        return _on_device(here, configuration, choice, leaves, padding)
+
+    sums, per_example = over_devices(
+        function,
+        rules,
+        [*task.params, *task.frozen, *consts],
+        [*places.params, *places.frozen, *[PartitionSpec()] * len(consts)],
+        [*examples.leaves, *mask],
+        places.sums,
+    )
+    return per_example, sums
+
+
+def _on_device(
+    task: Task,
+    configuration: Configuration,
+    choice: Choice,
+    leaves: list[Array],
+    is_padding_example: Bool[Array, " batch"] | None,
+) -> tuple[list[Array], PerExample]:
+    """The sums of a device's examples, and their per-example values."""
+    method = METHODS[choice.method]
+
+    def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
+        result = method(task, leaves, is_padding)
+        grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
+        aux = task.program.aux.unflatten(result.aux)
+        return result.grads, PerExample(result.loss, grad_norm, aux)
+
+    rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
+    if rules is None:
+        return over_microbatches(step, leaves, is_padding_example, *of_device)
+    agree = functools.partial(agreed, rules)
+    return over_microbatches(step, leaves, is_padding_example, *of_device, agree)
