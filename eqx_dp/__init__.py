@@ -33,6 +33,7 @@ from .privacy import (
     gaussian_privatizer,
 )
 from .sharding import ShardingRules
+from .training import Step, TrainState, make_step
 
 __all__ = [
     "ClippedGrad",
@@ -48,6 +49,8 @@ __all__ = [
     "PrecisionReport",
     "PrivacyPlan",
     "ShardingRules",
+    "Step",
+    "TrainState",
     "apply_policy",
     "available_policies",
     "check_precision",
@@ -58,5 +61,6 @@ __all__ = [
     "flop_report",
     "gaussian_privatizer",
     "load_policy",
+    "make_step",
     "parse_policy",
 ]

@@ -241,7 +241,7 @@ class ShardingRules:
             if leaf.ndim == 0:
                 raise ValueError(f"{name} is a scalar: it has no leading axis of examples.")
             is_whole = _is_whole(leaf)
-            parts = self.num_shards if is_whole else self._local_shards()
+            parts = self.num_shards if is_whole else self.local_shards()
             self._check_divides(leaf.shape[0], parts, name)
             return self.place(leaf, self.example_spec) if is_whole else self._joined(leaf)
 
@@ -268,8 +268,8 @@ class ShardingRules:
         names = ", ".join(map(repr, self.examples))
         return f"the example ax{'es' if len(self.examples) > 1 else 'is'} {names}"
 
-    def _local_shards(self) -> int:
-        """How many parts of the examples this process's devices hold."""
+    def local_shards(self) -> int:
+        """How many parts of the examples the devices of this process hold."""
         of_devices = np.vectorize(lambda device: device.process_index)(self.mesh.devices)
         axes = [self.mesh.axis_names.index(axis) for axis in self.examples]
         others = tuple(i for i in range(of_devices.ndim) if i not in axes)

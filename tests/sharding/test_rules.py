@@ -704,7 +704,7 @@ def test_a_processs_part_of_a_batch(monkeypatch):
     for x, value in zip(*map(jax.tree.leaves, (found, BATCH)), strict=True):
         assert_lives(x, MESH, P("data"), value)
     # With two of the four shards here, a part has to divide over two and the whole over four.
-    monkeypatch.setattr(dp.ShardingRules, "_local_shards", lambda rules: 2)
+    monkeypatch.setattr(dp.ShardingRules, "local_shards", lambda rules: 2)
     dp.ShardingRules(MESH).shard_batch(np.ones(8))
     with pytest.raises(ValueError, match=r"has 7 examples, .*pad_to=2\)"):
         dp.ShardingRules(MESH).shard_batch(np.ones(7))

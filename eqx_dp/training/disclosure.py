@@ -1,0 +1,81 @@
+"""What a step may disclose of its batch, for those who ask for it by name. None of it is private.
+
+A disclosed value is a release that no plan accounts for: epsilon does not cover it. It is for data
+that is public, or for runs whose figures nobody outside will see.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ..gradients import PerExample
+
+Mask = Bool[Array | np.ndarray, " batch"]
+
+
+def _mean(values: Float[Array, " batch"], mask: Mask) -> Float[Array, ""]:
+    """Over real examples; 0 where there are none."""
+    total = jnp.sum(jnp.where(mask, 0, values), dtype=jnp.float32)
+    return total / jnp.maximum(1, _count(mask))
+
+
+def _count(mask: Mask) -> Float[Array, ""]:
+    return jnp.sum(jnp.logical_not(mask), dtype=jnp.float32)
+
+
+def _loss(values: PerExample, mask: Mask) -> Float[Array, ""]:
+    return _mean(values.loss, mask)
+
+
+def _grad_norm(values: PerExample, mask: Mask) -> Float[Array, ""]:
+    return _mean(functools.reduce(jnp.hypot, jax.tree.leaves(values.grad_norm)), mask)
+
+
+def _num_examples(values: PerExample, mask: Mask) -> Float[Array, ""]:
+    del values
+    return _count(mask)
+
+
+_BY_NAME: dict[str, Callable[[PerExample, Mask], Float[Array, ""]]] = {
+    "loss": _loss,
+    "grad_norm": _grad_norm,
+    "num_examples": _num_examples,
+}
+
+
+def checked_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of what is to be disclosed, each known and once.
+
+    Raises:
+        ValueError: a name is unknown, or there twice, or ``names`` is one string.
+    """
+    found = (names,) if isinstance(names, str) else tuple(names)
+    unknown = [name for name in found if name not in _BY_NAME]
+    if unknown or len(set(found)) < len(found) or isinstance(names, str):
+        raise ValueError(
+            f"disclose must be a tuple of different names out of {', '.join(map(repr, _BY_NAME))}; "
+            f"found {names!r}."
+        )
+    return found
+
+
+def disclosed(
+    names: tuple[str, ...], values: PerExample | None, mask: Mask
+) -> dict[str, Float[Array, ""]]:
+    """What was asked for, from the values of single examples. **Not private.**
+
+    ============  ==================================================================
+    name          value, float32
+    ============  ==================================================================
+    loss          mean over the batch's real examples, as they are (NaN stays NaN)
+    grad_norm     mean norm of their gradients before clipping (over groups: of all)
+    num_examples  how many there are
+    ============  ==================================================================
+    """
+    if values is None:
+        return {}
+    return {name: _BY_NAME[name](values, mask) for name in names}

@@ -1,0 +1,86 @@
+"""What a run carries from step to step, and where on a mesh it stays."""
+
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..sharding import ShardingRules
+
+Model = TypeVar("Model")
+T = TypeVar("T")
+
+
+class TrainState(eqx.Module, Generic[Model]):
+    """All that a run carries from one step to the next.
+
+    Attributes:
+        model: the model as it is stored, in the policy's params dtype.
+        opt_state: of the noise and the optimizer. **Secret**: it holds the key of the noise (which
+            checkpoints leave out).
+        step: how many steps have been taken.
+        disclosed: what the last step disclosed of its batch, by name; empty unless the step was
+            asked to. **Not private.**
+    """
+
+    model: Model
+    opt_state: PyTree[Any]
+    step: Int[Array, ""]
+    disclosed: dict[str, Float[Array, ""]]
+
+
+def on_mesh(state: T, rules: ShardingRules) -> T:
+    """Puts all of a state on the mesh, in the form in which a step will give it back.
+
+    What no rule has placed (counters, keys) is replicated. Else a step would find it on one device
+    the first time and on all of them the second, and be compiled twice; as it would for a spec that
+    says the same in other words.
+    """
+
+    def place(leaf: Any) -> Any:
+        if not eqx.is_array(leaf):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(rules.mesh, _spec_of(leaf, rules)))
+
+    return jax.tree.map(place, state)
+
+
+def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> tuple[PartitionSpec, ...]:
+    """The spec of each array of a state; none without rules."""
+    if rules is None:
+        return ()
+    return tuple(_spec_of(leaf, rules) for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+
+
+def kept_at(state: T, specs: tuple[PartitionSpec, ...], rules: ShardingRules | None) -> T:
+    """Under ``jit``: constrains a new state's arrays to where the old one's were.
+
+    The compiler would choose for itself on Auto axes, and compile once more for what it chose.
+    """
+    if rules is None:
+        return state
+    arrays, static = eqx.partition(state, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    kept = [
+        leaf if _is_key(leaf) else rules.place(leaf, spec)
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    return eqx.combine(structure.unflatten(kept), static)
+
+
+def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
+    """Where an array is, as JAX itself would write it: types have an entry for every dimension."""
+    sharding = getattr(leaf, "sharding", None)
+    on_rules = isinstance(sharding, NamedSharding) and sharding.mesh == rules.mesh
+    entries = list(sharding.spec) if on_rules else []
+    if rules.is_explicit:
+        return PartitionSpec(*entries, *[None] * (leaf.ndim - len(entries)))
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
