@@ -33,11 +33,25 @@ from .privacy import (
     gaussian_privatizer,
 )
 from .sharding import ShardingRules
-from .training import Step, TrainState, make_step
+from .training import (
+    CheckpointError,
+    CheckpointWarning,
+    DataError,
+    Event,
+    Step,
+    TensorBoard,
+    Trainer,
+    TrainState,
+    make_step,
+)
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
     "ClippedGrad",
+    "DataError",
     "Description",
+    "Event",
     "Explanation",
     "FlopReport",
     "LossScale",
@@ -50,7 +64,9 @@ __all__ = [
     "PrivacyPlan",
     "ShardingRules",
     "Step",
+    "TensorBoard",
     "TrainState",
+    "Trainer",
     "apply_policy",
     "available_policies",
     "check_precision",

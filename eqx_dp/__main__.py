@@ -4,7 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .commands import COMMANDS, MissingExtra
+from .commands import COMMANDS
+from .extras import MissingExtra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,6 @@ To add one: write its file, and name it in ``COMMANDS``.
 
 from . import bench_dtypes, bench_policies, show_policies
 from .command import Command
-from .output import MissingExtra
 
 COMMANDS: tuple[Command, ...] = (
     show_policies.COMMAND,
@@ -13,4 +12,4 @@ COMMANDS: tuple[Command, ...] = (
     bench_policies.COMMAND,
 )
 
-__all__ = ["COMMANDS", "Command", "MissingExtra"]
+__all__ = ["COMMANDS", "Command"]

@@ -1,16 +1,13 @@
 """What a command found: a table for people, JSON for programs, a picture."""
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..extras import extra
+
 _NO_TERMINAL = 200
-
-
-class MissingExtra(Exception):
-    """Something that an extra brings is not installed."""
 
 
 class Panel(NamedTuple):
@@ -131,12 +128,4 @@ def _draw(table: Table, path: Path) -> None:
 
 
 def _extra(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        name = module.partition(".")[0]
-        instead = "; --json does without" if name == "rich" else ""
-        raise MissingExtra(
-            f"{name} is not installed, and this needs it: python -m pip install 'eqx-dp[train]'"
-            f"{instead}"
-        ) from None
+    return extra(module, instead="; --json does without" if module.startswith("rich") else "")

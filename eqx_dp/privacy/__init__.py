@@ -1,5 +1,6 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
+from .arguments import whole_number
 from .noise import GaussianPrivatizerState, gaussian_privatizer
 from .plan import ClippedSum, NeighboringRelation, PrivacyPlan
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
@@ -12,4 +13,5 @@ __all__ = [
     "PoissonSampler",
     "PrivacyPlan",
     "gaussian_privatizer",
+    "whole_number",
 ]

@@ -1,6 +1,21 @@
 """A loop around sampling, clipped gradients, noise and updates that can be killed and resumed."""
 
+from .checkpoint import CheckpointError, CheckpointWarning
+from .data import DataError
+from .events import Event
+from .metrics import TensorBoard
 from .state import TrainState
 from .step import Step, make_step
+from .trainer import Trainer
 
-__all__ = ["Step", "TrainState", "make_step"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
+    "DataError",
+    "Event",
+    "Step",
+    "TensorBoard",
+    "TrainState",
+    "Trainer",
+    "make_step",
+]

@@ -4,6 +4,7 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -73,8 +74,9 @@ def kept_at(state: T, specs: tuple[PartitionSpec, ...], rules: ShardingRules | N
 def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
     """Where an array is, as JAX itself would write it: types have an entry for every dimension."""
     sharding = getattr(leaf, "sharding", None)
-    on_rules = isinstance(sharding, NamedSharding) and sharding.mesh == rules.mesh
-    entries = list(sharding.spec) if on_rules else []
+    entries: list[Any] = []
+    if isinstance(sharding, NamedSharding) and sharding.mesh == rules.mesh:
+        entries = list(sharding.spec)
     if rules.is_explicit:
         return PartitionSpec(*entries, *[None] * (leaf.ndim - len(entries)))
     while entries and entries[-1] is None:
@@ -83,4 +85,4 @@ def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -46,6 +46,8 @@ class Step(Generic[Model]):
         num_examples: in the data set.
         grad_fn: the clipped gradient.
         optimizer: the noise, and behind it the optimizer.
+        l2_clip_norm: as it was given.
+        rescale_to_unit_norm: as it was given.
         disclose: what each batch discloses although no plan accounts for it.
         microbatch_size: how many examples a device processes at once; "auto" until
             `with_microbatch_size` says.
@@ -55,6 +57,8 @@ class Step(Generic[Model]):
     num_examples: int
     grad_fn: ClippedGrad[Any]
     optimizer: optax.GradientTransformation
+    l2_clip_norm: PyTree[Any]
+    rescale_to_unit_norm: bool
     disclose: tuple[str, ...]
     microbatch_size: MicrobatchSize
     _loss: Callable[..., Any]
@@ -73,7 +77,7 @@ class Step(Generic[Model]):
         return self.grad_fn.sharding
 
     def mesh(self) -> AbstractContextManager[Any]:
-        """The rules' mesh as a context, for all that works on a state; the step enters it itself."""
+        """The rules' mesh as a context, for what works on a state; the step enters it itself."""
         rules = self.sharding
         return nullcontext() if rules is None else jax.set_mesh(rules.mesh)
 
@@ -175,9 +179,7 @@ class Step(Generic[Model]):
         values, grads = cast(
             "tuple[PerExample | None, PyTree[Array]]", result if self.disclose else (None, result)
         )
-        updates, opt_state = self.optimizer.update(
-            grads, state.opt_state, self._wide(state.model)
-        )
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, self._wide(state.model))
         return TrainState(
             self._updated(state.model, updates),
             opt_state,
@@ -304,6 +306,8 @@ def make_step(
             sampler.num_examples,
             grad_fn,
             optax.chain(_noise(plan, grad_fn, sampler.seed), optimizer),
+            l2_clip_norm,
+            rescale_to_unit_norm,
             names,
             size,
             loss,

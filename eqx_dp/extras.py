@@ -1,0 +1,28 @@
+"""Libraries that come with an extra, imported where they are used: nothing else needs them."""
+
+import importlib
+from typing import Any
+
+
+class MissingExtra(ImportError):
+    """A library that an extra brings is not installed."""
+
+
+def extra(module: str, *, name: str = "train", instead: str = "") -> Any:
+    """Imports a module of an extra.
+
+    Args:
+        module: what to import.
+        name: of the extra.
+        instead: what does without it, for the error.
+
+    Raises:
+        MissingExtra: it is not installed; the error says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingExtra(
+            f"{module.partition('.')[0]} is not installed, and this needs it: python -m pip "
+            f"install 'eqx-dp[{name}]'{instead}"
+        ) from None

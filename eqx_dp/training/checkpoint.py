@@ -1,0 +1,364 @@
+"""Checkpoints that are whole or not there, and a statement of privacy that is true of them.
+
+A directory holds
+
+    latest -> 00000200              the checkpoint that counts
+    privacy.json -> latest/privacy.json
+    00000100/  00000200/            checkpoints, each with
+        state/                      arrays, as orbax writes them
+        privacy.json                what was spent for them
+        run.json                    which run they belong to
+        files.json                  SHA-256 of every file above, written last
+
+A checkpoint is written beside (`00000200.partial`), renamed, and counts from the moment at which
+`latest` is turned to it: one atomic operation for arrays and statement together. Whatever a killed
+process leaves behind is either older, or not yet `latest` and removed at the next start.
+
+No secret is in it. Of the noise's state the key is left out; it follows from the seed, which the
+program that resumes a run has to give again, and which is recognised by a fingerprint.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from ..extras import extra
+from ..privacy import GaussianPrivatizerState
+from .hosts import broadcast, is_first_host
+from .record import differences, privacy_statement, record_of, salt_of
+from .state import TrainState
+from .step import Step
+
+Model = TypeVar("Model")
+
+_LATEST, _PRIVACY, _RUN, _FILES, _STATE = (
+    "latest",
+    "privacy.json",
+    "run.json",
+    "files.json",
+    "state",
+)
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was damaged, or could not be written."""
+
+
+class CheckpointError(Exception):
+    """No checkpoint of a directory can be used."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory that all its hosts share.
+
+    Args:
+        directory: made if it is not there.
+        step: the run's step: what the run is.
+        keep: how many checkpoints stay, at least 2.
+
+    Raises:
+        ValueError: `keep` is below 2, or the directory is a file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], step: Step[Any], keep: int = 3):
+        if keep < 2:
+            raise ValueError(
+                f"keep must be at least 2, lest a damaged checkpoint be the end; found {keep}."
+            )
+        self.directory = Path(directory).absolute()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"directory is a file: {self.directory}. Name a folder.")
+        self._step = step
+        self._keep = keep
+        self._salt = secrets.token_bytes(16)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-checkpoint")
+        self._pending: tuple[int, Future[None]] | None = None
+        self._orbax = extra("orbax.checkpoint")
+        self._checkpointer = self._orbax.AsyncCheckpointer(self._orbax.StandardCheckpointHandler())
+
+    # Reading.
+
+    def restore(self, state: TrainState[Model]) -> TrainState[Model]:
+        """The newest state that is whole; `state` itself where nothing has been saved.
+
+        Every file is compared with its digest first. A checkpoint that fails is set aside (as
+        `NUMBER.damaged`) with a warning, and the one before it is used.
+
+        Args:
+            state: as `step.init` gives it; says where arrays are to live.
+
+        Raises:
+            ValueError: the checkpoint belongs to another run; each difference is named.
+            CheckpointError: there are checkpoints, and none of them is whole.
+        """
+        arrays = named_arrays(state)
+        if is_first_host():
+            try:
+                chosen, error = self._choose(arrays), None
+            except (ValueError, CheckpointError) as refusal:
+                chosen, error = _REFUSED, refusal
+        else:
+            chosen, error = _NOTHING, None
+        chosen = broadcast(chosen)
+        if error is not None:
+            raise error
+        if chosen == _REFUSED:
+            raise CheckpointError("Host 0 refused the checkpoints in the directory; it says why.")
+        if chosen == _NOTHING:
+            return state
+        targets = jax.tree.map(_target, arrays)
+        found = self._checkpointer.restore(
+            self._path(chosen) / _STATE, args=self._orbax.args.StandardRestore(targets)
+        )
+        return with_arrays(state, found)
+
+    def _choose(self, arrays: dict[str, Array]) -> int:
+        """Which checkpoint is to be used, after tidying up; `_NOTHING` if there is none."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self.directory.glob("*.partial"):
+            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+        steps = self._saved_steps()
+        for position, number in enumerate(steps):
+            problem = _problem(self._path(number))
+            if problem is None:
+                self._check_same_run(number, arrays)
+                self._drop_newer(number, steps[:position])
+                self._point_to(number)
+                return number
+            used = f"step {steps[position + 1]}" if position + 1 < len(steps) else "none"
+            warnings.warn(
+                f"The checkpoint of step {number} in {self.directory} is damaged ({problem}) and "
+                f"set aside; the one before it is tried: {used}.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        if steps:
+            raise CheckpointError(
+                f"None of the checkpoints in {self.directory} is whole (steps "
+                f"{', '.join(map(str, steps))}). Restore one from a backup, or name another "
+                "directory to start anew; with the same seed it releases the same models again."
+            )
+        return _NOTHING
+
+    def _saved_steps(self) -> list[int]:
+        """Checkpoints that count, newest first: up to the latest, or all if that is not known."""
+        found = [int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()]
+        latest = self.directory / _LATEST
+        newest = int(os.readlink(latest)) if latest.is_symlink() else max(found, default=0)
+        for number in found:
+            if number > newest:  # renamed, and killed before it counted
+                shutil.rmtree(self._path(number))
+        return sorted((number for number in found if number <= newest), reverse=True)
+
+    def _check_same_run(self, number: int, arrays: dict[str, Array]) -> None:
+        saved = json.loads((self._path(number) / _RUN).read_text())
+        self._salt = salt_of(saved)
+        found = differences(saved, record_of(self._step, arrays, self._salt))
+        if found:
+            lines = "".join(f"\n  {line}" for line in found)
+            raise ValueError(
+                f"The checkpoint of step {number} in {self.directory} belongs to another run:"
+                f"{lines}\nResume with what the run was started with, or name another directory."
+            )
+
+    def _drop_newer(self, number: int, damaged: list[int]) -> None:
+        for step in damaged:
+            aside = self._path(step).with_suffix(".damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            self._path(step).rename(aside)
+
+    # Writing.
+
+    def save(self, state: TrainState[Any], number: int) -> None:
+        """Starts to save a state; returns when the state may be used up by the next step.
+
+        Waits for the save before, and warns if that failed: the run goes on, and its last good
+        checkpoint stays.
+        """
+        self.wait()
+        partial = self._path(number).with_suffix(".partial")
+        try:
+            if is_first_host():
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            arrays = named_arrays(state)
+            self._checkpointer.save(
+                partial / _STATE, args=self._orbax.args.StandardSave(arrays), force=True
+            )
+        except Exception as error:
+            self._warn_not_saved(number, error)
+            return
+        record = record_of(self._step, arrays, self._salt) if is_first_host() else {}
+        self._pending = (number, self._writer.submit(self._commit, partial, number, record))
+
+    def wait(self) -> bool:
+        """Waits for the save that is going on; whether there was none, or it succeeded."""
+        if self._pending is None:
+            return True
+        (number, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except Exception as error:
+            self._warn_not_saved(number, error)
+            return False
+        return True
+
+    def close(self) -> bool:
+        """Waits, and ends; whether the last save succeeded."""
+        succeeded = self.wait()
+        self._writer.shutdown()
+        self._checkpointer.close()
+        return succeeded
+
+    def latest(self) -> int | None:
+        """The step of the checkpoint that counts."""
+        link = self.directory / _LATEST
+        return int(os.readlink(link)) if link.is_symlink() else None
+
+    def _commit(self, partial: Path, number: int, record: dict[str, Any]) -> None:
+        self._checkpointer.wait_until_finished()
+        if not is_first_host():
+            return
+        _write(partial / _PRIVACY, privacy_statement(self._step, number))
+        _write(partial / _RUN, record)
+        _write(partial / _FILES, _digests(partial))
+        shutil.rmtree(self._path(number), ignore_errors=True)
+        partial.rename(self._path(number))
+        _sync(self.directory)
+        self._point_to(number)
+        for old in self._saved_steps()[self._keep :]:
+            shutil.rmtree(self._path(old))
+
+    def _warn_not_saved(self, number: int, error: Exception) -> None:
+        latest = self.latest()
+        kept = "there is none yet" if latest is None else f"it is that of step {latest}, and whole"
+        warnings.warn(
+            f"The state of step {number} could not be saved in {self.directory}: {error!r}. The "
+            f"run goes on. Its last good checkpoint: {kept}.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+        if is_first_host():
+            shutil.rmtree(self._path(number).with_suffix(".partial"), ignore_errors=True)
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"{number:08d}"
+
+    def _point_to(self, number: int) -> None:
+        """Makes a checkpoint the one that counts, for its arrays and its statement at once."""
+        _link(self.directory / _PRIVACY, f"{_LATEST}/{_PRIVACY}")
+        _link(self.directory / _LATEST, self._path(number).name)
+        _sync(self.directory)
+
+
+_NOTHING, _REFUSED = -1, -2
+
+
+# Arrays by name.
+
+
+def named_arrays(state: TrainState[Any]) -> dict[str, Array]:
+    """What is saved of a state: its arrays by path, keys as numbers, without the noise's key."""
+    return {
+        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        for name, leaf in _leaves(_without_secrets(state)).items()
+    }
+
+
+def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainState[Model]:
+    """The state with its arrays replaced by saved ones."""
+
+    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
+        found = arrays.get(jax.tree_util.keystr(path)) if eqx.is_array(leaf) else None
+        if found is None:
+            return leaf
+        if _is_key(leaf):
+            return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
+        return found
+
+    return jax.tree_util.tree_map_with_path(replaced, state)
+
+
+def _leaves(tree: PyTree[Any]) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _without_secrets(state: TrainState[Any]) -> TrainState[Any]:
+    def is_noise(node: object) -> bool:
+        return isinstance(node, GaussianPrivatizerState)
+
+    return jax.tree.map(
+        lambda node: node._replace(key=None) if is_noise(node) else node, state, is_leaf=is_noise
+    )
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _target(leaf: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+# Files.
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files."""
+    try:
+        expected = json.loads((path / _FILES).read_text())
+        for name, digest in expected.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if _digest(path / name) != digest:
+                return f"{name} has changed since it was written"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{_FILES} cannot be read: {error}"
+    return None
+
+
+def _digests(path: Path) -> dict[str, str]:
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {file.relative_to(path).as_posix(): _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    with file.open("w") as stream:
+        json.dump(content, stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _link(link: Path, target: str) -> None:
+    if link.is_symlink() and os.readlink(link) == target:
+        return
+    beside = link.with_name(f"{link.name}.partial")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    beside.replace(link)
+
+
+def _sync(directory: Path) -> None:
+    """Makes names in a directory last through a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

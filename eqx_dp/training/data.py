@@ -1,0 +1,185 @@
+"""Where batches come from: sources of examples, read a step ahead of the computation."""
+
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int, PyTree
+
+from ..privacy import PoissonSampler
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Anything that knows how many examples it holds, and gives those at an array of positions.
+
+    Numpy arrays, memory-mapped files and data sets with fast random access are sources. Indexing
+    gives an array, or a tree of arrays, with the examples in front; a tuple is several arguments of
+    the loss.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
+
+
+class DataError(Exception):
+    """A source of examples raised an error, or gave something else than it gave before."""
+
+
+class Batch(NamedTuple):
+    """What a step takes: arguments of the loss with examples in front, and which are padding."""
+
+    examples: tuple[PyTree[np.ndarray], ...]
+    is_padding_example: Bool[np.ndarray, " batch"]
+
+
+class Batches:
+    """The batches of a run, by step.
+
+    Padding slots hold zeros; nothing is read for them. A source is read for one example first, to
+    learn what an example looks like, and has to give arrays of those shapes and dtypes always.
+
+    Args:
+        data: a source, or a tuple of sources of one length, one an argument of the loss.
+        sampler: which examples take part in a step.
+
+    Raises:
+        ValueError: `data` is no source; sources differ in length, or hold another number of
+            examples than the sampler draws from.
+        DataError: as `of`.
+    """
+
+    def __init__(self, data: Any, sampler: PoissonSampler):
+        self._sources = _checked_sources(data, sampler)
+        self._sampler = sampler
+        position = sampler.owned.start if len(sampler.owned) else 0
+        self._example = [
+            _read(name, source, np.array([position]), None) for name, source in self._sources
+        ]
+
+    def of(self, step: int) -> Batch:
+        """Reads the batch of a step.
+
+        Raises:
+            DataError: a source raised an error, or gave arrays of another shape or dtype; it names
+                the source and the example.
+        """
+        indices, is_padding_example = self._sampler.batch(step)
+        drawn = indices[~is_padding_example]
+        parts: list[Any] = []
+        for (name, source), example in zip(self._sources, self._example, strict=True):
+            found = _read(name, source, drawn, example) if len(drawn) else None
+            part = _padded(found, example, len(drawn), len(indices))
+            parts += part if isinstance(part, tuple) else (part,)
+        return Batch(tuple(parts), is_padding_example)
+
+    def from_step(self, start: int, stop: int) -> Generator[Batch]:
+        """Batches of the steps from `start` to below `stop`, each read while the last is used."""
+        with ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-data") as reader:
+            coming = reader.submit(self.of, start) if start < stop else None
+            for step in range(start + 1, stop + 1):
+                batch = cast(Any, coming).result()
+                coming = reader.submit(self.of, step) if step < stop else None
+                yield batch
+
+
+def _checked_sources(data: Any, sampler: PoissonSampler) -> list[tuple[str, Source]]:
+    is_several = isinstance(data, tuple) and not hasattr(cast(Any, data), "_fields")
+    sources: list[tuple[str, Any]] = [("data", data)]
+    if is_several:
+        sources = [(f"data[{i}]", part) for i, part in enumerate(cast(Any, data))]
+    if not sources:
+        raise ValueError("data is an empty tuple; it must hold a source an argument of the loss.")
+    for name, source in sources:
+        if not isinstance(source, Source) or isinstance(source, (str, bytes, dict, list)):
+            raise ValueError(
+                f"{name} is a {type(source).__name__}: a source has a length and is indexed by an "
+                "array of integers, as numpy arrays are (np.asarray), or is a tuple of such."
+            )
+        if len(source) != sampler.num_examples:
+            raise ValueError(
+                f"{name} holds {len(source)} examples, and the step was made with num_examples="
+                f"{sampler.num_examples}: sampling and noise would be those of another data set."
+            )
+    return sources
+
+
+def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) -> Any:
+    """Examples of a source, as a tree of numpy arrays; `like` is what one example looked like."""
+    try:
+        found = _as_arrays(source[indices])
+        problem = _difference(found, like, len(indices))
+    except Exception as error:
+        raise _fault(name, source, indices, like, f"raised {error!r}") from error
+    if problem is not None:
+        raise _fault(name, source, indices, like, problem)
+    return found
+
+
+def _as_arrays(found: Any) -> Any:
+    # A list is an array in the making, not a tree: data sets give columns so.
+    return jax.tree.map(np.asarray, found, is_leaf=lambda x: isinstance(x, list))
+
+
+def _difference(found: Any, like: Any, length: int) -> str | None:
+    """What is wrong with examples, in words."""
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    if not leaves:
+        return "gave no arrays"
+    for path, leaf in leaves:
+        where = jax.tree_util.keystr(path)
+        if leaf.dtype.hasobject or leaf.dtype.kind in "USV":
+            return f"gave {where or 'an array'} of dtype {leaf.dtype}, which is no number"
+        if leaf.ndim == 0 or len(leaf) != length:
+            return f"gave {where or 'an array'} of shape {leaf.shape} for {length} examples"
+    if like is None:
+        return None
+    if jax.tree.structure(found) != jax.tree.structure(like):
+        return f"gave {jax.tree.structure(found)}, and {jax.tree.structure(like)} before"
+    for (path, leaf), first in zip(leaves, jax.tree.leaves(like), strict=True):
+        if leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype:
+            where = jax.tree_util.keystr(path)
+            return (
+                f"gave {where or 'examples'} of shape {leaf.shape[1:]} and dtype {leaf.dtype}, and "
+                f"of shape {first.shape[1:]} and dtype {first.dtype} before"
+            )
+    return None
+
+
+def _fault(
+    name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any, problem: str
+) -> DataError:
+    """Reads one by one to find the example that is at fault; names all if each alone is well."""
+    for index in indices if len(indices) > 1 else ():
+        try:
+            of_one = _difference(_as_arrays(source[np.array([index])]), like, 1)
+        except Exception as error:
+            of_one = f"raised {error!r}"
+        if of_one is not None:
+            return DataError(_told(name, f"index {index}", of_one))
+    where = f"index {indices[0]}" if len(indices) == 1 else f"indices {indices.tolist()} together"
+    return DataError(_told(name, where, problem))
+
+
+def _told(name: str, where: str, problem: str) -> str:
+    return (
+        f"{name}: {where}: the source {problem}. The run stops here; mend the source, and start it "
+        "again to go on from the last checkpoint."
+    )
+
+
+def _padded(found: Any, like: Any, count: int, length: int) -> Any:
+    """Examples behind which zeros fill what is left of a batch."""
+
+    def fill(example: np.ndarray, leaf: np.ndarray | None) -> np.ndarray:
+        filled = np.zeros((length, *example.shape[1:]), example.dtype)
+        if leaf is not None:
+            filled[:count] = leaf
+        return filled
+
+    if found is None:
+        return jax.tree.map(lambda example: fill(example, None), like)
+    return jax.tree.map(fill, like, found)

@@ -1,0 +1,66 @@
+"""What a run tells those who listen to it, after every step."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from .state import TrainState
+
+Model = TypeVar("Model")
+
+RESERVED = ("step", "seconds", "epsilon")
+
+
+class Event(NamedTuple, Generic[Model]):
+    """A step was taken.
+
+    Attributes:
+        step: how many steps have been taken.
+        state: after it. It is used up by the next step: read it, or copy it, at once.
+        metrics: what was measured after this step, by name: of an evaluation, or disclosed. Empty
+            after most steps.
+        seconds: since this process began the run.
+        epsilon: spent so far; None where it was not worked out, which takes half a second.
+    """
+
+    step: int
+    state: TrainState[Model]
+    metrics: Mapping[str, float]
+    seconds: float
+    epsilon: float | None
+
+
+Callback = Callable[[Event[Any]], bool | None]
+"""Called after every step; a run ends early, and saves, where it returns True."""
+
+
+def checked_metrics(found: object) -> dict[str, float]:
+    """What an evaluation returned, as floats.
+
+    Raises:
+        ValueError: it is no mapping of names to real numbers, or takes a name that is taken.
+    """
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"evaluate must return a mapping of names to numbers, as {{'accuracy': 0.9}}; found a "
+            f"{type(found).__name__}."
+        )
+    metrics: dict[str, float] = {}
+    for name, value in found.items():
+        if name in RESERVED or not isinstance(name, str):
+            raise ValueError(
+                f"evaluate must return names that are strings other than {', '.join(RESERVED)}; "
+                f"found {name!r}."
+            )
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"evaluate must return numbers; found {value!r} for {name!r}."
+            ) from error
+    return metrics
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """A number for JSON, which has none that are not finite."""
+    return value if value is not None and math.isfinite(value) else None

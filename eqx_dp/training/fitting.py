@@ -1,0 +1,56 @@
+"""The largest microbatch that fits into the memory of a device, found by compiling."""
+
+import os
+from typing import SupportsIndex, TypeVar
+
+import jax
+from jaxtyping import Array, Bool, PyTree
+
+from ..privacy import whole_number
+from .state import TrainState
+from .step import Step
+
+Model = TypeVar("Model")
+
+
+def fitted(
+    step: Step[Model],
+    state: TrainState[Model],
+    batch: tuple[PyTree[Array], ...],
+    mask: Bool[Array, " batch"],
+    memory: SupportsIndex | None,
+) -> Step[Model]:
+    """The step with a microbatch size, where it was made with "auto"; nothing is run for it.
+
+    Args:
+        step: any step.
+        state: of the run; says what else is in memory.
+        batch: one batch, where the step wants it.
+        mask: of the batch.
+        memory: bytes of a device; None for what the device says that it has, or on a CPU an equal
+            part, for each of its devices, of what is free.
+
+    Raises:
+        ValueError: not even one example fits.
+    """
+    if step.microbatch_size != "auto":
+        return step
+    from ..planning import compiled_bytes, largest_microbatch
+
+    limit = (
+        _device_memory() if memory is None else whole_number("memory", memory, least=1, most=2**60)
+    )
+
+    def bytes_of(size: int) -> int:
+        sized = step.with_microbatch_size(size)
+        return compiled_bytes(sized.lower(state, *batch, is_padding_example=mask).compile())
+
+    parts = 1 if step.sharding is None else step.sharding.num_shards
+    return step.with_microbatch_size(largest_microbatch(bytes_of, limit, len(mask) // parts))
+
+
+def _device_memory() -> int:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()

@@ -1,0 +1,83 @@
+"""Metrics of a run, as JSON lines and for TensorBoard."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..extras import extra
+from .events import Event, finite_or_none
+from .hosts import is_first_host
+
+
+class JsonLines:
+    """Writes a line of JSON for every step after which something was measured.
+
+    A line holds `step`, `seconds` (since the process began the run), `epsilon`, and the metrics by
+    name; null stands for what is not finite. Where a run is resumed, lines of steps that it takes
+    again are dropped first.
+
+    Args:
+        file: appended to; made, with its folder, if it is not there.
+        resumed_at: how many steps had been taken when the run was resumed.
+    """
+
+    def __init__(self, file: str | os.PathLike[str], resumed_at: int = 0):
+        self._file = Path(file)
+        if is_first_host():
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._drop_after(resumed_at)
+
+    def __call__(self, event: Event[Any]) -> None:
+        """Writes a line, if there is something to write."""
+        if not event.metrics or not is_first_host():
+            return
+        line = {
+            "step": event.step,
+            "seconds": round(event.seconds, 3),
+            "epsilon": finite_or_none(event.epsilon),
+        } | {name: finite_or_none(value) for name, value in event.metrics.items()}
+        with self._file.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def _drop_after(self, step: int) -> None:
+        if not self._file.exists():
+            return
+        kept = [line for line in self._file.read_text().splitlines() if _is_up_to(line, step)]
+        beside = self._file.with_name(f"{self._file.name}.partial")
+        beside.write_text("".join(f"{line}\n" for line in kept))
+        beside.replace(self._file)
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):  # half a line, of a process that was killed
+        return False
+
+
+class TensorBoard:
+    """A callback that writes metrics and epsilon for TensorBoard, by tensorboardX.
+
+    Args:
+        folder: where TensorBoard looks; made if it is not there.
+
+    Raises:
+        MissingExtra: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._writer = (
+            extra("tensorboardX", name="tensorboard").SummaryWriter(str(folder))
+            if is_first_host()
+            else None
+        )
+
+    def __call__(self, event: Event[Any]) -> None:
+        """Writes an event's figures."""
+        if self._writer is None or not event.metrics:
+            return
+        epsilon = {} if event.epsilon is None else {"epsilon": event.epsilon}
+        for name, value in (*event.metrics.items(), *epsilon.items()):
+            self._writer.add_scalar(name, value, event.step)
+        self._writer.flush()
