@@ -1,8 +1,9 @@
 """What a run tells those who listen to it, after every step."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .state import TrainState
 
@@ -11,7 +12,8 @@ Model = TypeVar("Model")
 RESERVED = ("step", "seconds", "epsilon")
 
 
-class Event(NamedTuple, Generic[Model]):
+@dataclasses.dataclass(frozen=True)
+class Event(Generic[Model]):
     """A step was taken.
 
     Attributes:
