@@ -52,7 +52,7 @@ import eqx_dp as dp
 DEVICES = 8
 POINTS, FEATURES = 16, 3
 EXAMPLES, RATE = 1024, 0.5
-TRUE_WEIGHT, TRUE_BIAS = np.float32([1.0, -2.0, 0.5]), np.float32(0.25)
+TRUE_WEIGHT, TRUE_BIAS = np.array([1.0, -2.0, 0.5], np.float32), np.float32(0.25)
 
 PLAN = dp.PrivacyPlan(sampling_prob=0.25, steps=40, noise_multiplier=2.0, delta=1e-5)
 EXPECTED = PLAN.sampling_prob * EXAMPLES  # examples in a batch
@@ -82,7 +82,7 @@ def rules_on(devices: int) -> dp.ShardingRules:
     return dp.ShardingRules(make_mesh(devices), examples=("data",))
 
 
-def eight_devices() -> list[jax.Device]:
+def eight_devices() -> list[Any]:  # jaxlib ships no type for a device
     """Accelerators, if there are eight; else the virtual CPU devices."""
     devices = jax.devices()
     return (devices if len(devices) >= DEVICES else jax.devices("cpu"))[:DEVICES]
@@ -258,10 +258,15 @@ def train(
     for host_batch in batches:
         batch = rules.shard_batch(host_batch)
         model, opt_state = step(model, opt_state, batch)
-    return Run(model, step.lower(model, opt_state, batch).compile().compiled.as_text())
+    return Run(model, program_of(step, model, opt_state, batch))
 
 
 # 3. What can be seen of it.
+
+
+def program_of(step: Any, *arguments: Any) -> str:
+    """The program that ``eqx.filter_jit`` compiles; its type knows nothing of ``lower``."""
+    return step.lower(*arguments).compile().compiled.as_text()
 
 
 def all_reduces(program: str) -> list[str]:
@@ -280,8 +285,8 @@ def all_reduces(program: str) -> list[str]:
 
 def changed_lines(before: Callable[..., Any], after: Callable[..., Any]) -> list[str]:
     """The lines in which the body of a function differs from that of another."""
-    bodies = [inspect.getsource(function).splitlines()[1:] for function in (before, after)]
-    return [line for line in difflib.ndiff(*bodies) if line[0] in "+-"]
+    old, new = (inspect.getsource(function).splitlines()[1:] for function in (before, after))
+    return [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
 
 
 def parameters(model: eqx.nn.Linear) -> Float[np.ndarray, " parameters"]:
@@ -299,7 +304,7 @@ def parameters_by_device(model: eqx.nn.Linear) -> list[Float[np.ndarray, " param
 
 def show_layer(mesh: Mesh) -> None:
     model, (xs, _) = make_model(jax.random.key(0)), make_points(POINTS)
-    flat = on_many_points(model, xs)
+    flat = on_many_points(model, jnp.asarray(xs))
     print("A linear layer")
     print(f"  on one point: shape {on_one_point(model, xs[0]).shape}")
     print(f"  on 16 points, by vmap: {flat.shape}")

@@ -63,18 +63,20 @@ def loss(model: Digits, image: Float[Array, "1 8 8"], label: Int[Array, ""]) -> 
 
 @eqx.filter_jit
 def accuracy(
-    model: Digits, images: Float[Array, "n 1 8 8"], labels: Int[Array, " n"]
+    model: Digits,
+    images: Float[Array | np.ndarray, "n 1 8 8"],
+    labels: Int[Array | np.ndarray, " n"],
 ) -> Float[Array, ""]:
     """The share of images that are recognised."""
-    return jnp.mean(jnp.argmax(jax.vmap(model)(images), axis=1) == labels)
+    return jnp.mean(jnp.argmax(jax.vmap(model)(jnp.asarray(images)), axis=1) == labels)
 
 
 def load_images() -> list[np.ndarray]:
     """Images and labels, private ones and held-out ones."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
     images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    images, held_out, labels, held_out_labels = train_test_split(
-        images, labels, test_size=360, random_state=0, stratify=labels
+    images, held_out, labels, held_out_labels = map(
+        np.asarray, train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
     )
     return [images, labels, held_out, held_out_labels]
 
@@ -97,16 +99,18 @@ def train(
         plan.privatizer(grad_fn, key=noise_key),
         optax.sgd(optax.cosine_decay_schedule(0.5, plan.steps), momentum=0.9),
     )
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    # Wide, as gradients are, whatever parameters are stored in.
+    params = policy.cast_to_accumulate(eqx.filter(model, eqx.is_inexact_array))
+    opt_state = optimizer.init(params)
     sampler = plan.sampler(len(images), seed=seed)
 
     @eqx.filter_jit
     def step(
         model: Digits,
         opt_state: optax.OptState,
-        images: Float[Array, "batch 1 8 8"],
-        labels: Int[Array, " batch"],
-        is_padding_example: Bool[Array, " batch"],
+        images: Float[Array | np.ndarray, "batch 1 8 8"],
+        labels: Int[Array | np.ndarray, " batch"],
+        is_padding_example: Bool[np.ndarray, " batch"],
     ) -> tuple[Digits, optax.OptState]:
         grads = grad_fn(model, images, labels, is_padding_example=is_padding_example)
         updates, opt_state = optimizer.update(grads, opt_state)

@@ -24,7 +24,7 @@ Four cases, each compiled for eight devices with its constraints and without, an
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -192,7 +192,7 @@ class Case(NamedTuple):
     name: str
     loss: Callable[..., Float[Array, ""]]
     model: PyTree[Array]
-    batch: tuple[Array, ...]
+    batch: tuple[Array | np.ndarray, ...]
     axes: dict[str, int]
     params: tuple[tuple[str, P], ...] = ()
     l2_clip_norm: float = math.inf
@@ -244,7 +244,7 @@ class Figures(NamedTuple):
     silent_temporary_bytes: int
 
 
-def eight_devices() -> list[jax.Device]:
+def eight_devices() -> list[Any]:  # jaxlib ships no type for a device
     """Accelerators, if there are eight; else the virtual CPU devices."""
     devices = jax.devices()
     return (devices if len(devices) >= DEVICES else jax.devices("cpu"))[:DEVICES]
@@ -265,9 +265,10 @@ def make_cases() -> list[Case]:
     ]
 
 
-def run(grad_fn: Any, model: PyTree[Array], batch: tuple[Array, ...]) -> Run:
+def run(grad_fn: Any, model: PyTree[Array], batch: tuple[Array | np.ndarray, ...]) -> Run:
     """Compiles a gradient once, reads off what it costs, and calls it."""
-    compiled = eqx.filter_jit(grad_fn).lower(model, *batch).compile()
+    jitted = cast(Any, eqx.filter_jit(grad_fn))  # its type knows nothing of lower
+    compiled = jitted.lower(model, *batch).compile()
     program = compiled.compiled
     return Run(
         compiled(model, *batch),

@@ -1,9 +1,17 @@
 """The examples, run as a reader would run them."""
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -39,3 +47,129 @@ def test_digits_take_their_options(tmp_path):
     _, epsilon, _ = last_line(output)
     assert epsilon == 8.0
     assert "6/6" in output
+
+
+@pytest.fixture(scope="module")
+def mixed_precision():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("mixed_precision")
+
+
+def columns(output: str, first: str) -> list[list[str]]:
+    """What the tables that are printed say, in the rows that start with a name."""
+    rows = [line.split("│")[1:-1] for line in output.splitlines() if "│" in line]
+    return [[cell.strip() for cell in row[1:]] for row in rows if row[0].strip() == first]
+
+
+def test_mixed_precision_trains_and_draws(tmp_path):
+    folder = tmp_path / "new folder"
+    output = run(
+        *("mixed_precision.py", "--out", folder, "--only", "sums", "--only", "accuracy"),
+        *("--policy", "float32", "--epsilon", 1, "--steps", 1, "--seeds", 1),
+    )
+    assert sorted(path.name for path in folder.iterdir()) == ["accuracy.png", "sums.png"]
+    for picture in folder.iterdir():
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert f"picture: {picture}" in output
+    sums, accuracies = columns(output, "float32")
+    assert all(float(error) < 2e-6 for error in sums)
+    assert "Held-out accuracy at epsilon 1.00" in output
+    lowest, mean, highest = accuracies
+    assert 0 < float(lowest) == float(mean) == float(highest) < 1
+
+
+def test_mixed_precision_trains_each_policy_from_each_seed(mixed_precision, monkeypatch):
+    plan = dp.PrivacyPlan(sampling_prob=0.3, steps=3, noise_multiplier=9.0, delta=1e-5)
+    policies = {name: dp.load_policy(name) for name in ("float32", "mixed_float16")}
+
+    def train(given, policy, seed):
+        assert given is plan
+        last = seed / 10 + (policy == policies["mixed_float16"]) / 100
+        yield from ((1, 0.5, 0.1), (2, None, None), (3, last, 0.2))
+
+    monkeypatch.setattr(mixed_precision.digits, "train", train)
+    found = mixed_precision.measure_accuracy(policies, plan, 2)
+    assert found == {"float32": [0.0, 0.1], "mixed_float16": [0.01, 0.11]}
+
+
+class Flat(eqx.Module):
+    """In place of the network of the digits: compiled soon."""
+
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(64, 10, key=key)
+
+    def __call__(self, image):
+        return self.linear(image.ravel())
+
+
+def test_mixed_precision_times_and_weighs_a_step(mixed_precision, monkeypatch, tmp_path):
+    monkeypatch.setattr(mixed_precision.digits, "Digits", Flat)
+    costs = mixed_precision.measure_cost(
+        {name: dp.load_policy(name) for name in ("float32", "mixed_bfloat16")}
+    )
+    assert list(costs) == ["float32", "mixed_bfloat16"]
+    for cost in costs.values():
+        assert len(cost.seconds) == mixed_precision.ROUNDS
+        assert min(cost.seconds) > 0
+        assert cost.temporary_bytes > 0
+    ratios = mixed_precision.time_ratios(costs)
+    np.testing.assert_array_equal(ratios["float32"], 1)
+    assert np.all(np.diff(ratios["mixed_bfloat16"]) >= 0)
+    picture = mixed_precision.save(mixed_precision.draw_cost(costs), tmp_path / "cost.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_running_sum_is_rounded_at_each_example(mixed_precision):
+    vectors = mixed_precision.clipped_gradients(0.5)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-6)
+    for dtype in mixed_precision.DTYPES:
+        narrow, total, sums = vectors.astype(jnp.dtype(dtype)), 0, {}
+        for number, vector in enumerate(narrow, start=1):
+            total = (total + vector).astype(narrow.dtype)
+            sums[number] = total
+        expected = np.float64([sums[size] for size in mixed_precision.SIZES])
+        np.testing.assert_array_equal(mixed_precision.running_sums(vectors, dtype), expected)
+
+
+def test_the_narrower_a_sum_the_larger_its_error(mixed_precision):
+    for by_dtype in mixed_precision.measure_sums().values():
+        bfloat16, float16, float32 = (np.array(by_dtype[dtype]) for dtype in by_dtype)
+        assert np.all(bfloat16 > 4 * float16)
+        assert np.all(float16 > 1000 * float32)
+        assert np.all(float32 < 2e-6)
+        for errors in (bfloat16, float16, float32):
+            assert errors[-1] > 20 * errors[0]
+
+
+def test_narrow_noise_is_no_gaussian(mixed_precision, tmp_path):
+    draws = mixed_precision.measure_noise()
+    assert len(np.unique(draws["bfloat16"])) == 128
+    assert np.max(np.abs(draws["bfloat16"])) < 2.9
+    assert len(np.unique(draws["float16"])) == 1024
+    assert np.max(np.abs(draws["float16"])) < 3.5
+    assert len(np.unique(draws["float32"])) > 1e6
+    bounds = np.array([1.0, 2.0, 3.0, 4.0])
+    beyond = mixed_precision.tail(draws["float32"], bounds)
+    exact = np.array([3.173e-1, 4.550e-2, 2.700e-3, 6.334e-5])  # a table's
+    deviation = np.sqrt(exact / mixed_precision.DRAWS)
+    assert np.all(np.abs(beyond - exact) < 4 * deviation + 1e-4 * exact)
+    picture = mixed_precision.save(mixed_precision.draw_noise(draws), tmp_path / "noise.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tail_of_few_draws_is_left_out(mixed_precision):
+    values = np.append(np.full(5, -2.0), np.linspace(-1, 1, 21))
+    beyond = mixed_precision.tail(values, np.array([0.45, 0.85, 1.0, 2.0]))
+    np.testing.assert_array_equal(beyond, [17 / 26, np.nan, np.nan, 1e-12])
+
+
+def test_policies_that_are_compared(mixed_precision):
+    policies = mixed_precision.load_policies([])
+    assert next(iter(policies)) == "float32"
+    assert set(policies) - {mixed_precision.UNSAFE} == {
+        *("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
+    }
+    assert [name for name, policy in policies.items() if policy.unsafe] == [mixed_precision.UNSAFE]

@@ -28,6 +28,8 @@ NeighboringRelation = dp_accounting.NeighboringRelation
 
 FilterSpec = PyTree[bool | Callable[[Any], bool]]
 Key = PRNGKeyArray | UInt32[Array, " words"]
+# Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
+_Aux = TypeVar("_Aux")
 _Result = TypeVar("_Result")
 
 
@@ -320,7 +322,7 @@ def filter_clipped_grad(
 
 @overload
 def filter_clipped_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., tuple[Any, _Aux]],
     *,
     l2_clip_norm: PyTree[Any],
     policy: Policy | None = None,
@@ -332,7 +334,7 @@ def filter_clipped_grad(
     normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
-) -> ClippedGrad[tuple[PyTree[Array], PyTree[Any]]]: ...
+) -> ClippedGrad[tuple[PyTree[Array], _Aux]]: ...
 
 
 @overload
@@ -364,7 +366,7 @@ def filter_clipped_grad(
     normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: str = "auto",
-) -> Callable[[Callable[..., Any]], ClippedGrad[tuple[PyTree[Array], PyTree[Any]]]]: ...
+) -> Callable[[Callable[..., tuple[Any, _Aux]]], ClippedGrad[tuple[PyTree[Array], _Aux]]]: ...
 
 
 def filter_clipped_grad(

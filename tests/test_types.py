@@ -1,0 +1,167 @@
+"""What pyright, in strict mode, makes of code that uses the library."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PREAMBLE = """
+from typing import Any, assert_type
+
+import equinox as eqx
+from jaxtyping import Array, Float, PyTree
+
+import eqx_dp as dp
+
+
+def arguments() -> tuple[eqx.nn.MLP, Float[Array, "n d"]]: ...
+def loss(model: eqx.nn.MLP, x: Float[Array, " d"]) -> {loss}: ...
+
+
+model, xs = arguments()
+"""
+
+AS_CALL = PREAMBLE + "grad_fn = dp.{function}(loss, {options})\n"
+AS_DECORATOR = PREAMBLE.replace("def loss", "@dp.{function}({options})\ndef grad_fn")
+
+# Both lines end a snippet, for every case, with the right result and with a wrong one.
+CLAIMS = """
+assert_type(grad_fn, dp.ClippedGrad[{result}])
+assert_type(grad_fn(model, xs), {result})
+"""
+
+LOSS, LOSS_AND_AUX = 'Float[Array, ""]', 'tuple[Float[Array, ""], Array]'
+GRADS, GRADS_AND_AUX = "PyTree[Array]", "tuple[PyTree[Array], Array]"
+VALUES_AND_GRADS = "tuple[dp.PerExample, PyTree[Array]]"
+
+CASES = {
+    "grads": ("filter_clipped_grad", "l2_clip_norm=1.0", LOSS, GRADS, GRADS_AND_AUX),
+    "grads, aux": (
+        *("filter_clipped_grad", "l2_clip_norm=1.0, has_aux=True", LOSS_AND_AUX),
+        *(GRADS_AND_AUX, VALUES_AND_GRADS),
+    ),
+    "values": (
+        *("filter_value_and_clipped_grad", "l2_clip_norm=1.0", LOSS),
+        *(VALUES_AND_GRADS, GRADS_AND_AUX),
+    ),
+    "values, aux": (
+        *("filter_value_and_clipped_grad", "l2_clip_norm=1.0, has_aux=True", LOSS_AND_AUX),
+        *(VALUES_AND_GRADS, GRADS),
+    ),
+}
+WAYS = {"call": AS_CALL, "decorator": AS_DECORATOR}
+
+VALUES = (
+    PREAMBLE.format(loss=LOSS)
+    + """
+per_example, grads = dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0)(model, xs)
+assert_type(per_example.loss, Array)
+assert_type(dp.filter_clipped_grad(loss, l2_clip_norm=1.0).l2_norm_bound, float)
+assert_type(dp.load_policy("float32"), dp.Policy)
+assert_type(dp.apply_policy(model, None), eqx.nn.MLP)
+"""
+)
+
+MISUSES = {
+    "no clip norm": "dp.filter_clipped_grad(loss)",
+    "no such option": "dp.filter_clipped_grad(loss, l2_clip_norm=1.0, microbatches=4)",
+    "aux that is no bool": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, has_aux="yes")',
+    "a name for a policy": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy="float32")',
+    "no attribute": "dp.filter_clipped_grad(loss, l2_clip_norm=1.0).lower",
+}
+
+
+@pytest.fixture(scope="session")
+def pyright() -> list[str]:
+    """The command; skips where Node or pyright itself is not to be had."""
+    command = [sys.executable, "-m", "pyright"]
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    if version.returncode:
+        pytest.skip(f"pyright cannot be started: {(version.stderr or version.stdout).strip()}")
+    return [*command, "--pythonpath", sys.executable, "--outputjson"]
+
+
+def errors_of(command: list[str], *arguments: str) -> tuple[list[dict[str, Any]], int]:
+    """What pyright finds, and how many files it has read for it."""
+    environment = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # else it has not come to an end
+    report = json.loads(done.stdout)
+    return report["generalDiagnostics"], report["summary"]["filesAnalyzed"]
+
+
+def test_the_examples_are_strictly_typed(pyright):
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    assert settings["typeCheckingMode"] == "strict"
+    assert {"eqx_dp", "examples"} <= set(settings["include"])
+
+    found, files = errors_of(pyright, "examples")
+    assert not found, json.dumps(found, indent=2)
+    assert files == len(list((ROOT / "examples").glob("*.py")))
+
+
+@pytest.fixture(scope="module")
+def snippets(pyright, tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
+    """Line, from the end, and rule of each finding, by snippet: all are read in one run."""
+    folder = tmp_path_factory.mktemp("snippets")
+    settings = {"extends": str(ROOT / "pyproject.toml"), "include": ["."]}
+    settings["reportUnusedImport"] = False  # no snippet needs all that the preamble imports
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    texts = {"values": VALUES}
+    for way, text in WAYS.items():
+        for case, (function, options, loss, right, wrong) in CASES.items():
+            for name, result in (("right", right), ("wrong", wrong)):
+                filled = (text + CLAIMS).format(
+                    function=function, options=options, loss=loss, result=result
+                )
+                texts[f"{way}, {case}, {name}"] = filled
+    for name, line in MISUSES.items():
+        texts[name] = PREAMBLE.format(loss=LOSS) + f"found = {line}\n"
+
+    names = {f"snippet_{number}": name for number, name in enumerate(texts)}
+    for stem, name in names.items():
+        (folder / f"{stem}.py").write_text(texts[name])
+    errors, files = errors_of(pyright, "--project", str(folder))
+    assert files == len(texts)
+    found: dict[str, list[tuple[int, str]]] = {name: [] for name in texts}
+    for error in errors:
+        name = names[Path(error["file"]).stem]
+        line = error["range"]["start"]["line"] - len(texts[name].splitlines())
+        found[name].append((line, error["rule"]))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_type_of_a_result_is_known(snippets, way, case):
+    assert snippets[f"{way}, {case}, right"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wrong_claim_about_a_result_is_reported(snippets, way, case):
+    rule = "reportAssertTypeFailure"
+    assert snippets[f"{way}, {case}, wrong"] == [(-2, rule), (-1, rule)]
+
+
+def test_the_types_of_values_are_known(snippets):
+    assert snippets["values"] == []
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_a_misuse_is_reported(snippets, name):
+    assert {line for line, _ in snippets[name]} == {-1}, snippets[name]
