@@ -6,11 +6,13 @@ with respect to a parameter, but for those that a site cannot describe (``whole`
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jaxtyping import Array
 
 from .program import Program
@@ -190,7 +192,8 @@ class _Walk:
             return views
         into = _INTO.get(equation.primitive.name)
         if into is not None:
-            return into(self, equation, inputs, place, scans)
+            with _scopes_of(equation):
+                return into(self, equation, inputs, place, scans)
         operands = [i for i, x in enumerate(inputs) if isinstance(x, View)]
         if len(operands) == 1 and _is_real(equation):
             for kind in KINDS:
@@ -241,6 +244,16 @@ class _Walk:
             view = view._replace(value=shape)  # no value of the survey outlives it
             self.found.sites[place] = Site(view, kind, equation, operand, uses, tap, kept)
         return result
+
+
+def _scopes_of(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
+    """The context of an equation's line and named scopes, for the equations inside it.
+
+    A scope around a jitted function, a scan, a jax.checkpoint is known to that equation alone.
+    """
+    said = equation.source_info
+    scopes = source_info_util.current_name_stack() + said.name_stack
+    return source_info_util.user_context(said.traceback, name_stack=scopes)
 
 
 _Into: TypeAlias = Callable[

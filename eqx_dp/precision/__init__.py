@@ -13,7 +13,7 @@ from .policy import (
     parse_policy,
 )
 from .report import PrecisionReport, check_precision
-from .stages import computing_in, stage
+from .stages import stage
 
 __all__ = [
     "Description",
@@ -29,7 +29,6 @@ __all__ = [
     "cast_parameters",
     "check_precision",
     "checked_policy",
-    "computing_in",
     "describe",
     "inside_engine",
     "load_policy",

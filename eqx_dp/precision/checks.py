@@ -8,9 +8,9 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from .flow import NOTHING, Draw, Facts, Here, joined
-from .policy import Policy
-from .stages import is_backward, module_dtype, stage_of
-from .widths import Width, held_in, width_of
+from .policy import ModuleRule, Policy
+from .stages import is_backward, rules_at, stage_of
+from .widths import Width, held_in, is_narrow, width_of
 
 
 class Violation(NamedTuple):
@@ -34,7 +34,7 @@ class Use(NamedTuple):
 
     Attributes:
         kind: `"contraction"`, `"sum over examples"`, `"collective"`, `"draw"`, `"noise addition"`.
-        stage: where in the step.
+        stage: where in the step; under a module rule, with the rule's pattern.
         dtype: of the operands; of the result of a sum.
         amount: FLOPs of contractions, else numbers.
         times: how often an equation of this kind runs.
@@ -62,13 +62,23 @@ _STAGES = {
 _ACCUMULATING = ("norm", "sum", "microbatches", "devices")
 
 _CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_ADDITIONS = frozenset({"add", "add_any", "sub"})
-_SUMS = frozenset({*_CONTRACTIONS, *_ADDITIONS, "reduce_sum", "scatter-add", "scatter_add"})
+_SCATTERED = frozenset({"scatter-add", "scatter_add"})
+_ADDITIONS = frozenset({"add", "add_any", "sub", *_SCATTERED})
+# What puts noise beside a sum, for a later equation to add up.
+_JOINS = frozenset({"concatenate", "stack", "dynamic_update_slice"})
+_SUMS = frozenset({*_CONTRACTIONS, *_ADDITIONS, "reduce_sum"})
 _ARITHMETIC = frozenset(
     {
         *_SUMS,
         *("mul", "div", "sqrt", "rsqrt", "square", "integer_pow", "pow", "exp", "log", "exp2"),
-        *("cumsum", "reduce_window_sum", "reduce_precision", "dot", "abs_sum"),
+        *("expm1", "log1p", "cbrt", "logistic", "tanh", "erf", "reduce_prod", "cumprod"),
+        *(
+            "cumsum",
+            "cumlogsumexp",
+            "reduce_window_sum",
+            "reduce_precision",
+            "select_and_scatter_add",
+        ),
     }
 )
 _DRAWS = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"})
@@ -89,15 +99,20 @@ class Check:
         self.violations: dict[Violation, None] = {}
         self.uses: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         self.stages: set[str] = set()
+        self._at_work: set[str] = set()
         self._policy = policy
+        self._compute = _width(policy.compute_dtype)
         self._accumulate = _width(policy.accumulate_dtype)
         self._noise = _width(policy.noise_dtype)
+        self._rules = {rule.match: rule for rule in policy.modules}
 
     def equation(self, here: Here, equation: jex_core.JaxprEqn, inputs: list[Facts]) -> list[Facts]:
         """Judges one equation, and says what is known of its results."""
         name, stage = equation.primitive.name, stage_of(here.scope)
         if stage is not None:
             self.stages.add(stage)
+        if stage == "loss" and self._rules:
+            self._at_work.update(rules_at(here.scope))
         if here.recording and name in _CONTRACTIONS:
             self._contraction(here, equation, stage)
         if here.recording and stage in _ACCUMULATING:
@@ -112,7 +127,8 @@ class Check:
         if noise is not None:
             if here.recording:
                 self._addition(here, equation, noise)
-            return [NOTHING]
+            if _is_everywhere(equation):
+                return [NOTHING]
         if name in _SIDE_BY_SIDE and len(inputs) == len(equation.outvars):
             found = inputs
         else:
@@ -123,6 +139,14 @@ class Check:
             self._passed_on(here, equation, result, facts, is_cut)
             for result, facts in zip(equation.outvars, found, strict=True)
         ]
+
+    def idle_rules(self) -> None:
+        """Judges, once all is seen, rules that no module of the loss runs under."""
+        for rule in self._policy.modules if "loss" in self.stages else ():
+            if rule.match not in self._at_work:
+                declared = f"{rule.match}={rule.compute_dtype}"
+                found = "no call of a module under this rule"
+                self._violation("module rule", declared, found, "anywhere in the loss")
 
     def carried(self, here: Here, variable: Any, facts: Facts) -> None:
         """Judges what a loop carries: a total that microbatches are added to is wide."""
@@ -149,37 +173,43 @@ class Check:
         dtype = " x ".join(dict.fromkeys(operand.name for operand in operands))
         shown = _STAGES.get(stage or "", "outside of the engine")
         if stage == "loss":
+            rule = self._rule(here.scope)
             shown = "backward" if is_backward(here.scope) else "forward"
-            self._runs_as_declared(here, equation, operands, dtype, shown)
+            self._runs_as_declared(here, equation, operands, rule, shown)
+            shown += "" if rule is None else f" in {rule.match}"
         self._use("contraction", shown, dtype, _flops(equation), here, "")
 
     def _runs_as_declared(
-        self, here: Here, equation: jex_core.JaxprEqn, operands: list[Width], dtype: str, shown: str
+        self,
+        here: Here,
+        equation: jex_core.JaxprEqn,
+        operands: list[Width],
+        rule: ModuleRule | None,
+        shown: str,
     ) -> None:
-        """A contraction in the loss is in the compute dtype: one side at least, and none narrower.
+        """A contraction in the loss is in the compute dtype.
 
-        JAX itself mixes the compute dtype with a wider one, going back through a contraction that
-        was asked for a wide result.
+        Going back through a contraction that was asked for a wide result, JAX itself mixes the
+        compute dtype with the wider one: there, one side has to be in it.
         """
         if any(jnp.issubdtype(_dtype(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
-        declared = self._compute(here.scope)
-        names = " or ".join(width.name for width in declared)
+        declared = self._compute if rule is None else _width(rule.compute_dtype)
+        name = declared.name + ("" if rule is None else f" (in {rule.match})")
         result = _width_of(equation.outvars[0])
         for operand in [*operands, *([] if result is None else [result])]:
-            if all(operand.narrower(width) for width in declared):
-                self._violation(shown, names, f"{operand.name}, narrower", here)
+            if operand.narrower(declared):
+                self._violation(shown, name, f"{operand.name}, narrower", here)
                 return
-        if not any(operand.name == width.name for operand in operands for width in declared):
-            self._violation(shown, names, f"{dtype}, wider", here)
+        as_declared = [operand.name == declared.name for operand in operands]
+        if not (any(as_declared) if shown == "backward" else all(as_declared)):
+            found = " x ".join(dict.fromkeys(operand.name for operand in operands))
+            self._violation(shown, name, f"{found}, wider", here)
 
-    def _compute(self, scope: str) -> list[Width]:
-        """The compute dtypes that may hold here: any rule's, where no mark tells which one does."""
-        marked = module_dtype(scope)
-        if marked is not None:
-            return [_width(jnp.dtype(marked))]
-        rules = [rule.compute_dtype for rule in self._policy.modules]
-        return [_width(dtype) for dtype in dict.fromkeys([self._policy.compute_dtype, *rules])]
+    def _rule(self, scope: str) -> ModuleRule | None:
+        """The rule of the policy that governs a place: that of the innermost matched module."""
+        known = [self._rules[match] for match in rules_at(scope) if match in self._rules]
+        return known[-1] if known else None
 
     def _accumulates(self, here: Here, equation: jex_core.JaxprEqn, stage: str) -> None:
         """Between the gradients of single examples and their sum, what is computed is wide."""
@@ -231,10 +261,10 @@ class Check:
         return facts.narrowed(width, here.where)
 
     def _has_wide_sum(self, equation: jex_core.JaxprEqn, inputs: list[Facts]) -> bool:
-        """Whether an equation is given a clipped sum as wide as declared."""
+        """Whether an equation is given a clipped sum as wide as declared, or in wide integers."""
         return any(
-            facts.clipped and width is not None and not width.narrower(self._accumulate)
-            for facts, width in zip(inputs, map(_width_of, equation.invars), strict=True)
+            facts.clipped and not is_narrow(variable.aval, self._accumulate)
+            for facts, variable in zip(inputs, equation.invars, strict=True)
         )
 
     def _addition(self, here: Here, equation: jex_core.JaxprEqn, noise: Facts) -> None:
@@ -267,13 +297,28 @@ def _drawn(here: Here, equation: jex_core.JaxprEqn) -> Facts:
 def _noise_added(
     equation: jex_core.JaxprEqn, inputs: list[Facts], stage: str | None
 ) -> Facts | None:
-    """What is known of the noise, where an equation adds some to a sum."""
-    if equation.primitive.name not in _ADDITIONS:
+    """What is known of the noise, where an equation adds some to a sum, or puts it beside one.
+
+    Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
+    """
+    if equation.primitive.name not in _ADDITIONS | _JOINS or _width_of(equation.outvars[0]) is None:
         return None
-    drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
+    drawn = [
+        facts
+        for facts, variable in zip(inputs, equation.invars, strict=True)
+        if facts.draws and not facts.clipped and _width_of(variable) is not None
+    ]
     if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
         return drawn[0]
     return None
+
+
+def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
+    """Whether an equation that adds noise to a sum adds it to every entry."""
+    name = equation.primitive.name
+    if name in _SCATTERED:
+        return _shape(equation.invars[0]) == _shape(equation.invars[2])
+    return name not in _JOINS
 
 
 def _is_exact(equation: jex_core.JaxprEqn) -> bool:

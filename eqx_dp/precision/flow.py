@@ -168,9 +168,12 @@ def _default(
     walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here
 ) -> list[Facts]:
     """An equation without a program in it; a call, whose inputs are those of its program; or what
-    nothing is known of, whose results descend from all of its inputs."""
+    nothing is known of, whose results descend from all of its inputs.
+
+    The program of a scatter says only how two numbers are put together.
+    """
     programs = list(jex_core.jaxprs_in_params(equation.params))
-    if not programs:
+    if not programs or "update_jaxpr" in equation.params:
         return walk.visitor.equation(here, equation, inputs)
     if len(programs) == 1:
         (inner,) = programs
@@ -227,4 +230,13 @@ def _cond(walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: He
     return [joined(found) for found in zip(*branches, strict=True)]
 
 
-_RULES: dict[str, _Rule] = {"scan": _scan, "while": _while, "cond": _cond}
+def _select(
+    walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here
+) -> list[Facts]:
+    """A choice descends from what there is to choose, if anything is known of that."""
+    if any(facts != NOTHING for facts in inputs[1:]):
+        inputs = [NOTHING, *inputs[1:]]
+    return walk.visitor.equation(here, equation, inputs)
+
+
+_RULES: dict[str, _Rule] = {"scan": _scan, "while": _while, "cond": _cond, "select_n": _select}

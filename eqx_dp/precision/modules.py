@@ -42,11 +42,14 @@ class Role(NamedTuple):
         compute: the dtype that it computes in.
         surrounding: the dtype around it, in which its outputs leave.
         rule: the rule that matched the module itself, or None.
+        governing: the rule that gave `compute`, of the innermost matched module around it or of
+            itself; None where the policy did.
     """
 
     compute: np.dtype[Any]
     surrounding: np.dtype[Any]
     rule: ModuleRule | None
+    governing: ModuleRule | None
 
 
 Matched = Callable[[str, eqx.Module], ModuleRule | None]
@@ -74,7 +77,9 @@ def rebuild(
             return on_leaf(node, place)
         rule = matched(dotted(place.path), node)
         inside = place if rule is None else Place(place.path, rule.compute_dtype, rule)
-        return on_module(below(node, inside), Role(inside.compute, place.compute, rule))
+        return on_module(
+            below(node, inside), Role(inside.compute, place.compute, rule, inside.rule)
+        )
 
     def below(node: Any, place: Place) -> Any:
         def child(path: tuple[Any, ...], node: Any) -> Any:

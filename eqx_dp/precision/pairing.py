@@ -29,7 +29,7 @@ from .modules import (
     rules_of,
 )
 from .policy import MatmulPrecision, ModuleRule, Policy, checked_policy
-from .stages import computing_in
+from .stages import governed_by
 
 T = TypeVar("T")
 
@@ -150,6 +150,7 @@ class Casts(NamedTuple):
         compute: what parameters and float inputs enter in.
         outputs: what float outputs leave in.
         rule: the rule that matched the module, or None.
+        governing: the rule that gave `compute`, or None where the policy did.
         precision: of matrix products.
         policy: the policy of the whole, at the root of a paired model; else None.
     """
@@ -157,6 +158,7 @@ class Casts(NamedTuple):
     compute: np.dtype[Any]
     outputs: np.dtype[Any]
     rule: ModuleRule | None
+    governing: ModuleRule | None
     precision: MatmulPrecision
     policy: Policy | None
 
@@ -189,7 +191,7 @@ def _paired(model: eqx.Module, policy: Policy) -> eqx.Module:
     whole = rebuild(model, policy.compute_dtype, rules, pair, _leave_alone)
     rule = rules("", model)
     compute = policy.compute_dtype if rule is None else rule.compute_dtype
-    return _as_class(whole, Casts(compute, policy.output_dtype, rule, precision, policy))
+    return _as_class(whole, Casts(compute, policy.output_dtype, rule, rule, precision, policy))
 
 
 def _entered(
@@ -245,7 +247,7 @@ def _casts_for(module: eqx.Module, role: Role, precision: MatmulPrecision) -> Ca
     is_wrapper = cls.__module__.startswith("equinox._") or not _methods(cls)
     if cls is eqx.nn.StateIndex or (is_wrapper and role.rule is None):
         return None  # State looks its entries up by modules of exactly that class
-    return Casts(role.compute, role.surrounding, role.rule, precision, None)
+    return Casts(*role, precision, None)
 
 
 # Classes that cast.
@@ -304,7 +306,7 @@ def _method_that_casts(name: str, method: Any) -> Callable[..., Any]:
         casts = _casts_of(self)
         assert casts is not None
         args, kwargs = cast_floats((args, kwargs), casts.compute, _is_apart)
-        with matmul_precision(casts.precision), computing_in(casts.compute.name):
+        with matmul_precision(casts.precision), governed_by(casts.governing):
             outputs = getattr(_inside(self, casts), name)(*args, **kwargs)
         _refuse_own_class(outputs, _original(self), name)
         return cast_floats(outputs, casts.outputs, _is_apart)

@@ -18,7 +18,8 @@ class PrecisionReport(NamedTuple):
         violations: a row for each thing that runs otherwise than declared, with its stage, what was
             declared, what was found, and the source line.
         summary: what runs in which dtype: FLOPs of contractions, every sum over examples, every
-            collective, every draw that feeds the noise, every addition of noise.
+            collective, every draw that feeds the noise, every addition of noise. What runs under
+            a module rule has a row of its own.
         notes: what the check could not see, or what the policy gives away.
     """
 
@@ -77,6 +78,7 @@ def check_precision(fn: Callable[..., Any], *args: Any, policy: Policy) -> Preci
     | stage | declared | what is held against it |
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
+    | module rule | compute of a rule | that something runs under it |
     | clip norm | accumulate | what the engine makes of single gradients: norms, clip factors |
     | sum over examples | accumulate | the weighted sum |
     | sum over microbatches | accumulate | its addition to the total, and what a loop carries |
@@ -89,13 +91,21 @@ def check_precision(fn: Callable[..., Any], *args: Any, policy: Policy) -> Preci
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
-    of parameters to their storage dtype) is post-processing and not checked. Where the policy has
-    module rules, a contraction may run in the compute dtype of a rule.
+    of parameters to their storage dtype) is post-processing and not checked. The pass by which a
+    ``per_example`` loss scale is chosen is counted (``loss scale probe``) and not held against
+    anything, since it changes no gradient.
+
+    Inside a module that a rule of the policy matches, forward and backward are held against the
+    rule's dtype; everywhere else against the policy's, also where such a module's parameter is
+    read and used outside of the module. A rule under which nothing runs is a violation: the step
+    was built without it, or does not call the modules that it is for.
 
     What it does not see: sums that the engine did not clip; noise that was drawn elsewhere and
-    comes in as an argument; what a compiler makes of the program; what happens in a host callback
-    or through a mutable reference. Of a ``while`` loop one step is counted, of a ``cond`` all
-    branches.
+    comes in as an argument; digits that are dropped by arithmetic (rounding to multiples, masking
+    of bits) and not by a dtype; what a compiler makes of the program; what happens in a host
+    callback or through a mutable reference. Whatever is drawn in floating point and added to a
+    clipped sum is taken for its noise: what a sum goes through after a dither of one's own is not
+    held against anything. Of a ``while`` loop one step is counted, of a ``cond`` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls ``filter_clipped_grad``'s.
@@ -123,6 +133,7 @@ def check_precision(fn: Callable[..., Any], *args: Any, policy: Policy) -> Preci
             f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
             "nor a privatizer. Pass the whole training step."
         )
+    check.idle_rules()
     uses = sorted(Use(*key[:3], *found, key[3]) for key, found in check.uses.items())
     notes = _notes(declared, check, any(facts.clipped for facts in outputs))
     return PrecisionReport(declared, tuple(check.violations), tuple(uses), notes)

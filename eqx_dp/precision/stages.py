@@ -5,10 +5,13 @@ differentiation, `scan`, `jit` and `shard_map`. `check_precision` reads them.
 """
 
 import re
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
+from urllib.parse import quote, unquote
 
 import jax
+
+from .policy import ModuleRule
 
 Stage: TypeAlias = Literal[
     "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "noise"
@@ -29,7 +32,7 @@ Stage: TypeAlias = Literal[
 
 _PREFIX = "eqx_dp."
 _MARK = re.compile(r"eqx_dp\.(probe|loss|norm|sum|microbatches|devices|draw|noise)\b")
-_MODULE = re.compile(r"eqx_dp\.compute\.(\w+)")
+_RULE = re.compile(r"eqx_dp\.rule\[([^\]]*)\]")
 
 
 def stage(name: Stage) -> AbstractContextManager[Any]:
@@ -37,9 +40,11 @@ def stage(name: Stage) -> AbstractContextManager[Any]:
     return jax.named_scope(_PREFIX + name)
 
 
-def computing_in(dtype: str) -> AbstractContextManager[Any]:
-    """Marks what a module rule runs in a compute dtype of its own."""
-    return jax.named_scope(f"{_PREFIX}compute.{dtype}")
+def governed_by(rule: ModuleRule | None) -> AbstractContextManager[Any]:
+    """Marks what runs inside a module that a rule gives its compute dtype."""
+    if rule is None:
+        return nullcontext()
+    return jax.named_scope(f"{_PREFIX}rule[{quote(rule.match, safe='*?')}]")
 
 
 def stage_of(scope: str) -> str | None:
@@ -48,10 +53,9 @@ def stage_of(scope: str) -> str | None:
     return marks[-1] if marks else None
 
 
-def module_dtype(scope: str) -> str | None:
-    """The compute dtype that a module rule gives, from a name stack; None where none applies."""
-    marks = _MODULE.findall(scope)
-    return marks[-1] if marks else None
+def rules_at(scope: str) -> list[str]:
+    """The patterns of the module rules around an equation, from its name stack, outermost first."""
+    return [unquote(match) for match in _RULE.findall(scope)]
 
 
 def is_backward(scope: str) -> bool:

@@ -38,10 +38,23 @@ def width_of(dtype: Any) -> Width | None:
     return Width(np.dtype(dtype).name, int(info.nmant), int(info.nexp))
 
 
-def held_in(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
-    """What one of an equation's results is held in, if that is floating point, or was before.
+def is_narrow(aval: Any, declared: Width) -> bool:
+    """Whether a value cannot hold what the declared width can; integers of 32 bits pass for it."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits <= _NARROW_INTEGER
+    width = width_of(dtype)
+    return width is None or width.narrower(declared)
 
-    Floats that become integers of 8 or 16 bits are rounded to as many digits.
+
+_NARROW_INTEGER = 16  # bits
+
+
+def held_in(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
+    """What one of an equation's results is held in, if that is floating point, or may have been.
+
+    Floats, or wider integers in which floats may be held, that become integers of 8 or 16 bits are
+    rounded to as many digits.
     """
     dtype = getattr(variable.aval, "dtype", None)
     name = equation.primitive.name
@@ -51,6 +64,12 @@ def held_in(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
     if name == "convert_element_type" and dtype is not None and jnp.issubdtype(dtype, jnp.integer):
         before: Any = equation.invars[0].aval
         bits = jnp.iinfo(dtype).bits
-        if bits <= 16 and width_of(before.dtype) is not None:
+        if bits <= _NARROW_INTEGER and _holds_more(before.dtype):
             return Width(np.dtype(dtype).name, bits, 0)
     return width_of(dtype)
+
+
+def _holds_more(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits > _NARROW_INTEGER
+    return width_of(dtype) is not None
