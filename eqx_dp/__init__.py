@@ -12,7 +12,14 @@ from .gradients import (
     filter_clipped_grad,
     filter_value_and_clipped_grad,
 )
-from .planning import FlopReport, flop_report
+from .planning import (
+    FlopReport,
+    MemoryPlan,
+    TransformerShape,
+    flop_report,
+    plan_memory,
+    plan_microbatch,
+)
 from .precision import (
     Description,
     LossScale,
@@ -55,6 +62,7 @@ __all__ = [
     "Explanation",
     "FlopReport",
     "LossScale",
+    "MemoryPlan",
     "ModuleRule",
     "NeighboringRelation",
     "PerExample",
@@ -67,6 +75,7 @@ __all__ = [
     "TensorBoard",
     "TrainState",
     "Trainer",
+    "TransformerShape",
     "apply_policy",
     "available_policies",
     "check_precision",
@@ -79,4 +88,6 @@ __all__ = [
     "load_policy",
     "make_step",
     "parse_policy",
+    "plan_memory",
+    "plan_microbatch",
 ]

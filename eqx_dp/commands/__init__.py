@@ -3,13 +3,14 @@
 To add one: write its file, and name it in ``COMMANDS``.
 """
 
-from . import bench_dtypes, bench_policies, show_policies
+from . import bench_dtypes, bench_policies, plan, show_policies
 from .command import Command
 
 COMMANDS: tuple[Command, ...] = (
     show_policies.COMMAND,
     bench_dtypes.COMMAND,
     bench_policies.COMMAND,
+    plan.COMMAND,
 )
 
 __all__ = ["COMMANDS", "Command"]

@@ -2,15 +2,16 @@
 
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..sharding import ShardingRules, inside
-from .calls import Prepared
+from .calls import Configuration, PerExample, Prepared
 from .clipped_grad import ClippedGrad
-from .explain import costs_of, on_shapes, paths_of
+from .explain import costs_of, is_array_or_shape, on_shapes, paths_of
 from .leaves import site_sizes
 from .program import Program
 from .sites import contraction, lookup
@@ -95,6 +96,52 @@ def outline(
         key,
         is_padding_example,
     )
+
+
+def variant(
+    grad_fn: ClippedGrad[Any],
+    *,
+    method: str | None = None,
+    microbatch_size: int | None = None,
+) -> ClippedGrad[PyTree[Any]]:
+    """The same clipped gradient by another method or microbatch; it returns gradients alone.
+
+    Args:
+        grad_fn: what ``filter_clipped_grad`` returned.
+        method: None for its own.
+        microbatch_size: likewise.
+    """
+    parts: Any = vars(grad_fn)
+    configuration: Configuration = parts["_configuration"]
+    changed = configuration._replace(
+        method=configuration.method if method is None else method,
+        microbatch_size=(
+            configuration.microbatch_size if microbatch_size is None else microbatch_size
+        ),
+    )
+    return ClippedGrad(parts["_fun"], parts["_filter_spec"], changed, _gradients_alone)
+
+
+def _gradients_alone(per_example: PerExample, gradients: PyTree[Any]) -> PyTree[Any]:
+    del per_example
+    return gradients
+
+
+def trainable(grad_fn: ClippedGrad[Any], model: PyTree[Any]) -> PyTree[Any]:
+    """Shapes of a model's trainable leaves, None elsewhere.
+
+    Args:
+        grad_fn: what ``filter_clipped_grad`` returned.
+        model: with ``jax.ShapeDtypeStruct`` for arrays, if wanted.
+    """
+    arrays, static = eqx.partition(model, is_array_or_shape)
+    parts: Any = vars(grad_fn)
+
+    def of(arrays: PyTree[Any]) -> PyTree[Any]:
+        trained, _ = eqx.partition(eqx.combine(arrays, static), parts["_filter_spec"])
+        return trained
+
+    return jax.eval_shape(of, arrays)
 
 
 def _outlined(prepared: Prepared, rules: ShardingRules | None) -> Outline:

@@ -6,6 +6,7 @@ from typing import SupportsIndex, TypeVar
 import jax
 from jaxtyping import Array, Bool, PyTree
 
+from ..planning import largest_microbatch, read_compiled
 from ..privacy import whole_number
 from .state import TrainState
 from .step import Step
@@ -35,15 +36,19 @@ def fitted(
     """
     if step.microbatch_size != "auto":
         return step
-    from ..planning import compiled_bytes, largest_microbatch
-
     limit = (
         _device_memory() if memory is None else whole_number("memory", memory, least=1, most=2**60)
     )
 
     def bytes_of(size: int) -> int:
         sized = step.with_microbatch_size(size)
-        return compiled_bytes(sized.lower(state, *batch, is_padding_example=mask).compile())
+        found = read_compiled(sized.lower(state, *batch, is_padding_example=mask).compile())
+        if found is None:
+            raise ValueError(
+                'microbatch_size is "auto", and the compiler of this platform does not say what '
+                "memory a program takes. Give a number."
+            )
+        return found.total
 
     parts = 1 if step.sharding is None else step.sharding.num_shards
     return step.with_microbatch_size(largest_microbatch(bytes_of, limit, len(mask) // parts))

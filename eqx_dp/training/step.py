@@ -149,10 +149,11 @@ class Step(Generic[Model]):
 
     def lower(
         self, state: TrainState[Model], /, *batch: PyTree[Any], is_padding_example: Any
-    ) -> Any:
+    ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes; nothing is computed."""
         with self.mesh():
-            return self._jitted.lower(self._arguments(batch, is_padding_example, state), state)
+            arguments = self._arguments(batch, is_padding_example, state)
+            return self._jitted.lower(arguments, state).lowered
 
     def _arguments(self, batch: tuple[PyTree[Any], ...], mask: Any, state: Any) -> Any:
         if self.microbatch_size == "auto":

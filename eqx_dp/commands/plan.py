@@ -1,0 +1,227 @@
+"""``eqx-dp plan``: what a private step of a small model needs of a device, before it runs."""
+
+import argparse
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+
+from ..gradients import ClippedGrad, filter_clipped_grad
+from ..planning import MemoryPlan, TransformerShape, plan_memory, plan_microbatch
+from ..planning.memory import told
+from ..precision import available_policies, load_policy
+from ..privacy import gaussian_privatizer
+from ..sharding import ShardingRules
+from .command import Command, positive
+from .models import WORKLOADS, Workload
+from .output import Table, check_output, show
+
+_METHODS = ("book_keeping", "ghost", "per_example")
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
+_UNITS = {**_DECIMAL, **_BINARY}
+
+
+def memory(text: str) -> int:
+    """Bytes, as an argument's type: ``32GB``, ``80GiB``, ``500000000``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; allowed: a size such as 32GB (10^9 bytes) or 80GiB (2^30 bytes)"
+        )
+    return size
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = ", ".join(
+        f"{name}: {batch}, {width}" for name, (_, batch, width) in WORKLOADS.items()
+    )
+    parser.add_argument("--model", choices=list(WORKLOADS), default="mlp", help="(default: mlp)")
+    parser.add_argument(
+        "--batch", type=positive, help=f"examples, of all devices (batch and width: {defaults})"
+    )
+    parser.add_argument("--width", type=positive, help="features or channels of a layer")
+    parser.add_argument(
+        "--policy", choices=available_policies(), default="float32", help="(default: float32)"
+    )
+    parser.add_argument("--method", nargs="+", choices=_METHODS, default=_METHODS)
+    parser.add_argument(
+        "--microbatch", type=positive, nargs="+", help="examples at once on a device (default: all)"
+    )
+    parser.add_argument(
+        "--devices", type=positive, default=1, help="that examples are spread over (default: 1)"
+    )
+    parser.add_argument("--memory", type=memory, help="of a device, such as 32GB")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    check_output(arguments)
+    make, batch, width = WORKLOADS[arguments.model]
+    batch, width = arguments.batch or batch, arguments.width or width
+    rules = _rules(arguments.devices)
+    if rules is not None:
+        rules.check_examples(batch)
+    own = batch // arguments.devices
+    sizes = arguments.microbatch or [own]
+    if max(sizes) > own:
+        raise ValueError(
+            f"--microbatch: found {max(sizes)}; allowed: at most {own}, a device's part"
+        )
+    with jax.enable_x64(arguments.policy == "float64"):
+        show(_table(_workload(make, batch, width), arguments, rules, sizes), arguments)
+
+
+def _rules(devices: int) -> ShardingRules | None:
+    """Examples spread over so many devices, sums and optimizer too."""
+    if devices == 1:
+        return None
+    if jax.device_count() < devices:
+        # Virtual ones will do: nothing is run. This is before JAX has started its own, or fails.
+        raise ValueError(
+            f"--devices: found {devices}; allowed: at most {jax.device_count()}, those there are. "
+            f"Virtual ones: JAX_NUM_CPU_DEVICES={devices} eqx-dp plan ..."
+        )
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    return ShardingRules(mesh, accumulators="examples")
+
+
+def _workload(make: Any, batch: int, width: int) -> Workload:
+    """A workload of which model and batch are shapes."""
+    return eqx.filter_eval_shape(lambda: make(batch, width))
+
+
+def _grad_fn(workload: Workload, policy: str, rules: ShardingRules | None) -> ClippedGrad[Any]:
+    return filter_clipped_grad(
+        workload.loss, l2_clip_norm=1.0, policy=load_policy(policy), sharding=rules
+    )
+
+
+def _table(
+    workload: Workload,
+    arguments: argparse.Namespace,
+    rules: ShardingRules | None,
+    sizes: list[int],
+) -> Table:
+    grad_fn = _grad_fn(workload, arguments.policy, rules)
+    model = load_policy(arguments.policy).cast_to_param(workload.model)
+    noise = gaussian_privatizer(
+        stddev=1.0, key=jax.random.key(0), policy=grad_fn.policy, sharding=rules
+    )
+    optimizer = optax.chain(noise, optax.adam(1e-3))
+    shape = _transformer(workload) if arguments.model == "gpt" else None
+    plans = [
+        plan_memory(
+            grad_fn,
+            model,
+            *workload.batch,
+            optimizer=optimizer,
+            device_memory=arguments.memory,
+            method=method,
+            microbatch_size=size,
+            transformer=shape,
+        )
+        for method in arguments.method
+        for size in sizes
+    ]
+    largest = {
+        method: _largest(grad_fn, model, workload, optimizer, method, arguments.memory)
+        for method in (arguments.method if arguments.memory else ())
+    }
+    return _shown(workload.title, arguments, plans, largest)
+
+
+def _largest(
+    grad_fn: ClippedGrad[Any],
+    model: Any,
+    workload: Workload,
+    optimizer: optax.GradientTransformation,
+    method: str,
+    device_memory: int,
+) -> int | str:
+    """The largest microbatch, or why there is none."""
+    try:
+        return plan_microbatch(
+            grad_fn,
+            model,
+            *workload.batch,
+            device_memory=device_memory,
+            optimizer=optimizer,
+            method=method,
+        )
+    except ValueError as error:
+        return str(error)
+
+
+def _transformer(workload: Workload) -> TransformerShape:
+    model: Any = workload.model
+    length, width = model.positions.shape
+    return TransformerShape(model.blocks[0].attention.num_heads, width, length)
+
+
+def _shown(
+    title: str,
+    arguments: argparse.Namespace,
+    plans: list[MemoryPlan],
+    largest: dict[str, int | str],
+) -> Table:
+    heads = (
+        *("method", "microbatch", "parameters", "gradients", "optimizer", "activations"),
+        *("per example", "noise", "other", "by formula", "compiled"),
+        *(("textbook",) if plans[0].textbook else ()),
+        *(("fits",) if arguments.memory else ()),
+    )
+    notes = [
+        "bytes of one device; 'by formula' includes the batch, 'compiled' is what the compiler says"
+    ]
+    if plans[0].textbook:
+        notes.append("textbook: activations are M_model B T^2 / (4 N D^2), B examples at once")
+    for method, size in largest.items():
+        found = f"microbatches of up to {size} fit" if isinstance(size, int) else size
+        notes.append(f"{method}, {told(arguments.memory)}: {found}")
+    data = {
+        "model": title,
+        "policy": arguments.policy,
+        "devices": arguments.devices,
+        "device_memory": arguments.memory,
+        "plans": [plan.to_dict() for plan in plans],
+        "largest_microbatch": {
+            method: size if isinstance(size, int) else None for method, size in largest.items()
+        },
+    }
+    where = f"{title}, {arguments.policy}, {arguments.devices} device"
+    title = where + ("s" if arguments.devices > 1 else "")
+    return Table(title, heads, [_cells(plan) for plan in plans], notes, data, [])
+
+
+def _cells(plan: MemoryPlan) -> tuple[str, ...]:
+    formula = plan.formula
+    parts = (
+        *(formula.parameters, formula.gradients, formula.optimizer, formula.activations),
+        *(formula.per_example, formula.noise, formula.other, formula.total),
+    )
+    return (
+        plan.method,
+        str(plan.microbatch_size),
+        *map(told, parts),
+        "-" if plan.compiled is None else told(plan.compiled.total),
+        *(() if plan.textbook is None else (told(plan.textbook),)),
+        *(
+            ()
+            if plan.device_memory is None
+            else ("yes" if plan.fits(plan.device_memory) else "no",)
+        ),
+    )
+
+
+COMMAND = Command(
+    "plan",
+    "the memory that a private step needs",
+    "Says what a private step (clipped gradient, noise, Adam) of a small model needs of a device, "
+    "by formula and as compiled, for each method and microbatch. Nothing is run.",
+    _add_arguments,
+    _run,
+)

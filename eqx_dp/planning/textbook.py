@@ -1,0 +1,48 @@
+"""What a textbook says of a transformer's memory."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerShape:
+    """What the textbook's formula asks for.
+
+    Args:
+        heads: attention heads of a layer, N.
+        width: entries of a token's vector. The formula's D is that of a head, ``width / heads``.
+        length: tokens of an example, T.
+
+    Raises:
+        ValueError: one of them is no positive number, or heads do not divide the width.
+    """
+
+    heads: int
+    width: int
+    length: int
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "width", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}.")
+        if self.width % self.heads:
+            raise ValueError(
+                f"heads must divide the width: found {self.heads} heads and width {self.width}."
+            )
+
+    def activation_bytes(self, model_bytes: int, num_examples: int) -> float:
+        """M_model B T^2 / (4 N D^2), with D the width of a head.
+
+        From an introduction to data parallelism in JAX ("Parallelizing a 300M GPT model"), which
+        has it from elsewhere. It follows if all that a layer holds are three tables of T x T
+        numbers a head (scores, weights, one more), 3 N T^2, and all its parameters the 12 (ND)^2
+        of attention and network: the quotient is T^2 / (4 N D^2). So D is the width of a head; with
+        the whole width in its place the figure is N^2 times smaller. Nothing is rematerialised, and
+        nothing but attention counts. (For T = 1024, N = 8, D = 128 the quotient is 2; the
+        introduction says 8.)
+
+        Args:
+            model_bytes: of the parameters, in the dtype that activations have.
+            num_examples: B.
+        """
+        width = self.width // self.heads
+        return model_bytes * num_examples * self.length**2 / (4 * self.heads * width**2)
