@@ -1,11 +1,13 @@
 """What README.md says, done."""
 
+import json
 import re
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
@@ -61,3 +63,25 @@ def test_the_sharded_training_step_runs_as_it_stands():
     assert not jnp.allclose(trained.layers[0].weight, model.layers[0].weight)
     assert trained.layers[0].weight.sharding.spec == PartitionSpec("model", None)
     assert adam.mu.layers[0].weight.sharding.spec == PartitionSpec("model", "data")
+
+
+def test_the_trainer_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = jax.random.normal(jax.random.key(3), (200, 4))
+    names = {
+        "dp": dp,
+        "optax": optax,
+        "model": eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0)),
+        "xs": np.asarray(x),
+        "ys": np.tanh(x[:, :2]),
+        "plan": dp.PrivacyPlan(sampling_prob=0.1, steps=3, noise_multiplier=1.0, delta=1e-5),
+        "loss": lambda model, x, y: jnp.sum((model(x) - y) ** 2),
+        "policy": dp.load_policy("mixed_bfloat16"),
+        "seed": 5,
+        "evaluate": lambda model: {"bias": jnp.sum(model.layers[0].bias)},
+    }
+    exec(block_after("readme: trainer"), names)
+    assert names["state"].step == 3
+    run = tmp_path / "run"
+    assert json.loads((run / "privacy.json").read_text())["steps_done"] == 3
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
