@@ -12,12 +12,14 @@ A directory holds
 
 A checkpoint is written beside (`00000200.partial`), renamed, and counts from the moment at which
 `latest` is turned to it: one atomic operation for arrays and statement together. Whatever a killed
-process leaves behind is either older, or not yet `latest` and removed at the next start.
+process leaves behind is either older, or not yet `latest` and removed, with a warning, at the next
+start. (`metrics.jsonl` and `hosts/` are there as well; a run does not need them to be resumed.)
 
 No secret is in it. Of the noise's state the key is left out; it follows from the seed, which the
 program that resumes a run has to give again, and which is recognised by a fingerprint.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -85,7 +87,10 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._orbax = extra("orbax.checkpoint")
-        self._checkpointer = self._orbax.AsyncCheckpointer(self._orbax.StandardCheckpointHandler())
+        self._checkpointer = self._new_checkpointer()
+
+    def _new_checkpointer(self) -> Any:
+        return self._orbax.AsyncCheckpointer(self._orbax.StandardCheckpointHandler())
 
     # Reading.
 
@@ -126,15 +131,14 @@ class Checkpoints:
     def _choose(self, arrays: dict[str, Array]) -> int:
         """Which checkpoint is to be used, after tidying up; `_NOTHING` if there is none."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self.directory.glob("*.partial"):
-            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+        self._remove_unfinished()
         steps = self._saved_steps()
         for position, number in enumerate(steps):
             problem = _problem(self._path(number))
             if problem is None:
                 self._check_same_run(number, arrays)
-                self._drop_newer(number, steps[:position])
                 self._point_to(number)
+                self._set_aside(steps[:position])
                 return number
             used = f"step {steps[position + 1]}" if position + 1 < len(steps) else "none"
             warnings.warn(
@@ -151,15 +155,35 @@ class Checkpoints:
             )
         return _NOTHING
 
-    def _saved_steps(self) -> list[int]:
-        """Checkpoints that count, newest first: up to the latest, or all if that is not known."""
-        found = [int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()]
-        latest = self.directory / _LATEST
-        newest = int(os.readlink(latest)) if latest.is_symlink() else max(found, default=0)
-        for number in found:
-            if number > newest:  # renamed, and killed before it counted
+    def _remove_unfinished(self) -> None:
+        """Removes what a process left that was killed while it wrote."""
+        for leftover in self.directory.glob("*.partial"):
+            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+            if leftover.stem.isdecimal():
+                self._warn_unfinished(int(leftover.stem))
+        latest = self.latest()
+        for number in self._numbers():
+            if latest is not None and number > latest:  # renamed, and killed before it counted
                 shutil.rmtree(self._path(number))
-        return sorted((number for number in found if number <= newest), reverse=True)
+                self._warn_unfinished(number)
+
+    def _warn_unfinished(self, number: int) -> None:
+        latest = self.latest()
+        before = "there is none" if latest is None else f"that of step {latest}"
+        warnings.warn(
+            f"The checkpoint of step {number} in {self.directory} is removed: the process ended "
+            f"while it was written. The one before it is used: {before}.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+    def _numbers(self) -> set[int]:
+        return {int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()}
+
+    def _saved_steps(self) -> list[int]:
+        """Checkpoints, newest first; the latest is among them, even if it has gone."""
+        latest = self.latest()
+        return sorted(self._numbers() | (set() if latest is None else {latest}), reverse=True)
 
     def _check_same_run(self, number: int, arrays: dict[str, Array]) -> None:
         saved = json.loads((self._path(number) / _RUN).read_text())
@@ -172,35 +196,41 @@ class Checkpoints:
                 f"{lines}\nResume with what the run was started with, or name another directory."
             )
 
-    def _drop_newer(self, number: int, damaged: list[int]) -> None:
+    def _set_aside(self, damaged: list[int]) -> None:
         for step in damaged:
             aside = self._path(step).with_suffix(".damaged")
             shutil.rmtree(aside, ignore_errors=True)
-            self._path(step).rename(aside)
+            if self._path(step).exists():
+                self._path(step).rename(aside)
 
     # Writing.
 
-    def save(self, state: TrainState[Any], number: int) -> None:
+    def save(self, state: TrainState[Any], number: int) -> bool:
         """Starts to save a state; returns when the state may be used up by the next step.
 
         Waits for the save before, and warns if that failed: the run goes on, and its last good
         checkpoint stays.
+
+        Returns:
+            Whether it could be started.
         """
         self.wait()
         partial = self._path(number).with_suffix(".partial")
+        error = _emptied(partial) if is_first_host() else None
+        if broadcast(int(error is not None)):  # else the other hosts would wait for the first
+            self._warn_not_saved(number, error or OSError("host 0 cannot write"))
+            return False
         try:
-            if is_first_host():
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
             arrays = named_arrays(state)
             self._checkpointer.save(
                 partial / _STATE, args=self._orbax.args.StandardSave(arrays), force=True
             )
         except Exception as error:
             self._warn_not_saved(number, error)
-            return
+            return False
         record = record_of(self._step, arrays, self._salt) if is_first_host() else {}
         self._pending = (number, self._writer.submit(self._commit, partial, number, record))
+        return True
 
     def wait(self) -> bool:
         """Waits for the save that is going on; whether there was none, or it succeeded."""
@@ -249,6 +279,10 @@ class Checkpoints:
             CheckpointWarning,
             stacklevel=2,
         )
+        # Orbax keeps errors of writes in the background, and would raise them again at every save.
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
+        self._checkpointer = self._new_checkpointer()
         if is_first_host():
             shutil.rmtree(self._path(number).with_suffix(".partial"), ignore_errors=True)
 
@@ -337,6 +371,16 @@ def _digests(path: Path) -> dict[str, str]:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _emptied(folder: Path) -> OSError | None:
+    """Makes a new folder; what went wrong, if anything did."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return error
+    return None
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ class Batches:
         for (name, source), example in zip(self._sources, self._example, strict=True):
             found = _read(name, source, drawn, example) if len(drawn) else None
             part = _padded(found, example, len(drawn), len(indices))
-            parts += part if isinstance(part, tuple) else (part,)
+            parts += part if _is_plain_tuple(part) else (part,)
         return Batch(tuple(parts), is_padding_example)
 
     def from_step(self, start: int, stop: int) -> Generator[Batch]:
@@ -87,10 +87,9 @@ class Batches:
 
 
 def _checked_sources(data: Any, sampler: PoissonSampler) -> list[tuple[str, Source]]:
-    is_several = isinstance(data, tuple) and not hasattr(cast(Any, data), "_fields")
     sources: list[tuple[str, Any]] = [("data", data)]
-    if is_several:
-        sources = [(f"data[{i}]", part) for i, part in enumerate(cast(Any, data))]
+    if _is_plain_tuple(data):
+        sources = [(f"data[{i}]", part) for i, part in enumerate(data)]
     if not sources:
         raise ValueError("data is an empty tuple; it must hold a source an argument of the loss.")
     for name, source in sources:
@@ -105,6 +104,11 @@ def _checked_sources(data: Any, sampler: PoissonSampler) -> list[tuple[str, Sour
                 f"{sampler.num_examples}: sampling and noise would be those of another data set."
             )
     return sources
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    """Whether it stands for several arguments of the loss; a named tuple is one, with fields."""
+    return isinstance(value, tuple) and not hasattr(value, "_fields")
 
 
 def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) -> Any:

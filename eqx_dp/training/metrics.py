@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,23 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self._writer = (
-            extra("tensorboardX", name="tensorboard").SummaryWriter(str(folder))
-            if is_first_host()
-            else None
-        )
+        self._writer: Any = None
+        if is_first_host():
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            # Not a SummaryWriter: it writes in a thread, and loses what a process writes last.
+            writers = extra("tensorboardX.event_file_writer", name="tensorboard")
+            self._writer = writers.EventsWriter(str(Path(folder) / "events"))
 
     def __call__(self, event: Event[Any]) -> None:
         """Writes an event's figures."""
         if self._writer is None or not event.metrics:
             return
         epsilon = {} if event.epsilon is None else {"epsilon": event.epsilon}
+        events = extra("tensorboardX.proto.event_pb2", name="tensorboard")
+        summaries = extra("tensorboardX.summary", name="tensorboard")
         for name, value in (*event.metrics.items(), *epsilon.items()):
-            self._writer.add_scalar(name, value, event.step)
+            summary = summaries.scalar(name, value)
+            self._writer.write_event(
+                events.Event(step=event.step, wall_time=time.time(), summary=summary)
+            )
         self._writer.flush()

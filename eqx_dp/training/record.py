@@ -92,7 +92,8 @@ def privacy_statement(step: Step[Any], steps_done: int) -> dict[str, Any]:
     relation = plan.neighboring_relation.name
     covers = (
         f"The models of steps 1 to {steps_done}, seen together, are (epsilon, delta)-"
-        f"differentially private for data sets that are neighbors by {relation}, if seed and batches stay secret."
+        f"differentially private for data sets that are neighbors by {relation}, if seed and "
+        "batches stay secret."
         if math.isfinite(epsilon) and steps_done
         else "No step has been taken: nothing was released."
         if not steps_done

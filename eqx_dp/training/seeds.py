@@ -1,5 +1,6 @@
 """A run has one seed, and everything random in it a stream of its own that follows from it."""
 
+import functools
 import hashlib
 from typing import Literal
 
@@ -19,6 +20,7 @@ def key_of(seed: int, stream: Literal["noise", "loss"]) -> PRNGKeyArray:
     return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="threefry2x32")
 
 
+@functools.lru_cache(maxsize=16)
 def fingerprint(seed: int, salt: bytes) -> str:
     """Tells whether two runs have the same seed, and does not tell the seed.
 

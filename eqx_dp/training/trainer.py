@@ -14,7 +14,7 @@ from .checkpoint import Checkpoints
 from .data import Batches
 from .events import Callback, Event, checked_metrics
 from .fitting import fitted
-from .hosts import any_host_asked_to_stop
+from .hosts import HostWatch, any_host_asked_to_stop, hears_sigterm
 from .metrics import JsonLines
 from .progress import ProgressBar
 from .state import TrainState
@@ -42,10 +42,11 @@ class Trainer(Generic[Model]):
     | event | what happens |
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
-    | SIGTERM | the step is finished, saved, and the process exits with status 0 |
+    | SIGTERM, to any host | the step is finished, saved, and all hosts exit with status 0 |
     | a checkpoint cannot be written | a `CheckpointWarning`; the run goes on |
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
     | another plan, policy, clip norm, data set, seed, model | refused; differences are named |
+    | one of several hosts is lost | the others say so, and end with a status other than 0 |
     | a data source fails | `DataError`, which names the source and the example |
 
     Args:
@@ -120,24 +121,34 @@ class Trainer(Generic[Model]):
         stop = (
             plan.steps if steps is None else whole_number("steps", steps, least=0, most=plan.steps)
         )
-        with self._step.mesh():
+        is_kept = self._directory is not None
+        with (
+            StopSignal(heard=is_kept and hears_sigterm()) as signal,
+            self._step.mesh(),
+            HostWatch(self._directory) as watch,
+        ):
             state = self._step.init(model)
             if self._directory is None:
-                return self._loop(state, stop, None)
-            checkpoints = Checkpoints(self._directory, self._step, self._keep)
-            try:
-                return self._loop(checkpoints.restore(state), stop, checkpoints)
-            finally:
-                checkpoints.close()
+                return self._loop(state, stop, None, signal, watch)
+            with closing(Checkpoints(self._directory, self._step, self._keep)) as checkpoints:
+                state = self._loop(checkpoints.restore(state), stop, checkpoints, signal, watch)
+                is_saved = checkpoints.wait()
+                if signal.asked:  # after the last step
+                    raise SystemExit(0 if is_saved else 1)
+                return state
 
     def _loop(
-        self, state: TrainState[Model], stop: int, checkpoints: Checkpoints | None
+        self,
+        state: TrainState[Model],
+        stop: int,
+        checkpoints: Checkpoints | None,
+        signal: StopSignal,
+        watch: HostWatch,
     ) -> TrainState[Model]:
         start, began = int(state.step), time.monotonic()
         listeners = self._listeners(start)
         step = self._step
         with (
-            StopSignal(heard=checkpoints is not None) as signal,
             ProgressBar(start, stop, self._progress) as bar,
             closing(self._batches.from_step(start, stop)) as batches,
         ):
@@ -148,15 +159,16 @@ class Trainer(Generic[Model]):
                 # No more than one step is ever under way, so that memory stays flat.
                 jax.block_until_ready(state.step)
                 state = step(state, *examples, is_padding_example=mask)
+                watch.stepped(done)
                 event = self._event(state, done, stop, time.monotonic() - began)
                 bar.update(event)
                 ends = [listener(event) is True for listener in listeners]
                 is_asked = any_host_asked_to_stop(signal.asked, done)
                 is_over = is_asked or any(ends) or done == stop
                 if checkpoints is not None and (is_over or done % self._save_every == 0):
-                    checkpoints.save(state, done)
-                if is_asked and checkpoints is not None:
-                    raise SystemExit(0 if checkpoints.wait() else 1)
+                    is_saved = checkpoints.save(state, done)
+                    if is_asked:
+                        raise SystemExit(0 if checkpoints.wait() and is_saved else 1)
                 if is_over:
                     break
         return state

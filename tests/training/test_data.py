@@ -1,0 +1,220 @@
+"""Sources of all kinds give their batches a step ahead, and those at fault are named."""
+
+import re
+import threading
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from eqx_dp.privacy import PoissonSampler
+from eqx_dp.training.data import Batches
+from tests.training import runs
+from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS
+
+
+def sampler(sampling_prob=0.25, num_examples=NUM_EXAMPLES):
+    return PoissonSampler(num_examples, sampling_prob, SEED, pad_to=8)
+
+
+class Source:
+    """Gives what a function says for an array of positions; notes what it was asked for."""
+
+    def __init__(self, read, length=NUM_EXAMPLES):
+        self.read, self.length, self.asked = read, length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, indices):
+        self.asked.append(np.array(indices))
+        return self.read(indices)
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+def expected(values, step=0, **options):
+    """Rows at the places of a batch, zeros where there are none."""
+    indices, mask = sampler(**options).batch(step)
+    rows = np.zeros((len(indices), *values.shape[1:]), values.dtype)
+    for place, index in enumerate(indices):
+        if not mask[place]:
+            rows[place] = values[index]
+    return rows
+
+
+def memory_mapped(tmp_path):
+    stored = np.memmap(tmp_path / "x", np.float32, "w+", shape=XS.shape)
+    stored[:] = XS
+    return np.memmap(tmp_path / "x", np.float32, "r", shape=XS.shape)
+
+
+SOURCES = {
+    "numpy": (lambda _: XS, (XS,)),
+    "memory-mapped": (memory_mapped, (XS,)),
+    "tuple": (lambda _: (XS, YS), (XS, YS)),
+    "dict": (lambda _: Source(lambda i: {"x": XS[i], "y": YS[i]}), ({"x": XS, "y": YS},)),
+    "columns": (lambda _: Source(lambda i: {"y": YS[i].tolist()}), ({"y": YS.astype(float)},)),
+    "arguments": (lambda _: Source(lambda i: (XS[i], YS[i])), (XS, YS)),
+    "pair": (lambda _: Source(lambda i: Pair(XS[i], YS[i])), (Pair(XS, YS),)),
+    "jax": (lambda _: Source(lambda i: jax.numpy.asarray(XS)[i]), (XS,)),
+    "mixed": (lambda _: (XS, Source(lambda i: {"y": YS[i]})), (XS, {"y": YS})),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources(name, tmp_path):
+    make, values = SOURCES[name]
+    batches = Batches(make(tmp_path), sampler())
+    for step in range(2):
+        batch = batches.of(step)
+        wanted = jax.tree.map(lambda value, step=step: expected(value, step), values)
+        assert jax.tree.structure(batch.examples) == jax.tree.structure(wanted)
+        for found, rows in zip(
+            jax.tree.leaves(batch.examples), jax.tree.leaves(wanted), strict=True
+        ):
+            assert found.dtype == rows.dtype
+            np.testing.assert_array_equal(found, rows)
+        np.testing.assert_array_equal(batch.is_padding_example, sampler().batch(step)[1])
+
+
+def test_nothing_is_read_for_padding():
+    source = Source(lambda i: XS[i] + 1)
+    batches = Batches(source, sampler())
+    source.asked.clear()
+    batch = batches.of(0)
+    indices, mask = sampler().batch(0)
+    assert mask.any()
+    (asked,) = source.asked
+    np.testing.assert_array_equal(asked, indices[~mask])
+    assert np.all(batch.examples[0][mask] == 0)
+    assert np.all(batch.examples[0][~mask] != 0)
+
+
+def test_an_empty_draw_reads_nothing():
+    rare = sampler(sampling_prob=1e-9)
+    source = Source(lambda i: {"x": XS[i], "label": np.arange(NUM_EXAMPLES)[i]})
+    batches = Batches(source, rare)
+    source.asked.clear()
+    batch = batches.of(0)
+    assert source.asked == []
+    assert batch.is_padding_example.all()
+    assert batch.examples[0]["x"].shape == (rare.capacity, 4)
+    assert batch.examples[0]["label"].dtype == np.arange(1).dtype
+    assert not batch.examples[0]["x"].any()
+
+
+def test_a_host_reads_only_what_it_owns():
+    mine = PoissonSampler(NUM_EXAMPLES, 0.5, SEED, hosts=2, host=1)
+    source = Source(lambda i: XS[i])
+    batches = Batches(source, mine)
+    for step in range(5):
+        batches.of(step)
+    assert set(np.concatenate(source.asked).tolist()) <= set(mine.owned)
+
+
+def test_the_next_batch_is_read_while_a_step_runs():
+    """The step of batch t returns only once batch t + 1 has been read."""
+    reads = [threading.Event() for _ in range(4)]
+    count = iter(range(-1, 100))  # the first read is of an example, to see what it looks like
+
+    def read(indices):
+        number = next(count)
+        if number >= 0:
+            reads[number].set()
+        return XS[indices]
+
+    batches = Batches(Source(read), sampler())
+    for step, _ in enumerate(batches.from_step(0, 4)):
+        if step < 3:
+            assert reads[step + 1].wait(timeout=60)
+    assert next(count) == 4  # and no further
+
+
+def test_a_run_overlaps_reading_with_its_steps(tmp_path):
+    """After step t batch t + 1 has been asked for, and the run does not wait for it."""
+    begun, release = threading.Event(), threading.Event()
+    count = iter(range(-1, 100))
+
+    def read(indices):
+        if next(count) == 1:
+            begun.set()
+            assert release.wait(timeout=60)
+        return XS[indices], YS[indices]
+
+    def after_a_step(event):
+        if event.step == 1:
+            assert begun.wait(timeout=60)
+            release.set()
+
+    step = runs.make(runs.plan_of(3))
+    dp.Trainer(step, Source(read), progress=False, callbacks=[after_a_step]).run(runs.small_model())
+    assert release.is_set()
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (lambda x, i: 1 / 0, "raised ZeroDivisionError"),
+        (lambda x, i: x[:, :3], "of shape (3,) and dtype float32, and of shape (4,)"),
+        (lambda x, i: x.astype(np.float64), "dtype float64, and of shape (4,) and dtype float32"),
+        (lambda x, i: x[:0], "gave an array of shape (0, 4) for 1 examples"),
+        (lambda x, i: x.astype(str), "which is no number"),
+        (lambda x, i: x.astype(object), "dtype object, which is no number"),
+        (lambda x, i: [list(range(n)) for n in range(len(i) + 1)], "raised ValueError"),
+        (lambda x, i: {"x": x}, "gave PyTreeDef({'x': *}), and PyTreeDef(*) before"),
+        (lambda x, i: (), "gave no arrays"),
+        (lambda x, i: 1.0, "gave an array of shape () for 1 examples"),
+    ],
+)
+def test_an_example_at_fault_is_named(bad, said):
+    indices, mask = sampler().batch(1)
+    culprit = int(indices[~mask][3])
+    good = Source(lambda i: XS[i])
+    source = Source(lambda i: bad(XS[i], i) if culprit in i else XS[i])
+    batches = Batches((good, source), sampler())
+    with pytest.raises(dp.DataError) as caught:
+        batches.of(1)
+    assert f"data[1]: index {culprit}: the source" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_fault_of_a_batch_as_a_whole_is_told_with_all_of_it():
+    source = Source(lambda i: XS[i] if len(i) == 1 else XS[i][:-1])
+    indices, mask = sampler().batch(0)
+    with pytest.raises(dp.DataError, match=re.escape(str(indices[~mask].tolist()))):
+        Batches(source, sampler()).of(0)
+
+
+def test_the_first_example_is_looked_at():
+    with pytest.raises(dp.DataError, match="index 0: the source raised KeyError"):
+        Batches(Source(lambda i: {}["x"]), sampler())
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (list(range(NUM_EXAMPLES)), "data is a list: a source has a length"),
+        ({0: 1}, "data is a dict"),
+        ("a file", "data is a str"),
+        (iter([1]), "data is a list_iterator"),
+        ((XS, [1]), "data[1] is a list"),
+        ((), "data is an empty tuple"),
+        (XS[:-1], "data holds 63 examples, and the step was made with num_examples=64"),
+        ((XS, YS[:10]), "data[1] holds 10 examples"),
+    ],
+)
+def test_what_is_no_source(data, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        dp.Trainer(runs.make(), data)
+
+
+def test_a_pair_of_columns_is_no_source():
+    """A named tuple is one source, of as many examples as it has fields: refused by its length."""
+    with pytest.raises(ValueError, match="data holds 2 examples"):
+        dp.Trainer(runs.make(), Pair(XS, YS))

@@ -1,0 +1,138 @@
+"""Two hosts train together, stop together, and go on together."""
+
+import multiprocessing
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from eqx_dp.training import checkpoint
+from tests.training import host as one_host
+from tests.training.host import PLAN, STEPS
+from tests.training.runs import assert_agrees
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Hosts:
+    """Two processes of `tests.training.host`, and what they print."""
+
+    def __init__(self, directory, cache, pause=0.1):
+        port = free_port()
+        self.directory = directory
+        self.outputs = [directory.parent / f"host{host}.txt" for host in range(2)]
+        self.processes = []
+        for host, output in enumerate(self.outputs):
+            arguments = [str(x) for x in (host, port, directory, cache, pause)]
+            with output.open("w") as stream:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.training.host", *arguments],
+                        stdout=stream,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def until_step(self, number):
+        """Waits until both have taken it."""
+        end = time.monotonic() + 120
+        while not all(f"step {number}\n" in output.read_text() for output in self.outputs):
+            assert all(process.poll() is None for process in self.processes), self.said()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.02)
+
+    def statuses(self):
+        try:
+            return [process.wait(120) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def said(self):
+        return "\n".join(output.read_text()[-3000:] for output in self.outputs)
+
+
+def params(directory, cache):
+    """What a run ends with that nothing disturbs (any more); forked, for speed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training.fire", "tests.training.host"])
+    port = free_port()
+    outputs = [directory.parent / f"host{host}.txt" for host in range(2)]
+    processes = [
+        context.Process(
+            target=one_host.forked,
+            args=(output, host, port, str(directory), str(cache), 0),
+        )
+        for host, output in enumerate(outputs)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    said = "\n".join(output.read_text()[-3000:] for output in outputs)
+    assert [process.exitcode for process in processes] == [0, 0], said
+    assert assert_agrees(directory, PLAN) == STEPS
+    return list(np.load(directory.parent / "params.npz").values())
+
+
+def assert_both_stop_when_asked(directory, cache):
+    """SIGTERM to one: both save the same step."""
+    hosts = Hosts(directory, cache)
+    hosts.until_step(3)
+    hosts.processes[1].terminate()
+    assert hosts.statuses() == [0, 0], hosts.said()
+    saved = assert_agrees(directory, PLAN)
+    assert 3 <= saved < STEPS
+    for output in hosts.outputs:
+        assert re.findall(r"step (\d+)\n", output.read_text())[-1] == str(saved)
+
+
+def assert_one_stops_without_the_other(directory, cache, victim, step):
+    """Host `victim` is killed after a step of the run."""
+    hosts = Hosts(directory, cache)
+    hosts.until_step(step)
+    hosts.processes[victim].kill()
+    killed = time.monotonic()
+    statuses = hosts.statuses()
+    assert time.monotonic() - killed < 60
+    assert statuses[victim] == -signal.SIGKILL
+    assert statuses[1 - victim] != 0
+    output = hosts.outputs[1 - victim].read_text()
+    message = re.search(
+        rf"eqx_dp: Host {victim} of 2 ended without a word after step (\d+)\. "
+        rf"Host {1 - victim} has taken (\d+) steps and stops.* "
+        r"The last checkpoint is that of step (\d+) in (\S+)\. "
+        r"Start the program again on all hosts",
+        output,
+    )
+    assert message, output[-3000:]
+    assert int(message[1]) >= step
+    assert int(message[2]) >= step
+    assert int(message[3]) == assert_agrees(directory, PLAN) >= 3
+    assert message[4] == str(directory)
+    assert checkpoint._problem(directory / "latest") is None
+
+
+def test_two_hosts_stop_and_go_on_together(tmp_path):
+    """One run, stopped once and killed twice, ends with the parameters of an undisturbed one.
+
+    Host 0 runs JAX's coordinator, so that its loss is another story than that of host 1.
+    """
+    for folder in ("cache", "whole", "disturbed"):
+        (tmp_path / folder).mkdir()
+    cache, directory = tmp_path / "cache", tmp_path / "disturbed" / "run"
+    whole = params(tmp_path / "whole" / "run", cache)
+    assert_both_stop_when_asked(directory, cache)
+    assert_one_stops_without_the_other(directory, cache, victim=0, step=12)
+    assert_one_stops_without_the_other(directory, cache, victim=1, step=18)
+    for a, b in zip(params(directory, cache), whole, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,257 @@
+"""A step does what the loop of the README does, bit for bit, and is compiled once."""
+
+import contextlib
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_dp as dp
+from tests.training import runs
+from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS, assert_same, leaves, make, small_model
+
+
+def run(step, model, steps=3, xs=XS, ys=YS):
+    state, sampler = step.init(model), step.sampler()
+    for t in range(steps):
+        indices, mask = sampler.batch(t)
+        batch = step.place((xs[indices], ys[indices], mask))
+        state = step(state, *batch[:-1], is_padding_example=batch[-1])
+    return state
+
+
+def key_of(stream):
+    words = np.random.SeedSequence(SEED, spawn_key=(stream, 0, 0)).generate_state(2)
+    return jax.random.wrap_key_data(jnp.asarray(words))
+
+
+@contextlib.contextmanager
+def counted_compilations():
+    """How long each compilation within took."""
+    durations = []
+
+    def note(name, seconds, **rest):
+        if name == "/jax/core/compile/backend_compile_duration":
+            durations.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield durations
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_a_step_is_the_loop_written_out():
+    plan, model, steps = runs.plan_of(), small_model(), 4
+    adam = optax.adamw(1e-2)
+    grad_fn = dp.filter_clipped_grad(
+        runs.loss, l2_clip_norm=1.0, normalize_by=plan.sampling_prob * NUM_EXAMPLES
+    )
+    optimizer = optax.chain(plan.privatizer(grad_fn, key=key_of(1)), adam)
+    sampler = plan.sampler(NUM_EXAMPLES, SEED)
+
+    @eqx.filter_jit
+    def by_hand(model, opt_state, x, y, mask):
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state
+
+    expected, opt_state = model, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    for t in range(steps):
+        indices, mask = sampler.batch(t)
+        expected, opt_state = by_hand(expected, opt_state, XS[indices], YS[indices], mask)
+
+    state = run(make(plan, adam), model, steps)
+    assert int(state.step) == steps
+    assert state.disclosed == {}
+    assert_same(state.model, expected)
+    assert_same(state.opt_state, opt_state)
+    assert not np.array_equal(leaves(state.model)[0], leaves(model)[0])
+
+
+def test_a_step_uses_up_its_state_and_not_the_caller_s_model():
+    model, step = small_model(), make()
+    before, state = leaves(model), step.init(model)
+    batch = (XS[:4], YS[:4], np.zeros(4, bool))
+    after = step(state, *batch[:2], is_padding_example=batch[2])
+    donated = jax.tree.leaves(eqx.filter((state.model, state.opt_state), eqx.is_array))
+    assert all(leaf.is_deleted() for leaf in donated)
+    for old, new in zip(before, leaves(model), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(eqx.filter(after, eqx.is_array)))
+
+
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+def test_a_step_is_traced_and_compiled_once(kind):
+    traces = 0
+
+    def counting(model, x, y):
+        nonlocal traces
+        traces += 1
+        return runs.loss(model, x, y)
+
+    rules = None if kind is None else runs.rules_of(kind)
+    # Sums over rows and columns are what the compiler would put elsewhere, if it was left to it.
+    optimizer = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.adamw(1e-2)
+    )
+    step = make(loss=counting, optimizer=optimizer, sharding=rules, disclose=("loss",))
+    state, sampler = step.init(small_model()), step.sampler()
+    where = [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
+    seen = []
+    for t in range(6):
+        indices, mask = sampler.batch(t)
+        x, y, mask = step.place((XS[indices], YS[indices], mask))
+        with counted_compilations() as compiled:
+            state = step(state, x, y, is_padding_example=mask)
+        seen.append((traces, len(compiled)))
+    assert seen[0][1] == 1
+    assert seen[1:] == [(seen[0][0], 0)] * 5
+    assert where == [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
+    if rules is not None:
+        assert "model" in state.model.weight.sharding.spec
+        moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim == 2]
+        assert any("data" in str(x.sharding.spec) for x in moments)
+        np.testing.assert_allclose(
+            leaves(state.model)[0],
+            leaves(run(make(optimizer=optimizer), small_model(), 6).model)[0],
+            rtol=1e-4,
+            atol=1e-6,
+        )
+
+
+def test_narrow_parameters_have_a_wide_optimizer():
+    policy = dp.load_policy("bfloat16")
+    state = run(make(policy=policy), small_model())
+    params = jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array))
+    assert {x.dtype for x in params} == {jnp.dtype("bfloat16")}
+    moments = jax.tree.leaves(eqx.filter(state.opt_state, eqx.is_inexact_array))
+    assert moments
+    assert {x.dtype for x in moments} == {jnp.dtype("float32")}
+
+
+def test_updates_are_rounded_once():
+    """An update of half a unit in the last place of bfloat16 is not lost by being rounded first."""
+    policy = dp.load_policy("bfloat16")
+    update = 2.0**-8 * (1 + 2.0**-9)  # rounded to bfloat16 it is a tie, and ties go to even: 1
+    model = jax.tree.map(
+        lambda x: jnp.ones_like(x) if eqx.is_inexact_array(x) else x, small_model()
+    )
+    constant = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g * 0 + update, grads))
+    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
+    state = run(make(plan, constant, policy=policy), model, 1)
+    for leaf in leaves(state.model):
+        np.testing.assert_array_equal(leaf.astype(np.float32), 1 + 2.0**-7)
+
+
+def test_a_loss_gets_a_key_an_example_and_step():
+    """Its keys are those of `grad_fn` for (seed, t): one root a step, split over examples."""
+    plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), eqx.nn.Linear(1, 1, key=jax.random.key(0))
+
+    def keyed(model, x, key):
+        return model.weight[0, 0] * jax.random.normal(key) + 0 * x[0]
+
+    options = {"loss": keyed, "optimizer": optax.sgd(1.0), "l2_clip_norm": np.inf}
+    step = make(plan, **options)
+    sampler, seen = step.sampler(), []
+    state = step.init(model)
+    for t in range(2):
+        indices, mask = sampler.batch(0)  # the same examples: only the keys differ
+        before = float(state.model.weight[0, 0])
+        state = step(state, np.ones((len(indices), 1), np.float32), is_padding_example=mask)
+        seen.append(before - float(state.model.weight[0, 0]))
+        keys = jax.random.split(jax.random.fold_in(key_of(2), t), len(indices))
+        drawn = np.asarray(jax.vmap(jax.random.normal)(keys))[~mask]
+        assert len(set(drawn.tolist())) == len(drawn)
+        np.testing.assert_allclose(seen[-1], drawn.sum() / (0.25 * NUM_EXAMPLES), rtol=1e-4)
+    assert seen[0] != seen[1]
+
+
+def test_frozen_leaves_stay_as_they_are():
+    model = small_model()
+    spec = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda m: m.weight, spec, True)
+    state = run(make(filter_spec=spec, optimizer=optax.adamw(1e-2)), model)
+    np.testing.assert_array_equal(model.bias, state.model.bias)
+    assert not np.array_equal(model.weight, state.model.weight)
+
+
+def test_a_batch_discloses_what_is_asked_for():
+    model, names = small_model(), ("loss", "grad_norm", "num_examples")
+    step = make(disclose=names)
+    indices, mask = step.sampler().batch(0)
+    drawn = indices[~mask]
+    residual = XS[drawn] @ np.asarray(model.weight).T + model.bias - YS[drawn, None]
+    losses = (residual**2).sum(1)
+    norms = 2 * np.sqrt(losses * (1 + (XS[drawn] ** 2).sum(1)))  # of 2 r (x, 1)
+    found = run(step, model, 1).disclosed
+    assert set(found) == set(names)
+    np.testing.assert_allclose(found["loss"], np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(found["grad_norm"], np.mean(norms), rtol=1e-4)
+    assert float(found["num_examples"]) == len(drawn)
+    assert_same(run(step, model).model, run(make(), model).model)
+
+    nothing = step(step.init(model), XS[:4], YS[:4], is_padding_example=np.ones(4, bool))
+    assert all(float(value) == 0 for value in nothing.disclosed.values())
+
+
+def test_without_noise_and_bound_it_is_ordinary_training():
+    plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), small_model()
+    state = run(make(plan, optax.sgd(0.01), l2_clip_norm=np.inf), model)
+
+    weight, bias = (np.asarray(leaf, np.float64) for leaf in (model.weight, model.bias))
+    for t in range(3):
+        indices, mask = plan.sampler(NUM_EXAMPLES, SEED).batch(t)
+        x, y = XS[indices[~mask]], YS[indices[~mask]]
+        slope = 2 * (x @ weight.T + bias - y[:, None]) / (0.25 * NUM_EXAMPLES)
+        weight, bias = weight - 0.01 * slope.T @ x, bias - 0.01 * slope.sum(0)
+    np.testing.assert_allclose(state.model.weight, weight, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.model.bias, bias, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_examples": 0}, "num_examples must be at least 1"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": 2**128}, "seed must be"),
+        ({"disclose": "loss"}, "disclose must be a tuple"),
+        ({"disclose": ("loss", "loss")}, "disclose must be a tuple"),
+        ({"disclose": ("accuracy",)}, "'loss', 'grad_norm', 'num_examples'; found ('accuracy',)"),
+    ],
+)
+def test_what_a_step_refuses(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options)
+
+
+def test_a_paired_model_needs_the_policy_in_the_step():
+    policy = dp.load_policy("mixed_bfloat16")
+    model = dp.apply_policy(small_model(), policy)
+    with pytest.raises(ValueError, match="Give the policy to make_step as well"):
+        make().init(model)
+    with pytest.raises(ValueError, match="float32"):
+        make(policy=dp.load_policy("float32")).init(model)
+    make(policy=policy).init(model)
+
+
+def test_an_open_microbatch_size_is_for_a_trainer():
+    step = make(microbatch_size="auto")
+    state = step.init(small_model())
+    with pytest.raises(ValueError, match="with_microbatch_size"):
+        step(state, XS[:4], YS[:4], is_padding_example=np.zeros(4, bool))
+    settled = step.with_microbatch_size(2)
+    assert settled.microbatch_size == 2
+    assert_same(
+        run(settled, small_model()).model, run(make(microbatch_size=2), small_model()).model
+    )
+
+
+def test_the_seed_is_not_shown():
+    assert str(SEED) not in repr(make())
+    assert str(SEED) not in repr(make().sampler())
