@@ -126,7 +126,23 @@ class Checkpoints:
         found = self._checkpointer.restore(
             self._path(chosen) / _STATE, args=self._orbax.args.StandardRestore(targets)
         )
-        return with_arrays(state, found)
+        restored = with_arrays(state, found)
+        self._check_frozen(chosen, state, restored)
+        return restored
+
+    def _check_frozen(
+        self, number: int, given: TrainState[Model], restored: TrainState[Model]
+    ) -> None:
+        """Refuses a model whose untrained part is not the one that the run began with."""
+        spec = self._step.filter_spec
+        parts = [_leaves(eqx.partition(state.model, spec)[1]) for state in (given, restored)]
+        other = [name for name, leaf in parts[0].items() if not _same(leaf, parts[1][name])]
+        if other:
+            raise ValueError(
+                f"The checkpoint of step {number} in {self.directory} belongs to another run: "
+                f"model{', model'.join(other)}, which is not trained, has other values there than "
+                "in the model that was given. Give the model that the run was started with."
+            )
 
     def _choose(self, arrays: dict[str, Array]) -> int:
         """Which checkpoint is to be used, after tidying up; `_NOTHING` if there is none."""
@@ -336,6 +352,12 @@ def _without_secrets(state: TrainState[Any]) -> TrainState[Any]:
     return jax.tree.map(
         lambda node: node._replace(key=None) if is_noise(node) else node, state, is_leaf=is_noise
     )
+
+
+def _same(one: Array, other: Array) -> bool:
+    if _is_key(one):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    return bool(jnp.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact)))
 
 
 def _is_key(leaf: Any) -> bool:

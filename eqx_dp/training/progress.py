@@ -22,6 +22,7 @@ class ProgressBar:
     def __init__(self, start: int, stop: int, shown: bool):
         self._start, self._stop = start, stop
         self._status = "compiling"
+        self._first: tuple[int, float] | None = None
         self._bar: Any = None
         self._console: Any = None
         if shown and is_first_host():
@@ -52,12 +53,19 @@ class ProgressBar:
         is_news = event.epsilon is not None or bool(event.metrics)
         if is_news:
             self._status = _told(event)
-        rate = f"{(event.step - self._start) / max(event.seconds, 1e-9):.3g} steps/s"
+        rate = self._rate(event)
         if self._bar is not None:
             self._bar.update(self._task, completed=event.step, rate=rate, status=self._status)
         elif is_news:
             line = f"step {event.step}/{self._stop}  {rate}  {self._status}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _rate(self, event: Event[Any]) -> str:
+        """Steps a second since the first of them, in which the step was compiled."""
+        step, seconds = self._first = self._first or (event.step, event.seconds)
+        if event.step == step:
+            return ""
+        return f"{(event.step - step) / max(event.seconds - seconds, 1e-9):.3g} steps/s"
 
     def __exit__(
         self,

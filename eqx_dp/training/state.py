@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..sharding import ShardingRules
+from ..sharding import ShardingRules, axes_of
 
 Model = TypeVar("Model")
 T = TypeVar("T")
@@ -72,16 +72,27 @@ def kept_at(state: T, specs: tuple[PartitionSpec, ...], rules: ShardingRules | N
 
 
 def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
-    """Where an array is, as JAX itself would write it: types have an entry for every dimension."""
+    """Where an array is, as a compiled step would write it.
+
+    Types on Explicit axes have an entry for every dimension; on Auto axes, specs name no axes of
+    length one and end with the last dimension that is spread.
+    """
     sharding = getattr(leaf, "sharding", None)
     entries: list[Any] = []
     if isinstance(sharding, NamedSharding) and sharding.mesh == rules.mesh:
         entries = list(sharding.spec)
     if rules.is_explicit:
         return PartitionSpec(*entries, *[None] * (leaf.ndim - len(entries)))
+    entries = [_spreading(entry, rules) for entry in entries]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def _spreading(entry: Any, rules: ShardingRules) -> Any:
+    """A dimension's entry without axes of length one."""
+    axes = tuple(axis for axis in axes_of(entry) if rules.mesh.shape[axis] > 1)
+    return axes if len(axes) > 1 else next(iter(axes), None)
 
 
 def _is_key(leaf: Any) -> bool:

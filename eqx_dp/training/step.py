@@ -51,6 +51,7 @@ class Step(Generic[Model]):
         disclose: what each batch discloses although no plan accounts for it.
         microbatch_size: how many examples a device processes at once; "auto" until
             `with_microbatch_size` says.
+        filter_spec: what is trained.
     """
 
     plan: PrivacyPlan
@@ -61,8 +62,8 @@ class Step(Generic[Model]):
     rescale_to_unit_norm: bool
     disclose: tuple[str, ...]
     microbatch_size: MicrobatchSize
+    filter_spec: FilterSpec
     _loss: Callable[..., Any]
-    _filter_spec: FilterSpec
     _seed: int
     _make: Callable[[int | None], "Step[Model]"]
 
@@ -150,7 +151,7 @@ class Step(Generic[Model]):
     def lower(
         self, state: TrainState[Model], /, *batch: PyTree[Any], is_padding_example: Any
     ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, or for their shapes; nothing is computed."""
+        """Lowers the step for these arguments; nothing is computed."""
         with self.mesh():
             arguments = self._arguments(batch, is_padding_example, state)
             return self._jitted.lower(arguments, state).lowered
@@ -202,7 +203,7 @@ class Step(Generic[Model]):
 
     def _wide(self, model: Model) -> PyTree[Any]:
         """Parameters as the optimizer sees them: as wide as gradients, and where those live."""
-        params = eqx.filter(model, self._filter_spec)
+        params = eqx.filter(model, self.filter_spec)
         params = params if self.policy is None else self.policy.cast_to_accumulate(params)
         return params if self.sharding is None else self.sharding.shard_accumulators(params)
 
@@ -311,8 +312,8 @@ def make_step(
             rescale_to_unit_norm,
             names,
             size,
-            loss,
             filter_spec,
+            loss,
             sampler.seed,
             made,
         )

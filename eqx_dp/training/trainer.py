@@ -60,7 +60,9 @@ class Trainer(Generic[Model]):
             to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
         keep: how many checkpoints stay.
-        evaluate: `evaluate(model)`, called with the model as it is stored, returns numbers by name.
+        evaluate: `evaluate(model)` returns numbers by name. The model is as it is stored: cast it
+            to compute as the policy says, and with sharding rules put data beside it by
+            `step.place`.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
         callbacks: called after every step with an `Event`; one that returns True ends the run.

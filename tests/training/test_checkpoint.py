@@ -86,7 +86,7 @@ def test_a_narrow_model_with_a_key_of_its_own_comes_back(tmp_path):
     step = make(policy=dp.load_policy("bfloat16"), optimizer=optax.adam(1e-3))
     state = step.init(model)
     save(tmp_path, state, step)
-    found = restored(tmp_path, step, Noisy(jax.numpy.zeros(3), jax.random.key(6)))
+    found = restored(tmp_path, step, Noisy(jax.numpy.zeros(3), jax.random.key(5)))
     assert_same(found, state)
     assert found.model.weight.dtype == "bfloat16"
 
@@ -203,6 +203,19 @@ def test_another_model_is_refused(saved):
     said = ".model.weight: float32[2, 4] in the checkpoint, float32[3, 4] in this run"
     with pytest.raises(ValueError, match=re.escape(said)):
         restored(saved, model=small_model(3))
+
+
+def test_what_is_not_trained_has_to_be_what_it_was(tmp_path):
+    model = small_model()
+    step = make(
+        filter_spec=eqx.tree_at(lambda m: m.bias, jax.tree.map(lambda _: False, model), True)
+    )
+    save(tmp_path, step.init(model), step)
+    restored(tmp_path, step, model)
+    restored(tmp_path, step, eqx.tree_at(lambda m: m.bias, model, model.bias + 1))
+    other = eqx.tree_at(lambda m: m.weight, model, model.weight.at[0, 0].add(1e-6))
+    with pytest.raises(ValueError, match=re.escape("model.weight, which is not trained")):
+        restored(tmp_path, step, other)
 
 
 def test_groups_of_clip_norms_are_compared(tmp_path):

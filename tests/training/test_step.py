@@ -86,6 +86,24 @@ def test_a_step_uses_up_its_state_and_not_the_caller_s_model():
     assert not any(x.is_deleted() for x in jax.tree.leaves(eqx.filter(after, eqx.is_array)))
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_axes_of_length_one_do_not_make_it_compile_twice(kind):
+    mesh = jax.make_mesh(
+        (8, 1), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2
+    )
+    spec = jax.sharding.PartitionSpec(None, "model")
+    step = make(sharding=dp.ShardingRules(mesh, params=(("weight", spec),)))
+    state, sampler = step.init(small_model()), step.sampler()
+    compilations = []
+    for t in range(2):
+        indices, mask = sampler.batch(t)
+        x, y, mask = step.place((XS[indices], YS[indices], mask))
+        with counted_compilations() as compiled:
+            state = step(state, x, y, is_padding_example=mask)
+        compilations.append(len(compiled))
+    assert compilations == [1, 0]
+
+
 @pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
 def test_a_step_is_traced_and_compiled_once(kind):
     traces = 0
