@@ -57,7 +57,8 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(self._task, completed=event.step, rate=rate, status=self._status)
         elif is_news:
-            line = f"step {event.step}/{self._stop}  {rate}  {self._status}"
+            told = "  ".join(filter(None, (rate, self._status)))
+            line = f"step {event.step}/{self._stop}  {told}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _rate(self, event: Event[Any]) -> str:
