@@ -131,7 +131,9 @@ def test_a_full_disk_is_told_and_outlived(start, whole, tmp_path):
     (found, seen), warnings = start(fire.with_a_full_disk, tmp_path, 3, 5).result()
     assert_equal(found, whole)
     assert seen == [2]  # while it was full, the last good one counted
-    assert [int(re.search(r"state of step (\d+)", text)[1]) for text in warnings] == [3, 4, 5]
+    failed = [int(re.search(r"state of step (\d+)", text)[1]) for text in warnings]
+    assert failed[:2] == [3, 4]
+    assert failed[2:] in ([5], [])  # which may still be under way when there is room again
     for text in warnings:
         assert "last good checkpoint: it is that of step 2, and whole" in text
         assert "too large" in text or "EFBIG" in text or "File" in text
