@@ -14,9 +14,10 @@ from .program import Inputs, Program
 from .taps import Place, Site, Survey, evaluate
 from .views import apply
 
-# Where the largest cotangent at a site is put. Beyond, float16 has six binades left for cotangents
-# between the sites; below, twenty-four before its normal numbers end, and ten of subnormal ones.
-_TARGET = 2.0**10
+# Where the largest cotangent at a site is put. Beyond, float16 has fourteen binades for what is
+# larger: cotangents between sites (a mean over 4,096 positions divides by as many), and gradients
+# that are sums over positions. Below, sixteen to the end of its normal numbers, ten of subnormal.
+_TARGET = 2.0**2
 # The loss itself is multiplied: in float16, by no more than this.
 _LARGEST_SCALE = 2.0**15
 _SMALLEST_SCALE = 2.0**-14
@@ -68,7 +69,7 @@ class Probe(NamedTuple):
     def scale(
         self, params: list[Array], frozen: list[Array], example: list[Array]
     ) -> Float[Array, ""]:
-        """The power of two that brings the largest cotangent of one example near 2^10.
+        """The power of two that brings the largest cotangent of one example near 4.
 
         Guarantee: it depends on this example and the parameters alone, so nothing of it has to be
         accounted for. It changes no gradient but by rounding: it is undone exactly.

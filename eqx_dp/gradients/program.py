@@ -162,7 +162,8 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
 
 def _settling(told: str, policy: Policy) -> str:
     """What settles a jaxtyping annotation that a policy's dtypes contradict."""
-    where = re.search(r"of (?:[\w.]+\.)?(\w+)\.\w+\.$", told.partition("\n")[0])
+    # A method of a class, or else a function: then no rule is about what it is given.
+    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", told.partition("\n")[0])
     expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", told)
     match = where.group(1) if where else "the module's class or path"
     dtype = expected.group(1).lower() if expected else "the dtype annotated"

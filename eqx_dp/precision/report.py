@@ -64,7 +64,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def check_precision(fn: Callable[..., Any], *args: Any, policy: Policy) -> PrecisionReport:
+def check_precision(
+    fn: Callable[..., Any], *args: Any, policy: Policy, **kwargs: Any
+) -> PrecisionReport:
     """Holds a whole training step against a policy: clipped gradient, noise, update and all.
 
     The step is traced, on shapes alone, and its program is read equation by equation, through
@@ -100,18 +102,22 @@ def check_precision(fn: Callable[..., Any], *args: Any, policy: Policy) -> Preci
     read and used outside of the module. A rule under which nothing runs is a violation: the step
     was built without it, or does not call the modules that it is for.
 
-    What it does not see: sums that the engine did not clip; noise that was drawn elsewhere and
-    comes in as an argument; digits that are dropped by arithmetic (rounding to multiples, masking
-    of bits) and not by a dtype; what a compiler makes of the program; what happens in a host
-    callback or through a mutable reference. Whatever is drawn in floating point and added to a
-    clipped sum is taken for its noise: what a sum goes through after a dither of one's own is not
-    held against anything. Of a ``while`` loop one step is counted, of a ``cond`` all branches.
+    What it does not see: storage and output dtypes, loss scales, and the precision of matrix
+    products (``matmul_precision``); that there is no noise at all, of which a note speaks alone; a
+    reduction over devices of sums to each of which noise was added before; sums that the engine did
+    not clip; noise that was drawn elsewhere and comes in as an argument; digits that are dropped by
+    arithmetic (rounding to multiples, masking of bits) and not by a dtype; what a compiler makes of
+    the program; what happens in a host callback or through a mutable reference. Whatever is drawn
+    in floating point and added to a clipped sum is taken for its noise: what a sum goes through
+    after a dither of one's own is not held against anything. Of a ``while`` loop one step is
+    counted, of a ``cond`` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls ``filter_clipped_grad``'s.
         *args: its arguments: any trees of arrays, of ``jax.ShapeDtypeStruct`` in their place, and
             of anything else. Sharded as in training, and in the same mesh context.
         policy: what is declared, and best what the step was built with.
+        **kwargs: more of its arguments, by name (``is_padding_example``).
 
     Returns:
         A [`PrecisionReport`][]: ``ok``, ``violations``, ``summary``; ``str()`` is a table.
@@ -123,7 +129,7 @@ def check_precision(fn: Callable[..., Any], *args: Any, policy: Policy) -> Preci
     declared = checked_policy(policy)
     if declared is None:
         raise ValueError("policy is None: give the policy that the step was built with.")
-    program, _, _ = eqx.filter_make_jaxpr(fn)(*args)
+    program, _, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     check = Check(declared)
     inputs = [NOTHING] * len(program.jaxpr.invars)
     outputs = Walk(check).jaxpr(program.jaxpr, inputs, Here())

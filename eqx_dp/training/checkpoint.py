@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -38,7 +39,7 @@ from jaxtyping import Array, PyTree
 from ..extras import extra
 from ..privacy import GaussianPrivatizerState
 from .hosts import broadcast, is_first_host
-from .record import differences, privacy_statement, record_of, salt_of
+from .record import differences, microbatch_of, privacy_statement, record_of, salt_of
 from .state import TrainState
 from .step import Step
 
@@ -51,6 +52,8 @@ _LATEST, _PRIVACY, _RUN, _FILES, _STATE = (
     "files.json",
     "state",
 )
+_PARTS = (_PRIVACY, _RUN, _FILES, _STATE)
+_NUMBER = re.compile(r"\d{8,}")
 
 
 class CheckpointWarning(UserWarning):
@@ -69,6 +72,10 @@ class Checkpoints:
         step: the run's step: what the run is.
         keep: how many checkpoints stay, at least 2.
 
+    Attributes:
+        step: as given; to be replaced where a microbatch size is settled later.
+        microbatch_size: that of the run which was restored, on as many devices; else None.
+
     Raises:
         ValueError: `keep` is below 2, or the directory is a file.
     """
@@ -81,7 +88,8 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory is a file: {self.directory}. Name a folder.")
-        self._step = step
+        self.step = step
+        self.microbatch_size: int | None = None
         self._keep = keep
         self._salt = secrets.token_bytes(16)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-checkpoint")
@@ -122,6 +130,7 @@ class Checkpoints:
             raise CheckpointError("Host 0 refused the checkpoints in the directory; it says why.")
         if chosen == _NOTHING:
             return state
+        self.microbatch_size = microbatch_of(json.loads((self._path(chosen) / _RUN).read_text()))
         targets = jax.tree.map(_target, arrays)
         found = self._checkpointer.restore(
             self._path(chosen) / _STATE, args=self._orbax.args.StandardRestore(targets)
@@ -134,7 +143,7 @@ class Checkpoints:
         self, number: int, given: TrainState[Model], restored: TrainState[Model]
     ) -> None:
         """Refuses a model whose untrained part is not the one that the run began with."""
-        spec = self._step.filter_spec
+        spec = self.step.filter_spec
         parts = [_leaves(eqx.partition(state.model, spec)[1]) for state in (given, restored)]
         other = [name for name, leaf in parts[0].items() if not _same(leaf, parts[1][name])]
         if other:
@@ -166,16 +175,18 @@ class Checkpoints:
         if steps:
             raise CheckpointError(
                 f"None of the checkpoints in {self.directory} is whole (steps "
-                f"{', '.join(map(str, steps))}). Restore one from a backup, or name another "
-                "directory to start anew; with the same seed it releases the same models again."
+                f"{', '.join(map(str, steps))}). Restore one from a backup; or start anew, in "
+                "another directory and with another seed."
             )
         return _NOTHING
 
     def _remove_unfinished(self) -> None:
         """Removes what a process left that was killed while it wrote."""
         for leftover in self.directory.glob("*.partial"):
-            leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
-            if leftover.stem.isdecimal():
+            if leftover.is_symlink():
+                leftover.unlink()
+            elif leftover.is_dir() and _NUMBER.fullmatch(leftover.stem):
+                shutil.rmtree(leftover)
                 self._warn_unfinished(int(leftover.stem))
         latest = self.latest()
         for number in self._numbers():
@@ -194,7 +205,12 @@ class Checkpoints:
         )
 
     def _numbers(self) -> set[int]:
-        return {int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()}
+        """Checkpoints that are there; folders that others have made are not."""
+        return {
+            int(path.name)
+            for path in self.directory.iterdir()
+            if _NUMBER.fullmatch(path.name) and any((path / part).exists() for part in _PARTS)
+        }
 
     def _saved_steps(self) -> list[int]:
         """Checkpoints, newest first; the latest is among them, even if it has gone."""
@@ -204,12 +220,14 @@ class Checkpoints:
     def _check_same_run(self, number: int, arrays: dict[str, Array]) -> None:
         saved = json.loads((self._path(number) / _RUN).read_text())
         self._salt = salt_of(saved)
-        found = differences(saved, record_of(self._step, arrays, self._salt))
+        found = differences(saved, record_of(self.step, arrays, self._salt))
         if found:
             lines = "".join(f"\n  {line}" for line in found)
             raise ValueError(
                 f"The checkpoint of step {number} in {self.directory} belongs to another run:"
-                f"{lines}\nResume with what the run was started with, or name another directory."
+                f"{lines}\nResume with what the run was started with; or start another run, in "
+                "another directory and WITH ANOTHER SEED: with the same one both runs get the same "
+                "noise, and what they differ by shows without any."
             )
 
     def _set_aside(self, damaged: list[int]) -> None:
@@ -244,7 +262,7 @@ class Checkpoints:
         except Exception as error:
             self._warn_not_saved(number, error)
             return False
-        record = record_of(self._step, arrays, self._salt) if is_first_host() else {}
+        record = record_of(self.step, arrays, self._salt) if is_first_host() else {}
         self._pending = (number, self._writer.submit(self._commit, partial, number, record))
         return True
 
@@ -276,7 +294,7 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_first_host():
             return
-        _write(partial / _PRIVACY, privacy_statement(self._step, number))
+        _write(partial / _PRIVACY, privacy_statement(self.step, number))
         _write(partial / _RUN, record)
         _write(partial / _FILES, _digests(partial))
         shutil.rmtree(self._path(number), ignore_errors=True)
@@ -415,6 +433,11 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 def _link(link: Path, target: str) -> None:
     if link.is_symlink() and os.readlink(link) == target:
         return
+    if link.is_dir() and not link.is_symlink():
+        raise CheckpointError(
+            f"{link} is a folder, where a link to the newest checkpoint belongs: the directory was "
+            "copied without its links. Remove that folder; the checkpoints beside it stay."
+        )
     beside = link.with_name(f"{link.name}.partial")
     beside.unlink(missing_ok=True)
     beside.symlink_to(target)

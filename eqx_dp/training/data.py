@@ -156,7 +156,10 @@ def _difference(found: Any, like: Any, length: int) -> str | None:
 def _fault(
     name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any, problem: str
 ) -> DataError:
-    """Reads one by one to find the example that is at fault; names all if each alone is well."""
+    """Reads one by one to find the example that is at fault.
+
+    Where each alone is well it names none of them: which examples are in a batch is secret.
+    """
     for index in indices if len(indices) > 1 else ():
         try:
             of_one = _difference(_as_arrays(source[np.array([index])]), like, 1)
@@ -164,7 +167,7 @@ def _fault(
             of_one = f"raised {error!r}"
         if of_one is not None:
             return DataError(_told(name, f"index {index}", of_one))
-    where = f"index {indices[0]}" if len(indices) == 1 else f"indices {indices.tolist()} together"
+    where = f"index {indices[0]}" if len(indices) == 1 else f"{len(indices)} indices together"
     return DataError(_told(name, where, problem))
 
 

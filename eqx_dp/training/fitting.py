@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from ..planning import largest_microbatch, read_compiled
 from ..privacy import whole_number
+from .hosts import broadcast
 from .state import TrainState
 from .step import Step
 
@@ -20,6 +21,7 @@ def fitted(
     batch: tuple[PyTree[Array], ...],
     mask: Bool[Array, " batch"],
     memory: SupportsIndex | None,
+    known: int | None = None,
 ) -> Step[Model]:
     """The step with a microbatch size, where it was made with "auto"; nothing is run for it.
 
@@ -30,12 +32,15 @@ def fitted(
         mask: of the batch.
         memory: bytes of a device; None for what the device says that it has, or on a CPU an equal
             part, for each of its devices, of what is free.
+        known: a size that was found before, to be taken instead.
 
     Raises:
         ValueError: not even one example fits.
     """
     if step.microbatch_size != "auto":
         return step
+    if known is not None:
+        return step.with_microbatch_size(known)
     limit = (
         _device_memory() if memory is None else whole_number("memory", memory, least=1, most=2**60)
     )
@@ -51,7 +56,8 @@ def fitted(
         return found.total
 
     parts = 1 if step.sharding is None else step.sharding.num_shards
-    return step.with_microbatch_size(largest_microbatch(bytes_of, limit, len(mask) // parts))
+    size = largest_microbatch(bytes_of, limit, len(mask) // parts)
+    return step.with_microbatch_size(broadcast(size))  # hosts may have different amounts free
 
 
 def _device_memory() -> int:

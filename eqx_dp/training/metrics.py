@@ -1,8 +1,11 @@
 """Metrics of a run, as JSON lines and for TensorBoard."""
 
+import contextlib
 import json
 import os
 import time
+import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ class JsonLines:
 
     A line holds `step`, `seconds` (since the process began the run), `epsilon`, and the metrics by
     name; null stands for what is not finite. Where a run is resumed, lines of steps that it takes
-    again are dropped first.
+    again are dropped first. What cannot be written costs a warning, and not the run.
 
     Args:
         file: appended to; made, with its folder, if it is not there.
@@ -26,8 +29,9 @@ class JsonLines:
     def __init__(self, file: str | os.PathLike[str], resumed_at: int = 0):
         self._file = Path(file)
         if is_first_host():
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._drop_after(resumed_at)
+            with _told_once(self._file):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._drop_after(resumed_at)
 
     def __call__(self, event: Event[Any]) -> None:
         """Writes a line, if there is something to write."""
@@ -38,7 +42,7 @@ class JsonLines:
             "seconds": round(event.seconds, 3),
             "epsilon": finite_or_none(event.epsilon),
         } | {name: finite_or_none(value) for name, value in event.metrics.items()}
-        with self._file.open("a") as stream:
+        with _told_once(self._file), self._file.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
 
     def _drop_after(self, step: int) -> None:
@@ -48,6 +52,18 @@ class JsonLines:
         beside = self._file.with_name(f"{self._file.name}.partial")
         beside.write_text("".join(f"{line}\n" for line in kept))
         beside.replace(self._file)
+
+
+@contextlib.contextmanager
+def _told_once(file: Path) -> Generator[None, None, None]:
+    """Warns, where metrics cannot be written; once, since Python shows a warning once."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"Metrics cannot be written to {file} ({error.strerror}); the run goes on without.",
+            stacklevel=4,
+        )
 
 
 def _is_up_to(line: str, step: int) -> bool:
@@ -69,11 +85,12 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._writer: Any = None
+        self._folder = Path(folder)
         if is_first_host():
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             # Not a SummaryWriter: it writes in a thread, and loses what a process writes last.
             writers = extra("tensorboardX.event_file_writer", name="tensorboard")
-            self._writer = writers.EventsWriter(str(Path(folder) / "events"))
+            self._writer = writers.EventsWriter(str(self._folder / "events"))
 
     def __call__(self, event: Event[Any]) -> None:
         """Writes an event's figures."""
@@ -82,9 +99,10 @@ class TensorBoard:
         epsilon = {} if event.epsilon is None else {"epsilon": event.epsilon}
         events = extra("tensorboardX.proto.event_pb2", name="tensorboard")
         summaries = extra("tensorboardX.summary", name="tensorboard")
-        for name, value in (*event.metrics.items(), *epsilon.items()):
-            summary = summaries.scalar(name, value)
-            self._writer.write_event(
-                events.Event(step=event.step, wall_time=time.time(), summary=summary)
-            )
-        self._writer.flush()
+        with _told_once(self._folder):
+            for name, value in (*event.metrics.items(), *epsilon.items()):
+                summary = summaries.scalar(name, value)
+                self._writer.write_event(
+                    events.Event(step=event.step, wall_time=time.time(), summary=summary)
+                )
+            self._writer.flush()

@@ -44,9 +44,21 @@ def record_of(step: Step[Any], arrays: Mapping[str, Array], salt: bytes) -> dict
             "platform": jax.default_backend(),
             "devices": jax.device_count(),
             "hosts": jax.process_count(),
+            "microbatch_size": step.microbatch_size,
             "sharding": None if step.sharding is None else repr(step.sharding),
         },
     }
+
+
+def microbatch_of(record: Mapping[str, Any]) -> int | None:
+    """The microbatch size that a run had, if it was on as many devices of this kind."""
+    made_by = record["made_by"]
+    is_alike = (made_by["platform"], made_by["devices"], made_by["hosts"]) == (
+        jax.default_backend(),
+        jax.device_count(),
+        jax.process_count(),
+    )
+    return made_by["microbatch_size"] if is_alike else None
 
 
 def salt_of(record: Mapping[str, Any]) -> bytes:

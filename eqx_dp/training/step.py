@@ -270,7 +270,10 @@ def make_step(
         optimizer: any of optax's, without noise; it is given parameters, for weight decay.
         plan: sampling, noise, accounting.
         num_examples: in the data set, on all hosts together; a public number.
-        seed: from 0 to 2**128 - 1, **secret** (`secrets.randbits(128)`), the same on all hosts.
+        seed: from 0 to 2**128 - 1, **secret** (`secrets.randbits(128)`), the same on all hosts, and
+            **of this run alone**. Another run with it (another clip norm, learning rate, loss, data
+            set) would add the same noise to other sums, and the difference of the two would show
+            what is private without any noise.
         l2_clip_norm: as for `filter_clipped_grad`.
         policy: as for `filter_clipped_grad`; noise follows it, too.
         sharding: as for `filter_clipped_grad`; noise and optimizer state follow it, too.

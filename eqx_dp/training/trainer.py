@@ -32,12 +32,14 @@ class Trainer(Generic[Model]):
 
     **What is written and shown** depends on the plan, on the number of steps, and on what
     `evaluate` returns, which is to work on public or held-out data: by default nothing that depends
-    on the private data. A step that was made with `disclose` adds what that names.
+    on the private data, but for how long steps take. A step that was made with `disclose` adds what
+    that names.
 
     **A run that ends is resumed** by the same program: where `directory` holds a checkpoint, `run`
     goes on from it, with the batches, keys and noise that it would have had, and ends with the same
     parameters, bit for bit, on the same devices. On another number of devices or hosts it ends with
-    the same up to rounding.
+    the same up to rounding. Loss, optimizer and data have to be the same as well, which nothing
+    compares: with others, a step that was seen already would be released again with the same noise.
 
     | event | what happens |
     |---|---|
@@ -47,6 +49,7 @@ class Trainer(Generic[Model]):
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
     | another plan, policy, clip norm, data set, seed, model | refused; differences are named |
     | one of several hosts is lost | the others say so, and end with a status other than 0 |
+    | metrics cannot be written | a warning; the run goes on |
     | a data source fails | `DataError`, which names the source and the example |
 
     Args:
@@ -68,7 +71,8 @@ class Trainer(Generic[Model]):
         callbacks: called after every step with an `Event`; one that returns True ends the run.
         progress: whether to show how far the run is.
         device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default what
-            the device says that it has.
+            the device says that it has. A run that is resumed on as many devices keeps to the size
+            that it had.
 
     Raises:
         ValueError: a number is out of its range; `data` is no source, or is not as long as the step
@@ -157,7 +161,10 @@ class Trainer(Generic[Model]):
             for done, batch in enumerate(batches, start + 1):
                 examples, mask = step.place(batch)
                 if done == start + 1:
-                    step = fitted(step, state, examples, mask, self._device_memory)
+                    known = None if checkpoints is None else checkpoints.microbatch_size
+                    step = fitted(step, state, examples, mask, self._device_memory, known)
+                    if checkpoints is not None:
+                        checkpoints.step = step
                 # No more than one step is ever under way, so that memory stays flat.
                 jax.block_until_ready(state.step)
                 state = step(state, *examples, is_padding_example=mask)
