@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -46,6 +47,34 @@ class Configuration(NamedTuple):
     normalize_by: float
     microbatch_size: int | None
     method: str
+
+
+def checked_method(method: str) -> str:
+    """The name of a method, or "auto".
+
+    Raises:
+        ValueError: it is none.
+    """
+    if method not in ("auto", *METHODS):
+        allowed = ", ".join(map(repr, ("auto", *METHODS)))
+        raise ValueError(f"method must be one of {allowed}, found {method!r}.")
+    return method
+
+
+def checked_microbatch_size(size: object) -> int | None:
+    """How many examples at once, or None.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if size is None:
+        return None
+    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+        raise ValueError(
+            f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
+            f"{size!r}."
+        )
+    return int(size)
 
 
 class Places(NamedTuple):

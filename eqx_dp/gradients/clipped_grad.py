@@ -15,12 +15,20 @@ from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy
 from ..sharding import ShardingRules, checked_rules, inside
-from .calls import Configuration, PerExample, Prepared, places_of, run
+from .calls import (
+    Configuration,
+    PerExample,
+    Prepared,
+    checked_method,
+    checked_microbatch_size,
+    places_of,
+    run,
+)
 from .clip import parse_clip_norm
 from .cost import choose, leaf_cost
 from .examples import read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
-from .methods import METHODS, Task
+from .methods import Task
 from .program import Inputs, Options, Program, refuse_batch_norm, takes_key, trace
 from .taps import Survey, survey
 
@@ -279,18 +287,6 @@ def _configure(
         raise ValueError(
             f"normalize_by must be a number > 0 (from 1e-30 to 1e30), found {normalize_by!r}."
         )
-    if microbatch_size is not None and (
-        not isinstance(microbatch_size, int | np.integer)
-        or isinstance(microbatch_size, bool)
-        or microbatch_size < 1
-    ):
-        raise ValueError(
-            f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
-            f"{microbatch_size!r}."
-        )
-    if method not in ("auto", *METHODS):
-        allowed = ", ".join(map(repr, ("auto", *METHODS)))
-        raise ValueError(f"method must be one of {allowed}, found {method!r}.")
     return Configuration(
         parse_clip_norm(l2_clip_norm, rescale_to_unit_norm),
         policy,
@@ -298,8 +294,8 @@ def _configure(
         keep_batch_dim,
         sharding,
         float(normalize_by),
-        None if microbatch_size is None else int(microbatch_size),
-        method,
+        checked_microbatch_size(microbatch_size),
+        checked_method(method),
     )
 
 

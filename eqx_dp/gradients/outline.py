@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..sharding import ShardingRules, inside
-from .calls import Configuration, PerExample, Prepared
+from .calls import (
+    Configuration,
+    PerExample,
+    Prepared,
+    checked_method,
+    checked_microbatch_size,
+)
 from .clipped_grad import ClippedGrad
 from .explain import costs_of, is_array_or_shape, on_shapes, paths_of
 from .leaves import site_sizes
@@ -110,13 +116,18 @@ def variant(
         grad_fn: what ``filter_clipped_grad`` returned.
         method: None for its own.
         microbatch_size: likewise.
+
+    Raises:
+        ValueError: as ``filter_clipped_grad``.
     """
     parts: Any = vars(grad_fn)
     configuration: Configuration = parts["_configuration"]
     changed = configuration._replace(
-        method=configuration.method if method is None else method,
+        method=configuration.method if method is None else checked_method(method),
         microbatch_size=(
-            configuration.microbatch_size if microbatch_size is None else microbatch_size
+            configuration.microbatch_size
+            if microbatch_size is None
+            else checked_microbatch_size(microbatch_size)
         ),
     )
     return ClippedGrad(parts["_fun"], parts["_filter_spec"], changed, _gradients_alone)

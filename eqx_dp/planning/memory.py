@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad, outline
 from ..gradients.outline import variant
-from ..privacy import gaussian_privatizer
+from ..privacy import gaussian_privatizer, whole_number
 from .footprint import Footprint
 from .liveness import Held
 from .step import Step, private_step
@@ -204,6 +204,8 @@ def plan_memory(
             "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
             f"before it is wrapped in jit or anything else; found {grad_fn!r}."
         )
+    if device_memory is not None:
+        whole_number("device_memory", device_memory, least=1, most=2**60)
     if optimizer is None:
         optimizer = _noise_and_descent(grad_fn)
     step = private_step(grad_fn, model, batch, optimizer, key, method, microbatch_size)

@@ -7,6 +7,7 @@ import optax
 from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad
+from ..privacy import whole_number
 from .memory import plan_memory, told
 
 _COMPILES = 8
@@ -118,6 +119,8 @@ def plan_microbatch(
         ValueError: even one example does not fit; and as `plan_memory`.
     """
 
+    limit = whole_number("device_memory", device_memory, least=1, most=2**60)
+
     def total(size: int, compiled: bool) -> int:
         return plan_memory(
             grad_fn,
@@ -136,5 +139,5 @@ def plan_microbatch(
     )
     most = max(1, whole.num_examples // (1 if rules is None else rules.num_shards))
     return largest_microbatch(
-        lambda size: total(size, True), device_memory, most, lambda size: total(size, False)
+        lambda size: total(size, True), limit, most, lambda size: total(size, False)
     )

@@ -88,6 +88,9 @@ _COLLECTIVE_SUMS = frozenset(
 _COLLECTIVES = _COLLECTIVE_SUMS | {
     *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pmax", "pmin"),
 }
+# JAX's own names for what a policy declares, each more precise than the one before.
+_BY_PRECISION = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
+_PRECISIONS = {"tensorfloat32": 1, "highest": 2}
 # These hand on several values side by side.
 _SIDE_BY_SIDE = frozenset({*_COLLECTIVES, "optimization_barrier", "device_put", "pvary", "pcast"})
 
@@ -176,6 +179,7 @@ class Check:
             rule = self._rule(here.scope)
             shown = "backward" if is_backward(here.scope) else "forward"
             self._runs_as_declared(here, equation, operands, rule, shown)
+            self._is_as_precise(here, equation, shown)
             shown += "" if rule is None else f" in {rule.match}"
         self._use("contraction", shown, dtype, _flops(equation), here, "")
 
@@ -205,6 +209,19 @@ class Check:
         if not (any(as_declared) if shown == "backward" else all(as_declared)):
             found = " x ".join(dict.fromkeys(operand.name for operand in operands))
             self._violation(shown, name, f"{found}, wider", here)
+
+    def _is_as_precise(self, here: Here, equation: jex_core.JaxprEqn, shown: str) -> None:
+        """A float32 contraction in the loss is as precise as the policy's `matmul_precision`."""
+        declared = _PRECISIONS.get(self._policy.matmul_precision)
+        if declared is None or not any(_dtype(v) == jnp.float32 for v in equation.invars[:2]):
+            return
+        if _least_precision(equation) < declared:
+            self._violation(
+                shown,
+                f"matmul_precision {self._policy.matmul_precision}",
+                _precision(equation),
+                here,
+            )
 
     def _rule(self, scope: str) -> ModuleRule | None:
         """The rule of the policy that governs a place: that of the innermost matched module."""
@@ -329,6 +346,14 @@ def _is_exact(equation: jex_core.JaxprEqn) -> bool:
     if precision is None or isinstance(precision, tuple):
         return precision is not None and all(one == jax.lax.Precision.HIGHEST for one in precision)
     return True  # an algorithm by name
+
+
+def _least_precision(equation: jex_core.JaxprEqn) -> int:
+    """As a place in `_BY_PRECISION`; what an algorithm is named for is taken to be wanted."""
+    precision = equation.params["precision"]
+    if precision is not None and not isinstance(precision, tuple):
+        return len(_BY_PRECISION)
+    return min(_BY_PRECISION.index(one) for one in precision or (jax.lax.Precision.DEFAULT,))
 
 
 def _precision(equation: jex_core.JaxprEqn) -> str:

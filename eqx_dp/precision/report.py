@@ -80,6 +80,7 @@ def check_precision(
     | stage | declared | what is held against it |
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
+    | the same | `matmul_precision` | those of float32, where the policy declares one |
     | module rule | compute of a rule | that something runs under it |
     | clip norm | accumulate | what the engine makes of single gradients: norms, clip factors |
     | sum over examples | accumulate | the weighted sum |
@@ -102,15 +103,14 @@ def check_precision(
     read and used outside of the module. A rule under which nothing runs is a violation: the step
     was built without it, or does not call the modules that it is for.
 
-    What it does not see: storage and output dtypes, loss scales, and the precision of matrix
-    products (``matmul_precision``); that there is no noise at all, of which a note speaks alone; a
-    reduction over devices of sums to each of which noise was added before; sums that the engine did
-    not clip; noise that was drawn elsewhere and comes in as an argument; digits that are dropped by
-    arithmetic (rounding to multiples, masking of bits) and not by a dtype; what a compiler makes of
-    the program; what happens in a host callback or through a mutable reference. Whatever is drawn
-    in floating point and added to a clipped sum is taken for its noise: what a sum goes through
-    after a dither of one's own is not held against anything. Of a ``while`` loop one step is
-    counted, of a ``cond`` all branches.
+    What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
+    of which a note speaks alone; a reduction over devices of sums to each of which noise was added
+    before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
+    argument; digits that are dropped by arithmetic (rounding to multiples, masking of bits) and not
+    by a dtype; what a compiler makes of the program; what happens in a host callback or through a
+    mutable reference. Whatever is drawn in floating point and added to a clipped sum is taken for
+    its noise: what a sum goes through after a dither of one's own is not held against anything. Of
+    a ``while`` loop one step is counted, of a ``cond`` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls ``filter_clipped_grad``'s.

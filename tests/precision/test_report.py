@@ -247,6 +247,16 @@ def test_a_forward_pass_that_ran_narrower(method):
     assert stages <= found(report) <= stages | {("backward", "float32", "bfloat16, narrower")}
 
 
+@pytest.mark.parametrize("declared", ["highest", "tensorfloat32"])
+def test_products_less_precise_than_declared(declared):
+    policy = dp.parse_policy(f"p=f32,matmul_precision={declared}")
+    assert check(*training_step(models.mlp(), policy), policy=policy).ok
+    report = check(*training_step(models.mlp(), dp.load_policy("float32")), policy=policy)
+    assert {(v.stage, v.declared) for v in report.violations} == {
+        (stage, f"matmul_precision {declared}") for stage in ("forward", "backward")
+    }
+
+
 def test_one_convolution_that_ran_wider():
     def loss(model, image, label):
         model = eqx.tree_at(lambda m: m.second, model, MIXED.cast_to_accumulate(model.second))
@@ -474,3 +484,23 @@ def test_shapes_are_enough():
     step, *args = training_step(models.mlp(), MIXED)
     structs = eqx.filter_eval_shape(lambda: args)
     assert check(step, *structs).violations == check(step, *args).violations == ()
+
+
+def test_a_made_step_is_checked_as_it_is_called():
+    def loss(model, x):
+        return jnp.sum(model(x))
+
+    step = dp.make_step(
+        loss,
+        optax.adam(1e-3),
+        dp.PrivacyPlan(0.5, 3, 1.0, 1e-5),
+        num_examples=8,
+        seed=0,
+        l2_clip_norm=1.0,
+        policy=MIXED,
+    )
+    state = step.init(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+    batch, mask = jnp.ones((8, 3)), jnp.zeros(8, bool)
+    dp.check_precision(
+        step, state, batch, is_padding_example=mask, policy=MIXED
+    ).raise_if_violated()

@@ -433,3 +433,45 @@ def test_metrics_have_each_step_once(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert [line["epsilon"] for line in lines] == [PLAN.epsilon(t) for t in range(1, 11)]
     assert set(lines[0]) == {"step", "seconds", "epsilon", "norm"}
+
+
+def test_what_others_keep_in_the_directory_stays(tmp_path):
+    for name in ("mydata.partial", "2024", "20261121", "99999999"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("precious")
+    (tmp_path / "metrics.jsonl.partial").write_text("half a line")
+    runs.trainer(tmp_path, STEP).run(small_model(), steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs.trainer(tmp_path, STEP).run(small_model(), steps=4)
+    assert assert_agrees(tmp_path, PLAN) == 4
+    for name in ("mydata.partial", "2024", "20261121", "99999999"):
+        assert (tmp_path / name / "file").read_text() == "precious"
+
+
+def test_a_directory_that_lost_its_links_says_so(saved, tmp_path):
+    copied = shutil.copytree(saved, tmp_path / "copied")
+    with pytest.raises(dp.CheckpointError, match=r"latest is a folder.*Remove that folder"):
+        restored(copied)
+    shutil.rmtree(copied / "latest")
+    assert_same(restored(copied), restored(saved))
+
+
+def test_another_run_needs_another_seed(saved):
+    with pytest.raises(ValueError, match="WITH ANOTHER SEED"):
+        restored(saved, make(l2_clip_norm=2.0))
+
+
+def test_a_resumed_run_keeps_the_microbatch_size_that_it_found(tmp_path):
+    step = make(microbatch_size="auto")
+    sizes = []
+
+    def run(memory, steps):
+        options = {"device_memory": memory, "save_every": 1}
+        runs.trainer(tmp_path, step, **options).run(small_model(), steps=steps)
+        sizes.append(json.loads((tmp_path / "latest/run.json").read_text())["made_by"])
+
+    run(2**40, 1)
+    run(1, 2)  # would not hold one example
+    found = [made_by["microbatch_size"] for made_by in sizes]
+    assert found == [step.sampler().capacity] * 2

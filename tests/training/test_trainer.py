@@ -128,3 +128,10 @@ def test_figures_go_to_tensorboard(tmp_path):
     ]
     assert [x[:2] for x in found] == [x[:2] for x in expected]
     np.testing.assert_allclose([x[2] for x in found], [x[2] for x in expected], rtol=1e-6)
+
+
+def test_metrics_that_cannot_be_written_cost_no_run(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()  # as good as a full disk
+    with pytest.warns(UserWarning, match=r"Metrics cannot be written to .*metrics.jsonl"):
+        state = runs.trainer(tmp_path, STEP, evaluate=lambda model: {"one": 1.0}).run(small_model())
+    assert state.step == 10
