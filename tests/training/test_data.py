@@ -186,7 +186,7 @@ def test_an_example_at_fault_is_named(bad, said):
 
 def test_a_fault_of_a_batch_as_a_whole_does_not_tell_the_sample():
     source = Source(lambda i: XS[i] if len(i) == 1 else XS[i][:-1])
-    indices, mask = sampler().batch(0)
+    _, mask = sampler().batch(0)
     with pytest.raises(dp.DataError, match=f"{np.sum(~mask)} indices together"):
         Batches(source, sampler()).of(0)
 
