@@ -1,6 +1,7 @@
 """What each example's loss is multiplied by before the backward pass: powers of two."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +11,17 @@ from jaxtyping import Array, Float
 
 from ..precision import LossScale, ModuleRule, Policy
 from .clip import power_of_two
+from .magnitudes import Largest, is_narrow, pulled_back
 from .program import Inputs, Program
+from .sites import contraction, convolution, lookup
 from .taps import Place, Site, Survey, evaluate
-from .views import apply
+from .views import apply, shape_of
 
-# Where the largest cotangent at a site is put. Beyond, float16 has fourteen binades for what is
-# larger: cotangents between sites (a mean over 4,096 positions divides by as many), and gradients
-# that are sums over positions. Below, sixteen to the end of its normal numbers, ten of subnormal.
-_TARGET = 2.0**2
-# The loss itself is multiplied: in float16, by no more than this.
-_LARGEST_SCALE = 2.0**15
-_SMALLEST_SCALE = 2.0**-14
+# Where the largest float16 value is put: below 2^14, and float16 ends at 2^16. Two binades are left
+# for what a probe with eight digits cannot tell, and for partial sums that exceed the whole.
+_TARGET = 2.0**13
+# Where values that the real pass holds in float32 are kept below.
+_LARGEST_WIDE = 2.0**120
 
 
 class LossScaling(NamedTuple):
@@ -69,67 +70,138 @@ class Probe(NamedTuple):
     def scale(
         self, params: list[Array], frozen: list[Array], example: list[Array]
     ) -> Float[Array, ""]:
-        """The power of two that brings the largest cotangent of one example near 4.
+        """The power of two that brings the largest float16 value of the backward pass near 2^13.
 
         Guarantee: it depends on this example and the parameters alone, so nothing of it has to be
         accounted for. It changes no gradient but by rounding: it is undone exactly.
 
+        What counts is every value that is multiplied by the scale and that the real pass holds in
+        float16, the loss's own cotangent and parameters' gradients included; the gradient at a
+        contraction, a convolution, a lookup by a bound on it, so that it need not be formed.
+
         ==================================  ==========================================
-        largest cotangent                   scale
+        largest float16 value               scale
         ==================================  ==========================================
         0, NaN or infinite                  1 (the real pass will see for itself)
-        tiny                                at most 2^15: the loss is multiplied by it
-        huge                                at least 2^-14
+        tiny                                float32 values, the loss's too, stay below 2^121
+        huge                                at least the loss's smallest normal number
         ==================================  ==========================================
         """
-        largest = self._largest(*map(probed, (params, frozen, example)))
-        usable = jnp.isfinite(largest) & (largest > 0)
-        _, inverse = power_of_two(jnp.where(usable, largest, 1))
-        scale = jnp.clip(inverse * _TARGET, _SMALLEST_SCALE, _LARGEST_SCALE)
-        return jnp.where(usable, scale, 1)
+        found = self._largest(*map(probed, (params, frozen, example)))
+        usable = jnp.isfinite(found.narrow) & (found.narrow > 0) & jnp.isfinite(found.wide)
+        narrow, wide = (jnp.where(usable & (size > 0), size, 1) for size in found)
+        _, inverse = power_of_two(narrow)
+        _, inverse_of_wide = power_of_two(wide)
+        # Compared before it is multiplied: the inverse of a tiny number times 2^13 may overflow.
+        most = jnp.minimum(inverse_of_wide, 1) * _LARGEST_WIDE
+        scale = jnp.where(inverse < most / _TARGET, inverse * _TARGET, most)
+        return jnp.where(usable, jnp.maximum(scale, self._smallest), 1)
 
-    def _largest(
-        self, params: list[Array], frozen: list[Array], example: list[Array]
-    ) -> Float[Array, ""]:
-        """The largest cotangent at any site, and of any leaf that no site describes."""
+    @property
+    def _smallest(self) -> float:
+        """The least scale: the loss's cotangent holds it exactly, and float32 its inverse."""
+        loss: Any = self.program.jaxpr.out_avals[0]
+        dtype = jnp.float16 if is_narrow(loss.dtype) else jnp.float32
+        return float(jnp.finfo(dtype).smallest_normal)
+
+    def _largest(self, params: list[Array], frozen: list[Array], example: list[Array]) -> Largest:
+        """The largest values of one example's backward pass."""
+        found = _with_elementwise_formed(self.found)
 
         def run(taps: dict[Place, Array], whole: dict[int, Array]) -> Array:
             values = [whole.get(leaf, value) for leaf, value in enumerate(params)]
-            loss, _, _ = evaluate(
-                self.program, self.found, values, frozen, example, taps, _watched_at_site
-            )
+            loss, _, _ = evaluate(self.program, found, values, frozen, example, taps, _bounded)
             return loss
 
         taps = {
             place: jnp.zeros(site.tap.shape[: len(site.scans)])
-            for place, site in self.found.sites.items()
+            for place, site in found.sites.items()
         }
-        whole = {leaf: params[leaf] for leaf in self.found.whole}
-        found = jax.grad(run, argnums=(0, 1))(taps, whole)
-        largest = [
-            jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0) for x in jax.tree.leaves(found)
-        ]
-        return jnp.max(jnp.stack(largest), initial=0) if largest else jnp.zeros(())
+        whole = {leaf: params[leaf] for leaf in found.whole}
+        loss, pullback = jax.vjp(run, taps, whole)
+        (bounds, _), largest = pulled_back(pullback, jnp.ones_like(loss))
+        gradients = _of_leaves(found, bounds)
+        return largest._replace(narrow=jnp.max(jnp.stack([largest.narrow, *gradients])))
 
 
-def _watched_at_site(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
+def _with_elementwise_formed(found: Survey) -> Survey:
+    """The survey with leaves ``whole`` whose gradients are cheap to form: biases, scales."""
+    elementwise = {
+        site.view.leaf: "its gradient is formed"
+        for site in found.sites.values()
+        if all(its.kind.name in ("scale", "shift") for _, its in found.of(site.view.leaf))
+    }
+    sites = {
+        place: site for place, site in found.sites.items() if site.view.leaf not in elementwise
+    }
+    return Survey(sites, {**found.whole, **elementwise})
+
+
+def _of_leaves(found: Survey, bounds: dict[Place, Array]) -> list[Float[Array, ""]]:
+    """Bounds on each leaf's gradient, from those at each site, of every step of a scan."""
+    of_leaf: dict[int, Array] = {}
+    for place, site in found.sites.items():
+        times = tuple(axis for axis, use in enumerate(site.scans) if use == "time")
+        bound = jnp.max(jnp.sum(bounds[place], times))
+        of_leaf[site.view.leaf] = of_leaf.get(site.view.leaf, 0) + bound
+    return list(of_leaf.values())
+
+
+def _bounded(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
+    """The result of a site; the gradient of the tap is a bound on the parameter's.
+
+    No entry of the gradient is larger than the largest entry of the data, times the sum of the
+    cotangents that it meets. Neither is a sum of some of its terms, in any order.
+    """
     (result,) = apply(site.equation, inputs)
-    return _watched(result, tap), ()
+    if not is_narrow(site.view.value.dtype):
+        return result, ()
+    data = jnp.ones(())
+    if site.kind.name not in ("lookup", "shift"):
+        data = jax.lax.stop_gradient(inputs[1 - site.operand])
+        data = jnp.max(jnp.abs(data), initial=0).astype(jnp.float32)
+    return _watched(_summed(site, result.ndim), result, tap, data), ()
 
 
-@jax.custom_vjp
-def _watched(result: Array, tap: Float[Array, ""]) -> Array:
-    """The result as it is; the gradient of the tap is the largest entry of the cotangent."""
-    del tap
+def _summed(site: Site, ndim: int) -> tuple[int, ...]:
+    """The axes of a result along which an entry of the parameter meets all there is."""
+    params = site.equation.params
+    everything = tuple(range(ndim))
+    if not site.view.isometric:
+        return everything
+    if site.kind is contraction:
+        (contracted, _), (batch, _) = params["dimension_numbers"]
+        left = len(shape_of(site.equation.invars[0])) - len(contracted)
+        return everything[left:] if site.operand == 0 else everything[len(batch) : left]
+    if site.kind is convolution:
+        features = params["dimension_numbers"].out_spec[1]
+        return tuple(axis for axis in everything if axis != features)
+    if site.kind is lookup and site.equation.primitive.name == "gather":
+        offset = params["dimension_numbers"].offset_dims
+        return tuple(axis for axis in everything if axis not in offset)
+    return everything
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(
+    summed: tuple[int, ...], result: Array, tap: Float[Array, ""], data: Float[Array, ""]
+) -> Array:
+    """The result as it is; the gradient of the tap is a bound on that of the parameter."""
+    del summed, tap, data
     return result
 
 
-def _watched_forward(result: Array, tap: Float[Array, ""]) -> tuple[Array, None]:
-    return _watched(result, tap), None
+def _watched_forward(
+    summed: tuple[int, ...], result: Array, tap: Array, data: Array
+) -> tuple[Array, Array]:
+    return _watched(summed, result, tap, data), data
 
 
-def _watched_backward(_: None, cotangent: Array) -> tuple[Array, Float[Array, ""]]:
-    return cotangent, jnp.max(jnp.abs(cotangent.astype(jnp.float32)), initial=0)
+def _watched_backward(
+    summed: tuple[int, ...], data: Array, cotangent: Array
+) -> tuple[Array, Array, Array]:
+    met = jnp.sum(jnp.abs(cotangent.astype(jnp.float32)), summed)
+    return cotangent, data * jnp.max(met, initial=0), jnp.zeros_like(data)
 
 
 _watched.defvjp(_watched_forward, _watched_backward)

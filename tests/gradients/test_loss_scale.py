@@ -1,5 +1,7 @@
 """A loss scale of each example's own, chosen from that example alone."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.gradients.magnitudes import pulled_back
 from tests.gradients import jitted
 from tests.sharding.losses import mesh_of
 
@@ -152,6 +155,154 @@ def test_leaves_that_no_site_describes_and_sites_in_scans(fun, model):
     expected = jitted.grad(fun, l2_clip_norm=1e-3)(model, X, Y, WEIGHTS)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5)
+
+
+def pooled_loss(model, x, y):
+    """The mean over 256 positions makes its cotangent 256 times larger than that at the layers."""
+    z = model(x).mean((1, 2))
+    return jnp.sum((z.astype(jnp.float32) - y) ** 2)
+
+
+def averaged_loss(model, x, y):
+    """The same, over 4,096 positions."""
+    return 5 * jnp.sum(jnp.mean(jax.vmap(model)(x), 0).astype(jnp.float32) * y)
+
+
+def tempered_loss(model, x, y):
+    """A factor in float16 behind the last layer."""
+    return 5 * jnp.sum((model(x) * 1e-3).astype(jnp.float32) * y)
+
+
+def summed_loss(model, x, y):
+    """The gradient of a weight is a sum over 512 positions."""
+    return jnp.sum(jax.vmap(model)(x).astype(jnp.float32) * y)
+
+
+def tiny_loss(model, x, y):
+    return 1e-12 * jnp.sum(model(x).astype(jnp.float32) * y)
+
+
+def elementwise_loss(model, x, y):
+    weight, bias = model.weight[0], model.bias[0]
+    return jnp.sum((x * weight + bias).astype(jnp.float32) * y[0])
+
+
+def recurrent_loss(model, x, y):
+    """One weight at every step, the gradient of the sum of all states."""
+
+    @jax.checkpoint
+    def step(h, x):
+        h = h + model(x)
+        return h, jnp.mean(h)
+
+    _, means = jax.lax.scan(step, jnp.zeros(4, x.dtype), x)
+    return jnp.sum(means.astype(jnp.float32)) * 40 * y[0]
+
+
+CONV = eqx.nn.Sequential(
+    [
+        eqx.nn.Conv2d(1, 4, 3, key=jax.random.key(0)),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.Conv2d(4, 2, 1, key=jax.random.key(1)),
+    ]
+)
+LINEAR = eqx.nn.Linear(6, 4, key=jax.random.key(0))
+TARGETS = np.array([[0.5, 0.5], [3, -3], [5, 5], [10, 2]], np.float32)
+ONES = np.ones((2, 4), np.float32)
+
+
+def normal(*shape):
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+BETWEEN_SITES = {
+    "pooled": (pooled_loss, CONV, normal(4, 1, 18, 18), TARGETS),
+    "averaged": (averaged_loss, LINEAR, normal(2, 4096, 6), ONES),
+    "tempered": (tempered_loss, LINEAR, normal(2, 6), ONES),
+    "summed": (summed_loss, LINEAR, 30 * abs(normal(2, 512, 6)), ONES),
+    "elementwise": (elementwise_loss, LINEAR, 3 * abs(normal(2, 512, 6)), ONES),
+    "recurrent": (recurrent_loss, LINEAR, abs(normal(2, 96, 6)), ONES),
+    "tiny": (tiny_loss, LINEAR, normal(2, 6), ONES),
+}
+
+
+@functools.cache
+def gradients_in_float32(case):
+    fun, model, *batch = BETWEEN_SITES[case]
+    mapped = eqx.filter_vmap(eqx.filter_grad(fun), in_axes=(None, 0, 0))
+    found = eqx.filter_jit(mapped)(model, *batch)
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(found)]
+    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        *((case, method) for case in ("pooled", "averaged", "tiny") for method in METHODS),
+        ("tempered", "book_keeping"),
+        *((case, "per_example") for case in ("summed", "elementwise", "recurrent")),
+    ],
+)
+def test_all_that_is_float16_on_the_way_back_is_seen(case, method):
+    fun, model, *batch = BETWEEN_SITES[case]
+    policy = dp.parse_policy(f"{FLOAT16},loss_scale=per_example")
+    narrow = jitted.value_and_grad(fun, l2_clip_norm=np.inf, method=method, policy=policy)
+    for i, expected in enumerate(gradients_in_float32(case)):
+        values, grads = narrow(model, *(part[i : i + 1] for part in batch))
+        found = [np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(grads)]
+        norm = np.linalg.norm(expected)
+        assert np.linalg.norm(np.concatenate(found) - expected) < 5e-3 * norm
+        np.testing.assert_allclose(values.grad_norm, norm, rtol=5e-3)
+
+
+@jax.custom_vjp
+def looping(x):
+    return x
+
+
+def looping_backward(steps, g):
+    up = jax.lax.while_loop(lambda s: s[0] < steps, lambda s: (s[0] + 1, s[1] * 64), (0, g))[1]
+    return (up / 64,)
+
+
+looping.defvjp(lambda x: (x, jnp.int32(1)), looping_backward)
+
+UP_AND_DOWN = {
+    "plain": lambda x: x / 64 * 64,
+    "jit": jax.jit(lambda x: x / 64 * 64),
+    "remat": jax.checkpoint(lambda x: jnp.sin(1000 * x) * 0 + x / 64 * 64),
+    "scan": lambda x: jax.lax.scan(lambda h, _: (h / 64 * 64, None), x, None, length=2)[0],
+    "cond": lambda x: jax.lax.cond(x > 0, lambda x: x / 64 * 64, lambda x: x * 1e4, x),
+    "while": looping,
+}
+
+
+@pytest.mark.parametrize("through", UP_AND_DOWN)
+def test_magnitudes_inside_of_programs_are_seen(through):
+    """Going back, 3 becomes 192 and 3 again; what is computed again (1,000) is not multiplied."""
+
+    def run(x):
+        return UP_AND_DOWN[through](x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    _, pullback = jax.vjp(run, jnp.float32(1))
+    (gradient,), found = pulled_back(pullback, jnp.float32(3))
+    assert (gradient, found.narrow, found.wide) == (3, 192, 3)
+
+
+def test_float32_values_of_the_backward_pass_stay_finite():
+    """Near the loss cotangents are 2^123 times as large as at the layer: both cannot be large."""
+
+    def fun(model, x, exponents):
+        large, small = jnp.exp2(exponents.astype(jnp.float32))
+        return large * jnp.sum(small * model(x).astype(jnp.float32))
+
+    policy = dp.parse_policy(f"{FLOAT16},loss_scale=per_example")
+    x, exponents = X[:, :6], np.array([100, -123])
+    values, _ = jitted.value_and_grad(fun, l2_clip_norm=1.0, policy=policy)(
+        LINEAR, x, np.tile(exponents, (5, 1))
+    )
+    expected = 2.0**-23 * np.sqrt(4 * np.sum(x.astype(np.float64) ** 2, 1) + 4)
+    np.testing.assert_allclose(values.grad_norm, expected, rtol=5e-3)
 
 
 def test_on_several_devices():
