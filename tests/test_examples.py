@@ -41,11 +41,11 @@ def test_digits_reach_their_accuracy(tmp_path):
 
 def test_digits_take_their_options(tmp_path):
     output = run(
-        *("digits.py", "--policy", "mixed_float16", "--epsilon", 8, "--steps", 6, "--seed", 1),
+        *("digits.py", "--policy", "mixed_float16", "--epsilon", 1, "--steps", 6, "--seed", 1),
         *("--out", tmp_path / "digits.png"),
     )
     _, epsilon, _ = last_line(output)
-    assert epsilon == 8.0
+    assert epsilon == 1.0
     assert "6/6" in output
 
 
