@@ -9,7 +9,7 @@ import pytest
 from tests.test_sharding_examples import load
 
 SMALL = (
-    *("--layers", "3", "--width", "64", "--heads", "4", "--length", "64"),
+    *("--layers", "3", "--width", "64", "--heads", "4", "--length", "128"),
     *("--vocabulary", "128", "--batch", "4", "--microbatch", "2"),
 )
 

@@ -174,7 +174,8 @@ def plan_memory(
 
     *By formula*: the traced program is gone through as a compiler does, operation by operation,
     with what is alive at each (`planning/footprint.py` says what is taken to be stored). On CPU
-    that was within 5 % of the compiled program on a GPT of 320M parameters by all three methods;
+    that was within 5 % of the compiled program on a GPT of 320M parameters by all three methods
+    with JAX 0.10 (with JAX 0.11, whose compiler packs better, up to 34 % too high, by ghost);
     there 16-bit floats are widened, which the formula knows. For other platforms no such widening
     is assumed, and it has not been held against them. Small models, whose noise and
     update weigh more than their activations, are met less well.
