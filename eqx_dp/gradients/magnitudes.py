@@ -13,6 +13,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..scans import scan_arity
 from .views import apply
 
 _NARROW = frozenset({"float16", "bfloat16"})
@@ -173,7 +174,7 @@ def _scan(
     """A scan stays one; how large values are comes out of every step."""
     params = equation.params
     inner: jex_core.ClosedJaxpr = params["jaxpr"]
-    num_consts, num_carry = _scan_arity(params)
+    num_consts, num_carry = scan_arity(params)
     end = num_consts + num_carry
     consts = inputs[:num_consts]
     around, carry, rest = scaled[:num_consts], scaled[num_consts:end], scaled[end:]
@@ -195,14 +196,6 @@ def _scan(
     )
     walk.seen.append(Largest(*(jnp.max(size, initial=0) for size in seen)))
     return [*last, *outputs], flags
-
-
-def _scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many are carried."""
-    if "num_consts" in params:  # JAX 0.10
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
 
 
 def _while(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jaxtyping import Array
 
+from ..scans import scan_arity
 from .program import Program
 from .sites import KINDS, Kind
 from .views import View, apply, parameter_view, view_through
@@ -306,7 +307,7 @@ def _scan(
     """A scan stays one; taps go in, and what sites keep comes out, with its other arrays."""
     params = equation.params
     inner: jex_core.ClosedJaxpr = params["jaxpr"]
-    num_consts, num_carry = _scan_arity(params)
+    num_consts, num_carry = scan_arity(params)
     consts = inputs[:num_consts]
     carry = [
         walk.value(x, "a scan carries it") for x in inputs[num_consts : num_consts + num_carry]
@@ -335,14 +336,6 @@ def _scan(
     )
     walk.kept.update(kept)
     return [*carry, *outputs]
-
-
-def _scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many are carried."""
-    if "num_consts" in params:  # JAX 0.10
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
 
 
 _INTO: dict[str, _Into] = {

@@ -27,6 +27,7 @@ from typing import Any
 import jax.extend.core as jex_core
 
 from ..precision.stages import stage_of
+from ..scans import scan_arity
 from .liveness import Buffer, Held, Operation, breadth_first, worst_moment
 from .primitives import (
     CALLS,
@@ -410,7 +411,7 @@ class _Body:
         """A loop over slices, which may stack up results."""
         params = equation.params
         body: jex_core.Jaxpr = params["jaxpr"].jaxpr
-        num_consts, num_carry = _scan_arity(params)
+        num_consts, num_carry = scan_arity(params)
         first = num_consts + num_carry
         purpose = self.purpose_here(equation, scope)
         computed = _computed_with(body)
@@ -588,11 +589,3 @@ def _in_every_branch(equation: jex_core.JaxprEqn) -> list[bool]:
         all(b.invars[i] in found for b, found in zip(branches, computed, strict=True))
         for i in range(len(equation.invars) - 1)
     ]
-
-
-def _scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many are carried."""
-    if "num_consts" in params:  # JAX 0.10
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
 
+from ..scans import scan_arity
 from .widths import Width
 
 
@@ -198,10 +199,7 @@ def _devices(equation: jex_core.JaxprEqn) -> int:
 
 def _scan(walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here) -> list[Facts]:
     params = equation.params
-    if "num_consts" in params:  # JAX 0.10
-        consts, carry = params["num_consts"], params["num_carry"]
-    else:
-        consts, carry = map(len, params["ft_in"].unpack()[:2])
+    consts, carry = scan_arity(params)
     end = consts + carry
     return walk.loop(
         params["jaxpr"].jaxpr,
