@@ -349,9 +349,9 @@ class _Body:
                 value.aligned = value.sources
             else:
                 value.buffer = buffer
-        writes = [value.buffer or value.wide for value in results]
-        takes_over = [(w, r) for w in writes for r in reads if w] if name in IN_PLACE else ()
-        self.emit(reads, [w for w in writes if w], takes_over=takes_over, purpose=purpose)  # pyright: ignore[reportArgumentType]
+        writes = [buffer for value in results if (buffer := value.buffer or value.wide)]
+        takes_over = [(w, r) for w in writes for r in reads] if name in IN_PLACE else ()
+        self.emit(reads, writes, takes_over=takes_over, purpose=purpose)
         return results
 
     def random_bits(

@@ -20,7 +20,6 @@ program that resumes a run has to give again, and which is recognised by a finge
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -33,11 +32,11 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ..extras import extra
-from ..privacy import GaussianPrivatizerState
+from .arrays import leaves, named_arrays, same, target, with_arrays
+from .files import digests, emptied, problem_of, sync, turn_link, write_json
 from .hosts import broadcast, is_first_host
 from .record import differences, microbatch_of, privacy_statement, record_of, salt_of
 from .state import TrainState
@@ -119,7 +118,7 @@ class Checkpoints:
         if is_first_host():
             try:
                 chosen, error = self._choose(arrays), None
-            except (ValueError, CheckpointError) as refusal:
+            except Exception as refusal:  # else the other hosts would wait for this one
                 chosen, error = _REFUSED, refusal
         else:
             chosen, error = _NOTHING, None
@@ -131,7 +130,7 @@ class Checkpoints:
         if chosen == _NOTHING:
             return state
         self.microbatch_size = microbatch_of(json.loads((self._path(chosen) / _RUN).read_text()))
-        targets = jax.tree.map(_target, arrays)
+        targets = jax.tree.map(target, arrays)
         found = self._checkpointer.restore(
             self._path(chosen) / _STATE, args=self._orbax.args.StandardRestore(targets)
         )
@@ -144,8 +143,8 @@ class Checkpoints:
     ) -> None:
         """Refuses a model whose untrained part is not the one that the run began with."""
         spec = self.step.filter_spec
-        parts = [_leaves(eqx.partition(state.model, spec)[1]) for state in (given, restored)]
-        other = [name for name, leaf in parts[0].items() if not _same(leaf, parts[1][name])]
+        parts = [leaves(eqx.partition(state.model, spec)[1]) for state in (given, restored)]
+        other = [name for name, leaf in parts[0].items() if not same(leaf, parts[1][name])]
         if other:
             raise ValueError(
                 f"The checkpoint of step {number} in {self.directory} belongs to another run: "
@@ -159,7 +158,7 @@ class Checkpoints:
         self._remove_unfinished()
         steps = self._saved_steps()
         for position, number in enumerate(steps):
-            problem = _problem(self._path(number))
+            problem = problem_of(self._path(number), _FILES)
             if problem is None:
                 self._check_same_run(number, arrays)
                 self._point_to(number)
@@ -250,7 +249,7 @@ class Checkpoints:
         """
         self.wait()
         partial = self._path(number).with_suffix(".partial")
-        error = _emptied(partial) if is_first_host() else None
+        error = emptied(partial) if is_first_host() else None
         if broadcast(int(error is not None)):  # else the other hosts would wait for the first
             self._warn_not_saved(number, error or OSError("host 0 cannot write"))
             return False
@@ -294,12 +293,12 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_first_host():
             return
-        _write(partial / _PRIVACY, privacy_statement(self.step, number))
-        _write(partial / _RUN, record)
-        _write(partial / _FILES, _digests(partial))
+        write_json(partial / _PRIVACY, privacy_statement(self.step, number))
+        write_json(partial / _RUN, record)
+        write_json(partial / _FILES, digests(partial))
         shutil.rmtree(self._path(number), ignore_errors=True)
         partial.rename(self._path(number))
-        _sync(self.directory)
+        sync(self.directory)
         self._point_to(number)
         for old in self._saved_steps()[self._keep :]:
             shutil.rmtree(self._path(old))
@@ -325,129 +324,12 @@ class Checkpoints:
 
     def _point_to(self, number: int) -> None:
         """Makes a checkpoint the one that counts, for its arrays and its statement at once."""
-        _link(self.directory / _PRIVACY, f"{_LATEST}/{_PRIVACY}")
-        _link(self.directory / _LATEST, self._path(number).name)
-        _sync(self.directory)
+        try:
+            turn_link(self.directory / _PRIVACY, f"{_LATEST}/{_PRIVACY}")
+            turn_link(self.directory / _LATEST, self._path(number).name)
+        except FileExistsError as error:
+            raise CheckpointError(str(error)) from error
+        sync(self.directory)
 
 
 _NOTHING, _REFUSED = -1, -2
-
-
-# Arrays by name.
-
-
-def named_arrays(state: TrainState[Any]) -> dict[str, Array]:
-    """What is saved of a state: its arrays by path, keys as numbers, without the noise's key."""
-    return {
-        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        for name, leaf in _leaves(_without_secrets(state)).items()
-    }
-
-
-def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainState[Model]:
-    """The state with its arrays replaced by saved ones."""
-
-    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = arrays.get(jax.tree_util.keystr(path)) if eqx.is_array(leaf) else None
-        if found is None:
-            return leaf
-        if _is_key(leaf):
-            return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
-        return found
-
-    return jax.tree_util.tree_map_with_path(replaced, state)
-
-
-def _leaves(tree: PyTree[Any]) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-def _without_secrets(state: TrainState[Any]) -> TrainState[Any]:
-    def is_noise(node: object) -> bool:
-        return isinstance(node, GaussianPrivatizerState)
-
-    return jax.tree.map(
-        lambda node: node._replace(key=None) if is_noise(node) else node, state, is_leaf=is_noise
-    )
-
-
-def _same(one: Array, other: Array) -> bool:
-    if _is_key(one):
-        one, other = jax.random.key_data(one), jax.random.key_data(other)
-    return bool(jnp.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact)))
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _target(leaf: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-# Files.
-
-
-def _problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files."""
-    try:
-        expected = json.loads((path / _FILES).read_text())
-        for name, digest in expected.items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if _digest(path / name) != digest:
-                return f"{name} has changed since it was written"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{_FILES} cannot be read: {error}"
-    return None
-
-
-def _digests(path: Path) -> dict[str, str]:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {file.relative_to(path).as_posix(): _digest(file) for file in files}
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _emptied(folder: Path) -> OSError | None:
-    """Makes a new folder; what went wrong, if anything did."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return error
-    return None
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    with file.open("w") as stream:
-        json.dump(content, stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _link(link: Path, target: str) -> None:
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    if link.is_dir() and not link.is_symlink():
-        raise CheckpointError(
-            f"{link} is a folder, where a link to the newest checkpoint belongs: the directory was "
-            "copied without its links. Remove that folder; the checkpoints beside it stay."
-        )
-    beside = link.with_name(f"{link.name}.partial")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    beside.replace(link)
-
-
-def _sync(directory: Path) -> None:
-    """Makes names in a directory last through a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from eqx_dp.training import checkpoint
+from eqx_dp.training.files import problem_of
 from tests.training import fire
 from tests.training.fire import PLAN, STEPS
 from tests.training.runs import assert_agrees
@@ -84,7 +84,7 @@ def assert_equal(found, expected):
 
 def assert_whole(directory):
     """The checkpoint that counts is, to the last byte."""
-    assert checkpoint._problem(directory / "latest") is None
+    assert problem_of(directory / "latest", "files.json") is None
 
 
 def test_killed_at_twenty_random_moments(start, whole, tmp_path):

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from eqx_dp.training import checkpoint
+from eqx_dp.training.files import problem_of
 from tests.training import host as one_host
 from tests.training.host import PLAN, STEPS
 from tests.training.runs import assert_agrees
@@ -119,7 +119,7 @@ def assert_one_stops_without_the_other(directory, cache, victim, step):
     assert int(message[2]) >= step
     assert int(message[3]) == assert_agrees(directory, PLAN) >= 3
     assert message[4] == str(directory)
-    assert checkpoint._problem(directory / "latest") is None
+    assert problem_of(directory / "latest", "files.json") is None
 
 
 def test_two_hosts_stop_and_go_on_together(tmp_path):

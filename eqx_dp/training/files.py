@@ -1,0 +1,80 @@
+"""Files that are whole, or are known not to be: digests, links that are turned, names that last."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def problem_of(path: Path, listed: str) -> str | None:
+    """What is wrong with the files of a folder whose digests are listed in one of them."""
+    try:
+        expected: dict[str, str] = json.loads((path / listed).read_text())
+        for name, known in expected.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if digest(path / name) != known:
+                return f"{name} has changed since it was written"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{listed} cannot be read: {error}"
+    return None
+
+
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 of every file in a folder, by path."""
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {file.relative_to(path).as_posix(): digest(file) for file in files}
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def emptied(folder: Path) -> OSError | None:
+    """Makes a new folder; what went wrong, if anything did."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return error
+    return None
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Writes JSON that lasts through a power failure."""
+    with file.open("w") as stream:
+        json.dump(content, stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def turn_link(link: Path, target: str) -> None:
+    """Makes a link point to something else, in one atomic operation.
+
+    Raises:
+        FileExistsError: it is a folder.
+    """
+    if link.is_symlink() and os.readlink(link) == target:
+        return
+    if link.is_dir() and not link.is_symlink():
+        raise FileExistsError(
+            f"{link} is a folder, where a link to the newest checkpoint belongs: the directory was "
+            "copied without its links. Remove that folder; the checkpoints beside it stay."
+        )
+    beside = link.with_name(f"{link.name}.partial")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    beside.replace(link)
+
+
+def sync(directory: Path) -> None:
+    """Makes names in a directory last through a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
