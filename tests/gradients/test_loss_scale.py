@@ -261,8 +261,10 @@ def looping(x):
 
 
 def looping_backward(steps, g):
-    up = jax.lax.while_loop(lambda s: s[0] < steps, lambda s: (s[0] + 1, s[1] * 64), (0, g))[1]
-    return (up / 64,)
+    def body(state):
+        return state[0] + 1, state[1] * 64 / 64
+
+    return (jax.lax.while_loop(lambda state: state[0] < steps, body, (0, g))[1],)
 
 
 looping.defvjp(lambda x: (x, jnp.int32(1)), looping_backward)
