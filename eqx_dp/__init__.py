@@ -38,6 +38,7 @@ from .privacy import (
     PoissonSampler,
     PrivacyPlan,
     gaussian_privatizer,
+    key_from_secret,
 )
 from .sharding import ShardingRules
 from .training import (
@@ -85,6 +86,7 @@ __all__ = [
     "filter_value_and_clipped_grad",
     "flop_report",
     "gaussian_privatizer",
+    "key_from_secret",
     "load_policy",
     "make_step",
     "parse_policy",

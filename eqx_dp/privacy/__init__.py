@@ -1,6 +1,7 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from .arguments import whole_number
+from .keys import Secret, digest, fold_text, key_from_secret
 from .noise import GaussianPrivatizerState, gaussian_privatizer
 from .plan import ClippedSum, NeighboringRelation, PrivacyPlan
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
@@ -12,6 +13,10 @@ __all__ = [
     "NeighboringRelation",
     "PoissonSampler",
     "PrivacyPlan",
+    "Secret",
+    "digest",
+    "fold_text",
     "gaussian_privatizer",
+    "key_from_secret",
     "whole_number",
 ]

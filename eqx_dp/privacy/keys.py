@@ -1,0 +1,93 @@
+"""From a secret to keys: one for each purpose and each run, and none of them tells another."""
+
+import hashlib
+import operator
+from collections.abc import Iterable
+from typing import SupportsIndex, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+Secret: TypeAlias = SupportsIndex | bytes
+"""A number of at least 0, or bytes; of any length."""
+
+
+def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
+    """Makes a key of the generator's full width out of a secret of any length.
+
+    `jax.random.key(seed)` keeps 32 bits of a seed and cannot take more than 63. This takes all of
+    it: `dp.key_from_secret(secrets.randbits(128))`, or `dp.key_from_secret(secrets.token_bytes(32))`.
+
+    **Guarantee.** Every bit of the secret enters the key, by BLAKE2b (RFC 7693). The key is the
+    same on every machine. Different purposes give keys that do not tell each other, as far as
+    BLAKE2b hides its input. A key of threefry has 64 bits: a longer secret makes it no harder to
+    guess.
+
+    Args:
+        secret: A number of at least 0, or bytes that are not empty. The number 5 and the byte 5 are
+            different secrets.
+        purpose: What the key is for; no purpose is one purpose.
+
+    Returns:
+        A typed key of the threefry generator, whatever `jax_default_prng_impl` says: noise then is
+        the same on any number of devices.
+
+    Raises:
+        ValueError: If the secret is negative, empty, or neither a number nor bytes.
+    """
+    words = np.frombuffer(digest(secret, purpose, size=8), np.dtype("<u4")).astype(np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+
+
+def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
+    """Folds a text of any length into a key, by the 64 bits of its hash.
+
+    Args:
+        key: One key, of any generator; may be traced.
+        text: What tells the result from the keys of other texts; not secret.
+    """
+    hashed = hashlib.blake2b(_bytes_of(text), digest_size=8).digest()
+    for word in np.frombuffer(hashed, np.dtype("<u4")):
+        key = jax.random.fold_in(key, np.uint32(word))
+    return key
+
+
+def digest(secret: Secret, purpose: Iterable[str | bytes], *, size: int) -> bytes:
+    """Hashes a secret with what it is for.
+
+    Args:
+        secret: As for `key_from_secret`.
+        purpose: Texts; where one ends and the next begins matters.
+        size: Bytes to be returned, at most 64.
+
+    Raises:
+        ValueError: As for `key_from_secret`.
+    """
+    hashed = hashlib.blake2b(digest_size=size)
+    for part in (_bytes_of_secret(secret), *map(_bytes_of, purpose)):
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return hashed.digest()
+
+
+def _bytes_of(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+def _bytes_of_secret(secret: Secret) -> bytes:
+    if isinstance(secret, bytes):
+        if not secret:
+            raise ValueError(
+                "a secret must hold at least one byte; found none. Take secrets.token_bytes(32)."
+            )
+        return b"bytes" + secret
+    if isinstance(secret, bool) or not isinstance(secret, SupportsIndex):
+        raise ValueError(
+            f"a secret must be a number or bytes; found a {type(secret).__name__}. Take "
+            "secrets.randbits(128) or secrets.token_bytes(32)."
+        )
+    number = operator.index(secret)
+    if number < 0:
+        raise ValueError("a secret must be at least 0; found a negative number.")
+    return b"number" + number.to_bytes((number.bit_length() + 7) // 8, "little")
