@@ -4,6 +4,8 @@ from typing import Any
 
 import jax.extend.core as jex_core
 
+from .lines import frames_of
+
 _LOOPS = "equinox/internal/_loop/"
 _BENEATH = ("equinox/_unvmap.py",)
 
@@ -15,8 +17,7 @@ def is_steering(equation: jex_core.JaxprEqn) -> bool:
     example as it is. Only they can say so: what the number of steps is used for beside is seen by
     no one else. So it is told by where in Equinox the reduction stands.
     """
-    frame = _innermost(equation)
-    return _LOOPS in frame.replace("\\", "/")
+    return _LOOPS in _innermost(equation)
 
 
 def stops(branch: jex_core.Jaxpr) -> bool:
@@ -37,9 +38,5 @@ def _raises(callback: Any) -> bool:
 
 def _innermost(equation: jex_core.JaxprEqn) -> str:
     """The file in which an equation was written, beneath JAX's own files and Equinox's wrapper."""
-    traceback: Any = equation.source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        file = frame.file_name
-        if "/jax/" not in file and not file.endswith(_BENEATH) and "jaxtyping" not in file:
-            return file
-    return ""
+    frames = (frame.file_name.replace("\\", "/") for frame in frames_of(equation))
+    return next((file for file in frames if not file.endswith(_BENEATH)), "")

@@ -95,9 +95,7 @@ class Follow:
     def _is_over_devices(self, equation: jex_core.JaxprEqn) -> bool:
         return bool(axes_named(equation) - self._bound) and equation.primitive.name not in _LOCAL
 
-    def _result(
-        self, equation: jex_core.JaxprEqn, inputs: list[Place], variable: Any
-    ) -> Place:
+    def _result(self, equation: jex_core.JaxprEqn, inputs: list[Place], variable: Any) -> Place:
         """The place of one result of a primitive that works along dimensions."""
         found: list[Place] = []
         for operand, place in enumerate(inputs):
@@ -248,8 +246,7 @@ def _while(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> 
     of_cond, of_body = inputs[:num_cond], inputs[num_cond : num_cond + num_body]
     condition, body = _body(params["cond_jaxpr"]), _body(params["body_jaxpr"])
     kept = [
-        before is after
-        for before, after in zip(body.invars[num_body:], body.outvars, strict=True)
+        before is after for before, after in zip(body.invars[num_body:], body.outvars, strict=True)
     ]
 
     def step(carry: list[Place]) -> list[Place]:

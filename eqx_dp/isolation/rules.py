@@ -42,8 +42,8 @@ def _without(name: str) -> Rule:
     return rule
 
 
-def _dims(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _dims(value: Any) -> tuple[int, ...]:
+    return tuple(map(int, value)) if isinstance(value, tuple) else (int(value),)
 
 
 def _leading(*core: int) -> Rule:
@@ -72,7 +72,7 @@ def _transpose(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int:
 
 
 def _broadcast(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-    return equation.params["broadcast_dimensions"][dim] if operand == 0 else None
+    return _dims(equation.params["broadcast_dimensions"])[dim] if operand == 0 else None
 
 
 def _pad(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
@@ -133,14 +133,13 @@ def _gather(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if dim in gone:
         return None
-    return numbers.offset_dims[sum(d not in gone for d in range(dim))]
+    return int(numbers.offset_dims[sum(d not in gone for d in range(dim))])
 
 
 def _scatter(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     numbers = equation.params["dimension_numbers"]
-    apart = dict(
-        zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
-    )
+    batching = _dims(numbers.scatter_indices_batching_dims), _dims(numbers.operand_batching_dims)
+    apart = dict(zip(*batching, strict=True))
     rank = len(shape_of(equation.invars[0]))
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = [d for d in range(rank) if d not in gone]

@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex_core
-from jax.extend import source_info_util
 from jaxtyping import Array, PyTree
 
 from .follow import ENGINES_SUM, Follow, axes_named
+from .lines import line_of
 from .places import SINGLE, Apart, Mixed, Place
 
 Results = TypeVar("Results", bound=PyTree[Array])
@@ -70,8 +70,8 @@ def _check(place: Place) -> None:
     equation = place.equation
     raise ValueError(
         f"Examples meet in the gradient of the loss, {_how(equation)} at "
-        f"{source_info_util.summarize(equation.source_info)}. What one example adds may depend on "
-        f"that example alone, so this mixes what has to stay apart. {_advice(equation)}"
+        f"{line_of(equation)}. What one example adds may depend on that example alone, so this mixes "
+        f"what has to stay apart. {_advice(equation)}"
     )
 
 
@@ -82,6 +82,14 @@ def _how(equation: jex_core.JaxprEqn) -> str:
 
 def _advice(equation: jex_core.JaxprEqn) -> str:
     name = equation.primitive.name
+    if name == "psum_invariant":
+        return (
+            "In a shard_map over this axis the model is the same on all devices while examples "
+            "differ, so that JAX sums per-example gradients over devices before they are clipped. "
+            "Call the clipped gradient outside of shard_map, with "
+            "sharding=dp.ShardingRules(mesh, ...); or give shard_map check_vma=False, and sum the "
+            "result over the axis yourself."
+        )
     if axes_named(equation):
         return (
             "An enclosing vmap or shard_map, or the sharding rules, bind this axis, and examples "
