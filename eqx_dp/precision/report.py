@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax.extend.core as jex_core
 
 from .checks import Check, Use, Violation
-from .flow import NOTHING, Here, Walk
+from .feedback import next_arguments
+from .flow import NOTHING, Facts, Here, Walk
 from .policy import Policy, checked_policy
 
 
@@ -129,10 +131,8 @@ def check_precision(
     declared = checked_policy(policy)
     if declared is None:
         raise ValueError("policy is None: give the policy that the step was built with.")
-    program, _, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    check = Check(declared)
-    inputs = [NOTHING] * len(program.jaxpr.invars)
-    outputs = Walk(check).jaxpr(program.jaxpr, inputs, Here())
+    program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
+    check, outputs = _walked(program.jaxpr, declared, next_arguments(args, kwargs, results))
     if not check.stages:
         name = getattr(fn, "__qualname__", repr(fn))
         raise ValueError(
@@ -143,6 +143,21 @@ def check_precision(
     uses = sorted(Use(*key[:3], *found, key[3]) for key, found in check.uses.items())
     notes = _notes(declared, check, any(facts.clipped for facts in outputs))
     return PrecisionReport(declared, tuple(check.violations), tuple(uses), notes)
+
+
+def _walked(
+    program: jex_core.Jaxpr, policy: Policy, returns: list[list[int]]
+) -> tuple[Check, list[Facts]]:
+    """Walks through call after call, until no un-noised sum comes back that had not before."""
+    inputs = [NOTHING] * len(program.invars)
+    while True:
+        check = Check(policy)
+        outputs = Walk(check).jaxpr(program, inputs, Here())
+        back = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
+        before = {i for i, facts in enumerate(inputs) if facts.clipped}
+        if back <= before:
+            return check, outputs
+        inputs = [Facts(clipped=i in back | before) for i in range(len(inputs))]
 
 
 def _notes(policy: Policy, check: Check, leaves_without_noise: bool) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -56,9 +57,7 @@ def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> tuple[Partition
     if rules is None:
         return ()
     return tuple(
-        None
-        if isinstance(leaf, jax.core.Tracer) and not rules.is_explicit
-        else _spec_of(leaf, rules)
+        None if isinstance(leaf, Tracer) and not rules.is_explicit else _spec_of(leaf, rules)
         for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array))
     )
 
