@@ -82,7 +82,7 @@ def check_precision(
     | stage | declared | what is held against it |
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
-    | the same | `matmul_precision` | those of float32, where the policy declares one |
+    | the same | `matmul_precision` | the digits that they keep of float32 |
     | module rule | compute of a rule | that something runs under it |
     | clip norm | accumulate | what the engine makes of single gradients: norms, clip factors |
     | sum over examples | accumulate | the weighted sum |
@@ -105,19 +105,41 @@ def check_precision(
     read and used outside of the module. A rule under which nothing runs is a violation: the step
     was built without it, or does not call the modules that it is for.
 
+    Not only a dtype makes a clipped sum narrow. Between clip and noise these do, too:
+
+    | what happens to the sum | a violation if |
+    |---|---|
+    | a matrix product or convolution of float32 | it is not at the highest precision |
+    | the same by a ``DotAlgorithm`` | its operands or sums have fewer digits than they show |
+    | arithmetic on its bits, or on integers made of it | it drops bits: and, or, shifts, division |
+    | a cast to integers | they have fewer bits than the accumulate dtype has digits |
+    | a callback, a kernel by name (``ffi_call``) | always: nothing is known of the result |
+    | ``jax.debug`` callbacks, and others that return nothing | never |
+    | it is kept in the step's state | any of this happens in a later call |
+
+    For the last, a result that holds an un-noised sum is taken to come back in the next call as the
+    argument at its place: ``state`` of ``step(model, state, *batch)`` that returns ``(model,
+    state)``, of ``step(state, *batch)`` that returns ``state`` or ``(loss, state)``. Products and
+    callbacks are held against the noise as they are against the sum. Functions that take floats
+    apart (``jnp.ldexp``, ``jnp.frexp``, ``jnp.signbit``) are arithmetic on bits: multiply by the
+    power of two in their place.
+
     What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
     of which a note speaks alone; a reduction over devices of sums to each of which noise was added
     before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
-    argument; digits that are dropped by arithmetic (rounding to multiples, masking of bits) and not
-    by a dtype; what a compiler makes of the program; what happens in a host callback or through a
-    mutable reference. Whatever is drawn in floating point and added to a clipped sum is taken for
-    its noise: what a sum goes through after a dither of one's own is not held against anything. Of
-    a ``while`` loop one step is counted, of a ``cond`` all branches.
+    argument, or that is kept in state; digits that arithmetic drops from floats (``jnp.round``,
+    ``jnp.sign``, a large number added and subtracted), from integers that overflow, or from the
+    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
+    in another function); one that goes through a mutable reference; what a compiler makes of the
+    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
+    what a sum goes through after a dither of one's own is not held against anything. Of a ``while``
+    loop one step is counted, of a ``cond`` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls ``filter_clipped_grad``'s.
         *args: its arguments: any trees of arrays, of ``jax.ShapeDtypeStruct`` in their place, and
-            of anything else. Sharded as in training, and in the same mesh context.
+            of anything else. Sharded as in training, and in the same mesh context (a step of
+            ``make_step`` enters its own).
         policy: what is declared, and best what the step was built with.
         **kwargs: more of its arguments, by name (``is_padding_example``).
 
@@ -134,7 +156,7 @@ def check_precision(
     program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     check, outputs = _walked(program.jaxpr, declared, next_arguments(args, kwargs, results))
     if not check.stages:
-        name = getattr(fn, "__qualname__", repr(fn))
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise ValueError(
             f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
             "nor a privatizer. Pass the whole training step."
