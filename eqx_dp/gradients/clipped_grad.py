@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 
-from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy
+from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules, inside
 from .calls import (
     Configuration,
@@ -159,7 +159,8 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         frozen, static = eqx.partition(rest, eqx.is_array)
         places = None if rules is None else places_of(rules, model, params, frozen, examples)
         if policy is not None:
-            params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
+            with stage("cast"):
+                params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         inputs = Inputs(
             params, frozen, static, *examples.one(), None if places is None else places.traced
         )

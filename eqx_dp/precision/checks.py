@@ -3,14 +3,15 @@
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from .flow import NOTHING, Draw, Facts, Here, joined
+from .held import bits_dropped, held_in
 from .policy import ModuleRule, Policy
+from .products import CONTRACTIONS, narrowest_inside
 from .stages import is_backward, rules_at, stage_of
-from .widths import Width, held_in, is_narrow, width_of
+from .widths import Width, width_of, width_of_number
 
 
 class Violation(NamedTuple):
@@ -59,14 +60,15 @@ _STAGES = {
     "noise": "noise addition",
 }
 
+# What is computed from a model.
+_OF_MODEL = ("cast", "probe", "loss")
 _ACCUMULATING = ("norm", "sum", "microbatches", "devices")
 
-_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _SCATTERED = frozenset({"scatter-add", "scatter_add"})
 _ADDITIONS = frozenset({"add", "add_any", "sub", *_SCATTERED})
 # What puts noise beside a sum, for a later equation to add up.
 _JOINS = frozenset({"concatenate", "stack", "dynamic_update_slice"})
-_SUMS = frozenset({*_CONTRACTIONS, *_ADDITIONS, "reduce_sum"})
+_SUMS = frozenset({*CONTRACTIONS, *_ADDITIONS, "reduce_sum"})
 _ARITHMETIC = frozenset(
     {
         *_SUMS,
@@ -88,9 +90,8 @@ _COLLECTIVE_SUMS = frozenset(
 _COLLECTIVES = _COLLECTIVE_SUMS | {
     *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pmax", "pmin"),
 }
-# JAX's own names for what a policy declares, each more precise than the one before.
-_BY_PRECISION = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
-_PRECISIONS = {"tensorfloat32": 1, "highest": 2}
+# Digits of float32 that a contraction keeps, as `matmul_precision` says.
+_KEPT = {"default": 7, "tensorfloat32": 10, "highest": 23}
 # These hand on several values side by side.
 _SIDE_BY_SIDE = frozenset({*_COLLECTIVES, "optimization_barrier", "device_put", "pvary", "pcast"})
 
@@ -116,12 +117,14 @@ class Check:
             self.stages.add(stage)
         if stage == "loss" and self._rules:
             self._at_work.update(rules_at(here.scope))
-        if here.recording and name in _CONTRACTIONS:
+        if here.recording and name in CONTRACTIONS:
             self._contraction(here, equation, stage)
         if here.recording and stage in _ACCUMULATING:
             self._accumulates(here, equation, stage)
         if here.recording and name in _COLLECTIVES:
             self._collective(here, equation, inputs, stage)
+        if stage in _OF_MODEL:  # whatever sums were added to it
+            return [NOTHING] * len(equation.outvars)
         if name in _DRAWS:
             return [_drawn(here, equation)] * len(equation.outvars)
         if stage == "sum":
@@ -211,17 +214,14 @@ class Check:
             self._violation(shown, name, f"{found}, wider", here)
 
     def _is_as_precise(self, here: Here, equation: jex_core.JaxprEqn, shown: str) -> None:
-        """A float32 contraction in the loss is as precise as the policy's `matmul_precision`."""
-        declared = _PRECISIONS.get(self._policy.matmul_precision)
-        if declared is None or not any(_dtype(v) == jnp.float32 for v in equation.invars[:2]):
+        """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
+        inside = narrowest_inside(equation)
+        if inside is None:
             return
-        if _least_precision(equation) < declared:
-            self._violation(
-                shown,
-                f"matmul_precision {self._policy.matmul_precision}",
-                _precision(equation),
-                here,
-            )
+        precision = self._policy.matmul_precision
+        of_float32 = any(_dtype(v) == jnp.float32 for v in equation.invars[:2])
+        if not of_float32 or inside.digits < _KEPT[precision]:
+            self._violation(shown, f"matmul_precision {precision}", inside.name, here)
 
     def _rule(self, scope: str) -> ModuleRule | None:
         """The rule of the policy that governs a place: that of the innermost matched module."""
@@ -243,13 +243,6 @@ class Check:
             narrows = before is not None and not before.narrower(self._accumulate)
             if (narrows or name in _ARITHMETIC) and width.narrower(self._accumulate):
                 self._violation(shown, self._accumulate, width.name, here)
-        if name == "dot_general" and not _is_exact(equation):
-            self._violation(
-                shown,
-                f"{self._accumulate.name} at the highest precision",
-                f"{_precision(equation)}, which accelerators run narrower",
-                here,
-            )
 
     def _collective(
         self, here: Here, equation: jex_core.JaxprEqn, inputs: list[Facts], stage: str | None
@@ -270,18 +263,20 @@ class Check:
         self, here: Here, equation: jex_core.JaxprEqn, result: Any, facts: Facts, is_cut: bool
     ) -> Facts:
         """What is known of a result; of a clipped sum, whether it is made narrower here."""
-        width = held_in(equation, result)
-        if width is None:
-            return facts
-        if is_cut and here.recording and facts.clipped and width.narrower(self._accumulate):
-            self._violation("between clip and noise", self._accumulate, width.name, here)
-        return facts.narrowed(width, here.where)
+        width, dropped = held_in(equation, result), bits_dropped(equation, result)
+        if is_cut and here.recording and facts.clipped:
+            if width is not None and width.narrower(self._accumulate):
+                dropped = width.name
+            if dropped is not None:
+                self._violation("between clip and noise", self._accumulate, dropped, here)
+        return facts if width is None else facts.narrowed(width, here.where)
 
     def _has_wide_sum(self, equation: jex_core.JaxprEqn, inputs: list[Facts]) -> bool:
         """Whether an equation is given a clipped sum as wide as declared, or in wide integers."""
+        widths = [width_of_number(getattr(v.aval, "dtype", None)) for v in equation.invars]
         return any(
-            facts.clipped and not is_narrow(variable.aval, self._accumulate)
-            for facts, variable in zip(inputs, equation.invars, strict=True)
+            facts.clipped and width is not None and not width.narrower(self._accumulate)
+            for facts, width in zip(inputs, widths, strict=True)
         )
 
     def _addition(self, here: Here, equation: jex_core.JaxprEqn, noise: Facts) -> None:
@@ -336,29 +331,6 @@ def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
     if name in _SCATTERED:
         return _shape(equation.invars[0]) == _shape(equation.invars[2])
     return name not in _JOINS
-
-
-def _is_exact(equation: jex_core.JaxprEqn) -> bool:
-    """Whether no accelerator may round the operands of a contraction."""
-    if not any(_dtype(v) == jnp.float32 for v in equation.invars):
-        return True
-    precision = equation.params["precision"]
-    if precision is None or isinstance(precision, tuple):
-        return precision is not None and all(one == jax.lax.Precision.HIGHEST for one in precision)
-    return True  # an algorithm by name
-
-
-def _least_precision(equation: jex_core.JaxprEqn) -> int:
-    """As a place in `_BY_PRECISION`; what an algorithm is named for is taken to be wanted."""
-    precision = equation.params["precision"]
-    if precision is not None and not isinstance(precision, tuple):
-        return len(_BY_PRECISION)
-    return min(_BY_PRECISION.index(one) for one in precision or (jax.lax.Precision.DEFAULT,))
-
-
-def _precision(equation: jex_core.JaxprEqn) -> str:
-    precision = equation.params["precision"] or (jax.lax.Precision.DEFAULT,)
-    return f"float32 at precision {str(precision[0]).lower()}"
 
 
 def _flops(equation: jex_core.JaxprEqn) -> int:

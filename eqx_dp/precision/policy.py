@@ -32,6 +32,13 @@ def refusal(key: str, found: str, allowed: str) -> ValueError:
     return ValueError(f"{key}: found {found}; allowed: {allowed}")
 
 
+def shown(found: object) -> str:
+    """A value for an error: what is short as it is, of anything else the type. Never an array."""
+    if found is None or isinstance(found, str | int | float | np.dtype | type | jmp.Policy):
+        return repr(found)
+    return f"a value of type {type(found).__name__}"
+
+
 @contextlib.contextmanager
 def refusals_name(source: str) -> Generator[None, None, None]:
     """Puts the file or the text that is being read in front of every refusal inside the block."""
@@ -46,14 +53,14 @@ def one_of(key: str, found: object, allowed: Sequence[T]) -> T:
     for choice in allowed:
         if choice == found:
             return choice
-    raise refusal(key, repr(found), ", ".join(map(str, allowed)))
+    raise refusal(key, shown(found), ", ".join(map(str, allowed)))
 
 
 def float_dtype(key: str, found: object) -> np.dtype[Any]:
     """Returns `found` as one of the four dtypes a policy may name, or refuses."""
     dtype = DTYPES.get(found) if isinstance(found, str) else _dtype_of(found)
     if dtype is None or dtype not in DTYPES.values():
-        raise refusal(key, repr(found) if dtype is None else str(dtype), ", ".join(DTYPES))
+        raise refusal(key, shown(found) if dtype is None else str(dtype), ", ".join(DTYPES))
     if dtype == DTYPES["float64"] and not jax.config.read("jax_enable_x64"):
         raise refusal(
             key,
@@ -69,7 +76,7 @@ def _dtype_of(found: object) -> np.dtype[Any] | None:
         return None
     try:
         return np.dtype(cast(Any, found))
-    except TypeError:
+    except (TypeError, ValueError):
         return None
 
 
@@ -131,7 +138,7 @@ class LossScale:
         one_of("loss_scale.kind", self.kind, LOSS_SCALE_KINDS)
         if not _is_power_of_two(self.value):
             raise refusal(
-                "loss_scale.value", repr(self.value), "a power of two, such as 32768 or 0.5"
+                "loss_scale.value", shown(self.value), "a power of two, such as 32768 or 0.5"
             )
         if self.kind != "static" and self.value != 1:
             allowed = f'1 where loss_scale.kind is "{self.kind}"'
@@ -302,16 +309,16 @@ def _check_settings(policy: Policy) -> None:
     one_of("matmul_precision", policy.matmul_precision, MATMUL_PRECISIONS)
     # `unsafe="false"` is true to Python: nothing but a bool may give the guarantee away.
     if policy.unsafe is not True and policy.unsafe is not False:
-        raise refusal("unsafe", repr(policy.unsafe), "True, False")
+        raise refusal("unsafe", shown(policy.unsafe), "True, False")
     if not isinstance(cast(object, policy.loss_scale), LossScale):
-        raise refusal("loss_scale", repr(policy.loss_scale), "a LossScale")
+        raise refusal("loss_scale", shown(policy.loss_scale), "a LossScale")
 
 
 def _check_module_rules(policy: Policy) -> None:
     seen: set[str] = set()
     for rule in policy.modules:
         if not isinstance(cast(object, rule), ModuleRule):
-            raise refusal("modules", repr(rule), "ModuleRule values")
+            raise refusal("modules", shown(rule), "ModuleRule values")
         if rule.match in seen:
             raise refusal(
                 "modules.match", f"{rule.match!r} twice", "each once, as the first match wins"
@@ -372,7 +379,7 @@ def checked_policy(policy: object) -> "Policy | None":
     advice = "read a preset with load_policy, a text with parse_policy"
     if isinstance(policy, jmp.Policy):
         advice = f"jmp's policies lack two dtypes: parse_policy({str(policy)!r}) adds them"
-    raise refusal("policy", repr(policy), f"an eqx_dp Policy, or None ({advice})")
+    raise refusal("policy", shown(policy), f"an eqx_dp Policy, or None ({advice})")
 
 
 # The string form: jmp's grammar, and as much more as a policy has more to say.

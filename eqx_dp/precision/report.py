@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax.extend.core as jex_core
 
 from .checks import Check, Use, Violation
-from .flow import NOTHING, Here, Walk
+from .feedback import next_arguments
+from .flow import NOTHING, Facts, Here, Walk
 from .policy import Policy, checked_policy
 
 
@@ -80,7 +82,7 @@ def check_precision(
     | stage | declared | what is held against it |
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
-    | the same | `matmul_precision` | those of float32, where the policy declares one |
+    | the same | `matmul_precision` | the digits that they keep of float32 |
     | module rule | compute of a rule | that something runs under it |
     | clip norm | accumulate | what the engine makes of single gradients: norms, clip factors |
     | sum over examples | accumulate | the weighted sum |
@@ -103,19 +105,41 @@ def check_precision(
     read and used outside of the module. A rule under which nothing runs is a violation: the step
     was built without it, or does not call the modules that it is for.
 
+    Not only a dtype makes a clipped sum narrow. Between clip and noise these do, too:
+
+    | what happens to the sum | a violation if |
+    |---|---|
+    | a matrix product or convolution of float32 | it is not at the highest precision |
+    | the same by a ``DotAlgorithm`` | its operands or sums have fewer digits than they show |
+    | arithmetic on its bits, or on integers made of it | it drops bits: and, or, shifts, division |
+    | a cast to integers | they have fewer bits than the accumulate dtype has digits |
+    | a callback, a kernel by name (``ffi_call``) | always: nothing is known of the result |
+    | ``jax.debug`` callbacks, and others that return nothing | never |
+    | it is kept in the step's state | any of this happens in a later call |
+
+    For the last, a result that holds an un-noised sum is taken to come back in the next call as the
+    argument at its place: ``state`` of ``step(model, state, *batch)`` that returns ``(model,
+    state)``, of ``step(state, *batch)`` that returns ``state`` or ``(loss, state)``. Products and
+    callbacks are held against the noise as they are against the sum. Functions that take floats
+    apart (``jnp.ldexp``, ``jnp.frexp``, ``jnp.signbit``) are arithmetic on bits: multiply by the
+    power of two in their place.
+
     What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
     of which a note speaks alone; a reduction over devices of sums to each of which noise was added
     before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
-    argument; digits that are dropped by arithmetic (rounding to multiples, masking of bits) and not
-    by a dtype; what a compiler makes of the program; what happens in a host callback or through a
-    mutable reference. Whatever is drawn in floating point and added to a clipped sum is taken for
-    its noise: what a sum goes through after a dither of one's own is not held against anything. Of
-    a ``while`` loop one step is counted, of a ``cond`` all branches.
+    argument, or that is kept in state; digits that arithmetic drops from floats (``jnp.round``,
+    ``jnp.sign``, a large number added and subtracted), from integers that overflow, or from the
+    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
+    in another function); one that goes through a mutable reference; what a compiler makes of the
+    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
+    what a sum goes through after a dither of one's own is not held against anything. Of a ``while``
+    loop one step is counted, of a ``cond`` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls ``filter_clipped_grad``'s.
         *args: its arguments: any trees of arrays, of ``jax.ShapeDtypeStruct`` in their place, and
-            of anything else. Sharded as in training, and in the same mesh context.
+            of anything else. Sharded as in training, and in the same mesh context (a step of
+            ``make_step`` enters its own).
         policy: what is declared, and best what the step was built with.
         **kwargs: more of its arguments, by name (``is_padding_example``).
 
@@ -129,12 +153,10 @@ def check_precision(
     declared = checked_policy(policy)
     if declared is None:
         raise ValueError("policy is None: give the policy that the step was built with.")
-    program, _, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    check = Check(declared)
-    inputs = [NOTHING] * len(program.jaxpr.invars)
-    outputs = Walk(check).jaxpr(program.jaxpr, inputs, Here())
+    program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
+    check, outputs = _walked(program.jaxpr, declared, next_arguments(args, kwargs, results))
     if not check.stages:
-        name = getattr(fn, "__qualname__", repr(fn))
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise ValueError(
             f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
             "nor a privatizer. Pass the whole training step."
@@ -143,6 +165,21 @@ def check_precision(
     uses = sorted(Use(*key[:3], *found, key[3]) for key, found in check.uses.items())
     notes = _notes(declared, check, any(facts.clipped for facts in outputs))
     return PrecisionReport(declared, tuple(check.violations), tuple(uses), notes)
+
+
+def _walked(
+    program: jex_core.Jaxpr, policy: Policy, returns: list[list[int]]
+) -> tuple[Check, list[Facts]]:
+    """Walks through call after call, until no un-noised sum comes back that had not before."""
+    inputs = [NOTHING] * len(program.invars)
+    while True:
+        check = Check(policy)
+        outputs = Walk(check).jaxpr(program, inputs, Here())
+        back = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
+        before = {i for i, facts in enumerate(inputs) if facts.clipped}
+        if back <= before:
+            return check, outputs
+        inputs = [Facts(clipped=i in back | before) for i in range(len(inputs))]
 
 
 def _notes(policy: Policy, check: Check, leaves_without_noise: bool) -> tuple[str, ...]:

@@ -14,12 +14,13 @@ import jax
 from .policy import ModuleRule
 
 Stage: TypeAlias = Literal[
-    "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "noise"
+    "cast", "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "noise"
 ]
 """What an equation is for.
 
 | stage | holds |
 |---|---|
+| cast | a model's parameters, from what they are stored in to the compute dtype |
 | probe | the pass that chooses loss scales |
 | loss | the user's function of one example, forward and backward |
 | norm | gradients of single examples where the engine forms them, their norms, clip factors |
@@ -31,7 +32,7 @@ Stage: TypeAlias = Literal[
 """
 
 _PREFIX = "eqx_dp."
-_MARK = re.compile(r"eqx_dp\.(probe|loss|norm|sum|microbatches|devices|draw|noise)\b")
+_MARK = re.compile(r"eqx_dp\.(cast|probe|loss|norm|sum|microbatches|devices|draw|noise)\b")
 _RULE = re.compile(r"eqx_dp\.rule\[([^\]]*)\]")
 
 

@@ -1,14 +1,13 @@
-"""How wide a floating-point format is, and what an equation's values are held in."""
+"""How wide a number format is."""
 
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
 
 class Width(NamedTuple):
-    """A floating-point format.
+    """A number format.
 
     Attributes:
         name: as a dtype has it.
@@ -38,38 +37,12 @@ def width_of(dtype: Any) -> Width | None:
     return Width(np.dtype(dtype).name, int(info.nmant), int(info.nexp))
 
 
-def is_narrow(aval: Any, declared: Width) -> bool:
-    """Whether a value cannot hold what the declared width can; integers of 32 bits pass for it."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits <= _NARROW_INTEGER
-    width = width_of(dtype)
-    return width is None or width.narrower(declared)
+def width_of_number(dtype: Any) -> Width | None:
+    """The width of a floating-point dtype, or of an integer one; None of anything else.
 
-
-_NARROW_INTEGER = 16  # bits
-
-
-def held_in(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
-    """What one of an equation's results is held in, if that is floating point, or may have been.
-
-    Floats, or wider integers in which floats may be held, that become integers of 8 or 16 bits are
-    rounded to as many digits.
+    Integers hold fixed-point numbers, whose scale stands in for an exponent.
     """
-    dtype = getattr(variable.aval, "dtype", None)
-    name = equation.primitive.name
-    if name == "reduce_precision":
-        digits, exponent = (equation.params[key] for key in ("mantissa_bits", "exponent_bits"))
-        return Width(f"reduce_precision({exponent}, {digits})", digits, exponent)
-    if name == "convert_element_type" and dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-        before: Any = equation.invars[0].aval
-        bits = jnp.iinfo(dtype).bits
-        if bits <= _NARROW_INTEGER and _holds_more(before.dtype):
-            return Width(np.dtype(dtype).name, bits, 0)
-    return width_of(dtype)
-
-
-def _holds_more(dtype: Any) -> bool:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits > _NARROW_INTEGER
-    return width_of(dtype) is not None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        return width_of(dtype)
+    bits = int(jnp.iinfo(dtype).bits)
+    return Width(np.dtype(dtype).name, bits, bits)

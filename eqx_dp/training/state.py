@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -48,14 +49,20 @@ def on_mesh(state: T, rules: ShardingRules) -> T:
     return jax.tree.map(place, state)
 
 
-def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> tuple[PartitionSpec, ...]:
-    """The spec of each array of a state; none without rules."""
+def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> tuple[PartitionSpec | None, ...]:
+    """The spec of each array of a state; none without rules.
+
+    None of an array that is being traced on Auto axes: nothing says where it is.
+    """
     if rules is None:
         return ()
-    return tuple(_spec_of(leaf, rules) for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    return tuple(
+        None if isinstance(leaf, Tracer) and not rules.is_explicit else _spec_of(leaf, rules)
+        for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    )
 
 
-def kept_at(state: T, specs: tuple[PartitionSpec, ...], rules: ShardingRules | None) -> T:
+def kept_at(state: T, specs: tuple[PartitionSpec | None, ...], rules: ShardingRules | None) -> T:
     """Under ``jit``: constrains a new state's arrays to where the old one's were.
 
     The compiler would choose for itself on Auto axes, and compile once more for what it chose.
@@ -65,7 +72,7 @@ def kept_at(state: T, specs: tuple[PartitionSpec, ...], rules: ShardingRules | N
     arrays, static = eqx.partition(state, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     kept = [
-        leaf if _is_key(leaf) else rules.place(leaf, spec)
+        leaf if spec is None or _is_key(leaf) else rules.place(leaf, spec)
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
     return eqx.combine(structure.unflatten(kept), static)
@@ -77,9 +84,10 @@ def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
     Types on Explicit axes have an entry for every dimension; on Auto axes, specs name no axes of
     length one and end with the last dimension that is spread.
     """
-    sharding = getattr(leaf, "sharding", None)
+    sharding = jax.typeof(leaf).sharding if rules.is_explicit else getattr(leaf, "sharding", None)
+    mesh = rules.mesh.abstract_mesh if rules.is_explicit else rules.mesh
     entries: list[Any] = []
-    if isinstance(sharding, NamedSharding) and sharding.mesh == rules.mesh:
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         entries = list(sharding.spec)
     if rules.is_explicit:
         return PartitionSpec(*entries, *[None] * (leaf.ndim - len(entries)))

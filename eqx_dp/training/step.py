@@ -80,7 +80,12 @@ class Step(Generic[Model]):
     def mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context, for what works on a state; the step enters it itself."""
         rules = self.sharding
-        return nullcontext() if rules is None else jax.set_mesh(rules.mesh)
+        if rules is None:
+            return nullcontext()
+        try:
+            return jax.set_mesh(rules.mesh)
+        except ValueError:  # while a step is traced inside of another program: no devices are named
+            return jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh)
 
     def sampler(self) -> PoissonSampler:
         """The sampler of the plan's batches: with sharding rules, of this host's part of them."""
