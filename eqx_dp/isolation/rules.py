@@ -179,15 +179,14 @@ def _virtual(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
 complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
-floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p
-logistic lt lt_to max min mul mulhi ne neg nextafter not or polygamma population_count pow real
-reduce_precision regularized_incomplete_beta rem round rsqrt select_if_vmap select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-threefry2x32 threefry4x32 philox2x32 philox4x32 random_clone random_fold_in random_gamma random_seed
-xor zeta
-name nonbatchable nondifferentiable_backward sharding_constraint layout_constraint reshard mesh_cast
-pvary pcast pbroadcast ppermute psum psum_invariant pmax pmin slice dynamic_slice
-dynamic_update_slice
+floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
+logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or polygamma
+population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
+select_if_vmap select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square stop_gradient sub tan tanh threefry2x32 threefry4x32 philox2x32 philox4x32 random_clone
+random_fold_in random_gamma random_seed xor zeta name nonbatchable nondifferentiable_backward
+sharding_constraint layout_constraint reshard mesh_cast pvary pcast pbroadcast ppermute psum
+psum_invariant pmax pmin slice dynamic_slice dynamic_update_slice
 """.split()  # noqa: SIM905
 """Each entry of a result follows from the entries of the operands at the same place.
 
