@@ -105,8 +105,8 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
 
     Raises:
         ValueError: the loss is not a real scalar, does not return a pair where ``has_aux`` says so,
-            uses a collective over an axis that is not there, or constrains shardings without rules to go by, or in
-            a way that cannot be moved out of the per-example boundary.
+            uses a collective over an axis that is not there, or constrains shardings without rules
+            to go by, or in a way that cannot be moved out of the per-example boundary.
     """
     structure = jax.tree.structure((inputs.params, inputs.frozen, inputs.example, inputs.key))
     aux_trees: list[Any] = []

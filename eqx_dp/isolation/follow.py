@@ -46,12 +46,16 @@ class Follow:
         num_examples: at once; of one example alone nothing can mix but devices.
         trusts: whether reductions over examples by Equinox and its family only steer.
         bound: names of axes that the program itself binds; collectives over others mix.
+
+    Attributes:
+        written: what of examples is written to a mutable array (`jax.new_ref`).
     """
 
     def __init__(self, num_examples: int, trusts: bool, bound: frozenset[Any] = frozenset()):
         self._num_examples = num_examples
         self._trusts = trusts
         self._bound = bound
+        self.written: list[Place] = []
         # Programs are told apart by identity, so those that were followed must not go away.
         self._known: dict[Any, tuple[jex_core.Jaxpr, list[Place]]] = {}
 
@@ -79,6 +83,8 @@ class Follow:
         name, count = equation.primitive.name, len(equation.outvars)
         if all(place == SHARED for place in inputs):
             return [SHARED] * count
+        if name in _WRITES:  # what is read there later, and where, is not followed
+            self.written.append(_with_line(Mixed(equation), equation))
         if name in _OPERAND_BY_OPERAND:
             return inputs
         inside = _INSIDE.get(name)
@@ -160,6 +166,7 @@ def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
 
 # Asking for one's own position exchanges nothing; neither does saying along what a value varies.
 _LOCAL = frozenset({"axis_index", "pvary", "pcast"})
+_WRITES = frozenset({"swap", "addupdate"})
 _OPERAND_BY_OPERAND = frozenset({"optimization_barrier", "device_put"})
 
 
@@ -288,6 +295,7 @@ def _shard_map(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place])
     axes = params.get("manual_axes", params["mesh"].axis_names)
     inside = follow.within(frozenset(axes))
     found = inside.program(_body(params["jaxpr"]), inputs)
+    follow.written.extend(inside.written)
     places = [*inputs, *found]
     is_spread = any(
         isinstance(place, Apart) and place.dim < len(spec) and spec[place.dim] is not None

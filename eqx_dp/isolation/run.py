@@ -48,7 +48,7 @@ def run_apart(
     num_examples = values[0].shape[0]
     place: Place = Apart(0) if num_examples > 1 else SINGLE
     follow = Follow(num_examples, may_be_trusted(loss))
-    for found in follow.program(program.jaxpr, [place] * len(values)):
+    for found in follow.program(program.jaxpr, [place] * len(values)) + follow.written:
         _check(found)
     results: list[Array] = jex_core.jaxpr_as_fun(program)(*values)
     return jax.tree.unflatten(structures[0], results)
@@ -114,6 +114,11 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
         return (
             "It hands all examples of a batch to a function on the host. With "
             "vmap_method='sequential' that sees one at a time."
+        )
+    if name in ("swap", "addupdate"):
+        return (
+            "It writes to a mutable array (jax.new_ref), which outlives the example. Return the "
+            "value instead, and carry it in a jax.lax.scan."
         )
     return (
         "If you wrote a batching rule (jax.custom_batching.custom_vmap) or a primitive of your "

@@ -4,11 +4,11 @@ import jax.extend.core.primitives
 import pytest
 from jax.interpreters import batching
 
-from eqx_dp.isolation.follow import _INSIDE, _LOCAL, _OPERAND_BY_OPERAND
+from eqx_dp.isolation.follow import _INSIDE, _LOCAL, _OPERAND_BY_OPERAND, _WRITES
 from eqx_dp.isolation.rules import RULES
 from eqx_dp.isolation.steering import REDUCTIONS
 
-KNOWN = {*RULES, *_INSIDE, *_LOCAL, *_OPERAND_BY_OPERAND, *REDUCTIONS}
+KNOWN = {*RULES, *_INSIDE, *_LOCAL, *_OPERAND_BY_OPERAND, *_WRITES, *REDUCTIONS}
 KNOWN |= {"reshape", "conv_general_dilated"}
 
 # Nothing of an example goes in, or nothing that counts comes out.
@@ -19,7 +19,7 @@ HARMLESS = {"axis_index", "empty", "debug_callback", "debug_print", "inspect_sha
 REFUSED = """
 all_to_all ragged_all_to_all psend precv preduced all_gather_reduced reduced_vary_cast_p
 unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p
-addupdate freeze get new_ref swap io_callback
+freeze get new_ref io_callback
 call_hi_primitive call_hi_primitive_linearized check announce_jaxpr custom_lin eval_jaxpr
 from_edtype to_edtype remat_opt stage tie todense rng_bit_generator
 global_array_to_host_local_array host_local_array_to_global_array

@@ -225,3 +225,14 @@ def test_mixing_that_nothing_comes_of_is_no_matter():
 def test_arrays_without_entries():
     results = run_apart(lambda x: (x[:, :0], x[:, :0].sum(1), x), NO_LOSS, EXAMPLES)
     assert [r.shape for r in results] == [(4, 0, 4), (4, 4), (4, 3, 4)]
+
+
+def test_a_mutable_array_may_not_take_one_example_to_another():
+    kept = jax.new_ref(jnp.zeros(()))
+
+    def function(x):
+        kept[...] = x.sum()
+        return x * kept[...]
+
+    with pytest.raises(ValueError, match=r"(?s)'swap'.*test_run.py.*jax.new_ref"):
+        run_apart(function, NO_LOSS, EXAMPLES)
