@@ -17,7 +17,8 @@ from ..precision import Policy
 class MaskRule:
     """Whether batches come with padding, so that a call has to say where; a plan says that.
 
-    It is told apart by that alone: what was traced before the plan spoke is traced again.
+    All copies of a gradient share one, and those that say the same are equal: gradients that are
+    made alike share what is compiled for them.
     """
 
     is_required: bool = False

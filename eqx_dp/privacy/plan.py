@@ -163,7 +163,8 @@ class PrivacyPlan:
             neighboring_relation: As for the plan.
 
         Returns:
-            The plan, with a noise multiplier within a factor of 1.0002 of the least that does.
+            The plan, with a noise multiplier within a factor of 1.0002 of the least that does; of
+            1.01 where delta is less than some 10 times what float64 may lose of it.
 
         Raises:
             ValueError: If epsilon is not a finite number above 0, another argument is refused as
