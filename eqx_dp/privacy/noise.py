@@ -79,7 +79,7 @@ def gaussian_privatizer(
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | two leaves whose paths read the same (keys of a dictionary with one `repr`) | refused |
-    | the tree's groups are updated by one privatizer each with its own `init` | independent noise |
+    | one privatizer serves several groups of a tree's leaves | every leaf has its own noise |
     | a leaf moves to another place in the tree, or gets another shape | it gets other noise |
     | `sharding` and a generator whose values depend on it (not threefry) | refused |
 

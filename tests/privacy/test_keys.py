@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import eqx_dp as dp
 from eqx_dp.privacy import digest, fold_text, key_from_secret
 
+KEY = jax.random.key(987654321)
 secrets_ = st.integers(0, 2**300) | st.binary(min_size=1, max_size=80)
 purposes = st.lists(st.text(max_size=4) | st.binary(max_size=4), max_size=3).map(tuple)
 
@@ -87,6 +88,18 @@ def test_what_is_no_secret_is_refused_and_not_shown(secret):
         key_from_secret(secret)
     assert "98765432" not in str(error.value)
     assert error.value.__cause__ is None
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "key", [987654321, "987654321", np.arange(987654321, 987654324), jax.random.split(KEY, 3)]
+)
+def test_a_key_of_the_loss_that_is_none_is_not_shown(key):
+    grad_fn = dp.filter_clipped_grad(lambda w, x, key: w * x, l2_clip_norm=1.0)
+    with pytest.raises(ValueError, match="key must be a single JAX key") as error:
+        grad_fn(jnp.ones(()), jnp.ones(4), key=key)
+    assert "98765432" not in str(error.value)
+    assert error.value.__suppress_context__  # nor what JAX said of it
 
 
 @pytest.mark.usefixtures("unchecked")
