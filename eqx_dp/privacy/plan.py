@@ -15,6 +15,7 @@ from ..sharding import ShardingRules
 from .accounting import (
     ROUNDING_DELTA,
     Run,
+    check_relation,
     epsilon_of,
     event_of,
     least_noise,
@@ -95,7 +96,7 @@ class PrivacyPlan:
         delta: SupportsFloat,
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     ):
-        _check_relation(neighboring_relation)
+        check_relation(neighboring_relation)
         checked = {
             "sampling_prob": sampling_probability(sampling_prob),
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
@@ -379,9 +380,6 @@ class PrivacyPlan:
         return taken
 
 
-# The numbers of a plan.
-
-
 def _warn_of_large_delta(delta: float, num_examples: int) -> None:
     if delta < 1 / num_examples:
         return
@@ -394,12 +392,3 @@ def _warn_of_large_delta(delta: float, num_examples: int) -> None:
         UserWarning,
         stacklevel=1,
     )
-
-
-def _check_relation(relation: object) -> None:
-    if not isinstance(relation, NeighboringRelation):
-        raise ValueError(
-            "neighboring_relation must be one of "
-            f"{', '.join(f'NeighboringRelation.{known.name}' for known in NeighboringRelation)}; "
-            f"found {relation!r}."
-        )
