@@ -1,5 +1,6 @@
 """What one call is given beside the model: a batch, a key, padding."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,6 +11,27 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..precision import Policy
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MaskRule:
+    """Whether batches come with padding, so that a call has to say where; a plan says that.
+
+    All copies of a gradient share one, and those that say the same are equal: gradients that are
+    made alike share what is compiled for them.
+    """
+
+    is_required: bool = False
+
+    def check(self, is_padding_example: object) -> None:
+        """Raises a ValueError if a mask is required and there is none."""
+        if self.is_required and is_padding_example is None:
+            raise ValueError(
+                "is_padding_example is missing. Noise was made for this gradient by a plan that "
+                "samples, and a sampled batch has padding, whose index is -1: without the mask the "
+                "last example would count once a padding slot. Hand on the mask that sampler.take "
+                "or sampler.batch gives; for a batch without padding, np.zeros(length, bool)."
+            )
 
 
 class Examples(NamedTuple):
@@ -109,11 +131,13 @@ def _split(key: Any, num_examples: int) -> Array:
     """One key an example."""
     try:
         return jax.random.split(key, num_examples)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):
+        # Without JAX's own words, which may show what the key is made of.
+        found = f"an array of shape {key.shape}" if eqx.is_array(key) else f"a {type(key).__name__}"
         raise ValueError(
-            f"key must be a single JAX key (jax.random.key(seed)), which is split here, one key an "
-            f"example. {error}"
-        ) from error
+            "key must be a single JAX key (dp.key_from_secret(secret)), which is split here, one "
+            f"key an example; found {found}."
+        ) from None
 
 
 def _read_mask(is_padding_example: Any, num_examples: int) -> Array:
