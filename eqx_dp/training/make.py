@@ -5,14 +5,14 @@ from typing import Any, Concatenate, SupportsIndex, TypeVar
 
 import equinox as eqx
 import optax
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
-from ..gradients import FilterSpec, filter_clipped_grad, filter_value_and_clipped_grad
+from ..gradients import ClippedGrad, FilterSpec, filter_clipped_grad, filter_value_and_clipped_grad
 from ..precision import Policy
 from ..privacy import PrivacyPlan, Secret
 from ..sharding import ShardingRules
 from .disclosure import checked_names
-from .seeds import checked_seed
+from .seeds import checked_seed, key_of
 from .step import MicrobatchSize, Step
 
 Model = TypeVar("Model")
@@ -121,10 +121,20 @@ def make_step(
             filter_spec,
             run,
             loss,
+            _noise(plan, grad_fn, key_of(seed, "noise", run)),
             optimizer,
+            key_of(seed, "loss", run),
             seed,
             made,
         )
 
     names = checked_names(disclose)
     return made(microbatch_size, run="")
+
+
+def _noise(
+    plan: PrivacyPlan, grad_fn: ClippedGrad[Any], key: PRNGKeyArray
+) -> optax.GradientTransformation:
+    if plan.noise_multiplier == 0:  # without noise, clipping may be without a bound as well
+        return optax.identity()
+    return plan.privatizer(grad_fn, key=key)

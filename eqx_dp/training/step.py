@@ -28,7 +28,7 @@ from ..sharding import ShardingRules
 from .disclosure import disclosed
 from .extra import checked_extra, updated
 from .identity import Texts, probe_text, shape_of, texts_of
-from .seeds import fingerprint, key_of, keyed_digest, sampler_seed
+from .seeds import fingerprint, keyed_digest, sampler_seed
 from .state import TrainState, copied, kept_at, on_mesh, refuse_used_up, specs_of
 
 Model = TypeVar("Model")
@@ -79,7 +79,9 @@ class Step(Generic[Model]):
     filter_spec: FilterSpec
     run: str
     _loss: Callable[..., Any]
+    _noise: optax.GradientTransformation
     _update: optax.GradientTransformation
+    _loss_root: PRNGKeyArray
     _seed: Secret
     _make: Callable[[MicrobatchSize, str], "Step[Model]"]
 
@@ -319,16 +321,6 @@ numbers that it was made with |
         of_run = state._replace(key=fold_text(state.key, text))
         grads, after = cast(Any, self._noise.update(grads, of_run))
         return grads, after._replace(key=state.key)
-
-    @functools.cached_property
-    def _noise(self) -> optax.GradientTransformation:
-        if self.plan.noise_multiplier == 0:  # clipping may then be without a bound as well
-            return optax.identity()
-        return self.plan.privatizer(self.grad_fn, key=key_of(self._seed, "noise", self.run))
-
-    @functools.cached_property
-    def _loss_root(self) -> PRNGKeyArray:
-        return key_of(self._seed, "loss", self.run)
 
     @functools.cached_property
     def _known(self) -> str:
