@@ -12,7 +12,7 @@ from ..precision import Policy
 from ..privacy import PrivacyPlan, Secret
 from ..sharding import ShardingRules
 from .disclosure import checked_names
-from .seeds import checked_seed, key_of
+from .seeds import key_of
 from .step import MicrobatchSize, Step
 
 Model = TypeVar("Model")
@@ -92,8 +92,7 @@ def make_step(
         ValueError: `num_examples` or `seed` is no whole number in its range; a name in `disclose`
             is unknown; and as `filter_clipped_grad` and `plan.privatizer`.
     """
-    size_of_data = plan.sampler(num_examples, seed=0).num_examples  # is checked
-    seed = checked_seed(seed)
+    sampler = plan.sampler(num_examples, seed)  # checks both
 
     def made(size: MicrobatchSize, run: str) -> Step[Model]:
         make_grad = filter_value_and_clipped_grad if names else filter_clipped_grad
@@ -105,13 +104,13 @@ def make_step(
             filter_spec=filter_spec,
             keep_batch_dim=keep_batch_dim,
             rescale_to_unit_norm=rescale_to_unit_norm,
-            normalize_by=plan.sampling_prob * size_of_data,
+            normalize_by=plan.sampling_prob * sampler.num_examples,
             microbatch_size=None if size == "auto" else size,
             method=method,
         )
         return Step(
             plan,
-            size_of_data,
+            sampler.num_examples,
             grad_fn,
             method,
             l2_clip_norm,
@@ -121,10 +120,10 @@ def make_step(
             filter_spec,
             run,
             loss,
-            _noise(plan, grad_fn, key_of(seed, "noise", run)),
+            _noise(plan, grad_fn, key_of(sampler.seed, "noise", run)),
             optimizer,
-            key_of(seed, "loss", run),
-            seed,
+            key_of(sampler.seed, "loss", run),
+            sampler.seed,
             made,
         )
 
