@@ -141,7 +141,15 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             ValueError: see [`filter_clipped_grad`][].
         """
         self._mask.check(is_padding_example)
-        prepared = self.prepare(model, batch, key, is_padding_example)
+        return self.complete(self.prepare(model, batch, key, is_padding_example))
+
+    def complete(self, prepared: "Prepared") -> _Result:
+        """Runs a call that is prepared, and gives what the call gives.
+
+        Args:
+            prepared: by [`prepare`][] of the same function.
+        """
+        per_example, sums = run(prepared, self._configuration)
         per_example, sums = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
