@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from ..precision import Policy
 from ..sharding import ShardingRules, agreed, check_context, over_devices
+from ..shown import shown
 from .clip import Clipping
 from .cost import Choice
 from .examples import Examples
@@ -57,7 +58,7 @@ def checked_method(method: str) -> str:
     """
     if method not in ("auto", *METHODS):
         allowed = ", ".join(map(repr, ("auto", *METHODS)))
-        raise ValueError(f"method must be one of {allowed}, found {method!r}.")
+        raise ValueError(f"method must be one of {allowed}, found {shown(method)}.")
     return method
 
 
@@ -72,7 +73,7 @@ def checked_microbatch_size(size: object) -> int | None:
     if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
         raise ValueError(
             f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
-            f"{size!r}."
+            f"{shown(size)}."
         )
     return int(size)
 

@@ -12,6 +12,8 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ..shown import shown
+
 T = TypeVar("T")
 MatmulPrecision: TypeAlias = Literal["default", "tensorfloat32", "highest"]
 LossScaleKind: TypeAlias = Literal["none", "static", "per_example"]
@@ -372,7 +374,7 @@ def checked_policy(policy: object) -> "Policy | None":
     advice = "read a preset with load_policy, a text with parse_policy"
     if isinstance(policy, jmp.Policy):
         advice = f"jmp's policies lack two dtypes: parse_policy({str(policy)!r}) adds them"
-    raise refusal("policy", repr(policy), f"an eqx_dp Policy, or None ({advice})")
+    raise refusal("policy", shown(policy), f"an eqx_dp Policy, or None ({advice})")
 
 
 # The string form: jmp's grammar, and as much more as a policy has more to say.

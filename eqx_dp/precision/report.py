@@ -134,7 +134,7 @@ def check_precision(
     inputs = [NOTHING] * len(program.jaxpr.invars)
     outputs = Walk(check).jaxpr(program.jaxpr, inputs, Here())
     if not check.stages:
-        name = getattr(fn, "__qualname__", repr(fn))
+        name = getattr(fn, "__qualname__", type(fn).__name__)
         raise ValueError(
             f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
             "nor a privatizer. Pass the whole training step."

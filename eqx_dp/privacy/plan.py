@@ -23,6 +23,7 @@ from jaxtyping import PRNGKeyArray
 
 from ..precision import Policy
 from ..sharding import ShardingRules
+from ..shown import shown
 from .arguments import real_number, sampling_probability, whole_number
 from .noise import gaussian_privatizer
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
@@ -318,7 +319,7 @@ class PrivacyPlan:
             raise ValueError(
                 "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad "
                 "returned, before it is wrapped in jit or anything else: only that knows its "
-                f"sensitivity; found {grad_fn!r}."
+                f"sensitivity; found {shown(grad_fn)}."
             )
         policy = _agreed(grad_fn, "policy", policy)
         sharding = _agreed(grad_fn, "sharding", sharding)
