@@ -16,14 +16,14 @@ _NO_GRADIENT = (
 
 
 def check_output(
-    output: Any, has_aux: bool, model: PyTree[Any]
+    output: Any, has_aux: bool, gradient: PyTree[Array]
 ) -> tuple[Float[Array, ""], PyTree[Any]]:
     """Splits the user's output into loss and aux.
 
     Args:
         output: what the loss returned.
         has_aux: whether that is a pair ``(loss, aux)``.
-        model: that the loss was given, to tell a gradient by.
+        gradient: a tree as what ``eqx.filter_grad`` would return, to know one by.
 
     Raises:
         ValueError: it is no pair where it should be one, or its loss is no real scalar.
@@ -45,7 +45,7 @@ def check_output(
             )
         return loss, aux
     parts = (output, *output) if isinstance(output, tuple) else (output,)
-    if any(_is_gradient(part, model) for part in parts):
+    if any(_is_gradient(part, gradient) for part in parts):
         raise ValueError(
             f"The loss returns a tree of arrays as of the model, which looks like its gradient. "
             f"{_NO_GRADIENT}"
@@ -63,15 +63,15 @@ def check_output(
     )
 
 
-def _is_gradient(output: PyTree[Any], model: PyTree[Any]) -> bool:
-    """Whether it is a tree with a float array for every one of the model, at the same place."""
+def _is_gradient(output: PyTree[Any], gradient: PyTree[Array]) -> bool:
+    """Whether it is a tree with the same float arrays at the same places."""
     shapes = [
         {
             jax.tree_util.keystr(path): leaf.shape
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
             if eqx.is_inexact_array(leaf)
         }
-        for tree in (output, model)
+        for tree in (output, gradient)
     ]
     return not eqx.is_array(output) and shapes[0] == shapes[1]
 

@@ -119,7 +119,8 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         if options.policy is not None:
             model = inside_engine(model, options.policy)
         kwargs = {} if key is None else {"key": key}
-        loss, aux = check_output(fun(model, *batch, **kwargs), options.has_aux, model)
+        gradient = eqx.filter(model, eqx.is_inexact_array)  # now: the loss may use up a State
+        loss, aux = check_output(fun(model, *batch, **kwargs), options.has_aux, gradient)
         if options.policy is not None:
             loss = options.policy.cast_to_output(loss)
         if options.keep_batch_dim:
