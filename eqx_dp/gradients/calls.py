@@ -50,13 +50,13 @@ class Configuration(NamedTuple):
     method: str
 
 
-def checked_method(method: str) -> str:
+def checked_method(method: object) -> str:
     """The name of a method, or "auto".
 
     Raises:
         ValueError: it is none.
     """
-    if method not in ("auto", *METHODS):
+    if not isinstance(method, str) or method not in ("auto", *METHODS):
         allowed = ", ".join(map(repr, ("auto", *METHODS)))
         raise ValueError(f"method must be one of {allowed}, found {shown(method)}.")
     return method
