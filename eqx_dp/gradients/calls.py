@@ -16,6 +16,7 @@ from .cost import Choice
 from .examples import Examples
 from .methods import METHODS, Task
 from .microbatches import over_microbatches
+from .padding import filled
 
 
 class PerExample(NamedTuple):
@@ -191,6 +192,8 @@ def _on_device(
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
     rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
+    if is_padding_example is not None:
+        leaves = filled(leaves, is_padding_example)
     if rules is None:
         return over_microbatches(step, leaves, is_padding_example, *of_device)
     agree = functools.partial(agreed, rules)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ..isolation import run_apart
 from ..precision import LossScale, ModuleRule, Policy
 from .clip import power_of_two
 from .magnitudes import Largest, is_narrow, pulled_back
@@ -49,7 +50,8 @@ class LossScaling(NamedTuple):
         """
         probe = self.probe
         if probe is not None:
-            scales = jax.vmap(lambda example: probe.scale(params, frozen, example))(examples)
+            scale_of = jax.vmap(lambda example: probe.scale(params, frozen, example))
+            scales = run_apart(scale_of, examples)
             return scales.astype(self.dtype)
         if self.value == 1:
             return None

@@ -1,8 +1,7 @@
 """One example's loss, traced once to a jaxpr: what every method of the engine works on."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from numbers import Integral
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -107,7 +106,7 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
 
     Raises:
         ValueError: the loss is not a real scalar, does not return a pair where ``has_aux`` says so,
-            needs a collective over examples, or constrains shardings without rules to go by, or in
+            uses a collective over an axis that is not there, or constrains shardings without rules to go by, or in
             a way that cannot be moved out of the per-example boundary.
     """
     structure = jax.tree.structure((inputs.params, inputs.frozen, inputs.example, inputs.key))
@@ -158,7 +157,6 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         retrace = None if options.keep_batch_dim else lambda: trace(fun, on_a_batch, inputs)
         explain_failure(error, inputs.example, options.policy, retrace)
         raise
-    _refuse_collectives(jaxpr.jaxpr)
     return Program(jaxpr, aux_trees[0])
 
 
@@ -204,51 +202,3 @@ def refuse_batch_norm(model: PyTree[Any]) -> None:
                 f"model{jax.tree_util.keystr(path)} is an eqx.nn.BatchNorm in training mode, which "
                 f"mixes the examples of a batch. {_BATCH_MIXING_ADVICE}"
             )
-
-
-# Asking for one's own position along an axis exchanges nothing.
-_NOT_COLLECTIVE = frozenset({"axis_index"})
-# Marking a value as varying along an axis exchanges nothing going forward, but a parameter that is
-# marked in the loss has its gradient summed over the axis going backward, before it is clipped.
-_SUMS_BACKWARD = frozenset({"pvary", "pcast"})
-
-
-def _refuse_collectives(jaxpr: jex_core.Jaxpr) -> None:
-    for name, axes in _collectives(jaxpr, frozenset()):
-        over = ", ".join(map(repr, axes))
-        if name in _SUMS_BACKWARD:
-            raise ValueError(
-                f"Inside a shard_map over {over} the model is the same on all devices while "
-                f"examples differ ('{name}'): JAX would sum per-example gradients over {over} "
-                "before they are clipped. Call the clipped gradient outside of shard_map, with "
-                "sharding=dp.ShardingRules(mesh, ...); or give shard_map check_vma=False, and sum "
-                "the result over the axis yourself."
-            )
-        raise ValueError(
-            f"The loss of one example uses the collective '{name}' over the axis {over}, which an "
-            f"enclosing vmap or shard_map binds: it mixes examples. {_BATCH_MIXING_ADVICE}"
-        )
-
-
-def _collectives(
-    jaxpr: jex_core.Jaxpr, bound: frozenset[Any]
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Finds the collectives over axes that the program itself does not bind."""
-    for equation in jaxpr.eqns:
-        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-        axes = axes if isinstance(axes, tuple) else (axes,)
-        named = tuple(a for a in axes if not isinstance(a, Integral) and a not in bound)
-        if equation.primitive.name == "custom_vmap_call":
-            raise ValueError(
-                "The loss holds a function with a batching rule of its own "
-                "(jax.custom_batching.custom_vmap), which is free to mix examples. Use the "
-                "function without the rule."
-            )
-        of_constants = all(isinstance(v, jex_core.Literal) for v in equation.invars)
-        if named and not of_constants and equation.primitive.name not in _NOT_COLLECTIVE:
-            yield equation.primitive.name, named
-        inside = bound
-        if equation.primitive.name == "shard_map":
-            inside = bound | frozenset(equation.params["mesh"].axis_names)
-        for sub in jex_core.jaxprs_in_params(equation.params):
-            yield from _collectives(sub, inside)

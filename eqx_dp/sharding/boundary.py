@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
@@ -71,6 +72,8 @@ def example_program(
             structs = [_traceable(argument, leading, rules) for argument in arguments]
             return jax.make_jaxpr(loss)(*structs)
 
+    if rules.is_explicit:
+        _meet_unbound_axes(loss, arguments, rules, is_batched)
     try:
         one = trace(1)
         with inside(rules) as mesh:
@@ -106,6 +109,40 @@ def example_program(
                 "jax.lax.with_sharding_constraint instead, which does not."
             ) from error
         raise
+
+
+def _meet_unbound_axes(
+    loss: Callable[..., Any], arguments: list[Argument], rules: ShardingRules, is_batched: bool
+) -> None:
+    """Traces a loss and its gradient where a psum over an example axis is an error, as for a batch.
+
+    Where the example axes have length one and types do not speak of them, JAX leaves such a psum
+    out, in the loss and in its derivative rules. So each axis gets length two here, with a batch of
+    one example a device. What else goes wrong is for the loss's own trace to say.
+
+    Raises:
+        NameError: a collective over an example axis, which no shard_map binds.
+    """
+    leading = (2 ** len(rules.examples),) if is_batched else ()
+    mesh = _mesh_of(rules, 2)
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        structs = [_traceable(argument, leading, rules, mesh) for argument in arguments]
+        is_float = [jnp.issubdtype(struct.dtype, jnp.floating) for struct in structs]
+
+        def gradient(*values: Any) -> Any:
+            differentiated, rest = eqx.partition(list(values), is_float)
+            loss_of = lambda some: loss(*eqx.combine(some, rest))[0]  # noqa: E731
+            return jax.grad(loss_of)(differentiated)
+
+        try:
+            jax.make_jaxpr(gradient)(*structs)
+        except NameError:
+            raise
+        except Exception:
+            return
 
 
 _OF_MESHES = ("evenly divide", "Context mesh", "context mesh", "should match", "AbstractMesh")
@@ -154,7 +191,7 @@ def _outside(rules: ShardingRules, context: AbstractMesh) -> Generator[None]:
     of the devices that it is spread over, so the example axes have length one there, and types do
     not speak of them: (1 x time) split into a batch of one and time would else be spread over time.
     """
-    mesh = _mesh_of_one(rules) if rules.is_explicit else context
+    mesh = _mesh_of(rules, 1) if rules.is_explicit else context
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((), ())),  # from none, lengths may change
         jax.sharding.use_abstract_mesh(mesh),
@@ -163,13 +200,17 @@ def _outside(rules: ShardingRules, context: AbstractMesh) -> Generator[None]:
         yield
 
 
-def _mesh_of_one(rules: ShardingRules) -> AbstractMesh:
-    sizes = {**rules.mesh.shape, **dict.fromkeys(rules.examples, 1)}
+def _mesh_of(rules: ShardingRules, length: int) -> AbstractMesh:
+    """The rules' mesh with another length of the example axes."""
+    sizes = {**rules.mesh.shape, **dict.fromkeys(rules.examples, length)}
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=rules.mesh.axis_types)
 
 
 def _traceable(
-    argument: Argument, leading: tuple[int, ...], rules: ShardingRules
+    argument: Argument,
+    leading: tuple[int, ...],
+    rules: ShardingRules,
+    mesh: AbstractMesh | None = None,
 ) -> jax.ShapeDtypeStruct:
     struct, spec = argument.struct, argument.spec
     if argument.has_examples and leading:
@@ -184,7 +225,7 @@ def _traceable(
             for entry in spec
         )
     )
-    return struct.update(sharding=NamedSharding(_mesh_of_one(rules), typed))
+    return struct.update(sharding=NamedSharding(mesh or _mesh_of(rules, 1), typed))
 
 
 def over_devices(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ...isolation import run_apart
 from ...precision import stage
 from ..loss_scale import seed
 from ..taps import Place, evaluate
@@ -27,8 +28,8 @@ def clipped_sum(
     """
     with stage("probe"):
         scales = task.loss_scale(task.params, task.frozen, examples)
-    loss, aux, kept, cotangents, grads = jax.vmap(functools.partial(_backward, task))(
-        examples, scales
+    loss, aux, kept, cotangents, grads = run_apart(
+        jax.vmap(functools.partial(_backward, task)), examples, scales
     )
     with stage("norm"):
         leaves = [

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float
 
+from ...isolation import run_apart, sum_over_examples
 from ...precision import stage
 from ..clip import norm_error, norms
 from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_gradients
@@ -93,7 +94,7 @@ def clipped_sum(
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
         here, factors = jax.lax.optimization_barrier((examples, past.factors))
-        found = _backward(task, here, factors, scales)
+        found = run_apart(functools.partial(_backward, task), here, factors, scales)
         taps = _of_leaves(task, found, factors)
         norms, bounds = ([tap.measured[:, i] for tap in taps] for i in range(2))
         with stage("norm"):
@@ -313,6 +314,7 @@ def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
         uses = [(here, kept, cotangent.astype(dtype))]
         return leaf_gradient(view, uses, task.costs[leaf].way, dtype)
 
+    @sum_over_examples
     def of_batch(kept: Any, cotangent: Array, factors: Array) -> _Tap:
         at_once = _at_once(task, leaf, _sizes(site)[1], len(factors))
         return _tap(gradient, (kept, cotangent), factors, at_once)

@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import Array, Bool, Float
 
+from ...isolation import run_apart
 from ...precision import stage
 from ..leaves import from_per_example
 from ..loss_scale import seed
@@ -31,7 +32,7 @@ def clipped_sum(
 
     with stage("probe"):
         scales = task.loss_scale(task.params, task.frozen, examples)
-    loss, grads, aux = jax.vmap(value_and_grad)(examples, scales)
+    loss, grads, aux = run_apart(jax.vmap(value_and_grad), examples, scales)
     with stage("norm"):
         leaves = [from_per_example(grad.astype(task.accumulate_dtype)) for grad in grads]
     return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)

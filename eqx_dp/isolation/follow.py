@@ -1,0 +1,317 @@
+"""Following examples through a program that is differentiated and batched, equation by equation."""
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import jax.extend.core as jex_core
+
+from ..scans import scan_arity
+from .equinox_rules import is_steering, stops
+from .places import (
+    SHARED,
+    SINGLE,
+    Apart,
+    Mixed,
+    Place,
+    Single,
+    joined,
+    mixed_among,
+    reshaped,
+    shape_of,
+)
+from .rules import RULES, convolved
+
+ENGINES_SUM = "eqx_dp_sum_over_examples"
+"""The name of the jitted functions in which the engine itself adds examples up."""
+
+
+class Follow:
+    """One pass over a program.
+
+    Guarantee: where a result's place is `Apart`, its entries of one example are the same whatever
+    the other examples are, as far as the rules are right. What no rule speaks of is `Mixed`.
+
+    | what depends on several examples | is |
+    |---|---|
+    | a value, by any primitive | `Mixed`, and so is all that follows from it |
+    | the number of steps of a loop with a predicate of each example's own | nothing: JAX leaves a finished example as it is |
+    | the number of steps of a loop of Equinox's | nothing: its body does the same |
+    | the number of steps of another loop, the choice of a branch | all that the loop or branch makes |
+    | whether Equinox's `error_if` stops the run | nothing is left that could depend on it |
+
+    Args:
+        num_examples: at once; of one example alone nothing can mix but devices.
+        bound: names of axes that the program itself binds; collectives over others mix.
+    """
+
+    def __init__(self, num_examples: int, bound: frozenset[Any] = frozenset()):
+        self._num_examples = num_examples
+        self._bound = bound
+        # Programs are told apart by identity, so those that were followed must not go away.
+        self._known: dict[Any, tuple[jex_core.Jaxpr, list[Place]]] = {}
+
+    def program(self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Place]) -> list[Place]:
+        """The places of a program's results, from those of its inputs; its constants are shared."""
+        known = self._known.get((id(jaxpr), tuple(inputs), self._bound))
+        if known is not None:
+            return known[1]
+        places: dict[Any, Place] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(variable: Any) -> Place:
+            if isinstance(variable, jex_core.Literal) or 0 in shape_of(variable):
+                return SHARED
+            return places.get(variable, SHARED)
+
+        for equation in jaxpr.eqns:
+            found = self.equation(equation, [read(v) for v in equation.invars])
+            places.update(zip(equation.outvars, found, strict=True))
+        results = [read(v) for v in jaxpr.outvars]
+        self._known[id(jaxpr), tuple(inputs), self._bound] = (jaxpr, results)
+        return results
+
+    def equation(self, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+        """The places of an equation's results."""
+        name, count = equation.primitive.name, len(equation.outvars)
+        if all(place == SHARED for place in inputs):
+            return [SHARED] * count
+        if name in _OPERAND_BY_OPERAND:
+            return inputs
+        inside = _INSIDE.get(name)
+        if inside is not None:
+            return inside(self, equation, inputs)
+        mixed = mixed_among(inputs)
+        if mixed is not None:
+            return [mixed] * count
+        if self._is_over_devices(equation):
+            return [Mixed(equation)] * count
+        if name in _STEERING:
+            return [SHARED if is_steering(equation) else _met(equation, inputs)] * count
+        if any(isinstance(place, Single) for place in inputs):
+            is_alone = not any(isinstance(place, Apart) for place in inputs)
+            return [SINGLE if is_alone else Mixed(equation)] * count
+        return [self._result(equation, inputs, variable) for variable in equation.outvars]
+
+    def _is_over_devices(self, equation: jex_core.JaxprEqn) -> bool:
+        return bool(axes_named(equation) - self._bound) and equation.primitive.name not in _LOCAL
+
+    def _result(self, equation: jex_core.JaxprEqn, inputs: list[Place], variable: Any) -> Place:
+        """The place of one result of a primitive that works along dimensions."""
+        found: list[Place] = []
+        for operand, place in enumerate(inputs):
+            if not isinstance(place, Apart):
+                continue
+            after = self._moved(equation, operand, place)
+            before = shape_of(equation.invars[operand])
+            if after is None or not self._is_whole(before, place, shape_of(variable), after):
+                return Mixed(equation)
+            found.append(after)
+        return joined(found, equation)
+
+    def _moved(self, equation: jex_core.JaxprEqn, operand: int, place: Apart) -> Apart | None:
+        name = equation.primitive.name
+        if name == "reshape":
+            return self._reshaped(equation, place)
+        if name == "conv_general_dilated":
+            return convolved(equation, operand, place, self._num_examples)
+        rule = RULES.get(name)
+        dim = None if rule is None else rule(equation, operand, place.dim)
+        return None if dim is None else place._replace(dim=dim)
+
+    def _reshaped(self, equation: jex_core.JaxprEqn, place: Apart) -> Apart | None:
+        before, order = shape_of(equation.invars[0]), equation.params["dimensions"]
+        if order is not None:
+            before = tuple(before[axis] for axis in order)
+            place = place._replace(dim=order.index(place.dim))
+        return reshaped(place, before, shape_of(equation.outvars[0]), self._num_examples)
+
+    def _is_whole(
+        self, before: tuple[int, ...], place: Apart, after: tuple[int, ...], moved: Apart
+    ) -> bool:
+        """Whether the dimension is as long as it was, or holds as many whole examples."""
+        size, was = after[moved.dim], before[place.dim]
+        return size == was or (
+            moved.inner != place.inner and size % (moved.inner * self._num_examples) == 0
+        )
+
+    def within(self, axes: frozenset[Any]) -> "Follow":
+        """The same, inside of what binds axes."""
+        return Follow(self._num_examples, self._bound | axes)
+
+
+def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
+    """The names of the axes that an equation's collective goes over."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return frozenset(axis for axis in axes if not isinstance(axis, Integral))
+
+
+# Asking for one's own position exchanges nothing; neither does saying along what a value varies.
+_LOCAL = frozenset({"axis_index", "pvary", "pcast"})
+_STEERING = frozenset({"unvmap_any", "unvmap_all", "unvmap_max"})
+_OPERAND_BY_OPERAND = frozenset({"optimization_barrier", "device_put"})
+
+
+def _met(equation: jex_core.JaxprEqn, inputs: list[Place]) -> Place:
+    """What follows from a reduction over all examples: nothing new, if there is but one."""
+    return SINGLE if all(isinstance(place, Single) for place in inputs) else Mixed(equation)
+
+
+_Inside: TypeAlias = Callable[[Follow, jex_core.JaxprEqn, list[Place]], list[Place]]
+
+
+def _body(value: Any) -> jex_core.Jaxpr:
+    return value.jaxpr if isinstance(value, jex_core.ClosedJaxpr) else value
+
+
+def _call(parameter: str) -> _Inside:
+    """A function that is evaluated where it is called."""
+
+    def inside(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+        return follow.program(_body(equation.params[parameter]), inputs)
+
+    return inside
+
+
+def _jit(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+    if equation.params["name"] != ENGINES_SUM:
+        return follow.program(_body(equation.params["jaxpr"]), inputs)
+    mixed = mixed_among(inputs)
+    if mixed is not None and not mixed.is_wanted:
+        return [mixed] * len(equation.outvars)
+    if any(isinstance(place, Single) for place in inputs):
+        return [SINGLE] * len(equation.outvars)
+    return [Apart(0), *[Mixed(equation, is_wanted=True)] * (len(equation.outvars) - 1)]
+
+
+def _cond(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+    index, *operands = inputs
+    branches = [_body(branch) for branch in equation.params["branches"]]
+    if isinstance(index, Mixed):
+        branches = [branch for branch in branches if not stops(branch)]
+        if len(branches) != 1:
+            return [index] * len(equation.outvars)
+    found = [follow.program(branch, operands) for branch in branches]
+    steering = [] if isinstance(index, Mixed) else [index]
+    return [joined([*places, *steering], equation) for places in zip(*found, strict=True)]
+
+
+def _scan(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+    """A loop over time, or over examples one by one, which may then carry nothing of them."""
+    num_consts, num_carry = scan_arity(equation.params)
+    body = _body(equation.params["jaxpr"])
+    consts, start = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    slices = [_slice(place, equation) for place in inputs[num_consts + num_carry :]]
+
+    def step(carry: list[Place]) -> list[Place]:
+        return follow.program(body, [*consts, *carry, *slices])
+
+    is_over_examples = any(
+        isinstance(place, Single) and not isinstance(whole, Single)
+        for place, whole in zip(slices, inputs[num_consts + num_carry :], strict=True)
+    )
+
+    def carried(places: list[Place]) -> list[Place]:
+        if not is_over_examples:
+            return places
+        return [Mixed(equation) if isinstance(p, Single) else p for p in places]
+
+    carry = _settled(start, lambda carry: carried(step(carry)[:num_carry]), equation)
+    results = step(carry)[num_carry:]
+    stacked = [_stacked(place, is_over_examples) for place in results]
+    return [*carry, *stacked]
+
+
+def _slice(place: Place, equation: jex_core.JaxprEqn) -> Place:
+    """What one step of a loop sees of an array that it goes over."""
+    if not isinstance(place, Apart):
+        return place
+    if place.dim > 0:
+        return place._replace(dim=place.dim - 1)
+    is_one_by_one = place.inner == 1 and equation.params["length"] > 1
+    return SINGLE if is_one_by_one else Mixed(equation)
+
+
+def _stacked(place: Place, is_over_examples: bool) -> Place:
+    """The results of all steps, side by side."""
+    if isinstance(place, Apart):
+        return place._replace(dim=place.dim + 1)
+    return Apart(0) if isinstance(place, Single) and is_over_examples else place
+
+
+def _while(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+    """A loop whose predicate each example has of its own leaves a finished example as it is."""
+    params = equation.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    of_cond, of_body = inputs[:num_cond], inputs[num_cond : num_cond + num_body]
+    condition, body = _body(params["cond_jaxpr"]), _body(params["body_jaxpr"])
+    kept = [
+        before is after for before, after in zip(body.invars[num_body:], body.outvars, strict=True)
+    ]
+
+    def step(carry: list[Place]) -> list[Place]:
+        (steering,) = follow.program(condition, [*of_cond, *carry])
+        after = follow.program(body, [*of_body, *carry])
+        return [
+            place if is_kept else joined([place, steering], equation)
+            for place, is_kept in zip(after, kept, strict=True)
+        ]
+
+    return _settled(inputs[num_cond + num_body :], step, equation)
+
+
+def _settled(
+    start: list[Place],
+    step: Callable[[list[Place]], list[Place]],
+    equation: jex_core.JaxprEqn,
+) -> list[Place]:
+    """What a loop carries, once another step changes it no more."""
+    carry = start
+    while True:
+        after = step(carry)
+        new = [joined([a, b], equation) for a, b in zip(carry, after, strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+
+
+def _shard_map(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+    """Over other axes than those of examples: devices share each example."""
+    params = equation.params
+    specs = [*params["in_specs"], *params["out_specs"]]
+    axes = params.get("manual_axes", params["mesh"].axis_names)
+    inside = follow.within(frozenset(axes))
+    found = inside.program(_body(params["jaxpr"]), inputs)
+    places = [*inputs, *found]
+    is_spread = any(
+        isinstance(place, Apart) and place.dim < len(spec) and spec[place.dim] is not None
+        for place, spec in zip(places, specs, strict=True)
+    )
+    return [Mixed(equation)] * len(found) if is_spread else found
+
+
+def _linear_solve(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+    """A solution found by the user's function; its derivative has been taken already."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    before = lengths.matvec + lengths.vecmat
+    consts = inputs[before : before + lengths.solve]
+    right = inputs[sum(lengths) :]
+    return follow.program(_body(jaxprs.solve), [*consts, *right])
+
+
+_INSIDE: dict[str, _Inside] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": _call("call_jaxpr"),
+    "core_call": _call("call_jaxpr"),
+    "checkpoint": _call("jaxpr"),
+    "remat2": _call("jaxpr"),
+    "custom_jvp_call": _call("call_jaxpr"),
+    "custom_vjp_call": _call("call_jaxpr"),
+    "custom_vmap_call": _call("call"),
+    "custom_linear_solve": _linear_solve,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "shard_map": _shard_map,
+}

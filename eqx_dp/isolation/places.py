@@ -1,0 +1,78 @@
+"""Where examples stand in a value of a batched program."""
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.extend.core as jex_core
+
+
+class Shared(NamedTuple):
+    """The value depends on no example: parameters, constants, and what follows from them."""
+
+
+class Apart(NamedTuple):
+    """The value holds all examples along one dimension, and each entry depends on one of them.
+
+    Entry ``i`` of dimension ``dim`` belongs to example ``i // inner % num_examples``: a convolution
+    folds examples and features into one dimension.
+    """
+
+    dim: int
+    inner: int = 1
+
+
+class Single(NamedTuple):
+    """The value depends on one example alone: inside a loop over examples, the one at hand."""
+
+
+class Mixed(NamedTuple):
+    """The value may depend on several examples.
+
+    Attributes:
+        equation: where they met.
+        is_wanted: whether the engine itself added them up, as the last thing that it does.
+    """
+
+    equation: jex_core.JaxprEqn
+    is_wanted: bool = False
+
+
+Place: TypeAlias = Shared | Apart | Single | Mixed
+
+SHARED = Shared()
+SINGLE = Single()
+
+
+def joined(places: list[Place], equation: jex_core.JaxprEqn) -> Place:
+    """The place of a value that may be any of several, or depends on all of them entry by entry."""
+    mixed = mixed_among(places)
+    if mixed is not None:
+        return mixed
+    found = {place for place in places if place != SHARED}
+    if len(found) > 1:
+        return Mixed(equation)
+    return next(iter(found), SHARED)
+
+
+def mixed_among(places: list[Place]) -> Mixed | None:
+    """The mixed one of several places; one that the engine did not want comes first."""
+    found = [place for place in places if isinstance(place, Mixed)]
+    return min(found, key=lambda place: place.is_wanted, default=None)
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """The shape of what a variable or a literal holds; of what is no array, ()."""
+    return tuple(getattr(variable.aval, "shape", ()))
+
+
+def reshaped(
+    place: Apart, before: tuple[int, ...], after: tuple[int, ...], num_examples: int
+) -> Apart | None:
+    """Where examples are in an array whose entries are laid out in another shape, in order."""
+    stride = place.inner * math.prod(before[place.dim + 1 :])
+    for dim, size in enumerate(after):
+        behind = math.prod(after[dim + 1 :])
+        is_inside = behind <= stride and stride * num_examples <= behind * size
+        if is_inside and stride % behind == 0 and size * behind % (stride * num_examples) == 0:
+            return Apart(dim, stride // behind)
+    return None

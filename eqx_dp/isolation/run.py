@@ -1,0 +1,115 @@
+"""Running a program of a batch that has been shown to keep its examples apart."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex_core
+from jaxtyping import Array, PyTree
+
+from .follow import ENGINES_SUM, Follow, axes_named
+from .lines import line_of
+from .places import SINGLE, Apart, Mixed, Place
+
+Results = TypeVar("Results", bound=PyTree[Array])
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def run_apart(function: Callable[..., Results], *batch: PyTree[Array]) -> Results:
+    """Calls a function of a batch, unless the examples in it meet.
+
+    Guarantee: of every result, the entries of one example depend on that example alone and on what
+    ``function`` closes over. It is shown on the program that ``function`` is traced to, in which
+    the user's derivative and batching rules have been applied, and that very program is run. The
+    exception is what the engine adds up itself, by ``sum_over_examples``.
+
+    Args:
+        function: takes the batch; results have examples in front.
+        *batch: trees of arrays, examples in front of every leaf.
+
+    Raises:
+        ValueError: examples meet; it names the equation and the line.
+    """
+    structures: list[Any] = []
+
+    def flat(*values: Array) -> list[Array]:
+        results = function(*jax.tree.unflatten(structure, values))
+        leaves, tree = jax.tree.flatten(results)
+        structures.append(tree)
+        return leaves
+
+    values, structure = jax.tree.flatten(batch)
+    program = jax.make_jaxpr(flat)(*values)
+    num_examples = values[0].shape[0]
+    place: Place = Apart(0) if num_examples > 1 else SINGLE
+    for found in Follow(num_examples).program(program.jaxpr, [place] * len(values)):
+        _check(found)
+    results: list[Array] = jex_core.jaxpr_as_fun(program)(*values)
+    return jax.tree.unflatten(structures[0], results)
+
+
+def sum_over_examples(function: Function) -> Function:
+    """Marks a function in which the engine adds examples up.
+
+    Its first result has examples in front, each entry from one example alone; all others are sums.
+    """
+
+    def named(*args: Any) -> Any:
+        return function(*args)
+
+    named.__name__ = named.__qualname__ = ENGINES_SUM
+    return jax.jit(named)  # pyright: ignore[reportReturnType]
+
+
+def _check(place: Place) -> None:
+    """Refuses a result that may depend on several examples."""
+    if isinstance(place, Apart) and place != Apart(0):
+        raise AssertionError(f"Examples are not in front of a result: {place}.")
+    if not isinstance(place, Mixed) or place.is_wanted:
+        return
+    equation = place.equation
+    raise ValueError(
+        f"Examples meet in the gradient of the loss, {_how(equation)} at "
+        f"{line_of(equation)}. What one example adds may depend on that example alone, so this mixes "
+        f"what has to stay apart. {_advice(equation)}"
+    )
+
+
+def _how(equation: jex_core.JaxprEqn) -> str:
+    axes = ", ".join(sorted(map(repr, axes_named(equation))))
+    return f"by '{equation.primitive.name}'" + (f" over the axis {axes}," if axes else "")
+
+
+def _advice(equation: jex_core.JaxprEqn) -> str:
+    name = equation.primitive.name
+    if name == "psum_invariant":
+        return (
+            "In a shard_map over this axis the model is the same on all devices while examples "
+            "differ, so that JAX sums per-example gradients over devices before they are clipped. "
+            "Call the clipped gradient outside of shard_map, with "
+            "sharding=dp.ShardingRules(mesh, ...); or give shard_map check_vma=False, and sum the "
+            "result over the axis yourself."
+        )
+    if axes_named(equation):
+        return (
+            "An enclosing vmap or shard_map, or the sharding rules, bind this axis, and examples "
+            "are spread over it. Normalise within the example instead (eqx.nn.GroupNorm, "
+            "eqx.nn.LayerNorm, eqx.nn.RMSNorm), or freeze the batch statistics of an "
+            "eqx.nn.BatchNorm with eqx.nn.inference_mode(model)."
+        )
+    if name.startswith("unvmap"):
+        return (
+            "It reduces over all examples and may only steer Equinox's own loops and checks. With "
+            "EQX_ON_ERROR=nan (or breakpoint) one bad example changes all the others: use "
+            "EQX_ON_ERROR=raise, which stops the run, or off."
+        )
+    if name in ("pure_callback", "ffi_call"):
+        return (
+            "It hands all examples of a batch to a function on the host. With "
+            "vmap_method='sequential' that sees one at a time."
+        )
+    return (
+        "If you wrote a batching rule (jax.custom_batching.custom_vmap) or a primitive of your "
+        "own, use the function without it. If your code keeps examples apart and this is a "
+        "primitive that is not known here, please report it."
+    )
