@@ -456,7 +456,9 @@ def filter_clipped_grad(
 
     Raises:
         ValueError: here or at the call: an option out of its range; a loss that is no real scalar,
-            needs a collective over the batch (``eqx.nn.BatchNorm``), or lacks a key; no batch, or
+            is its own gradient, is written for a batch (without ``keep_batch_dim``), needs a
+            collective over the batch (``eqx.nn.BatchNorm``), or lacks a key; a key or an
+            ``eqx.nn.State`` in the batch, a State in aux, or closed over and written; no batch, or
             leading axes that differ; nothing trainable; a tree of clip norms that does not fit; a
             model that is paired with another policy; a module rule that has no effect on the model.
     """

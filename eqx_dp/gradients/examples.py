@@ -59,8 +59,8 @@ def read_examples(
     """Checks a batch and brings it into the policy's compute dtype.
 
     Raises:
-        ValueError: there is no batch; a leaf is no array or has no example axis; leading axes
-            differ; the key is not a single key; the padding mask is no boolean vector of the
+        ValueError: there is no batch; it holds an ``eqx.nn.State`` or a key for all examples; a
+            leaf is no array of numbers or has no example axis; leading axes differ; the key is not a single key; the padding mask is no boolean vector of the
             batch's length.
     """
     for index, argument in enumerate(batch):
@@ -97,9 +97,10 @@ def _length(where: str, leaf: Any) -> int:
     """How many examples an argument's leaf holds."""
     if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
         raise ValueError(
-            f"{where} is of type {type(leaf).__name__}, not an array. The model comes first, and "
-            "every argument after it has examples along its leading axis: stack examples that are "
-            "in a list (jnp.stack); close over anything else (functools.partial, a lambda)."
+            f"{where} is of type {type(leaf).__name__}, not a JAX or numpy array. The model comes "
+            "first, and every argument after it has examples along its leading axis: stack "
+            "examples that are in a list (jnp.stack); close over anything else (functools.partial, "
+            "a lambda)."
         )
     if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSUMm":
         raise ValueError(

@@ -37,7 +37,8 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
     ===========================================  =================================================
     a function of a leaf (the default is one)    nothing is trained
     a tree, a function above the state           nothing is trained
-    a tree, True above or in the state           what it covers is trained
+    a tree, True above the state                 all of it is trained
+    a tree, True or a function inside of it      what it selects is trained
     ===========================================  =================================================
 
     Args:
