@@ -60,8 +60,8 @@ def read_examples(
 
     Raises:
         ValueError: there is no batch; it holds an ``eqx.nn.State`` or a key for all examples; a
-            leaf is no array of numbers or has no example axis; leading axes differ; the key is not a single key; the padding mask is no boolean vector of the
-            batch's length.
+            leaf is no array of numbers or has no example axis; leading axes differ; the key is not
+            a single key; the padding mask is no boolean vector of the batch's length.
     """
     for index, argument in enumerate(batch):
         if any(is_state(node) for node in jax.tree.leaves(argument, is_leaf=is_state)):

@@ -8,6 +8,7 @@ from jaxtyping import PyTree, TypeCheckError
 
 from ..precision import Policy
 from .examples import argument_name
+from .outputs import NoScalar
 from .trained import STATE_ADVICE
 
 _MOST_NAMED = 8
@@ -38,11 +39,14 @@ def explain_failure(
             "(state.set) uses up the one that it is given, and the loss is traced more than once, "
             f"so it cannot close over a State that it writes. {STATE_ADVICE}"
         ) from error
-    if on_a_batch_of_one is not None and _succeeds(on_a_batch_of_one):
+    todo = None
+    if on_a_batch_of_one is not None and not isinstance(error, NoScalar):
+        todo = _todo_for_a_batch(on_a_batch_of_one)
+    if todo is not None:
         raise ValueError(
             f"The loss cannot be traced on one example ({_told(example)}), and it can on a batch "
-            "of one: it seems to be written for a batch. Pass keep_batch_dim=True; or write it for "
-            f"one example. On one example it raises {type(error).__name__}: {error}"
+            f"of one: it seems to be written for a batch. {todo}; or write it for one example. "
+            f"On one example it raises {type(error).__name__}: {error}"
         ) from error
     if policy is not None and isinstance(error, TypeCheckError):
         error.add_note(_settling(str(error), policy))
@@ -50,12 +54,15 @@ def explain_failure(
         error.add_note(f"The loss was called as fun(model, *example), where {_told(example)}.")
 
 
-def _succeeds(trace: Callable[[], object]) -> bool:
+def _todo_for_a_batch(trace: Callable[[], object]) -> str | None:
+    """What makes the loss one that works on a batch; None where nothing does."""
     try:
         trace()
+    except NoScalar:
+        return "Pass keep_batch_dim=True, and let it return the mean over the batch"
     except Exception:  # whatever a loss may raise: the first error is the one to report
-        return False
-    return True
+        return None
+    return "Pass keep_batch_dim=True"
 
 
 def _told(example: tuple[PyTree[jax.ShapeDtypeStruct], ...]) -> str:

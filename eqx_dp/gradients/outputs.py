@@ -15,6 +15,10 @@ _NO_GRADIENT = (
 )
 
 
+class NoScalar(ValueError):
+    """A loss is an array, and no single number."""
+
+
 def check_output(
     output: Any, has_aux: bool, gradient: PyTree[Array]
 ) -> tuple[Float[Array, ""], PyTree[Any]]:
@@ -56,7 +60,7 @@ def check_output(
         raise ValueError(
             f"The loss must return a scalar array; it returned {type(loss).__name__}{hint}"
         )
-    raise ValueError(
+    raise NoScalar(
         f"The loss of one example must be a scalar; its shape is {jnp.shape(loss)}. Reduce it with "
         "jnp.mean or jnp.sum; a loss written for a whole batch needs keep_batch_dim=True. "
         f"{_NO_GRADIENT}"

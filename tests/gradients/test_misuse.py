@@ -53,6 +53,19 @@ def test_a_loss_written_for_a_batch_is_told_to_keep_its_axis(loss):
     clipped(loss, keep_batch_dim=True)(CASE.model, X, LABEL)
 
 
+def test_a_loss_that_is_mapped_over_examples_already():
+    mapped = jax.vmap(models.mlp_loss, in_axes=(None, 0, 0))
+    with pytest.raises(ValueError, match=r"keep_batch_dim=True, and let it return the mean"):
+        clipped(mapped)(CASE.model, X, LABEL)
+
+
+def test_a_loss_that_is_no_scalar_in_either_form_is_told_its_own_shape():
+    with pytest.raises(
+        ValueError, match=r"^The loss of one example must be a scalar; its shape is \(6,\)"
+    ):
+        clipped(lambda model, x: model * x)(jnp.ones(6), X)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_constrained_loss_with_rules_is_told_to_keep_its_axis(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
