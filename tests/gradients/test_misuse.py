@@ -260,3 +260,13 @@ def test_nothing_that_wants_a_clipped_gradient_prints_what_it_got(unchecked):
         with pytest.raises(ValueError, match="of type partial") as caught:
             use()
         assert "Linear" not in str(caught.value)
+
+
+def test_a_plan_and_a_check_print_no_array_either(unchecked):
+    with pytest.raises(ValueError, match="sampling_prob") as caught:
+        dp.PrivacyPlan(sampling_prob=SECRET, steps=10, noise_multiplier=1.0, delta=1e-5)
+    assert "0.123" not in str(caught.value)
+    bound = functools.partial(lambda held, x: x, np.full(2, 1234567, np.uint32))
+    with pytest.raises(ValueError, match="Nothing to check: partial calls") as caught:
+        dp.check_precision(bound, X, policy=dp.load_policy("float32"))
+    assert "1234567" not in str(caught.value)
