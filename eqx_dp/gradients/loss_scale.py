@@ -51,7 +51,7 @@ class LossScaling(NamedTuple):
         probe = self.probe
         if probe is not None:
             scale_of = jax.vmap(lambda example: probe.scale(params, frozen, example))
-            scales = run_apart(scale_of, examples)
+            scales = run_apart(scale_of, probe.program.jaxpr.jaxpr, examples)
             return scales.astype(self.dtype)
         if self.value == 1:
             return None

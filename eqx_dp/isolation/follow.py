@@ -1,13 +1,14 @@
 """Following examples through a program that is differentiated and batched, equation by equation."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 
 from ..scans import scan_arity
-from .equinox_rules import is_steering, stops
+from .lines import line_of
 from .places import (
     SHARED,
     SINGLE,
@@ -21,6 +22,7 @@ from .places import (
     shape_of,
 )
 from .rules import RULES, convolved
+from .steering import REDUCTIONS, is_steering, stops
 
 ENGINES_SUM = "eqx_dp_sum_over_examples"
 """The name of the jitted functions in which the engine itself adds examples up."""
@@ -35,18 +37,20 @@ class Follow:
     | what depends on several examples | is |
     |---|---|
     | a value, by any primitive | `Mixed`, and so is all that follows from it |
-    | the number of steps of a loop with a predicate of each example's own | nothing: JAX leaves a finished example as it is |
-    | the number of steps of a loop of Equinox's | nothing: its body does the same |
-    | the number of steps of another loop, the choice of a branch | all that the loop or branch makes |
-    | whether Equinox's `error_if` stops the run | nothing is left that could depend on it |
+    | how long a loop runs, the predicate each example's own | nothing: JAX masks finished ones |
+    | what Equinox's loops and those on it steer by | nothing: see `steering` |
+    | how long another loop runs, or which branch is taken | all that the loop or branch makes |
+    | whether Equinox's `error_if` stops the run | nothing that is left |
 
     Args:
         num_examples: at once; of one example alone nothing can mix but devices.
+        trusts: whether reductions over examples by Equinox and its family only steer.
         bound: names of axes that the program itself binds; collectives over others mix.
     """
 
-    def __init__(self, num_examples: int, bound: frozenset[Any] = frozenset()):
+    def __init__(self, num_examples: int, trusts: bool, bound: frozenset[Any] = frozenset()):
         self._num_examples = num_examples
+        self._trusts = trusts
         self._bound = bound
         # Programs are told apart by identity, so those that were followed must not go away.
         self._known: dict[Any, tuple[jex_core.Jaxpr, list[Place]]] = {}
@@ -79,14 +83,15 @@ class Follow:
             return inputs
         inside = _INSIDE.get(name)
         if inside is not None:
-            return inside(self, equation, inputs)
+            found = inside(self, equation, inputs)
+            return [p if p in inputs else _with_line(p, equation) for p in found]
         mixed = mixed_among(inputs)
         if mixed is not None:
             return [mixed] * count
         if self._is_over_devices(equation):
             return [Mixed(equation)] * count
-        if name in _STEERING:
-            return [SHARED if is_steering(equation) else _met(equation, inputs)] * count
+        if name in REDUCTIONS and self._trusts and is_steering(equation):
+            return [SHARED] * count
         if any(isinstance(place, Single) for place in inputs):
             is_alone = not any(isinstance(place, Apart) for place in inputs)
             return [SINGLE if is_alone else Mixed(equation)] * count
@@ -116,13 +121,13 @@ class Follow:
             return convolved(equation, operand, place, self._num_examples)
         rule = RULES.get(name)
         dim = None if rule is None else rule(equation, operand, place.dim)
-        return None if dim is None else place._replace(dim=dim)
+        return None if dim is None else replace(place, dim=dim)
 
     def _reshaped(self, equation: jex_core.JaxprEqn, place: Apart) -> Apart | None:
         before, order = shape_of(equation.invars[0]), equation.params["dimensions"]
         if order is not None:
             before = tuple(before[axis] for axis in order)
-            place = place._replace(dim=order.index(place.dim))
+            place = replace(place, dim=order.index(place.dim))
         return reshaped(place, before, shape_of(equation.outvars[0]), self._num_examples)
 
     def _is_whole(
@@ -136,7 +141,14 @@ class Follow:
 
     def within(self, axes: frozenset[Any]) -> "Follow":
         """The same, inside of what binds axes."""
-        return Follow(self._num_examples, self._bound | axes)
+        return Follow(self._num_examples, self._trusts, self._bound | axes)
+
+
+def _with_line(place: Place, equation: jex_core.JaxprEqn) -> Place:
+    """Says where the user called what is mixed; JAX's own functions know no line inside."""
+    if not isinstance(place, Mixed) or place.line:
+        return place
+    return replace(place, line=line_of(place.equation) or line_of(equation))
 
 
 def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
@@ -148,13 +160,7 @@ def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
 
 # Asking for one's own position exchanges nothing; neither does saying along what a value varies.
 _LOCAL = frozenset({"axis_index", "pvary", "pcast"})
-_STEERING = frozenset({"unvmap_any", "unvmap_all", "unvmap_max"})
 _OPERAND_BY_OPERAND = frozenset({"optimization_barrier", "device_put"})
-
-
-def _met(equation: jex_core.JaxprEqn, inputs: list[Place]) -> Place:
-    """What follows from a reduction over all examples: nothing new, if there is but one."""
-    return SINGLE if all(isinstance(place, Single) for place in inputs) else Mixed(equation)
 
 
 _Inside: TypeAlias = Callable[[Follow, jex_core.JaxprEqn, list[Place]], list[Place]]
@@ -227,7 +233,7 @@ def _slice(place: Place, equation: jex_core.JaxprEqn) -> Place:
     if not isinstance(place, Apart):
         return place
     if place.dim > 0:
-        return place._replace(dim=place.dim - 1)
+        return replace(place, dim=place.dim - 1)
     is_one_by_one = place.inner == 1 and equation.params["length"] > 1
     return SINGLE if is_one_by_one else Mixed(equation)
 
@@ -235,7 +241,7 @@ def _slice(place: Place, equation: jex_core.JaxprEqn) -> Place:
 def _stacked(place: Place, is_over_examples: bool) -> Place:
     """The results of all steps, side by side."""
     if isinstance(place, Apart):
-        return place._replace(dim=place.dim + 1)
+        return replace(place, dim=place.dim + 1)
     return Apart(0) if isinstance(place, Single) and is_over_examples else place
 
 

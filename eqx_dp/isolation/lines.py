@@ -1,27 +1,44 @@
 """Where an equation was written."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.extend.core as jex_core
-from jax.extend import source_info_util
 
-# Equinox's files are nobody's own code, and neither are those of what checks annotations.
-_LIBRARIES = ("/jax/", "/jaxtyping/", "/beartype/", "/equinox/")
+# What a call of the user's goes through on its way to an equation.
+_BENEATH = ("jax", "jaxtyping", "beartype")
 
 
-def frames_of(equation: jex_core.JaxprEqn) -> Iterator[Any]:
-    """The calls that led to an equation, innermost first, without JAX's own."""
+def written_in(equation: jex_core.JaxprEqn) -> Iterator[tuple[str, str, Any]]:
+    """The calls that led to an equation, innermost first, without JAX's own.
+
+    Returns:
+        For each the name of the library that it is in, of those that matter here, or ""; its file,
+        from there; and the frame.
+    """
+    folders = {
+        name: Path(file).parent
+        for name in (*_BENEATH, *LIBRARIES)
+        if (file := getattr(sys.modules.get(name), "__file__", None)) is not None
+    }
     traceback: Any = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
-        file = frame.file_name.replace("\\", "/")
-        if not any(library in file for library in _LIBRARIES[:-1]):
-            yield frame
+        file = Path(frame.file_name)
+        library = next((name for name, at in folders.items() if at in file.parents), "")
+        if library not in _BENEATH:
+            place = file.relative_to(folders[library]) if library else file
+            yield library, place.as_posix(), frame
+
+
+LIBRARIES = ("equinox", "diffrax", "optimistix", "lineax")
+"""Libraries of one family, which share Equinox's ways to reduce over all examples."""
 
 
 def line_of(equation: jex_core.JaxprEqn) -> str:
-    """The user's line, or, where there is none, the innermost that JAX knows."""
-    for frame in frames_of(equation):
-        if _LIBRARIES[-1] not in frame.file_name.replace("\\", "/"):
+    """The user's own line; "" if there is none."""
+    for library, _, frame in written_in(equation):
+        if not library:
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(equation.source_info)
+    return ""

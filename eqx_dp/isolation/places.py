@@ -1,16 +1,19 @@
 """Where examples stand in a value of a batched program."""
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 
 
-class Shared(NamedTuple):
+@dataclass(frozen=True)
+class Shared:
     """The value depends on no example: parameters, constants, and what follows from them."""
 
 
-class Apart(NamedTuple):
+@dataclass(frozen=True)
+class Apart:
     """The value holds all examples along one dimension, and each entry depends on one of them.
 
     Entry ``i`` of dimension ``dim`` belongs to example ``i // inner % num_examples``: a convolution
@@ -21,20 +24,24 @@ class Apart(NamedTuple):
     inner: int = 1
 
 
-class Single(NamedTuple):
+@dataclass(frozen=True)
+class Single:
     """The value depends on one example alone: inside a loop over examples, the one at hand."""
 
 
-class Mixed(NamedTuple):
+@dataclass(frozen=True)
+class Mixed:
     """The value may depend on several examples.
 
     Attributes:
         equation: where they met.
         is_wanted: whether the engine itself added them up, as the last thing that it does.
+        line: the user's line that it stands in, or that it is called from; "" if there is none.
     """
 
     equation: jex_core.JaxprEqn
     is_wanted: bool = False
+    line: str = ""
 
 
 Place: TypeAlias = Shared | Apart | Single | Mixed

@@ -188,7 +188,7 @@ xor zeta
 name nonbatchable nondifferentiable_backward sharding_constraint layout_constraint reshard mesh_cast
 pvary pcast pbroadcast ppermute psum psum_invariant pmax pmin slice dynamic_slice
 dynamic_update_slice
-""".split()
+""".split()  # noqa: SIM905
 """Each entry of a result follows from the entries of the operands at the same place.
 
 Of slices, a dimension along which examples stand has to be taken whole: results of another length
@@ -197,14 +197,18 @@ are refused for every primitive.
 
 _AXES_GONE = """
 reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor argmax argmin
-""".split()
+""".split()  # noqa: SIM905
 
-_ALONG_AXIS = "cumlogsumexp cummax cummin cumprod cumsum".split()
+_ALONG_AXIS = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+
+_OF_MATRICES = """
+cholesky eig eigh geqrf hessenberg lu qr schur svd symmetric_product triangular_solve tridiagonal
+""".split()  # noqa: SIM905
 
 _WINDOWS = """
 reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
 select_and_scatter_add
-""".split()
+""".split()  # noqa: SIM905
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _same),
@@ -218,11 +222,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("pure_callback", "ffi_call"), _callback),
     **dict.fromkeys(("random_bits", "random_split", "random_unwrap"), _leading(0)),
     **dict.fromkeys(("random_wrap", "lu_pivots_to_permutation"), _leading(1)),
-    **dict.fromkeys(
-        "cholesky eig eigh geqrf hessenberg lu qr schur svd symmetric_product "
-        "triangular_solve tridiagonal".split(),
-        _leading(2),
-    ),
+    **dict.fromkeys(_OF_MATRICES, _leading(2)),
     **dict.fromkeys(("geqp3", "householder_product"), _leading(2, 1)),
     "ormqr": _leading(2, 1, 2),
     "tridiagonal_solve": _leading(1, 1, 1, 2),

@@ -5,17 +5,21 @@ from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex_core
+from jax.extend import source_info_util
 from jaxtyping import Array, PyTree
 
 from .follow import ENGINES_SUM, Follow, axes_named
 from .lines import line_of
 from .places import SINGLE, Apart, Mixed, Place
+from .steering import may_be_trusted
 
 Results = TypeVar("Results", bound=PyTree[Array])
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def run_apart(function: Callable[..., Results], *batch: PyTree[Array]) -> Results:
+def run_apart(
+    function: Callable[..., Results], loss: jex_core.Jaxpr, *batch: PyTree[Array]
+) -> Results:
     """Calls a function of a batch, unless the examples in it meet.
 
     Guarantee: of every result, the entries of one example depend on that example alone and on what
@@ -25,6 +29,7 @@ def run_apart(function: Callable[..., Results], *batch: PyTree[Array]) -> Result
 
     Args:
         function: takes the batch; results have examples in front.
+        loss: the loss of one example that is in it.
         *batch: trees of arrays, examples in front of every leaf.
 
     Raises:
@@ -42,7 +47,8 @@ def run_apart(function: Callable[..., Results], *batch: PyTree[Array]) -> Result
     program = jax.make_jaxpr(flat)(*values)
     num_examples = values[0].shape[0]
     place: Place = Apart(0) if num_examples > 1 else SINGLE
-    for found in Follow(num_examples).program(program.jaxpr, [place] * len(values)):
+    follow = Follow(num_examples, may_be_trusted(loss))
+    for found in follow.program(program.jaxpr, [place] * len(values)):
         _check(found)
     results: list[Array] = jex_core.jaxpr_as_fun(program)(*values)
     return jax.tree.unflatten(structures[0], results)
@@ -68,10 +74,11 @@ def _check(place: Place) -> None:
     if not isinstance(place, Mixed) or place.is_wanted:
         return
     equation = place.equation
+    line = place.line or line_of(equation) or source_info_util.summarize(equation.source_info)
     raise ValueError(
-        f"Examples meet in the gradient of the loss, {_how(equation)} at "
-        f"{line_of(equation)}. What one example adds may depend on that example alone, so this mixes "
-        f"what has to stay apart. {_advice(equation)}"
+        f"Examples meet in the gradient of the loss, {_how(equation)} at {line}. What one example "
+        f"adds may depend on that example alone, so this mixes what has to stay apart. "
+        f"{_advice(equation)}"
     )
 
 

@@ -29,7 +29,7 @@ def clipped_sum(
     with stage("probe"):
         scales = task.loss_scale(task.params, task.frozen, examples)
     loss, aux, kept, cotangents, grads = run_apart(
-        jax.vmap(functools.partial(_backward, task)), examples, scales
+        jax.vmap(functools.partial(_backward, task)), task.program.jaxpr.jaxpr, examples, scales
     )
     with stage("norm"):
         leaves = [

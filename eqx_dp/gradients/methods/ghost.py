@@ -90,11 +90,13 @@ def clipped_sum(
     ``book_keeping``; of one that no site describes, each example's gradient.
     """
 
+    backward = functools.partial(_backward, task)
+
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
         here, factors = jax.lax.optimization_barrier((examples, past.factors))
-        found = run_apart(functools.partial(_backward, task), here, factors, scales)
+        found = run_apart(backward, task.program.jaxpr.jaxpr, here, factors, scales)
         taps = _of_leaves(task, found, factors)
         norms, bounds = ([tap.measured[:, i] for tap in taps] for i in range(2))
         with stage("norm"):

@@ -32,7 +32,9 @@ def clipped_sum(
 
     with stage("probe"):
         scales = task.loss_scale(task.params, task.frozen, examples)
-    loss, grads, aux = run_apart(jax.vmap(value_and_grad), examples, scales)
+    loss, grads, aux = run_apart(
+        jax.vmap(value_and_grad), task.program.jaxpr.jaxpr, examples, scales
+    )
     with stage("norm"):
         leaves = [from_per_example(grad.astype(task.accumulate_dtype)) for grad in grads]
     return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)

@@ -1,0 +1,78 @@
+"""Reductions over all examples by Equinox, and what they may be for.
+
+`unvmap_any`, `unvmap_all` and `unvmap_max` see a whole batch from inside `vmap`. Equinox, and the
+libraries on it, steer with them: their loops go on while any example wants to and leave a finished
+one as it is, forward and backward; they skip work that no example needs. What follows from it for
+an example is the same (up to rounding, where work is done anew that one example needs: the first
+stage of a diffrax step). That cannot be read off the equations, so it is told by who wrote them.
+"""
+
+import os
+from typing import Any
+
+import jax.extend.core as jex_core
+
+from .lines import written_in
+
+REDUCTIONS = frozenset({"unvmap_any", "unvmap_all", "unvmap_max"})
+
+_ERRORS = "_errors.py"
+# Equinox's files that a call goes through on its way from whoever wrote it.
+_PLUMBING = ("_unvmap.py", "_ad.py", "_jit.py", "_eval_shape.py", "_module/", "_vmap_pmap.py")
+
+
+def may_be_trusted(loss: jex_core.Jaxpr) -> bool:
+    """Whether all reductions over examples in a loss are those of Equinox and its family.
+
+    It is asked of the loss as it was traced, where every equation knows its own line. In derivative
+    rules, which JAX runs later, a line may be that of the call that has the rule. So where the user
+    has such a reduction as well, none of them is trusted; and neither with `EQX_ON_ERROR=nan` (or
+    `breakpoint`), where a failed check of one example changes all the others.
+    """
+    for equation in loss.eqns:
+        if equation.primitive.name in REDUCTIONS:
+            library, file = _writer(equation)
+            is_check = (library, file) == ("equinox", _ERRORS)
+            if not library or (is_check and os.environ.get("EQX_ON_ERROR") in _CHANGES_VALUES):
+                return False
+        if not all(map(may_be_trusted, jex_core.jaxprs_in_params(equation.params))):
+            return False
+    return True
+
+
+_CHANGES_VALUES = ("nan", "breakpoint")
+
+
+def is_steering(equation: jex_core.JaxprEqn) -> bool:
+    """Whether a reduction over all examples was written by Equinox or its family, not as a check.
+
+    (A check says so itself: see `stops`.)
+    """
+    library, file = _writer(equation)
+    if library == "equinox":
+        return file.startswith("internal/")
+    return bool(library)
+
+
+def stops(branch: jex_core.Jaxpr) -> bool:
+    """Whether a branch ends the run: Equinox's `error_if`, which raises an error on the host."""
+    return any(
+        equation.primitive.name == "pure_callback" and _raises(equation.params["callback"])
+        for equation in branch.eqns
+    )
+
+
+def _raises(callback: Any) -> bool:
+    function = getattr(callback, "callback_func", None)
+    return (
+        getattr(function, "__module__", "") == "equinox._errors"
+        and getattr(function, "__qualname__", "") == "_error.<locals>.raises"
+    )
+
+
+def _writer(equation: jex_core.JaxprEqn) -> tuple[str, str]:
+    """The library and the file in it that an equation was written in; "" for the user's own."""
+    for library, file, _ in written_in(equation):
+        if not (library == "equinox" and file.startswith(_PLUMBING)):
+            return library, file
+    return "", ""

@@ -1,0 +1,285 @@
+"""Examples never meet, whatever rule of the user's they could meet in.
+
+The bound is 1, so to take an example away may move the sum by 1 at most, to replace it by 2.
+"""
+
+import functools
+
+import diffrax
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType, PartitionSpec
+
+import eqx_dp as dp
+
+METHODS = ["per_example", "book_keeping", "ghost"]
+PARAMS = jnp.asarray([1.0, -0.5, 2.0])
+EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
+refused = functools.partial(pytest.raises, ValueError)
+
+
+def clipped(loss, method="auto", **options):
+    return eqx.filter_jit(dp.filter_clipped_grad(loss, l2_clip_norm=1.0, method=method, **options))
+
+
+def through(function, where):
+    """The identity, with a function applied in one of its derivative rules, or plainly."""
+    if where == "loss":
+        return function
+    if where == "jvp rule":
+        rule = jax.custom_jvp(lambda x: x)
+        rule.defjvp(lambda x, t: (x[0], t[0] * function(jax.lax.stop_gradient(x[0]))))
+        return rule
+    rule = jax.custom_vjp(lambda x: x)
+    if where == "forward rule":
+        rule.defvjp(lambda x: (function(x), None), lambda _, g: (g,))
+    else:
+        rule.defvjp(lambda x: (x, None), lambda _, g: (function(g),))
+    return rule
+
+
+def loss_with(function, where):
+    rule = through(function, where)
+    return lambda params, x: jnp.sum(rule(params * x)) ** 2
+
+
+WHERE = ["loss", "jvp rule", "forward rule", "backward rule"]
+
+
+@custom_vmap
+def mixing(x):
+    return x
+
+
+@mixing.def_vmap
+def _(size, is_mapped, x):
+    return x + jnp.sum(x, 0), True
+
+
+@custom_vmap
+def apart(x):
+    return jnp.sin(x)
+
+
+@apart.def_vmap
+def _(size, is_mapped, x):
+    return jnp.sin(x), True
+
+
+# Batching rules
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_batching_rule_that_mixes_is_refused(where, method):
+    loss = loss_with(lambda x: mixing(jax.lax.stop_gradient(x)), where)
+    if where == "loss":
+        loss = lambda params, x: jnp.sum(params * mixing(x))  # noqa: E731
+    with refused(match=r"(?s)reduce_sum.*test_isolation.py"):
+        clipped(loss, method)(PARAMS, EXAMPLES)
+
+
+@pytest.mark.parametrize("where", WHERE[1:])
+def test_a_batching_rule_that_keeps_examples_apart_is_welcome(where):
+    grads = clipped(loss_with(apart, where))(PARAMS, EXAMPLES)
+    one_by_one = clipped(loss_with(jnp.sin, where))(PARAMS, EXAMPLES)
+    np.testing.assert_allclose(grads, one_by_one, rtol=1e-5)
+
+
+# Collectives
+
+
+def psum(x):
+    return jax.lax.psum(x, "data")
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_collective_over_the_example_axis_is_refused(kind, where):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    rules = dp.ShardingRules(mesh, examples=("data",))
+    with jax.set_mesh(mesh), refused(match=r"psum.*data|data.*psum"):
+        batch = rules.shard_batch(jnp.tile(EXAMPLES, (2, 1)))
+        clipped(loss_with(psum, where), sharding=rules)(rules.shard(PARAMS), batch)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_collective_over_an_axis_that_the_user_binds_is_refused(where):
+    grad_fn = dp.filter_clipped_grad(loss_with(psum, where), l2_clip_norm=1.0)
+    with refused(match=r"'psum' over the axis 'data'"):
+        jax.vmap(lambda x: grad_fn(PARAMS, x), axis_name="data")(EXAMPLES[:, None])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec("data")
+    sharded = jax.shard_map(
+        lambda x: grad_fn(PARAMS, x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    with refused(match=r"'psum' over the axis 'data'"):
+        sharded(EXAMPLES)
+
+
+def test_the_sum_over_an_axis_that_the_user_binds_is_right_without_one():
+    grad_fn = dp.filter_clipped_grad(loss_with(jnp.sin, "loss"), l2_clip_norm=1.0)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.shard_map(
+        lambda x: psum(grad_fn(PARAMS, x)),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    np.testing.assert_allclose(sharded(EXAMPLES), grad_fn(PARAMS, EXAMPLES), rtol=1e-6)
+
+
+# Equinox's reductions over all examples
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_maximum_over_all_examples_that_reaches_a_value_is_refused(method):
+    def loss(params, x):
+        return jnp.sum(params * x) * eqxi.unvmap_max((3 * x[0]).astype(int))
+
+    with refused(match=r"(?s)unvmap_max.*test_isolation.py"):
+        clipped(loss, method)(PARAMS, EXAMPLES)
+
+
+def test_a_maximum_over_all_examples_in_a_loop_of_equinox_is_refused():
+    """The loop's own reductions are not taken for the user's, nor the user's for the loop's."""
+
+    def loss(params, x):
+        largest = eqxi.unvmap_max((3 * x[0]).astype(int))
+        body = lambda s: (s[0] + 1, s[1] * largest)  # noqa: E731
+        start = jnp.zeros(()), params * x
+        loop = eqxi.while_loop(lambda s: s[0] < 3, body, start, kind="checkpointed", max_steps=4)
+        return jnp.sum(loop[1])
+
+    with refused(match="unvmap"):
+        clipped(loss)(PARAMS, EXAMPLES)
+
+
+def neighbours_differ_by_one(loss, rtol=1e-5):
+    """Each example adds the same, whoever else is there."""
+    grad_fn = clipped(loss)
+    whole = grad_fn(PARAMS, EXAMPLES)
+    alone = sum(grad_fn(PARAMS, EXAMPLES[i : i + 1]) for i in range(len(EXAMPLES)))
+    np.testing.assert_allclose(whole, alone, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "bounded"])
+def test_loops_of_equinox_go_on_working(kind):
+    def loss(params, x):
+        def body(state):
+            return state[0] + 1, jnp.sin(state[1] * params)
+
+        start = jnp.zeros(()), x
+        loop = eqxi.while_loop(
+            lambda s: s[0] < 4 * jnp.abs(x[0]), body, start, kind=kind, max_steps=8
+        )
+        return jnp.sum(loop[1])
+
+    neighbours_differ_by_one(loss)
+
+
+def test_a_while_loop_that_each_example_leaves_by_itself_goes_on_working():
+    def loss(params, x):
+        halved = jax.lax.while_loop(lambda y: jnp.max(y) > 0.1, lambda y: y / 2, jnp.abs(x))
+        return jnp.sum(params * halved)
+
+    neighbours_differ_by_one(loss)
+
+
+@pytest.mark.parametrize("solver", [diffrax.Tsit5(), diffrax.Kvaerno3()], ids=["tsit5", "kvaerno3"])
+def test_differential_equations_go_on_working(solver):
+    def loss(params, x):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, args: jnp.sin(params * y)),
+            solver,
+            0.0,
+            1.0,
+            0.1,
+            x,
+            stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-4),
+            max_steps=32,
+        )
+        return jnp.sum(solution.ys**2)
+
+    neighbours_differ_by_one(loss, rtol=1e-4)
+
+
+# Checks
+
+
+def checked(on_error="default"):
+    def loss(params, x):
+        x = eqx.error_if(x, jnp.all(x == 0), "all of it is zero", on_error=on_error)
+        return jnp.sum(params * x)
+
+    return loss
+
+
+@pytest.mark.parametrize("on_error", ["nan", "breakpoint"])
+def test_a_check_that_changes_all_examples_for_one_is_refused(on_error):
+    with refused(match="EQX_ON_ERROR"):
+        clipped(checked(on_error))(PARAMS, EXAMPLES)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "off"])
+def test_a_check_that_passes_changes_nothing(on_error):
+    grads = clipped(checked(on_error))(PARAMS, EXAMPLES)
+    np.testing.assert_array_equal(grads, clipped(lambda p, x: jnp.sum(p * x))(PARAMS, EXAMPLES))
+
+
+def test_a_check_that_fails_stops_the_run():
+    with pytest.raises(RuntimeError, match="all of it is zero"):
+        clipped(checked())(PARAMS, EXAMPLES.at[2].set(0.0))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [None, 2, 4])
+@pytest.mark.parametrize("first", [False, True], ids=["padding behind", "padding in front"])
+def test_padding_never_fails_a_check(first, size, method):
+    padded = jnp.concatenate([EXAMPLES[:3], jnp.zeros((4, 3))])
+    is_padding = np.arange(7) >= 3
+    if first:
+        padded, is_padding = padded[::-1], is_padding[::-1].copy()
+    grads = clipped(checked(), method, microbatch_size=size)(
+        PARAMS, padded, is_padding_example=is_padding
+    )
+    np.testing.assert_allclose(grads, clipped(checked())(PARAMS, EXAMPLES[:3]), rtol=1e-5)
+
+
+def test_padding_alone_fails_no_check():
+    grads = clipped(checked())(PARAMS, jnp.zeros((4, 3)), is_padding_example=np.ones(4, bool))
+    np.testing.assert_array_equal(grads, 0.0)
+
+
+def test_padding_on_a_device_of_its_own_fails_no_check():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    rules = dp.ShardingRules(mesh, examples=("data",))
+    batch, is_padding = jnp.zeros((8, 3)).at[0].set(1.0), np.arange(8) > 0
+    batch, is_padding = rules.shard_batch((batch, is_padding))
+    grads = clipped(checked(), sharding=rules)(PARAMS, batch, is_padding_example=is_padding)
+    np.testing.assert_allclose(grads, np.ones(3) / np.sqrt(3), rtol=1e-5)
+
+
+# Host callbacks
+
+
+def doubled(x, method):
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda a: np.asarray(a) * 2, struct, x, vmap_method=method)
+
+
+@pytest.mark.parametrize("vmap_method", ["expand_dims", "broadcast_all"])
+def test_a_host_function_that_is_handed_all_examples_is_refused(vmap_method):
+    with refused(match=r"(?s)pure_callback.*sequential"):
+        clipped(lambda p, x: jnp.sum(p * doubled(x, vmap_method)))(PARAMS, EXAMPLES)
+
+
+def test_a_host_function_that_is_handed_one_example_at_a_time_is_welcome():
+    grads = clipped(lambda p, x: jnp.sum(p * doubled(x, "sequential")))(PARAMS, EXAMPLES)
+    np.testing.assert_allclose(grads, clipped(lambda p, x: jnp.sum(p * x * 2))(PARAMS, EXAMPLES))
