@@ -3,13 +3,13 @@
 from .calls import PerExample, Prepared
 from .clipped_grad import (
     ClippedGrad,
-    FilterSpec,
     filter_clipped_grad,
     filter_value_and_clipped_grad,
 )
 from .explain import Explanation, explain, is_array_or_shape
 from .outline import Outline, outline
 from .program import takes_key
+from .trained import FilterSpec, split_trainable
 
 __all__ = [
     "ClippedGrad",
@@ -23,5 +23,6 @@ __all__ = [
     "filter_value_and_clipped_grad",
     "is_array_or_shape",
     "outline",
+    "split_trainable",
     "takes_key",
 ]

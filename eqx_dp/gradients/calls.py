@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from ..precision import Policy
 from ..sharding import ShardingRules, agreed, check_context, over_devices
+from ..shown import shown
 from .clip import Clipping
 from .cost import Choice
 from .examples import Examples
@@ -50,15 +51,15 @@ class Configuration(NamedTuple):
     method: str
 
 
-def checked_method(method: str) -> str:
+def checked_method(method: object) -> str:
     """The name of a method, or "auto".
 
     Raises:
         ValueError: it is none.
     """
-    if method not in ("auto", *METHODS):
+    if not isinstance(method, str) or method not in ("auto", *METHODS):
         allowed = ", ".join(map(repr, ("auto", *METHODS)))
-        raise ValueError(f"method must be one of {allowed}, found {method!r}.")
+        raise ValueError(f"method must be one of {allowed}, found {shown(method)}.")
     return method
 
 
@@ -73,7 +74,7 @@ def checked_microbatch_size(size: object) -> int | None:
     if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
         raise ValueError(
             f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
-            f"{size!r}."
+            f"{shown(size)}."
         )
     return int(size)
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
+from ..shown import shown
+
 
 class Clipping(NamedTuple):
     """How each group of leaves is clipped: one group for a single clip norm, several for a tree.
@@ -81,7 +83,7 @@ def parse_clip_norm(l2_clip_norm: PyTree[Any], rescale_to_unit_norm: bool) -> Cl
     norms = jax.tree_util.tree_map_with_path(_parse_one, l2_clip_norm)
     clip_norms, structure = jax.tree.flatten(norms)
     if not clip_norms:
-        raise ValueError(f"l2_clip_norm holds no number: found {l2_clip_norm!r}.")
+        raise ValueError(f"l2_clip_norm holds no number: found {shown(l2_clip_norm)}.")
     return Clipping(tuple(clip_norms), structure, rescale_to_unit_norm)
 
 
@@ -94,7 +96,7 @@ def _parse_one(path: tuple[Any, ...], leaf: Any) -> float | None:
         )
     if isinstance(leaf, numbers.Real) or (eqx.is_array_like(leaf) and np.ndim(leaf) == 0):
         if isinstance(leaf, bool | np.bool_) or jnp.iscomplexobj(leaf):
-            raise ValueError(f"{where} must be a real number, found {leaf!r}.")
+            raise ValueError(f"{where} must be a real number, found {shown(leaf)}.")
         value = float(leaf)
         if not value >= 0:
             raise ValueError(f"{where} must be at least 0 (inf for no clipping), found {value}.")

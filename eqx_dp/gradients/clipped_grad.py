@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules, inside
+from ..shown import shown
 from .calls import (
     Configuration,
     PerExample,
@@ -31,13 +32,14 @@ from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .methods import Task
 from .program import Inputs, Options, Program, refuse_batch_norm, takes_key, trace
 from .taps import Survey, survey
+from .trained import FilterSpec, checked_trainable, split_trainable
 
 NeighboringRelation = dp_accounting.NeighboringRelation
 
-FilterSpec = PyTree[bool | Callable[[Any], bool]]
 Key = PRNGKeyArray | UInt32[Array, " words"]
 # Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
 _Aux = TypeVar("_Aux")
+_Model = TypeVar("_Model")
 _Result = TypeVar("_Result")
 
 
@@ -62,6 +64,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         # Arguments are those of __call__, not those of the loss that __wrapped__ leads to.
         _, *parameters = inspect.signature(type(self).__call__).parameters.values()
         return inspect.Signature(parameters)
+
+    def __repr__(self) -> str:
+        # Not what the loss is bound to or closes over: a whole model, or a key.
+        name = getattr(self._fun, "__name__", type(self._fun).__name__)
+        return f"{type(self).__name__}({name}, l2_norm_bound={self.l2_norm_bound:g})"
 
     @property
     def policy(self) -> Policy | None:
@@ -109,7 +116,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 allowed = ", ".join(relation.name for relation in NeighboringRelation)
                 raise ValueError(
                     f"neighboring_relation must be one of dp_accounting.NeighboringRelation "
-                    f"({allowed}), found {neighboring_relation!r}."
+                    f"({allowed}), found {shown(neighboring_relation)}."
                 )
 
     def require_mask(self) -> None:
@@ -118,6 +125,17 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         That goes for all that are traced from now on.
         """
         self._mask.is_required = True
+
+    def trainable(self, model: _Model) -> _Model:
+        """What of a model is trained: its tree with None elsewhere, as that of the gradients.
+
+        ``optimizer.init(grad_fn.trainable(model))`` makes an optimizer's state that fits them
+        whatever ``filter_spec`` says, and where the model holds an ``eqx.nn.State``.
+
+        Args:
+            model: as for a call.
+        """
+        return split_trainable(model, self._filter_spec)[0]
 
     def __call__(
         self,
@@ -167,7 +185,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """
         configuration = self._configuration
         policy, rules = agreed_policy(model, configuration.policy), configuration.sharding
-        params, rest = _partition(model, self._filter_spec)
+        params, rest = checked_trainable(model, self._filter_spec)
         refuse_batch_norm(model)
         _check_key(self._fun, len(batch), key)
         examples = read_examples(batch, key, is_padding_example, policy)
@@ -222,26 +240,6 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner
         return self if instance is None else eqx.Partial(self, instance)
-
-
-def _partition(model: PyTree[Any], filter_spec: FilterSpec) -> tuple[PyTree[Array], PyTree[Any]]:
-    """Splits a model into what is trained and the rest, and checks that the former can be."""
-    params, rest = eqx.partition(model, filter_spec)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not leaves:
-        raise ValueError(
-            "Nothing is trainable: filter_spec selects no leaf of the model. The default selects "
-            "floating-point arrays; a Python float is none (wrap it in jnp.asarray)."
-        )
-    for path, leaf in leaves:
-        if not (eqx.is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)):
-            found = f"an array of {leaf.dtype}" if eqx.is_array(leaf) else repr(leaf)
-            raise ValueError(
-                f"filter_spec selects model{jax.tree_util.keystr(path)}, which is {found}: only "
-                "real floating-point arrays can be trained. Narrow filter_spec, or hold a complex "
-                "parameter as two real ones."
-            )
-    return jax.tree.map(jnp.asarray, params), rest
 
 
 def _accumulate_dtype(params: PyTree[Array], policy: Policy | None) -> np.dtype[Any]:
@@ -304,7 +302,7 @@ def _configure(
     is_number = eqx.is_array_like(normalize_by) and np.ndim(normalize_by) == 0
     if not is_number or isinstance(normalize_by, bool) or not 1e-30 <= float(normalize_by) <= 1e30:
         raise ValueError(
-            f"normalize_by must be a number > 0 (from 1e-30 to 1e30), found {normalize_by!r}."
+            f"normalize_by must be a number > 0 (from 1e-30 to 1e30), found {shown(normalize_by)}."
         )
     return Configuration(
         parse_clip_norm(l2_clip_norm, rescale_to_unit_norm),
@@ -448,7 +446,9 @@ def filter_clipped_grad(
             devices; the loss's own sharding constraints are moved out of the way. None for one
             device, or a loss that says nothing about sharding.
         filter_spec: which leaves are trained, as in ``eqx.partition``: a function of a leaf, or a
-            tree prefix of booleans. Other leaves cost no gradient and come back as None.
+            tree prefix of booleans. Other leaves cost no gradient and come back as None. A function
+            selects nothing in an ``eqx.nn.State`` (running statistics), nor the initial values in
+            an ``eqx.nn.StateIndex``; True in a tree does.
         has_aux: whether ``fun`` returns ``(loss, aux)``.
         keep_batch_dim: whether ``fun`` is written for a batch; it then sees batches of one, and aux
             leaves that start with that axis of length one lose it.
@@ -475,7 +475,9 @@ def filter_clipped_grad(
 
     Raises:
         ValueError: here or at the call: an option out of its range; a loss that is no real scalar,
-            needs a collective over the batch (``eqx.nn.BatchNorm``), or lacks a key; no batch, or
+            is its own gradient, is written for a batch (without ``keep_batch_dim``), needs a
+            collective over the batch (``eqx.nn.BatchNorm``), or lacks a key; a key or an
+            ``eqx.nn.State`` in the batch, a State in aux, or closed over and written; no batch, or
             leading axes that differ; nothing trainable; a tree of clip norms that does not fit; a
             model that is paired with another policy; a module rule that has no effect on the model.
     """
@@ -575,6 +577,11 @@ def _wrap(
     """Wraps a loss, or makes the decorator that will."""
 
     def wrap(fun: Callable[..., Any]) -> Any:
+        if not callable(fun) or isinstance(fun, ClippedGrad):
+            raise ValueError(
+                "The first argument must be the loss, fun(model, *example), not yet "
+                f"differentiated; found {shown(fun)}."
+            )
         return eqx.module_update_wrapper(ClippedGrad(fun, filter_spec, configuration, finish))
 
     return wrap if fun is None else wrap(fun)

@@ -11,6 +11,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..precision import Policy
+from ..shown import shown
+from .trained import STATE_ADVICE, is_state
+
+_KEY_ADVICE = (
+    "Give it by name, grad_fn(model, *batch, key=key): it is then split into one key an example. "
+    "By position, or closed over, it would be data, or the same for all examples."
+)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -74,33 +81,27 @@ def read_examples(
     """Checks a batch and brings it into the policy's compute dtype.
 
     Raises:
-        ValueError: there is no batch; a leaf is no array or has no example axis; leading axes
-            differ; the key is not a single key; the padding mask is no boolean vector of the
-            batch's length.
+        ValueError: there is no batch; it holds an ``eqx.nn.State`` or a key for all examples; a
+            leaf is no array of numbers or has no example axis; leading axes differ; the key is not
+            a single key; the padding mask is no boolean vector of the batch's length.
     """
+    for index, argument in enumerate(batch):
+        if any(is_state(node) for node in jax.tree.leaves(argument, is_leaf=is_state)):
+            raise ValueError(
+                f"batch argument {index} holds an eqx.nn.State, which all examples share and which "
+                f"has no axis of examples. {STATE_ADVICE}"
+            )
     if not jax.tree.leaves(batch):
         raise ValueError(
             "No batch: give at least one argument after the model, with examples along its "
             "leading axis."
         )
-    lengths: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        where = _argument_name(path)
-        if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
-            raise ValueError(
-                f"{where} is a {type(leaf).__name__}, not an array. Every argument after the model "
-                "has examples along its leading axis; close over anything else "
-                "(functools.partial, a lambda)."
-            )
-        if leaf.ndim == 0:
-            raise ValueError(
-                f"{where} is a scalar: it has no leading axis of examples. Close over what all "
-                "examples share."
-            )
-        lengths[where] = leaf.shape[0]
+    lengths = {
+        argument_name(path): _length(argument_name(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    }
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{where} has {length}" for where, length in lengths.items())
-        raise ValueError(f"The batch's leading axes differ: {found}. They all count examples.")
+        raise ValueError(_differing(batch, lengths))
 
     num_examples = next(iter(lengths.values()))
     batch = jax.tree.map(jnp.asarray, batch)
@@ -114,6 +115,42 @@ def read_examples(
     )
 
 
+def _length(where: str, leaf: Any) -> int:
+    """How many examples an argument's leaf holds."""
+    if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
+        raise ValueError(
+            f"{where} is of type {type(leaf).__name__}, not a JAX or numpy array. The model comes "
+            "first, and every argument after it has examples along its leading axis: stack "
+            "examples that are in a list (jnp.stack); close over anything else (functools.partial, "
+            "a lambda)."
+        )
+    if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSUMm":
+        raise ValueError(
+            f"{where} is {shown(leaf)}, which JAX cannot compute with. Turn it into numbers, or "
+            "leave it out."
+        )
+    if leaf.ndim > 0:
+        return leaf.shape[0]
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"{where} is a PRNG key. {_KEY_ADVICE}")
+    raise ValueError(
+        f"{where} is a scalar: it has no leading axis of examples. The clipped gradient takes a "
+        "whole batch, not one example; close over what all examples share."
+    )
+
+
+def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
+            return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"
+    told = ", ".join(f"{where} has {length}" for where, length in lengths.items())
+    stack = " Stack examples that are in a list (jnp.stack)."
+    return (
+        f"The batch's leading axes differ: {told}. They all count examples."
+        f"{stack if any(isinstance(argument, list) for argument in batch) else ''}"
+    )
+
+
 def _without_example_axis(x: Array) -> jax.ShapeDtypeStruct:
     if x.shape[0] == 0 or any(jax.typeof(x).sharding.spec):  # on Explicit axes
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
@@ -121,7 +158,8 @@ def _without_example_axis(x: Array) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda examples: examples[0], x)
 
 
-def _argument_name(path: tuple[Any, ...]) -> str:
+def argument_name(path: tuple[Any, ...]) -> str:
+    """Where a leaf stands among the arguments after the model."""
     index, *rest = path
     assert isinstance(index, jax.tree_util.SequenceKey)
     return f"batch argument {index.idx}{jax.tree_util.keystr(tuple(rest))}"
@@ -132,11 +170,11 @@ def _split(key: Any, num_examples: int) -> Array:
     try:
         return jax.random.split(key, num_examples)
     except (TypeError, ValueError):
-        # Without JAX's own words, which may show what the key is made of.
-        found = f"an array of shape {key.shape}" if eqx.is_array(key) else f"a {type(key).__name__}"
+        # JAX's own error would print a seed that is given for a key.
+        kind = shown(key) if eqx.is_array(key) else f"a value of type {type(key).__name__}"
         raise ValueError(
-            "key must be a single JAX key (dp.key_from_secret(secret)), which is split here, one "
-            f"key an example; found {found}."
+            "key must be a single JAX key (dp.key_from_secret(secret)), which is split here, one key "
+            f"an example; found {kind}."
         ) from None
 
 

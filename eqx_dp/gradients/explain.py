@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from ..shown import shown
 from .calls import Prepared
 from .clipped_grad import ClippedGrad
 from .cost import Choice, LeafCost
@@ -142,7 +143,7 @@ def on_shapes(
     if not isinstance(cast(object, grad_fn), ClippedGrad):
         raise ValueError(
             "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
-            f"before it is wrapped in jit or anything else; found {grad_fn!r}."
+            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}."
         )
     arrays, static = eqx.partition((model, batch, key, is_padding_example), is_array_or_shape)
     found: list[_Found] = []

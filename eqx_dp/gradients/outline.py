@@ -146,13 +146,7 @@ def trainable(grad_fn: ClippedGrad[Any], model: PyTree[Any]) -> PyTree[Any]:
         model: with ``jax.ShapeDtypeStruct`` for arrays, if wanted.
     """
     arrays, static = eqx.partition(model, is_array_or_shape)
-    parts: Any = vars(grad_fn)
-
-    def of(arrays: PyTree[Any]) -> PyTree[Any]:
-        trained, _ = eqx.partition(eqx.combine(arrays, static), parts["_filter_spec"])
-        return trained
-
-    return jax.eval_shape(of, arrays)
+    return jax.eval_shape(lambda arrays: grad_fn.trainable(eqx.combine(arrays, static)), arrays)
 
 
 def _outlined(prepared: Prepared, rules: ShardingRules | None) -> Outline:

@@ -1,7 +1,6 @@
 """One example's loss, traced once to a jaxpr: what every method of the engine works on."""
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +9,12 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, PyTree, TypeCheckError
+from jaxtyping import Array, PyTree
 
 from ..precision import Policy, inside_engine, matmul_precision
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
+from .failures import explain_failure
+from .outputs import check_aux, check_output, drop_axis_of_one
 
 _BATCH_MIXING_ADVICE = (
     "Differentially private training needs every example's gradient to depend on that example "
@@ -117,12 +118,13 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         if options.policy is not None:
             model = inside_engine(model, options.policy)
         kwargs = {} if key is None else {"key": key}
-        loss, aux = _check_output(fun(model, *batch, **kwargs), options.has_aux)
+        gradient = eqx.filter(model, eqx.is_inexact_array)  # now: the loss may use up a State
+        loss, aux = check_output(fun(model, *batch, **kwargs), options.has_aux, gradient)
         if options.policy is not None:
             loss = options.policy.cast_to_output(loss)
         if options.keep_batch_dim:
-            aux = jax.tree.map(_drop_axis_of_one, aux)
-        _check_aux(aux)
+            aux = jax.tree.map(drop_axis_of_one, aux)
+        check_aux(aux)
         flat_aux, aux_tree = jax.tree.flatten(aux)
         aux_trees.append(aux_tree)
         return loss, flat_aux
@@ -144,33 +146,18 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
                 jaxpr = example_program(
                     loss_of, inputs.arguments(), options.sharding, options.keep_batch_dim
                 )
-    except TypeCheckError as error:
-        if options.policy is not None:
-            error.add_note(_settling(str(error), options.policy))
+    except Exception as error:
+        if isinstance(error, NameError) and "axis name" in str(error):
+            raise ValueError(
+                f"The loss uses a collective over an axis that is not there ({error}). A "
+                "collective over the batch mixes examples, as eqx.nn.BatchNorm does. "
+                f"{_BATCH_MIXING_ADVICE}"
+            ) from error
+        on_a_batch = options._replace(keep_batch_dim=True)
+        retrace = None if options.keep_batch_dim else lambda: trace(fun, on_a_batch, inputs)
+        explain_failure(error, inputs.example, options.policy, retrace)
         raise
-    except NameError as error:
-        if "axis name" not in str(error):
-            raise
-        raise ValueError(
-            f"The loss uses a collective over an axis that is not there ({error}). A collective "
-            f"over the batch mixes examples, as eqx.nn.BatchNorm does. {_BATCH_MIXING_ADVICE}"
-        ) from error
     return Program(jaxpr, aux_trees[0])
-
-
-def _settling(told: str, policy: Policy) -> str:
-    """What settles a jaxtyping annotation that a policy's dtypes contradict."""
-    # A method of a class, or else a function: then no rule is about what it is given.
-    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", told.partition("\n")[0])
-    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", told)
-    match = where.group(1) if where else "the module's class or path"
-    dtype = expected.group(1).lower() if expected else "the dtype annotated"
-    return (
-        f"The policy computes in {policy.compute_dtype}: parameters and float inputs enter the "
-        f"loss in it. Where an annotation asks for another dtype, a rule of the policy settles it: "
-        f'[[modules]] match = "{match}", compute = "{dtype}" '
-        f"(in a policy's text: module:{match}={dtype})."
-    )
 
 
 def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
@@ -183,50 +170,6 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
             "batch of one, and its work on one device. Give them: "
             "sharding=dp.ShardingRules(mesh, examples=('data',))."
         )
-
-
-def _check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[Any]]:
-    """Splits the user's output into loss and aux, and refuses a loss that is no real scalar."""
-    if has_aux:
-        if not (isinstance(output, tuple) and len(output) == 2):
-            raise ValueError(
-                "With has_aux=True the loss must return a pair (loss, aux); it returned "
-                f"{type(output).__name__}."
-            )
-        loss, aux = output
-    else:
-        loss, aux = output, None
-    if not eqx.is_array_like(loss):
-        hint = "; pass has_aux=True if it returns (loss, aux)" if isinstance(loss, tuple) else ""
-        raise ValueError(
-            f"The loss must return a scalar array; it returned {type(loss).__name__}{hint}."
-        )
-    loss = jnp.asarray(loss)
-    if loss.shape != ():
-        raise ValueError(
-            f"The loss of one example must be a scalar; its shape is {loss.shape}. Reduce it with "
-            "jnp.mean or jnp.sum; a loss written for a whole batch needs keep_batch_dim=True."
-        )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(
-            f"The loss must be a real floating-point number; its dtype is {loss.dtype}."
-        )
-    return loss, aux
-
-
-def _check_aux(aux: PyTree[Any]) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        if not eqx.is_array_like(leaf):
-            raise ValueError(
-                f"aux{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: what a loss returns "
-                "beside is stacked over examples, so it holds arrays only. Leave it out "
-                "(eqx.filter(aux, eqx.is_array))."
-            )
-
-
-def _drop_axis_of_one(leaf: Any) -> Any:
-    """Takes the batch axis of length one off an aux leaf of a loss that is written for a batch."""
-    return leaf[0] if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == 1 else leaf
 
 
 def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]:

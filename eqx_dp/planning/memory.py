@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from ..gradients import ClippedGrad, outline
 from ..gradients.outline import variant
 from ..privacy import gaussian_privatizer, whole_number
+from ..shown import shown
 from .footprint import Footprint
 from .liveness import Held
 from .step import Step, private_step
@@ -203,7 +204,7 @@ def plan_memory(
     if not isinstance(cast(object, grad_fn), ClippedGrad):
         raise ValueError(
             "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
-            f"before it is wrapped in jit or anything else; found {grad_fn!r}."
+            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}."
         )
     if device_memory is not None:
         whole_number("device_memory", device_memory, least=1, most=2**60)

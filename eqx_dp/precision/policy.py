@@ -12,6 +12,8 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ..shown import shown
+
 T = TypeVar("T")
 MatmulPrecision: TypeAlias = Literal["default", "tensorfloat32", "highest"]
 LossScaleKind: TypeAlias = Literal["none", "static", "per_example"]

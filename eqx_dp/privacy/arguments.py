@@ -7,11 +7,13 @@ probability or a count is a slip, though Python would take it for 1.
 import math
 import numbers
 
+from ..shown import shown
+
 
 def whole_number(name: str, value: object, *, least: int, most: int) -> int:
     """Returns `value` as an int, or raises a ValueError unless `least <= value <= most`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be a whole number; found {value!r} ({_kind(value)}).")
+        raise ValueError(f"{name} must be a whole number; found {shown(value)} ({_kind(value)}).")
     whole = int(value)
     if whole < least:
         raise ValueError(f"{name} must be at least {least}; found {whole}.")
@@ -23,7 +25,7 @@ def whole_number(name: str, value: object, *, least: int, most: int) -> int:
 def real_number(name: str, value: object, *, advice: str = "") -> float:
     """Returns `value` as a finite float, or raises a ValueError (with advice, if not finite)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a real number; found {value!r} ({_kind(value)}).")
+        raise ValueError(f"{name} must be a real number; found {shown(value)} ({_kind(value)}).")
     try:
         real = float(value)
     except OverflowError:  # an integer beyond every float

@@ -91,10 +91,10 @@ def example_program(
 
             return jax.make_jaxpr(of_one)(*(argument.struct for argument in arguments))
     except Exception as error:
-        told = str(error)
+        told, traced_on = str(error), "a batch of one" if is_batched else "one example"
         if rules.is_explicit and any(word in told for word in _OF_MESHES):
             raise ValueError(
-                f"On Explicit axes, the loss cannot be traced on a batch of one: {told} There "
+                f"On Explicit axes, the loss cannot be traced on {traced_on}: {told} There "
                 f"the example axes {rules.examples} have length one, the others their own. A "
                 "dimension that carries examples cannot be spread over an axis that the rules do "
                 "not name: take the axis out of the spec, or add it to ShardingRules(examples=...)."
@@ -104,7 +104,7 @@ def example_program(
             ) from error
         if "evenly divide" in told:
             raise ValueError(
-                f"The loss cannot be traced on a batch of one: {told} A jit with in_shardings or "
+                f"The loss cannot be traced on {traced_on}: {told} A jit with in_shardings or "
                 "out_shardings, or a device_put, insists on whole shards; constrain with "
                 "jax.lax.with_sharding_constraint instead, which does not."
             ) from error

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..paths import dotted, matches
+from ..shown import shown
 
 T = TypeVar("T")
 
@@ -75,11 +76,12 @@ class ShardingRules:
     ):
         if not isinstance(cast(object, mesh), Mesh):
             raise ValueError(
-                f"mesh must be a jax.sharding.Mesh (jax.make_mesh(shape, names)), found {mesh!r}."
+                "mesh must be a jax.sharding.Mesh (jax.make_mesh(shape, names)), found "
+                f"{shown(mesh)}."
             )
         if accumulators not in get_args(Accumulators):
             allowed = ", ".join(map(repr, get_args(Accumulators)))
-            raise ValueError(f"accumulators must be one of {allowed}, found {accumulators!r}.")
+            raise ValueError(f"accumulators must be one of {allowed}, found {shown(accumulators)}.")
         if AxisType.Manual in mesh.axis_types:
             raise ValueError(
                 f"mesh has Manual axes ({mesh}); axes must be Auto or Explicit. The clipped "
@@ -343,7 +345,7 @@ def checked_rules(sharding: object) -> ShardingRules | None:
     if sharding is None or isinstance(sharding, ShardingRules):
         return sharding
     raise ValueError(
-        f"sharding must be a dp.ShardingRules, or None; found {sharding!r}. For a mesh write "
+        f"sharding must be a dp.ShardingRules, or None; found {shown(sharding)}. For a mesh write "
         "dp.ShardingRules(mesh, examples=('data',))."
     )
 
@@ -392,7 +394,7 @@ def _listed(names: list[str]) -> str:
 def _example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(cast(object, examples), str | tuple | list):  # a set has no order
         raise ValueError(
-            f"examples must be an axis of the mesh or a tuple of axes, found {examples!r}."
+            f"examples must be an axis of the mesh or a tuple of axes, found {shown(examples)}."
         )
     axes = (examples,) if isinstance(examples, str) else tuple(examples)
     if not axes:
@@ -408,7 +410,7 @@ def _example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
 def _path_rules(mesh: Mesh, rules: object) -> tuple[PathRule, ...]:
     if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
         raise ValueError(
-            f"params holds pairs (path pattern, PartitionSpec), in order, found {rules!r}. A "
+            f"params holds pairs (path pattern, PartitionSpec), in order, found {shown(rules)}. A "
             "mapping's pairs are tuple(mapping.items())."
         )
     return tuple(_path_rule(mesh, rule) for rule in cast(Iterable[Any], rules))
@@ -417,16 +419,18 @@ def _path_rules(mesh: Mesh, rules: object) -> tuple[PathRule, ...]:
 def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
     if not (isinstance(rule, tuple | list) and len(cast(Sequence[Any], rule)) == 2):
         raise ValueError(
-            f"params holds pairs (path pattern, PartitionSpec), found {rule!r}. A single pair "
+            f"params holds pairs (path pattern, PartitionSpec), found {shown(rule)}. A single pair "
             "needs a comma behind it: params=((pattern, spec),)."
         )
     pattern, spec = cast(Sequence[Any], rule)
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(
-            f"params: a path pattern is a string such as '**.weight', not {pattern!r}."
+            f"params: a path pattern is a string such as '**.weight', not {shown(pattern)}."
         )
     if not isinstance(spec, PartitionSpec):
-        raise ValueError(f"params: {pattern!r} needs a jax.sharding.PartitionSpec, found {spec!r}.")
+        raise ValueError(
+            f"params: {pattern!r} needs a jax.sharding.PartitionSpec, found {shown(spec)}."
+        )
     if spec.unreduced or spec.reduced:
         raise ValueError(f"params: {pattern!r} has {spec}; a parameter is never partly reduced.")
     if PartitionSpec.UNCONSTRAINED in tuple(spec):

@@ -30,11 +30,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 from jaxtyping import Array
 
 from ..extras import extra
+from ..gradients import split_trainable
 from .arrays import leaves, named_arrays, same, target, with_arrays
 from .files import digests, emptied, problem_of, sync, turn_link, write_json
 from .hosts import broadcast, is_first_host
@@ -143,7 +143,7 @@ class Checkpoints:
     ) -> None:
         """Refuses a model whose untrained part is not the one that the run began with."""
         spec = self.step.filter_spec
-        parts = [leaves(eqx.partition(state.model, spec)[1]) for state in (given, restored)]
+        parts = [leaves(split_trainable(state.model, spec)[1]) for state in (given, restored)]
         other = [name for name, leaf in parts[0].items() if not same(leaf, parts[1][name])]
         if other:
             raise ValueError(

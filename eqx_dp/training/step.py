@@ -378,7 +378,7 @@ numbers that it was made with |
 
     def _wide(self, model: Model) -> PyTree[Any]:
         """Parameters as the optimizer sees them: as wide as gradients, and where those live."""
-        params = eqx.filter(model, self.filter_spec)
+        params = self.grad_fn.trainable(model)
         params = params if self.policy is None else self.policy.cast_to_accumulate(params)
         return params if self.sharding is None else self.sharding.shard_accumulators(params)
 

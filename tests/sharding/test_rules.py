@@ -121,8 +121,14 @@ REFUSED = {
     "examples as a spec": ({"examples": P("data")}, r"examples must be .* found P\('data'"),
     "an axis that is no name": ({"examples": (3,)}, "examples .* 3.* lacks"),
     "no mesh": ({"mesh": None}, r"mesh must be .*jax.make_mesh.* found None"),
-    "an abstract mesh": ({"mesh": MESH.abstract_mesh}, "mesh must be .* found AbstractMesh"),
-    "rules for a mesh": ({"mesh": dp.ShardingRules(MESH)}, "mesh must be .* found ShardingRules"),
+    "an abstract mesh": (
+        {"mesh": MESH.abstract_mesh},
+        "mesh must be .* of type AbstractMesh",
+    ),
+    "rules for a mesh": (
+        {"mesh": dp.ShardingRules(MESH)},
+        "mesh must be .* of type ShardingRules",
+    ),
     "a mesh with Manual axes": (
         {"mesh": mesh_of((AUTO, AxisType.Manual))},
         "Manual.* Auto or Explicit",
@@ -153,7 +159,7 @@ REFUSED = {
     "None for a spec": ({"params": (("a", None),)}, "'a' .*PartitionSpec, found None"),
     "a sharding for a spec": (
         {"params": (("a", NamedSharding(MESH, P())),)},
-        "'a' .*PartitionSpec, found NamedSharding",
+        "'a' .*PartitionSpec, found a value of type NamedSharding",
     ),
     "a spec with an axis that the mesh lacks": (
         {"params": (("a", P()), ("b", P(None, "tensor")))},

@@ -1,0 +1,36 @@
+"""How an error names what it found: never a whole model, a key, or what an array holds."""
+
+import numbers
+from typing import Any, cast
+
+import equinox as eqx
+import numpy as np
+from jax.sharding import PartitionSpec
+
+_LONGEST = 80
+
+
+def shown(value: Any) -> str:
+    """What an error says that it found.
+
+    ==========================================  ===================================
+    value                                       shown as
+    ==========================================  ===================================
+    a number, text, None, ``PartitionSpec``     itself, up to 80 characters
+    a tuple or list                             what is in it, up to 80 characters
+    an array                                    dtype and shape
+    anything else, or longer                    its type
+    ==========================================  ===================================
+    """
+    if eqx.is_array(value) or isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with shape {value.shape}"
+    text = ""
+    if value is None or isinstance(value, str | numbers.Number | PartitionSpec):
+        text = repr(value)
+    elif type(value) in (tuple, list):
+        entries = [shown(entry) for entry in cast("tuple[Any, ...]", value)]
+        text = f"({', '.join(entries)}{',' if len(entries) == 1 else ''})"
+    if 0 < len(text) <= _LONGEST:
+        return text
+    kind = f"the type {value.__qualname__}" if isinstance(value, type) else ""
+    return kind or f"a value of type {type(value).__name__}"
