@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 _LONGEST = 80
+_SHORT = (str, numbers.Number, np.dtype, PartitionSpec)
 
 
 def shown(value: Any) -> str:
@@ -16,7 +17,7 @@ def shown(value: Any) -> str:
     ==========================================  ===================================
     value                                       shown as
     ==========================================  ===================================
-    a number, text, None, ``PartitionSpec``     itself, up to 80 characters
+    a number, text, None, dtype, spec           itself, up to 80 characters
     a tuple or list                             what is in it, up to 80 characters
     an array                                    dtype and shape
     anything else, or longer                    its type
@@ -25,7 +26,7 @@ def shown(value: Any) -> str:
     if eqx.is_array(value) or isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
     text = ""
-    if value is None or isinstance(value, str | numbers.Number | PartitionSpec):
+    if value is None or isinstance(value, _SHORT):
         text = repr(value)
     elif type(value) in (tuple, list):
         entries = [shown(entry) for entry in cast("tuple[Any, ...]", value)]

@@ -34,13 +34,6 @@ def refusal(key: str, found: str, allowed: str) -> ValueError:
     return ValueError(f"{key}: found {found}; allowed: {allowed}")
 
 
-def shown(found: object) -> str:
-    """A value for an error: what is short as it is, of anything else the type. Never an array."""
-    if found is None or isinstance(found, str | int | float | np.dtype | type | jmp.Policy):
-        return repr(found)
-    return f"a value of type {type(found).__name__}"
-
-
 @contextlib.contextmanager
 def refusals_name(source: str) -> Generator[None, None, None]:
     """Puts the file or the text that is being read in front of every refusal inside the block."""

@@ -43,7 +43,7 @@ class _Arguments(NamedTuple):
     mask: Any
     extra: dict[str, Any]
     loss_root: PRNGKeyArray | None
-    specs: tuple[PartitionSpec, ...]
+    specs: tuple[PartitionSpec | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

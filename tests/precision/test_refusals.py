@@ -26,9 +26,9 @@ class Model(eqx.Module):
     ("call", "type_name"),
     [
         (lambda: checked_policy(Model()), "Model"),
-        (lambda: checked_policy([WEIGHTS]), "list"),
+        (lambda: checked_policy([WEIGHTS]), "array of float32"),
         (lambda: float_dtype("dtypes.params", {"w": WEIGHTS}), "dict"),
-        (lambda: one_of("loss_scale.kind", (WEIGHTS,), ("none",)), "tuple"),
+        (lambda: one_of("loss_scale.kind", (WEIGHTS,), ("none",)), "array of float32"),
         (lambda: checked(Model()), "Model"),
         (lambda: checked(functools.partial(Model(), jnp.ones(3))), "partial"),
     ],
