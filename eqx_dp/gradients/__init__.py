@@ -1,6 +1,6 @@
 """The per-example gradient engine."""
 
-from .calls import PerExample
+from .calls import PerExample, Prepared
 from .clipped_grad import (
     ClippedGrad,
     FilterSpec,
@@ -17,6 +17,7 @@ __all__ = [
     "FilterSpec",
     "Outline",
     "PerExample",
+    "Prepared",
     "explain",
     "filter_clipped_grad",
     "filter_value_and_clipped_grad",

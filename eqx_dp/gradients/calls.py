@@ -112,6 +112,11 @@ class Prepared(NamedTuple):
     places: Places | None
     num_shards: int
 
+    def with_key(self, key: Any) -> "Prepared":
+        """The same call with another key of the same kind, split into one key an example."""
+        keys = jax.random.split(key, self.examples.num_examples)
+        return self._replace(examples=self.examples._replace(keys=keys))
+
 
 def places_of(
     rules: ShardingRules,

@@ -131,7 +131,14 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         Raises:
             ValueError: see [`filter_clipped_grad`][].
         """
-        prepared = self.prepare(model, batch, key, is_padding_example)
+        return self.complete(self.prepare(model, batch, key, is_padding_example))
+
+    def complete(self, prepared: "Prepared") -> _Result:
+        """Runs a call that is prepared, and gives what the call gives.
+
+        Args:
+            prepared: by [`prepare`][] of the same function.
+        """
         per_example, sums = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))

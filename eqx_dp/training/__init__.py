@@ -3,9 +3,10 @@
 from .data import DataError
 from .events import Event
 from .files import CheckpointError, CheckpointWarning
+from .make import make_step
 from .metrics import TensorBoard
 from .state import TrainState
-from .step import Step, make_step
+from .step import Step
 from .trainer import Trainer
 
 __all__ = [

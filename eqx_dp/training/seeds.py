@@ -4,27 +4,55 @@ import functools
 import hashlib
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PRNGKeyArray
 
-# Three words: the sampler's streams are told apart by a step, which is one word or two, so that
-# none of these is ever one of those.
-_STREAMS = {"noise": (1, 0, 0), "loss": (2, 0, 0)}
+from ..privacy import Secret, digest, key_from_secret
+
+_ROOT = "make_step"
 
 
-def key_of(seed: int, stream: Literal["noise", "loss"]) -> PRNGKeyArray:
-    """The root key of a stream: 64 bits, hashed from a seed of up to 128."""
-    words = np.random.SeedSequence(seed, spawn_key=_STREAMS[stream]).generate_state(2)
-    return jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="threefry2x32")
+def checked_seed(seed: Secret) -> Secret:
+    """A seed that is a number of at least 0, or bytes.
+
+    Raises:
+        ValueError: it is neither. The message does not show it.
+    """
+    try:
+        digest(seed, (), size=1)
+    except ValueError as error:
+        raise ValueError(f"seed: {error}") from None
+    return seed
+
+
+def key_of(seed: Secret, stream: Literal["noise", "loss"], run: str = "") -> PRNGKeyArray:
+    """The root key of a stream, for one run."""
+    return key_from_secret(seed, _ROOT, stream, run)
+
+
+def sampler_seed(seed: Secret, *run: str) -> int:
+    """The seed of a run's sampler: 128 bits."""
+    return int.from_bytes(digest(seed, (_ROOT, "sample", *run), size=16), "little")
+
+
+def keyed_digest(seed: Secret, *texts: str) -> str:
+    """Tells whether texts are the same, to those who know the seed alone.
+
+    Others learn nothing: not what the texts say, guessed or not, and not the seed.
+    """
+    return digest(_slow(seed, b"eqx_dp: keyed digest"), texts, size=16).hex()
+
+
+def fingerprint(seed: Secret, salt: bytes) -> str:
+    """Tells whether two runs have the same seed, and does not tell the seed."""
+    return _slow(seed, salt)[:16].hex()
 
 
 @functools.lru_cache(maxsize=16)
-def fingerprint(seed: int, salt: bytes) -> str:
-    """Tells whether two runs have the same seed, and does not tell the seed.
+def _slow(seed: Secret, salt: bytes) -> bytes:
+    """A hash of a seed.
 
     A seed is often a small number, and a plain hash of it would be undone by trying them all:
     scrypt (RFC 7914) makes each try take some 50 ms and 16 MiB.
     """
-    return hashlib.scrypt(str(seed).encode(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
+    secret = digest(seed, (_ROOT, "fingerprint"), size=64)
+    return hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=32)

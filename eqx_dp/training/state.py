@@ -4,6 +4,7 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
@@ -30,6 +31,50 @@ class TrainState(eqx.Module, Generic[Model]):
     opt_state: PyTree[Any]
     step: Int[Array, ""]
     disclosed: dict[str, Float[Array, ""]]
+
+
+def copied(tree: T) -> T:
+    """The same values, each array in a buffer of its own.
+
+    Optimizers may keep a parameter, or one array twice. A step donates every buffer of its state,
+    and the same one cannot be donated twice.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    del tree  # an array goes as soon as its copy is there
+    for index, leaf in enumerate(leaves):
+        leaves[index] = jnp.copy(leaf) if eqx.is_array(leaf) else leaf
+    return structure.unflatten(leaves)
+
+
+def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
+    """Refuses arrays whose buffers an earlier step has taken.
+
+    Args:
+        name: of the argument.
+        tree: its value.
+
+    Raises:
+        ValueError: the buffer of an array is gone.
+    """
+
+    def is_gone(leaf: Any) -> bool:
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        return is_concrete and leaf.is_deleted()
+
+    if not any(map(is_gone, jax.tree.leaves(tree))):
+        return
+    gone = [
+        f"{name}{jax.tree_util.keystr(path)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if is_gone(leaf)
+    ]
+    rest = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+    raise ValueError(
+        f"{gone[0]}{rest}: the array is gone. A step uses up the state that it is given: its "
+        "buffers are donated to the next state. Go on with the state that the step returned, "
+        "state = step(state, ...), and copy beforehand what is needed later, the model too: "
+        "jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)."
+    )
 
 
 def on_mesh(state: T, rules: ShardingRules) -> T:

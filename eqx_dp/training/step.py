@@ -2,35 +2,48 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Concatenate, Generic, Literal, SupportsIndex, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
 from ..gradients import (
     ClippedGrad,
     FilterSpec,
     PerExample,
-    filter_clipped_grad,
-    filter_value_and_clipped_grad,
+    Prepared,
     takes_key,
 )
 from ..precision import Policy, agreed_policy
-from ..privacy import PoissonSampler, PrivacyPlan
+from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, Secret, fold_text
 from ..sharding import ShardingRules
-from .disclosure import checked_names, disclosed
-from .seeds import fingerprint, key_of
-from .state import TrainState, kept_at, on_mesh, specs_of
+from .disclosure import disclosed
+from .extra import checked_extra, updated
+from .identity import Texts, probe_text, shape_of, texts_of
+from .seeds import fingerprint, key_of, keyed_digest, sampler_seed
+from .state import TrainState, copied, kept_at, on_mesh, refuse_used_up, specs_of
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
 MicrobatchSize = int | None | Literal["auto"]
+
+
+class _Arguments(NamedTuple):
+    """What a jitted step is given beside the state, which alone is donated."""
+
+    batch: tuple[PyTree[Any], ...]
+    mask: Any
+    extra: dict[str, Any]
+    loss_root: PRNGKeyArray | None
+    specs: tuple[PartitionSpec, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -45,27 +58,30 @@ class Step(Generic[Model]):
         plan: what sampling, noise and accounting follow.
         num_examples: in the data set.
         grad_fn: the clipped gradient.
-        optimizer: the noise, and behind it the optimizer.
+        method: as it was given.
         l2_clip_norm: as it was given.
         rescale_to_unit_norm: as it was given.
         disclose: what each batch discloses although no plan accounts for it.
         microbatch_size: how many examples a device processes at once; "auto" until
             `with_microbatch_size` says.
         filter_spec: what is trained.
+        run: the text that `for_run` was given; empty without.
     """
 
     plan: PrivacyPlan
     num_examples: int
     grad_fn: ClippedGrad[Any]
-    optimizer: optax.GradientTransformation
+    method: str
     l2_clip_norm: PyTree[Any]
     rescale_to_unit_norm: bool
     disclose: tuple[str, ...]
     microbatch_size: MicrobatchSize
     filter_spec: FilterSpec
+    run: str
     _loss: Callable[..., Any]
-    _seed: int
-    _make: Callable[[int | None], "Step[Model]"]
+    _update: optax.GradientTransformation
+    _seed: Secret
+    _make: Callable[[MicrobatchSize, str], "Step[Model]"]
 
     @property
     def policy(self) -> Policy | None:
@@ -82,15 +98,77 @@ class Step(Generic[Model]):
         rules = self.sharding
         return nullcontext() if rules is None else jax.set_mesh(rules.mesh)
 
-    def sampler(self) -> PoissonSampler:
-        """The sampler of the plan's batches: with sharding rules, of this host's part of them."""
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The noise, and behind it the optimizer."""
+        return optax.chain(self._noise, self._update)
+
+    def sampler(
+        self,
+        model: Model | None = None,
+        /,
+        *batch: PyTree[Any],
+        extra: Mapping[str, Any] | None = None,
+    ) -> PoissonSampler:
+        """The sampler of the plan's batches: with sharding rules, of this host's part of them.
+
+        Runs with the same seed that differ get other batches, too: `sampler(model, *batch)` tells
+        runs apart as `identity` does, the noise as well. `sampler()` knows no model, and tells
+        them apart by all that the step was made with but the loss: plan, data-set size, policy,
+        clip norms, method, and an optimizer that can be tried on two parameters that are not the
+        model's (one that asks for the model's own tree cannot). One run uses one of the two forms.
+
+        Args:
+            model: arrays or shapes of arrays; or none, and no batch.
+            *batch: as for the step, of any length: the data set itself will do. Only dtypes and the
+                shapes of one example count.
+            extra: as for the step.
+        """
+        if model is None:
+            text = f"{self._known}\n{probe_text(self._update)}"
+        else:
+            text = "\n".join((self._known, *self._texts(model, batch, extra)))
+        seed = sampler_seed(self._seed, self.run, text)
         rules = self.sharding
         if rules is None:
-            return self.plan.sampler(self.num_examples, self._seed)
+            return self.plan.sampler(self.num_examples, seed)
         hosts, host = jax.process_count(), jax.process_index()
         return self.plan.sampler(
-            self.num_examples, self._seed, pad_to=rules.local_shards(), hosts=hosts, host=host
+            self.num_examples, seed, pad_to=rules.local_shards(), hosts=hosts, host=host
         )
+
+    def identity(
+        self, model: Model, /, *batch: PyTree[Any], extra: Mapping[str, Any] | None = None
+    ) -> dict[str, str]:
+        """What a run of this step computes: to be kept, and compared when the run is resumed.
+
+        The same in every process, on any devices, hosts and mesh, at any microbatch size. Nothing
+        is computed: the loss and the optimizer are traced once.
+
+        | name | value | another one for |
+        |---|---|---|
+        | "loss" | 32 hex digits | the program of one example's loss and its derivative rules, the \
+values that it closes over, the model's architecture, what is trained, dtypes |
+        | "optimizer" | 32 hex digits | the program of its first state and of its update, with the \
+numbers that it was made with |
+        | "method" | text | another `method` |
+
+        Digests are keyed by the seed (scrypt, RFC 7914; BLAKE2b, RFC 7693): who does not know it
+        cannot try out what a loss may have closed over. The values of the model do not count, nor
+        does the code of a callback. Another release of JAX or of a library may write the same
+        mathematics as another program.
+
+        Args:
+            model: arrays or shapes of arrays, before or while it is trained.
+            *batch: as for the step, of any length; only dtypes and the shapes of one example count.
+            extra: as for the step.
+
+        Raises:
+            ValueError: as the step.
+        """
+        texts = self._texts(model, batch, extra)
+        digests = {name: keyed_digest(self._seed, text) for name, text in texts._asdict().items()}
+        return {**digests, "method": self.method}
 
     def secret_id(self, salt: bytes) -> str:
         """Tells one seed from another without telling the seed (scrypt, RFC 7914)."""
@@ -98,7 +176,16 @@ class Step(Generic[Model]):
 
     def with_microbatch_size(self, size: int | None) -> "Step[Model]":
         """The same step, with other microbatches."""
-        return self._make(size)
+        return self._make(size, self.run)
+
+    def for_run(self, run: str) -> "Step[Model]":
+        """The same step with a sample, noise and keys for the loss of its own.
+
+        Args:
+            run: what tells this run from others with the same seed. It takes the place of an
+                earlier text; empty, the step is as `make_step` made it. Not secret.
+        """
+        return self._make(self.microbatch_size, run)
 
     def init(self, model: Model) -> TrainState[Model]:
         """The state before the first step; none of its arrays is the caller's own.
@@ -110,6 +197,7 @@ class Step(Generic[Model]):
             ValueError: the model is paired with another policy than the step's; a sharding rule
                 does not fit it; nothing in it is trained.
         """
+        refuse_used_up("model", model)
         if agreed_policy(model, self.policy) != self.policy:
             raise ValueError(
                 "The model is paired with a policy and the step has none, so that its noise would "
@@ -117,9 +205,10 @@ class Step(Generic[Model]):
             )
         with self.mesh():
             model = self._stored(model)
+            params = self._wide(model)
             state = TrainState(
                 model,
-                self.optimizer.init(self._wide(model)),
+                copied((self._noise.init(params), self._update.init(params))),
                 jnp.zeros((), jnp.int32),
                 {name: jnp.zeros((), jnp.float32) for name in self.disclose},
             )
@@ -133,7 +222,12 @@ class Step(Generic[Model]):
             return self.sharding.shard_batch(batch)
 
     def __call__(
-        self, state: TrainState[Model], /, *batch: PyTree[Any], is_padding_example: Mask
+        self,
+        state: TrainState[Model],
+        /,
+        *batch: PyTree[Any],
+        is_padding_example: Mask,
+        extra: Mapping[str, Any] | None = None,
     ) -> TrainState[Model]:
         """Takes a step: clipped gradient, noise, update. Compiled once for a shape of batch.
 
@@ -141,59 +235,140 @@ class Step(Generic[Model]):
             state: of the step before. Used up.
             *batch: arrays, or trees of arrays, with examples along their leading axes.
             is_padding_example: True where a slot holds no real example, as the sampler says.
+            extra: what the optimizer's update takes beside gradients and parameters, numbers or
+                arrays by name: `{"value": v}` for `optax.contrib.reduce_on_plateau`, say. **Public
+                values alone**, such as a loss on held-out data: they steer what is released, and no
+                noise covers them. The same names at every step.
 
         Raises:
-            ValueError: as `grad_fn`; `microbatch_size` is still "auto".
+            ValueError: as `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
+                `batch` was used up by an earlier step; `extra` is not what the optimizer takes.
         """
+        refuse_used_up("state", state)
+        refuse_used_up("batch", batch)
+        arguments = self._arguments(batch, is_padding_example, extra, state)
         with self.mesh():
-            return self._jitted(self._arguments(batch, is_padding_example, state), state)
+            return self._jitted(arguments, state)
 
     def lower(
-        self, state: TrainState[Model], /, *batch: PyTree[Any], is_padding_example: Any
+        self,
+        state: TrainState[Model],
+        /,
+        *batch: PyTree[Any],
+        is_padding_example: Any,
+        extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments; nothing is computed."""
+        arguments = self._arguments(batch, is_padding_example, extra, state)
         with self.mesh():
-            arguments = self._arguments(batch, is_padding_example, state)
             return self._jitted.lower(arguments, state).lowered
 
-    def _arguments(self, batch: tuple[PyTree[Any], ...], mask: Any, state: Any) -> Any:
+    def _arguments(
+        self,
+        batch: tuple[PyTree[Any], ...],
+        mask: Any,
+        extra: Mapping[str, Any] | None,
+        state: Any,
+    ) -> "_Arguments":
         if self.microbatch_size == "auto":
             raise ValueError(
                 'microbatch_size is "auto", which a Trainer settles before its first step; '
                 "outside of one, take step.with_microbatch_size(size)."
             )
-        return batch, mask, specs_of(state, self.sharding)
+        can_take_key, _ = takes_key(self._loss, 1 + len(batch))
+        return _Arguments(
+            batch,
+            mask,
+            jax.tree.map(np.asarray, checked_extra(self._update, extra)),
+            self._loss_root if can_take_key else None,
+            specs_of(state, self.sharding),
+        )
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        def take(arguments: Any, state: TrainState[Model]) -> TrainState[Model]:
-            batch, mask, specs = arguments
-            return kept_at(self._next(state, batch, mask), specs, self.sharding)
+        def take(arguments: _Arguments, state: TrainState[Model]) -> TrainState[Model]:
+            return kept_at(self._next(state, arguments), arguments.specs, self.sharding)
 
         return eqx.filter_jit(take, donate="all-except-first")
 
-    def _next(
-        self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Mask
-    ) -> TrainState[Model]:
-        result = self.grad_fn(
-            state.model, *batch, key=self._loss_key(state, batch), is_padding_example=mask
-        )
+    def _next(self, state: TrainState[Model], given: "_Arguments") -> TrainState[Model]:
+        prepared = self.grad_fn.prepare(state.model, given.batch, given.loss_root, given.mask)
+        params = self._wide(state.model)
+        # Known while the step is traced: what it is, and so what its keys are.
+        text = "\n".join((self._known, *self._texts_of(prepared, params, given.extra)))
+        if given.loss_root is not None:
+            key = fold_text(given.loss_root, text)
+            prepared = prepared.with_key(jax.random.fold_in(key, state.step))
+        result = self.grad_fn.complete(prepared)
         values, grads = cast(
             "tuple[PerExample | None, PyTree[Array]]", result if self.disclose else (None, result)
         )
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, self._wide(state.model))
+        noise_state, opt_state = state.opt_state
+        grads, noise_state = self._noisy(grads, noise_state, text)
+        updates, opt_state = updated(self._update, grads, opt_state, params, given.extra)
         return TrainState(
             self._updated(state.model, updates),
-            opt_state,
+            (noise_state, opt_state),
             state.step + 1,
-            disclosed(self.disclose, values, mask),
+            disclosed(self.disclose, values, given.mask),
         )
 
-    def _loss_key(
-        self, state: TrainState[Model], batch: tuple[PyTree[Any], ...]
-    ) -> PRNGKeyArray | None:
-        can_take, _ = takes_key(self._loss, 1 + len(batch))
-        return jax.random.fold_in(key_of(self._seed, "loss"), state.step) if can_take else None
+    def _noisy(self, grads: PyTree[Array], state: Any, text: str) -> tuple[PyTree[Array], Any]:
+        if not isinstance(state, GaussianPrivatizerState):  # there is no noise
+            return grads, state
+        of_run = state._replace(key=fold_text(state.key, text))
+        grads, after = cast(Any, self._noise.update(grads, of_run))
+        return grads, after._replace(key=state.key)
+
+    @functools.cached_property
+    def _noise(self) -> optax.GradientTransformation:
+        if self.plan.noise_multiplier == 0:  # clipping may then be without a bound as well
+            return optax.identity()
+        return self.plan.privatizer(self.grad_fn, key=key_of(self._seed, "noise", self.run))
+
+    @functools.cached_property
+    def _loss_root(self) -> PRNGKeyArray:
+        return key_of(self._seed, "loss", self.run)
+
+    @functools.cached_property
+    def _known(self) -> str:
+        """What tells runs apart before there is a model."""
+        norms = jax.tree_util.tree_leaves_with_path(self.l2_clip_norm)
+        known = {
+            "plan": self.plan.to_json(),
+            "num_examples": self.num_examples,
+            "policy": None if self.policy is None else str(self.policy),
+            "l2_clip_norm": {
+                jax.tree_util.keystr(path): float(norm)
+                for path, norm in norms
+                if not callable(norm)
+            },
+            "rescale_to_unit_norm": self.rescale_to_unit_norm,
+            "method": self.method,
+        }
+        return json.dumps(known)
+
+    def _texts(
+        self, model: Model, batch: tuple[PyTree[Any], ...], extra: Mapping[str, Any] | None
+    ) -> Texts:
+        """What a call computes, from the shapes of its arguments alone."""
+        length = 1 if self.sharding is None else self.sharding.num_shards
+        can_take_key, _ = takes_key(self._loss, 1 + len(batch))
+
+        def of(model: Any, batch: Any, extra: Any) -> Texts:
+            model = self._stored(model)
+            key = jax.random.key(0) if can_take_key else None
+            prepared = self.grad_fn.prepare(model, batch, key, jnp.zeros(length, bool))
+            return self._texts_of(prepared, self._wide(model), extra)
+
+        extra = jax.tree.map(np.asarray, checked_extra(self._update, extra))
+        batch = jax.tree.map(lambda leaf: shape_of(leaf, length), batch)
+        with self.mesh():
+            shapes = (jax.tree.map(shape_of, tree) for tree in (model, extra))
+            return eqx.filter_eval_shape(of, next(shapes), batch, next(shapes))
+
+    def _texts_of(self, prepared: Prepared, params: PyTree[Any], extra: Any) -> Texts:
+        return texts_of(prepared, self.sharding, self._update, params, extra)
 
     def _stored(self, model: Model) -> Model:
         """A copy of the model as it is stored."""
@@ -214,118 +389,3 @@ class Step(Generic[Model]):
 
         updated = cast(Model, jax.tree.map(add, updates, model, is_leaf=lambda x: x is None))
         return updated if self.sharding is None else self.sharding.shard(updated)
-
-
-def make_step(
-    loss: Callable[Concatenate[Model, ...], Any],
-    optimizer: optax.GradientTransformation,
-    plan: PrivacyPlan,
-    *,
-    num_examples: SupportsIndex,
-    seed: SupportsIndex,
-    l2_clip_norm: PyTree[Any],
-    policy: Policy | None = None,
-    sharding: ShardingRules | None = None,
-    filter_spec: FilterSpec = eqx.is_inexact_array,
-    keep_batch_dim: bool = False,
-    rescale_to_unit_norm: bool = False,
-    microbatch_size: MicrobatchSize = None,
-    method: str = "auto",
-    disclose: Iterable[str] = (),
-) -> Step[Model]:
-    """Makes one jitted step of private training out of a loss, an optimizer and a plan.
-
-    ```python
-    step = dp.make_step(
-        loss, optax.adam(1e-3), plan, num_examples=len(xs), seed=seed, l2_clip_norm=1.0
-    )
-    state, sampler = step.init(model), step.sampler()
-    for t in range(plan.steps):
-        indices, is_padding_example = sampler.batch(t)
-        state = step(state, xs[indices], ys[indices], is_padding_example=is_padding_example)
-    ```
-
-    A step is the sum of clipped gradients (`filter_clipped_grad`, which explains the arguments that
-    are not below) divided by the expected batch size, the plan's noise, and the optimizer's update,
-    for which gradients and parameters are in the accumulate dtype; the sum of parameter and update
-    is rounded once, to the dtype that the parameter is stored in. With sharding rules everything
-    stays where the rules put it.
-
-    **Guarantee.** Sample, noise and the loss's own keys of step t are functions of (seed, t) alone,
-    from streams that never meet: a run that is repeated, from its start or from any state of it,
-    repeats itself and releases nothing twice. The models of all steps together are
-    `plan.epsilon()`-differentially private, if batches come from `step.sampler()`, the seed is
-    secret, and nothing is disclosed.
-
-    | case | what happens |
-    |---|---|
-    | nothing is sampled, or all is padding | noise alone moves the model |
-    | an example's loss or gradient is not finite | it adds exactly zero |
-    | `plan.noise_multiplier` is 0 | no noise; epsilon is infinite |
-    | the same, and `l2_clip_norm` is `inf` | ordinary, non-private training |
-
-    Args:
-        loss: of one example, `loss(model, *example)`, or with `key=...`: it then gets a key of its
-            own for each example and step.
-        optimizer: any of optax's, without noise; it is given parameters, for weight decay.
-        plan: sampling, noise, accounting.
-        num_examples: in the data set, on all hosts together; a public number.
-        seed: from 0 to 2**128 - 1, **secret** (`secrets.randbits(128)`), the same on all hosts, and
-            **of this run alone**. Another run with it (another clip norm, learning rate, loss, data
-            set) would add the same noise to other sums, and the difference of the two would show
-            what is private without any noise.
-        l2_clip_norm: as for `filter_clipped_grad`.
-        policy: as for `filter_clipped_grad`; noise follows it, too.
-        sharding: as for `filter_clipped_grad`; noise and optimizer state follow it, too.
-        filter_spec: what is trained.
-        keep_batch_dim: whether `loss` is written for a batch; it then sees batches of one.
-        rescale_to_unit_norm: as for `filter_clipped_grad`.
-        microbatch_size: as for `filter_clipped_grad`; or "auto", for a Trainer to find the largest
-            that fits into the memory of a device.
-        method: as for `filter_clipped_grad`.
-        disclose: names of figures of each batch that are to be seen although no plan accounts for
-            them: "loss", "grad_norm", "num_examples". **Not private.**
-
-    Raises:
-        ValueError: `num_examples` or `seed` is no whole number in its range; a name in `disclose`
-            is unknown; and as `filter_clipped_grad` and `plan.privatizer`.
-    """
-    sampler = plan.sampler(num_examples, seed)  # checks both
-
-    def made(size: MicrobatchSize) -> Step[Model]:
-        make_grad = filter_value_and_clipped_grad if names else filter_clipped_grad
-        grad_fn = make_grad(
-            loss,
-            l2_clip_norm=l2_clip_norm,
-            policy=policy,
-            sharding=sharding,
-            filter_spec=filter_spec,
-            keep_batch_dim=keep_batch_dim,
-            rescale_to_unit_norm=rescale_to_unit_norm,
-            normalize_by=plan.sampling_prob * sampler.num_examples,
-            microbatch_size=None if size == "auto" else size,
-            method=method,
-        )
-        return Step(
-            plan,
-            sampler.num_examples,
-            grad_fn,
-            optax.chain(_noise(plan, grad_fn, sampler.seed), optimizer),
-            l2_clip_norm,
-            rescale_to_unit_norm,
-            names,
-            size,
-            filter_spec,
-            loss,
-            sampler.seed,
-            made,
-        )
-
-    names = checked_names(disclose)
-    return made(microbatch_size)
-
-
-def _noise(plan: PrivacyPlan, grad_fn: ClippedGrad[Any], seed: int) -> optax.GradientTransformation:
-    if plan.noise_multiplier == 0:  # without noise, clipping may be without a bound as well
-        return optax.identity()
-    return plan.privatizer(grad_fn, key=key_of(seed, "noise"))

@@ -1,0 +1,100 @@
+"""What a run computes, as text: the programs of its loss and of its optimizer."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from ..gradients import Prepared
+from ..sharding import ShardingRules, inside
+from .extra import updated
+from .program_text import program_text
+
+
+class Texts(NamedTuple):
+    """The programs that a step is made of."""
+
+    loss: str
+    optimizer: str
+
+
+def texts_of(
+    prepared: Prepared,
+    rules: ShardingRules | None,
+    optimizer: optax.GradientTransformation,
+    params: PyTree[Any],
+    extra: Mapping[str, Any],
+) -> Texts:
+    """What a step computes: the same on any number of devices, for any length of batch.
+
+    Args:
+        prepared: a call of the clipped gradient, with arrays or under a trace.
+        rules: the sharding rules of the gradient.
+        optimizer: without noise.
+        params: as the optimizer sees them.
+        extra: what its update is given beside.
+
+    Raises:
+        ValueError: `extra` lacks what the update wants.
+    """
+    task = prepared.task
+    with nullcontext() if rules is None else inside(rules):
+        loss = f"trained: {len(task.params)}\n{program_text(task.program.jaxpr)}"
+    shapes = jax.tree.map(shape_of, params)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, task.accumulate_dtype), shapes)
+    return Texts(loss, _optimizer_text(optimizer, shapes, grads, jax.tree.map(shape_of, extra)))
+
+
+def probe_text(optimizer: optax.GradientTransformation) -> str:
+    """An optimizer's programs on a matrix and a vector; empty where it cannot work on those."""
+    probe = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((3, 2), (2,))]
+    try:
+        return _optimizer_text(optimizer, probe, probe, {})
+    except Exception:  # whatever it says about a tree that is not the model's
+        return ""
+
+
+def _optimizer_text(
+    optimizer: optax.GradientTransformation,
+    params: PyTree[jax.ShapeDtypeStruct],
+    grads: PyTree[jax.ShapeDtypeStruct],
+    extra: Mapping[str, Any],
+) -> str:
+    """The programs of an optimizer's first state and of its update.
+
+    A number that the optimizer was made with, such as a learning rate, is in one or the other: in
+    the update as a literal, or in the first state, from where the update reads it.
+    """
+
+    def update(grads: Any, state: Any, params: Any, extra: Any) -> Any:
+        return updated(optimizer, grads, state, params, extra)
+
+    first, state, constants = _traced(optimizer.init, params)
+    later, *_ = _traced(update, grads, eqx.combine(state, constants), params, extra)
+    return f"init: {first}\nupdate: {later}"
+
+
+def _traced(function: Callable[..., Any], *args: Any) -> tuple[str, Any, Any]:
+    """A function's program, and its result: shapes, and what is no array."""
+    traced: Any = eqx.filter_make_jaxpr(function)
+    program, shapes, rest = traced(*args)
+    others = [leaf for leaf in jax.tree.leaves(rest) if isinstance(leaf, bool | int | float | str)]
+    return f"{program_text(program)} {others}", shapes, rest
+
+
+def shape_of(leaf: Any, length: int | None = None) -> Any:
+    """An array's shape, with the dtype that it has in a computation; anything else as it is.
+
+    Args:
+        leaf: an array, its shape, or anything else.
+        length: what to put in place of the length of its first axis.
+    """
+    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return leaf
+    shape = leaf.shape if length is None or not leaf.shape else (length, *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
