@@ -58,7 +58,7 @@ from .files import (
 )
 from .hosts import broadcast, from_first_host, is_first_host
 from .ledger import Ledger, record_in
-from .record import changeable, privacy_statement, record_of, text_of
+from .record import as_it_became, changeable, privacy_statement, record_of
 from .resuming import Start, begun, resumed
 from .state import TrainState
 from .step import Step
@@ -147,7 +147,7 @@ class Checkpoints:
         start = Start(*from_first_host(lambda: self._start(arrays)))
         del arrays
         self._programs, self.microbatch_size = start.programs, start.microbatch_size
-        self.step = self.step.for_run(text_of(self._identity, self._programs))
+        self.step = as_it_became(self.step, self._programs)
         state = self.step.init(model)
         if start.number is None:
             self._record_first(state)

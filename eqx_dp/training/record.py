@@ -6,12 +6,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jaxtyping import Array
 
 from .step import Step
+
+T = TypeVar("T")
 
 _FORMAT = "eqx_dp.run"
 _VERSION = 2
@@ -107,12 +109,15 @@ def program_of(record: Mapping[str, Any], starts_after: int, begins_from: int) -
     }
 
 
-def text_of(identity: Mapping[str, str], programs: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What sample, noise and the loss's keys follow from, beside the seed.
+def as_it_became(step: Step[T], programs: Sequence[Mapping[str, Any]]) -> Step[T]:
+    """The step with the sample and noise of its newest program.
 
-    Unlike that of any other program, and of the same one after others: changes add to it.
+    They follow from what the step computes, as ever. Where the program was changed they follow from
+    all changes as well, so that a program that comes back does not repeat its noise.
     """
-    return json.dumps([dict(identity), *map(dict, programs[1:])], sort_keys=True)
+    if len(programs) == 1:
+        return step
+    return step.for_run(json.dumps(programs, sort_keys=True))
 
 
 def goes_on_after(

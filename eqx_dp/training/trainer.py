@@ -18,7 +18,6 @@ from .hosts import HostWatch, any_host_asked_to_stop, hears_signals
 from .lock import claimed
 from .metrics import JsonLines
 from .progress import ProgressBar
-from .record import text_of
 from .state import TrainState
 from .step import Step
 from .stopping import StopSignal
@@ -158,17 +157,16 @@ class Trainer(Generic[Model]):
             self._step.mesh(),
             HostWatch(directory) as watch,
         ):
-            identity = self._step.identity(model, *self._batches.example)
             if directory is None:
                 self._refuse_to_begin_again()
-                step = self._step.for_run(text_of(identity))
-                return self._loop(step, step.init(model), stop, None, signal, watch)
+                state = self._step.init(model)
+                return self._loop(self._step, state, stop, None, signal, watch)
             with closing(
                 Checkpoints(
                     directory,
                     self._step,
                     self._keep,
-                    identity=identity,
+                    identity=self._step.identity(model, *self._batches.example),
                     allow_changed=self._allow_changed,
                 )
             ) as checkpoints:
@@ -198,7 +196,7 @@ class Trainer(Generic[Model]):
     ) -> TrainState[Model]:
         start, began = int(state.step), time.monotonic()
         listeners = self._listeners(start)
-        source = self._batches.drawn_by(step.sampler())
+        source = self._batches.drawn_by(step.sampler(state.model, *self._batches.example))
         with (
             ProgressBar(start, stop, self._progress) as bar,
             closing(source.from_step(start, stop)) as batches,
