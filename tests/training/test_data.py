@@ -159,7 +159,10 @@ def test_a_run_overlaps_reading_with_its_steps(tmp_path):
 
 
 RAISED, LENGTH = "raised", "gave an array without one entry for each example in front"
-SHAPE, NUMBER = "gave examples of another shape or dtype", "of a dtype that is no number"
+SHAPE, NUMBER = (
+    "gave examples of another shape or dtype",
+    "gave an array of a dtype that is no number",
+)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ SHAPE, NUMBER = "gave examples of another shape or dtype", "of a dtype that is n
         ),
         (
             lambda x, i: {"x": x},
-            "another tree",
+            "gave another tree of arrays",
             "gave PyTreeDef({'x': *}), and PyTreeDef(*) before",
         ),
         (lambda x, i: (), "gave no arrays", "gave no arrays"),
