@@ -26,7 +26,7 @@ from .calls import (
 )
 from .clip import parse_clip_norm
 from .cost import choose, leaf_cost
-from .examples import read_examples
+from .examples import MaskRule, read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .methods import Task
 from .program import Inputs, Options, Program, refuse_batch_norm, takes_key, trace
@@ -51,6 +51,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     _filter_spec: FilterSpec
     _configuration: Configuration = eqx.field(static=True)
     _finish: Callable[[PerExample, PyTree[Array]], _Result] = eqx.field(static=True)
+    _mask: MaskRule = eqx.field(static=True, default_factory=MaskRule)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -111,6 +112,10 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                     f"({allowed}), found {neighboring_relation!r}."
                 )
 
+    def require_mask(self) -> None:
+        """From now on, calls have to say which slots are padding: batches are a plan's samples."""
+        self._mask.is_required = True
+
     def __call__(
         self,
         model: PyTree[Any],
@@ -126,11 +131,13 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             *batch: arrays, or trees of arrays, with examples along every leading axis.
             key: split into one key an example, handed to the loss as ``key``.
             is_padding_example: True where a slot holds no real example; such a slot contributes
-                exactly zero, whatever it holds.
+                exactly zero, whatever it holds. None for no padding, which is refused once a plan
+                that samples has made noise for this function.
 
         Raises:
             ValueError: see [`filter_clipped_grad`][].
         """
+        self._mask.check(is_padding_example)
         return self.complete(self.prepare(model, batch, key, is_padding_example))
 
     def complete(self, prepared: "Prepared") -> _Result:
@@ -139,6 +146,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         Args:
             prepared: by [`prepare`][] of the same function.
         """
+        per_example, sums = run(prepared, self._configuration)
         per_example, sums = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))

@@ -1,5 +1,6 @@
 """What one call is given beside the model: a batch, a key, padding."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,6 +11,26 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..precision import Policy
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MaskRule:
+    """Whether batches come with padding, so that a call has to say where; a plan says that.
+
+    It is told apart by that alone: what was traced before the plan spoke is traced again.
+    """
+
+    is_required: bool = False
+
+    def check(self, is_padding_example: object) -> None:
+        """Raises a ValueError if a mask is required and there is none."""
+        if self.is_required and is_padding_example is None:
+            raise ValueError(
+                "is_padding_example is missing. Noise was made for this gradient by a plan that "
+                "samples, and a sampled batch has padding, whose index is -1: without the mask the "
+                "last example would count once a padding slot. Hand on the mask that sampler.take "
+                "or sampler.batch gives; for a batch without padding, np.zeros(length, bool)."
+            )
 
 
 class Examples(NamedTuple):

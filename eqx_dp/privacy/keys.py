@@ -18,7 +18,8 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
     """Makes a key of the generator's full width out of a secret of any length.
 
     `jax.random.key(seed)` keeps 32 bits of a seed and cannot take more than 63. This takes all of
-    it: `dp.key_from_secret(secrets.randbits(128))`, or `dp.key_from_secret(secrets.token_bytes(32))`.
+    them: `dp.key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
+    `secrets.token_bytes(32)`, say.
 
     **Guarantee.** Every bit of the secret enters the key, by BLAKE2b (RFC 7693). The key is the
     same on every machine. Different purposes give keys that do not tell each other, as far as
@@ -48,7 +49,7 @@ def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
         key: One key, of any generator; may be traced.
         text: What tells the result from the keys of other texts; not secret.
     """
-    hashed = hashlib.blake2b(_bytes_of(text), digest_size=8).digest()
+    hashed = hashlib.blake2b(public_bytes("text", text), digest_size=8).digest()
     for word in np.frombuffer(hashed, np.dtype("<u4")):
         key = jax.random.fold_in(key, np.uint32(word))
     return key
@@ -66,28 +67,43 @@ def digest(secret: Secret, purpose: Iterable[str | bytes], *, size: int) -> byte
         ValueError: As for `key_from_secret`.
     """
     hashed = hashlib.blake2b(digest_size=size)
-    for part in (_bytes_of_secret(secret), *map(_bytes_of, purpose)):
+    texts = [public_bytes("purpose", text) for text in purpose]
+    for part in (_bytes_of_secret(secret), *texts):
         hashed.update(len(part).to_bytes(8, "little") + part)
     return hashed.digest()
 
 
-def _bytes_of(text: str | bytes) -> bytes:
+def public_bytes(name: str, text: object) -> bytes:
+    """Returns a public text as bytes, or raises a ValueError."""
+    if not isinstance(text, (str, bytes)):
+        raise ValueError(f"{name} must be a text or bytes; found a {type(text).__name__}.")
     return text.encode() if isinstance(text, str) else text
 
 
 def _bytes_of_secret(secret: Secret) -> bytes:
+    known = checked_secret("a secret", secret)
+    if isinstance(known, bytes):
+        return b"bytes" + known
+    return b"number" + known.to_bytes((known.bit_length() + 7) // 8, "little")
+
+
+def checked_secret(name: str, secret: object) -> int | bytes:
+    """Returns a secret as an int or as bytes, or raises a ValueError that does not show it."""
     if isinstance(secret, bytes):
         if not secret:
             raise ValueError(
-                "a secret must hold at least one byte; found none. Take secrets.token_bytes(32)."
+                f"{name} must hold at least one byte; found none. Take secrets.token_bytes(32)."
             )
-        return b"bytes" + secret
-    if isinstance(secret, bool) or not isinstance(secret, SupportsIndex):
+        return secret
+    if isinstance(secret, (bool, np.bool_)) or not isinstance(secret, SupportsIndex):
         raise ValueError(
-            f"a secret must be a number or bytes; found a {type(secret).__name__}. Take "
+            f"{name} must be a whole number or bytes; found a {type(secret).__name__}. Take "
             "secrets.randbits(128) or secrets.token_bytes(32)."
         )
-    number = operator.index(secret)
+    try:
+        number = operator.index(secret)
+    except TypeError:  # an array that is no single number
+        raise ValueError(f"{name} must be one whole number, or bytes; found an array.") from None
     if number < 0:
-        raise ValueError("a secret must be at least 0; found a negative number.")
-    return b"number" + number.to_bytes((number.bit_length() + 7) // 8, "little")
+        raise ValueError(f"{name} must be at least 0; found a negative number.")
+    return number

@@ -1,5 +1,7 @@
 """Gaussian noise on a clipped sum of gradients."""
 
+import collections
+from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 import jax
@@ -12,26 +14,32 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ..precision import Policy, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules
 from .arguments import real_number
+from .keys import Secret, checked_secret, fold_text, key_from_secret
 
 
 class GaussianPrivatizerState(NamedTuple):
     """State of `gaussian_privatizer`: all that the noise of every step to come depends on.
 
     Attributes:
-        key: The key handed in, never changed. Secret.
+        key: The key handed in, or made from the secret handed in; never changed. Secret.
         step: How many updates have been made; a scalar int32.
     """
 
     key: PRNGKeyArray
     step: Int[Array, ""]
 
+    def __repr__(self) -> str:
+        # JAX shows what a key is made of.
+        return f"{type(self).__name__}(key=<secret>, step={self.step})"
+
 
 def gaussian_privatizer(
     *,
     stddev: SupportsFloat,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | Secret,
     policy: Policy | None = None,
     sharding: ShardingRules | None = None,
+    run: str | bytes = "",
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
@@ -43,16 +51,21 @@ def gaussian_privatizer(
     gradient's dtype, in which the result comes back: nothing is narrowed. Without a policy the
     accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's.
 
-    The noise is a pure function of (key, step, position of the leaf in the tree), by `fold_in` of a
-    constant that marks noise, of the step, and of the position. A run resumed from a saved state
-    repeats its noise and releases nothing twice; the same key for two runs makes their noise
-    cancel, which undoes the privacy of both. The same goes for a second `init` within a run: it
-    starts over at step 0, and needs a key of its own.
+    The noise of a leaf is a pure function of (key, `run`, step, the leaf's path in the tree, its
+    shape), each folded into the key with 64 bits of its hash, but for the step, with its 32 bits. A
+    run resumed from a saved state repeats its noise and releases nothing twice. Leaves of one tree
+    have paths of their own, and so independent noise, however the tree is divided: one privatizer
+    may serve several groups of `optax.multi_transform`, `optax.partition` or `optax.masked`.
+
+    Two runs with the same key and the same `run` get the same noise. It cancels in the difference
+    of their models, which undoes the privacy of both. The same goes for a second `init` within a
+    run: it starts over at step 0, and needs a `run` or a key of its own.
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
     sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
-    accounted for. The guarantee holds for real numbers and a secret key. What falls short of that:
+    accounted for. The guarantee holds for real numbers and a secret key, as far as the generator's
+    numbers for keys that differ are independent. What falls short of that:
     numbers of finite precision are discrete, and their low bits can give away more than the theory
     says (Mironov 2012); a float32 normal is at most about 5.4 in size; and JAX's generator
     (threefry, unless configured otherwise) is not cryptographic.
@@ -65,6 +78,9 @@ def gaussian_privatizer(
     | gradient is NaN or infinite | so is the result: clip before |
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
+    | two leaves whose paths read the same (keys of a dictionary with one `repr`) | refused |
+    | the tree's groups are updated by one privatizer each with its own `init` | independent noise |
+    | a leaf moves to another place in the tree, or gets another shape | it gets other noise |
     | `sharding` and a generator whose values depend on it (not threefry) | refused |
 
     With sharding rules every device draws its own part of the noise, without communication, and the
@@ -73,30 +89,34 @@ def gaussian_privatizer(
     Args:
         stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
             array: it is part of the compiled program.
-        key: One key, of `jax.random.key` or `jax.random.PRNGKey`. Secret, and not used elsewhere.
+        key: A secret, and not used elsewhere: a number of any size or bytes, of which
+            `key_from_secret(key, "noise")` makes a key; or one key, of `key_from_secret` or
+            `jax.random.key` (which keeps 32 bits of its seed: few enough to try them all).
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
         sharding: Where noise lives: as the rules say of accumulators. The updates' tree is then
             that of the model that the rules speak of.
+        run: What tells this run from others with the same key; public. `PrivacyPlan.privatizer`
+            puts the plan and the norm bound in front of it.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
 
     Raises:
-        ValueError: If `stddev` is negative, not finite or traced, `key` is not one key, or
-            `sharding` is not rules, or does not go with the key's generator. From `update`: if a
-            leaf is refused as in the table above, or `stddev` is beyond the normal range of the
-            noise dtype.
+        ValueError: If `stddev` is negative, not finite or traced, `key` is not one key or
+            secret, or `sharding` is not rules, or does not go with the key's generator. From
+            `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
+            range of the noise dtype.
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
-    _check_single_key(key)
+    root = _single_key(key)
     if rules is not None:
-        _check_generator(key)
+        _check_generator(root)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         del params
         # A copy, since a step that donates its state would take the caller's own key along.
-        return GaussianPrivatizerState(jnp.copy(key), jnp.zeros((), jnp.int32))
+        return GaussianPrivatizerState(jnp.copy(root), jnp.zeros((), jnp.int32))
 
     def update(
         updates: optax.Updates,
@@ -104,19 +124,21 @@ def gaussian_privatizer(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
-        # The tag keeps noise apart from the keys that split or fold_in make of the same key
+        # The text keeps noise apart from the keys that split or fold_in make of the same key
         # elsewhere: jax.random.split(key, n)[i] is fold_in(key, i).
-        step_key = jax.random.fold_in(jax.random.fold_in(state.key, _NOISE), state.step)
+        run_key = fold_text(fold_text(state.key, "eqx_dp noise"), run)
+        step_key = jax.random.fold_in(run_key, state.step)
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        _check_told_apart([path for path, _ in leaves])
         noisy = [
             _add_noise(
                 _checked_gradient(leaf, path, policy),
                 scale,
-                jax.random.fold_in(step_key, position),
+                _leaf_key(step_key, path, leaf.shape),
                 policy,
                 None if rules is None else _Place(rules, path),
             )
-            for position, (path, leaf) in enumerate(leaves)
+            for path, leaf in leaves
         ]
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
         return jax.tree_util.tree_unflatten(structure, noisy), next_state
@@ -124,7 +146,20 @@ def gaussian_privatizer(
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
-_NOISE = 0x4E4F4953  # "NOIS"
+def _leaf_key(
+    step_key: PRNGKeyArray, path: tuple[Any, ...], shape: tuple[int, ...]
+) -> PRNGKeyArray:
+    return fold_text(step_key, f"{shape} {jax.tree_util.keystr(path)}")
+
+
+def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
+    times = collections.Counter(jax.tree_util.keystr(path) for path in paths)
+    twins = [path for path, count in times.items() if count > 1]
+    if twins:
+        raise ValueError(
+            f"several gradients have the path {twins[0]}, and would get the same noise. Give the "
+            "nodes of the tree keys that read differently."
+        )
 
 
 class _Place(NamedTuple):
@@ -218,16 +253,16 @@ def _check_range(stddev: float, dtype: Any) -> None:
         )
 
 
-def _check_single_key(key: object) -> None:
-    found = key
-    if isinstance(key, (jax.Array, np.ndarray)):
-        if _key_shape(key) == ():
-            return
-        found = f"an array of shape {key.shape} and dtype {key.dtype}"
-    raise ValueError(
-        f"key must be one key, as from jax.random.key(seed); found {found}. Of several keys "
-        "(jax.random.split) take one."
-    )
+def _single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        return key_from_secret(checked_secret("key", key), "noise")
+    if _key_shape(key) != ():
+        raise ValueError(
+            "key must be one key, as from dp.key_from_secret(secret), or the secret itself, a "
+            f"number or bytes; found an array of shape {key.shape} and dtype {key.dtype}. Of "
+            "several keys (jax.random.split) take one."
+        )
+    return cast(PRNGKeyArray, key)
 
 
 def _check_generator(key: PRNGKeyArray) -> None:
@@ -236,7 +271,7 @@ def _check_generator(key: PRNGKeyArray) -> None:
         raise ValueError(
             f"The key's generator is {generator}, whose numbers depend on how an array is spread "
             "over devices; with sharding rules, noise has to be the same on any number of them. "
-            "Use jax.random.key(seed, impl='threefry2x32')."
+            "Use dp.key_from_secret(secret), whose keys are threefry's."
         )
     if not cast(Any, jax.config).jax_threefry_partitionable:
         raise ValueError(

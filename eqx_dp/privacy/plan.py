@@ -1,10 +1,9 @@
 """The privacy plan: sampling, sensitivity, noise and accounting that cannot disagree."""
 
 import dataclasses
-import functools
 import json
 import math
-from collections.abc import Callable
+import warnings
 from typing import (
     Any,
     Protocol,
@@ -18,21 +17,22 @@ from typing import (
 import dp_accounting
 import optax
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld import PLDAccountant
 from jaxtyping import PRNGKeyArray
 
 from ..precision import Policy
 from ..sharding import ShardingRules
+from .accounting import (
+    ROUNDING_DELTA,
+    SENSITIVITY_OF_UNIT_NORM,
+    Run,
+    epsilon_of,
+    event_of,
+    least_noise,
+)
 from .arguments import real_number, sampling_probability, whole_number
+from .keys import Secret, public_bytes
 from .noise import gaussian_privatizer
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
-
-# How far one example can move a sum of gradients that are each at most 1 in norm.
-_SENSITIVITY_OF_UNIT_NORM = {
-    NeighboringRelation.ADD_OR_REMOVE_ONE: 1.0,
-    NeighboringRelation.REPLACE_ONE: 2.0,
-    NeighboringRelation.REPLACE_SPECIAL: 1.0,
-}
 
 _JSON_FORMAT = "eqx_dp.PrivacyPlan"
 _JSON_VERSION = 1
@@ -56,6 +56,15 @@ class ClippedSum(Protocol):
         ...
 
 
+@runtime_checkable
+class SampledSum(Protocol):
+    """A clipped sum that can be told that its batches have padding."""
+
+    def require_mask(self) -> None:
+        """From now on, refuses calls that do not say which slots are padding."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class PrivacyPlan:
     """How a training run samples and how much noise it adds: all that its privacy depends on.
@@ -64,14 +73,15 @@ class PrivacyPlan:
     from it, and `epsilon` accounts for exactly those: `steps` steps, each of which draws examples
     by Poisson sampling and releases the sum of their clipped gradients plus Gaussian noise. All
     accounting is that of dp_accounting, by privacy loss distributions (Koskela et al. 2020;
-    Doroshenko et al. 2022), rounded so that epsilon is never too small.
+    Doroshenko et al. 2022), rounded so that epsilon is never too small. What float64 may round the
+    other way, up to 2^-51 of delta a step, is taken from delta first.
 
     **Noise multiplier** is standard deviation / sensitivity. The sensitivity is `l2_norm_bound`
     of the gradients where an example is added, removed or zeroed out, and twice that where it is
-    replaced by any other. dp_accounting always divides by the norm bound, and counts for itself
-    that replacement moves two gradients; so `GaussianDpEvent` gets twice the noise multiplier for
-    `REPLACE_ONE`. Without sampling (probability 1) one noise multiplier therefore means one and
-    the same epsilon under every relation.
+    replaced by any other. dp_accounting's privacy loss distributions divide by the norm bound, and
+    count for themselves that replacement moves two gradients; so `GaussianDpEvent` gets twice the
+    noise multiplier for `REPLACE_ONE`. Without sampling (probability 1) one noise multiplier
+    therefore means one and the same epsilon under every relation.
 
     **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, the seed and
     key being secret, is (`epsilon(k)`, `delta`)-differentially private under
@@ -84,7 +94,8 @@ class PrivacyPlan:
     | `noise_multiplier` is 0 | epsilon is infinite (after 0 steps it is 0) |
     | `noise_multiplier` below 0.001 | epsilon is given as infinite: too large to be computed |
     | `sampling_prob` is 1 | plain composition of Gaussian mechanisms |
-    | overflow would use up `delta` | refused |
+    | `delta` is at most 2^-51 a step (4.4e-16) | refused: float64 cannot tell it from 0 |
+    | `delta` is at least 1 / number of examples | `sampler` warns |
 
     Args:
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
@@ -96,7 +107,7 @@ class PrivacyPlan:
 
     Raises:
         ValueError: If a number is not of its kind or out of its range, the relation is none of the
-            three, or `steps` overflows may together have a probability of `delta` or more.
+            three, or `delta` is too small for that many steps.
     """
 
     sampling_prob: float
@@ -124,10 +135,11 @@ class PrivacyPlan:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.overflow_delta() >= self.delta:
+        rounding = self.steps * ROUNDING_DELTA
+        if self.delta - self.overflow_delta() <= rounding:
             raise ValueError(
-                f"delta must exceed {self.overflow_delta():g}, the probability that in {self.steps}"
-                f" steps some batch overflows ({OVERFLOW_PROBABILITY:g} a step); found "
+                f"delta must exceed {rounding:g}, what accounting in float64 may lose of it in "
+                f"{self.steps} steps ({ROUNDING_DELTA:g} a step), and a thousandth more; found "
                 f"{self.delta:g}. Take a larger delta or fewer steps."
             )
 
@@ -161,7 +173,10 @@ class PrivacyPlan:
         if budget <= 0:
             raise ValueError(f"epsilon must be greater than 0; found {budget}.")
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation)
-        return dataclasses.replace(draft, noise_multiplier=_least_noise(draft, budget))
+        left = draft.delta - draft.overflow_delta()
+        return dataclasses.replace(
+            draft, noise_multiplier=least_noise(draft._run(draft.steps), left, budget)
+        )
 
     def epsilon(self, steps: SupportsIndex | None = None) -> float:
         """Epsilon of the first steps of the run, at the plan's delta.
@@ -177,16 +192,8 @@ class PrivacyPlan:
         Raises:
             ValueError: If `steps` is no such number.
         """
-        taken = self._steps_taken(steps)
-        if taken == 0:
-            return 0.0
-        return _epsilon(
-            self.sampling_prob,
-            taken,
-            self.noise_multiplier,
-            self.delta - self.overflow_delta(taken),
-            self.neighboring_relation,
-        )
+        run = self._run(self._steps_taken(steps))
+        return epsilon_of(run, self.noise_multiplier, self.delta - self.overflow_delta(run.steps))
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
         """What `epsilon` accounts for, in dp_accounting's terms (overflow is not part of it).
@@ -195,20 +202,28 @@ class PrivacyPlan:
             steps: As for `epsilon`.
 
         Returns:
-            An event for any of dp_accounting's accountants under the plan's neighboring relation.
+            An event for dp_accounting's accountants, made with the plan's neighboring relation.
+            Each reads it right or refuses it: `PLDAccountant` reads all; `RdpAccountant` refuses
+            those for `REPLACE_ONE`, for which it knows no Poisson sampling, and would read half the
+            sensitivity from a Gaussian mechanism without sampling.
 
         Raises:
             ValueError: As for `epsilon`.
         """
-        return _event(
-            self.sampling_prob,
-            self._steps_taken(steps),
-            self.noise_multiplier,
-            self.neighboring_relation,
-        )
+        return event_of(self._run(self._steps_taken(steps)), self.noise_multiplier)
+
+    @property
+    def overflow_probability(self) -> float:
+        """The probability tau that a batch is cut is at most this: what the sampler is given.
+
+        A thousandth of delta over all steps, and never more than 1e-12 a step.
+        """
+        return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
 
     def overflow_delta(self, steps: SupportsIndex | None = None) -> float:
-        """The part of delta that pays for batches cut to their capacity: tau = 1e-12 a step.
+        """The part of delta that pays for batches cut to their capacity.
+
+        It is tau = `overflow_probability` a step: at most a thousandth of delta in all.
 
         Accounting knows Poisson sampling without a cut. Why tau a step makes up for the cut:
 
@@ -247,40 +262,48 @@ class PrivacyPlan:
             steps: As for `epsilon`.
 
         Returns:
-            steps x 1e-12.
+            steps x tau.
 
         Raises:
             ValueError: As for `epsilon`.
         """
-        return self._steps_taken(steps) * OVERFLOW_PROBABILITY
+        return self._steps_taken(steps) * self.overflow_probability
 
     def sampler(
         self,
         num_examples: SupportsIndex,
-        seed: SupportsIndex,
+        seed: Secret,
         pad_to: SupportsIndex = 1,
         hosts: SupportsIndex = 1,
         host: SupportsIndex = 0,
+        *,
+        run: str | bytes = "",
     ) -> PoissonSampler:
         """The sampler that draws this plan's batches, or one host's part of them.
 
-        Epsilon is the same for any number of hosts.
+        Epsilon is the same for any number of hosts. Another plan draws another sample from the same
+        seed, independent of this one's.
 
         Args:
             num_examples: How many examples the data set holds (on all hosts together).
-            seed: Secret, and the same on every host; see `PoissonSampler`.
+            seed: Secret, a number of any size or bytes, and the same on every host; see
+                `PoissonSampler`.
             pad_to: Batches have a multiple of this many places (on each host).
             hosts: How many hosts draw, `jax.process_count()`.
             host: Which of them this one is, `jax.process_index()`.
+            run: What tells this run from others with the same plan and seed; public.
 
         Returns:
-            A `PoissonSampler` with the plan's `sampling_prob`, which refuses steps beyond the
-            plan's.
+            A `PoissonSampler` with the plan's `sampling_prob` and `overflow_probability`, which
+            refuses steps beyond the plan's.
 
         Raises:
             ValueError: As for `PoissonSampler`.
+
+        Warns:
+            UserWarning: If `delta` is at least 1 / `num_examples`.
         """
-        return PoissonSampler(
+        sampler = PoissonSampler(
             num_examples=num_examples,
             sampling_prob=self.sampling_prob,
             seed=seed,
@@ -288,23 +311,36 @@ class PrivacyPlan:
             steps=self.steps,
             hosts=hosts,
             host=host,
+            overflow_probability=self.overflow_probability,
+            run=self._told_apart(run),
         )
+        _warn_of_large_delta(self.delta, sampler.num_examples)
+        return sampler
 
     def privatizer(
         self,
         grad_fn: ClippedSum,
-        key: PRNGKeyArray,
+        key: PRNGKeyArray | Secret,
         policy: Policy | None = None,
         sharding: ShardingRules | None = None,
+        *,
+        run: str | bytes = "",
     ) -> optax.GradientTransformation:
         """The noise that this plan accounts for, for the gradients of one function.
 
+        Another plan, norm bound or policy gives other noise from the same key, independent of this.
+
+        Where the plan samples (`sampling_prob` below 1), `grad_fn` from now on refuses calls
+        without `is_padding_example`: the sampler's padding has index -1, and the last example would
+        count in every such slot.
+
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
-            key: One key, secret; see `gaussian_privatizer`.
+            key: Secret: a number of any size, bytes, or one JAX key; see `gaussian_privatizer`.
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
+            run: What tells this run from others with the same plan and key; public.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity.
@@ -318,12 +354,18 @@ class PrivacyPlan:
             raise ValueError(
                 "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad "
                 "returned, before it is wrapped in jit or anything else: only that knows its "
-                f"sensitivity; found {grad_fn!r}."
+                f"sensitivity; found a {type(grad_fn).__name__}."
             )
         policy = _agreed(grad_fn, "policy", policy)
         sharding = _agreed(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * _checked_sensitivity(grad_fn, self.neighboring_relation)
-        return gaussian_privatizer(stddev=stddev, key=key, policy=policy, sharding=sharding)
+        told_apart = self._told_apart(run, float(grad_fn.l2_norm_bound), str(policy))
+        privatizer = gaussian_privatizer(
+            stddev=stddev, key=key, policy=policy, sharding=sharding, run=told_apart
+        )
+        if self.sampling_prob < 1 and isinstance(grad_fn, SampledSum):
+            grad_fn.require_mask()
+        return privatizer
 
     def to_json(self) -> str:
         """Writes the plan as JSON, from which `from_json` gives an equal plan back."""
@@ -347,6 +389,15 @@ class PrivacyPlan:
         """
         return cls(**_fields_of_json(text, [field.name for field in dataclasses.fields(cls)]))
 
+    def _told_apart(self, run: str | bytes, *parts: float | str) -> bytes:
+        """What the run is, as far as a plan knows it; the same bytes for the same run alone."""
+        # A JSON array ends where it ends, whatever stands behind it.
+        known = json.dumps([self.to_json(), *parts]).encode()
+        return known + public_bytes("run", run)
+
+    def _run(self, steps: int) -> Run:
+        return Run(self.sampling_prob, steps, self.neighboring_relation)
+
     def _steps_taken(self, steps: SupportsIndex | None) -> int:
         if steps is None:
             return self.steps
@@ -357,116 +408,6 @@ class PrivacyPlan:
                 "For a longer run make a new plan, before the run starts."
             )
         return taken
-
-
-# Accounting: what dp_accounting is asked, and how finely.
-
-
-def _event(
-    sampling_prob: float, steps: int, noise_multiplier: float, relation: NeighboringRelation
-) -> dp_accounting.DpEvent:
-    if steps == 0:
-        return dp_accounting.NoOpDpEvent()
-    per_norm_bound = noise_multiplier * _SENSITIVITY_OF_UNIT_NORM[relation]
-    event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(per_norm_bound)
-    if sampling_prob < 1:
-        event = dp_accounting.PoissonSampledDpEvent(sampling_prob, event)
-    return dp_accounting.SelfComposedDpEvent(event, steps)
-
-
-# Privacy loss grows with the inverse square of the noise: below this it leaves the range of floats.
-_LEAST_ACCOUNTED_NOISE = 1e-3
-
-
-# A progress bar asks for the same figure at every refresh.
-@functools.lru_cache(maxsize=4096)
-def _epsilon(
-    sampling_prob: float,
-    steps: int,
-    noise_multiplier: float,
-    delta: float,
-    relation: NeighboringRelation,
-) -> float:
-    if noise_multiplier < _LEAST_ACCOUNTED_NOISE:
-        return math.inf
-    interval = _discretization(sampling_prob, steps, noise_multiplier)
-    accountant = PLDAccountant(relation, value_discretization_interval=interval)
-    accountant.compose(_event(sampling_prob, steps, noise_multiplier, relation))
-    return float(accountant.get_epsilon(delta))
-
-
-def _discretization(sampling_prob: float, steps: int, noise_multiplier: float) -> float:
-    """How finely privacy losses are told apart; any value gives a true bound.
-
-    dp_accounting's own 1e-4 is kept wherever epsilon is of use. Its work grows with the range of
-    losses, though: that of one mechanism (about 1 / noise_multiplier^2) and that of the whole run.
-    Where those run into the hundreds, epsilon does too, and the interval grows along.
-    """
-    # Without sampling, all steps are accounted for as one Gaussian mechanism of less noise.
-    of_one = (1 if sampling_prob < 1 else steps) / noise_multiplier**2
-    of_all = steps * sampling_prob**2 / noise_multiplier**2
-    return 1e-4 * max(1.0, of_one / 10, of_all / 1000)
-
-
-# Calibration.
-
-_MOST_NOISE = 1e15
-# Relative to the noise multiplier.
-_CALIBRATION_TOLERANCE = 1e-4
-
-
-def _least_noise(draft: PrivacyPlan, budget: float) -> float:
-    """The least noise multiplier, to 1e-4 of it, that keeps the draft's run within the budget."""
-    q, steps, relation = draft.sampling_prob, draft.steps, draft.neighboring_relation
-    delta = draft.delta - draft.overflow_delta()
-
-    def epsilon_at(noise_multiplier: float) -> float:
-        return _epsilon(q, steps, noise_multiplier, delta, relation)
-
-    # What the textbook bound asks for (Dwork and Roth 2014, appendix A) if sampling scaled it by q.
-    guess = q * math.sqrt(steps) * math.sqrt(2 * math.log(1.25 / delta)) / budget
-    enough = _enough_noise(epsilon_at, max(1.0, guess), budget)
-    little = max(enough / 2, _LEAST_ACCOUNTED_NOISE)
-    interval = _discretization(q, steps, little)
-    # Searched on a logarithmic scale, where one tolerance suits large and small noise alike.
-    log_noise = dp_accounting.calibrate_dp_mechanism(
-        lambda: PLDAccountant(relation, value_discretization_interval=interval),
-        lambda log_noise: _event(q, steps, math.exp(log_noise), relation),
-        budget,
-        delta,
-        dp_accounting.ExplicitBracketInterval(math.log(little), math.log(enough)),
-        tol=_CALIBRATION_TOLERANCE,
-    )
-    noise_multiplier = math.exp(log_noise)
-    # The search and the plan may discretize a little differently, and the plan's word counts.
-    while epsilon_at(noise_multiplier) > budget:
-        noise_multiplier *= 1 + _CALIBRATION_TOLERANCE
-    return noise_multiplier
-
-
-def _enough_noise(epsilon_at: Callable[[float], float], guess: float, budget: float) -> float:
-    """A noise multiplier that meets the budget and half of which does not.
-
-    Searched from where epsilon is moderate: accounting for very little noise is slow.
-    """
-    noise_multiplier = guess
-    while epsilon_at(noise_multiplier) > budget:
-        noise_multiplier *= 2
-        if noise_multiplier > _MOST_NOISE:
-            raise ValueError(
-                f"epsilon {budget:g} is out of reach: a noise multiplier of {_MOST_NOISE:g} does "
-                "not meet it. Take a larger epsilon or delta, or fewer steps."
-            )
-    while epsilon_at(noise_multiplier / 2) <= budget:
-        noise_multiplier /= 2
-        if epsilon_at(_LEAST_ACCOUNTED_NOISE) <= budget:
-            raise ValueError(
-                f"epsilon {budget:g} is met with hardly any noise (a noise multiplier of "
-                f"{_LEAST_ACCOUNTED_NOISE:g}), which protects no one: epsilon is too large, or "
-                "delta not well below steps x sampling_prob. Ask for less, or give "
-                "noise_multiplier yourself."
-            )
-    return noise_multiplier
 
 
 # The numbers of a plan.
@@ -487,6 +428,20 @@ def _checked_delta(value: object) -> float:
             f"mean anything); found {delta}."
         )
     return delta
+
+
+def _warn_of_large_delta(delta: float, num_examples: int) -> None:
+    if delta < 1 / num_examples:
+        return
+    # At this line and not at the caller's: Python shows one text from one line once, so that the
+    # samplers of one run (`make_step` makes some) do not repeat it.
+    warnings.warn(
+        f"delta is {delta:g}, and the data set has {num_examples} examples, of which 1 / "
+        f"num_examples is {1 / num_examples:g}: to publish one example at random, in full, would "
+        "meet such a delta. Make a plan with a delta well below 1 / num_examples.",
+        UserWarning,
+        stacklevel=1,
+    )
 
 
 def _check_relation(relation: object) -> None:
@@ -518,7 +473,7 @@ def _checked_sensitivity(grad_fn: ClippedSum, relation: NeighboringRelation) -> 
             "without limit: set l2_clip_norm."
         )
     # The event that is accounted for takes this ratio for granted.
-    implied = _SENSITIVITY_OF_UNIT_NORM[relation] * grad_fn.l2_norm_bound
+    implied = SENSITIVITY_OF_UNIT_NORM[relation] * grad_fn.l2_norm_bound
     if not math.isclose(sensitivity, implied, rel_tol=1e-9):
         raise ValueError(
             f"the gradients' sensitivity for {relation.name} must be {implied}, from their "

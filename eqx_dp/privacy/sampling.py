@@ -6,22 +6,26 @@ import functools
 from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int64, PyTree
 from scipy import stats
 
-from .arguments import sampling_probability, whole_number
+from .arguments import real_number, sampling_probability, whole_number
+from .keys import Secret, checked_secret, digest, public_bytes
+from .sources import checked_source, drawn_from
 
 OVERFLOW_PROBABILITY = 1e-12
-"""The largest probability, a step, that more examples are drawn than there is room for."""
+"""The probability, a step, that more examples are drawn than there is room for: the most of it."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PoissonSampler:
     """Draws a fresh batch a step: every example takes part with the same probability, on its own.
 
-    A batch is a pure function of `(seed, step)`. No step needs another: step 1,000 is drawn without
-    the 999 before it, and a run that is killed and resumed sees the same batches again. (The same
-    means under the same release of numpy, which may change its streams between releases.)
+    A batch is a pure function of `(seed, run, num_examples, sampling_prob, step)`, by BLAKE2b. No
+    step needs another: step 1,000 is drawn without the 999 before it, and a run that is killed and
+    resumed sees the same batches again. (The same means under the same release of numpy, which may
+    change its streams between releases.) Where any of the five differs, batches are independent, as
+    far as Philox's streams for keys that differ are.
 
     The draw is exact Poisson sampling in two parts: how many examples, binomially distributed, and
     then that many distinct examples, uniformly. Time and memory are those of a batch, whatever the
@@ -29,14 +33,14 @@ class PoissonSampler:
 
     Batches have one static shape, `capacity`, so that a compiled step is compiled once. It is the
     smallest multiple of `pad_to` that a step overflows with probability at most
-    `OVERFLOW_PROBABILITY` (1e-12), and at least `pad_to`. Places left over are padding.
+    `overflow_probability`, and at least `pad_to`. Places left over are padding.
 
     **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
     batch is that part of the draw. All make the same draw, from the same seed and step, and so need
     not talk: together they hold just what one host would (but for cuts), one Poisson sample, and a
     run may be resumed on another number of hosts. Every part has the same `capacity`, found from
     numbers that the hosts share: here it is the smallest multiple of `pad_to` that the largest
-    stretch overflows with probability at most `OVERFLOW_PROBABILITY / (2 * hosts)`. (The factor of
+    stretch overflows with probability at most `overflow_probability / (2 * hosts)`. (The factor of
     2 is for neighboring data sets, whose borders between hosts lie elsewhere:
     `PrivacyPlan.overflow_delta`.) Every host makes the whole draw, in the time and memory of all
     hosts' batches together.
@@ -45,8 +49,9 @@ class PoissonSampler:
     Wang 2019) holds for the batches before they are cut to `capacity`; the probability of a cut
     has to be added to delta, as `PrivacyPlan` does. It holds only as long as **the seed is secret**
     and hard to guess: who knows it, knows which examples were in which batch. Take it from the
-    system (`secrets.randbits(128)`) and keep it like the data. Philox is a good generator of
-    numbers, not a cryptographic one.
+    system (`secrets.randbits(128)` or `secrets.token_bytes(32)`) and keep it like the data. It may
+    be the secret that the run's noise is made of, too. Philox is a good generator of numbers, not a
+    cryptographic one.
 
     **Not private.** Batches, and how many examples they hold, are drawn without noise. They are
     for the training step alone, not to be published or logged.
@@ -67,13 +72,15 @@ class PoissonSampler:
         num_examples: How many examples the data set holds, from 1 to 2**53 (up to where counts are
             exact as floats).
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
-        seed: From 0 to 2**128 - 1; secret, see above.
+        seed: Secret, see above: a number of at least 0, or bytes; of any length.
         pad_to: `capacity` is a multiple of this, such as microbatch size times devices (those of
             one host).
         steps: How many steps are accounted for; `batch` refuses later ones. None for no limit.
         hosts: How many hosts draw, `jax.process_count()`. All that is said above holds if all of
             them have the same arguments, but for `host`.
         host: Which of them this one is, from 0: `jax.process_index()`.
+        overflow_probability: With which a step may overflow at most, above 0 and below 1.
+        run: What tells this run from others with the same seed; public.
 
     Raises:
         ValueError: If an argument is not a number of its kind, or out of its range.
@@ -81,32 +88,38 @@ class PoissonSampler:
 
     num_examples: int
     sampling_prob: float
-    seed: int = dataclasses.field(repr=False)
+    seed: int | bytes = dataclasses.field(repr=False)
     pad_to: int = 1
     steps: int | None = None
     hosts: int = 1
     host: int = 0
+    overflow_probability: float = OVERFLOW_PROBABILITY
+    run: bytes = dataclasses.field(default=b"", repr=False)
 
     # By hand, for the sake of its types: any number is accepted, floats and ints are stored.
     def __init__(
         self,
         num_examples: SupportsIndex,
         sampling_prob: SupportsFloat,
-        seed: SupportsIndex,
+        seed: Secret,
         pad_to: SupportsIndex = 1,
         steps: SupportsIndex | None = None,
         hosts: SupportsIndex = 1,
         host: SupportsIndex = 0,
+        overflow_probability: SupportsFloat = OVERFLOW_PROBABILITY,
+        run: str | bytes = b"",
     ):
         hosts = whole_number("hosts", hosts, least=1, most=2**53)
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
-            "seed": whole_number("seed", seed, least=0, most=2**128 - 1),
+            "seed": checked_secret("seed", seed),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
             "hosts": hosts,
             "host": _checked_host(host, hosts),
+            "overflow_probability": _checked_overflow(overflow_probability),
+            "run": public_bytes("run", run),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -118,7 +131,7 @@ class PoissonSampler:
         Follows from `num_examples`, and is as public as that is.
         """
         most_owned = -(-self.num_examples // self.hosts)
-        tau = OVERFLOW_PROBABILITY if self.hosts == 1 else OVERFLOW_PROBABILITY / (2 * self.hosts)
+        tau = self.overflow_probability / (1 if self.hosts == 1 else 2 * self.hosts)
         least = _least_capacity(most_owned, self.sampling_prob, tau)
         return max(1, -(-least // self.pad_to)) * self.pad_to
 
@@ -154,10 +167,53 @@ class PoissonSampler:
                 f"step must be below {self.steps}, the number of steps that the plan accounts for "
                 f"(they are counted from 0); found {step}. Make a plan of more steps."
             )
-        mine = self._part(_generator(self.seed, step))
+        mine = self._part(self._generator(step))
         indices = np.full(self.capacity, -1, dtype=np.int64)
         indices[: len(mine)] = np.sort(mine)
         return indices, indices < 0
+
+    def take(
+        self, step: SupportsIndex, *sources: PyTree[Any]
+    ) -> tuple[tuple[PyTree[Any], ...], Bool[np.ndarray, "capacity"]]:
+        """The examples of one step's batch, with the mask that says which places are padding.
+
+        ```python
+        (x, y), is_padding_example = sampler.take(t, xs, ys)
+        ```
+
+        Args:
+            step: As for `batch`.
+            *sources: Numpy or JAX arrays, or trees of them, that hold the examples of the whole
+                data set along their leading axis. Of a memory-mapped file no more is read than the
+                examples drawn.
+
+        Returns:
+            `(examples, is_padding_example)`: a tuple with one entry a source, of its structure,
+            kind and dtypes, with `capacity` places in front; and the mask. In places that are
+            padding stand zeros. **Not private.**
+
+        Raises:
+            ValueError: As for `batch`; if there is no source, or one holds something else than
+                arrays, or another number of examples than `num_examples`.
+        """
+        if not sources:
+            raise ValueError("take needs at least one source of examples behind the step.")
+        for position, source in enumerate(sources):
+            checked_source(source, f"source {position}", self.num_examples)
+        indices, is_padding_example = self.batch(step)
+        examples = tuple(drawn_from(source, indices, is_padding_example) for source in sources)
+        return examples, is_padding_example
+
+    def _generator(self, step: int) -> np.random.Generator:
+        what_for = (
+            "eqx_dp sample",
+            self.run,
+            str(self.num_examples),
+            self.sampling_prob.hex(),
+            str(step),
+        )
+        key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
+        return np.random.Generator(np.random.Philox(key=key))
 
     def _part(self, generator: np.random.Generator) -> Int64[np.ndarray, "drawn"]:
         drawn = int(generator.binomial(self.num_examples, self.sampling_prob))
@@ -187,11 +243,14 @@ def _checked_host(value: object, hosts: int) -> int:
     return host
 
 
-def _generator(seed: int, step: int) -> np.random.Generator:
-    # A seed sequence fills four words with the entropy before it appends the spawn key, so that no
-    # two pairs of a seed below 2**128 and a step are hashed from the same words. (As a list, [seed,
-    # step], they could be: a seed's high words look like a step there.)
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step,))))
+def _checked_overflow(value: object) -> float:
+    probability = real_number("overflow_probability", value)
+    if not 0 < probability < 1:
+        raise ValueError(
+            "overflow_probability must be between 0 and 1, both excluded (it comes out of delta, "
+            f"and so has to be far below it); found {probability}."
+        )
+    return probability
 
 
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:

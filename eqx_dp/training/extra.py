@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 _HOW = "step(state, *batch, is_padding_example=mask, extra={{{}}})"
 _MISSING = re.compile(r"missing \d+ required keyword-only arguments?: (.*)")
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 _IS_FUNCTION = re.compile(r"\w+_fn\b")
 
 
@@ -61,6 +62,11 @@ def updated(
             functions += _IS_FUNCTION.findall(told)
         if functions:
             raise ValueError(_refusal(functions[0])) from error
+        unknown = _UNKNOWN.search(told)
+        if unknown and unknown.group(1) in extra:
+            raise ValueError(
+                f"extra holds {unknown.group(1)!r}, which the optimizer's update does not take."
+            ) from error
         if not wanted:
             raise
         given = ", ".join(f"{name!r}: ..." for name in wanted)

@@ -5,14 +5,14 @@ from typing import Any, Concatenate, SupportsIndex, TypeVar
 
 import equinox as eqx
 import optax
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
-from ..gradients import FilterSpec, filter_clipped_grad, filter_value_and_clipped_grad
+from ..gradients import ClippedGrad, FilterSpec, filter_clipped_grad, filter_value_and_clipped_grad
 from ..precision import Policy
 from ..privacy import PrivacyPlan, Secret
 from ..sharding import ShardingRules
 from .disclosure import checked_names
-from .seeds import checked_seed
+from .seeds import key_of
 from .step import MicrobatchSize, Step
 
 Model = TypeVar("Model")
@@ -92,8 +92,7 @@ def make_step(
         ValueError: `num_examples` or `seed` is no whole number in its range; a name in `disclose`
             is unknown; and as `filter_clipped_grad` and `plan.privatizer`.
     """
-    size_of_data = plan.sampler(num_examples, seed=0).num_examples  # is checked
-    seed = checked_seed(seed)
+    sampler = plan.sampler(num_examples, seed)  # checks both
 
     def made(size: MicrobatchSize, run: str) -> Step[Model]:
         make_grad = filter_value_and_clipped_grad if names else filter_clipped_grad
@@ -105,13 +104,13 @@ def make_step(
             filter_spec=filter_spec,
             keep_batch_dim=keep_batch_dim,
             rescale_to_unit_norm=rescale_to_unit_norm,
-            normalize_by=plan.sampling_prob * size_of_data,
+            normalize_by=plan.sampling_prob * sampler.num_examples,
             microbatch_size=None if size == "auto" else size,
             method=method,
         )
         return Step(
             plan,
-            size_of_data,
+            sampler.num_examples,
             grad_fn,
             method,
             l2_clip_norm,
@@ -121,10 +120,20 @@ def make_step(
             filter_spec,
             run,
             loss,
+            _noise(plan, grad_fn, key_of(sampler.seed, "noise", run)),
             optimizer,
-            seed,
+            key_of(sampler.seed, "loss", run),
+            sampler.seed,
             made,
         )
 
     names = checked_names(disclose)
     return made(microbatch_size, run="")
+
+
+def _noise(
+    plan: PrivacyPlan, grad_fn: ClippedGrad[Any], key: PRNGKeyArray
+) -> optax.GradientTransformation:
+    if plan.noise_multiplier == 0:  # without noise, clipping may be without a bound as well
+        return optax.identity()
+    return plan.privatizer(grad_fn, key=key)

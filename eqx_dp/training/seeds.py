@@ -11,27 +11,9 @@ from ..privacy import Secret, digest, key_from_secret
 _ROOT = "make_step"
 
 
-def checked_seed(seed: Secret) -> Secret:
-    """A seed that is a number of at least 0, or bytes.
-
-    Raises:
-        ValueError: it is neither. The message does not show it.
-    """
-    try:
-        digest(seed, (), size=1)
-    except ValueError as error:
-        raise ValueError(f"seed: {error}") from None
-    return seed
-
-
 def key_of(seed: Secret, stream: Literal["noise", "loss"], run: str = "") -> PRNGKeyArray:
     """The root key of a stream, for one run."""
     return key_from_secret(seed, _ROOT, stream, run)
-
-
-def sampler_seed(seed: Secret, *run: str) -> int:
-    """The seed of a run's sampler: 128 bits."""
-    return int.from_bytes(digest(seed, (_ROOT, "sample", *run), size=16), "little")
 
 
 def keyed_digest(seed: Secret, *texts: str) -> str:

@@ -23,12 +23,12 @@ from ..gradients import (
     takes_key,
 )
 from ..precision import Policy, agreed_policy
-from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, Secret, fold_text
+from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, fold_text
 from ..sharding import ShardingRules
 from .disclosure import disclosed
 from .extra import checked_extra, updated
 from .identity import Texts, probe_text, shape_of, texts_of
-from .seeds import fingerprint, key_of, keyed_digest, sampler_seed
+from .seeds import fingerprint, keyed_digest
 from .state import TrainState, copied, kept_at, on_mesh, refuse_used_up, specs_of
 
 Model = TypeVar("Model")
@@ -79,8 +79,10 @@ class Step(Generic[Model]):
     filter_spec: FilterSpec
     run: str
     _loss: Callable[..., Any]
+    _noise: optax.GradientTransformation
     _update: optax.GradientTransformation
-    _seed: Secret
+    _loss_root: PRNGKeyArray
+    _seed: int | bytes
     _make: Callable[[MicrobatchSize, str], "Step[Model]"]
 
     @property
@@ -128,13 +130,13 @@ class Step(Generic[Model]):
             text = f"{self._known}\n{probe_text(self._update)}"
         else:
             text = "\n".join((self._known, *self._texts(model, batch, extra)))
-        seed = sampler_seed(self._seed, self.run, text)
+        run = json.dumps(["make_step", self.run, keyed_digest(self._seed, text)])
         rules = self.sharding
         if rules is None:
-            return self.plan.sampler(self.num_examples, seed)
+            return self.plan.sampler(self.num_examples, self._seed, run=run)
         hosts, host = jax.process_count(), jax.process_index()
         return self.plan.sampler(
-            self.num_examples, seed, pad_to=rules.local_shards(), hosts=hosts, host=host
+            self.num_examples, self._seed, rules.local_shards(), hosts, host, run=run
         )
 
     def identity(
@@ -319,16 +321,6 @@ numbers that it was made with |
         of_run = state._replace(key=fold_text(state.key, text))
         grads, after = cast(Any, self._noise.update(grads, of_run))
         return grads, after._replace(key=state.key)
-
-    @functools.cached_property
-    def _noise(self) -> optax.GradientTransformation:
-        if self.plan.noise_multiplier == 0:  # clipping may then be without a bound as well
-            return optax.identity()
-        return self.plan.privatizer(self.grad_fn, key=key_of(self._seed, "noise", self.run))
-
-    @functools.cached_property
-    def _loss_root(self) -> PRNGKeyArray:
-        return key_of(self._seed, "loss", self.run)
 
     @functools.cached_property
     def _known(self) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import TypeCheckError
 from scipy import stats
 
 from eqx_dp.precision import parse_policy
-from eqx_dp.privacy import GaussianPrivatizerState, gaussian_privatizer
+from eqx_dp.privacy import GaussianPrivatizerState, gaussian_privatizer, key_from_secret
 from eqx_dp.sharding import ShardingRules, checked_rules
 
 KEY = jax.random.key(20240607)
@@ -104,11 +104,115 @@ def test_steps_follow_from_the_state_alone():
         state = next_state
 
 
-def test_noise_of_a_leaf_depends_on_its_position_alone():
+def test_noise_of_a_leaf_depends_on_its_path_and_shape_alone():
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    small = noise_of(privatizer, [jnp.zeros(2), jnp.zeros(5)])
-    large = noise_of(privatizer, [jnp.zeros((7, 7)), jnp.zeros(5), jnp.zeros(3)])
-    np.testing.assert_array_equal(small[1], large[1])
+    small = noise_of(privatizer, {"b": jnp.zeros(5), "c": jnp.zeros(6)})
+    large = noise_of(privatizer, {"a": jnp.zeros((7, 7)), "b": jnp.zeros(5), "c": jnp.zeros((6, 1))})
+    np.testing.assert_array_equal(small["b"], large["b"])
+    assert np.intersect1d(small["c"], large["c"]).size == 0
+
+
+def test_noise_stays_what_it_is():
+    # A run that is resumed under a later release has to see the same noise. If this fails, either
+    # the way from (key, run, step, path, shape) to a key has changed, or JAX's generator has.
+    grads = {"w": jnp.zeros((2, 2)), "b": [jnp.zeros(())]}
+    noise = noise_of(gaussian_privatizer(stddev=1.0, key=KEY, run="second"), grads, step=3)
+    np.testing.assert_allclose(noise["w"], GOLDEN_W, rtol=1e-6)
+    np.testing.assert_allclose(noise["b"][0], GOLDEN_B, rtol=1e-6)
+
+
+def grouped(name, privatizer):
+    """One privatizer for two groups of leaves, by one of optax's ways to divide a tree."""
+    labels = {"a": "one", "b": "two"}
+    is_one, is_two = ({leaf: label == group for leaf, label in labels.items()}
+                      for group in ("one", "two"))
+    return {
+        "multi_transform": lambda: optax.multi_transform(
+            {"one": privatizer, "two": privatizer}, labels
+        ),
+        "partition": lambda: optax.partition({"one": privatizer, "two": privatizer}, labels),
+        "masked": lambda: optax.chain(
+            optax.masked(privatizer, is_one), optax.masked(privatizer, is_two)
+        ),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ["multi_transform", "partition", "masked"])
+def test_one_privatizer_in_two_groups_gives_each_leaf_its_own_noise(name):
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    grads = {"a": jnp.zeros(2000), "b": jnp.zeros(2000)}
+    divided = grouped(name, privatizer)
+    noise, _ = divided.update(grads, divided.init(grads), grads)
+    assert np.intersect1d(noise["a"], noise["b"]).size <= 5
+    assert abs(np.corrcoef(noise["a"], noise["b"])[0, 1]) < 5 / math.sqrt(2000)
+    # And it is what the tree would have got in one piece.
+    whole = noise_of(privatizer, grads)
+    np.testing.assert_array_equal(noise["a"], whole["a"])
+    np.testing.assert_array_equal(noise["b"], whole["b"])
+
+
+class Same:
+    """A key of a dictionary that reads like every other of its kind."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __lt__(self, other):
+        return self.rank < other.rank
+
+    def __repr__(self):
+        return "same"
+
+
+def test_leaves_that_cannot_be_told_apart_are_refused():
+    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+    grads = {Same(1): jnp.zeros(3), Same(2): jnp.zeros(3)}
+    with pytest.raises(ValueError, match=r"several gradients have the path \[same\]"):
+        privatizer.update(grads, privatizer.init(grads))
+
+
+# Secrets, and what tells runs apart.
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"run": ""}, {"run": "again"}),
+        ({"run": "a"}, {"run": b"b"}),
+        ({"key": 5}, {"key": 6}),
+        ({"key": 5}, {"key": b"\5"}),
+        ({"key": 5}, {"key": 5 + 2**32}),
+        ({"key": 5}, {"key": 5 + 2**64}),
+        ({"key": b"a" * 32}, {"key": b"a" * 31 + b"b"}),
+    ],
+)
+def test_another_secret_or_run_is_other_noise(one, other):
+    grads = jnp.zeros(1000)
+    noise = []
+    for arguments in (one, other):
+        privatizer = gaussian_privatizer(**({"stddev": 1.0, "key": KEY} | arguments))
+        noise.append(privatizer.update(grads, privatizer.init(grads))[0])
+        again = gaussian_privatizer(**({"stddev": 1.0, "key": KEY} | arguments))
+        np.testing.assert_array_equal(noise[-1], again.update(grads, again.init(grads))[0])
+    assert np.intersect1d(*noise).size <= 5
+
+
+def test_a_secret_is_the_key_that_it_makes():
+    secret = 2**200 + 1
+    made = gaussian_privatizer(stddev=1.0, key=key_from_secret(secret, "noise"))
+    given_ = gaussian_privatizer(stddev=1.0, key=secret)
+    grads = jnp.zeros(10)
+    np.testing.assert_array_equal(
+        *(privatizer.update(grads, privatizer.init(grads))[0] for privatizer in (made, given_))
+    )
+
+
+@pytest.mark.parametrize("show", [repr, str])
+def test_the_key_is_not_shown(show):
+    state = gaussian_privatizer(stddev=1.0, key=jax.random.key(987654321)).init(None)
+    text = show((state, optax.EmptyState()))
+    assert "GaussianPrivatizerState(key=<secret>, step=0)" in text
+    assert "987654321" not in text
 
 
 def test_another_key_is_other_noise():
@@ -278,13 +382,26 @@ def test_any_real_number_will_do(stddev):
         jax.random.split(jax.random.PRNGKey(0), 2),
         jnp.zeros(3, jnp.uint32),
         jnp.zeros(2, jnp.float32),
-        0,
-        None,
+        jnp.zeros((), jnp.int32),
     ],
 )
 def test_what_is_not_one_key_is_refused(key):
     with pytest.raises(ValueError, match=r"key must be one key.*found"):
         gaussian_privatizer(stddev=1.0, key=key)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("key", [None, -987654321, b"", True, "987654321", 987654321.0, [987654321]])
+def test_what_is_no_secret_is_refused_and_not_shown(key):
+    with pytest.raises(ValueError, match="^key must ") as error:
+        gaussian_privatizer(stddev=1.0, key=key)
+    assert "987654321" not in str(error.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_run_is_a_text():
+    with pytest.raises(ValueError, match="must be a text or bytes; found a int"):
+        gaussian_privatizer(stddev=1.0, key=KEY, run=3)
 
 
 def test_sharding_that_is_no_rules():
