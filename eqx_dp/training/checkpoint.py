@@ -31,7 +31,6 @@ program that resumes a run has to give again, and which is recognised by a finge
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import warnings
@@ -51,29 +50,18 @@ from .files import (
     CheckpointWarning,
     digests,
     emptied,
-    problem_of,
     sync,
-    turn_link,
     write_json,
 )
 from .hosts import broadcast, from_first_host, is_first_host
 from .ledger import Ledger, record_in
 from .record import as_it_became, changeable, privacy_statement, record_of
 from .resuming import Start, begun, resumed
+from .shelf import FILES, PRIVACY, RUN, STATE, Shelf
 from .state import TrainState
 from .step import Step
 
 Model = TypeVar("Model")
-
-_LATEST, _PRIVACY, _RUN, _FILES, _STATE = (
-    "latest",
-    "privacy.json",
-    "run.json",
-    "files.json",
-    "state",
-)
-_PARTS = (_PRIVACY, _RUN, _FILES, _STATE)
-_NUMBER = re.compile(r"\d{8,}")
 
 
 class Checkpoints:
@@ -115,7 +103,7 @@ class Checkpoints:
         self._identity = dict(identity or {})
         self._allowed = _checked_parts(allow_changed, changeable(self._identity))
         self._salt = secrets.token_bytes(16)
-        self._ledger = Ledger(self.directory)
+        self._ledger, self._shelf = Ledger(self.directory), Shelf(self.directory)
         self._released = 0
         self._programs: list[dict[str, Any]] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-checkpoint")
@@ -176,7 +164,7 @@ class Checkpoints:
         to = self._orbax.checkpoint_utils.construct_restore_args(shapes)
         with self._orbax.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(
-                self._path(number) / _STATE,
+                self._shelf.path(number) / STATE,
                 args=self._orbax.args.PyTreeRestore(shapes, restore_args=to, partial_restore=True),
             )
 
@@ -201,91 +189,18 @@ class Checkpoints:
             self._salt = salt
             return record_of(self.step, arrays, self._identity, salt)
 
-        self._remove_unfinished()
-        numbers = self._saved_steps()
+        self._shelf.remove_unfinished()
+        numbers = self._shelf.numbers()
         self._ledger.check_complete(numbers)
         if not numbers:
             return begun(self._ledger, describe(secrets.token_bytes(16)))
-        number, damaged = self._newest_whole(numbers)
-        saved = record_in(self._path(number) / _RUN)
+        number, damaged = self._shelf.newest_whole(numbers)
+        saved = record_in(self._shelf.path(number) / RUN)
         start = resumed(self._ledger, describe, number, saved, self._allowed)
         self._released = self._ledger.bound(of=saved)
-        self._point_to(number)
-        self._set_aside(damaged)
+        self._shelf.point_to(number)
+        self._shelf.set_aside(damaged)
         return start
-
-    def _newest_whole(self, numbers: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """The newest checkpoint that is whole, and those that are newer."""
-        for position, number in enumerate(numbers):
-            problem = problem_of(self._path(number), _FILES)
-            if problem is None:
-                return number, numbers[:position]
-            used = f"step {numbers[position + 1]}" if position + 1 < len(numbers) else "none"
-            warnings.warn(
-                f"The checkpoint of step {number} in {self.directory} is damaged ({problem}) and "
-                f"set aside; the one before it is tried: {used}.",
-                CheckpointWarning,
-                stacklevel=2,
-            )
-        raise CheckpointError(
-            f"None of the checkpoints in {self.directory} is whole (steps "
-            f"{', '.join(map(str, numbers))}). Restore one from a backup; or start anew, in "
-            "another directory and with another seed."
-        )
-
-    def _remove_unfinished(self) -> None:
-        """Removes what a process left that was killed while it wrote."""
-        for leftover in self.directory.glob("*.partial"):
-            if leftover.is_symlink():
-                leftover.unlink()
-            elif leftover.is_dir() and _NUMBER.fullmatch(leftover.stem):
-                shutil.rmtree(leftover)
-                self._warn_unfinished(int(leftover.stem))
-        latest, numbers = self.latest(), self._numbers()
-        link = self.directory / _LATEST
-        if link.is_symlink() and latest not in numbers:
-            if latest is None or latest < max(numbers, default=0):
-                warnings.warn(
-                    f"{link} points to {os.readlink(link)}, which is not there. The newest "
-                    "checkpoint that is whole is used.",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
-            return
-        for number in numbers:
-            if latest is not None and number > latest:  # renamed, and killed before it counted
-                shutil.rmtree(self._path(number))
-                self._warn_unfinished(number)
-
-    def _warn_unfinished(self, number: int) -> None:
-        latest = self.latest()
-        before = "there is none" if latest is None else f"that of step {latest}"
-        warnings.warn(
-            f"The checkpoint of step {number} in {self.directory} is removed: the process ended "
-            f"while it was written. The one before it is used: {before}.",
-            CheckpointWarning,
-            stacklevel=2,
-        )
-
-    def _numbers(self) -> set[int]:
-        """Checkpoints that are there; folders that others have made are not."""
-        return {
-            int(path.name)
-            for path in self.directory.iterdir()
-            if _NUMBER.fullmatch(path.name) and any((path / part).exists() for part in _PARTS)
-        }
-
-    def _saved_steps(self) -> list[int]:
-        """Checkpoints, newest first; the latest is among them, even if it has gone."""
-        latest = self.latest()
-        return sorted(self._numbers() | (set() if latest is None else {latest}), reverse=True)
-
-    def _set_aside(self, damaged: Sequence[int]) -> None:
-        for step in damaged:
-            aside = self._path(step).with_suffix(".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            if self._path(step).exists():
-                self._path(step).rename(aside)
 
     # Writing.
 
@@ -299,7 +214,7 @@ class Checkpoints:
             Whether it could be started.
         """
         self.wait()
-        partial = self._path(number).with_suffix(".partial")
+        partial = self._shelf.path(number).with_suffix(".partial")
         error = emptied(partial) if is_first_host() else None
         if broadcast(int(error is not None)):  # else the other hosts would wait for the first
             self._warn_not_saved(number, error or OSError("host 0 cannot write"))
@@ -307,7 +222,7 @@ class Checkpoints:
         try:
             arrays = named_arrays(state)
             self._checkpointer.save(
-                partial / _STATE, args=self._orbax.args.StandardSave(arrays), force=True
+                partial / STATE, args=self._orbax.args.StandardSave(arrays), force=True
             )
         except Exception as error:
             self._warn_not_saved(number, error)
@@ -336,12 +251,12 @@ class Checkpoints:
 
     def told(self) -> str:
         """Which checkpoint the next start goes on from, in words."""
-        latest = self.latest()
+        latest = self._shelf.latest()
         if latest is None:
             return f"There is no checkpoint in {self.directory}."
         return (
-            f"The run is saved up to step {latest}, in {self._path(latest)}. Start it again to go "
-            "on from there."
+            f"The run is saved up to step {latest}, in {self._shelf.path(latest)}. Start it again "
+            "to go on from there."
         )
 
     def close(self) -> bool:
@@ -350,12 +265,6 @@ class Checkpoints:
         self._writer.shutdown()
         self._checkpointer.close()
         return succeeded
-
-    def latest(self) -> int | None:
-        """The step of the checkpoint that counts."""
-        link = self.directory / _LATEST
-        named = os.readlink(link) if link.is_symlink() else ""
-        return int(named) if _NUMBER.fullmatch(named) else None
 
     def may_release(self, number: int) -> None:
         """Notes durably, before they are taken, that steps up to a number may be released.
@@ -370,22 +279,22 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_first_host():
             return
-        write_json(partial / _PRIVACY, privacy_statement(self.step, number, self._programs))
-        write_json(partial / _RUN, record)
-        write_json(partial / _FILES, digests(partial))
-        shutil.rmtree(self._path(number), ignore_errors=True)
-        partial.rename(self._path(number))
+        write_json(partial / PRIVACY, privacy_statement(self.step, number, self._programs))
+        write_json(partial / RUN, record)
+        write_json(partial / FILES, digests(partial))
+        shutil.rmtree(self._shelf.path(number), ignore_errors=True)
+        partial.rename(self._shelf.path(number))
         sync(self.directory)
-        self._point_to(number)
-        for old in self._saved_steps()[self._keep :]:
-            shutil.rmtree(self._path(old))
+        self._shelf.point_to(number)
+        for old in self._shelf.numbers()[self._keep :]:
+            shutil.rmtree(self._shelf.path(old))
 
     def _record(self, arrays: dict[str, Array]) -> dict[str, Any]:
         record = record_of(self.step, arrays, self._identity, self._salt)
         return record | {"programs": self._programs}
 
     def _warn_not_saved(self, number: int, error: Exception) -> None:
-        latest = self.latest()
+        latest = self._shelf.latest()
         kept = "there is none yet" if latest is None else f"it is that of step {latest}, and whole"
         warnings.warn(
             f"The state of step {number} could not be saved in {self.directory}: {error!r}. The "
@@ -398,19 +307,7 @@ class Checkpoints:
             self._checkpointer.close()
         self._checkpointer = self._new_checkpointer()
         if is_first_host():
-            shutil.rmtree(self._path(number).with_suffix(".partial"), ignore_errors=True)
-
-    def _path(self, number: int) -> Path:
-        return self.directory / f"{number:08d}"
-
-    def _point_to(self, number: int) -> None:
-        """Makes a checkpoint the one that counts, for its arrays and its statement at once."""
-        try:
-            turn_link(self.directory / _PRIVACY, f"{_LATEST}/{_PRIVACY}")
-            turn_link(self.directory / _LATEST, self._path(number).name)
-        except FileExistsError as error:
-            raise CheckpointError(str(error)) from error
-        sync(self.directory)
+            shutil.rmtree(self._shelf.path(number).with_suffix(".partial"), ignore_errors=True)
 
 
 def _checked_parts(names: Iterable[str], known: Sequence[str]) -> frozenset[str]:

@@ -17,7 +17,8 @@ class Event(Generic[Model]):
     """A step was taken.
 
     Attributes:
-        step: how many steps have been taken.
+        step: how many steps have been taken; where the run was changed into another program, with
+            those that may have been released and are lost.
         state: after it. It is used up by the next step: read it, or copy it, at once.
         metrics: what was measured after this step, by name: of an evaluation, or disclosed. Empty
             after most steps.

@@ -250,8 +250,8 @@ def privacy_statement(
         else "No privacy is guaranteed: epsilon is infinite."
     )
     not_covered = [
-        f"models after step {steps_done}: each is the same whenever its step is taken, and the "
-        "name of the file released_at_most.NUMBER says up to which there can be any",
+        f"models after step {steps_done}, which a process may have computed and not saved; the "
+        "file released_at_most.NUMBER, in the run's directory, names the last that there can be",
         "how long steps take",
         "choices that were made by looking at private data (hyperparameters, when to stop)",
         *(f"{name} of each batch, which this run discloses" for name in disclosed),

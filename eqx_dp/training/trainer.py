@@ -86,6 +86,10 @@ class Trainer(Generic[Model]):
             step is always evaluated.
         callbacks: called after every step with an `Event`; one that returns True ends the run.
         progress: whether to show how far the run is.
+        extra: `extra(steps_done, model)` returns what the optimizer's update wants beside gradients
+            and parameters, by name, before every step: `{"value": v}` for
+            `optax.contrib.reduce_on_plateau`, say. **Public values alone**, and the same ones for
+            the same arguments, so that a run that is resumed repeats itself.
         device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default what
             the device says that it has. A run that is resumed on as many devices keeps to the size
             that it had.
@@ -109,6 +113,7 @@ class Trainer(Generic[Model]):
         evaluate_every: SupportsIndex | None = None,
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
+        extra: Callable[[int, Model], Mapping[str, Any]] | None = None,
         device_memory: SupportsIndex | None = None,
     ):
         every = max(1, step.plan.steps // 20) if evaluate_every is None else evaluate_every
@@ -117,6 +122,7 @@ class Trainer(Generic[Model]):
         self._step = step
         self._batches = Batches(data, step.sampler())
         self._evaluate = evaluate
+        self._extra = (lambda done, model: {}) if extra is None else extra
         self._callbacks = tuple(callbacks)
         self._progress = progress
         self._device_memory = device_memory
@@ -166,7 +172,9 @@ class Trainer(Generic[Model]):
                     directory,
                     self._step,
                     self._keep,
-                    identity=self._step.identity(model, *self._batches.example),
+                    identity=self._step.identity(
+                        model, *self._batches.example, extra=self._extra(0, model)
+                    ),
                     allow_changed=self._allow_changed,
                 )
             ) as checkpoints:
@@ -196,16 +204,19 @@ class Trainer(Generic[Model]):
     ) -> TrainState[Model]:
         start, began = int(state.step), time.monotonic()
         listeners = self._listeners(start)
-        source = self._batches.drawn_by(step.sampler(state.model, *self._batches.example))
+        sampler = step.sampler(
+            state.model, *self._batches.example, extra=self._extra(start, state.model)
+        )
         with (
             ProgressBar(start, stop, self._progress) as bar,
-            closing(source.from_step(start, stop)) as batches,
+            closing(self._batches.drawn_by(sampler).from_step(start, stop)) as batches,
         ):
             for done, batch in enumerate(batches, start + 1):
                 examples, mask = step.place(batch)
+                extra = self._extra(done - 1, state.model)
                 if done == start + 1:
                     known = None if checkpoints is None else checkpoints.microbatch_size
-                    step = fitted(step, state, examples, mask, self._device_memory, known)
+                    step = fitted(step, state, examples, mask, extra, self._device_memory, known)
                     if checkpoints is not None:
                         checkpoints.step = step
                 if checkpoints is not None and (done == start + 1 or self._is_saved_at(done - 1)):
@@ -213,7 +224,7 @@ class Trainer(Generic[Model]):
                 # No more than one step is ever under way, so that memory stays flat.
                 jax.block_until_ready(state.step)
                 self._taken = done
-                state = step(state, *examples, is_padding_example=mask)
+                state = step(state, *examples, is_padding_example=mask, extra=extra)
                 watch.stepped(done)
                 event = self._event(state, done, stop, time.monotonic() - began)
                 bar.update(event)

@@ -7,6 +7,8 @@ import re
 import signal
 
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 
 import eqx_dp as dp
@@ -60,6 +62,24 @@ def test_asked_to_stop_during_the_last_save(tmp_path, monkeypatch, fails):
     assert caught.value.code == int(fails)
     assert assert_agrees(tmp_path, PLAN) == (0 if fails else 10)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_optimizer_gets_the_public_values_that_it_wants(tmp_path):
+    """At every step, also of a run that is resumed: the rate falls when the value stays."""
+    asked = []
+
+    def extra(done, model):
+        asked.append(done)
+        return {"value": 1.0}
+
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    step = make(optimizer=optax.chain(optax.sgd(0.1), plateau))
+    whole = runs.trainer(None, step, extra=extra).run(small_model())
+    for steps in (4, 10):
+        state = runs.trainer(tmp_path, step, extra=extra).run(small_model(), steps=steps)
+    assert_same(state, whole)
+    assert set(range(10)) == set(asked)
+    assert float(whole.opt_state[1][1].scale) < 1
 
 
 def test_progress_shows_what_is_public(capsys):
