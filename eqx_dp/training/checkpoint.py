@@ -311,10 +311,11 @@ class Checkpoints:
 
 
 def _checked_parts(names: Iterable[str], known: Sequence[str]) -> frozenset[str]:
-    found = frozenset((names,) if isinstance(names, str) else names)
-    if isinstance(names, str) or found - set(known):
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or any(name not in known for name in found):
+        shown = [name if isinstance(name, str) else type(name).__name__ for name in found]
         raise ValueError(
             "allow_changed must be a tuple of names of what may change while a run lasts, out of "
-            f"{', '.join(known)}; found {', '.join(sorted(map(str, found)))}."
+            f"{', '.join(known)}; found {', '.join(shown)}."
         )
-    return found
+    return frozenset(found)

@@ -56,9 +56,10 @@ def checked_names(names: Iterable[str]) -> tuple[str, ...]:
     found = (names,) if isinstance(names, str) else tuple(names)
     unknown = [name for name in found if name not in _BY_NAME]
     if unknown or len(set(found)) < len(found) or isinstance(names, str):
+        shown = [x if isinstance(x, str) else type(x).__name__ for x in found]
         raise ValueError(
             f"disclose must be a tuple of different names out of {', '.join(map(repr, _BY_NAME))}; "
-            f"found {names!r}."
+            f"found {shown}."
         )
     return found
 
