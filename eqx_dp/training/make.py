@@ -41,7 +41,7 @@ def make_step(
     step = dp.make_step(
         loss, optax.adam(1e-3), plan, num_examples=len(xs), seed=seed, l2_clip_norm=1.0
     )
-    state, sampler = step.init(model), step.sampler()
+    state, sampler = step.init(model), step.sampler(model, xs, ys)
     for t in range(plan.steps):
         indices, is_padding_example = sampler.batch(t)
         state = step(state, xs[indices], ys[indices], is_padding_example=is_padding_example)
@@ -53,11 +53,33 @@ def make_step(
     is rounded once, to the dtype that the parameter is stored in. With sharding rules everything
     stays where the rules put it.
 
-    **Guarantee.** Sample, noise and the loss's own keys of step t are functions of (seed, t) alone,
-    from streams that never meet: a run that is repeated, from its start or from any state of it,
-    repeats itself and releases nothing twice. The models of all steps together are
-    `plan.epsilon()`-differentially private, if batches come from `step.sampler()`, the seed is
-    secret, and nothing is disclosed.
+    **Guarantee.** Sample, noise and the loss's own keys of step t are functions of the seed, of
+    what the run is, and of t, from streams that never meet: a run that is repeated, from its start
+    or from any state of it, repeats itself and releases nothing twice. The models of all steps
+    together are `plan.epsilon()`-differentially private, if batches come from `step.sampler()`, the
+    seed is secret, and nothing is disclosed.
+
+    **Two runs with one seed** are two runs with independent noise, up to 64 bits of a hash, where
+    the hash (BLAKE2b) of what they are differs:
+
+    | they differ in | noise, keys of the loss | `sampler(model, *batch)` | `sampler()` |
+    |---|---|---|---|
+    | plan, `num_examples`, `policy`, clip norms, `rescale_to_unit_norm`, `method` | independent | \
+independent | independent |
+    | program of the optimizer: rates, schedules, weight decay | independent | independent | \
+independent, if it runs on any two arrays |
+    | program of the loss: constants, derivative rules, the model's architecture, `filter_spec` | \
+independent | independent | **the same** |
+    | the text of `for_run` | independent | independent | independent |
+    | starting values of the model, examples of a data set of equal size, values in `extra`, the \
+code of a callback, a state whose values were set by hand | **the same** | the same | the same |
+    | microbatch size, sharding, mesh, devices, hosts, `disclose` | the same | the same but for \
+padding | the same but for padding |
+
+    So take another seed for another data set, and for another start: where noise is the same, the
+    difference of two models shows what is private without any. Where the sample is the same and the
+    noise is not, each run keeps its own epsilon, and the two together do not compose as
+    independent runs do.
 
     | case | what happens |
     |---|---|
@@ -69,13 +91,15 @@ def make_step(
     Args:
         loss: of one example, `loss(model, *example)`, or with `key=...`: it then gets a key of its
             own for each example and step.
-        optimizer: any of optax's, without noise; it is given parameters, for weight decay.
+        optimizer: any of optax's, without noise; it is given parameters, for weight decay, and what
+            the step is given as `extra`. Its state may share arrays with the model or within
+            itself: `init` copies. One that evaluates losses or gradients by itself (a line search,
+            `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would cover that.
         plan: sampling, noise, accounting.
         num_examples: in the data set, on all hosts together; a public number.
-        seed: from 0 to 2**128 - 1, **secret** (`secrets.randbits(128)`), the same on all hosts, and
-            **of this run alone**. Another run with it (another clip norm, learning rate, loss, data
-            set) would add the same noise to other sums, and the difference of the two would show
-            what is private without any noise.
+        seed: **secret** (`secrets.randbits(128)`, or bytes), a number of any size from 0 or bytes
+            of any length, the same on all hosts. For one data set and one starting model; see the
+            table above.
         l2_clip_norm: as for `filter_clipped_grad`.
         policy: as for `filter_clipped_grad`; noise follows it, too.
         sharding: as for `filter_clipped_grad`; noise and optimizer state follow it, too.

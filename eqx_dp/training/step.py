@@ -52,7 +52,10 @@ class Step(Generic[Model]):
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
     batches of `step.sampler()`. A call **uses up** the state that it is given: its buffers are
-    donated to the next one. Copy what is still needed.
+    donated to the next one. Copy what is still needed. A state that was used up is refused.
+
+    What two steps with one seed have in common is said at [`make_step`][]. Neither seed nor keys
+    are in the text of a step, in an error, or in the program that is compiled.
 
     Attributes:
         plan: what sampling, noise and accounting follow.

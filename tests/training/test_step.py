@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.privacy import fold_text, key_from_secret
 from tests.training import runs
 from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS, assert_same, leaves, make, small_model
 
@@ -24,9 +25,13 @@ def run(step, model, steps=3, xs=XS, ys=YS):
     return state
 
 
-def key_of(stream):
-    words = np.random.SeedSequence(SEED, spawn_key=(stream, 0, 0)).generate_state(2)
-    return jax.random.wrap_key_data(jnp.asarray(words))
+def key_of(step, stream, *batch):
+    """The key that a step makes of its seed and of what it computes.
+
+    By the step's own text of that, whose wording is nobody's concern: what hangs together is.
+    """
+    text = "\n".join((step._known, *step._texts(small_model(), batch, None)))
+    return fold_text(key_from_secret(SEED, "make_step", stream, ""), text)
 
 
 @contextlib.contextmanager
@@ -51,8 +56,10 @@ def test_a_step_is_the_loop_written_out():
     grad_fn = dp.filter_clipped_grad(
         runs.loss, l2_clip_norm=1.0, normalize_by=plan.sampling_prob * NUM_EXAMPLES
     )
-    optimizer = optax.chain(plan.privatizer(grad_fn, key=key_of(1)), adam)
-    sampler = plan.sampler(NUM_EXAMPLES, SEED)
+    step = make(plan, adam)
+    noise = plan.privatizer(grad_fn, key=key_of(step, "noise", XS, YS))
+    optimizer = optax.chain(noise, adam)
+    sampler = step.sampler()
 
     @eqx.filter_jit
     def by_hand(model, opt_state, x, y, mask):
@@ -66,11 +73,12 @@ def test_a_step_is_the_loop_written_out():
         indices, mask = sampler.batch(t)
         expected, opt_state = by_hand(expected, opt_state, XS[indices], YS[indices], mask)
 
-    state = run(make(plan, adam), model, steps)
+    state = run(step, model, steps)
     assert int(state.step) == steps
     assert state.disclosed == {}
     assert_same(state.model, expected)
-    assert_same(state.opt_state, opt_state)
+    assert_same(state.opt_state[1], opt_state[1])
+    assert_same(state.opt_state[0].step, opt_state[0].step)
     assert not np.array_equal(leaves(state.model)[0], leaves(model)[0])
 
 
@@ -169,7 +177,7 @@ def test_updates_are_rounded_once():
 
 def test_a_loss_gets_a_key_an_example_and_step():
     """Its keys are those of `grad_fn` for (seed, t): one root a step, split over examples."""
-    plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), small_model()
 
     def keyed(model, x, key):
         return model.weight[0, 0] * jax.random.normal(key) + 0 * x[0]
@@ -181,9 +189,10 @@ def test_a_loss_gets_a_key_an_example_and_step():
     for t in range(2):
         indices, mask = sampler.batch(0)  # the same examples: only the keys differ
         before = float(state.model.weight[0, 0])
-        state = step(state, np.ones((len(indices), 1), np.float32), is_padding_example=mask)
+        x = np.ones((len(indices), 4), np.float32)
+        state = step(state, x, is_padding_example=mask)
         seen.append(before - float(state.model.weight[0, 0]))
-        keys = jax.random.split(jax.random.fold_in(key_of(2), t), len(indices))
+        keys = jax.random.split(jax.random.fold_in(key_of(step, "loss", x), t), len(indices))
         drawn = np.asarray(jax.vmap(jax.random.normal)(keys))[~mask]
         assert len(set(drawn.tolist())) == len(drawn)
         np.testing.assert_allclose(seen[-1], drawn.sum() / (0.25 * NUM_EXAMPLES), rtol=1e-4)
@@ -220,11 +229,12 @@ def test_a_batch_discloses_what_is_asked_for():
 
 def test_without_noise_and_bound_it_is_ordinary_training():
     plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), small_model()
-    state = run(make(plan, optax.sgd(0.01), l2_clip_norm=np.inf), model)
+    step = make(plan, optax.sgd(0.01), l2_clip_norm=np.inf)
+    state, sampler = run(step, model), step.sampler()
 
     weight, bias = (np.asarray(leaf, np.float64) for leaf in (model.weight, model.bias))
     for t in range(3):
-        indices, mask = plan.sampler(NUM_EXAMPLES, SEED).batch(t)
+        indices, mask = sampler.batch(t)
         x, y = XS[indices[~mask]], YS[indices[~mask]]
         slope = 2 * (x @ weight.T + bias - y[:, None]) / (0.25 * NUM_EXAMPLES)
         weight, bias = weight - 0.01 * slope.T @ x, bias - 0.01 * slope.sum(0)
@@ -237,7 +247,8 @@ def test_without_noise_and_bound_it_is_ordinary_training():
     [
         ({"num_examples": 0}, "num_examples must be at least 1"),
         ({"seed": -1}, "seed must be"),
-        ({"seed": 2**128}, "seed must be"),
+        ({"seed": b""}, "seed must hold at least one byte"),
+        ({"seed": True}, "seed must be a whole number or bytes; found a bool"),
         ({"disclose": "loss"}, "disclose must be a tuple"),
         ({"disclose": ("loss", "loss")}, "disclose must be a tuple"),
         ({"disclose": ("accuracy",)}, "'loss', 'grad_norm', 'num_examples'; found ('accuracy',)"),
@@ -270,6 +281,73 @@ def test_an_open_microbatch_size_is_for_a_trainer():
     )
 
 
-def test_the_seed_is_not_shown():
-    assert str(SEED) not in repr(make())
-    assert str(SEED) not in repr(make().sampler())
+@pytest.mark.parametrize("seed", [7, SEED, 2**400 + 3, b"a secret of any length" * 5])
+def test_a_seed_is_of_any_size_and_is_not_shown(seed):
+    step = make(seed=seed)
+    state = step.init(small_model())
+    words = jax.random.key_data(state.opt_state[0].key).tolist()
+    shown = [f(x) for x in (step, step.sampler(), state.opt_state[0]) for f in (repr, str)]
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        step(step.init(small_model()), XS[:4], YS[:3], is_padding_example=np.ones(4, bool))
+    if seed != 7:
+        assert not any(str(seed) in text for text in (*shown, str(error.value)))
+    assert not any(str(word) in text for word in words for text in (*shown, str(error.value)))
+    run(step, small_model(), 1)
+
+
+def test_the_compiled_program_holds_no_key():
+    """It may be printed, and may be kept in a cache on disk."""
+
+    def keyed(model, x, y, key):
+        return runs.loss(model, x, y) * jax.random.uniform(key)
+
+    def lowered(seed):
+        step = make(loss=keyed, seed=seed)
+        state = step.init(small_model())
+        return step.lower(state, XS, YS, is_padding_example=np.zeros(64, bool)).as_text()
+
+    assert lowered(1) == lowered(2)
+
+
+def test_a_state_that_was_used_up_is_named():
+    step, mask = make(), np.zeros(4, bool)
+    used = step.init(small_model())
+    state = step(used, XS[:4], YS[:4], is_padding_example=mask)
+    advice = "Go on with the state that the step returned"
+    with pytest.raises(ValueError, match=rf"state\.model\.weight and \d more: .*{advice}"):
+        step(used, XS[:4], YS[:4], is_padding_example=mask)
+    with pytest.raises(ValueError, match=r"model\.weight and 1 more: the array is gone"):
+        step.init(used.model)
+    as_batch = jnp.asarray(XS[:4])
+    as_batch.delete()
+    with pytest.raises(ValueError, match=r"batch\[0\]: the array is gone"):
+        step(state, as_batch, YS[:4], is_padding_example=mask)
+    copied = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)
+    after = step(state, XS[:4], YS[:4], is_padding_example=mask)
+    assert_same(after, step(copied, XS[:4], YS[:4], is_padding_example=mask))
+
+
+class Counting(eqx.Module):
+    linear: eqx.nn.Linear
+    seen: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.linear = small_model()
+        self.seen = eqx.nn.StateIndex(jnp.arange(3.0))
+
+
+def test_a_model_with_state_keeps_it():
+    def loss(pair, x, y):
+        model, state = pair
+        return runs.loss(model.linear, x, y) + jnp.sum(state.get(model.seen))
+
+    pair = eqx.nn.make_with_state(Counting)()
+    parameters = jax.tree.map(lambda _: False, pair[0])
+    parameters = eqx.tree_at(lambda m: m.linear, parameters, True, is_leaf=lambda x: x is None)
+    options = {"loss": loss, "filter_spec": (parameters, False)}
+    state = run(make(optimizer=optax.adamw(1e-2, weight_decay=0.1), **options), pair)
+    model, kept = state.model
+    np.testing.assert_array_equal(kept.get(model.seen), jnp.arange(3.0))
+    assert not np.array_equal(model.linear.weight, pair[0].linear.weight)
+    step = make(**options)
+    assert step.identity(pair, XS, YS) == step.identity(state.model, XS, YS)
