@@ -310,7 +310,7 @@ class Checkpoints:
             shutil.rmtree(self._shelf.path(number).with_suffix(".partial"), ignore_errors=True)
 
 
-def _checked_parts(names: Iterable[str], known: Sequence[str]) -> frozenset[str]:
+def _checked_parts(names: Iterable[Any], known: Sequence[str]) -> frozenset[str]:
     found = (names,) if isinstance(names, str) else tuple(names)
     if isinstance(names, str) or any(name not in known for name in found):
         shown = [name if isinstance(name, str) else type(name).__name__ for name in found]
