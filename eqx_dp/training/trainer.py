@@ -53,7 +53,7 @@ class Trainer(Generic[Model]):
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
     | SIGTERM, to any host | the step is finished, saved, and all hosts exit with status 0 |
-    | Ctrl-C, on one host | the step is finished and saved, and `KeyboardInterrupt` says where |
+    | Ctrl-C, with a directory, on one host | as SIGTERM, and `KeyboardInterrupt` says where |
     | Ctrl-C again | the process ends at once, as if it was killed |
     | a checkpoint cannot be written | a `CheckpointWarning`; the run goes on |
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
