@@ -25,6 +25,8 @@ def claimed(directory: Path | None) -> Generator[None, None, None]:
     | case | what happens |
     |---|---|
     | another process, or another thread, holds it | `CheckpointError`, which names the process |
+    | a process that it has forked lives on | the directory stays claimed until that ends, too |
+    | locks are not shared between machines | runs on two machines are not told apart |
     | the file system knows no locks | a `CheckpointWarning`; the run goes on without |
     | nothing can be written there | `CheckpointError` |
 
