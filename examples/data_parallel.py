@@ -228,8 +228,8 @@ def sampled_batches(
     """A Poisson sample a step, filled up with padding to a length that the devices divide."""
     sampler = PLAN.sampler(len(xs), seed=0, pad_to=DEVICES)
     for step in range(PLAN.steps):
-        indices, is_padding_example = sampler.batch(step)
-        yield (xs[indices], ys[indices]), {"is_padding_example": is_padding_example}
+        examples, is_padding_example = sampler.take(step, xs, ys)
+        yield examples, {"is_padding_example": is_padding_example}
 
 
 def train(

@@ -86,8 +86,7 @@ def train(
 ) -> Iterator[tuple[int, float | None, float | None]]:
     """Runs the plan; yields the steps done, and now and then held-out accuracy and epsilon."""
     images, labels, held_out, held_out_labels = load_images()
-    model_key, noise_key = jax.random.split(jax.random.key(seed))
-    model = policy.cast_to_param(Digits(model_key))
+    model = policy.cast_to_param(Digits(dp.key_from_secret(seed, "model")))
 
     grad_fn = dp.filter_clipped_grad(
         loss,
@@ -96,7 +95,7 @@ def train(
         normalize_by=plan.sampling_prob * len(images),
     )
     optimizer = optax.chain(
-        plan.privatizer(grad_fn, key=noise_key),
+        plan.privatizer(grad_fn, key=seed),
         optax.sgd(optax.cosine_decay_schedule(0.5, plan.steps), momentum=0.9),
     )
     # Wide, as gradients are, whatever parameters are stored in.
@@ -117,8 +116,8 @@ def train(
         return policy.cast_to_param(eqx.apply_updates(model, updates)), opt_state
 
     for done in range(1, plan.steps + 1):
-        indices, is_padding = sampler.batch(done - 1)
-        model, opt_state = step(model, opt_state, images[indices], labels[indices], is_padding)
+        (drawn, their_labels), is_padding = sampler.take(done - 1, images, labels)
+        model, opt_state = step(model, opt_state, drawn, their_labels, is_padding)
         if done % max(1, plan.steps // EVALUATIONS) == 0 or done == plan.steps:
             inputs = policy.cast_to_compute((model, held_out))
             yield done, float(accuracy(*inputs, held_out_labels)), plan.epsilon(done)

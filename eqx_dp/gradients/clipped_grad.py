@@ -113,7 +113,10 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 )
 
     def require_mask(self) -> None:
-        """From now on, calls have to say which slots are padding: batches are a plan's samples."""
+        """Calls have to say which slots are padding, since batches are a plan's samples.
+
+        That goes for all that are traced from now on.
+        """
         self._mask.is_required = True
 
     def __call__(

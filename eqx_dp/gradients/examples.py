@@ -17,7 +17,8 @@ from ..precision import Policy
 class MaskRule:
     """Whether batches come with padding, so that a call has to say where; a plan says that.
 
-    It is told apart by that alone: what was traced before the plan spoke is traced again.
+    All copies of a gradient share one, and those that say the same are equal: gradients that are
+    made alike share what is compiled for them.
     """
 
     is_required: bool = False
@@ -130,11 +131,13 @@ def _split(key: Any, num_examples: int) -> Array:
     """One key an example."""
     try:
         return jax.random.split(key, num_examples)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):
+        # Without JAX's own words, which may show what the key is made of.
+        found = f"an array of shape {key.shape}" if eqx.is_array(key) else f"a {type(key).__name__}"
         raise ValueError(
-            f"key must be a single JAX key (jax.random.key(seed)), which is split here, one key an "
-            f"example. {error}"
-        ) from error
+            "key must be a single JAX key (dp.key_from_secret(secret)), which is split here, one "
+            f"key an example; found {found}."
+        ) from None
 
 
 def _read_mask(is_padding_example: Any, num_examples: int) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad, Outline, is_array_or_shape, outline
+from ..gradients.outline import variant
 from ..privacy import gaussian_privatizer
 from .operations import loops, matmul_flops, primitives
 
@@ -302,10 +303,11 @@ def _of_microbatch(
     """The clipped gradient of so many examples, as a function of arrays alone."""
     model, batch, key = call
     arrays, static = eqx.partition((model, batch, key), is_array_or_shape)
+    of_batch = variant(grad_fn)  # which no plan has told that its batches have padding
 
     def clipped(arrays: PyTree[Any]) -> Any:
         model, batch, key = eqx.combine(arrays, static)
-        return grad_fn(model, *batch, key=key)
+        return of_batch(model, *batch, key=key)
 
     model, batch, key = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)

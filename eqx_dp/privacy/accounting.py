@@ -26,6 +26,16 @@ from 1e-5 to 1, intervals from 1e-5 to 1e-3).
 """
 
 
+def check_relation(relation: object) -> None:
+    """Raises a ValueError unless it is one of dp_accounting's relations."""
+    if not isinstance(relation, NeighboringRelation):
+        raise ValueError(
+            "neighboring_relation must be one of "
+            f"{', '.join(f'NeighboringRelation.{known.name}' for known in NeighboringRelation)}; "
+            f"found {relation!r}."
+        )
+
+
 class Run(NamedTuple):
     """What epsilon depends on, beside noise and delta.
 

@@ -44,5 +44,24 @@ def sampling_probability(value: object) -> float:
     return probability
 
 
+def checked_noise_multiplier(value: object) -> float:
+    """Returns `value` as a float of at least 0, or raises a ValueError."""
+    noise_multiplier = real_number("noise_multiplier", value)
+    if noise_multiplier < 0:
+        raise ValueError(f"noise_multiplier must be at least 0; found {noise_multiplier}.")
+    return noise_multiplier
+
+
+def checked_delta(value: object) -> float:
+    """Returns `value` as a float in (0, 1), or raises a ValueError."""
+    delta = real_number("delta", value)
+    if not 0 < delta < 1:
+        raise ValueError(
+            "delta must be between 0 and 1, both excluded (well below 1 / number of examples to "
+            f"mean anything); found {delta}."
+        )
+    return delta
+
+
 def _kind(value: object) -> str:
     return type(value).__name__

@@ -92,7 +92,7 @@ def checked_secret(name: str, secret: object) -> int | bytes:
     if isinstance(secret, bytes):
         if not secret:
             raise ValueError(
-                f"{name} must hold at least one byte; found none. Take secrets.token_bytes(32)."
+                f"{name} must be at least one byte; found none. Take secrets.token_bytes(32)."
             )
         return secret
     if isinstance(secret, (bool, np.bool_)) or not isinstance(secret, SupportsIndex):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ..precision import Policy, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules
 from .arguments import real_number
-from .keys import Secret, checked_secret, fold_text, key_from_secret
+from .keys import Secret, checked_secret, fold_text, key_from_secret, public_bytes
 
 
 class GaussianPrivatizerState(NamedTuple):
@@ -79,7 +79,7 @@ def gaussian_privatizer(
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | two leaves whose paths read the same (keys of a dictionary with one `repr`) | refused |
-    | the tree's groups are updated by one privatizer each with its own `init` | independent noise |
+    | one privatizer serves several groups of a tree's leaves | every leaf has its own noise |
     | a leaf moves to another place in the tree, or gets another shape | it gets other noise |
     | `sharding` and a generator whose values depend on it (not threefry) | refused |
 
@@ -109,7 +109,7 @@ def gaussian_privatizer(
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
-    root = _single_key(key)
+    root, told_apart = _single_key(key), public_bytes("run", run)
     if rules is not None:
         _check_generator(root)
 
@@ -126,7 +126,7 @@ def gaussian_privatizer(
         del params
         # The text keeps noise apart from the keys that split or fold_in make of the same key
         # elsewhere: jax.random.split(key, n)[i] is fold_in(key, i).
-        run_key = fold_text(fold_text(state.key, "eqx_dp noise"), run)
+        run_key = fold_text(fold_text(state.key, "eqx_dp noise"), told_apart)
         step_key = jax.random.fold_in(run_key, state.step)
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
         _check_told_apart([path for path, _ in leaves])

@@ -2,17 +2,8 @@
 
 import dataclasses
 import json
-import math
 import warnings
-from typing import (
-    Any,
-    Protocol,
-    SupportsFloat,
-    SupportsIndex,
-    TypeVar,
-    cast,
-    runtime_checkable,
-)
+from typing import SupportsFloat, SupportsIndex, cast
 
 import dp_accounting
 import optax
@@ -23,46 +14,26 @@ from ..precision import Policy
 from ..sharding import ShardingRules
 from .accounting import (
     ROUNDING_DELTA,
-    SENSITIVITY_OF_UNIT_NORM,
     Run,
+    check_relation,
     epsilon_of,
     event_of,
     least_noise,
 )
-from .arguments import real_number, sampling_probability, whole_number
+from .arguments import (
+    checked_delta,
+    checked_noise_multiplier,
+    real_number,
+    sampling_probability,
+    whole_number,
+)
+from .clipped_sum import ClippedSum, SampledSum, agreed_with, checked_sensitivity
 from .keys import Secret, public_bytes
 from .noise import gaussian_privatizer
+from .plan_json import fields_of, written
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
 
-_JSON_FORMAT = "eqx_dp.PrivacyPlan"
-_JSON_VERSION = 1
-
 _MOST_STEPS = 2**53
-
-T = TypeVar("T")
-
-
-@runtime_checkable
-class ClippedSum(Protocol):
-    """What a plan has to know of a function that `filter_clipped_grad` gives."""
-
-    @property
-    def l2_norm_bound(self) -> float:
-        """The most that one example contributes to the sum, in L2 norm."""
-        ...
-
-    def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
-        """The most that the sum changes, in L2 norm, between neighboring data sets."""
-        ...
-
-
-@runtime_checkable
-class SampledSum(Protocol):
-    """A clipped sum that can be told that its batches have padding."""
-
-    def require_mask(self) -> None:
-        """From now on, refuses calls that do not say which slots are padding."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -125,12 +96,12 @@ class PrivacyPlan:
         delta: SupportsFloat,
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     ):
-        _check_relation(neighboring_relation)
+        check_relation(neighboring_relation)
         checked = {
             "sampling_prob": sampling_probability(sampling_prob),
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
-            "noise_multiplier": _checked_noise_multiplier(noise_multiplier),
-            "delta": _checked_delta(delta),
+            "noise_multiplier": checked_noise_multiplier(noise_multiplier),
+            "delta": checked_delta(delta),
             "neighboring_relation": neighboring_relation,
         }
         for name, value in checked.items():
@@ -163,7 +134,8 @@ class PrivacyPlan:
             neighboring_relation: As for the plan.
 
         Returns:
-            The plan, with a noise multiplier within a factor of 1.0002 of the least that does.
+            The plan, with a noise multiplier within a factor of 1.0002 of the least that does; of
+            1.01 where delta is less than some 10 times what float64 may lose of it.
 
         Raises:
             ValueError: If epsilon is not a finite number above 0, another argument is refused as
@@ -356,9 +328,9 @@ class PrivacyPlan:
                 "returned, before it is wrapped in jit or anything else: only that knows its "
                 f"sensitivity; found a {type(grad_fn).__name__}."
             )
-        policy = _agreed(grad_fn, "policy", policy)
-        sharding = _agreed(grad_fn, "sharding", sharding)
-        stddev = self.noise_multiplier * _checked_sensitivity(grad_fn, self.neighboring_relation)
+        policy = agreed_with(grad_fn, "policy", policy)
+        sharding = agreed_with(grad_fn, "sharding", sharding)
+        stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
         told_apart = self._told_apart(run, float(grad_fn.l2_norm_bound), str(policy))
         privatizer = gaussian_privatizer(
             stddev=stddev, key=key, policy=policy, sharding=sharding, run=told_apart
@@ -369,9 +341,7 @@ class PrivacyPlan:
 
     def to_json(self) -> str:
         """Writes the plan as JSON, from which `from_json` gives an equal plan back."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["neighboring_relation"] = self.neighboring_relation.name
-        return json.dumps({"format": _JSON_FORMAT, "version": _JSON_VERSION} | fields, indent=2)
+        return written(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "PrivacyPlan":
@@ -387,7 +357,7 @@ class PrivacyPlan:
             ValueError: If the text is not JSON of this format and version, a key is unknown,
                 missing or there twice, or a value is refused as for the plan itself.
         """
-        return cls(**_fields_of_json(text, [field.name for field in dataclasses.fields(cls)]))
+        return cls(**fields_of(text, [field.name for field in dataclasses.fields(cls)]))
 
     def _told_apart(self, run: str | bytes, *parts: float | str) -> bytes:
         """What the run is, as far as a plan knows it; the same bytes for the same run alone."""
@@ -410,118 +380,15 @@ class PrivacyPlan:
         return taken
 
 
-# The numbers of a plan.
-
-
-def _checked_noise_multiplier(value: object) -> float:
-    noise_multiplier = real_number("noise_multiplier", value)
-    if noise_multiplier < 0:
-        raise ValueError(f"noise_multiplier must be at least 0; found {noise_multiplier}.")
-    return noise_multiplier
-
-
-def _checked_delta(value: object) -> float:
-    delta = real_number("delta", value)
-    if not 0 < delta < 1:
-        raise ValueError(
-            "delta must be between 0 and 1, both excluded (well below 1 / number of examples to "
-            f"mean anything); found {delta}."
-        )
-    return delta
-
-
 def _warn_of_large_delta(delta: float, num_examples: int) -> None:
     if delta < 1 / num_examples:
         return
     # At this line and not at the caller's: Python shows one text from one line once, so that the
     # samplers of one run (`make_step` makes some) do not repeat it.
     warnings.warn(
-        f"delta is {delta:g}, and the data set has {num_examples} examples, of which 1 / "
-        f"num_examples is {1 / num_examples:g}: to publish one example at random, in full, would "
-        "meet such a delta. Make a plan with a delta well below 1 / num_examples.",
+        f"delta is {delta:g}, and 1 / num_examples is {1 / num_examples:g} ({num_examples} "
+        "examples): to publish one of them at random, in full, would meet such a delta. Make a "
+        "plan with a delta well below 1 / num_examples.",
         UserWarning,
         stacklevel=1,
     )
-
-
-def _check_relation(relation: object) -> None:
-    if not isinstance(relation, NeighboringRelation):
-        raise ValueError(
-            "neighboring_relation must be one of "
-            f"{', '.join(f'NeighboringRelation.{known.name}' for known in NeighboringRelation)}; "
-            f"found {relation!r}."
-        )
-
-
-def _agreed(grad_fn: ClippedSum, name: str, given: T | None) -> T | None:
-    """What `grad_fn` was made with under a name, unless something else is given."""
-    own: T | None = getattr(grad_fn, name, None)
-    if own is not None and given is not None and own != given:
-        raise ValueError(
-            f"grad_fn was made with {name}={own}, and the noise is to follow {given}. Leave "
-            f"{name} out, or give both the same."
-        )
-    return own if given is None else given
-
-
-def _checked_sensitivity(grad_fn: ClippedSum, relation: NeighboringRelation) -> float:
-    sensitivity = float(grad_fn.sensitivity(relation))
-    if not (math.isfinite(sensitivity) and sensitivity >= 0):
-        raise ValueError(
-            f"the gradients' sensitivity must be finite to be hidden by noise; found {sensitivity} "
-            f"for {relation.name}. Without a finite clip norm one example can change the sum "
-            "without limit: set l2_clip_norm."
-        )
-    # The event that is accounted for takes this ratio for granted.
-    implied = SENSITIVITY_OF_UNIT_NORM[relation] * grad_fn.l2_norm_bound
-    if not math.isclose(sensitivity, implied, rel_tol=1e-9):
-        raise ValueError(
-            f"the gradients' sensitivity for {relation.name} must be {implied}, from their "
-            f"l2_norm_bound of {grad_fn.l2_norm_bound}; found {sensitivity}. The plan's accounting "
-            "would not hold for it."
-        )
-    return sensitivity
-
-
-# JSON.
-
-
-def _fields_of_json(text: str, names: list[str]) -> dict[str, Any]:
-    fields = _json_object(text)
-    if fields.pop("format", None) != _JSON_FORMAT:
-        raise ValueError(f'a plan in JSON must say "format": "{_JSON_FORMAT}"; this does not.')
-    version = fields.pop("version", None)
-    if isinstance(version, bool) or version != _JSON_VERSION:
-        raise ValueError(
-            f"this release reads version {_JSON_VERSION} of a plan in JSON; found {version!r}."
-        )
-    for problem, keys in (("unknown", fields.keys() - names), ("missing", names - fields.keys())):
-        if keys:
-            raise ValueError(
-                f"{problem} in a plan in JSON: {', '.join(sorted(keys))}; its keys are "
-                f"format, version, {', '.join(names)}."
-            )
-    relation = fields["neighboring_relation"]
-    known = NeighboringRelation.__members__
-    if not isinstance(relation, str) or relation not in known:
-        raise ValueError(
-            f"neighboring_relation must be one of {', '.join(known)}; found {relation!r}."
-        )
-    return fields | {"neighboring_relation": known[relation]}
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twins = sorted({key for key in keys if keys.count(key) > 1})
-        if twins:
-            raise ValueError(f"there more than once in a plan in JSON: {', '.join(twins)}.")
-        return dict(pairs)
-
-    try:
-        found = json.loads(text, object_pairs_hook=without_twins)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"a plan must be JSON, as to_json writes it; {error}.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"a plan in JSON must be an object; found {type(found).__name__}.")
-    return cast(dict[str, Any], found)

@@ -1,16 +1,20 @@
 import dataclasses
+import decimal
 import itertools
+import logging
 import math
 import tracemalloc
 from fractions import Fraction
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from eqx_dp.privacy import OVERFLOW_PROBABILITY, PoissonSampler, sampling
+from eqx_dp.privacy import OVERFLOW_PROBABILITY, PoissonSampler
 
 STEPS = 4000
 
@@ -22,6 +26,12 @@ def drawn(sampler, step):
 
 def on_hosts(hosts, sampler):
     return [dataclasses.replace(sampler, hosts=hosts, host=host) for host in range(hosts)]
+
+
+def with_room_for(capacity, sampler):
+    """The same sampler with less room than any overflow probability below 1 leaves."""
+    sampler.__dict__["capacity"] = capacity
+    return sampler
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one host", "three hosts"])
@@ -136,19 +146,18 @@ def test_batches_stay_what_they_are(hosts):
     whole = PoissonSampler(num_examples=10**6, sampling_prob=4e-6, seed=2**100 + 1)
     parts = on_hosts(hosts, whole)
     assert [[i for part in parts for i in drawn(part, step)] for step in (0, 1, 10**6)] == [
-        [244000, 349669, 411651, 562277, 929134],
-        [84669, 528024, 869291],
-        [135756, 562575, 946502, 949258],
+        [54880, 214097],
+        [201495, 204712, 483882, 506800, 516756, 536217, 574571],
+        [198782, 425655, 790218, 822978],
     ]
 
 
-def test_cut_batches_stay_what_they_are(monkeypatch):
-    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 0.9)
-    sampler = PoissonSampler(num_examples=10**6, sampling_prob=4e-6, seed=2**100 + 1)
+def test_cut_batches_stay_what_they_are():
+    sampler = PoissonSampler(10**6, 4e-6, seed=2**100 + 1, overflow_probability=0.9)
     assert [drawn(sampler, step).tolist() for step in (0, 1, 10**6)] == [
-        [349671, 562279],
-        [84669, 528024],
-        [562576, 946504],
+        [54880, 214097],
+        [201496, 483884],
+        [198782, 822979],
     ]
 
 
@@ -167,8 +176,131 @@ def test_numbers_of_numpy_will_do():
     np.testing.assert_array_equal(ours.batch(4)[0], numpys.batch(np.int16(4))[0])
 
 
-def test_the_seed_is_not_shown():
-    assert "987654321" not in repr(PoissonSampler(10, 0.5, 987654321))
+@pytest.mark.parametrize("seed", [987654321, b"987654321"])
+def test_the_seed_is_not_shown(seed):
+    assert "987654321" not in repr(PoissonSampler(10, 0.5, seed))
+
+
+# What tells runs apart.
+
+RUN = {"num_examples": 10**6, "sampling_prob": 1e-4, "seed": 7}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_examples": 10**6 + 1},
+        {"sampling_prob": 1e-4 * (1 + 1e-9)},
+        {"seed": 7 + 2**128},
+        {"seed": 7 + 2**32},
+        {"seed": 2**4000},
+        {"seed": b"\7"},
+        {"seed": b"7" * 300},
+        {"run": "again"},
+        {"run": b"again"},
+    ],
+)
+def test_another_run_is_another_sample(change):
+    batches = [drawn(PoissonSampler(**(RUN | arguments)), 3) for arguments in ({}, change)]
+    assert np.intersect1d(*batches).size <= 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pad_to": 64}, {"steps": 10}, {"hosts": 1}, {"overflow_probability": 1e-17}, {"run": b""}],
+)
+def test_the_shape_of_batches_does_not_change_the_sample(change):
+    batches = [drawn(PoissonSampler(**(RUN | arguments)), 3) for arguments in ({}, change)]
+    np.testing.assert_array_equal(*batches)
+
+
+# Examples and mask together.
+
+
+def as_given(kind, array):
+    return {"numpy": np.asarray, "jax": jnp.asarray}[kind](array)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax"])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8", "bool", "bfloat16"])
+def test_taken_examples_are_those_of_the_batch(kind, dtype):
+    sampler = PoissonSampler(num_examples=60, sampling_prob=0.2, seed=3, pad_to=8)
+    # No example is zero, so that padding is told from each of them.
+    xs = as_given(kind, np.arange(1, 121).reshape(60, 2).astype(jnp.dtype(dtype)))
+    for step in range(5):
+        (x,), is_padding_example = sampler.take(step, xs)
+        indices, mask = sampler.batch(step)
+        np.testing.assert_array_equal(is_padding_example, mask)
+        assert (type(x), x.dtype, x.shape) == (type(xs), xs.dtype, (sampler.capacity, 2))
+        np.testing.assert_array_equal(x[~mask], np.asarray(xs)[indices[~mask]])
+        assert not np.asarray(x[mask]).any()
+    assert mask.any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.floats(0.01, 1),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+def test_taken_trees_keep_their_structure(n, q, pad_to, hosts, shape):
+    xs = np.arange(1, n * math.prod(shape) + 1).reshape(n, *shape)
+    sources = {"x": xs, "more": [xs[..., None], None]}, xs.astype(np.float32)
+    for part in on_hosts(hosts, PoissonSampler(n, q, 5, pad_to)):
+        examples, is_padding_example = part.take(1, *sources)
+        assert jax.tree.structure(examples) == jax.tree.structure(sources)
+        indices = part.batch(1)[0]
+        for taken, source in zip(jax.tree.leaves(examples), jax.tree.leaves(sources), strict=True):
+            assert taken.dtype == source.dtype
+            np.testing.assert_array_equal(
+                taken[~is_padding_example], source[indices[~is_padding_example]]
+            )
+            assert not taken[is_padding_example].any()
+
+
+class Counted(np.ndarray):
+    """An array that remembers at which positions it was read."""
+
+    def __getitem__(self, positions):
+        self.read = np.asarray(positions)
+        return super().__getitem__(positions)
+
+
+def test_nothing_is_read_for_padding():
+    sampler = PoissonSampler(num_examples=60, sampling_prob=0.2, seed=3)
+    xs = np.ones((60, 2)).view(Counted)
+    sampler.take(0, xs)
+    np.testing.assert_array_equal(xs.read, drawn(sampler, 0))
+
+
+def test_a_batch_of_any_size_is_taken_by_one_program():
+    sampler, xs = PoissonSampler(num_examples=60, sampling_prob=0.2, seed=3), jnp.ones((60, 2))
+    sampler.take(0, xs)
+    assert len({len(drawn(sampler, step)) for step in range(6)}) > 1
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr(logging.Logger, "handle", lambda _, record: compiled.append(record))
+        for step in range(6):
+            sampler.take(step, xs)
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("sources", "reason"),
+    [
+        ((), "at least one source"),
+        ((np.ones(59),), r"source 0 has shape \(59,\), and the sampler draws from 60"),
+        ((np.ones(60), {"x": jnp.ones((1, 60))}), r"source 1\['x'\] has shape \(1, 60\)"),
+        ((np.ones(()),), r"source 0 has shape \(\)"),
+        ((None,), "source 0 holds no arrays"),
+        (([1.0] * 60,), r"source 0\[0\] is a float, not an array"),
+    ],
+)
+def test_what_is_no_source_is_refused(sources, reason):
+    with pytest.raises(ValueError, match=reason):
+        PoissonSampler(num_examples=60, sampling_prob=0.2, seed=3).take(0, *sources)
 
 
 # Shape of a batch.
@@ -180,7 +312,7 @@ probabilities = st.floats(1e-6, 1.0)
 @given(
     st.integers(1, 5000),
     probabilities,
-    st.integers(0, 2**128 - 1),
+    st.integers(0, 2**200) | st.binary(min_size=1),
     st.integers(0, 2**64 - 1),
     st.integers(1, 300),
 )
@@ -220,7 +352,7 @@ def test_certain_examples_are_all_drawn():
 @given(
     st.integers(1, 3000),
     probabilities,
-    st.integers(0, 2**128 - 1),
+    st.integers(0, 2**200),
     st.integers(1, 40),
     st.integers(1, 12),
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8),
@@ -284,11 +416,18 @@ def exact_tail(n, q, capacity):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 40), st.floats(1e-7, 1.0), st.integers(1, 7), st.integers(1, 6))
-def test_capacity_is_the_smallest_that_hardly_overflows(n, q, pad_to, hosts):
-    parts = on_hosts(hosts, PoissonSampler(n, q, 0, pad_to))
+@given(
+    st.integers(1, 40),
+    st.floats(1e-7, 1.0),
+    st.integers(1, 7),
+    st.integers(1, 6),
+    st.sampled_from([1e-3, 1e-12, 1e-17, 1e-25]),
+)
+def test_capacity_is_the_smallest_that_hardly_overflows(n, q, pad_to, hosts, overflow_probability):
+    whole = PoissonSampler(n, q, 0, pad_to, overflow_probability=overflow_probability)
+    parts = on_hosts(hosts, whole)
     capacity, most = parts[0].capacity, max(len(part.owned) for part in parts)
-    tau = Fraction(OVERFLOW_PROBABILITY) / (1 if hosts == 1 else 2 * hosts)
+    tau = Fraction(overflow_probability) / (1 if hosts == 1 else 2 * hosts)
     assert capacity % pad_to == 0
     assert exact_tail(most, q, capacity) <= tau * (1 + Fraction(1, 10**9))
     if capacity > pad_to:
@@ -315,13 +454,36 @@ def test_capacity_of_large_data(n, q):
     assert padded == math.ceil(capacity / 64) * 64
 
 
+def tail(n, q, capacity):
+    """P(Binomial(n, q) > capacity) in fifty digits, its terms added until they are none."""
+    with decimal.localcontext(prec=50):
+        q, first = decimal.Decimal(q), capacity + 1
+        none_of_the_rest = ((1 - q).ln() * (n - first)).exp()
+        term = math.comb(n, first) * q**first * none_of_the_rest
+        total, k = decimal.Decimal(0), first
+        while term > total * decimal.Decimal("1e-30"):
+            total, term, k = total + term, term * (n - k) / (k + 1) * q / (1 - q), k + 1
+        return total
+
+
+# Down to what a plan of delta 1e-10 and 10^5 steps asks of each of 10^4 hosts, and below.
+@pytest.mark.parametrize("overflow_probability", [1e-12, 1.1e-18, 5e-23, 1e-40])
+@pytest.mark.parametrize(
+    ("n", "q"), [(60_000, 256 / 60_000), (1797, 0.15), (10**9, 4.08e-6), (2**53, 1e-13), (900, 0.9)]
+)
+def test_capacity_in_the_far_tail(n, q, overflow_probability):
+    capacity = PoissonSampler(n, q, 0, overflow_probability=overflow_probability).capacity
+    tau = decimal.Decimal(overflow_probability)
+    assert tail(n, q, capacity) <= tau * decimal.Decimal("1.000000001")
+    assert tail(n, q, capacity - 1) > tau * decimal.Decimal("0.999999999")
+
+
 def test_capacity_has_room_for_one():
     assert PoissonSampler(num_examples=10, sampling_prob=1e-15, seed=0).capacity == 1
 
 
-def test_overflow_is_cut_at_random(monkeypatch):
-    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 0.9)
-    sampler = PoissonSampler(num_examples=40, sampling_prob=0.5, seed=2)
+def test_overflow_is_cut_at_random():
+    sampler = PoissonSampler(40, 0.5, seed=2, overflow_probability=0.9)
     assert sampler.capacity < 20
     times_drawn, full = np.zeros(40), 0
     for step in range(STEPS):
@@ -341,14 +503,11 @@ HOSTS, OWNED = 3, 20
 
 
 @pytest.fixture
-def crowded(monkeypatch):
+def crowded():
     """The hosts of 60 examples, with room for half of what each owns; and one that is not cut."""
     whole = PoissonSampler(num_examples=HOSTS * OWNED, sampling_prob=0.5, seed=6)
     assert whole.capacity > 50
-    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 2 * HOSTS * 0.42)
-    parts = on_hosts(HOSTS, whole)
-    assert {part.capacity for part in parts} == {OWNED // 2}
-    return parts, whole
+    return [with_room_for(OWNED // 2, part) for part in on_hosts(HOSTS, whole)], whole
 
 
 def uniform_subsets(times_kept, sizes):
@@ -391,7 +550,9 @@ class OneDraw(np.random.Generator):
 
 
 def test_hosts_cut_one_draw_independently(crowded, monkeypatch):
-    monkeypatch.setattr(sampling, "_generator", lambda _, step: OneDraw(np.random.Philox(step)))
+    monkeypatch.setattr(
+        PoissonSampler, "_generator", lambda _, step: OneDraw(np.random.Philox(step))
+    )
     parts, _ = crowded
     kept = np.zeros((STEPS, 2, 12), bool)
     for step, host in itertools.product(range(STEPS), range(2)):
@@ -405,11 +566,9 @@ def test_hosts_cut_one_draw_independently(crowded, monkeypatch):
     assert abs(shared.mean() - same.mean()) < 4 * same.std() / math.sqrt(STEPS)
 
 
-def test_more_than_all_hosts_have_room_for(monkeypatch):
-    monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", 1e6)
-    parts = on_hosts(3, PoissonSampler(num_examples=30, sampling_prob=1, seed=9, pad_to=4))
-    for part in parts:
-        assert part.capacity == 4
+def test_more_than_all_hosts_have_room_for():
+    parts = on_hosts(3, PoissonSampler(num_examples=30, sampling_prob=1, seed=9))
+    for part in (with_room_for(4, part) for part in parts):
         kept = np.zeros((STEPS, 30), bool)
         for step in range(STEPS):
             kept[step, drawn(part, step)] = True
@@ -442,13 +601,17 @@ def lost_to_cuts(without_x, with_x, x):
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4])
 @pytest.mark.parametrize("q", [0.02, 0.2, 0.5])
 @pytest.mark.parametrize("others", [3, 8, 9])
-def test_neighbors_lose_no_more_than_is_paid_for(hosts, q, others, monkeypatch):
+def test_neighbors_lose_no_more_than_is_paid_for(hosts, q, others):
     owned, closest = math.ceil(others / hosts), 0.0
     for capacity, factor in itertools.product(range(1, owned), (1, hosts, 2 * hosts)):
         # What some capacity overflows with, times this: some are chosen with nothing to spare.
         tau = factor * float(stats.binom.sf(capacity, owned, q)) * (1 + 1e-9)
-        monkeypatch.setattr(sampling, "OVERFLOW_PROBABILITY", tau)
-        without_x, with_x = (on_hosts(hosts, PoissonSampler(n, q, 0)) for n in (others, others + 1))
+        if tau >= 1:
+            continue
+        without_x, with_x = (
+            on_hosts(hosts, PoissonSampler(n, q, 0, overflow_probability=tau))
+            for n in (others, others + 1)
+        )
         lost = max(lost_to_cuts(without_x, with_x, x) for x in range(others + 1))
         assert lost <= tau
         closest = max(closest, lost / tau)
@@ -501,7 +664,9 @@ GOOD = {"num_examples": 100, "sampling_prob": 0.5, "seed": 0, "pad_to": 1, "host
     [
         *[("num_examples", value) for value in (0, -3, 2.0, True, "9", None, 2**53 + 1)],
         *[("sampling_prob", value) for value in (0, -0.1, 1.1, math.nan, math.inf, True, "0.5")],
-        *[("seed", value) for value in (-1, 1.5, False, None, 2**128)],
+        *[("seed", value) for value in (-1, 1.5, False, None, "1", b"")],
+        *[("overflow_probability", value) for value in (0, 1, -1e-12, math.nan, True, "1e-12")],
+        *[("run", value) for value in (None, 3, ["a"])],
         *[("pad_to", value) for value in (0, -8, 1.0, True)],
         *[("hosts", value) for value in (0, -2, 2.0, True, None, 2**53 + 1)],
         *[("host", value) for value in (3, -1, 1.0, False, None, 2**60)],

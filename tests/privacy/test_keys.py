@@ -1,0 +1,108 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eqx_dp as dp
+from eqx_dp.privacy import digest, fold_text, key_from_secret
+
+KEY = jax.random.key(987654321)
+secrets_ = st.integers(0, 2**300) | st.binary(min_size=1, max_size=80)
+purposes = st.lists(st.text(max_size=4) | st.binary(max_size=4), max_size=3).map(tuple)
+
+
+def words(key):
+    return jax.random.key_data(key).tolist()
+
+
+def test_keys_stay_what_they_are():
+    # A run that is resumed under a later release has to find its keys again.
+    assert words(dp.key_from_secret(2**127 + 5, "noise")) == [1953577244, 2059409947]
+    assert words(dp.key_from_secret(b"a secret", "noise", b"\0")) == [4282053078, 764628894]
+    assert words(dp.key_from_secret(0)) == [2885029663, 3037320742]
+    assert words(fold_text(jax.random.key(0), ".layers[0].weight")) == [2548772679, 1040606977]
+
+
+@settings(max_examples=200, deadline=None)
+@given(secrets_, secrets_, purposes, purposes)
+def test_what_differs_gives_keys_that_differ(one, other, for_one, for_other):
+    def text(part):
+        return part.encode() if isinstance(part, str) else part
+
+    def told(secret, purpose):
+        return type(secret), secret, [text(part) for part in purpose]
+
+    is_same = told(one, for_one) == told(other, for_other)
+    assert (digest(one, for_one, size=16) == digest(other, for_other, size=16)) == is_same
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 63, 64, 127, 128, 1000])
+def test_every_bit_of_a_secret_counts(bit):
+    assert words(key_from_secret(2**2000)) != words(key_from_secret(2**2000 + 2**bit))
+    one, other = (int(2**2000 + x).to_bytes(251, "big") for x in (0, 2**bit))
+    assert words(key_from_secret(one)) != words(key_from_secret(other))
+
+
+def test_where_a_purpose_ends_matters():
+    purposes = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ()]
+    assert len({tuple(words(key_from_secret(3, *purpose))) for purpose in purposes}) == 5
+
+
+def test_numbers_of_numpy_will_do():
+    expected = words(key_from_secret(3))
+    for three in (np.uint8(3), np.int64(3), np.asarray(3), jnp.asarray(3)):
+        assert words(key_from_secret(three)) == expected
+
+
+def test_a_key_is_threefrys_whatever_is_configured():
+    with jax.default_prng_impl("rbg"):
+        key = key_from_secret(3)
+    assert str(jax.random.key_impl(key)) in ("fry", "threefry2x32")
+    assert words(key) == words(key_from_secret(3))
+
+
+def test_a_text_is_folded_in_the_same_way_when_traced():
+    key = jax.random.key(1)
+    plain, traced = fold_text(key, "a"), jax.jit(lambda key: fold_text(key, "a"))(key)
+    assert words(plain) == words(traced) != words(fold_text(key, "b"))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "secret",
+    [
+        -987654321,
+        b"",
+        True,
+        np.True_,
+        "987654321",
+        None,
+        987654321.0,
+        np.arange(987654321, 987654324),
+    ],
+)
+def test_what_is_no_secret_is_refused_and_not_shown(secret):
+    with pytest.raises(ValueError, match=r"^a secret must ") as error:
+        key_from_secret(secret)
+    assert "98765432" not in str(error.value)
+    assert error.value.__cause__ is None
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "key", [987654321, "987654321", np.arange(987654321, 987654324), jax.random.split(KEY, 3)]
+)
+def test_a_key_of_the_loss_that_is_none_is_not_shown(key):
+    grad_fn = dp.filter_clipped_grad(lambda w, x, key: w * x, l2_clip_norm=1.0)
+    with pytest.raises(ValueError, match="key must be a single JAX key") as error:
+        grad_fn(jnp.ones(()), jnp.ones(4), key=key)
+    assert "98765432" not in str(error.value)
+    assert error.value.__suppress_context__  # nor what JAX said of it
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_purpose_is_a_text():
+    with pytest.raises(ValueError, match="purpose must be a text or bytes; found a int"):
+        key_from_secret(3, 4)
