@@ -85,7 +85,11 @@ def test_a_narrow_model_with_a_key_of_its_own_comes_back(tmp_path):
         key: jax.Array
 
     model = Noisy(jax.numpy.arange(3.0), jax.random.key(5))
-    step = make(policy=dp.load_policy("bfloat16"), optimizer=optax.adam(1e-3))
+    step = make(
+        policy=dp.load_policy("bfloat16"),
+        optimizer=optax.adam(1e-3),
+        loss=lambda model, x, y: jax.numpy.sum(model.weight * x[:3]) - y,
+    )
     state = begun(tmp_path, model, step)
     found = restored(tmp_path, step, Noisy(jax.numpy.zeros(3), jax.random.key(5)))
     assert_same(found, state)
