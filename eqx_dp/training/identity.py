@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import PyTree
@@ -74,9 +75,21 @@ def _optimizer_text(
     def update(grads: Any, state: Any, params: Any, extra: Any) -> Any:
         return updated(optimizer, grads, state, params, extra)
 
-    first, state, constants = _traced(optimizer.init, params)
+    first, state, constants = _first_state(optimizer, params)
     later, *_ = _traced(update, grads, eqx.combine(state, constants), params, extra)
     return f"init: {first}\nupdate: {later}"
+
+
+def _first_state(
+    optimizer: optax.GradientTransformation, params: PyTree[jax.ShapeDtypeStruct]
+) -> tuple[str, Any, Any]:
+    try:
+        return _traced(optimizer.init, params)
+    except jax.errors.JAXTypeError:  # it reads numbers, as it may outside of jit: here, zeros
+        with jax.ensure_compile_time_eval():
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+            state = optimizer.init(zeros)
+        return _traced(lambda: state)
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> tuple[str, Any, Any]:

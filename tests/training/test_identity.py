@@ -326,8 +326,26 @@ def test_a_program_that_is_another_at_every_trace_is_no_error():
     assert identity_of(make(loss=counting)) != identity_of(make(loss=counting))
 
 
-def test_state_of_another_seed_brings_its_own_key():
-    """A state that a step made goes on with the noise that it began with, whatever step it is."""
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+def test_an_optimizer_may_read_numbers_for_its_first_state(kind):
+    def of_rate(rate):
+        def init(params):
+            return {"rate": jnp.asarray(rate + float(jnp.sum(jax.tree.leaves(params)[0])))}
+
+        def update(grads, state, params=None):
+            del params
+            return jax.tree.map(lambda g: -state["rate"] * g, grads), state
+
+        rules = None if kind is None else runs.rules_of(kind)
+        return make(optimizer=optax.GradientTransformation(init, update), sharding=rules)
+
+    step = of_rate(0.1)
+    assert identity_of(step) == identity_of(of_rate(0.1)) != identity_of(of_rate(0.2))
+    x, y, mask = step.place((XS[:8], YS[:8], np.zeros(8, bool)))
+    step(step.init(small_model()), x, y, is_padding_example=mask)
+
+
+def test_microbatches_do_not_change_the_noise():
     state = make().init(small_model())
     batch = {"is_padding_example": np.ones(4, bool)}
     expected = make()(make().init(small_model()), XS[:4], YS[:4], **batch)

@@ -247,7 +247,7 @@ def test_without_noise_and_bound_it_is_ordinary_training():
     [
         ({"num_examples": 0}, "num_examples must be at least 1"),
         ({"seed": -1}, "seed must be"),
-        ({"seed": b""}, "seed must hold at least one byte"),
+        ({"seed": b""}, "seed must be at least one byte"),
         ({"seed": True}, "seed must be a whole number or bytes; found a bool"),
         ({"disclose": "loss"}, "disclose must be a tuple"),
         ({"disclose": ("loss", "loss")}, "disclose must be a tuple"),
