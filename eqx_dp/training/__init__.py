@@ -1,8 +1,8 @@
 """A loop around sampling, clipped gradients, noise and updates that can be killed and resumed."""
 
-from .checkpoint import CheckpointError, CheckpointWarning
 from .data import DataError
 from .events import Event
+from .files import CheckpointError, CheckpointWarning
 from .make import make_step
 from .metrics import TensorBoard
 from .state import TrainState

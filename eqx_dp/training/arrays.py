@@ -59,8 +59,3 @@ def same(one: Array, other: Array) -> bool:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def target(leaf: Array) -> jax.ShapeDtypeStruct:
-    """Where a saved array is to live."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

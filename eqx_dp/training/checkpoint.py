@@ -2,30 +2,39 @@
 
 A directory holds
 
+    run.json                        which run this is, and which programs it has had (`ledger.py`)
+    released_at_most.00000300       up to which step any may have been released
+    lock                            held by the process that runs (`lock.py`)
     latest -> 00000200              the checkpoint that counts
     privacy.json -> latest/privacy.json
     00000100/  00000200/            checkpoints, each with
         state/                      arrays, as orbax writes them
         privacy.json                what was spent for them
-        run.json                    which run they belong to
+        run.json                    which run they belong to, as it was then
         files.json                  SHA-256 of every file above, written last
 
-A checkpoint is written beside (`00000200.partial`), renamed, and counts from the moment at which
-`latest` is turned to it: one atomic operation for arrays and statement together. Whatever a killed
-process leaves behind is either older, or not yet `latest` and removed, with a warning, at the next
-start. (`metrics.jsonl` and `hosts/` are there as well; a run does not need them to be resumed.)
+`run.json` and a checkpoint of step 0 are there before the first step is taken. A checkpoint is
+written beside (`00000200.partial`), renamed, and counts from the moment at which `latest` is turned
+to it: one atomic operation for arrays and statement together. Whatever a killed process leaves
+behind is either older, or not yet `latest` and removed, with a warning, at the next start.
+(`metrics.jsonl` and `hosts/` are there as well; a run does not need them to be resumed.)
+
+**Another program** (loss, optimizer, method, ...) goes on from a checkpoint only where that is
+asked for. It counts its steps from the last that the program before may have released, so that the
+number of a step is the number of releases, and what a killed process may have shown is paid for.
+Its noise and sample follow from all programs so far: they are those of no program before, and not
+those of a program that comes back.
 
 No secret is in it. Of the noise's state the key is left out; it follows from the seed, which the
 program that resumes a run has to give again, and which is recognised by a fingerprint.
 """
 
 import contextlib
-import json
 import os
-import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,32 +44,24 @@ from jaxtyping import Array
 
 from ..extras import extra
 from ..gradients import split_trainable
-from .arrays import leaves, named_arrays, same, target, with_arrays
-from .files import digests, emptied, problem_of, sync, turn_link, write_json
-from .hosts import broadcast, is_first_host
-from .record import differences, microbatch_of, privacy_statement, record_of, salt_of
+from .arrays import leaves, named_arrays, same, with_arrays
+from .files import (
+    CheckpointError,
+    CheckpointWarning,
+    digests,
+    emptied,
+    sync,
+    write_json,
+)
+from .hosts import broadcast, from_first_host, is_first_host
+from .ledger import Ledger, record_in
+from .record import as_it_became, changeable, privacy_statement, record_of
+from .resuming import Start, begun, resumed
+from .shelf import FILES, PRIVACY, RUN, STATE, Shelf
 from .state import TrainState
 from .step import Step
 
 Model = TypeVar("Model")
-
-_LATEST, _PRIVACY, _RUN, _FILES, _STATE = (
-    "latest",
-    "privacy.json",
-    "run.json",
-    "files.json",
-    "state",
-)
-_PARTS = (_PRIVACY, _RUN, _FILES, _STATE)
-_NUMBER = re.compile(r"\d{8,}")
-
-
-class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged, or could not be written."""
-
-
-class CheckpointError(Exception):
-    """No checkpoint of a directory can be used."""
 
 
 class Checkpoints:
@@ -70,27 +71,41 @@ class Checkpoints:
         directory: made if it is not there.
         step: the run's step: what the run is.
         keep: how many checkpoints stay, at least 2.
+        identity: the run's programs, by part; from `step.identity`.
+        allow_changed: parts of the run that may be others than those of the checkpoint.
 
     Attributes:
-        step: as given; to be replaced where a microbatch size is settled later.
+        step: as given until `restore`, which makes it that of the run: what draws samples and takes
+            steps. To be replaced where a microbatch size is settled later.
         microbatch_size: that of the run which was restored, on as many devices; else None.
 
     Raises:
-        ValueError: `keep` is below 2, or the directory is a file.
+        ValueError: `keep` is below 2, or `allow_changed` names what is no part, or may not change.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], step: Step[Any], keep: int = 3):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        step: Step[Any],
+        keep: int = 3,
+        *,
+        identity: Mapping[str, str] | None = None,
+        allow_changed: Iterable[str] = (),
+    ):
         if keep < 2:
             raise ValueError(
                 f"keep must be at least 2, lest a damaged checkpoint be the end; found {keep}."
             )
         self.directory = Path(directory).absolute()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory is a file: {self.directory}. Name a folder.")
         self.step = step
         self.microbatch_size: int | None = None
         self._keep = keep
+        self._identity = dict(identity or {})
+        self._allowed = _checked_parts(allow_changed, changeable(self._identity))
         self._salt = secrets.token_bytes(16)
+        self._ledger, self._shelf = Ledger(self.directory), Shelf(self.directory)
+        self._released = 0
+        self._programs: list[dict[str, Any]] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._orbax = extra("orbax.checkpoint")
@@ -101,42 +116,57 @@ class Checkpoints:
 
     # Reading.
 
-    def restore(self, state: TrainState[Model]) -> TrainState[Model]:
-        """The newest state that is whole; `state` itself where nothing has been saved.
+    def restore(self, model: Model) -> TrainState[Model]:
+        """The newest state that is whole; where there is none, the first, which is then recorded.
 
         Every file is compared with its digest first. A checkpoint that fails is set aside (as
         `NUMBER.damaged`) with a warning, and the one before it is used.
 
         Args:
-            state: as `step.init` gives it; says where arrays are to live.
+            model: as before the first step.
 
         Raises:
-            ValueError: the checkpoint belongs to another run; each difference is named.
-            CheckpointError: there are checkpoints, and none of them is whole.
+            ValueError: the checkpoint belongs to another run, each difference is named; or the plan
+                has no steps left for another program.
+            CheckpointError: there are checkpoints, and none of them is whole; the directory's
+                record is damaged; nothing can be written.
         """
-        arrays = named_arrays(state)
-        if is_first_host():
-            try:
-                chosen, error = self._choose(arrays), None
-            except Exception as refusal:  # else the other hosts would wait for this one
-                chosen, error = _REFUSED, refusal
-        else:
-            chosen, error = _NOTHING, None
-        chosen = broadcast(chosen)
-        if error is not None:
-            raise error
-        if chosen == _REFUSED:
-            raise CheckpointError("Host 0 refused the checkpoints in the directory; it says why.")
-        if chosen == _NOTHING:
+        arrays = named_arrays(self.step.init(model))
+        start = Start(*from_first_host(lambda: self._start(arrays)))
+        del arrays
+        self._programs, self.microbatch_size = start.programs, start.microbatch_size
+        self.step = as_it_became(self.step, self._programs)
+        state = self.step.init(model)
+        if start.number is None:
+            self._record_first(state)
             return state
-        self.microbatch_size = microbatch_of(json.loads((self._path(chosen) / _RUN).read_text()))
-        targets = jax.tree.map(target, arrays)
-        found = self._checkpointer.restore(
-            self._path(chosen) / _STATE, args=self._orbax.args.StandardRestore(targets)
+        targets = {
+            name: array for name, array in named_arrays(state).items() if name in start.restored
+        }
+        restored = with_arrays(state, self._arrays_of(start.number, targets))
+        self._check_frozen(start.number, state, restored)
+        lost = start.after - start.number
+        return eqx.tree_at(lambda s: s.step, restored, restored.step + lost) if lost else restored
+
+    def _record_first(self, state: TrainState[Any]) -> None:
+        """A checkpoint of step 0: what a run that is killed soon begins with again."""
+        if not (self.save(state, 0) and self.wait()):
+            raise CheckpointError(
+                f"The run cannot be recorded in {self.directory}, as a warning says, which has to "
+                "be before its first step. Make room, or name another directory."
+            )
+
+    def _arrays_of(self, number: int, targets: dict[str, Array]) -> dict[str, Array]:
+        """Arrays of a checkpoint, by name, each to where an array lives that is there now."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), targets
         )
-        restored = with_arrays(state, found)
-        self._check_frozen(chosen, state, restored)
-        return restored
+        to = self._orbax.checkpoint_utils.construct_restore_args(shapes)
+        with self._orbax.PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(
+                self._shelf.path(number) / STATE,
+                args=self._orbax.args.PyTreeRestore(shapes, restore_args=to, partial_restore=True),
+            )
 
     def _check_frozen(
         self, number: int, given: TrainState[Model], restored: TrainState[Model]
@@ -152,89 +182,25 @@ class Checkpoints:
                 "in the model that was given. Give the model that the run was started with."
             )
 
-    def _choose(self, arrays: dict[str, Array]) -> int:
-        """Which checkpoint is to be used, after tidying up; `_NOTHING` if there is none."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._remove_unfinished()
-        steps = self._saved_steps()
-        for position, number in enumerate(steps):
-            problem = problem_of(self._path(number), _FILES)
-            if problem is None:
-                self._check_same_run(number, arrays)
-                self._point_to(number)
-                self._set_aside(steps[:position])
-                return number
-            used = f"step {steps[position + 1]}" if position + 1 < len(steps) else "none"
-            warnings.warn(
-                f"The checkpoint of step {number} in {self.directory} is damaged ({problem}) and "
-                f"set aside; the one before it is tried: {used}.",
-                CheckpointWarning,
-                stacklevel=2,
-            )
-        if steps:
-            raise CheckpointError(
-                f"None of the checkpoints in {self.directory} is whole (steps "
-                f"{', '.join(map(str, steps))}). Restore one from a backup; or start anew, in "
-                "another directory and with another seed."
-            )
-        return _NOTHING
+    def _start(self, arrays: dict[str, Array]) -> Start:
+        """From where to go on, after tidying up; what the first host finds out for all."""
 
-    def _remove_unfinished(self) -> None:
-        """Removes what a process left that was killed while it wrote."""
-        for leftover in self.directory.glob("*.partial"):
-            if leftover.is_symlink():
-                leftover.unlink()
-            elif leftover.is_dir() and _NUMBER.fullmatch(leftover.stem):
-                shutil.rmtree(leftover)
-                self._warn_unfinished(int(leftover.stem))
-        latest = self.latest()
-        for number in self._numbers():
-            if latest is not None and number > latest:  # renamed, and killed before it counted
-                shutil.rmtree(self._path(number))
-                self._warn_unfinished(number)
+        def describe(salt: bytes) -> dict[str, Any]:
+            self._salt = salt
+            return record_of(self.step, arrays, self._identity, salt)
 
-    def _warn_unfinished(self, number: int) -> None:
-        latest = self.latest()
-        before = "there is none" if latest is None else f"that of step {latest}"
-        warnings.warn(
-            f"The checkpoint of step {number} in {self.directory} is removed: the process ended "
-            f"while it was written. The one before it is used: {before}.",
-            CheckpointWarning,
-            stacklevel=2,
-        )
-
-    def _numbers(self) -> set[int]:
-        """Checkpoints that are there; folders that others have made are not."""
-        return {
-            int(path.name)
-            for path in self.directory.iterdir()
-            if _NUMBER.fullmatch(path.name) and any((path / part).exists() for part in _PARTS)
-        }
-
-    def _saved_steps(self) -> list[int]:
-        """Checkpoints, newest first; the latest is among them, even if it has gone."""
-        latest = self.latest()
-        return sorted(self._numbers() | (set() if latest is None else {latest}), reverse=True)
-
-    def _check_same_run(self, number: int, arrays: dict[str, Array]) -> None:
-        saved = json.loads((self._path(number) / _RUN).read_text())
-        self._salt = salt_of(saved)
-        found = differences(saved, record_of(self.step, arrays, self._salt))
-        if found:
-            lines = "".join(f"\n  {line}" for line in found)
-            raise ValueError(
-                f"The checkpoint of step {number} in {self.directory} belongs to another run:"
-                f"{lines}\nResume with what the run was started with; or start another run, in "
-                "another directory and WITH ANOTHER SEED: with the same one both runs get the same "
-                "noise, and what they differ by shows without any."
-            )
-
-    def _set_aside(self, damaged: list[int]) -> None:
-        for step in damaged:
-            aside = self._path(step).with_suffix(".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            if self._path(step).exists():
-                self._path(step).rename(aside)
+        self._shelf.remove_unfinished()
+        numbers = self._shelf.numbers()
+        self._ledger.check_complete(numbers)
+        if not numbers:
+            return begun(self._ledger, describe(secrets.token_bytes(16)))
+        number, damaged = self._shelf.newest_whole(numbers)
+        saved = record_in(self._shelf.path(number) / RUN)
+        start = resumed(self._ledger, describe, number, saved, self._allowed)
+        self._released = self._ledger.bound(of=saved)
+        self._shelf.point_to(number)
+        self._shelf.set_aside(damaged)
+        return start
 
     # Writing.
 
@@ -248,7 +214,7 @@ class Checkpoints:
             Whether it could be started.
         """
         self.wait()
-        partial = self._path(number).with_suffix(".partial")
+        partial = self._shelf.path(number).with_suffix(".partial")
         error = emptied(partial) if is_first_host() else None
         if broadcast(int(error is not None)):  # else the other hosts would wait for the first
             self._warn_not_saved(number, error or OSError("host 0 cannot write"))
@@ -256,12 +222,12 @@ class Checkpoints:
         try:
             arrays = named_arrays(state)
             self._checkpointer.save(
-                partial / _STATE, args=self._orbax.args.StandardSave(arrays), force=True
+                partial / STATE, args=self._orbax.args.StandardSave(arrays), force=True
             )
         except Exception as error:
             self._warn_not_saved(number, error)
             return False
-        record = record_of(self.step, arrays, self._salt) if is_first_host() else {}
+        record = self._record(arrays) if is_first_host() else {}
         self._pending = (number, self._writer.submit(self._commit, partial, number, record))
         return True
 
@@ -277,6 +243,22 @@ class Checkpoints:
             return False
         return True
 
+    def finish(self, done: int) -> bool:
+        """Waits for the last save; whether it succeeded. No step after `done` was taken."""
+        succeeded = self.wait()
+        self.may_release(done)
+        return succeeded
+
+    def told(self) -> str:
+        """Which checkpoint the next start goes on from, in words."""
+        latest = self._shelf.latest()
+        if latest is None:
+            return f"There is no checkpoint in {self.directory}."
+        return (
+            f"The run is saved up to step {latest}, in {self._shelf.path(latest)}. Start it again "
+            "to go on from there."
+        )
+
     def close(self) -> bool:
         """Waits, and ends; whether the last save succeeded."""
         succeeded = self.wait()
@@ -284,27 +266,35 @@ class Checkpoints:
         self._checkpointer.close()
         return succeeded
 
-    def latest(self) -> int | None:
-        """The step of the checkpoint that counts."""
-        link = self.directory / _LATEST
-        return int(os.readlink(link)) if link.is_symlink() else None
+    def may_release(self, number: int) -> None:
+        """Notes durably, before they are taken, that steps up to a number may be released.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if is_first_host():
+            self._ledger.set_bound(max(number, self._released))
 
     def _commit(self, partial: Path, number: int, record: dict[str, Any]) -> None:
         self._checkpointer.wait_until_finished()
         if not is_first_host():
             return
-        write_json(partial / _PRIVACY, privacy_statement(self.step, number))
-        write_json(partial / _RUN, record)
-        write_json(partial / _FILES, digests(partial))
-        shutil.rmtree(self._path(number), ignore_errors=True)
-        partial.rename(self._path(number))
+        write_json(partial / PRIVACY, privacy_statement(self.step, number, self._programs))
+        write_json(partial / RUN, record)
+        write_json(partial / FILES, digests(partial))
+        shutil.rmtree(self._shelf.path(number), ignore_errors=True)
+        partial.rename(self._shelf.path(number))
         sync(self.directory)
-        self._point_to(number)
-        for old in self._saved_steps()[self._keep :]:
-            shutil.rmtree(self._path(old))
+        self._shelf.point_to(number)
+        for old in self._shelf.numbers()[self._keep :]:
+            shutil.rmtree(self._shelf.path(old))
+
+    def _record(self, arrays: dict[str, Array]) -> dict[str, Any]:
+        record = record_of(self.step, arrays, self._identity, self._salt)
+        return record | {"programs": self._programs}
 
     def _warn_not_saved(self, number: int, error: Exception) -> None:
-        latest = self.latest()
+        latest = self._shelf.latest()
         kept = "there is none yet" if latest is None else f"it is that of step {latest}, and whole"
         warnings.warn(
             f"The state of step {number} could not be saved in {self.directory}: {error!r}. The "
@@ -317,19 +307,15 @@ class Checkpoints:
             self._checkpointer.close()
         self._checkpointer = self._new_checkpointer()
         if is_first_host():
-            shutil.rmtree(self._path(number).with_suffix(".partial"), ignore_errors=True)
-
-    def _path(self, number: int) -> Path:
-        return self.directory / f"{number:08d}"
-
-    def _point_to(self, number: int) -> None:
-        """Makes a checkpoint the one that counts, for its arrays and its statement at once."""
-        try:
-            turn_link(self.directory / _PRIVACY, f"{_LATEST}/{_PRIVACY}")
-            turn_link(self.directory / _LATEST, self._path(number).name)
-        except FileExistsError as error:
-            raise CheckpointError(str(error)) from error
-        sync(self.directory)
+            shutil.rmtree(self._shelf.path(number).with_suffix(".partial"), ignore_errors=True)
 
 
-_NOTHING, _REFUSED = -1, -2
+def _checked_parts(names: Iterable[Any], known: Sequence[str]) -> frozenset[str]:
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or any(name not in known for name in found):
+        shown = [name if isinstance(name, str) else type(name).__name__ for name in found]
+        raise ValueError(
+            "allow_changed must be a tuple of names of what may change while a run lasts, out of "
+            f"{', '.join(known)}; found {', '.join(shown)}."
+        )
+    return frozenset(found)

@@ -1,6 +1,8 @@
 """Where batches come from: sources of examples, read a step ahead of the computation."""
 
-from collections.abc import Generator
+import copy
+import functools
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -26,7 +28,23 @@ class Source(Protocol):
 
 
 class DataError(Exception):
-    """A source of examples raised an error, or gave something else than it gave before."""
+    """A source of examples raised an error, or gave something else than it gave before.
+
+    The message names the source and the kind of fault. Which example it was, and what the source
+    said of it, is private: which examples a step reads is the secret that sampling rests on, and a
+    source's own words may quote them. Neither is in the message, its notes or its causes.
+    """
+
+    def __init__(self, message: str, details: Callable[[], str] | None = None):
+        super().__init__(message)
+        self._details = details
+
+    def private_details(self) -> str:
+        """Which example is at fault, and what the source says of it: **private**, do not log it.
+
+        Reads the examples of the batch one by one, to find the one.
+        """
+        return "Nothing more is known." if self._details is None else self._details()
 
 
 class Batch(NamedTuple):
@@ -60,21 +78,30 @@ class Batches:
             _read(name, source, np.array([position]), None) for name, source in self._sources
         ]
 
+    @property
+    def example(self) -> tuple[PyTree[np.ndarray], ...]:
+        """One example, as the loss gets it, with a leading axis of one: its shapes and dtypes."""
+        return _arguments(self._example)
+
+    def drawn_by(self, sampler: PoissonSampler) -> "Batches":
+        """The same sources, with the batches of another sampler of as many examples."""
+        other = copy.copy(self)
+        other._sampler = sampler
+        return other
+
     def of(self, step: int) -> Batch:
         """Reads the batch of a step.
 
         Raises:
-            DataError: a source raised an error, or gave arrays of another shape or dtype; it names
-                the source and the example.
+            DataError: a source raised an error, or gave arrays of another shape or dtype.
         """
         indices, is_padding_example = self._sampler.batch(step)
         drawn = indices[~is_padding_example]
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
             found = _read(name, source, drawn, example) if len(drawn) else None
-            part = _padded(found, example, len(drawn), len(indices))
-            parts += part if _is_plain_tuple(part) else (part,)
-        return Batch(tuple(parts), is_padding_example)
+            parts.append(_padded(found, example, len(drawn), len(indices)))
+        return Batch(_arguments(parts), is_padding_example)
 
     def from_step(self, start: int, stop: int) -> Generator[Batch]:
         """Batches of the steps from `start` to below `stop`, each read while the last is used."""
@@ -111,16 +138,46 @@ def _is_plain_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and not hasattr(value, "_fields")
 
 
+def _arguments(parts: Iterable[Any]) -> tuple[Any, ...]:
+    """What the loss gets from what each source gave."""
+    return tuple(x for part in parts for x in (part if _is_plain_tuple(part) else (part,)))
+
+
 def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) -> Any:
     """Examples of a source, as a tree of numpy arrays; `like` is what one example looked like."""
+    found, fault = _attempt(source, indices, like)
+    if fault is None:
+        return found
+    # Not raised where the source's own error is handled: Python would keep that as its context.
+    raise DataError(
+        f"{name}, a {type(source).__name__}: the source {fault.kind} when it was read for the "
+        "examples of a step. Which example it was, and what the source said, is private: catch "
+        "this error and look at error.private_details(). The run stops here; mend the source, and "
+        "start it again to go on from the last checkpoint.",
+        functools.partial(_details, name, source, indices, like, fault.words),
+    )
+
+
+class _Fault(NamedTuple):
+    """What is wrong with examples.
+
+    Attributes:
+        kind: in words that say nothing of them.
+        words: and all of it, private.
+    """
+
+    kind: str
+    words: str
+
+
+def _attempt(
+    source: Source, indices: Int[np.ndarray, " n"], like: Any
+) -> tuple[Any, _Fault | None]:
     try:
         found = _as_arrays(source[indices])
-        problem = _difference(found, like, len(indices))
+        return found, _fault(found, like, len(indices))
     except Exception as error:
-        raise _fault(name, source, indices, like, f"raised {error!r}") from error
-    if problem is not None:
-        raise _fault(name, source, indices, like, problem)
-    return found
+        return None, _Fault(f"raised {type(error).__name__}", f"raised {error!r}")
 
 
 def _as_arrays(found: Any) -> Any:
@@ -128,54 +185,45 @@ def _as_arrays(found: Any) -> Any:
     return jax.tree.map(np.asarray, found, is_leaf=lambda x: isinstance(x, list))
 
 
-def _difference(found: Any, like: Any, length: int) -> str | None:
-    """What is wrong with examples, in words."""
+def _fault(found: Any, like: Any, length: int) -> _Fault | None:
     leaves = jax.tree_util.tree_leaves_with_path(found)
     if not leaves:
-        return "gave no arrays"
+        return _Fault("gave no arrays", "gave no arrays")
     for path, leaf in leaves:
-        where = jax.tree_util.keystr(path)
+        where = jax.tree_util.keystr(path) or "an array"
         if leaf.dtype.hasobject or leaf.dtype.kind in "USV":
-            return f"gave {where or 'an array'} of dtype {leaf.dtype}, which is no number"
+            kind = "gave an array of a dtype that is no number"
+            return _Fault(kind, f"gave {where} of dtype {leaf.dtype}, which is no number")
         if leaf.ndim == 0 or len(leaf) != length:
-            return f"gave {where or 'an array'} of shape {leaf.shape} for {length} examples"
+            kind = "gave an array without one entry for each example in front"
+            return _Fault(kind, f"gave {where} of shape {leaf.shape} for {length} examples")
     if like is None:
         return None
     if jax.tree.structure(found) != jax.tree.structure(like):
-        return f"gave {jax.tree.structure(found)}, and {jax.tree.structure(like)} before"
+        trees = jax.tree.structure(found), jax.tree.structure(like)
+        return _Fault(
+            "gave another tree of arrays than before", "gave {}, and {} before".format(*trees)
+        )
     for (path, leaf), first in zip(leaves, jax.tree.leaves(like), strict=True):
         if leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype:
-            where = jax.tree_util.keystr(path)
-            return (
-                f"gave {where or 'examples'} of shape {leaf.shape[1:]} and dtype {leaf.dtype}, and "
-                f"of shape {first.shape[1:]} and dtype {first.dtype} before"
+            where = jax.tree_util.keystr(path) or "examples"
+            return _Fault(
+                "gave examples of another shape or dtype than before",
+                f"gave {where} of shape {leaf.shape[1:]} and dtype {leaf.dtype}, and of shape "
+                f"{first.shape[1:]} and dtype {first.dtype} before",
             )
     return None
 
 
-def _fault(
-    name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any, problem: str
-) -> DataError:
-    """Reads one by one to find the example that is at fault.
-
-    Where each alone is well it names none of them: which examples are in a batch is secret.
-    """
+def _details(
+    name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any, words: str
+) -> str:
     for index in indices if len(indices) > 1 else ():
-        try:
-            of_one = _difference(_as_arrays(source[np.array([index])]), like, 1)
-        except Exception as error:
-            of_one = f"raised {error!r}"
-        if of_one is not None:
-            return DataError(_told(name, f"index {index}", of_one))
+        _, fault = _attempt(source, np.array([index]), like)
+        if fault is not None:
+            return f"{name}: index {index}: the source {fault.words}."
     where = f"index {indices[0]}" if len(indices) == 1 else f"{len(indices)} indices together"
-    return DataError(_told(name, where, problem))
-
-
-def _told(name: str, where: str, problem: str) -> str:
-    return (
-        f"{name}: {where}: the source {problem}. The run stops here; mend the source, and start it "
-        "again to go on from the last checkpoint."
-    )
+    return f"{name}: {where}: the source {words}."
 
 
 def _padded(found: Any, like: Any, count: int, length: int) -> Any:

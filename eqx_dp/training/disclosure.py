@@ -6,6 +6,7 @@ that is public, or for runs whose figures nobody outside will see.
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +54,13 @@ def checked_names(names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: a name is unknown, or there twice, or ``names`` is one string.
     """
-    found = (names,) if isinstance(names, str) else tuple(names)
+    found: tuple[Any, ...] = (names,) if isinstance(names, str) else tuple(names)
     unknown = [name for name in found if name not in _BY_NAME]
     if unknown or len(set(found)) < len(found) or isinstance(names, str):
+        shown = [x if isinstance(x, str) else type(x).__name__ for x in found]
         raise ValueError(
             f"disclose must be a tuple of different names out of {', '.join(map(repr, _BY_NAME))}; "
-            f"found {names!r}."
+            f"found {shown}."
         )
     return found
 

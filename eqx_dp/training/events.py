@@ -17,7 +17,8 @@ class Event(Generic[Model]):
     """A step was taken.
 
     Attributes:
-        step: how many steps have been taken.
+        step: how many steps have been taken; where the run was changed into another program, with
+            those that may have been released and are lost.
         state: after it. It is used up by the next step: read it, or copy it, at once.
         metrics: what was measured after this step, by name: of an evaluation, or disclosed. Empty
             after most steps.
@@ -50,16 +51,17 @@ def checked_metrics(found: object) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, value in found.items():
         if name in RESERVED or not isinstance(name, str):
+            shown = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise ValueError(
                 f"evaluate must return names that are strings other than {', '.join(RESERVED)}; "
-                f"found {name!r}."
+                f"found {shown}."
             )
         try:
             metrics[name] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError):
             raise ValueError(
-                f"evaluate must return numbers; found {value!r} for {name!r}."
-            ) from error
+                f"evaluate must return numbers; found a {type(value).__name__} for {name!r}."
+            ) from None
     return metrics
 
 

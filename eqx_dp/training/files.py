@@ -5,27 +5,46 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was damaged, or could not be written."""
+
+
+class CheckpointError(Exception):
+    """A directory, or all checkpoints in it, cannot be used."""
 
 
 def problem_of(path: Path, listed: str) -> str | None:
-    """What is wrong with the files of a folder whose digests are listed in one of them."""
+    """What is wrong with the files of a folder whose digests are listed in one of them.
+
+    The list has to name every other file that is there: an empty list vouches for nothing.
+    """
     try:
-        expected: dict[str, str] = json.loads((path / listed).read_text())
+        expected = read_json(path / listed)
+        found = _files(path) - {listed}
+        if missing := expected.keys() - found:
+            return f"{min(missing)} is missing"
+        if unknown := found - expected.keys():
+            return f"{min(unknown)} is not listed in {listed}"
+        if not found:
+            return "it is empty"
         for name, known in expected.items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
             if digest(path / name) != known:
                 return f"{name} has changed since it was written"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{listed} cannot be read: {error}"
     return None
 
 
 def digests(path: Path) -> dict[str, str]:
     """SHA-256 of every file in a folder, by path."""
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {file.relative_to(path).as_posix(): digest(file) for file in files}
+    return {name: digest(path / name) for name in sorted(_files(path))}
+
+
+def _files(path: Path) -> set[str]:
+    return {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
 
 
 def digest(file: Path) -> str:
@@ -42,6 +61,19 @@ def emptied(folder: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ValueError: it is none.
+        OSError: it cannot be read.
+    """
+    found = json.loads(file.read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} holds no JSON object")
+    return cast("dict[str, Any]", found)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The largest microbatch that fits into the memory of a device, found by compiling."""
 
 import os
-from typing import SupportsIndex, TypeVar
+from collections.abc import Mapping
+from typing import Any, SupportsIndex, TypeVar
 
 import jax
 from jaxtyping import Array, Bool, PyTree
@@ -20,6 +21,7 @@ def fitted(
     state: TrainState[Model],
     batch: tuple[PyTree[Array], ...],
     mask: Bool[Array, " batch"],
+    extra: Mapping[str, Any],
     memory: SupportsIndex | None,
     known: int | None = None,
 ) -> Step[Model]:
@@ -30,6 +32,7 @@ def fitted(
         state: of the run; says what else is in memory.
         batch: one batch, where the step wants it.
         mask: of the batch.
+        extra: what the optimizer's update takes beside.
         memory: bytes of a device; None for what the device says that it has, or on a CPU an equal
             part, for each of its devices, of what is free.
         known: a size that was found before, to be taken instead.
@@ -47,7 +50,8 @@ def fitted(
 
     def bytes_of(size: int) -> int:
         sized = step.with_microbatch_size(size)
-        found = read_compiled(sized.lower(state, *batch, is_padding_example=mask).compile())
+        lowered = sized.lower(state, *batch, is_padding_example=mask, extra=extra)
+        found = read_compiled(lowered.compile())
         if found is None:
             raise ValueError(
                 'microbatch_size is "auto", and the compiler of this platform does not say what '

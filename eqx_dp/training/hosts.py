@@ -1,17 +1,24 @@
 """What the hosts of a run have to agree about, and how one that is lost stops the others."""
 
 import atexit
+import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from .files import CheckpointError
+
+T = TypeVar("T")
 
 _SILENCE = 20.0
 
@@ -28,8 +35,37 @@ def broadcast(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def hears_sigterm() -> bool:
-    """Whether a run hears of SIGTERM by itself; on several hosts JAX does (and must not be cut)."""
+def from_first_host(decide: Callable[[], T]) -> T:
+    """What the first host decides, on every host; a value that JSON can hold.
+
+    Raises:
+        CheckpointError: on the other hosts, where `decide` raises an error on the first. (They
+            would wait for it otherwise.)
+        Exception: on the first host, what `decide` raises.
+    """
+    if jax.process_count() == 1:
+        return decide()
+    said, error = b"", None
+    if is_first_host():
+        try:
+            said = json.dumps(decide()).encode()
+        except Exception as refusal:
+            error = refusal
+    length = broadcast(len(said))
+    if error is not None:
+        raise error
+    if not length:
+        raise CheckpointError("Host 0 refused to go on in the directory of the run; it says why.")
+    padded = np.frombuffer(said.ljust(length), np.uint8)
+    heard = multihost_utils.broadcast_one_to_all(padded)
+    return json.loads(np.asarray(heard, np.uint8).tobytes())
+
+
+def hears_signals() -> bool:
+    """Whether a run hears of SIGTERM and SIGINT by itself.
+
+    On several hosts JAX hears of SIGTERM (and must not be cut), and SIGINT ends a host at once.
+    """
     return jax.process_count() == 1
 
 

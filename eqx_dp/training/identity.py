@@ -110,4 +110,6 @@ def shape_of(leaf: Any, length: int | None = None) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return leaf
     shape = leaf.shape if length is None or not leaf.shape else (length, *leaf.shape[1:])
-    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.ShapeDtypeStruct(
+        shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    )

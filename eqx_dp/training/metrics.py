@@ -1,6 +1,7 @@
 """Metrics of a run, as JSON lines and for TensorBoard."""
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -18,8 +19,12 @@ class JsonLines:
     """Writes a line of JSON for every step after which something was measured.
 
     A line holds `step`, `seconds` (since the process began the run), `epsilon`, and the metrics by
-    name; null stands for what is not finite. Where a run is resumed, lines of steps that it takes
-    again are dropped first. What cannot be written costs a warning, and not the run.
+    name; null stands for what is not finite. What cannot be written costs a warning, and not the
+    run.
+
+    Where a run is resumed, lines of steps that it takes again are dropped first: it writes them
+    anew. So is half a line at the end, of a process that was killed. Whatever else is in the file
+    stays as it is. (Another run never comes upon it: `set_aside`.)
 
     Args:
         file: appended to; made, with its folder, if it is not there.
@@ -48,10 +53,26 @@ class JsonLines:
     def _drop_after(self, step: int) -> None:
         if not self._file.exists():
             return
-        kept = [line for line in self._file.read_text().splitlines() if _is_up_to(line, step)]
+        lines = self._file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith(b"\n") and not _is_after(line, step)]
+        if kept == lines:
+            return
         beside = self._file.with_name(f"{self._file.name}.partial")
-        beside.write_text("".join(f"{line}\n" for line in kept))
+        beside.write_bytes(b"".join(kept))
         beside.replace(self._file)
+
+
+def set_aside(file: Path) -> None:
+    """Gives metrics that another run has left a name of their own; their lines stay."""
+    if not file.is_file() or not file.stat().st_size:
+        return
+    names = (file.with_name(f"{file.stem}.before{n}{file.suffix}") for n in itertools.count(1))
+    with _told_once(file):
+        aside = next(name for name in names if not name.exists())
+        file.rename(aside)
+        warnings.warn(
+            f"{file} is of another run, which left no record; it is now {aside.name}.", stacklevel=2
+        )
 
 
 @contextlib.contextmanager
@@ -66,10 +87,10 @@ def _told_once(file: Path) -> Generator[None, None, None]:
         )
 
 
-def _is_up_to(line: str, step: int) -> bool:
+def _is_after(line: bytes, step: int) -> bool:
     try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):  # half a line, of a process that was killed
+        return json.loads(line)["step"] > step
+    except (ValueError, KeyError, TypeError):  # not a line of ours
         return False
 
 

@@ -14,7 +14,8 @@ from .checkpoint import Checkpoints
 from .data import Batches
 from .events import Callback, Event, checked_metrics
 from .fitting import fitted
-from .hosts import HostWatch, any_host_asked_to_stop, hears_sigterm
+from .hosts import HostWatch, any_host_asked_to_stop, hears_signals
+from .lock import claimed
 from .metrics import JsonLines
 from .progress import ProgressBar
 from .state import TrainState
@@ -38,19 +39,32 @@ class Trainer(Generic[Model]):
     **A run that ends is resumed** by the same program: where `directory` holds a checkpoint, `run`
     goes on from it, with the batches, keys and noise that it would have had, and ends with the same
     parameters, bit for bit, on the same devices. On another number of devices or hosts it ends with
-    the same up to rounding. Loss, optimizer and data have to be the same as well, which nothing
-    compares: with others, a step that was seen already would be released again with the same noise.
+    the same up to rounding. The examples have to be the same as well, which nothing compares.
+
+    **Another program** (another learning rate, loss, optimizer, method, clip norm) is refused, each
+    difference named, unless `allow_changed` names the parts. It then goes on with the model of the
+    last checkpoint, and with the optimizer's state if that is of the same shapes; sample and noise
+    are fresh. A step that was released counts, whether or not it was saved: the count goes on from
+    the last step that may have been, which `released_at_most.NUMBER` in the directory says. After
+    a run that ended by itself that is exact; a killed one may have released all up to its next
+    save. So the run takes fewer steps, and epsilon is that of all of them.
 
     | event | what happens |
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
     | SIGTERM, to any host | the step is finished, saved, and all hosts exit with status 0 |
+    | Ctrl-C, with a directory, on one host | as SIGTERM, and `KeyboardInterrupt` says where |
+    | Ctrl-C again | the process ends at once, as if it was killed |
     | a checkpoint cannot be written | a `CheckpointWarning`; the run goes on |
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
-    | another plan, policy, clip norm, data set, seed, model | refused; differences are named |
+    | nothing can be written before the first step | `CheckpointError` |
+    | another plan, data-set size, seed, model | refused; differences are named |
+    | another program | the same, unless `allow_changed` says otherwise |
+    | another run is under way in the directory | `CheckpointError` |
+    | there is no directory, and `run` is called again | refused |
     | one of several hosts is lost | the others say so, and end with a status other than 0 |
     | metrics cannot be written | a warning; the run goes on |
-    | a data source fails | `DataError`, which names the source and the example |
+    | a data source fails | `DataError`, which names the source |
 
     Args:
         step: what `dp.make_step` made.
@@ -63,6 +77,8 @@ class Trainer(Generic[Model]):
             to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
         keep: how many checkpoints stay.
+        allow_changed: parts of the run that may be others than those of the checkpoint: "loss",
+            "optimizer", "method", "policy", "l2_clip_norm", "rescale_to_unit_norm", "disclose".
         evaluate: `evaluate(model)` returns numbers by name. The model is as it is stored: cast it
             to compute as the policy says, and with sharding rules put data beside it by
             `step.place`.
@@ -70,6 +86,10 @@ class Trainer(Generic[Model]):
             step is always evaluated.
         callbacks: called after every step with an `Event`; one that returns True ends the run.
         progress: whether to show how far the run is.
+        extra: `extra(steps_done, model)` returns what the optimizer's update wants beside gradients
+            and parameters, by name, before every step: `{"value": v}` for
+            `optax.contrib.reduce_on_plateau`, say. **Public values alone**, and the same ones for
+            the same arguments, so that a run that is resumed repeats itself.
         device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default what
             the device says that it has. A run that is resumed on as many devices keeps to the size
             that it had.
@@ -88,10 +108,12 @@ class Trainer(Generic[Model]):
         directory: str | os.PathLike[str] | None = None,
         save_every: SupportsIndex = 100,
         keep: SupportsIndex = 3,
+        allow_changed: Iterable[str] = (),
         evaluate: Callable[[Model], Mapping[str, Any]] | None = None,
         evaluate_every: SupportsIndex | None = None,
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
+        extra: Callable[[int, Model], Mapping[str, Any]] | None = None,
         device_memory: SupportsIndex | None = None,
     ):
         every = max(1, step.plan.steps // 20) if evaluate_every is None else evaluate_every
@@ -100,11 +122,16 @@ class Trainer(Generic[Model]):
         self._step = step
         self._batches = Batches(data, step.sampler())
         self._evaluate = evaluate
+        self._extra = (lambda done, model: {}) if extra is None else extra
         self._callbacks = tuple(callbacks)
         self._progress = progress
         self._device_memory = device_memory
         self._directory = None if directory is None else Path(directory).absolute()
         self._keep = whole_number("keep", keep, least=2, most=2**53)
+        self._allow_changed = (
+            allow_changed if isinstance(allow_changed, str) else tuple(allow_changed)
+        )
+        self._taken = 0
 
     def run(self, model: Model, steps: SupportsIndex | None = None) -> TrainState[Model]:
         """Trains, from the start or from the last checkpoint.
@@ -118,33 +145,57 @@ class Trainer(Generic[Model]):
 
         Raises:
             ValueError: as `step.init`; `steps` exceeds the plan's; the checkpoint belongs to
-                another run.
-            CheckpointError: no checkpoint in the directory is whole.
+                another run; the plan has no steps left for another program; without a directory,
+                this trainer has taken steps before.
+            CheckpointError: no checkpoint in the directory is whole; another run is under way
+                there; nothing can be written there before the first step.
             DataError: a source fails.
             SystemExit: with status 0, after SIGTERM, or 1 if the state could not be saved then.
+            KeyboardInterrupt: after Ctrl-C.
         """
-        plan = self._step.plan
+        plan, directory = self._step.plan, self._directory
         stop = (
             plan.steps if steps is None else whole_number("steps", steps, least=0, most=plan.steps)
         )
-        is_kept = self._directory is not None
         with (
-            StopSignal(heard=is_kept and hears_sigterm()) as signal,
+            claimed(directory),
+            StopSignal(heard=directory is not None and hears_signals()) as signal,
             self._step.mesh(),
-            HostWatch(self._directory) as watch,
+            HostWatch(directory) as watch,
         ):
-            state = self._step.init(model)
-            if self._directory is None:
-                return self._loop(state, stop, None, signal, watch)
-            with closing(Checkpoints(self._directory, self._step, self._keep)) as checkpoints:
-                state = self._loop(checkpoints.restore(state), stop, checkpoints, signal, watch)
-                is_saved = checkpoints.wait()
+            if directory is None:
+                self._refuse_to_begin_again()
+                state = self._step.init(model)
+                return self._loop(self._step, state, stop, None, signal, watch)
+            with closing(
+                Checkpoints(
+                    directory,
+                    self._step,
+                    self._keep,
+                    identity=self._step.identity(
+                        model, *self._batches.example, extra=self._extra(0, model)
+                    ),
+                    allow_changed=self._allow_changed,
+                )
+            ) as checkpoints:
+                state = checkpoints.restore(model)
+                state = self._loop(checkpoints.step, state, stop, checkpoints, signal, watch)
+                is_saved = checkpoints.finish(int(state.step))
                 if signal.asked:  # after the last step
-                    raise SystemExit(0 if is_saved else 1)
+                    signal.leave(is_saved, checkpoints.told())
                 return state
+
+    def _refuse_to_begin_again(self) -> None:
+        if self._taken:
+            raise ValueError(
+                f"This trainer has no directory and has taken steps 1 to {self._taken}, which it "
+                "cannot go on from: to begin again would release them twice, with the same noise. "
+                "Give it a directory, and `run` goes on; or make a step with another seed."
+            )
 
     def _loop(
         self,
+        step: Step[Model],
         state: TrainState[Model],
         stop: int,
         checkpoints: Checkpoints | None,
@@ -153,34 +204,47 @@ class Trainer(Generic[Model]):
     ) -> TrainState[Model]:
         start, began = int(state.step), time.monotonic()
         listeners = self._listeners(start)
-        step = self._step
+        sampler = step.sampler(
+            state.model, *self._batches.example, extra=self._extra(start, state.model)
+        )
         with (
             ProgressBar(start, stop, self._progress) as bar,
-            closing(self._batches.from_step(start, stop)) as batches,
+            closing(self._batches.drawn_by(sampler).from_step(start, stop)) as batches,
         ):
             for done, batch in enumerate(batches, start + 1):
                 examples, mask = step.place(batch)
+                extra = self._extra(done - 1, state.model)
                 if done == start + 1:
                     known = None if checkpoints is None else checkpoints.microbatch_size
-                    step = fitted(step, state, examples, mask, self._device_memory, known)
+                    step = fitted(step, state, examples, mask, extra, self._device_memory, known)
                     if checkpoints is not None:
                         checkpoints.step = step
+                if checkpoints is not None and (done == start + 1 or self._is_saved_at(done - 1)):
+                    checkpoints.may_release(min(stop, self._next_save(done)))
                 # No more than one step is ever under way, so that memory stays flat.
                 jax.block_until_ready(state.step)
-                state = step(state, *examples, is_padding_example=mask)
+                self._taken = done
+                state = step(state, *examples, is_padding_example=mask, extra=extra)
                 watch.stepped(done)
                 event = self._event(state, done, stop, time.monotonic() - began)
                 bar.update(event)
                 ends = [listener(event) is True for listener in listeners]
-                is_asked = any_host_asked_to_stop(signal.asked, done)
+                is_asked = any_host_asked_to_stop(signal.asked is not None, done)
                 is_over = is_asked or any(ends) or done == stop
-                if checkpoints is not None and (is_over or done % self._save_every == 0):
+                if checkpoints is not None and (is_over or self._is_saved_at(done)):
                     is_saved = checkpoints.save(state, done)
                     if is_asked:
-                        raise SystemExit(0 if checkpoints.wait() and is_saved else 1)
+                        signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
                 if is_over:
                     break
         return state
+
+    def _is_saved_at(self, done: int) -> bool:
+        return done % self._save_every == 0
+
+    def _next_save(self, done: int) -> int:
+        """The step after which is saved, at or after another."""
+        return -(-done // self._save_every) * self._save_every
 
     def _listeners(self, start: int) -> list[Callback]:
         if self._directory is None:

@@ -12,12 +12,14 @@ of the run's directory:
 
     0  1  2 ...   a host's beat: a counter, its last step, and whether it is done
     lost          which host was lost first, and how
+    ended         host 0, which writes checkpoints, writes no more
 
 Each writes its own beat, reads that of the next host alone, and reads `lost`: the work of a host
 does not grow with their number. Time is measured by a warden's own clock: a host is lost whose beat
 has not changed for SILENCE seconds.
 """
 
+import json
 import os
 import select
 import signal
@@ -60,6 +62,8 @@ class Warden:
             self._wait_for_blame()
         if self._state != "runs":
             self._blame(self._host, "ended without a word" if self._state == "ended" else "failed")
+        self._stop_host()
+        self._wait_for_the_last_checkpoint()
         self._tell()
         self._end_host()
 
@@ -123,10 +127,12 @@ class Warden:
             lost = (self._folder / "lost").read_text()
         except OSError:
             lost = "A host was lost."
-        try:
-            latest = f"The last checkpoint is that of step {int(self._latest())}"
-        except (OSError, ValueError):
-            latest = "There is no checkpoint yet"
+        number = self._latest()
+        latest = (
+            "There is no checkpoint yet"
+            if number is None
+            else f"The last checkpoint is that of step {number}"
+        )
         sys.stderr.write(
             f"eqx_dp: {lost} Host {self._host} has taken {self._step} steps and stops, as hosts "
             f"can only go on together. {latest} in {self._directory}. Start the program again on "
@@ -134,16 +140,50 @@ class Warden:
         )
         sys.stderr.flush()
 
-    def _latest(self) -> str:
-        return os.readlink(self._directory / "latest")
+    def _latest(self) -> int | None:
+        """The checkpoint that a resume will use: the newest that counts and has all its files.
 
-    def _end_host(self) -> None:
-        """Ends a host that hangs; one that is well enough to end says so."""
+        (A resume compares digests as well, for which there is no time here.)
+        """
+        try:
+            counts = int(os.readlink(self._directory / "latest"))
+        except (OSError, ValueError):
+            return None
+        numbers = [int(x.name) for x in self._directory.iterdir() if x.name.isdecimal()]
+        whole = (n for n in numbers if n <= counts and _has_its_files(self._directory / f"{n:08d}"))
+        return max(whole, default=None)
+
+    def _stop_host(self) -> None:
+        """Stops a host that hangs; one that is well enough to end says so, and ends by itself."""
         end = time.monotonic() + _GRACE
         while self._state == "runs" and time.monotonic() < end:
             self._listen()
-        if self._state == "runs" and os.getppid() == self._parent:
+            self._beat()
+        if self._hangs():
+            os.kill(self._parent, signal.SIGSTOP)
+
+    def _wait_for_the_last_checkpoint(self) -> None:
+        """Until host 0 can write none, so that the one that is named is the one that is used."""
+        if self._host == 0:
+            (self._folder / "ended").touch()
+        end = time.monotonic() + _GRACE + 4 * _PERIOD
+        while not (self._folder / "ended").exists() and time.monotonic() < end:
+            time.sleep(_PERIOD / 5)
+
+    def _end_host(self) -> None:
+        if self._hangs():
             os.kill(self._parent, signal.SIGKILL)
+
+    def _hangs(self) -> bool:
+        return self._state == "runs" and os.getppid() == self._parent
+
+
+def _has_its_files(checkpoint: Path) -> bool:
+    try:
+        listed = json.loads((checkpoint / "files.json").read_bytes())
+        return bool(listed) and all((checkpoint / name).is_file() for name in listed)
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def main() -> None:

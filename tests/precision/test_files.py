@@ -290,7 +290,10 @@ REFUSED = {
         DTYPES + SCALE.replace("2", "inf"),
         "loss_scale.value: found inf; .*a power of two",
     ),
-    "huge": (DTYPES + SCALE.replace("2", "1" + "0" * 400), "loss_scale.value: found a value of type int; .*power"),
+    "huge": (
+        DTYPES + SCALE.replace("2", "1" + "0" * 400),
+        "loss_scale.value: found a value of type int; .*power",
+    ),
     "out of range": (DTYPES + SCALE.replace("2", str(2**128)), "loss_scale.value: .*out of range"),
     "none and value": (
         DTYPES + SCALE.replace("static", "none"),

@@ -142,6 +142,19 @@ def with_a_failing_source(directory, channel, at):
         return str(error)
 
 
+def interrupted(directory, channel):
+    """Ended by Ctrl-C; returns what the error says."""
+    try:
+        train(directory, channel, save_every=1000, callback=lambda event: time.sleep(0.05))
+    except KeyboardInterrupt as error:
+        return str(error)
+
+
+def interrupted_twice(directory, channel):
+    """The second Ctrl-C comes while the step that the first one waits for is not over."""
+    train(directory, channel, save_every=2, callback=lambda event: time.sleep(event.step // 5 * 60))
+
+
 def for_ten_thousand_steps(directory, channel):
     """Resident memory, in MiB, as it goes: with checkpoints, metrics and evaluation."""
     seen, libc = {}, ctypes.CDLL(None)

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import traceback
 from typing import NamedTuple
 
 import jax
@@ -157,22 +158,37 @@ def test_a_run_overlaps_reading_with_its_steps(tmp_path):
     assert release.is_set()
 
 
+RAISED, LENGTH = "raised", "gave an array without one entry for each example in front"
+SHAPE, NUMBER = (
+    "gave examples of another shape or dtype",
+    "gave an array of a dtype that is no number",
+)
+
+
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "kind", "said"),
     [
-        (lambda x, i: 1 / 0, "raised ZeroDivisionError"),
-        (lambda x, i: x[:, :3], "of shape (3,) and dtype float32, and of shape (4,)"),
-        (lambda x, i: x.astype(np.float64), "dtype float64, and of shape (4,) and dtype float32"),
-        (lambda x, i: x[:0], "gave an array of shape (0, 4) for 1 examples"),
-        (lambda x, i: x.astype(str), "which is no number"),
-        (lambda x, i: x.astype(object), "dtype object, which is no number"),
-        (lambda x, i: [list(range(n)) for n in range(len(i) + 1)], "raised ValueError"),
-        (lambda x, i: {"x": x}, "gave PyTreeDef({'x': *}), and PyTreeDef(*) before"),
-        (lambda x, i: (), "gave no arrays"),
-        (lambda x, i: 1.0, "gave an array of shape () for 1 examples"),
+        (lambda x, i: 1 / 0, f"{RAISED} ZeroDivisionError", "raised ZeroDivisionError"),
+        (lambda x, i: x[:, :3], SHAPE, "of shape (3,) and dtype float32, and of shape (4,)"),
+        (lambda x, i: x.astype(np.float64), SHAPE, "dtype float64, and of shape (4,) and dtype"),
+        (lambda x, i: x[:0], LENGTH, "gave an array of shape (0, 4) for 1 examples"),
+        (lambda x, i: x.astype(str), NUMBER, "which is no number"),
+        (lambda x, i: x.astype(object), NUMBER, "dtype object, which is no number"),
+        (
+            lambda x, i: [list(range(n)) for n in range(len(i) + 1)],
+            f"{RAISED} ValueError",
+            "raised ValueError",
+        ),
+        (
+            lambda x, i: {"x": x},
+            "gave another tree of arrays",
+            "gave PyTreeDef({'x': *}), and PyTreeDef(*) before",
+        ),
+        (lambda x, i: (), "gave no arrays", "gave no arrays"),
+        (lambda x, i: 1.0, LENGTH, "gave an array of shape () for 1 examples"),
     ],
 )
-def test_an_example_at_fault_is_named(bad, said):
+def test_a_fault_is_told_without_the_example(bad, kind, said):
     indices, mask = sampler().batch(1)
     culprit = int(indices[~mask][3])
     good = Source(lambda i: XS[i])
@@ -180,19 +196,50 @@ def test_an_example_at_fault_is_named(bad, said):
     batches = Batches((good, source), sampler())
     with pytest.raises(dp.DataError) as caught:
         batches.of(1)
-    assert f"data[1]: index {culprit}: the source" in str(caught.value)
-    assert said in str(caught.value)
+    assert f"data[1], a Source: the source {kind}" in str(caught.value)
+    assert not re.search(r"\d", str(caught.value).replace("data[1]", ""))
+    details = caught.value.private_details()
+    assert details.startswith(f"data[1]: index {culprit}: the source ")
+    assert said in details
 
 
-def test_a_fault_of_a_batch_as_a_whole_does_not_tell_the_sample():
+def test_what_a_source_says_is_not_shown_unasked():
+    """Neither in the message nor in what Python prints of it; the one who asks is told."""
+    culprit = int(sampler().batch(1)[0][~sampler().batch(1)[1]][3])
+
+    def read(indices):
+        if culprit in indices:
+            try:
+                raise KeyError("born 1970")
+            except KeyError:
+                raise ValueError("name=Alice") from None
+        return XS[indices]
+
+    (reading,) = [Batches(Source(read), sampler()).from_step(1, 2)]
+    with pytest.raises(dp.DataError) as caught:
+        next(reading)
+    error = caught.value
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    told = "".join(traceback.format_exception(error)) + repr(error) + "".join(map(str, error.args))
+    for private in ("Alice", "1970", f"index {culprit}"):
+        assert private not in told
+    assert "ValueError" in str(error)
+    assert "name=Alice" in error.private_details()
+    assert f"index {culprit}" in error.private_details()
+
+
+def test_a_fault_of_a_batch_as_a_whole_does_not_tell_how_many_there_are():
     source = Source(lambda i: XS[i] if len(i) == 1 else XS[i][:-1])
-    _, mask = sampler().batch(0)
-    with pytest.raises(dp.DataError, match=f"{np.sum(~mask)} indices together"):
+    count = np.sum(~sampler().batch(0)[1])
+    with pytest.raises(dp.DataError) as caught:
         Batches(source, sampler()).of(0)
+    assert str(count) not in str(caught.value)
+    assert f"{count} indices together" in caught.value.private_details()
 
 
 def test_the_first_example_is_looked_at():
-    with pytest.raises(dp.DataError, match="index 0: the source raised KeyError"):
+    with pytest.raises(dp.DataError, match="data, a Source: the source raised KeyError"):
         Batches(Source(lambda i: {}["x"]), sampler())
 
 

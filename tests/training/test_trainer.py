@@ -7,12 +7,14 @@ import re
 import signal
 
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 
 import eqx_dp as dp
 from eqx_dp.training.checkpoint import Checkpoints
 from tests.training import runs
-from tests.training.runs import assert_agrees, assert_same, make, small_model
+from tests.training.runs import XS, YS, assert_agrees, assert_same, make, small_model
 
 STEP = make()  # compiled once for this file
 PLAN = STEP.plan
@@ -47,8 +49,9 @@ def test_asked_to_stop_during_the_last_save(tmp_path, monkeypatch, fails):
     commit, before = Checkpoints._commit, signal.getsignal(signal.SIGTERM)
 
     def asked(self, partial, number, record):
-        os.kill(os.getpid(), signal.SIGTERM)
-        if fails:
+        if number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if number and fails:
             raise OSError("the disk is full")
         commit(self, partial, number, record)
 
@@ -59,6 +62,24 @@ def test_asked_to_stop_during_the_last_save(tmp_path, monkeypatch, fails):
     assert caught.value.code == int(fails)
     assert assert_agrees(tmp_path, PLAN) == (0 if fails else 10)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_optimizer_gets_the_public_values_that_it_wants(tmp_path):
+    """At every step, also of a run that is resumed: the rate falls when the value stays."""
+    asked = []
+
+    def extra(done, model):
+        asked.append(done)
+        return {"value": 1.0}
+
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    step = make(optimizer=optax.chain(optax.sgd(0.1), plateau))
+    whole = runs.trainer(None, step, extra=extra).run(small_model())
+    for steps in (4, 10):
+        state = runs.trainer(tmp_path, step, extra=extra).run(small_model(), steps=steps)
+    assert_same(state, whole)
+    assert set(range(10)) == set(asked)
+    assert float(whole.opt_state[1][1].scale) < 1
 
 
 def test_progress_shows_what_is_public(capsys):
@@ -82,7 +103,8 @@ def test_progress_shows_what_is_public(capsys):
 def test_what_is_disclosed_is_written_each_step(tmp_path):
     runs.trainer(tmp_path, make(disclose=("num_examples",))).run(small_model(), steps=3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    drawn = [int((~STEP.sampler().batch(t)[1]).sum()) for t in range(3)]
+    sampler = make(disclose=("num_examples",)).sampler(small_model(), XS, YS)
+    drawn = [int((~sampler.batch(t)[1]).sum()) for t in range(3)]
     assert [line["num_examples"] for line in lines] == drawn
     statement = json.loads((tmp_path / "privacy.json").read_text())
     assert any("num_examples of each batch" in text for text in statement["does_not_cover"])
@@ -93,8 +115,8 @@ def test_what_is_disclosed_is_written_each_step(tmp_path):
     [
         (0.5, "evaluate must return a mapping of names to numbers"),
         ({"epsilon": 1.0}, "other than step, seconds, epsilon; found 'epsilon'"),
-        ({1: 1.0}, "found 1"),
-        ({"accuracy": "good"}, "found 'good' for 'accuracy'"),
+        ({1: 1.0}, "found a int"),
+        ({"accuracy": "good"}, "found a str for 'accuracy'"),
     ],
 )
 def test_what_an_evaluation_may_not_return(found, said):
