@@ -171,6 +171,19 @@ def _callback(equation: jex_core.JaxprEqn, operand: int, dim: int) -> None:
     """A function on the host that is handed all examples at once may mix them."""
 
 
+def _kernel(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
+    """A Pallas kernel that vmap has given a step of its grid for each example.
+
+    That step reads the example's row of the operand and writes its rows of the results.
+    """
+    grid = equation.params["grid_mapping"]
+    if dim != 0 or 0 not in grid.vmapped_dims or len(equation.invars) != grid.num_inputs:
+        return None
+    blocks = [grid.block_mappings[operand], *grid.block_mappings[grid.num_inputs :]]
+    rows = [block.index_map_jaxpr.jaxpr for block in blocks]
+    return 0 if all(row.outvars[0] is row.invars[0] for row in rows) else None
+
+
 def _virtual(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     """Equinox's primitive for a mapped primitive: which axes it maps is what it is told."""
     return 0 if equation.params["__batch_axes"][operand] == dim else None
@@ -235,6 +248,7 @@ RULES: dict[str, Rule] = {
     "fft": _fft,
     "gather": _gather,
     "pad": _pad,
+    "pallas_call": _kernel,
     "ragged_dot_general": _ragged_product,
     "reduce": _without("dimensions"),
     "reduce_scatter": _but("scatter_dimension"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.experimental import pallas
 
 from eqx_dp.isolation import run_apart
 
@@ -45,6 +46,14 @@ def scanned(x):
         return jnp.tanh(carry + row), carry * row
 
     return lax.scan(body, jnp.zeros(4), x)
+
+
+def kernel(x, weights):
+    def multiply(x, weights, result):
+        result[...] = x[...] * weights[...] + x[...].sum()
+
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(multiply, out_shape=struct, interpret=True)(x, weights)
 
 
 def until_small(x):
@@ -130,6 +139,7 @@ APART = {
     "collective of its own": mapped(
         lambda x: jax.vmap(lambda row: row - lax.pmean(row, "rows"), axis_name="rows")(x)
     ),
+    "kernel": mapped(lambda x: kernel(x, jnp.arange(4.0))),
     "second axis, moved to the front": lambda x: jnp.moveaxis(jnp.moveaxis(x, 0, 1) * 2, 1, 0),
 }
 
@@ -163,6 +173,9 @@ MEET = {
     "pure_callback": lambda x: jax.pure_callback(
         lambda a: np.asarray(a)[::-1], jax.ShapeDtypeStruct(x.shape, x.dtype), x,
         vmap_method="broadcast_all"),
+    "kernel of a batch": lambda x: kernel(x, jnp.arange(4.0)),
+    "kernel, mapped along another axis": lambda x: jax.vmap(kernel, (1, None), 1)(
+        x, jnp.arange(4.0)),
     "add": lambda x: x[:, 0] + x[:, 0].T,
 }  # fmt: skip
 
