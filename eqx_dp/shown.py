@@ -18,6 +18,7 @@ def shown(value: Any) -> str:
     value                                       shown as
     ==========================================  ===================================
     a number, text, None, dtype, spec           itself, up to 80 characters
+    a whole number beyond 2^64                  that it is one: it may be a secret
     a tuple or list                             what is in it, up to 80 characters
     an array                                    dtype and shape
     anything else, or longer                    its type
@@ -26,6 +27,8 @@ def shown(value: Any) -> str:
     if eqx.is_array(value) or isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
     text = ""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return "a whole number beyond 2^64"
     if value is None or isinstance(value, _SHORT):
         text = repr(value)
     elif type(value) in (tuple, list):

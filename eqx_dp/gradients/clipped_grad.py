@@ -168,7 +168,6 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             prepared: by [`prepare`][] of the same function.
         """
         per_example, sums = run(prepared, self._configuration)
-        per_example, sums = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
 

@@ -16,9 +16,9 @@ def whole_number(name: str, value: object, *, least: int, most: int) -> int:
         raise ValueError(f"{name} must be a whole number; found {shown(value)} ({_kind(value)}).")
     whole = int(value)
     if whole < least:
-        raise ValueError(f"{name} must be at least {least}; found {whole}.")
+        raise ValueError(f"{name} must be at least {least}; found {shown(whole)}.")
     if whole > most:
-        raise ValueError(f"{name} must be at most {most}; found {whole}.")
+        raise ValueError(f"{name} must be at most {most}; found {shown(whole)}.")
     return whole
 
 
@@ -41,7 +41,7 @@ def sampling_probability(value: object) -> float:
     if not 0 < probability <= 1:
         raise ValueError(
             "sampling_prob must be greater than 0 and at most 1 (it is the probability with which "
-            f"each example is drawn in a step); found {probability}."
+            f"each example is drawn in a step); found {_size(probability)}."
         )
     return probability
 
@@ -63,6 +63,10 @@ def checked_delta(value: object) -> float:
             f"mean anything); found {delta}."
         )
     return delta
+
+
+def _size(value: float) -> str:
+    return str(value) if abs(value) <= 2**32 else "a number beyond 2^32"
 
 
 def _kind(value: object) -> str:

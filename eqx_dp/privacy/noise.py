@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..precision import Policy, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules
+from ..shown import shown
 from .arguments import real_number
 from .keys import Secret, checked_secret, fold_text, key_from_secret, public_bytes
 
@@ -29,8 +30,8 @@ class GaussianPrivatizerState(NamedTuple):
     step: Int[Array, ""]
 
     def __repr__(self) -> str:
-        # JAX shows what a key is made of.
-        return f"{type(self).__name__}(key=<secret>, step={self.step})"
+        # JAX shows what a key is made of; the step may have been used up.
+        return f"{type(self).__name__}(key=<secret>, step={shown(self.step)})"
 
 
 def gaussian_privatizer(
@@ -230,7 +231,7 @@ def _static_stddev(stddev: SupportsFloat) -> float:
     if isinstance(stddev, jax.Array):
         raise ValueError(
             "stddev must be a Python or numpy number, known before the step is compiled; found the "
-            f"JAX array {stddev}. Pass float(stddev), outside of jit."
+            f"JAX array of shape {stddev.shape}. Pass float(stddev), outside of jit."
         )
     value = real_number(
         "stddev",

@@ -34,7 +34,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,6 +107,7 @@ class Checkpoints:
         self._ledger, self._shelf = Ledger(self.directory), Shelf(self.directory)
         self._released = 0
         self._programs: list[dict[str, Any]] = []
+        self._settle: Callable[[], None] = lambda: None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._orbax = extra("orbax.checkpoint")
@@ -146,6 +147,7 @@ class Checkpoints:
         }
         restored = with_arrays(state, self._arrays_of(start.number, targets))
         self._check_frozen(start.number, state, restored)
+        from_first_host(self._settle)
         lost = start.after - start.number
         return eqx.tree_at(lambda s: s.step, restored, restored.step + lost) if lost else restored
 
@@ -197,7 +199,7 @@ class Checkpoints:
             return begun(self._ledger, describe(secrets.token_bytes(16)))
         number, damaged = self._shelf.newest_whole(numbers)
         saved = record_in(self._shelf.path(number) / RUN)
-        start = resumed(self._ledger, describe, number, saved, self._allowed)
+        start, self._settle = resumed(self._ledger, describe, number, saved, self._allowed)
         self._released = self._ledger.bound(of=saved)
         self._shelf.point_to(number)
         self._shelf.set_aside(damaged)

@@ -39,6 +39,9 @@ class DataError(Exception):
         super().__init__(message)
         self._details = details
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args  # the details stay in the process
+
     def private_details(self) -> str:
         """Which example is at fault, and what the source says of it: **private**, do not log it.
 

@@ -70,7 +70,10 @@ def read_json(file: Path) -> dict[str, Any]:
         ValueError: it is none.
         OSError: it cannot be read.
     """
-    found = json.loads(file.read_bytes())
+    try:
+        found = json.loads(file.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{file.name} is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file.name} holds no JSON object")
     return cast("dict[str, Any]", found)

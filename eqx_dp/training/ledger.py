@@ -52,10 +52,10 @@ class Ledger:
         """
         beside = self.directory / f"{_RUN}.partial"
         try:
-            write_json(beside, dict(record))
-            beside.replace(self.directory / _RUN)
             if not self._bounds():
                 (self.directory / _named(0)).touch()
+            write_json(beside, dict(record))
+            beside.replace(self.directory / _RUN)
             sync(self.directory)
         except OSError as error:
             raise CheckpointError(
@@ -80,8 +80,9 @@ class Ledger:
         Raises:
             CheckpointError: there are checkpoints without a record, or steps without checkpoints.
         """
-        released = max(self._bounds(), default=0)
-        if numbers and not (self.directory / _RUN).exists():
+        is_recorded = (self.directory / _RUN).exists()
+        released = max(self._bounds(), default=int(is_recorded))
+        if numbers and not is_recorded:
             raise CheckpointError(
                 f"{self.directory} holds checkpoints (steps {', '.join(map(str, numbers))}) and no "
                 f"{_RUN} beside them: an earlier release of eqx_dp made them, or it was removed. "
@@ -90,9 +91,9 @@ class Ledger:
             )
         if released and not numbers:
             raise CheckpointError(
-                f"{self.directory} holds no checkpoint, and the run in it may have released "
-                f"{released} steps. Restore one from a backup; or start another run, in another "
-                "directory and with another seed."
+                f"{self.directory} holds no checkpoint, and the run in it may have released steps, "
+                f"as {_named(released) if self._bounds() else _RUN} says. Restore one from a "
+                "backup; or start another run, in another directory and with another seed."
             )
 
     def set_bound(self, number: int) -> None:

@@ -13,7 +13,7 @@ from ..privacy import PrivacyPlan, Secret
 from ..sharding import ShardingRules
 from .disclosure import checked_names
 from .seeds import key_of
-from .step import MicrobatchSize, Step
+from .step import MicrobatchSize, Step, Unrecorded
 
 Model = TypeVar("Model")
 
@@ -143,6 +143,7 @@ padding | the same but for padding |
             size,
             filter_spec,
             run,
+            unrecorded,
             loss,
             _noise(plan, grad_fn, key_of(sampler.seed, "noise", run)),
             optimizer,
@@ -151,7 +152,7 @@ padding | the same but for padding |
             made,
         )
 
-    names = checked_names(disclose)
+    names, unrecorded = checked_names(disclose), Unrecorded()
     return made(microbatch_size, run="")
 
 

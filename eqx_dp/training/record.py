@@ -78,6 +78,17 @@ def record_of(
     }
 
 
+_OF_PROGRAM = {"starts_after", "begins_from", "digest", "disclose", "is_unsafe"}
+_PARTS = {
+    "plan": dict,
+    "seed": dict,
+    "identity": dict,
+    "arrays": dict,
+    "programs": list,
+    "made_by": dict,
+}
+
+
 def problem_of_record(record: Mapping[str, Any]) -> str | None:
     """Why something read from a file is no record that this release knows; None if it is one."""
     if record.get("format") != _FORMAT:
@@ -87,8 +98,18 @@ def problem_of_record(record: Mapping[str, Any]) -> str | None:
             f"it is of version {record.get('version')}, and this release of eqx_dp reads version "
             f"{_VERSION}"
         )
-    missing = {"seed", "identity", "arrays", "programs", "made_by"} - record.keys()
-    return f"it lacks {min(missing)!r}" if missing else None
+    for name, kind in _PARTS.items():
+        if not isinstance(record.get(name), kind):
+            return f"its {name!r} is missing, or no {kind.__name__}"
+    try:
+        salt_of(record)
+        microbatch_of(record)
+        missing = [_OF_PROGRAM - program.keys() for program in record["programs"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"it is damaged: {type(error).__name__} ({error})"
+    if not record["programs"] or any(missing):
+        return "its 'programs' are not all there"
+    return None
 
 
 def program_of(record: Mapping[str, Any], starts_after: int, begins_from: int) -> dict[str, Any]:

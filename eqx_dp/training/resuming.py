@@ -51,8 +51,8 @@ def resumed(
     number: int,
     saved: Mapping[str, Any],
     allowed: Iterable[str],
-) -> Start:
-    """How a run goes on from a checkpoint; another program is recorded before its first step.
+) -> tuple[Start, Callable[[], None]]:
+    """How a run goes on from a checkpoint, and how to record that, before its first step.
 
     | this program, beside the newest of the run | the checkpoint | what happens |
     |---|---|---|
@@ -70,6 +70,10 @@ def resumed(
         saved: its record.
         allowed: the parts of a run that may have changed.
 
+    Returns:
+        From where it goes on; and what writes that down, and says it, where the program is another:
+        to be called once nothing else can refuse the run.
+
     Raises:
         ValueError: the checkpoint belongs to another run; the plan has no steps left.
     """
@@ -79,16 +83,20 @@ def resumed(
     if refused := forbidden(found, allowed):
         raise ValueError(_refusal(ledger, number, [x.line for x in refused], record, current))
     programs: list[dict[str, Any]] = record["programs"]
-    after = goes_on_after(programs, saved, number)
-    if found or after is None:
-        after = max(number, ledger.bound(of=current))
+    goes_on = None if found else goes_on_after(programs, saved, number)
+    after = max(number, ledger.bound(of=current)) if goes_on is None else goes_on
+    if goes_on is None:
         _check_steps_left(ledger, after, current["plan"]["steps"])
         programs = [*programs, program_of(current, after, number)]
-        ledger.write(current | {"programs": programs})
-        _warn(ledger, number, after, [x.line for x in found])
+
+    def settle() -> None:
+        if goes_on is None:
+            ledger.write(current | {"programs": programs})
+            _warn(ledger, number, after, [x.line for x in found])
+
     changed = {x.part for x in differences({**saved, "identity": {}}, {**current, "identity": {}})}
     restored = [name for name in current["arrays"] if part_of_array(name) not in changed]
-    return Start(number, after, programs, restored, microbatch_of(saved))
+    return Start(number, after, programs, restored, microbatch_of(saved)), settle
 
 
 def _refusal(

@@ -46,6 +46,13 @@ class _Arguments(NamedTuple):
     specs: tuple[PartitionSpec | None, ...]
 
 
+@dataclasses.dataclass
+class Unrecorded:
+    """How many steps were taken that no directory tells of; all forms of a step share it."""
+
+    steps: int = 0
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Step(Generic[Model]):
     """A compiled step of private training, made by [`make_step`][].
@@ -69,6 +76,7 @@ class Step(Generic[Model]):
             `with_microbatch_size` says.
         filter_spec: what is trained.
         run: the text that `for_run` was given; empty without.
+        unrecorded: what trainers without a directory took of its steps.
     """
 
     plan: PrivacyPlan
@@ -81,6 +89,7 @@ class Step(Generic[Model]):
     microbatch_size: MicrobatchSize
     filter_spec: FilterSpec
     run: str
+    unrecorded: "Unrecorded"
     _loss: Callable[..., Any]
     _noise: optax.GradientTransformation
     _update: optax.GradientTransformation
@@ -280,6 +289,13 @@ numbers that it was made with |
         extra: Mapping[str, Any] | None,
         state: Any,
     ) -> "_Arguments":
+        if mask is None:
+            raise ValueError(
+                "is_padding_example is None. A sampled batch has padding, whose index is -1: without "
+                "the mask the last example would count once a padding slot. Hand on the mask that "
+                "sampler.take or sampler.batch gives; for a batch without padding, "
+                "np.zeros(length, bool)."
+            )
         if self.microbatch_size == "auto":
             raise ValueError(
                 'microbatch_size is "auto", which a Trainer settles before its first step; '

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 import jax
+import numpy as np
 
 from ..privacy import whole_number
 from .checkpoint import Checkpoints
@@ -131,7 +132,6 @@ class Trainer(Generic[Model]):
         self._allow_changed = (
             allow_changed if isinstance(allow_changed, str) else tuple(allow_changed)
         )
-        self._taken = 0
 
     def run(self, model: Model, steps: SupportsIndex | None = None) -> TrainState[Model]:
         """Trains, from the start or from the last checkpoint.
@@ -146,7 +146,7 @@ class Trainer(Generic[Model]):
         Raises:
             ValueError: as `step.init`; `steps` exceeds the plan's; the checkpoint belongs to
                 another run; the plan has no steps left for another program; without a directory,
-                this trainer has taken steps before.
+                this trainer's step has been trained with before.
             CheckpointError: no checkpoint in the directory is whole; another run is under way
                 there; nothing can be written there before the first step.
             DataError: a source fails.
@@ -167,6 +167,7 @@ class Trainer(Generic[Model]):
                 self._refuse_to_begin_again()
                 state = self._step.init(model)
                 return self._loop(self._step, state, stop, None, signal, watch)
+            self._trace(model)
             with closing(
                 Checkpoints(
                     directory,
@@ -186,12 +187,26 @@ class Trainer(Generic[Model]):
                 return state
 
     def _refuse_to_begin_again(self) -> None:
-        if self._taken:
+        taken = self._step.unrecorded.steps
+        if taken:
             raise ValueError(
-                f"This trainer has no directory and has taken steps 1 to {self._taken}, which it "
-                "cannot go on from: to begin again would release them twice, with the same noise. "
-                "Give it a directory, and `run` goes on; or make a step with another seed."
+                f"This trainer has no directory, and its step has taken steps 1 to {taken}, which "
+                "nothing can go on from: to begin again would release them twice, with the same "
+                "noise. Give the trainer a directory, and `run` goes on; or make a step with "
+                "another seed."
             )
+
+    def _trace(self, model: Model) -> None:
+        """Traces a step: a loss that is refused has no record, and no steps that count."""
+        size = self._step.microbatch_size
+        step = self._step.with_microbatch_size(None) if size == "auto" else self._step
+        slots = step.sampler().capacity
+        batch = jax.tree.map(
+            lambda one: np.zeros((slots, *one.shape[1:]), one.dtype), self._batches.example
+        )
+        examples, mask = step.place((batch, np.zeros(slots, bool)))
+        extra = self._extra(0, model)
+        step.lower(step.init(model), *examples, is_padding_example=mask, extra=extra)
 
     def _loop(
         self,
@@ -223,7 +238,8 @@ class Trainer(Generic[Model]):
                     checkpoints.may_release(min(stop, self._next_save(done)))
                 # No more than one step is ever under way, so that memory stays flat.
                 jax.block_until_ready(state.step)
-                self._taken = done
+                if checkpoints is None:
+                    self._step.unrecorded.steps = done
                 state = step(state, *examples, is_padding_example=mask, extra=extra)
                 watch.stepped(done)
                 event = self._event(state, done, stop, time.monotonic() - began)

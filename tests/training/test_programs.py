@@ -78,7 +78,9 @@ def assert_all_differ(*noises):
 def test_a_second_run_without_a_directory_is_refused():
     trainer = runs.trainer(None, STEPS["A"])
     trainer.run(small_model(), steps=4)
-    with pytest.raises(ValueError, match=r"no directory and has taken steps 1 to 4.*Give it a dir"):
+    with pytest.raises(
+        ValueError, match=r"no directory, and its step has taken steps 1 to 4.*Give it a dir"
+    ):
         trainer.run(small_model())
 
 
