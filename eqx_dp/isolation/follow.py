@@ -11,7 +11,6 @@ from ..scans import scan_arity
 from .lines import line_of
 from .places import (
     SHARED,
-    SINGLE,
     Apart,
     Mixed,
     Place,
@@ -96,11 +95,13 @@ class Follow:
             return [mixed] * count
         if self._is_over_devices(equation):
             return [Mixed(equation)] * count
-        if name in REDUCTIONS and self._trusts and is_steering(equation):
-            return [SHARED] * count
+        if name in REDUCTIONS:
+            is_trusted = self._trusts and is_steering(equation)
+            return [SHARED if is_trusted else Mixed(equation)] * count
+        if _sees_a_batch(equation):
+            return [Mixed(equation)] * count
         if any(isinstance(place, Single) for place in inputs):
-            is_alone = not any(isinstance(place, Apart) for place in inputs)
-            return [SINGLE if is_alone else Mixed(equation)] * count
+            return [joined(inputs, equation)] * count
         return [self._result(equation, inputs, variable) for variable in equation.outvars]
 
     def _is_over_devices(self, equation: jex_core.JaxprEqn) -> bool:
@@ -112,14 +113,16 @@ class Follow:
         for operand, place in enumerate(inputs):
             if not isinstance(place, Apart):
                 continue
-            after = self._moved(equation, operand, place)
-            before = shape_of(equation.invars[operand])
-            if after is None or not self._is_whole(before, place, shape_of(variable), after):
+            after = self._moved(equation, operand, place, shape_of(variable))
+            if after is None:
                 return Mixed(equation)
             found.append(after)
         return joined(found, equation)
 
-    def _moved(self, equation: jex_core.JaxprEqn, operand: int, place: Apart) -> Apart | None:
+    def _moved(
+        self, equation: jex_core.JaxprEqn, operand: int, place: Apart, after: tuple[int, ...]
+    ) -> Apart | None:
+        """Where examples are in a result, from where they are in one operand."""
         name = equation.primitive.name
         if name == "reshape":
             return self._reshaped(equation, place)
@@ -127,7 +130,9 @@ class Follow:
             return convolved(equation, operand, place, self._num_examples)
         rule = RULES.get(name)
         dim = None if rule is None else rule(equation, operand, place.dim)
-        return None if dim is None else replace(place, dim=dim)
+        was = shape_of(equation.invars[operand])[place.dim]
+        # A dimension of another length was cut, or repeated.
+        return None if dim is None or after[dim] != was else replace(place, dim=dim)
 
     def _reshaped(self, equation: jex_core.JaxprEqn, place: Apart) -> Apart | None:
         before, order = shape_of(equation.invars[0]), equation.params["dimensions"]
@@ -135,15 +140,6 @@ class Follow:
             before = tuple(before[axis] for axis in order)
             place = replace(place, dim=order.index(place.dim))
         return reshaped(place, before, shape_of(equation.outvars[0]), self._num_examples)
-
-    def _is_whole(
-        self, before: tuple[int, ...], place: Apart, after: tuple[int, ...], moved: Apart
-    ) -> bool:
-        """Whether the dimension is as long as it was, or holds as many whole examples."""
-        size, was = after[moved.dim], before[place.dim]
-        return size == was or (
-            moved.inner != place.inner and size % (moved.inner * self._num_examples) == 0
-        )
 
     def within(self, axes: frozenset[Any]) -> "Follow":
         """The same, inside of what binds axes."""
@@ -162,6 +158,18 @@ def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
     axes = equation.params.get("axes", equation.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     return frozenset(axis for axis in axes if not isinstance(axis, Integral))
+
+
+def _sees_a_batch(equation: jex_core.JaxprEqn) -> bool:
+    """Whether it acts on all examples that vmap hands it, those of a vmap around all of this too.
+
+    A function with a batching rule that is left has not been mapped yet; what its rule does will
+    not be seen here. A host function is handed whole batches unless it says otherwise.
+    """
+    if equation.primitive.name == "custom_vmap_call":
+        return True
+    method = equation.params.get("vmap_method")
+    return method is not None and not method.startswith("sequential")
 
 
 # Asking for one's own position exchanges nothing; neither does saying along what a value varies.
@@ -193,7 +201,7 @@ def _jit(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> li
     if mixed is not None and not mixed.is_wanted:
         return [mixed] * len(equation.outvars)
     if any(isinstance(place, Single) for place in inputs):
-        return [SINGLE] * len(equation.outvars)
+        return [joined(inputs, equation)] * len(equation.outvars)
     return [Apart(0), *[Mixed(equation, is_wanted=True)] * (len(equation.outvars) - 1)]
 
 
@@ -219,19 +227,14 @@ def _scan(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> l
     def step(carry: list[Place]) -> list[Place]:
         return follow.program(body, [*consts, *carry, *slices])
 
-    is_over_examples = any(
-        isinstance(place, Single) and not isinstance(whole, Single)
-        for place, whole in zip(slices, inputs[num_consts + num_carry :], strict=True)
-    )
+    at_hand = Single(equation)
 
     def carried(places: list[Place]) -> list[Place]:
-        if not is_over_examples:
-            return places
-        return [Mixed(equation) if isinstance(p, Single) else p for p in places]
+        return [Mixed(equation) if place == at_hand else place for place in places]
 
     carry = _settled(start, lambda carry: carried(step(carry)[:num_carry]), equation)
     results = step(carry)[num_carry:]
-    stacked = [_stacked(place, is_over_examples) for place in results]
+    stacked = [Apart(0) if place == at_hand else _stacked(place) for place in results]
     return [*carry, *stacked]
 
 
@@ -242,14 +245,12 @@ def _slice(place: Place, equation: jex_core.JaxprEqn) -> Place:
     if place.dim > 0:
         return replace(place, dim=place.dim - 1)
     is_one_by_one = place.inner == 1 and equation.params["length"] > 1
-    return SINGLE if is_one_by_one else Mixed(equation)
+    return Single(equation) if is_one_by_one else Mixed(equation)
 
 
-def _stacked(place: Place, is_over_examples: bool) -> Place:
+def _stacked(place: Place) -> Place:
     """The results of all steps, side by side."""
-    if isinstance(place, Apart):
-        return replace(place, dim=place.dim + 1)
-    return Apart(0) if isinstance(place, Single) and is_over_examples else place
+    return replace(place, dim=place.dim + 1) if isinstance(place, Apart) else place
 
 
 def _while(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
@@ -322,7 +323,6 @@ _INSIDE: dict[str, _Inside] = {
     "remat2": _call("jaxpr"),
     "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"),
-    "custom_vmap_call": _call("call"),
     "custom_linear_solve": _linear_solve,
     "cond": _cond,
     "scan": _scan,

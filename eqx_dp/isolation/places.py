@@ -26,7 +26,13 @@ class Apart:
 
 @dataclass(frozen=True)
 class Single:
-    """The value depends on one example alone: inside a loop over examples, the one at hand."""
+    """The value depends on one example alone.
+
+    Attributes:
+        loop: the loop over examples in which it is the one at hand; None if the batch has but one.
+    """
+
+    loop: jex_core.JaxprEqn | None = None
 
 
 @dataclass(frozen=True)

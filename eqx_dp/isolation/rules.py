@@ -2,7 +2,7 @@
 
 A rule says to which dimension of the results a dimension of an operand goes, or None where the
 primitive lets its entries meet (sums over it, reverses it, cuts it). Primitives that hold programs
-are in `control`. A primitive without a rule is taken to mix examples.
+are in `follow`. A primitive without a rule is taken to mix examples.
 """
 
 from collections.abc import Callable
@@ -52,6 +52,33 @@ def _leading(*core: int) -> Rule:
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
         its_own = core[min(operand, len(core) - 1)]
         return dim if dim < len(shape_of(equation.invars[operand])) - its_own else None
+
+    return rule
+
+
+def _triangular_solve(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
+    """Right-hand sides stand side by side, each solved for by itself."""
+    rank = len(shape_of(equation.invars[operand]))
+    side_by_side = rank - 1 if equation.params["left_side"] else rank - 2
+    return dim if dim < rank - 2 or (operand == 1 and dim == side_by_side) else None
+
+
+def _tridiagonal_solve(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
+    """The same; the three diagonals have no such dimension."""
+    rank = len(shape_of(equation.invars[operand]))
+    return dim if dim != (rank - 2 if operand == 3 else rank - 1) else None
+
+
+def _drawn(*generators: str) -> Rule:
+    """Random numbers, keys of keys: of each key by itself, with these generators alone.
+
+    JAX draws the numbers of a whole batch of `rbg` keys from the first of them.
+    """
+
+    def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
+        del operand
+        key: Any = equation.invars[0].aval
+        return dim if str(key.dtype) in generators else None
 
     return rule
 
@@ -158,6 +185,15 @@ def _scatter(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     return apart.get(scattered)
 
 
+def _scatter_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
+    """Each device keeps its part of a sum: of a dimension, or its place along one."""
+    del operand
+    along = equation.params["scatter_dimension"]
+    if dim == along:
+        return None
+    return dim if equation.params["tiled"] else dim - (dim > along)
+
+
 def _gather_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     """Devices' parts side by side, along a dimension of their own or one after the other."""
     del operand
@@ -197,9 +233,9 @@ logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pol
 population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
 select_if_vmap select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
 square stop_gradient sub tan tanh threefry2x32 threefry4x32 philox2x32 philox4x32 random_clone
-random_fold_in random_gamma random_seed xor zeta name nonbatchable nondifferentiable_backward
-sharding_constraint layout_constraint reshard mesh_cast pvary pcast pbroadcast ppermute psum
-psum_invariant pmax pmin slice dynamic_slice dynamic_update_slice
+random_seed xor zeta name nonbatchable nondifferentiable_backward sharding_constraint
+layout_constraint reshard mesh_cast pvary pcast pbroadcast ppermute psum psum_invariant pmax pmin
+slice dynamic_slice dynamic_update_slice random_unwrap
 """.split()  # noqa: SIM905
 """Each entry of a result follows from the entries of the operands at the same place.
 
@@ -214,7 +250,7 @@ reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor arg
 _ALONG_AXIS = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 
 _OF_MATRICES = """
-cholesky eig eigh geqrf hessenberg lu qr schur svd symmetric_product triangular_solve tridiagonal
+cholesky eig eigh geqrf hessenberg lu qr schur svd symmetric_product tridiagonal
 """.split()  # noqa: SIM905
 
 _WINDOWS = """
@@ -232,12 +268,14 @@ RULES: dict[str, Rule] = {
         _scatter,
     ),
     **dict.fromkeys(("pure_callback", "ffi_call"), _callback),
-    **dict.fromkeys(("random_bits", "random_split", "random_unwrap"), _leading(0)),
+    **dict.fromkeys(("random_bits", "random_gamma"), _drawn("key<fry>")),
+    **dict.fromkeys(("random_fold_in", "random_split"), _drawn("key<fry>", "key<rbg>")),
     **dict.fromkeys(("random_wrap", "lu_pivots_to_permutation"), _leading(1)),
     **dict.fromkeys(_OF_MATRICES, _leading(2)),
     **dict.fromkeys(("geqp3", "householder_product"), _leading(2, 1)),
     "ormqr": _leading(2, 1, 2),
-    "tridiagonal_solve": _leading(1, 1, 1, 2),
+    "triangular_solve": _triangular_solve,
+    "tridiagonal_solve": _tridiagonal_solve,
     "all_gather": _gather_of_all,
     "all_gather_invariant": _gather_of_all,
     "approx_top_k": _but("reduction_dimension"),
@@ -251,7 +289,7 @@ RULES: dict[str, Rule] = {
     "pallas_call": _kernel,
     "ragged_dot_general": _ragged_product,
     "reduce": _without("dimensions"),
-    "reduce_scatter": _but("scatter_dimension"),
+    "reduce_scatter": _scatter_of_all,
     "rev": _but("dimensions"),
     "sort": _but("dimension"),
     "split": _but("axis"),

@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree
 from .follow import ENGINES_SUM, Follow, axes_named
 from .lines import line_of
 from .places import SINGLE, Apart, Mixed, Place
+from .rules import RULES
 from .steering import may_be_trusted
 
 Results = TypeVar("Results", bound=PyTree[Array])
@@ -110,6 +111,12 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
             "EQX_ON_ERROR=nan (or breakpoint) one bad example changes all the others: use "
             "EQX_ON_ERROR=raise, which stops the run, or off."
         )
+    if name.startswith("random_"):
+        return (
+            "JAX draws the numbers of a whole batch of keys of the generators rbg and unsafe_rbg "
+            "from the first of them. Use keys of threefry: dp.key_from_secret(secret), or "
+            "jax.random.key(seed, impl='threefry2x32')."
+        )
     if name in ("pure_callback", "ffi_call"):
         return (
             "It hands all examples of a batch to a function on the host. With "
@@ -120,8 +127,12 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
             "It writes to a mutable array (jax.new_ref), which outlives the example. Return the "
             "value instead, and carry it in a jax.lax.scan."
         )
+    if name == "custom_vmap_call" or name in RULES or name in ("reshape", "conv_general_dilated"):
+        return (
+            "If you wrote a batching rule (jax.custom_batching.custom_vmap), use the function "
+            "without it. If what runs keeps examples apart all the same, please report it."
+        )
     return (
-        "If you wrote a batching rule (jax.custom_batching.custom_vmap) or a primitive of your "
-        "own, use the function without it. If your code keeps examples apart and this is a "
-        "primitive that is not known here, please report it."
+        "It is not known here whether this primitive keeps examples apart. With microbatch_size=1 "
+        "there is but one example in the program, and it may."
     )

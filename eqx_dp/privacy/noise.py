@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +14,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..precision import Policy, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules
-from ..shown import shown
 from .arguments import real_number
 from .keys import Secret, checked_secret, fold_text, key_from_secret, public_bytes
 
@@ -30,8 +30,9 @@ class GaussianPrivatizerState(NamedTuple):
     step: Int[Array, ""]
 
     def __repr__(self) -> str:
-        # JAX shows what a key is made of; the step may have been used up.
-        return f"{type(self).__name__}(key=<secret>, step={shown(self.step)})"
+        # JAX shows what a key is made of, and does not show what a step has used up.
+        is_there = isinstance(self.step, jax.core.Tracer) or not self.step.is_deleted()
+        return f"{type(self).__name__}(key=<secret>, step={self.step if is_there else '<used up>'})"
 
 
 def gaussian_privatizer(

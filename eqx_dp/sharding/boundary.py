@@ -123,13 +123,11 @@ def _meet_unbound_axes(
     Raises:
         NameError: a collective over an example axis, which no shard_map binds.
     """
-    leading = (2 ** len(rules.examples),) if is_batched else ()
     mesh = _mesh_of(rules, 2)
-    with (
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
-        structs = [_traceable(argument, leading, rules, mesh) for argument in arguments]
+
+    def traced(length: int, spread: bool) -> bool:
+        leading = (length,) if is_batched else ()
+        structs = [_traceable(argument, leading, rules, mesh, spread) for argument in arguments]
         is_float = [jnp.issubdtype(struct.dtype, jnp.floating) for struct in structs]
 
         def gradient(*values: Any) -> Any:
@@ -142,7 +140,16 @@ def _meet_unbound_axes(
         except NameError:
             raise
         except Exception:
-            return
+            return False
+        return True
+
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        # A loss may insist on a batch of one, which then no axis is spread over.
+        if not traced(2 ** len(rules.examples), True):
+            traced(1, False)
 
 
 _OF_MESHES = ("evenly divide", "Context mesh", "context mesh", "should match", "AbstractMesh")
@@ -211,10 +218,12 @@ def _traceable(
     leading: tuple[int, ...],
     rules: ShardingRules,
     mesh: AbstractMesh | None = None,
+    spread: bool = True,
 ) -> jax.ShapeDtypeStruct:
     struct, spec = argument.struct, argument.spec
     if argument.has_examples and leading:
-        shape, spec = (*leading, *struct.shape), PartitionSpec(rules.examples, *spec)
+        over = rules.examples if spread else None
+        shape, spec = (*leading, *struct.shape), PartitionSpec(over, *spec)
         struct = jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
     if not rules.is_explicit:
         return struct

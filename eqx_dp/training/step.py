@@ -291,9 +291,9 @@ numbers that it was made with |
     ) -> "_Arguments":
         if mask is None:
             raise ValueError(
-                "is_padding_example is None. A sampled batch has padding, whose index is -1: without "
-                "the mask the last example would count once a padding slot. Hand on the mask that "
-                "sampler.take or sampler.batch gives; for a batch without padding, "
+                "is_padding_example is None. A sampled batch has padding, whose index is -1: "
+                "without the mask the last example would count once a padding slot. Hand on the "
+                "mask that sampler.take or sampler.batch gives; for a batch without padding, "
                 "np.zeros(length, bool)."
             )
         if self.microbatch_size == "auto":

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas
+from jax.sharding import AxisType, PartitionSpec
 
 from eqx_dp.isolation import run_apart
 
@@ -139,6 +140,23 @@ APART = {
     "collective of its own": mapped(
         lambda x: jax.vmap(lambda row: row - lax.pmean(row, "rows"), axis_name="rows")(x)
     ),
+    "triangular solve": mapped(
+        lambda x: (
+            jsp.linalg.solve_triangular(LOWER, x, lower=True),
+            jsp.linalg.solve_triangular(LOWER, x[:, 0], lower=True, trans=1),
+            jsp.linalg.solve_triangular(square(x), x, lower=True),
+            jsp.linalg.cho_solve((LOWER, True), x),
+            jnp.linalg.solve(LOWER, x[:, 0]),
+        )
+    ),
+    "tridiagonal solve": mapped(
+        lambda x: lax.linalg.tridiagonal_solve(
+            jnp.ones(3), 4 + jnp.arange(3.0), jnp.ones(3).at[2].set(0), x
+        )
+    ),
+    "grouped convolution, kernel alone": mapped(
+        lambda x: conv(jnp.ones((1, 2, 5)), x[:2, None, :3], feature_group_count=2)
+    ),
     "kernel": mapped(lambda x: kernel(x, jnp.arange(4.0))),
     "second axis, moved to the front": lambda x: jnp.moveaxis(jnp.moveaxis(x, 0, 1) * 2, 1, 0),
 }
@@ -177,7 +195,19 @@ MEET = {
     "kernel, mapped along another axis": lambda x: jax.vmap(kernel, (1, None), 1)(
         x, jnp.arange(4.0)),
     "add": lambda x: x[:, 0] + x[:, 0].T,
+    "loop in a loop": lambda x: lax.map(
+        lambda a: lax.map(lambda b: jnp.sum(a * b), x).sum() + jnp.zeros(()), x
+    ),
+    "loop in a loop, by the first": lambda x: lax.map(
+        lambda a: lax.map(lambda b: a * b, x), x
+    ).sum(0),
+    "random_bits": lambda x: jax.vmap(lambda one: jax.random.normal(
+        jax.random.fold_in(jax.random.key(0, impl="rbg"), (one[0, 0] * 1000).astype(int)), (3,)
+    ))(x),
 }  # fmt: skip
+
+
+LOWER = jnp.asarray([[2.0, 0, 0], [1, 3, 0], [0.5, -1, 4]])
 
 
 def changed_others(function, changed=2):
@@ -238,6 +268,61 @@ def test_mixing_that_nothing_comes_of_is_no_matter():
 def test_arrays_without_entries():
     results = run_apart(lambda x: (x[:, :0], x[:, :0].sum(1), x), NO_LOSS, EXAMPLES)
     assert [r.shape for r in results] == [(4, 0, 4), (4, 4), (4, 3, 4)]
+
+
+@custom_vmap
+def summed(x):
+    return x
+
+
+@summed.def_vmap
+def _(size, is_mapped, x):
+    return x + x.sum(0), True
+
+
+@custom_vmap
+def hidden(x):
+    return x
+
+
+@hidden.def_vmap
+def _(size, is_mapped, x):
+    return summed(x), True
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rule_that_only_a_vmap_around_it_all_would_run_is_refused(size):
+    groups = EXAMPLES.reshape(-1, size, 3, 4)
+    with pytest.raises(ValueError, match="'custom_vmap_call'"):
+        jax.vmap(lambda x: run_apart(jax.vmap(hidden), NO_LOSS, x))(groups)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_sum_that_devices_share_out_keeps_examples_where_they_are(tiled):
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def shared_out(x):
+        """Examples last, behind a dimension that is divided among devices, or is their number."""
+        part = lax.psum_scatter(x[:2], "model", scatter_dimension=0, tiled=tiled)
+        return part if tiled else part[None]
+
+    def function(x):
+        moved = jnp.moveaxis(x[:, :2], 0, 2)
+        out = jax.shard_map(
+            shared_out,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec("model"),
+            check_vma=False,
+        )(moved)
+        return jnp.moveaxis(out, -1 if tiled else 1, 0)
+
+    if tiled:
+        result = run_apart(function, NO_LOSS, EXAMPLES)
+        np.testing.assert_allclose(result, 2 * EXAMPLES[:, :2])
+    else:
+        with pytest.raises((ValueError, AssertionError)):
+            run_apart(function, NO_LOSS, EXAMPLES)
 
 
 def test_a_mutable_array_may_not_take_one_example_to_another():

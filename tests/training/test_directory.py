@@ -154,7 +154,7 @@ RECORDS = {
     "a list": (lambda text: "[]", "holds no JSON object"),
     "another format": (edited(format="other"), "its format is not eqx_dp.run"),
     "an older version": (edited(version=1), "it is of version 1, and this release"),
-    "lacking": (lambda text: '{"format": "eqx_dp.run", "version": 2}', "it lacks 'arrays'"),
+    "lacking": (lambda text: '{"format": "eqx_dp.run", "version": 2}', "its 'plan' is missing"),
 }
 
 
@@ -179,7 +179,7 @@ def test_a_record_without_checkpoints_is_refused(copy):
     for folder in copy.glob("0*"):
         shutil.rmtree(folder)
     (copy / "latest").unlink()
-    with pytest.raises(dp.CheckpointError, match=r"holds no checkpoint.*may have released 6 steps"):
+    with pytest.raises(dp.CheckpointError, match=r"holds no checkpoint.*released_at_most.00000006"):
         goes_on(copy)
 
 

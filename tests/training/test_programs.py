@@ -5,6 +5,7 @@ import re
 import warnings
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,8 +24,17 @@ def nothing(model, x, y):
     return jnp.sum(jnp.where(True, 0.0, model(x)))
 
 
+def only_bias(leaf):
+    return eqx.is_inexact_array(leaf) and leaf.ndim == 1
+
+
 STEPS = {name: make(optimizer=optax.sgd(rate), loss=nothing) for name, rate in RATES.items()}
 PLAN = STEPS["A"].plan  # ten steps
+
+
+@pytest.fixture(autouse=True)
+def untrained():
+    STEPS["A"].unrecorded.steps = 0
 
 
 class Killed(BaseException):
@@ -78,10 +88,37 @@ def assert_all_differ(*noises):
 def test_a_second_run_without_a_directory_is_refused():
     trainer = runs.trainer(None, STEPS["A"])
     trainer.run(small_model(), steps=4)
-    with pytest.raises(
-        ValueError, match=r"no directory, and its step has taken steps 1 to 4.*Give it a dir"
-    ):
+    with pytest.raises(ValueError, match=r"step has taken steps 1 to 4.*a directory"):
         trainer.run(small_model())
+
+
+def test_another_trainer_of_the_step_is_refused_as_well():
+    runs.trainer(None, STEPS["A"]).run(small_model(), steps=2)
+    again = STEPS["A"].with_microbatch_size(2)
+    with pytest.raises(ValueError, match="step has taken steps 1 to 2"):
+        runs.trainer(None, again).run(small_model())
+
+
+def broken(model, x, y):
+    return nothing(model, x, y) * jax.lax.psum(x[0], "nowhere")
+
+
+def test_a_loss_that_cannot_be_traced_leaves_no_record(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
+        runs.trainer(tmp_path, make(loss=broken)).run(small_model())
+    assert sorted(run(tmp_path, steps=4)) == [1, 2, 3, 4]
+
+
+def test_a_change_that_is_refused_leaves_the_record_as_it_was(tmp_path):
+    run(tmp_path, steps=4)
+    before = (tmp_path / "run.json").read_text()
+    frozen = make(optimizer=optax.sgd(0.5), loss=nothing, filter_spec=only_bias)
+    other = eqx.tree_at(lambda m: m.weight, small_model(), replace_fn=lambda w: w + 1)
+    trainer = runs.trainer(tmp_path, frozen, allow_changed=("loss", "optimizer"))
+    with pytest.raises(ValueError, match="not trained"):
+        trainer.run(other)
+    assert (tmp_path / "run.json").read_text() == before
+    assert sorted(run(tmp_path, steps=6)) == [5, 6]
 
 
 def test_a_run_without_a_directory_may_be_looked_at_first():

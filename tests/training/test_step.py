@@ -351,3 +351,13 @@ def test_a_model_with_state_keeps_it():
     assert not np.array_equal(model.linear.weight, pair[0].linear.weight)
     step = make(**options)
     assert step.identity(pair, XS, YS) == step.identity(state.model, XS, YS)
+
+
+def test_a_step_without_the_mask_is_refused():
+    plan = dp.PrivacyPlan(0.2, 5, 1.0, 1e-5)
+    step = dp.make_step(
+        lambda m, x: jnp.sum(m * x), optax.sgd(1.0), plan, num_examples=10, seed=1, l2_clip_norm=1.0
+    )
+    state, x = step.init(jnp.ones(3)), np.ones((4, 3), np.float32)
+    with pytest.raises(ValueError, match=r"is_padding_example is None.*sampler.take"):
+        step(state, x, is_padding_example=None)

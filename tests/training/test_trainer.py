@@ -20,6 +20,11 @@ STEP = make()  # compiled once for this file
 PLAN = STEP.plan
 
 
+@pytest.fixture(autouse=True)
+def untrained():
+    STEP.unrecorded.steps = 0
+
+
 def test_a_callback_ends_a_run_which_is_saved(tmp_path):
     seen = []
 
@@ -39,6 +44,7 @@ def test_a_run_stops_after_so_many_steps(tmp_path):
     part = runs.trainer(tmp_path, STEP).run(small_model(), steps=3)
     assert int(part.step) == 3
     assert_same(part, runs.trainer(None, STEP).run(small_model(), steps=3))
+    STEP.unrecorded.steps = 0
     with pytest.raises(ValueError, match="steps must be at most 10"):
         runs.trainer(None, STEP).run(small_model(), steps=11)
 
