@@ -45,7 +45,7 @@ def clipped_gradients(
     size = jax.tree.leaves(batch)[0].shape[0]
     padding = np.zeros(size, bool) if is_padding_example is None else np.asarray(is_padding_example)
     with jax.enable_x64(True):
-        trained, frozen = eqx.partition(_to_float64(model), filter_spec)
+        trained, frozen = _partition(_to_float64(model), filter_spec)
         structure = jax.tree.structure(trained)
         shapes = [leaf.shape for leaf in jax.tree.leaves(trained)]
         groups = _groups(l2_clip_norm, trained)
@@ -152,6 +152,20 @@ def _norm_tree(l2_clip_norm: Tree, norms: list[list[float]]) -> Tree:
         l2_clip_norm,
         is_leaf=_is_none,
     )
+
+
+def _partition(model: Tree, filter_spec: FilterSpec) -> tuple[Tree, Tree]:
+    """As `eqx.partition`, but that a function of a leaf selects nothing of a State."""
+    if callable(filter_spec):
+        function = filter_spec
+        filter_spec = jax.tree.map(
+            lambda node: False if _is_state(node) else function(node), model, is_leaf=_is_state
+        )
+    return eqx.partition(model, filter_spec)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
 
 
 def _to_float64(tree: Tree) -> Tree:

@@ -168,7 +168,8 @@ def microbatch_of(record: Mapping[str, Any]) -> int | None:
         jax.device_count(),
         jax.process_count(),
     )
-    return made_by["microbatch_size"] if is_alike else None
+    size = made_by["microbatch_size"]
+    return size if is_alike and isinstance(size, int) else None  # not settled: "auto"
 
 
 def salt_of(record: Mapping[str, Any]) -> bytes:

@@ -292,7 +292,7 @@ REFUSED = {
     ),
     "huge": (
         DTYPES + SCALE.replace("2", "1" + "0" * 400),
-        "loss_scale.value: found a value of type int; .*power",
+        "loss_scale.value: found a whole number beyond 2.64; .*power",
     ),
     "out of range": (DTYPES + SCALE.replace("2", str(2**128)), "loss_scale.value: .*out of range"),
     "none and value": (

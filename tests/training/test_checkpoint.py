@@ -27,6 +27,7 @@ PLAN = STEP.plan
 @pytest.fixture(scope="module")
 def whole():
     """The model of a run of ten steps that nothing disturbs."""
+    STEP.unrecorded.steps = 0
     return runs.trainer(None, STEP).run(small_model())
 
 
@@ -66,6 +67,7 @@ def quiet(directory, step=STEP):
 
 
 def test_a_state_comes_back_bit_for_bit(saved):
+    STEP.unrecorded.steps = 0
     state = runs.trainer(None, STEP).run(small_model(), steps=6)
     found = quiet(saved)
     assert int(found.step) == 6

@@ -251,7 +251,7 @@ def test_without_noise_and_bound_it_is_ordinary_training():
         ({"seed": True}, "seed must be a whole number or bytes; found a bool"),
         ({"disclose": "loss"}, "disclose must be a tuple"),
         ({"disclose": ("loss", "loss")}, "disclose must be a tuple"),
-        ({"disclose": ("accuracy",)}, "'loss', 'grad_norm', 'num_examples'; found ('accuracy',)"),
+        ({"disclose": ("accuracy",)}, "'loss', 'grad_norm', 'num_examples'; found ['accuracy']"),
     ],
 )
 def test_what_a_step_refuses(options, message):
@@ -353,7 +353,7 @@ def test_a_model_with_state_keeps_it():
     assert step.identity(pair, XS, YS) == step.identity(state.model, XS, YS)
 
 
-def test_a_step_without_the_mask_is_refused():
+def test_a_step_without_the_mask_is_refused(unchecked):
     plan = dp.PrivacyPlan(0.2, 5, 1.0, 1e-5)
     step = dp.make_step(
         lambda m, x: jnp.sum(m * x), optax.sgd(1.0), plan, num_examples=10, seed=1, l2_clip_norm=1.0
