@@ -119,7 +119,7 @@ def test_a_collective_over_an_axis_that_the_user_binds_is_refused(where):
         lambda x: grad_fn(PARAMS, x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
     with refused(match=r"'psum' over the axis 'data'"):
-        sharded(EXAMPLES)
+        jax.jit(sharded)(EXAMPLES)
 
 
 def test_the_sum_over_an_axis_that_the_user_binds_is_right_without_one():
@@ -132,7 +132,22 @@ def test_the_sum_over_an_axis_that_the_user_binds_is_right_without_one():
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    np.testing.assert_allclose(sharded(EXAMPLES), grad_fn(PARAMS, EXAMPLES), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(sharded)(EXAMPLES), grad_fn(PARAMS, EXAMPLES), rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_collective_is_found_where_the_loss_insists_on_a_batch_of_one(where):
+    """With axes of length one JAX leaves it out, and a batch of two cannot be traced."""
+    rule = through(psum, where)
+
+    def loss(params, x):
+        return jnp.sum(rule(params * x.reshape(3)))
+
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    rules = dp.ShardingRules(mesh, examples=("data",))
+    with jax.set_mesh(mesh), refused(match=r"psum.*data|data.*psum"):
+        batch = rules.shard_batch(jnp.tile(EXAMPLES, (2, 1)))
+        clipped(loss, sharding=rules, keep_batch_dim=True)(rules.shard(PARAMS), batch)
 
 
 # Equinox's reductions over all examples
