@@ -23,7 +23,8 @@ freeze get new_ref io_callback
 call_hi_primitive call_hi_primitive_linearized check announce_jaxpr custom_lin eval_jaxpr
 from_edtype to_edtype remat_opt stage tie todense rng_bit_generator
 global_array_to_host_local_array host_local_array_to_global_array
-xla_metadata_call xla_metadata_value custom_vmap_call mpmd_map program_order unreduced_pmax unreduced_pmin with_memory_space_constraint
+xla_metadata_call xla_metadata_value custom_vmap_call mpmd_map program_order
+unreduced_pmax unreduced_pmin with_memory_space_constraint
 scaled_dot scaled_matmul scaled_matmul_wrapper linear_solve noinline maybe_set nontraceable
 """.split()  # noqa: SIM905
 FAMILIES = ("bcoo_", "bcsr_", "dot_product_attention_")
