@@ -156,7 +156,7 @@ def _norm_tree(l2_clip_norm: Tree, norms: list[list[float]]) -> Tree:
 
 def _partition(model: Tree, filter_spec: FilterSpec) -> tuple[Tree, Tree]:
     """As `eqx.partition`, but that a function of a leaf selects nothing of a State."""
-    if callable(filter_spec):
+    if jax.tree_util.all_leaves([filter_spec]) and callable(filter_spec):  # a tree may be, too
         function = filter_spec
         filter_spec = jax.tree.map(
             lambda node: False if _is_state(node) else function(node), model, is_leaf=_is_state
