@@ -16,7 +16,8 @@ _Model = TypeVar("_Model")
 STATE_ADVICE = (
     "Hand the state in with the model, grad_fn((model, state), *batch), where the loss takes the "
     "pair first: every trace then gets a state of its own, and no gradient or noise enters it "
-    "(None in the gradients). eqx.nn.inference_mode(model) makes layers leave their state alone."
+    "(None in the gradients). optimizer.init(grad_fn.trainable((model, state))) fits those. "
+    "eqx.nn.inference_mode(model) makes layers leave their state alone."
 )
 
 
