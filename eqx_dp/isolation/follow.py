@@ -86,7 +86,7 @@ class Follow:
             self.written.append(_with_line(Mixed(equation), equation))
         if name in _OPERAND_BY_OPERAND:
             return inputs
-        inside = _INSIDE.get(name)
+        inside = INSIDE.get(name)
         if inside is not None:
             found = inside(self, equation, inputs)
             return [p if p in inputs else _with_line(p, equation) for p in found]
@@ -314,7 +314,7 @@ def _linear_solve(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Plac
     return follow.program(_body(jaxprs.solve), [*consts, *right])
 
 
-_INSIDE: dict[str, _Inside] = {
+INSIDE: dict[str, _Inside] = {
     "jit": _jit,
     "pjit": _jit,
     "closed_call": _call("call_jaxpr"),
@@ -329,3 +329,4 @@ _INSIDE: dict[str, _Inside] = {
     "while": _while,
     "shard_map": _shard_map,
 }
+"""Primitives that hold programs."""

@@ -8,11 +8,11 @@ import jax.extend.core as jex_core
 from jax.extend import source_info_util
 from jaxtyping import Array, PyTree
 
-from .follow import ENGINES_SUM, Follow, axes_named
+from .follow import ENGINES_SUM, INSIDE, Follow, axes_named
 from .lines import line_of
 from .places import SINGLE, Apart, Mixed, Place
 from .rules import RULES
-from .steering import may_be_trusted
+from .steering import REDUCTIONS, may_be_trusted
 
 Results = TypeVar("Results", bound=PyTree[Array])
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -76,11 +76,18 @@ def _check(place: Place) -> None:
         return
     equation = place.equation
     line = place.line or line_of(equation) or source_info_util.summarize(equation.source_info)
+    meet = "meet" if _is_known(equation) else "may meet"
     raise ValueError(
-        f"Examples meet in the gradient of the loss, {_how(equation)} at {line}. What one example "
-        f"adds may depend on that example alone, so this mixes what has to stay apart. "
-        f"{_advice(equation)}"
+        f"Examples {meet} in the gradient of the loss, {_how(equation)} at {line}. What one "
+        f"example adds to the sum must depend on that example alone. {_advice(equation)}"
     )
+
+
+def _is_known(equation: jex_core.JaxprEqn) -> bool:
+    """Whether it is known what the primitive does with examples."""
+    name = equation.primitive.name
+    others = ("reshape", "conv_general_dilated", "custom_vmap_call", "swap", "addupdate")
+    return name in RULES or name in (*others, *INSIDE, *REDUCTIONS) or bool(axes_named(equation))
 
 
 def _how(equation: jex_core.JaxprEqn) -> str:
@@ -101,9 +108,9 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
     if axes_named(equation):
         return (
             "An enclosing vmap or shard_map, or the sharding rules, bind this axis, and examples "
-            "are spread over it. Normalise within the example instead (eqx.nn.GroupNorm, "
-            "eqx.nn.LayerNorm, eqx.nn.RMSNorm), or freeze the batch statistics of an "
-            "eqx.nn.BatchNorm with eqx.nn.inference_mode(model)."
+            "are spread over it, so this mixes them. Normalise within the example instead "
+            "(eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm), or freeze the batch statistics "
+            "of an eqx.nn.BatchNorm with eqx.nn.inference_mode(model)."
         )
     if name.startswith("unvmap"):
         return (
@@ -127,12 +134,13 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
             "It writes to a mutable array (jax.new_ref), which outlives the example. Return the "
             "value instead, and carry it in a jax.lax.scan."
         )
-    if name == "custom_vmap_call" or name in RULES or name in ("reshape", "conv_general_dilated"):
+    if _is_known(equation):
         return (
             "If you wrote a batching rule (jax.custom_batching.custom_vmap), use the function "
             "without it. If what runs keeps examples apart all the same, please report it."
         )
     return (
-        "It is not known here whether this primitive keeps examples apart. With microbatch_size=1 "
-        "there is but one example in the program, and it may."
+        "There is no rule for this primitive, so it is not known whether it keeps examples apart. "
+        "Use other operations; or pass microbatch_size=1: the program then holds one example at a "
+        "time, and takes any primitive."
     )

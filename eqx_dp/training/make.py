@@ -13,7 +13,8 @@ from ..privacy import PrivacyPlan, Secret
 from ..sharding import ShardingRules
 from .disclosure import checked_names
 from .seeds import key_of
-from .step import MicrobatchSize, Step, Unrecorded
+from .state import Unrecorded
+from .step import MicrobatchSize, Step
 
 Model = TypeVar("Model")
 

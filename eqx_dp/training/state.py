@@ -1,5 +1,6 @@
 """What a run carries from step to step, and where on a mesh it stays."""
 
+import dataclasses
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -32,6 +33,13 @@ class TrainState(eqx.Module, Generic[Model]):
     opt_state: PyTree[Any]
     step: Int[Array, ""]
     disclosed: dict[str, Float[Array, ""]]
+
+
+@dataclasses.dataclass
+class Unrecorded:
+    """How many steps were taken that no directory tells of; all forms of a step share it."""
+
+    steps: int = 0
 
 
 def copied(tree: T) -> T:

@@ -29,7 +29,7 @@ from .disclosure import disclosed
 from .extra import checked_extra, updated
 from .identity import Texts, probe_text, shape_of, texts_of
 from .seeds import fingerprint, keyed_digest
-from .state import TrainState, copied, kept_at, on_mesh, refuse_used_up, specs_of
+from .state import TrainState, Unrecorded, copied, kept_at, on_mesh, refuse_used_up, specs_of
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
@@ -44,13 +44,6 @@ class _Arguments(NamedTuple):
     extra: dict[str, Any]
     loss_root: PRNGKeyArray | None
     specs: tuple[PartitionSpec | None, ...]
-
-
-@dataclasses.dataclass
-class Unrecorded:
-    """How many steps were taken that no directory tells of; all forms of a step share it."""
-
-    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -89,7 +82,7 @@ class Step(Generic[Model]):
     microbatch_size: MicrobatchSize
     filter_spec: FilterSpec
     run: str
-    unrecorded: "Unrecorded"
+    unrecorded: Unrecorded
     _loss: Callable[..., Any]
     _noise: optax.GradientTransformation
     _update: optax.GradientTransformation
