@@ -11,12 +11,11 @@ from jaxtyping import Array, Bool, Float, PyTree
 from ..precision import Policy
 from ..sharding import ShardingRules, agreed, check_context, over_devices
 from ..shown import shown
+from .choice import Choice
 from .clip import Clipping
-from .cost import Choice
 from .examples import Examples
 from .methods import METHODS, Task
 from .microbatches import over_microbatches
-from .padding import filled
 
 
 class PerExample(NamedTuple):
@@ -197,8 +196,6 @@ def _on_device(
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
     rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
-    if is_padding_example is not None:
-        leaves = filled(leaves, is_padding_example)
     if rules is None:
         return over_microbatches(step, leaves, is_padding_example, *of_device)
     agree = functools.partial(agreed, rules)

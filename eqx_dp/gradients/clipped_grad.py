@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy, stage
+from ..privacy import Sampling
+from ..programs import matmul_flops
 from ..sharding import ShardingRules, checked_rules, inside
 from ..shown import shown
 from .calls import (
@@ -25,8 +27,9 @@ from .calls import (
     places_of,
     run,
 )
+from .choice import Batch, Example, choose
 from .clip import parse_clip_norm
-from .cost import choose, leaf_cost
+from .cost import leaf_cost
 from .examples import MaskRule, read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .methods import Task
@@ -119,12 +122,16 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                     f"({allowed}), found {shown(neighboring_relation)}."
                 )
 
-    def require_mask(self) -> None:
-        """Calls have to say which slots are padding, since batches are a plan's samples.
+    def expect_samples(self, sampling: Sampling) -> None:
+        """Batches are samples: calls have to say which slots are padding, and may count on it.
 
-        That goes for all that are traced from now on.
+        That goes for all that are traced from now on. `plan.privatizer` says so.
+
+        Args:
+            sampling: how batches are drawn, from which follows how many slots of a batch are
+                expected to hold an example; `"auto"` chooses the microbatch by that.
         """
-        self._mask.is_required = True
+        self._mask.sampling = sampling
 
     def trainable(self, model: _Model) -> _Model:
         """What of a model is trained: its tree with None elsewhere, as that of the gradients.
@@ -216,11 +223,12 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             [leaf_cost(found, leaf, param) for leaf, param in enumerate(flat[0])],
         )
         num_shards = 1 if rules is None else rules.num_shards
+        num_examples, sampling = examples.num_examples, self._mask.sampling
         choice = choose(
             task.costs,
             task.params,
-            task.activations,
-            examples.num_examples // num_shards,
+            Example(3.0 * matmul_flops(program.jaxpr), task.activations),
+            Batch(num_examples // num_shards, sampling and sampling.of(num_examples)),
             configuration.method,
             configuration.microbatch_size,
         )

@@ -1,7 +1,6 @@
-"""What each way costs, which one to take, and how many examples to take at once."""
+"""What each way to the gradient of a leaf costs, and which one to take."""
 
 import math
-import os
 from typing import NamedTuple
 
 import jax
@@ -10,15 +9,8 @@ from .leaves import SiteSizes, Way, sets_of_uses, site_sizes
 from .sites import lookup
 from .taps import Site, Survey
 
-# What moving one number to or from memory costs, in floating-point operations, on a CPU.
-_MOVE = 16
-# What a CPU program may hold at once, by estimates from above: beyond, fresh pages and missed
-# caches cost more than going through the batch in parts, each with one more pass over the sums.
-_CPU_SHARE = 64 * 2**20
-# The share of all gradients that book-keeping has to save example by example to be worth it.
-_LITTLE = 0.1
-# The share of memory that per-example parts may take.
-_MEMORY_SHARE = 0.4
+MOVE = 16
+"""What moving one number to or from memory costs, in floating-point operations, on a CPU."""
 
 
 class LeafCost(NamedTuple):
@@ -75,7 +67,7 @@ def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
     entries = sum(math.prod(first.matrices) for (first, _), *_ in of_sets)
     forming = sum(use.outer for uses in of_sets for use, _ in uses)
     inner = sum(map(_inner_products, of_sets))
-    if only_rows or inner <= 3 * _MOVE * entries:
+    if only_rows or inner <= 3 * MOVE * entries:
         reason = (
             "only the rows that were looked up count"
             if only_rows
@@ -129,78 +121,3 @@ def _bytes(shapes: object) -> int:
         for s in jax.tree.leaves(shapes)
         if isinstance(s, jax.ShapeDtypeStruct)
     )
-
-
-class Choice(NamedTuple):
-    """What the engine does with a batch."""
-
-    method: str
-    microbatch_size: int | None
-    reason: str
-
-
-def choose(
-    costs: list[LeafCost],
-    params: list[jax.Array],
-    activations: int,
-    num_examples: int,
-    method: str,
-    microbatch_size: int | None,
-) -> Choice:
-    """The method and the microbatch, from what was asked for and from what is held for each.
-
-    Args:
-        costs: of every leaf.
-        params: every leaf.
-        activations: bytes that one example's forward pass leaves for its backward pass.
-        num_examples: the batch.
-        method: as asked for.
-        microbatch_size: as asked for.
-    """
-    if method != "auto":
-        return Choice(method, microbatch_size, "as asked for")
-    memory = _memory()
-    if _forms_nearly_all(costs, params):
-        chosen, why = "per_example", "nearly all gradients are formed by either method"
-        held = sum(4 * param.size for param in params) + activations
-    else:
-        chosen, why = "book_keeping", "most of it is never formed example by example"
-        held = max(1, activations, sum(cost.bytes for cost in costs))
-    reason = f"{why}; {held / 2**20:.2f} MiB are held for an example"
-    if memory is not None and held > _MEMORY_SHARE * memory:
-        reason = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}, is too much to hold"
-        chosen, held = "ghost", max(1, activations)
-    if microbatch_size is None:
-        microbatch_size = _microbatch_size(held, num_examples, memory)
-    return Choice(chosen, microbatch_size, reason)
-
-
-def _forms_nearly_all(costs: list[LeafCost], params: list[jax.Array]) -> bool:
-    """Whether book-keeping has little to save: it forms each example's gradient of most leaves.
-
-    It does so in the accumulate dtype, which is worth its price where gradients are narrower.
-    """
-    avoided = sum(param.size for cost, param in zip(costs, params, strict=True) if cost.is_ghost)
-    is_wide = all(param.dtype.itemsize >= 4 for param in params)
-    return is_wide and avoided <= _LITTLE * sum(param.size for param in params)
-
-
-def _memory() -> int | None:
-    """Bytes of memory of the device, or of the host where it is the device; None if unknown."""
-    device = jax.local_devices()[0]
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no such question on this system
-        return None
-
-
-def _microbatch_size(held: int, num_examples: int, memory: int | None) -> int | None:
-    if jax.local_devices()[0].platform == "cpu":
-        available = _CPU_SHARE
-    else:
-        available = held * num_examples if memory is None else int(_MEMORY_SHARE * memory)
-    if held * num_examples <= available:
-        return None
-    return 2 ** int(math.log2(max(1, available // held)))

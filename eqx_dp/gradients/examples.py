@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..precision import Policy
+from ..privacy import Sampling
 from ..shown import shown
 from .trained import STATE_ADVICE, is_state
 
@@ -22,17 +23,20 @@ _KEY_ADVICE = (
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MaskRule:
-    """Whether batches come with padding, so that a call has to say where; a plan says that.
+    """Whether batches are samples, so that a call has to say which slots are padding.
 
     All copies of a gradient share one, and those that say the same are equal: gradients that are
     made alike share what is compiled for them.
+
+    Attributes:
+        sampling: how batches are drawn; None as long as no plan has said so.
     """
 
-    is_required: bool = False
+    sampling: Sampling | None = None
 
     def check(self, is_padding_example: object) -> None:
         """Raises a ValueError if a mask is required and there is none."""
-        if self.is_required and is_padding_example is None:
+        if self.sampling is not None and is_padding_example is None:
             raise ValueError(
                 "is_padding_example is missing. Noise was made for this gradient by a plan that "
                 "samples, and a sampled batch has padding, whose index is -1: without the mask the "

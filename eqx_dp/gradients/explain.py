@@ -10,8 +10,9 @@ from jaxtyping import Array, PyTree
 
 from ..shown import shown
 from .calls import Prepared
+from .choice import Choice
 from .clipped_grad import ClippedGrad
-from .cost import Choice, LeafCost
+from .cost import LeafCost
 
 _Found = TypeVar("_Found")
 

@@ -13,7 +13,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..scans import scan_arity
+from ..programs import scan_arity
 from .views import apply
 
 _NARROW = frozenset({"float16", "bfloat16"})

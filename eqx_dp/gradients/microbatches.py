@@ -1,11 +1,11 @@
 """A batch processed a microbatch at a time, its results put together again."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from ..precision import stage
 
@@ -19,11 +19,15 @@ def over_microbatches(
     is_padding_example: Bool[Array, " batch"] | None,
     num_examples: int,
     microbatch_size: int | None,
-    agree: Callable[[Bool[Array, " microbatches"]], Bool[Array, " microbatches"]] = lambda x: x,
+    agree: Callable[[Int[Array, ""]], Int[Array, ""]] = lambda x: x,
 ) -> tuple[_Sums, _PerExample]:
     """Runs ``step`` on one microbatch after the other.
 
-    The last microbatch is filled up with padding. A microbatch that is all padding is not computed.
+    Real examples are dealt into the first microbatches, and only the microbatches that hold one are
+    computed. The slots left over in the last of them hold a copy of the first real example: what
+    they add is selected away, but a loss may stop the run (`equinox.error_if`), loop for long, or
+    meet numbers that are not finite, on whatever data a slot holds. On a copy of a real example it
+    does nothing that it does not do anyway.
 
     Args:
         step: from a microbatch and its padding mask to ``(sums, per_example)``: trees of arrays, of
@@ -32,7 +36,8 @@ def over_microbatches(
         is_padding_example: True where a slot holds no real example; None if there is no such slot.
         num_examples: the length of the batch.
         microbatch_size: examples in a microbatch; None for the whole batch at once.
-        agree: from which microbatches are all padding here to which are to be skipped.
+        agree: from how many microbatches hold a real example here to how many are to be computed,
+            which is no less.
 
     Returns:
         The sums, and the per-example values, which are zero in padding slots.
@@ -44,43 +49,60 @@ def over_microbatches(
         all padding                  zero sums, zero per-example values, nothing computed
         not a multiple of the size   as if filled up with padding, and the filling cut off
         ===========================  ======================================================
+
+        (Where ``agree`` asks for a microbatch of padding alone, its slots hold what they held. JAX
+        has no callbacks on the meshes where devices have to agree, so nothing there stops a run.)
     """
     if num_examples == 0:
         return _of_no_examples(step, examples)
     size = min(microbatch_size or num_examples, num_examples)
-    filling = -num_examples % size
-    count = (num_examples + filling) // size
-    may_be_padding = is_padding_example is not None or filling > 0
-    if is_padding_example is None:
-        is_padding_example = jnp.zeros(num_examples, bool)
-    padding = jnp.concatenate([is_padding_example, jnp.ones(filling, bool)]).reshape(count, size)
-    skip = agree(jnp.all(padding, axis=1)) if may_be_padding else None
-    run = _skipping_padding(step)
-    if size == num_examples:
-        return run(examples, padding[0], None if skip is None else skip[0])
+    if is_padding_example is None and size == num_examples:
+        return step(examples, jnp.zeros(num_examples, bool))
+    order = None if is_padding_example is None else _real_first(is_padding_example)
+    num_real: Any = num_examples if order is None else order.num_real
+    count = -(-num_examples // size)
+    shapes = jax.eval_shape(step, [x[:size] for x in examples], jnp.zeros(size, bool))
+    totals, of_one = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), of_one)
 
-    def split(leaf: Array) -> Array:
-        return leaf.reshape(count, size, *leaf.shape[1:])
-
-    # The filling repeats the last example: its shape and dtype are right, its values are ignored.
-    filled = [jnp.concatenate([x, jnp.repeat(x[-1:], filling, axis=0)]) for x in examples]
-    microbatches = [split(x) for x in filled], padding, skip
-
-    sums_shape, _ = jax.eval_shape(step, *jax.tree.map(lambda x: x[0], microbatches[:2]))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums_shape)
-
-    def body(
-        total: _Sums, microbatch: tuple[list[Array], Array, Array | None]
-    ) -> tuple[_Sums, _PerExample]:
-        sums, per_example = run(*microbatch)
+    def body(index: Any, found: tuple[_Sums, _PerExample]) -> tuple[_Sums, _PerExample]:
+        totals, slots = found
+        rank = index * size + jnp.arange(size)
+        is_padding = rank >= num_real
+        place = jnp.where(is_padding, 0, rank)
+        place = place if order is None else order.places[place]
+        sums, values = step([x[place] for x in examples], is_padding)
         with stage("microbatches"):
-            return jax.tree.map(jnp.add, total, sums), per_example
+            totals = jax.tree.map(jnp.add, totals, sums)
+        blank = jax.tree.map(lambda x: _blank_where(is_padding, x), values)
+        return totals, jax.tree.map(lambda x, its: x.at[index].set(its), slots, blank)
 
-    total, stacked = jax.lax.scan(body, zeros, microbatches)
-    return total, jax.tree.map(
-        lambda x: x.reshape(count * size, *x.shape[2:])[:num_examples],
-        stacked,
+    trips = -(-num_real // size)
+    trips = trips if order is None else agree(trips)
+    totals, slots = jax.lax.fori_loop(0, trips, body, (totals, slots))
+    in_order = jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:]), slots)
+    return totals, jax.tree.map(
+        lambda x: x[:num_examples] if order is None else x[order.ranks], in_order
     )
+
+
+class _Order(NamedTuple):
+    """An order of the slots of a batch.
+
+    Attributes:
+        places: the slot at each rank.
+        ranks: the rank of each slot.
+        num_real: how many hold a real example; the first, in this order.
+    """
+
+    places: Int[Array, " batch"]
+    ranks: Int[Array, " batch"]
+    num_real: Int[Array, ""]
+
+
+def _real_first(is_padding_example: Bool[Array, " batch"]) -> _Order:
+    places = jnp.argsort(is_padding_example, stable=True)
+    return _Order(places, jnp.argsort(places), jnp.sum(~is_padding_example))
 
 
 def _of_no_examples(
@@ -93,28 +115,6 @@ def _of_no_examples(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
         jax.tree.map(lambda x: jnp.zeros_like(x)[:0], per_example),
     )
-
-
-def _skipping_padding(
-    step: Callable[[list[Array], Array], tuple[_Sums, _PerExample]],
-) -> Callable[[list[Array], Array, Array | None], tuple[_Sums, _PerExample]]:
-    """Wraps ``step`` so that padding slots report zeros and a microbatch of padding is skipped."""
-
-    def masked(examples: list[Array], is_padding: Array) -> tuple[_Sums, _PerExample]:
-        sums, per_example = step(examples, is_padding)
-        return sums, jax.tree.map(lambda x: _blank_where(is_padding, x), per_example)
-
-    def skipped(examples: list[Array], is_padding: Array) -> Any:
-        return jax.tree.map(jnp.zeros_like, jax.eval_shape(step, examples, is_padding))
-
-    def run(
-        examples: list[Array], is_padding: Array, skip: Array | None
-    ) -> tuple[_Sums, _PerExample]:
-        if skip is None:  # there is no padding
-            return step(examples, is_padding)
-        return jax.lax.cond(skip, skipped, masked, examples, is_padding)
-
-    return run
 
 
 def _blank_where(mask: Bool[Array, " batch"], values: Array) -> Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jaxtyping import Array
 
-from ..scans import scan_arity
+from ..programs import scan_arity
 from .program import Program
 from .sites import KINDS, Kind
 from .views import View, apply, parameter_view, view_through

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 
-from ..scans import scan_arity
+from ..programs import scan_arity
 from .lines import line_of
 from .places import (
     SHARED,

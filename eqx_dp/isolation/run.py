@@ -8,6 +8,7 @@ import jax.extend.core as jex_core
 from jax.extend import source_info_util
 from jaxtyping import Array, PyTree
 
+from ..programs import channels_last
 from .follow import ENGINES_SUM, INSIDE, Follow, axes_named
 from .lines import line_of
 from .places import SINGLE, Apart, Mixed, Place
@@ -25,8 +26,9 @@ def run_apart(
 
     Guarantee: of every result, the entries of one example depend on that example alone and on what
     ``function`` closes over. It is shown on the program that ``function`` is traced to, in which
-    the user's derivative and batching rules have been applied, and that very program is run. The
-    exception is what the engine adds up itself, by ``sum_over_examples``.
+    the user's derivative and batching rules have been applied, and that very program is run (on
+    a CPU with its convolutions written channels last). The exception is what the engine adds up
+    itself, by ``sum_over_examples``.
 
     Args:
         function: takes the batch; results have examples in front.
@@ -51,7 +53,7 @@ def run_apart(
     follow = Follow(num_examples, may_be_trusted(loss))
     for found in follow.program(program.jaxpr, [place] * len(values)) + follow.written:
         _check(found)
-    results: list[Array] = jex_core.jaxpr_as_fun(program)(*values)
+    results: list[Array] = jex_core.jaxpr_as_fun(channels_last(program))(*values)
     return jax.tree.unflatten(structures[0], results)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ..gradients import ClippedGrad, Outline, is_array_or_shape, outline
 from ..gradients.outline import variant
 from ..privacy import gaussian_privatizer
-from .operations import loops, matmul_flops, primitives
+from ..programs import loops, matmul_flops, primitives
 
 # For one Gaussian number by JAX's threefry, integer operations included: 115 for its bits (20
 # rounds of five, and the key added five times); and 65 by the compiler's own count for what makes

@@ -27,7 +27,7 @@ from typing import Any
 import jax.extend.core as jex_core
 
 from ..precision.stages import stage_of
-from ..scans import scan_arity
+from ..programs import scan_arity
 from .liveness import Buffer, Held, Operation, breadth_first, worst_moment
 from .primitives import (
     CALLS,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
 
-from ..scans import scan_arity
+from ..programs import scan_arity
 from .widths import Width
 
 

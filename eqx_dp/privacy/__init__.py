@@ -5,6 +5,7 @@ from .clipped_sum import ClippedSum
 from .keys import Secret, digest, fold_text, key_from_secret
 from .noise import GaussianPrivatizerState, gaussian_privatizer
 from .plan import NeighboringRelation, PrivacyPlan
+from .sample_size import SampleSize, Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "NeighboringRelation",
     "PoissonSampler",
     "PrivacyPlan",
+    "SampleSize",
+    "Sampling",
     "Secret",
     "digest",
     "fold_text",

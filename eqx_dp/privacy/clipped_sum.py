@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from dp_accounting import NeighboringRelation
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM
+from .sample_size import Sampling
 
 T = TypeVar("T")
 
@@ -26,9 +27,9 @@ class ClippedSum(Protocol):
 
 @runtime_checkable
 class SampledSum(Protocol):
-    """A clipped sum that can be told that its batches have padding."""
+    """A clipped sum that can be told that its batches are samples, and so have padding."""
 
-    def require_mask(self) -> None:
+    def expect_samples(self, sampling: Sampling) -> None:
         """From now on, refuses calls that do not say which slots are padding."""
         ...
 

@@ -31,6 +31,7 @@ from .clipped_sum import ClippedSum, SampledSum, agreed_with, checked_sensitivit
 from .keys import Secret, public_bytes
 from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
+from .sample_size import Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
 
 _MOST_STEPS = 2**53
@@ -185,6 +186,11 @@ class PrivacyPlan:
         return event_of(self._run(self._steps_taken(steps)), self.noise_multiplier)
 
     @property
+    def sampling(self) -> Sampling:
+        """How batches are drawn."""
+        return Sampling(self.sampling_prob, self.overflow_probability)
+
+    @property
     def overflow_probability(self) -> float:
         """The probability tau that a batch is cut is at most this: what the sampler is given.
 
@@ -336,7 +342,7 @@ class PrivacyPlan:
             stddev=stddev, key=key, policy=policy, sharding=sharding, run=told_apart
         )
         if self.sampling_prob < 1 and isinstance(grad_fn, SampledSum):
-            grad_fn.require_mask()
+            grad_fn.expect_samples(self.sampling)
         return privatizer
 
     def to_json(self) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ..precision import stage
 from .retrace import Retrace, Twin
@@ -314,16 +314,16 @@ def _longer_than_one(rules: ShardingRules) -> tuple[str, ...]:
     return tuple(axis for axis in rules.examples if rules.mesh.shape[axis] > 1)
 
 
-def agreed(rules: ShardingRules, skip: Bool[Array, " microbatches"]) -> Array:
-    """Whether the devices skip a microbatch, agreed on once for all of them.
+def agreed(rules: ShardingRules, trips: Int[Array, ""]) -> Array:
+    """How many microbatches the devices compute, agreed on once for all of them.
 
     Where devices share an example, they meet within it: were some to skip what others compute,
     those would wait for them for ever. Without such axes every device goes by its own.
     """
     longer = _longer_than_one(rules)
     if not longer or rules.num_shards == rules.mesh.size:
-        return skip
-    return jax.lax.psum(jnp.where(skip, 0, 1), longer) == 0
+        return trips
+    return jax.lax.pmax(trips, longer)
 
 
 def _reduced(sums: list[Array], specs: list[PartitionSpec], rules: ShardingRules) -> list[Array]:

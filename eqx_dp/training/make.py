@@ -161,5 +161,6 @@ def _noise(
     plan: PrivacyPlan, grad_fn: ClippedGrad[Any], key: PRNGKeyArray
 ) -> optax.GradientTransformation:
     if plan.noise_multiplier == 0:  # without noise, clipping may be without a bound as well
+        grad_fn.expect_samples(plan.sampling)
         return optax.identity()
     return plan.privatizer(grad_fn, key=key)

@@ -191,18 +191,19 @@ def test_an_example_that_is_not_finite_is_as_good_as_padding(
     kind, first, loss_is_finite, gradient_is_finite, per_group
 ):
     model = {"a": jnp.array([1.0, -1.0, 0.5]), "b": jnp.array(2.0)}
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), jnp.float32).at[3, 0].set(first)
-    kinds = jnp.full(5, HEALTHY).at[3].set(kind)
+    # The last one: padding before others would change the order in which they are added up.
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), jnp.float32).at[4, 0].set(first)
+    kinds = jnp.full(5, HEALTHY).at[4].set(kind)
     grad_fn, nobody = poisoned_engine(per_group), jnp.zeros(5, bool)
     reported, grads = grad_fn(model, x, kinds, is_padding_example=nobody)
-    masked, expected = grad_fn(model, x, kinds, is_padding_example=nobody.at[3].set(True))
+    masked, expected = grad_fn(model, x, kinds, is_padding_example=nobody.at[4].set(True))
     assert bits(grads) == bits(expected)
     assert oracle.vector(grads).any()
     assert np.isfinite(oracle.vector(grads)).all()
     # The poison is what it was meant to be, and is reported as it is.
     norms = np.stack(jax.tree.leaves(reported.grad_norm))
-    assert np.isfinite(reported.loss[3]) == loss_is_finite
-    assert np.isfinite(norms[:, 3]).all() == gradient_is_finite
+    assert np.isfinite(reported.loss[4]) == loss_is_finite
+    assert np.isfinite(norms[:, 4]).all() == gradient_is_finite
     # The others' reports know nothing of it.
     others = np.array([0, 1, 2, 4])
     for leaf, other in zip(jax.tree.leaves(reported), jax.tree.leaves(masked), strict=True):

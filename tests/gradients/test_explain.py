@@ -7,7 +7,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
-from eqx_dp.gradients import cost
+from eqx_dp.gradients import choice
 from tests import models
 
 
@@ -65,11 +65,11 @@ def test_auto_goes_by_what_an_example_holds(monkeypatch):
     few = explained(models.mlp())
     assert (few.method, few.microbatch_size) == ("book_keeping", None)
 
-    monkeypatch.setattr(cost, "_CPU_SHARE", 2 * sum(row.bytes for row in few.rows) // 4)
+    monkeypatch.setattr(choice, "_CPU_SHARE", 2 * sum(row.bytes for row in few.rows) // 4)
     some = explained(models.mlp())
     assert (some.method, some.microbatch_size) == ("book_keeping", 2)
 
-    monkeypatch.setattr(cost, "_memory", lambda: 100)
+    monkeypatch.setattr(choice, "_memory", lambda: 100)
     found = explained(models.mlp())
     assert found.method == "ghost"
     assert "too much to hold" in str(found)

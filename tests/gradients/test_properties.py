@@ -164,7 +164,7 @@ def at(i, leaf):
 @given(setups())
 def test_padding_and_examples_that_are_not_finite_are_the_same(setup):
     index, size, microbatch_size, x, padding = setup
-    _, jitted = engine(index, microbatch_size)
+    grad_fn, jitted = engine(index, microbatch_size)
     broken = np.zeros(size, bool)
     for leaf in jax.tree.leaves(x):
         broken |= ~np.isfinite(leaf).reshape(size, -1).all(axis=1)
@@ -174,8 +174,11 @@ def test_padding_and_examples_that_are_not_finite_are_the_same(setup):
         jax.tree.map(lambda leaf: np.where(over(padding | broken, leaf), np.float32(0), leaf), x),
         padding | broken,
     )
-    for one, two, three in zip(*map(jax.tree.leaves, (grads, expected, emptied)), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(two).tobytes() == np.asarray(three).tobytes()
+    for one, two in zip(*map(jax.tree.leaves, (expected, emptied)), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+    # Padding comes last, and so what stands behind it is added up in another order.
+    difference = np.linalg.norm(oracle.vector(grads) - oracle.vector(expected))
+    assert not difference > 1e-6 * (size + 1) * grad_fn.l2_norm_bound
 
 
 def over(mask, leaf):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.planning.operations import matmul_flops
+from eqx_dp.programs import matmul_flops
 from tests import models
 from tests.benchmarks import rows
 

@@ -1,0 +1,200 @@
+"""Which method a batch goes through, and how many examples of it at once."""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+from ..privacy import SampleSize
+from .cost import MOVE, LeafCost
+
+# What a CPU program may hold at once, by estimates from above: beyond, fresh pages and missed
+# caches cost more than going through the batch in parts, each with one more pass over the sums.
+_CPU_SHARE = 64 * 2**20
+# The share of memory that per-example parts may take.
+_MEMORY_SHARE = 0.4
+# The share of all gradients that book-keeping has to save example by example to be worth it.
+_LITTLE = 0.1
+# A microbatch writes its sums, and adds them to those of the ones before: numbers moved for each.
+# Measured on two CPU cores: 3 (CNN) to 8 (MLP).
+_MOVED_BY_A_PASS = 6
+# What starting the kernels of one more microbatch costs beside that, where it is not a CPU.
+_LAUNCHES = 1e9
+# What one normal number costs (20 rounds of threefry, and the inverse error function).
+_NORMAL = 500
+# XLA divides work between cores by the leading axis: odd sizes leave some of them idle.
+_ALIGNED = 8
+
+
+class Example(NamedTuple):
+    """What one example costs, whatever the method.
+
+    Attributes:
+        flops: of all contractions in its loss and the gradient of that.
+        activations: bytes that its forward pass leaves for its backward pass.
+    """
+
+    flops: float
+    activations: int
+
+
+class Batch(NamedTuple):
+    """The batch of a device.
+
+    Attributes:
+        slots: how many examples there is room for.
+        sample: how many examples the batch of all devices holds; None if every slot holds one.
+    """
+
+    slots: int
+    sample: SampleSize | None = None
+
+    def microbatches(self, size: int) -> float:
+        """The expected number of microbatches that hold an example."""
+        if self.sample is None:
+            return float(-(-self.slots // size))
+        return self.sample.microbatches(size, self.slots)
+
+    @property
+    def real(self) -> float:
+        """The expected number of examples; of the device that has most."""
+        return self.microbatches(1)
+
+
+class Work(NamedTuple):
+    """What a device is expected to do in a step, in floating-point operations (or equivalents).
+
+    Attributes:
+        gradient: for the examples that there are.
+        padding: for the slots that are left over in microbatches that hold an example.
+        passes: for adding up the sums of microbatches.
+        noise: for drawing it.
+    """
+
+    gradient: float
+    padding: float
+    passes: float
+    noise: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(self))
+
+
+class Choice(NamedTuple):
+    """What the engine does with a batch.
+
+    Attributes:
+        method: the method.
+        microbatch_size: how many examples at once on a device; None for all slots.
+        reason: why.
+        batch: the batch of a device.
+        work: what it is expected to do.
+    """
+
+    method: str
+    microbatch_size: int | None
+    reason: str
+    batch: Batch
+    work: Work
+
+
+def choose(
+    costs: list[LeafCost],
+    params: list[jax.Array],
+    example: Example,
+    batch: Batch,
+    method: str,
+    microbatch_size: int | None,
+) -> Choice:
+    """The method and the microbatch, from what was asked for and from what is held for each.
+
+    Args:
+        costs: of every leaf.
+        params: every leaf.
+        example: what one example costs.
+        batch: the batch of a device.
+        method: as asked for.
+        microbatch_size: as asked for.
+    """
+    flops = float(example.flops + sum(cost.norm_flops for cost in costs))
+    entries = sum(param.size for param in params)
+
+    def work(size: int | None) -> Work:
+        return _work(flops, entries, batch, size or max(1, batch.slots))
+
+    if method != "auto":
+        return Choice(method, microbatch_size, "as asked for", batch, work(microbatch_size))
+    memory = _memory()
+    if _forms_nearly_all(costs, params):
+        chosen, why = "per_example", "nearly all gradients are formed by either method"
+        held = sum(4 * param.size for param in params) + example.activations
+    else:
+        chosen, why = "book_keeping", "most of it is never formed example by example"
+        held = max(1, example.activations, sum(cost.bytes for cost in costs))
+    reason = f"{why}; {held / 2**20:.2f} MiB are held for an example"
+    if memory is not None and held > _MEMORY_SHARE * memory:
+        reason = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}, is too much to hold"
+        chosen, held = "ghost", max(1, example.activations)
+    if microbatch_size is None:
+        microbatch_size = _fitting(held, batch.slots, memory)
+        if batch.sample is not None:
+            sizes = _sizes(microbatch_size or batch.slots)
+            microbatch_size = min(sizes, key=lambda size: work(size).total, default=None)
+    return Choice(chosen, microbatch_size, reason, batch, work(microbatch_size))
+
+
+def _work(flops: float, entries: int, batch: Batch, size: int) -> Work:
+    """What is expected by a microbatch size: whole microbatches are computed, as many as needed."""
+    count = batch.microbatches(size)
+    a_pass = MOVE * _MOVED_BY_A_PASS * entries + (0 if _is_cpu() else _LAUNCHES)
+    return Work(
+        flops * batch.real,
+        flops * (min(size, batch.slots) * count - batch.real),
+        a_pass * count,
+        float(_NORMAL * entries),
+    )
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """Microbatch sizes to choose from: powers of two, and multiples of the last of them."""
+    yield from (2**i for i in range(int(math.log2(_ALIGNED))) if 2**i <= most)
+    yield from range(_ALIGNED, most + 1, _ALIGNED)
+
+
+def _forms_nearly_all(costs: list[LeafCost], params: list[jax.Array]) -> bool:
+    """Whether book-keeping has little to save: it forms each example's gradient of most leaves.
+
+    It does so in the accumulate dtype, which is worth its price where gradients are narrower.
+    """
+    avoided = sum(param.size for cost, param in zip(costs, params, strict=True) if cost.is_ghost)
+    is_wide = all(param.dtype.itemsize >= 4 for param in params)
+    return is_wide and avoided <= _LITTLE * sum(param.size for param in params)
+
+
+def _is_cpu() -> bool:
+    return jax.local_devices()[0].platform == "cpu"
+
+
+def _memory() -> int | None:
+    """Bytes of memory of the device, or of the host where it is the device; None if unknown."""
+    if not _is_cpu():
+        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # no such question on this system
+        return None
+
+
+def _fitting(held: int, slots: int, memory: int | None) -> int | None:
+    """The largest microbatch whose parts fit; None for all slots."""
+    if _is_cpu():
+        available = _CPU_SHARE
+    else:
+        available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
+    if held * slots <= available:
+        return None
+    return 2 ** int(math.log2(max(1, available // held)))

@@ -1,0 +1,75 @@
+"""How many examples a Poisson sample holds: what a step is expected to compute."""
+
+import bisect
+import dataclasses
+from typing import Any, cast
+
+from scipy import stats
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the batches of a plan are drawn; public.
+
+    Attributes:
+        sampling_prob: The probability with which each example takes part, in (0, 1].
+        overflow_probability: That a batch has room for all examples drawn, but for this.
+    """
+
+    sampling_prob: float
+    overflow_probability: float
+
+    def of(self, slots: int) -> "SampleSize":
+        """The sample that a batch of so many slots was made for.
+
+        Args:
+            slots: The capacity of a sampler with these probabilities; from it alone follows, up to
+                what the capacity was rounded up by, how large the data set is.
+        """
+        if self.sampling_prob == 1:
+            return SampleSize(slots, slots, 1.0)
+
+        def overflows(num_examples: int) -> bool:
+            tail = _binomial().sf(slots, num_examples, self.sampling_prob)
+            return float(tail) > self.overflow_probability
+
+        most = int(slots / self.sampling_prob) + 1
+        first = bisect.bisect_left(range(most + 1), True, key=overflows)
+        return SampleSize(slots, max(first - 1, 0), self.sampling_prob)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSize:
+    """How many of a batch's slots hold an example: a binomially distributed number.
+
+    Attributes:
+        slots: The capacity of the batch.
+        num_examples: Of the data set.
+        sampling_prob: With which each takes part.
+    """
+
+    slots: int
+    num_examples: int
+    sampling_prob: float
+
+    @property
+    def mean(self) -> float:
+        """The expected number of examples in a batch."""
+        return self.num_examples * self.sampling_prob
+
+    def microbatches(self, size: int, slots: int | None = None) -> float:
+        """The expected number of microbatches that hold an example, if examples come first.
+
+        It is the sum over k of the probability that there are more than k x `size` examples.
+
+        Args:
+            size: Examples in a microbatch.
+            slots: The first slots of the batch, if not all: those of the first device.
+        """
+        firsts = range(0, self.slots if slots is None else slots, size)
+        tails = _binomial().sf(list(firsts), self.num_examples, self.sampling_prob)
+        return float(sum(tails))
+
+
+def _binomial() -> Any:
+    return cast(Any, stats.binom)  # scipy is not typed
