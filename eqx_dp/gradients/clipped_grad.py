@@ -133,6 +133,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """
         self._mask.sampling = sampling
 
+    def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result]":
+        """The same function for batches that are such samples (None: that have no padding)."""
+        rule = MaskRule(sampling)
+        return ClippedGrad(self._fun, self._filter_spec, self._configuration, self._finish, rule)
+
     def trainable(self, model: _Model) -> _Model:
         """What of a model is trained: its tree with None elsewhere, as that of the gradients.
 

@@ -1,6 +1,6 @@
 """What the engine makes of a model: a row for every trainable leaf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from ..privacy import PrivacyPlan, SampleSize
 from ..shown import shown
 from .calls import Prepared
-from .choice import Choice
+from .choice import Choice, Work
 from .clipped_grad import ClippedGrad
 from .cost import LeafCost
 
@@ -50,6 +51,8 @@ class Explanation(NamedTuple):
         num_examples: the batch.
         num_shards: how many parts the batch is divided into, by sharding rules.
         reason: why.
+        sample: how many of the slots hold an example; None without a plan.
+        work: what a device is expected to do in a step.
     """
 
     rows: tuple[Row, ...]
@@ -58,6 +61,8 @@ class Explanation(NamedTuple):
     num_examples: int
     num_shards: int
     reason: str
+    sample: SampleSize | None
+    work: Work
 
     def __str__(self) -> str:
         head = ("path", "kinds", "way", "flops", "bytes", "reason")
@@ -71,7 +76,28 @@ class Explanation(NamedTuple):
         )
         lines = [head, *(_cells(row) for row in (*self.rows, total))]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
-        return "\n".join("  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines)
+        table = ["  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines]
+        return "\n".join([*table, *self._expected()])
+
+    def _expected(self) -> Iterator[str]:
+        """What a plan's sampling means for a step."""
+        if self.sample is None:
+            return
+        of_device = self.sample.slots // self.num_shards
+        size = min(self.microbatch_size or of_device, of_device)
+        count = self.sample.microbatches(size, of_device)
+        yield (
+            f"batch: {self.sample.slots} slots, of which {self.sample.mean:.1f} are expected to "
+            f"hold an example; {count:.2f} microbatches of {size} are expected to be computed"
+        )
+        shares = [f"{name} {value / self.work.total:.0%}" for name, value in self._parts()]
+        yield f"expected time of a step, without the optimizer: {', '.join(shares)}"
+
+    def _parts(self) -> Iterator[tuple[str, float]]:
+        yield "gradient", self.work.gradient
+        yield "padding", self.work.padding
+        yield "sums over microbatches", self.work.passes
+        yield "noise", self.work.noise
 
     def _at_once(self) -> str:
         own = self.num_examples // self.num_shards
@@ -98,6 +124,7 @@ def explain(
     *batch: PyTree[Any],
     key: Any = None,
     is_padding_example: Any = None,
+    plan: PrivacyPlan | None = None,
 ) -> Explanation:
     """Says how the engine finds the norm and the sum of every trainable leaf, and what that costs.
 
@@ -109,14 +136,20 @@ def explain(
         *batch: the batch, as for ``grad_fn``.
         key: as for ``grad_fn``.
         is_padding_example: as for ``grad_fn``; it changes nothing.
+        plan: the plan whose samples the batches are, and the batch as long as a sampler's
+            ``capacity``; needed only where ``plan.privatizer`` has not been given ``grad_fn``.
 
     Returns:
         A table: ``rows``, each with ``path``, ``kinds``, ``way``, ``flops``, ``bytes``, ``reason``;
-        ``str()`` prints it, with the totals, the method that was chosen, and why.
+        ``str()`` prints it, with the totals, the method that was chosen, and why. With a plan also
+        how many slots are expected to hold an example, how many microbatches are expected to be
+        computed, and what a step's time is expected to be made of, by formula.
 
     Raises:
         ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
     """
+    if plan is not None and isinstance(cast(object, grad_fn), ClippedGrad):
+        grad_fn = grad_fn.of_samples(plan.sampling)
     return on_shapes(_explained, grad_fn, model, batch, key, is_padding_example)
 
 
@@ -184,7 +217,14 @@ def _explained(prepared: Prepared) -> Explanation:
         for path, cost in zip(paths, costs, strict=True)
     )
     return Explanation(
-        rows, choice.method, choice.microbatch_size, num_examples, shards, choice.reason
+        rows,
+        choice.method,
+        choice.microbatch_size,
+        num_examples,
+        shards,
+        choice.reason,
+        choice.batch.sample,
+        choice.work,
     )
 
 

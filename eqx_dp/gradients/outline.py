@@ -130,7 +130,9 @@ def variant(
             else checked_microbatch_size(microbatch_size)
         ),
     )
-    return ClippedGrad(parts["_fun"], parts["_filter_spec"], changed, _gradients_alone)
+    return ClippedGrad(
+        parts["_fun"], parts["_filter_spec"], changed, _gradients_alone, parts["_mask"]
+    )
 
 
 def _gradients_alone(per_example: PerExample, gradients: PyTree[Any]) -> PyTree[Any]:

@@ -303,7 +303,7 @@ def _of_microbatch(
     """The clipped gradient of so many examples, as a function of arrays alone."""
     model, batch, key = call
     arrays, static = eqx.partition((model, batch, key), is_array_or_shape)
-    of_batch = variant(grad_fn)  # which no plan has told that its batches have padding
+    of_batch = variant(grad_fn).of_samples(None)
 
     def clipped(arrays: PyTree[Any]) -> Any:
         model, batch, key = eqx.combine(arrays, static)
