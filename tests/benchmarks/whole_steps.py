@@ -29,6 +29,8 @@ _WINDOWS = 20  # of as many batches as are asked for, to choose from
 _OF_JAX_PRIVACY = (1, 2, 4, 8, 16, 32, 64)
 _OF_OPACUS: dict[str, tuple[int | None, ...]] = {"hooks": (8, 32, 64), "ghost": (None, 32)}
 
+Run = Callable[[], Any]
+
 
 class Case(NamedTuple):
     """A row and batches that a plan draws, as large in expectation as the row's own batch.
@@ -93,9 +95,6 @@ def typical(sampler: dp.PoissonSampler, num_batches: int, expected: int) -> list
         return abs(sum(np.sum(~mask) for _, mask in batches) - num_batches * expected)
 
     return min(windows, key=surplus)
-
-
-Run = Callable[[], Any]
 
 
 def threaded(step: Callable[..., Any], state: Any, batches: Sequence[tuple[Any, ...]]) -> Run:
