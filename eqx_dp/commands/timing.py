@@ -22,14 +22,25 @@ class Spread(NamedTuple):
     high: float
 
 
-def interleaved(programs: dict[_Name, Callable[[], Any]], rounds: int) -> dict[_Name, list[float]]:
-    """Seconds of each program in each round. Each round has an order of its own."""
+def interleaved(
+    programs: dict[_Name, Callable[[], Any]],
+    rounds: int,
+    turn: Callable[[Callable[[], Any]], float] | None = None,
+) -> dict[_Name, list[float]]:
+    """Seconds of each program in each round. Each round has an order of its own.
+
+    Args:
+        programs: by name.
+        rounds: how many.
+        turn: from a program to its seconds in one turn; by default the median of a few runs.
+    """
+    take = _turn if turn is None else turn
     shuffled, order = random.Random(0), list(programs)
     seconds: dict[_Name, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         shuffled.shuffle(order)
         for name in order:
-            seconds[name].append(_turn(programs[name]))
+            seconds[name].append(take(programs[name]))
     return seconds
 
 
@@ -44,6 +55,16 @@ def once(program: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(program())
     return time.perf_counter() - start
+
+
+def mean_of(runs: int) -> Callable[[Callable[[], Any]], float]:
+    """A turn of so many runs, after one that is not timed: for programs whose runs differ."""
+
+    def turn(program: Callable[[], Any]) -> float:
+        once(program)
+        return float(np.mean([once(program) for _ in range(runs)]))
+
+    return turn
 
 
 def _turn(program: Callable[[], Any]) -> float:

@@ -17,7 +17,7 @@ from eqx_dp.gradients.methods import METHODS
 
 from .rows import Row
 
-CLIP_NORM = 1.0
+CLIP_NORM, LEARNING_RATE = 1.0, 1e-3
 NON_PRIVATE, AUTO, JAX_PRIVACY = "non-private", "eqx_dp auto", "jax_privacy"
 # What a whole batch at once costs more than its parts is no merit of those who take it in parts.
 IN_PARTS = "non-private in parts"
@@ -40,11 +40,19 @@ class Program(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A way to a gradient, and whether it is to be tried at several microbatch sizes."""
+    """A way to a gradient, and at which microbatch sizes it is to be tried.
+
+    Attributes:
+        name: what it is called.
+        prepare: from a row and a microbatch size to what is run.
+        microbatched: whether several sizes are tried.
+        tried: which, where it is not all powers of two that divide the batch.
+    """
 
     name: str
     prepare: Callable[[Row, int | None], Program]
     microbatched: bool
+    tried: tuple[int | None, ...] | None = None
 
     def sizes(self, row: Row) -> list[int | None]:
         """Microbatch sizes to choose the best of; None is the whole batch at once.
@@ -53,6 +61,8 @@ class Contender(NamedTuple):
         """
         if not self.microbatched:
             return [None]
+        if self.tried is not None:
+            return list(self.tried)
         powers = [2**i for i in range(row.batch_size.bit_length())]
         return [None, *(n for n in powers if n < row.batch_size and row.batch_size % n == 0)]
 
@@ -80,13 +90,14 @@ def ours(method: str, row: Row, microbatch_size: int | None) -> Gradient:
     return lambda params, frozen, *batch: clipped(eqx.combine(params, frozen, static), *batch)
 
 
-def of_jax_privacy(row: Row, microbatch_size: int | None) -> Gradient:
+def of_jax_privacy(row: Row, microbatch_size: int | None, normalize_by: float = 1.0) -> Gradient:
     return jax_privacy.clipped_grad(
         row.loss_of_parts(),
         l2_clip_norm=CLIP_NORM,
         batch_argnums=(2, 3),
         keep_batch_dim=False,
         microbatch_size=microbatch_size,
+        normalize_by=normalize_by,
     )
 
 

@@ -1,7 +1,7 @@
 """Times, temporary memory and compile times of a row's contenders, taken side by side."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eqx_dp.commands.timing import Spread, interleaved, ratios
 
@@ -34,12 +34,18 @@ def ratio(result: Result, reference: Result) -> Spread:
     return ratios(list(result.seconds), list(reference.seconds))
 
 
-def at_its_best(contender: Contender, row: Row) -> tuple[int | None, Program]:
-    """The contender at the microbatch size that is fastest on this row."""
+def at_its_best(
+    contender: Contender,
+    row: Row,
+    rounds: int = _SEARCH_ROUNDS,
+    turn: Callable[[Callable[[], Any]], float] | None = None,
+) -> tuple[int | None, Program]:
+    """The contender at the microbatch size that is fastest on this row, turn as `interleaved`'s."""
     programs = {size: contender.prepare(row, size) for size in contender.sizes(row)}
     if len(programs) == 1:
         return next(iter(programs.items()))
-    seconds = interleaved({size: program.run for size, program in programs.items()}, _SEARCH_ROUNDS)
+    runs = {size: program.run for size, program in programs.items()}
+    seconds = interleaved(runs, rounds, turn)
     best = min(programs, key=lambda size: min(seconds[size]))
     return best, programs[best]
 

@@ -4,17 +4,18 @@ A twin registers its parameters in the order of the Equinox model's leaves, so t
 zipped. Nothing but layers that Opacus has a rule for is used.
 """
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
 from equinox import nn as eqx_nn
 
-from .contenders import CLIP_NORM, Program
+from .contenders import CLIP_NORM, LEARNING_RATE, Program
 from .rows import CNN, GPT, Block, LowRankLinear, Row
 
 # Read when torch is imported. PyTorch's threads wait for work by spinning; where other threads want
@@ -130,8 +131,18 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def tensors(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = (torch.from_numpy(np.array(array)) for array in row.batch)
+    return as_tensors(row.batch)
+
+
+def as_tensors(batch: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = (torch.from_numpy(np.array(array)) for array in batch)
     return x, y.long()
+
+
+def in_parts(
+    batch: tuple[torch.Tensor, torch.Tensor], size: int | None
+) -> list[tuple[torch.Tensor, ...]]:
+    return list(zip(*(array.split(size or len(array)) for array in batch), strict=True))
 
 
 def non_private(row: Row, microbatch_size: None) -> Program:
@@ -149,25 +160,37 @@ def non_private(row: Row, microbatch_size: None) -> Program:
     return Program(run, _as_arrays)
 
 
-def private(mode: str, row: Row, microbatch_size: int | None) -> Program:
-    """The clipped sum by Opacus's engine, up to where it would add noise.
+class Private(NamedTuple):
+    """What Opacus's engine makes: a module, an optimizer that clips, and the loss of logits."""
 
-    Parts of a batch are added up in the way of its ``BatchMemoryManager``: the optimizer is told
-    to skip the step, clips, and keeps the sum.
-    """
+    module: nn.Module
+    optimizer: Any
+    loss: Callable[[torch.Tensor, torch.Tensor], Any]
+
+    def clipped(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """The backward pass of a part of a batch, up to where the optimizer takes over."""
+        self.optimizer.zero_grad()
+        self.loss(self.module(inputs), targets).backward()
+
+
+def made_private(
+    mode: str,
+    row: Row,
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    noise_multiplier: float,
+) -> Private:
     module, (x, y) = twin(row), tensors(row)
     criterion = nn.CrossEntropyLoss()
     module, optimizer, *ghost_criterion, _ = PrivacyEngine().make_private(
         module=module,
-        optimizer=torch.optim.SGD(trainable(module), lr=0.1),
+        optimizer=make_optimizer(trainable(module), lr=LEARNING_RATE),
         criterion=criterion,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
-        noise_multiplier=0.0,
+        noise_multiplier=noise_multiplier,
         max_grad_norm=CLIP_NORM,
         poisson_sampling=False,
         grad_sample_mode=mode,
     )
-    parts = list(zip(*(a.split(microbatch_size or len(x)) for a in (x, y)), strict=True))
 
     def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> Any:
         flat = logits.flatten(0, -2), targets.flatten()
@@ -176,15 +199,52 @@ def private(mode: str, row: Row, microbatch_size: int | None) -> Program:
         # With ghost clipping the criterion has to know that the unit is a sequence, not a token.
         return ghost_criterion[0](*flat, **({"shape": logits.shape} if logits.ndim == 3 else {}))
 
+    return Private(module, optimizer, loss_of)
+
+
+def private(mode: str, row: Row, microbatch_size: int | None) -> Program:
+    """The clipped sum by Opacus's engine, up to where it would add noise.
+
+    Parts of a batch are added up in the way of its ``BatchMemoryManager``: the optimizer is told
+    to skip the step, clips, and keeps the sum.
+    """
+    made = made_private(mode, row, torch.optim.SGD, 0.0)
+    optimizer, parts = made.optimizer, in_parts(tensors(row), microbatch_size)
+
     def run() -> list[torch.Tensor]:
         for parameter in optimizer.params:
             parameter.summed_grad = None
-        for inputs, targets in parts:
-            optimizer.zero_grad()
-            loss_of(module(inputs), targets).backward()
+        for part in parts:
+            made.clipped(*part)
             optimizer.signal_skip_step()
             optimizer.pre_step()
         return [parameter.summed_grad for parameter in optimizer.params]
+
+    return Program(run, _as_arrays)
+
+
+def step(
+    mode: str,
+    row: Row,
+    batches: list[tuple[np.ndarray, np.ndarray]],
+    noise_multiplier: float,
+    microbatch_size: int | None,
+) -> Program:
+    """A whole step on one batch after the other: clipped sum, noise, Adam.
+
+    Batches hold real examples alone: shapes may change from step to step here. The row's own batch
+    says how many are expected.
+    """
+    made = made_private(mode, row, torch.optim.Adam, noise_multiplier)
+    coming = itertools.cycle([in_parts(as_tensors(batch), microbatch_size) for batch in batches])
+
+    def run() -> list[torch.Tensor]:
+        parts = next(coming)
+        for number, part in enumerate(parts, 1):
+            made.clipped(*part)
+            made.optimizer.signal_skip_step(do_skip=number < len(parts))
+            made.optimizer.step()
+        return [parameter.detach() for parameter in made.optimizer.params]
 
     return Program(run, _as_arrays)
 

@@ -79,11 +79,15 @@ def _line(result: Result, base: Result, peer: Result) -> tuple[str, ...]:
         result.contender,
         "-" if result.microbatch_size is None else str(result.microbatch_size),
         f"{milliseconds:.1f}",
-        f"{time.median:.2f} ({time.low:.2f}-{time.high:.2f})",
-        f"{speedup.median:.2f} ({speedup.low:.2f}-{speedup.high:.2f})",
+        with_quartiles(time),
+        with_quartiles(speedup),
         *_and_ratio(result.temp_bytes, base.temp_bytes, _MIB),
         *_and_ratio(result.compile_seconds, base.compile_seconds, 1),
     )
+
+
+def with_quartiles(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"
 
 
 def _and_ratio(value: float | None, base: float | None, unit: float) -> tuple[str, str]:

@@ -84,3 +84,10 @@ def test_ratios_are_taken_round_by_round():
     base = measure.Result("a", None, [1.0, 10.0, 1.0], None, None)
     other = measure.Result("b", None, [2.0, 20.0, 2.0], None, None)
     assert measure.ratio(other, base) == (2.0, 2.0, 2.0)
+
+
+def test_a_turn_of_several_runs_is_their_mean(monkeypatch):
+    """After one run that is not timed; every batch has its turn."""
+    monkeypatch.setattr(timing, "once", lambda run: run())
+    runs = iter([100.0, 1.0, 2.0, 6.0])
+    assert timing.interleaved({"it": lambda: next(runs)}, 1, timing.mean_of(3)) == {"it": [3.0]}
