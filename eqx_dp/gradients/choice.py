@@ -122,9 +122,10 @@ def choose(
     """
     flops = float(example.flops + sum(cost.norm_flops for cost in costs))
     entries = sum(param.size for param in params)
+    real = batch.real
 
     def work(size: int | None) -> Work:
-        return _work(flops, entries, batch, size or max(1, batch.slots))
+        return _work(flops, entries, batch, real, size or max(1, batch.slots))
 
     if method != "auto":
         return Choice(method, microbatch_size, "as asked for", batch, work(microbatch_size))
@@ -147,13 +148,13 @@ def choose(
     return Choice(chosen, microbatch_size, reason, batch, work(microbatch_size))
 
 
-def _work(flops: float, entries: int, batch: Batch, size: int) -> Work:
+def _work(flops: float, entries: int, batch: Batch, real: float, size: int) -> Work:
     """What is expected by a microbatch size: whole microbatches are computed, as many as needed."""
     count = batch.microbatches(size)
     a_pass = MOVE * _MOVED_BY_A_PASS * entries + (0 if _is_cpu() else _LAUNCHES)
     return Work(
-        flops * batch.real,
-        flops * (min(size, batch.slots) * count - batch.real),
+        flops * real,
+        flops * (min(size, batch.slots) * count - real),
         a_pass * count,
         float(_NORMAL * entries),
     )
