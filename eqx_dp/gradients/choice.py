@@ -144,7 +144,8 @@ def choose(
         microbatch_size = _fitting(held, batch.slots, memory)
         if batch.sample is not None:
             sizes = _sizes(microbatch_size or batch.slots)
-            microbatch_size = min(sizes, key=lambda size: work(size).total, default=None)
+            best = min(sizes, key=lambda size: work(size).total, default=batch.slots)
+            microbatch_size = best if best < batch.slots else None
     return Choice(chosen, microbatch_size, reason, batch, work(microbatch_size))
 
 
@@ -161,9 +162,11 @@ def _work(flops: float, entries: int, batch: Batch, real: float, size: int) -> W
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """Microbatch sizes to choose from: powers of two, and multiples of the last of them."""
+    """Microbatch sizes to choose from: powers of two, multiples of the last of them, and most."""
     yield from (2**i for i in range(int(math.log2(_ALIGNED))) if 2**i <= most)
     yield from range(_ALIGNED, most + 1, _ALIGNED)
+    if most > 0:
+        yield most
 
 
 def _forms_nearly_all(costs: list[LeafCost], params: list[jax.Array]) -> bool:
