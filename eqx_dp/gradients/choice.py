@@ -124,9 +124,10 @@ def choose(
     """
     flops = float(example.flops + sum(cost.norm_flops for cost in costs))
     entries = sum(param.size for param in params)
+    real = batch.real
 
     def work(size: int | None) -> Work:
-        return _work(flops, entries, batch, size or max(1, batch.slots))
+        return _work(flops, entries, batch, real, size or max(1, batch.slots))
 
     if method != "auto":
         return Choice(method, microbatch_size, "as asked for", batch, work(microbatch_size))
@@ -145,26 +146,29 @@ def choose(
         microbatch_size = _fitting(held, batch.slots, memory)
         if batch.sample is not None:
             sizes = _sizes(microbatch_size or batch.slots)
-            microbatch_size = min(sizes, key=lambda size: work(size).total, default=None)
+            best = min(sizes, key=lambda size: work(size).total, default=batch.slots)
+            microbatch_size = best if best < batch.slots else None
     return Choice(chosen, microbatch_size, reason, batch, work(microbatch_size))
 
 
-def _work(flops: float, entries: int, batch: Batch, size: int) -> Work:
+def _work(flops: float, entries: int, batch: Batch, real: float, size: int) -> Work:
     """What is expected by a microbatch size: whole microbatches are computed, as many as needed."""
     count = batch.microbatches(size)
     a_pass = MOVE * _MOVED_BY_A_PASS * entries + (0 if _is_cpu() else _LAUNCHES)
     return Work(
-        flops * batch.real,
-        flops * (min(size, batch.slots) * count - batch.real),
+        flops * real,
+        flops * (min(size, batch.slots) * count - real),
         a_pass * count,
         float(_NORMAL * entries),
     )
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """Microbatch sizes to choose from: powers of two, and multiples of the last of them."""
+    """Microbatch sizes to choose from: powers of two, multiples of the last of them, and most."""
     yield from (2**i for i in range(int(math.log2(_ALIGNED))) if 2**i <= most)
     yield from range(_ALIGNED, most + 1, _ALIGNED)
+    if most > 0:
+        yield most
 
 
 def _forms_nearly_all(costs: list[LeafCost], params: list[jax.Array]) -> bool:

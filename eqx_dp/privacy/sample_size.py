@@ -2,9 +2,14 @@
 
 import bisect
 import dataclasses
+import functools
 from typing import Any, cast
 
+import numpy as np
+from jaxtyping import Float64
 from scipy import stats
+
+_MOST_EXAMPLES = 2**53  # of a sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +29,8 @@ class Sampling:
 
         Args:
             slots: The capacity of a sampler with these probabilities; from it alone follows, up to
-                what the capacity was rounded up by, how large the data set is.
+                what the capacity was rounded up by, how large the data set is. Where hardly ever an
+                example is drawn, it is the largest for which that capacity will do.
         """
         if self.sampling_prob == 1:
             return SampleSize(slots, slots, 1.0)
@@ -33,7 +39,7 @@ class Sampling:
             tail = _binomial().sf(slots, num_examples, self.sampling_prob)
             return float(tail) > self.overflow_probability
 
-        most = int(slots / self.sampling_prob) + 1
+        most = int(min(slots / self.sampling_prob + 1, _MOST_EXAMPLES))
         first = bisect.bisect_left(range(most + 1), True, key=overflows)
         return SampleSize(slots, max(first - 1, 0), self.sampling_prob)
 
@@ -66,9 +72,12 @@ class SampleSize:
             size: Examples in a microbatch.
             slots: The first slots of the batch, if not all: those of the first device.
         """
-        firsts = range(0, self.slots if slots is None else slots, size)
-        tails = _binomial().sf(list(firsts), self.num_examples, self.sampling_prob)
-        return float(sum(tails))
+        return float(np.sum(self._tails[:slots:size]))
+
+    @functools.cached_property
+    def _tails(self) -> Float64[np.ndarray, "slots"]:
+        """For each slot the probability that it holds an example."""
+        return _binomial().sf(np.arange(self.slots), self.num_examples, self.sampling_prob)
 
 
 def _binomial() -> Any:

@@ -29,40 +29,56 @@ def channels_last(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     """
     if jax.default_backend() != "cpu":
         return program
-    return jex_core.ClosedJaxpr(_rewritten(program.jaxpr), program.consts)
+    return _Rewriting().program(program)
 
 
-def _rewritten(jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
-    equations = [new for equation in jaxpr.eqns for new in _of_equation(equation)]
-    if all(new is old for new, old in zip(equations, jaxpr.eqns, strict=False)):
-        return jaxpr
-    return jaxpr.replace(eqns=equations)
+class _Rewriting:
+    """Rewrites each program once: what is called twice is compiled once, before and after."""
 
+    def __init__(self) -> None:
+        self._done: dict[Any, Any] = {}
 
-def _of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn]:
-    if equation.primitive is conv_general_dilated_p:
-        return _moved(equation)
-    if equation.primitive.name in _LEFT_ALONE:
-        return [equation]
-    params = {name: _of_param(value) for name, value in equation.params.items()}
-    if all(params[name] is value for name, value in equation.params.items()):
-        return [equation]
-    return [equation.replace(params=params)]
+    def program(self, program: Any) -> Any:
+        """A program, open or closed, with all that it calls; itself if there is nothing to do."""
+        if program not in self._done:
+            closed = isinstance(program, jex_core.ClosedJaxpr)
+            self._done[program] = self._closed(program) if closed else self._open(program)
+        return self._done[program]
 
+    def _closed(self, program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+        jaxpr = self.program(program.jaxpr)
+        return program if jaxpr is program.jaxpr else jex_core.ClosedJaxpr(jaxpr, program.consts)
 
-def _of_param(value: Any) -> Any:
-    """A parameter of an equation, with the programs in it rewritten."""
-    match value:
-        case jex_core.ClosedJaxpr():
-            jaxpr = _rewritten(value.jaxpr)
-            return value if jaxpr is value.jaxpr else jex_core.ClosedJaxpr(jaxpr, value.consts)
-        case jex_core.Jaxpr():
-            return _rewritten(value)
-        case tuple() if any(isinstance(x, jex_core.ClosedJaxpr | jex_core.Jaxpr) for x in value):
-            programs = tuple(map(_of_param, value))
-            return value if all(map(_is, programs, value)) else programs
-        case _:
-            return value
+    def _open(self, jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
+        equations = [new for equation in jaxpr.eqns for new in self._of_equation(equation)]
+        if all(map(_is, equations, jaxpr.eqns)):
+            return jaxpr
+        return jaxpr.replace(eqns=equations)
+
+    def _of_equation(self, equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn]:
+        if equation.primitive is conv_general_dilated_p:
+            return _moved(equation)
+        if equation.primitive.name in _LEFT_ALONE:
+            return [equation]
+        params = {name: self._of_param(value) for name, value in equation.params.items()}
+        if all(params[name] is value for name, value in equation.params.items()):
+            return [equation]
+        return [equation.replace(params=params)]
+
+    def _of_param(self, value: Any) -> Any:
+        """A parameter of an equation, with the programs in it rewritten."""
+        match value:
+            case jex_core.ClosedJaxpr() | jex_core.Jaxpr():
+                return self.program(value)
+            case tuple():
+                programs = list(map(self._of_param, value))
+                if all(map(_is, programs, value)):
+                    return value
+                # A linear solve names its programs.
+                named = hasattr(value, "_fields")
+                return type(value)(*programs) if named else tuple(programs)
+            case _:
+                return value
 
 
 def _is(one: object, other: object) -> bool:
@@ -99,6 +115,7 @@ def _moved(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
             invars=[outer.get(x, x) for x in one.invars],
             outvars=[outer.get(x, x) for x in one.outvars],
             source_info=equation.source_info,
+            ctx=equation.ctx,
         )
         for one in inner.eqns
     ]
