@@ -144,7 +144,7 @@ def gaussian_privatizer(
         gradients = [_checked_gradient(leaf, path, policy) for path, leaf in leaves]
         keys = _leaf_keys(step_key, leaves)
         noisy = [
-            _add_noise(gradient, scale, key, policy, rules and _Place(rules, path), state.step)
+            _add_noise(gradient, scale, key, policy, rules and _Place(rules, path))
             for (path, _), gradient, key in zip(leaves, gradients, keys, strict=True)
         ]
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
@@ -193,7 +193,6 @@ def _add_noise(
     key: PRNGKeyArray,
     policy: Policy | None,
     place: _Place | None,
-    step: Int[Array, ""],
 ) -> Float[Array, "*shape"]:
     if stddev == 0:
         return gradient
@@ -207,20 +206,21 @@ def _add_noise(
         noise = jnp.asarray(stddev, noise_dtype) * draw(key, gradient.shape, noise_dtype)
     with stage("noise"):
         noisy = gradient.astype(sum_dtype) + noise.astype(sum_dtype)
-    return _computed_once(noisy, step)
+    return _computed_once(noisy)
 
 
-def _computed_once(x: Float[Array, "*shape"], step: Int[Array, ""]) -> Float[Array, "*shape"]:
+def _computed_once(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns `x`, bit for bit, as what XLA computes once, however many operations read it.
 
     XLA repeats an operation that it takes for cheap in every kernel that reads the result: threefry
     is many of those, and Adam's moments and update are three kernels. A division it takes for
-    costly, and does not repeat. This one is by 1, which XLA does not know: the lowest bit of
-    `step | 1` is set. On a CPU the code generator does know, and leaves the division out; a barrier
-    (`jax.lax.optimization_barrier`) is gone there before kernels are formed.
+    costly, and does not repeat. This one is by 1, entry by entry, which XLA does not know: a number
+    with its lowest bit set is not 0. What generates machine code does know, and leaves it out. A
+    barrier (`jax.lax.optimization_barrier`) is gone, on a CPU, before kernels are formed.
     """
-    one = ((step | 1) != 0).astype(x.dtype)
-    return x / one
+    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return x / ((bits | 1) != 0).astype(x.dtype)
 
 
 def _checked_gradient(
