@@ -49,6 +49,7 @@ _PURPOSES = {
     "microbatches": "gradients",
     "devices": "gradients",
     "draw": "noise",
+    "bits": "noise",
     "noise": "noise",
 }
 OTHER = "other"

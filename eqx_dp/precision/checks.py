@@ -125,7 +125,7 @@ class Check:
             self._collective(here, equation, inputs, stage)
         if stage in _OF_MODEL:  # whatever sums were added to it
             return [NOTHING] * len(equation.outvars)
-        if name in _DRAWS:
+        if name in _DRAWS or stage == "bits":
             return [_drawn(here, equation)] * len(equation.outvars)
         if stage == "sum":
             return [Facts(clipped=True)] * len(equation.outvars)

@@ -14,7 +14,7 @@ import jax
 from .policy import ModuleRule
 
 Stage: TypeAlias = Literal[
-    "cast", "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "noise"
+    "cast", "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "bits", "noise"
 ]
 """What an equation is for.
 
@@ -28,11 +28,12 @@ Stage: TypeAlias = Literal[
 | microbatches | the addition of one microbatch's sum to the total |
 | devices | the sum over devices |
 | draw | the Gaussian |
+| bits | the random bits it is made of, where no primitive of JAX draws them |
 | noise | its addition |
 """
 
 _PREFIX = "eqx_dp."
-_MARK = re.compile(r"eqx_dp\.(cast|probe|loss|norm|sum|microbatches|devices|draw|noise)\b")
+_MARK = re.compile(r"eqx_dp\.(cast|probe|loss|norm|sum|microbatches|devices|draw|bits|noise)\b")
 _RULE = re.compile(r"eqx_dp\.rule\[([^\]]*)\]")
 
 

@@ -15,7 +15,16 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ..precision import Policy, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules
 from .arguments import real_number
-from .keys import Secret, checked_secret, fold_text, key_from_secret, public_bytes
+from .keys import (
+    Secret,
+    checked_secret,
+    fold_text,
+    fold_texts,
+    is_threefry,
+    key_from_secret,
+    public_bytes,
+)
+from .normals import is_partitionable, normal
 
 
 class GaussianPrivatizerState(NamedTuple):
@@ -132,15 +141,11 @@ def gaussian_privatizer(
         step_key = jax.random.fold_in(run_key, state.step)
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
         _check_told_apart([path for path, _ in leaves])
+        gradients = [_checked_gradient(leaf, path, policy) for path, leaf in leaves]
+        keys = _leaf_keys(step_key, leaves)
         noisy = [
-            _add_noise(
-                _checked_gradient(leaf, path, policy),
-                scale,
-                _leaf_key(step_key, path, leaf.shape),
-                policy,
-                None if rules is None else _Place(rules, path),
-            )
-            for path, leaf in leaves
+            _add_noise(gradient, scale, key, policy, rules and _Place(rules, path))
+            for (path, _), gradient, key in zip(leaves, gradients, keys, strict=True)
         ]
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
         return jax.tree_util.tree_unflatten(structure, noisy), next_state
@@ -148,10 +153,12 @@ def gaussian_privatizer(
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
-def _leaf_key(
-    step_key: PRNGKeyArray, path: tuple[Any, ...], shape: tuple[int, ...]
-) -> PRNGKeyArray:
-    return fold_text(step_key, f"{shape} {jax.tree_util.keystr(path)}")
+def _leaf_keys(
+    step_key: PRNGKeyArray, leaves: Sequence[tuple[tuple[Any, ...], Any]]
+) -> list[PRNGKeyArray]:
+    return fold_texts(
+        step_key, [f"{leaf.shape} {jax.tree_util.keystr(path)}" for path, leaf in leaves]
+    )
 
 
 def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
@@ -176,8 +183,8 @@ class _Place(NamedTuple):
         spec = rules.accumulator_spec(rules.spec(self.path, shape), shape)
         if rules.is_explicit:
             sharding = NamedSharding(rules.mesh, PartitionSpec(*spec))
-            return jax.random.normal(key, shape, dtype, out_sharding=sharding)
-        return rules.place(jax.random.normal(key, shape, dtype), spec)
+            return normal(key, shape, dtype, out_sharding=sharding)
+        return rules.place(normal(key, shape, dtype), spec)
 
 
 def _add_noise(
@@ -194,11 +201,26 @@ def _add_noise(
     )
     noise_dtype = sum_dtype if policy is None else policy.noise_dtype
     _check_range(stddev, noise_dtype)
-    normal = jax.random.normal if place is None else place.normal
+    draw = normal if place is None else place.normal
     with stage("draw"):
-        noise = jnp.asarray(stddev, noise_dtype) * normal(key, gradient.shape, noise_dtype)
+        noise = jnp.asarray(stddev, noise_dtype) * draw(key, gradient.shape, noise_dtype)
     with stage("noise"):
-        return gradient.astype(sum_dtype) + noise.astype(sum_dtype)
+        noisy = gradient.astype(sum_dtype) + noise.astype(sum_dtype)
+    return _computed_once(noisy)
+
+
+def _computed_once(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns `x`, bit for bit, as what XLA computes once, however many operations read it.
+
+    XLA repeats an operation that it takes for cheap in every kernel that reads the result: threefry
+    is many of those, and Adam's moments and update are three kernels. A division it takes for
+    costly, and does not repeat. This one is by 1, entry by entry, which XLA does not know: a number
+    with its lowest bit set is not 0. What generates machine code does know, and leaves it out. A
+    barrier (`jax.lax.optimization_barrier`) is gone, on a CPU, before kernels are formed.
+    """
+    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return x / ((bits | 1) != 0).astype(x.dtype)
 
 
 def _checked_gradient(
@@ -268,14 +290,14 @@ def _single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
 
 
 def _check_generator(key: PRNGKeyArray) -> None:
-    generator = str(jax.random.key_impl(key))
-    if generator not in ("fry", "threefry2x32"):
+    if not is_threefry(key):
+        generator = jax.random.key_impl(key)
         raise ValueError(
             f"The key's generator is {generator}, whose numbers depend on how an array is spread "
             "over devices; with sharding rules, noise has to be the same on any number of them. "
             "Use dp.key_from_secret(secret), whose keys are threefry's."
         )
-    if not cast(Any, jax.config).jax_threefry_partitionable:
+    if not is_partitionable():
         raise ValueError(
             "jax_threefry_partitionable is off, so that numbers drawn depend on how an array is "
             "spread over devices. Leave it on (JAX's default)."
