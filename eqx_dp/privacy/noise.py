@@ -24,7 +24,7 @@ from .keys import (
     key_from_secret,
     public_bytes,
 )
-from .normals import is_partitionable, normal
+from .normals import is_partitionable, normal, normal_on_one_device
 
 
 class GaussianPrivatizerState(NamedTuple):
@@ -201,7 +201,7 @@ def _add_noise(
     )
     noise_dtype = sum_dtype if policy is None else policy.noise_dtype
     _check_range(stddev, noise_dtype)
-    draw = normal if place is None else place.normal
+    draw = normal_on_one_device if place is None else place.normal
     with stage("draw"):
         noise = jnp.asarray(stddev, noise_dtype) * draw(key, gradient.shape, noise_dtype)
     with stage("noise"):

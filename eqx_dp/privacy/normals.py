@@ -21,6 +21,7 @@ from .keys import is_threefry
 # Of the 20 rounds, the first four rotate by the first row, the next four by the second, and so on.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
+_ROW = 1024
 
 
 def normal(
@@ -65,6 +66,45 @@ def normal(
         axes = out_sharding.mesh.explicit_axes
         draw = jax.sharding.auto_axes(draw, axes=axes, out_sharding=out_sharding)
     return draw(jax.random.key_data(key))
+
+
+def normal_on_one_device(
+    key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any
+) -> Float[Array, "..."]:
+    """Draws what `normal` draws, fast for every shape, where the array lives on one device.
+
+    On a CPU, XLA computes several entries of a row at a time. Rows of a few entries (the kernels of
+    convolutions) and vectors of odd length take 12 to 16 ns a number so, others 2. Such leaves are
+    drawn in rows of 1,024, which a branch that is always taken keeps from being computed in the
+    leaf's own shape; 4 bytes an entry are held until the noise is added.
+
+    **Guarantee.** As that of `normal`: bit for bit the same numbers.
+
+    Args:
+        key: As for `normal`, and so the others.
+        shape: Of the result.
+        dtype: Of the result.
+    """
+    if not (_is_written_out(key, shape, dtype) and _is_slow(shape)):
+        return normal(key, shape, dtype)
+    words, size = jax.random.key_data(key), math.prod(shape)
+    rows = (-(-size // _ROW), _ROW)
+    # True for any word, which the compiler does not know.
+    always = (words[0] | 1) != 0
+    drawn = jax.lax.cond(
+        always,
+        functools.partial(_normal_of_threefry, shape=rows),
+        lambda _: jnp.zeros(rows, jnp.float32),
+        words,
+    )
+    return drawn.reshape(-1)[:size].reshape(shape)
+
+
+def _is_slow(shape: tuple[int, ...]) -> bool:
+    if jax.default_backend() != "cpu" or math.prod(shape) < 2 * _ROW:
+        return False
+    *others, last = shape
+    return last % 8 != 0 and (not others or last < 4 * 8)
 
 
 def is_partitionable() -> bool:
