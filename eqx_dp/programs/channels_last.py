@@ -1,11 +1,12 @@
 """Convolutions in the layout that XLA runs on all cores of a CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 from jax.extend.core.primitives import conv_general_dilated_p
+from jax.sharding import NamedSharding, PartitionSpec
 
 # Their programs speak of blocks of memory, in a layout of their own.
 _LEFT_ALONE = ("pallas_call",)
@@ -87,27 +88,39 @@ def _is(one: object, other: object) -> bool:
 
 def _moved(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
     """Transpositions, the convolution channels last, and the transposition back."""
-    numbers = equation.params["dimension_numbers"]
+    params = dict(equation.params)
+    numbers, where = params["dimension_numbers"], params["out_sharding"]
     dimensions = len(numbers.lhs_spec)
+    last = _channels_last(dimensions)
+    if numbers == last:
+        return [equation]
+    images, kernel, results = (_order(spec, to) for spec, to in zip(numbers, last, strict=True))
+    params["dimension_numbers"] = last
+    if where is not None:
+        spec = [*where.spec, *[None] * dimensions]
+        spec = PartitionSpec(*(spec[dimension] for dimension in results))
+        params["out_sharding"] = NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
+
+    def convolution(image: Any, weight: Any) -> Any:
+        image, weight = jax.lax.transpose(image, images), jax.lax.transpose(weight, kernel)
+        found = conv_general_dilated_p.bind(image, weight, **params)
+        return jax.lax.transpose(found, sorted(range(dimensions), key=results.__getitem__))
+
+    return _inlined(convolution, equation)
+
+
+def _channels_last(dimensions: int) -> jax.lax.ConvDimensionNumbers:
     space = range(1, dimensions - 1)
-    last = jax.lax.ConvDimensionNumbers(
+    return jax.lax.ConvDimensionNumbers(
         (0, dimensions - 1, *space),
         (dimensions - 1, dimensions - 2, *range(dimensions - 2)),
         (0, dimensions - 1, *space),
     )
-    if numbers == last:
-        return [equation]
-    images, kernel, results = (_order(spec, to) for spec, to in zip(numbers, last, strict=True))
 
-    def convolution(image: Any, weight: Any) -> Any:
-        found = conv_general_dilated_p.bind(
-            jax.lax.transpose(image, images),
-            jax.lax.transpose(weight, kernel),
-            **{**equation.params, "dimension_numbers": last},
-        )
-        return jax.lax.transpose(found, sorted(range(dimensions), key=results.__getitem__))
 
-    inner = jax.make_jaxpr(convolution)(*(variable.aval for variable in equation.invars)).jaxpr
+def _inlined(function: Callable[..., Any], equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
+    """The equations of a function, in place of one with the same operands and the same result."""
+    inner = jax.make_jaxpr(function)(*(variable.aval for variable in equation.invars)).jaxpr
     outer = dict(zip(inner.invars, equation.invars, strict=True))
     outer |= dict(zip(inner.outvars, equation.outvars, strict=True))
     return [
