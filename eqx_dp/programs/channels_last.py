@@ -1,11 +1,13 @@
 """Convolutions in the layout that XLA runs on all cores of a CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jax.extend.core.primitives import conv_general_dilated_p
+from jax.sharding import NamedSharding, PartitionSpec
 
 # Their programs speak of blocks of memory, in a layout of their own.
 _LEFT_ALONE = ("pallas_call",)
@@ -18,7 +20,8 @@ def channels_last(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     kernels. It brings convolutions into that layout by itself, but not those in the body of a loop
     or in a branch (https://github.com/jax-ml/jax/issues/12868): the gradient of a convolution of 64
     images takes 20 times as long there. Here every convolution is written channels last, between
-    transpositions. Nothing else changes, and on other platforms nothing at all.
+    transpositions, and groups of images as groups of channels. Nothing else changes, and on other
+    platforms nothing at all.
 
     Args:
         program: any program, already differentiated and batched: derivative rules that are not yet
@@ -87,27 +90,65 @@ def _is(one: object, other: object) -> bool:
 
 def _moved(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
     """Transpositions, the convolution channels last, and the transposition back."""
-    numbers = equation.params["dimension_numbers"]
+    params = dict(equation.params)
+    numbers, where = params["dimension_numbers"], params["out_sharding"]
     dimensions = len(numbers.lhs_spec)
+    last = _channels_last(dimensions)
+    groups = _groups_of_images(equation)
+    if numbers == last and groups == 1:
+        return [equation]
+    images, kernel, results = (_order(spec, to) for spec, to in zip(numbers, last, strict=True))
+    params["dimension_numbers"] = last
+    if where is not None:
+        spec = [*where.spec, *[None] * dimensions]
+        spec = PartitionSpec(*(spec[dimension] for dimension in results))
+        params["out_sharding"] = NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
+    if groups > 1:
+        params |= {"batch_group_count": 1, "feature_group_count": groups}
+
+    def convolution(image: Any, weight: Any) -> Any:
+        image, weight = jax.lax.transpose(image, images), jax.lax.transpose(weight, kernel)
+        if groups > 1:
+            image = _side_by_side(image, groups)
+        found = conv_general_dilated_p.bind(image, weight, **params)
+        return jax.lax.transpose(found, sorted(range(dimensions), key=results.__getitem__))
+
+    return _inlined(convolution, equation)
+
+
+def _groups_of_images(equation: jex_core.JaxprEqn) -> int:
+    """How many groups of images each have kernels of their own, where they can be moved.
+
+    So it is in the gradient of a kernel whose channels are in groups.
+    """
+    image: Any = equation.invars[0].aval
+    is_spread = any(image.sharding.spec)  # on Explicit axes
+    return 1 if is_spread else equation.params["batch_group_count"]
+
+
+def _side_by_side(image: jax.Array, groups: int) -> jax.Array:
+    """Groups of images become groups of channels.
+
+    As groups of images they would get a dimension of space, full of holes: XLA takes up to 500
+    times as long.
+    """
+    size, *space, channels = image.shape
+    apart = image.reshape(groups, size // groups, *space, channels)
+    return jnp.moveaxis(apart, 0, -2).reshape(size // groups, *space, groups * channels)
+
+
+def _channels_last(dimensions: int) -> jax.lax.ConvDimensionNumbers:
     space = range(1, dimensions - 1)
-    last = jax.lax.ConvDimensionNumbers(
+    return jax.lax.ConvDimensionNumbers(
         (0, dimensions - 1, *space),
         (dimensions - 1, dimensions - 2, *range(dimensions - 2)),
         (0, dimensions - 1, *space),
     )
-    if numbers == last:
-        return [equation]
-    images, kernel, results = (_order(spec, to) for spec, to in zip(numbers, last, strict=True))
 
-    def convolution(image: Any, weight: Any) -> Any:
-        found = conv_general_dilated_p.bind(
-            jax.lax.transpose(image, images),
-            jax.lax.transpose(weight, kernel),
-            **{**equation.params, "dimension_numbers": last},
-        )
-        return jax.lax.transpose(found, sorted(range(dimensions), key=results.__getitem__))
 
-    inner = jax.make_jaxpr(convolution)(*(variable.aval for variable in equation.invars)).jaxpr
+def _inlined(function: Callable[..., Any], equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
+    """The equations of a function, in place of one with the same operands and the same result."""
+    inner = jax.make_jaxpr(function)(*(variable.aval for variable in equation.invars)).jaxpr
     outer = dict(zip(inner.invars, equation.invars, strict=True))
     outer |= dict(zip(inner.outvars, equation.outvars, strict=True))
     return [
