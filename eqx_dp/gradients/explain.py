@@ -84,13 +84,14 @@ class Explanation(NamedTuple):
         if self.sample is None:
             return
         of_device = self.sample.slots // self.num_shards
-        size = min(self.microbatch_size or of_device, of_device)
+        size = max(1, min(self.microbatch_size or of_device, of_device))
         count = self.sample.microbatches(size, of_device)
         yield (
             f"batch: {self.sample.slots} slots, of which {self.sample.mean:.1f} are expected to "
             f"hold an example; {count:.2f} microbatches of {size} are expected to be computed"
         )
-        shares = [f"{name} {value / self.work.total:.0%}" for name, value in self._parts()]
+        total = self.work.total or 1.0  # nothing is done for leaves without entries
+        shares = [f"{name} {value / total:.0%}" for name, value in self._parts()]
         yield f"expected time of a step, without the optimizer: {', '.join(shares)}"
 
     def _parts(self) -> Iterator[tuple[str, float]]:

@@ -1,5 +1,7 @@
 """What the engine says of its choices, and the choices themselves."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -109,3 +111,66 @@ def test_per_example_gives_no_other_methods_reasons():
     assert {row.reason for row in found.rows} == {
         "each example's gradient is formed by the backward pass itself"
     }
+
+
+# With a plan.
+
+
+PLAN = dp.PrivacyPlan(sampling_prob=0.05, steps=10, noise_multiplier=1.0, delta=1e-6)
+EXPECTED = re.compile(
+    r"batch: (\d+) slots, of which ([\d.]+) are expected to hold an example; ([\d.]+) microbatches "
+    r"of (\d+) are expected to be computed\n"
+    r"expected time of a step, without the optimizer: gradient (\d+)%, padding (\d+)%, "
+    r"sums over microbatches (\d+)%, noise (\d+)%"
+)
+
+
+def with_plan(slots, plan=PLAN, **options):
+    case = models.mlp()
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, **options)
+    found = dp.explain(grad_fn, case.model, *case.batch(slots), plan=plan)
+    without = dp.explain(grad_fn, case.model, *case.batch(slots))
+    return found, without
+
+
+@pytest.mark.parametrize("size", [None, 1, 8, 10_000])
+def test_a_plans_samples_in_two_lines(size):
+    slots = PLAN.sampler(1000, 3).capacity
+    found, without = with_plan(slots, method="ghost", microbatch_size=size)
+    text, same = str(found).splitlines(), str(without).splitlines()
+    assert text[:-2] == same  # the table is the same, and without a plan it is all
+    told = EXPECTED.fullmatch("\n".join(text[-2:]))
+    assert told
+    sample = PLAN.sampling.of(slots)
+    at_once = min(size or slots, slots)
+    assert int(told[1]) == slots
+    assert float(told[2]) == pytest.approx(sample.mean, abs=0.06)
+    assert sample.mean == pytest.approx(50, abs=0.7)
+    assert float(told[3]) == pytest.approx(sample.microbatches(at_once), abs=0.006)
+    assert int(told[4]) == at_once
+    assert sum(int(told[part]) for part in (5, 6, 7, 8)) == pytest.approx(100, abs=2)
+    assert int(told[6]) == 0 or size != 1
+    assert found.work.total == pytest.approx(sum(found.work))
+
+
+def test_a_plans_samples_on_a_mesh():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    slots = PLAN.sampler(1000, 3, pad_to=4).capacity
+    with jax.set_mesh(mesh):
+        found, _ = with_plan(slots, microbatch_size=8, sharding=dp.ShardingRules(mesh))
+    told = EXPECTED.search(str(found))
+    assert told
+    # The first device, whose slots all hold an example: examples come first.
+    assert float(told[3]) == pytest.approx(-(-(slots // 4) // 8), abs=0.01)
+    assert int(told[1]) == slots
+
+
+def test_a_batch_without_slots_and_a_plan():
+    found, _ = with_plan(0)
+    assert "batch: 0 slots, of which 0.0 are expected to hold an example; 0.00" in str(found)
+
+
+def test_nothing_to_train_but_empty_leaves_and_a_plan():
+    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(w) * jnp.sum(x), l2_clip_norm=1.0)
+    found = dp.explain(grad_fn, jnp.zeros(0), jnp.ones((4, 2)), plan=PLAN)
+    assert "4 slots" in str(found)
