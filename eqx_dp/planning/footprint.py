@@ -206,8 +206,6 @@ class _Body:
         axes = _axes_like(equation, inputs) or wants.get(equation.outvars[0], frozenset())
         if name == "optimization_barrier":
             return [self.behind_barrier(value, purpose) for value in inputs]
-        if name == "erf_inv":
-            inputs = [self.with_logarithm(inputs[0], purpose)]
         if name in ELEMENTWISE or name in MOVING:
             return [self.fused(equation, inputs, axes, purpose)]
         if name == "random_bits":
@@ -316,17 +314,6 @@ class _Body:
             purpose=value.purpose,
         )
 
-    def with_logarithm(self, value: Value, purpose: str) -> Value:
-        """The inverse error function stores a logarithm, and its square root, beside its input."""
-        value = copy.copy(value)
-        buffers = [Buffer(value.bytes, self.purpose(value, purpose)) for _ in range(2)]
-        self.note(value)
-        self.emit(value.read(), buffers[:1])
-        self.emit(buffers[:1], buffers[1:])
-        value.sources = value.read() | frozenset(buffers)
-        value.buffer, value.aligned, value.is_cheap = None, frozenset(buffers), False
-        return value
-
     def stored_results(
         self, equation: jex_core.JaxprEqn, inputs: list[Value], axes: frozenset[str], purpose: str
     ) -> list[Value]:
@@ -358,14 +345,18 @@ class _Body:
     def random_bits(
         self, equation: jex_core.JaxprEqn, inputs: list[Value], axes: frozenset[str], purpose: str
     ) -> Value:
-        """Threefry: two counters a number, encrypted by a loop; the bits are made of both."""
+        """Threefry: two counters a number, encrypted by a loop; the bits are made of both.
+
+        A round of the loop finds both words anew while it reads the old ones.
+        """
         value = self.footprint.spread(equation.outvars[0].aval, axes)
         value.purpose = purpose if purpose != OTHER else ""
         counters, words = (
             [Buffer(value.bytes, self.purpose(value, purpose)) for _ in range(2)] for _ in range(2)
         )
+        inside = Counter({self.purpose(value, purpose): 2 * value.bytes})
         self.emit([self.store(x, purpose) for x in inputs if x.bytes], counters)
-        self.emit(counters, words, takes_over=zip(words, counters, strict=True))
+        self.emit(counters, words, inside, takes_over=zip(words, counters, strict=True))
         value.sources = value.aligned = frozenset(words)
         return value
 

@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..precision import Policy, checked_policy, stage
@@ -181,10 +181,8 @@ class _Place(NamedTuple):
         """Standard normal numbers, each drawn on the device that it is for."""
         rules = self.rules
         spec = rules.accumulator_spec(rules.spec(self.path, shape), shape)
-        if rules.is_explicit:
-            sharding = NamedSharding(rules.mesh, PartitionSpec(*spec))
-            return normal(key, shape, dtype, out_sharding=sharding)
-        return rules.place(normal(key, shape, dtype), spec)
+        sharding = rules.on_axes(spec, AxisType.Explicit) if rules.is_explicit else None
+        return rules.place(normal(key, shape, dtype, out_sharding=sharding), spec)
 
 
 def _add_noise(

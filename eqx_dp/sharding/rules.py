@@ -293,13 +293,13 @@ class ShardingRules:
         if not isinstance(leaf, jax.core.Tracer):  # else a constant, under jit
             return leaf
         if self.is_explicit:
-            leaf = jax.sharding.reshard(leaf, self._on_axes(spec, AxisType.Explicit))
+            leaf = jax.sharding.reshard(leaf, self.on_axes(spec, AxisType.Explicit))
         if AxisType.Auto in self.mesh.axis_types:
-            leaf = jax.lax.with_sharding_constraint(leaf, self._on_axes(spec, AxisType.Auto))
+            leaf = jax.lax.with_sharding_constraint(leaf, self.on_axes(spec, AxisType.Auto))
         return leaf
 
-    def _on_axes(self, spec: PartitionSpec, axis_type: AxisType) -> NamedSharding:
-        """What a spec says of the axes of one type."""
+    def on_axes(self, spec: PartitionSpec, axis_type: AxisType) -> NamedSharding:
+        """What a spec says of the mesh's axes of one type."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         entries = (
             tuple(axis for axis in axes_of(entry) if types[axis] is axis_type) or None

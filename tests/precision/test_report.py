@@ -13,6 +13,8 @@ from jaxtyping import TypeCheckError
 import eqx_dp as dp
 from eqx_dp.gradients import clip
 from eqx_dp.gradients.methods import contract
+from eqx_dp.precision import stage
+from eqx_dp.privacy.normals import normal
 from tests import models
 from tests.gradients.engine.models import VOCABULARY, StackedGPT, language_loss
 from tests.sharding.losses import mesh_of
@@ -200,6 +202,18 @@ def test_noise_that_goes_narrow_on_its_way():
 
     report = check(*training_step(models.mlp(), MIXED, noise=by_hand(add)))
     assert found(report) == {("noise draw", "float32", "bfloat16")}
+
+
+def test_noise_of_the_privatizers_own_draw_that_goes_narrow():
+    def add(total, key):
+        with stage("draw"):
+            noise = normal(key, total.shape, F32).astype(BF16)
+        return total + noise.astype(F32)
+
+    report = check(*training_step(models.mlp(), MIXED, noise=by_hand(add)))
+    assert found(report) == {("noise draw", "float32", "bfloat16")}
+    drawn = [(use.dtype, use.amount) for use in report.summary if use.kind == "draw"]
+    assert drawn == [("bfloat16", 6 * 8 + 8 * 8 + 8 * 3 + 8 + 8 + 3)]
 
 
 def test_noise_added_narrow():

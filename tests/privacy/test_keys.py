@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import eqx_dp as dp
 from eqx_dp.privacy import digest, fold_text, key_from_secret
+from eqx_dp.privacy.keys import fold_texts
 
 KEY = jax.random.key(987654321)
 secrets_ = st.integers(0, 2**300) | st.binary(min_size=1, max_size=80)
@@ -23,6 +24,18 @@ def test_keys_stay_what_they_are():
     assert words(dp.key_from_secret(b"a secret", "noise", b"\0")) == [4282053078, 764628894]
     assert words(dp.key_from_secret(0)) == [2885029663, 3037320742]
     assert words(fold_text(jax.random.key(0), ".layers[0].weight")) == [2548772679, 1040606977]
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("texts", [[], ["a"], ["a", "", b"a", "a" * 100, "b"]])
+def test_texts_folded_together_give_the_keys_of_each(implementation, make_key, texts):
+    with jax.default_prng_impl(implementation):
+        key = make_key(3)
+        expected = [words(fold_text(key, text)) for text in texts]
+        assert [words(found) for found in fold_texts(key, texts)] == expected
+        together = jax.jit(lambda key: fold_texts(key, texts))(key)
+        assert [words(found) for found in together] == expected
 
 
 @settings(max_examples=200, deadline=None)
