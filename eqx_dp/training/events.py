@@ -1,10 +1,12 @@
 """What a run tells those who listen to it, after every step."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
+from .held import Held
 from .state import TrainState
 
 Model = TypeVar("Model")
@@ -19,18 +21,25 @@ class Event(Generic[Model]):
     Attributes:
         step: how many steps have been taken; where the run was changed into another program, with
             those that may have been released and are lost.
-        state: after it. It is used up by the next step: read it, or copy it, at once.
         metrics: what was measured after this step, by name: of an evaluation, or disclosed. Empty
             after most steps.
         seconds: since this process began the run.
-        epsilon: spent so far; None where it was not worked out, which takes half a second.
+        epsilon: spent so far; None where it was not worked out.
     """
 
     step: int
-    state: TrainState[Model]
     metrics: Mapping[str, float]
     seconds: float
     epsilon: float | None
+    _held: Held[Model] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def state(self) -> TrainState[Model]:
+        """After the step, which may be under way still: to read an array waits for it.
+
+        It is used up by the next step: read it, or copy it, at once.
+        """
+        return self._held.state
 
 
 Callback = Callable[[Event[Any]], bool | None]

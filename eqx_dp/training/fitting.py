@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, SupportsIndex, TypeVar
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from ..planning import largest_microbatch, read_compiled
@@ -19,8 +20,8 @@ Model = TypeVar("Model")
 def fitted(
     step: Step[Model],
     state: TrainState[Model],
-    batch: tuple[PyTree[Array], ...],
-    mask: Bool[Array, " batch"],
+    batch: tuple[PyTree[Any], ...],
+    mask: Bool[Array | np.ndarray, " batch"],
     extra: Mapping[str, Any],
     memory: SupportsIndex | None,
     known: int | None = None,

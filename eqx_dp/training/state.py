@@ -5,13 +5,13 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding import ShardingRules, axes_of
+from .dispatch import is_gone
 
 Model = TypeVar("Model")
 T = TypeVar("T")
@@ -65,10 +65,6 @@ def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
     Raises:
         ValueError: the buffer of an array is gone.
     """
-
-    def is_gone(leaf: Any) -> bool:
-        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        return is_concrete and leaf.is_deleted()
 
     if not any(map(is_gone, jax.tree.leaves(tree))):
         return

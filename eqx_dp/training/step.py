@@ -26,10 +26,12 @@ from ..precision import Policy, agreed_policy
 from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, fold_text
 from ..sharding import ShardingRules
 from .disclosure import disclosed
+from .dispatch import Dispatch
 from .extra import checked_extra, updated
+from .held import Carry, Held
 from .identity import Texts, probe_text, shape_of, texts_of
 from .seeds import fingerprint, keyed_digest
-from .state import TrainState, Unrecorded, copied, kept_at, on_mesh, refuse_used_up, specs_of
+from .state import TrainState, Unrecorded, copied, kept_at, on_mesh, refuse_used_up
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
@@ -37,13 +39,14 @@ MicrobatchSize = int | None | Literal["auto"]
 
 
 class _Arguments(NamedTuple):
-    """What a jitted step is given beside the state, which alone is donated."""
+    """What a compiled step is given beside what it uses up."""
 
     batch: tuple[PyTree[Any], ...]
     mask: Any
     extra: dict[str, Any]
     loss_root: PRNGKeyArray | None
     specs: tuple[PartitionSpec | None, ...]
+    step: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -256,11 +259,29 @@ numbers that it was made with |
             ValueError: as `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
                 `batch` was used up by an earlier step; `extra` is not what the optimizer takes.
         """
-        refuse_used_up("state", state)
+        held = Held.of(state, self.sharding)
         refuse_used_up("batch", batch)
-        arguments = self._arguments(batch, is_padding_example, extra, state)
+        return self.next(held, batch, is_padding_example, extra).state
+
+    def next(
+        self,
+        held: Held[Model],
+        batch: tuple[PyTree[Any], ...],
+        mask: Mask,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Held[Model]:
+        """As a call of the step, for a loop that needs the state itself now and then.
+
+        Args:
+            held: the state before, by `Held.of` or of the step before. Used up.
+            batch: as for a call, and so the others.
+            mask: `is_padding_example`.
+            extra: what the optimizer's update takes beside.
+        """
+        arguments = self._arguments(batch, mask, extra, held)
         with self.mesh():
-            return self._jitted(arguments, state)
+            carry, count = self._taken(arguments, held.carry)
+        return Held(carry, count, held.specs)
 
     def lower(
         self,
@@ -271,17 +292,18 @@ numbers that it was made with |
         extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments; nothing is computed."""
-        arguments = self._arguments(batch, is_padding_example, extra, state)
+        held = Held.of(state, self.sharding)
+        arguments = self._arguments(batch, is_padding_example, extra, held)
         with self.mesh():
-            return self._jitted.lower(arguments, state).lowered
+            return self._taken.lower(arguments, held.carry)
 
     def _arguments(
         self,
         batch: tuple[PyTree[Any], ...],
         mask: Any,
         extra: Mapping[str, Any] | None,
-        state: Any,
-    ) -> "_Arguments":
+        held: Held[Model],
+    ) -> _Arguments:
         if mask is None:
             raise ValueError(
                 "is_padding_example is None. A sampled batch has padding, whose index is -1: "
@@ -294,23 +316,31 @@ numbers that it was made with |
                 'microbatch_size is "auto", which a Trainer settles before its first step; '
                 "outside of one, take step.with_microbatch_size(size)."
             )
-        can_take_key, _ = takes_key(self._loss, 1 + len(batch))
         return _Arguments(
             batch,
             mask,
             jax.tree.map(np.asarray, checked_extra(self._update, extra)),
-            self._loss_root if can_take_key else None,
-            specs_of(state, self.sharding),
+            self._loss_root if self._takes_key(len(batch)) else None,
+            held.specs,
+            held.step,
         )
 
     @functools.cached_property
-    def _jitted(self) -> Any:
-        def take(arguments: _Arguments, state: TrainState[Model]) -> TrainState[Model]:
-            return kept_at(self._next(state, arguments), arguments.specs, self.sharding)
+    def _takes_key(self) -> Callable[[int], bool]:
+        """Whether the loss can be given a key, by the number of parts that a batch has."""
+        return functools.cache(lambda parts: takes_key(self._loss, 1 + parts)[0])
 
-        return eqx.filter_jit(take, donate="all-except-first")
+    @functools.cached_property
+    def _taken(self) -> Dispatch[_Arguments, Carry]:
+        def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
+            model, opt_state, shown = carry
+            state = self._next(TrainState(model, opt_state, arguments.step, shown), arguments)
+            state = kept_at(state, arguments.specs, self.sharding)
+            return (state.model, state.opt_state, state.disclosed), state.step
 
-    def _next(self, state: TrainState[Model], given: "_Arguments") -> TrainState[Model]:
+        return Dispatch(take)
+
+    def _next(self, state: TrainState[Model], given: _Arguments) -> TrainState[Model]:
         prepared = self.grad_fn.prepare(state.model, given.batch, given.loss_root, given.mask)
         params = self._wide(state.model)
         # Known while the step is traced: what it is, and so what its keys are.
@@ -362,7 +392,7 @@ numbers that it was made with |
     ) -> Texts:
         """What a call computes, from the shapes of its arguments alone."""
         length = 1 if self.sharding is None else self.sharding.num_shards
-        can_take_key, _ = takes_key(self._loss, 1 + len(batch))
+        can_take_key = self._takes_key(len(batch))
 
         def of(model: Any, batch: Any, extra: Any) -> Texts:
             model = self._stored(model)

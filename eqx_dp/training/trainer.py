@@ -15,6 +15,8 @@ from .checkpoint import Checkpoints
 from .data import Batches
 from .events import Callback, Event, checked_metrics
 from .fitting import fitted
+from .foreseen import ForeseenEpsilon
+from .held import Held
 from .hosts import HostWatch, any_host_asked_to_stop, hears_signals
 from .lock import claimed
 from .metrics import JsonLines
@@ -25,7 +27,7 @@ from .stopping import StopSignal
 
 Model = TypeVar("Model")
 
-# Epsilon takes half a second to work out, so that it is not shown after every step.
+# Epsilon takes a tenth of a second to work out, so that it is not shown after every step.
 _TIMES_SHOWN = 20
 
 
@@ -123,7 +125,7 @@ class Trainer(Generic[Model]):
         self._step = step
         self._batches = Batches(data, step.sampler())
         self._evaluate = evaluate
-        self._extra = (lambda done, model: {}) if extra is None else extra
+        self._extra = extra
         self._callbacks = tuple(callbacks)
         self._progress = progress
         self._device_memory = device_memory
@@ -174,7 +176,7 @@ class Trainer(Generic[Model]):
                     self._step,
                     self._keep,
                     identity=self._step.identity(
-                        model, *self._batches.example, extra=self._extra(0, model)
+                        model, *self._batches.example, extra=self._extra_of(0, model)
                     ),
                     allow_changed=self._allow_changed,
                 )
@@ -205,7 +207,7 @@ class Trainer(Generic[Model]):
             lambda one: np.zeros((slots, *one.shape[1:]), one.dtype), self._batches.example
         )
         examples, mask = step.place((batch, np.zeros(slots, bool)))
-        extra = self._extra(0, model)
+        extra = self._extra_of(0, model)
         step.lower(step.init(model), *examples, is_padding_example=mask, extra=extra)
 
     def _loop(
@@ -219,41 +221,56 @@ class Trainer(Generic[Model]):
     ) -> TrainState[Model]:
         start, began = int(state.step), time.monotonic()
         listeners = self._listeners(start)
+        held = Held.of(state, step.sharding)
         sampler = step.sampler(
-            state.model, *self._batches.example, extra=self._extra(start, state.model)
+            state.model,
+            *self._batches.example,
+            extra=self._extra_of(start, state.model),
         )
+        before_last = held.step
         with (
             ProgressBar(start, stop, self._progress) as bar,
+            ForeseenEpsilon(
+                step.plan.epsilon, lambda done: self._told_after(done, stop), start
+            ) as epsilons,
             closing(self._batches.drawn_by(sampler).from_step(start, stop)) as batches,
         ):
             for done, batch in enumerate(batches, start + 1):
-                examples, mask = step.place(batch)
-                extra = self._extra(done - 1, state.model)
+                # While one step is under way the next is prepared, and memory stays flat.
+                jax.block_until_ready(before_last)
+                # Without rules a step takes numpy's arrays as they are, which is faster.
+                examples, mask = batch if step.sharding is None else step.place(batch)
+                extra = self._extra_of(done - 1, held.state.model) if self._extra else {}
                 if done == start + 1:
                     known = None if checkpoints is None else checkpoints.microbatch_size
-                    step = fitted(step, state, examples, mask, extra, self._device_memory, known)
+                    step = fitted(
+                        step, held.state, examples, mask, extra, self._device_memory, known
+                    )
                     if checkpoints is not None:
                         checkpoints.step = step
                 if checkpoints is not None and (done == start + 1 or self._is_saved_at(done - 1)):
                     checkpoints.may_release(min(stop, self._next_save(done)))
-                # No more than one step is ever under way, so that memory stays flat.
-                jax.block_until_ready(state.step)
                 if checkpoints is None:
                     self._step.unrecorded.steps = done
-                state = step(state, *examples, is_padding_example=mask, extra=extra)
+                before_last = held.step
+                held = step.next(held, examples, mask, extra)
                 watch.stepped(done)
-                event = self._event(state, done, stop, time.monotonic() - began)
+                event = self._event(held, done, stop, time.monotonic() - began, epsilons)
                 bar.update(event)
                 ends = [listener(event) is True for listener in listeners]
                 is_asked = any_host_asked_to_stop(signal.asked is not None, done)
                 is_over = is_asked or any(ends) or done == stop
                 if checkpoints is not None and (is_over or self._is_saved_at(done)):
-                    is_saved = checkpoints.save(state, done)
+                    is_saved = checkpoints.save(held.state, done)
                     if is_asked:
                         signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
                 if is_over:
                     break
-        return state
+            return jax.block_until_ready(held.state)
+
+    def _extra_of(self, done: int, model: Model) -> Mapping[str, Any]:
+        """What the optimizer's update takes beside, in the step after so many."""
+        return {} if self._extra is None else self._extra(done, model)
 
     def _is_saved_at(self, done: int) -> bool:
         return done % self._save_every == 0
@@ -268,13 +285,25 @@ class Trainer(Generic[Model]):
         return [JsonLines(self._directory / "metrics.jsonl", start), *self._callbacks]
 
     def _event(
-        self, state: TrainState[Model], done: int, stop: int, seconds: float
+        self,
+        held: Held[Model],
+        done: int,
+        stop: int,
+        seconds: float,
+        epsilons: ForeseenEpsilon,
     ) -> Event[Model]:
-        plan = self._step.plan
-        metrics = {name: float(value) for name, value in state.disclosed.items()}
+        metrics: dict[str, float] = {}
+        if self._step.disclose:
+            metrics |= {name: float(value) for name, value in held.state.disclosed.items()}
         is_due = done % self._evaluate_every == 0 or done == stop
         if self._evaluate is not None and is_due:
-            metrics |= checked_metrics(self._evaluate(state.model))
-        is_shown = self._progress and done % max(1, plan.steps // _TIMES_SHOWN) == 0
-        epsilon = plan.epsilon(done) if is_shown or (metrics and is_due) else None
-        return Event(done, state, metrics, seconds, epsilon)
+            metrics |= checked_metrics(self._evaluate(held.state.model))
+        return Event(done, metrics, seconds, epsilons.after(done), held)
+
+    def _told_after(self, done: int, stop: int) -> int | None:
+        """The next step after which epsilon is shown, or told beside what is measured."""
+        is_measured = self._evaluate is not None or bool(self._step.disclose)
+        shown = [max(1, self._step.plan.steps // _TIMES_SHOWN)] if self._progress else []
+        every = [*shown, self._evaluate_every] if is_measured else shown
+        found = [(done // steps + 1) * steps for steps in every] + [stop] * is_measured
+        return min((step for step in found if done < step <= stop), default=None)
