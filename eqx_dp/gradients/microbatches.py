@@ -50,6 +50,9 @@ def over_microbatches(
         not a multiple of the size   as if filled up with padding, and the filling cut off
         ===========================  ======================================================
 
+        (With a mask the number of microbatches is not known when the loop is compiled, so that the
+        result can be differentiated forwards alone; without one backwards as well.)
+
         (Where ``agree`` asks for a microbatch of padding alone, its slots hold what they held. JAX
         has no callbacks on the meshes where devices have to agree, so nothing there stops a run.)
     """

@@ -125,11 +125,11 @@ class Dispatch(Generic[Kept, Tree]):
             return self._jitted.lower(*self._arguments(kept, carry))
 
     def _arguments(self, kept: Kept, carry: Flat[Tree]) -> tuple[_Form, list[Any], list[Any]]:
-        beside = flat(kept)
+        beside, form = flat(kept), self._form
         # One object for equal forms, since that is compared fast.
-        if self._form is None or self._form.rests != (beside.rest, carry.rest):
-            self._form = _Form(beside.rest, carry.rest)
-        return self._form, beside.arrays, carry.arrays
+        if form is None or form.rests != (beside.rest, carry.rest):
+            self._form = form = _Form(beside.rest, carry.rest)
+        return form, beside.arrays, carry.arrays
 
     def _of_arrays(self, form: _Form, kept: list[Any], carry: list[Any]) -> Any:
         arguments = (Flat(*parts).tree for parts in zip(form.rests, (kept, carry), strict=True))
@@ -138,8 +138,8 @@ class Dispatch(Generic[Kept, Tree]):
         return _Form(result.rest), result.arrays, array
 
     def _has_to_wait(self, arguments: tuple[_Form, list[Any], list[Any]]) -> bool:
-        form, kept, _ = arguments
-        program = (form, *[array.shape for array in kept])
+        form, kept, carry = arguments
+        program = (form, *[(array.shape, array.dtype) for array in (*kept, *carry)])
         known = self._calls_host.get(program)
         if known is None:  # a program that is called for the first time
             traced = self._jitted.trace(*arguments)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
@@ -26,7 +27,7 @@ from ..precision import Policy, agreed_policy
 from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, fold_text
 from ..sharding import ShardingRules
 from .disclosure import disclosed
-from .dispatch import Dispatch
+from .dispatch import Dispatch, is_gone
 from .extra import checked_extra, updated
 from .held import Carry, Held
 from .identity import Texts, probe_text, shape_of, texts_of
@@ -261,7 +262,9 @@ numbers that it was made with |
         """
         held = Held.of(state, self.sharding)
         refuse_used_up("batch", batch)
-        return self.next(held, batch, is_padding_example, extra).state
+        after = self.next(held, batch, is_padding_example, extra).state
+        # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
+        return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
 
     def next(
         self,
@@ -270,14 +273,16 @@ numbers that it was made with |
         mask: Mask,
         extra: Mapping[str, Any] | None = None,
     ) -> Held[Model]:
-        """As a call of the step, for a loop that needs the state itself now and then.
+        """As a call of the step that is not waited for, for a loop that reads the state rarely.
 
         Args:
             held: the state before, by `Held.of` or of the step before. Used up.
-            batch: as for a call, and so the others.
+            batch: as for a call, and so the others; in memory that nobody writes to.
             mask: `is_padding_example`.
             extra: what the optimizer's update takes beside.
         """
+        if any(map(is_gone, held.carry.arrays)):
+            refuse_used_up("state", held.state)
         arguments = self._arguments(batch, mask, extra, held)
         with self.mesh():
             carry, count = self._taken(arguments, held.carry)

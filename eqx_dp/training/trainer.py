@@ -261,7 +261,7 @@ class Trainer(Generic[Model]):
                 is_asked = any_host_asked_to_stop(signal.asked is not None, done)
                 is_over = is_asked or any(ends) or done == stop
                 if checkpoints is not None and (is_over or self._is_saved_at(done)):
-                    is_saved = checkpoints.save(held.state, done)
+                    is_saved = checkpoints.save(jax.block_until_ready(held.state), done)
                     if is_asked:
                         signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
                 if is_over:

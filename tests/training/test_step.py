@@ -361,3 +361,31 @@ def test_a_step_without_the_mask_is_refused(unchecked):
     state, x = step.init(jnp.ones(3)), np.ones((4, 3), np.float32)
     with pytest.raises(ValueError, match=r"is_padding_example is None.*sampler.take"):
         step(state, x, is_padding_example=None)
+
+
+def test_a_batch_may_be_filled_anew_after_the_call():
+    """JAX reads numpy arrays where they lie, and a step may be under way when it returns."""
+    model = eqx.nn.MLP(512, 4, 1024, 2, key=jax.random.key(0))
+    plan = dp.PrivacyPlan(0.1, 8, 1.0, 1e-6)
+
+    def trained(*, spoil):
+        step = dp.make_step(
+            lambda model, x: jnp.sum(model(x) ** 2),
+            optax.sgd(0.1),
+            plan,
+            num_examples=1_000,
+            seed=1,
+            l2_clip_norm=1.0,
+        )
+        state, rng = step.init(model), np.random.default_rng(0)
+        x = np.zeros((step.sampler().capacity, 512), np.float32)
+        mask = np.zeros(len(x), bool)
+        for _ in range(4):
+            x[:] = rng.normal(size=x.shape)
+            state = step(state, x, is_padding_example=mask)
+            if spoil:
+                x[:] = 1e3
+        return jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
+
+    for one, other in zip(trained(spoil=False), trained(spoil=True), strict=True):
+        np.testing.assert_array_equal(one, other)
