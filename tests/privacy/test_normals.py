@@ -17,7 +17,7 @@ from scipy import special
 
 import eqx_dp as dp
 from eqx_dp.privacy import normals
-from eqx_dp.privacy.normals import normal, places, threefry2x32
+from eqx_dp.privacy.normals import normal, normal_on_one_device, places, threefry2x32
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
 
@@ -185,6 +185,56 @@ def test_more_entries_than_32_bits_count_are_left_to_jax(shape, expected):
     assert asks_jax(KEY, shape) == expected
 
 
+# Leaves whose rows are short, or vectors of odd length, drawn in other rows.
+SLOW = [(2051,), (1025, 2), (700, 3), (16, 32, 3, 3), (1, 4097), (50, 41)]
+FAST = [(2048,), (2047,), (2056,), (300, 33), (64, 64, 8), ()]
+
+
+def in_rows(key, shape):
+    """Whether an array is drawn in rows that are not its own."""
+    return "cond[" in str(jax.make_jaxpr(lambda key: normal_on_one_device(key, shape, "f4"))(key))
+
+
+@pytest.mark.parametrize("shape", [*SLOW, *FAST])
+def test_the_numbers_of_jax_on_one_device(shape):
+    expected = jax.random.normal(KEY, shape, jnp.float32)
+    assert_same_bits(normal_on_one_device(KEY, shape, jnp.float32), expected)
+    drawn = jax.jit(lambda key: normal_on_one_device(key, shape, jnp.float32))
+    assert_same_bits(drawn(KEY), expected)
+
+
+def test_which_arrays_are_drawn_in_other_rows():
+    assert [shape for shape in [*SLOW, *FAST] if in_rows(KEY, shape)] == [*SLOW[:4]]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(50, 90))
+def test_the_numbers_of_jax_for_short_rows(last, middle, first):
+    shape = (first, middle, last)
+    found = normal_on_one_device(KEY, shape, jnp.float32)
+    assert_same_bits(found, jax.random.normal(KEY, shape, jnp.float32))
+
+
+def test_short_rows_under_vmap():
+    keys = jax.random.split(KEY, 2)
+    found = jax.vmap(lambda key: normal_on_one_device(key, (900, 3), jnp.float32))(keys)
+    assert_same_bits(found, jnp.stack([jax.random.normal(key, (900, 3)) for key in keys]))
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+def test_short_rows_that_are_spread_without_rules(spec):
+    mesh = mesh_of("auto", data=4)
+    noise = dp.gaussian_privatizer(stddev=1.0, key=KEY)
+    gradients = jnp.zeros((64, 16, 3, 3))
+    expected, _ = noise.update(gradients, noise.init(gradients))
+    spread = jax.device_put(gradients, NamedSharding(mesh, spec))
+    update = jax.jit(noise.update)
+    found, _ = update(spread, noise.init(gradients))
+    np.testing.assert_array_equal(found, expected)
+    assert found.sharding.is_equivalent_to(spread.sharding, 4)
+    assert collectives(update.lower(spread, noise.init(gradients)).compile().as_text()) == []
+
+
 # What they cost.
 
 
@@ -203,6 +253,7 @@ LEAVES = {
     "b": [jnp.ones(64), jnp.ones((256, 50)), None],
     "c": jnp.ones((3, 3, 32, 32)),
 }
+SHORT_ROWS = {"kernel": jnp.ones((32, 32, 3, 3)), "odd": jnp.ones(9001)}
 NUM_LEAVES = len(jax.tree.leaves(LEAVES))
 LAMB = optax.lamb(1e-3)
 
@@ -238,6 +289,21 @@ def test_noise_is_drawn_once_however_many_operations_read_it(optimizer):
         # The noisy sums: the gradients themselves are not given away here.
         sums = sum(leaf.nbytes for leaf in jax.tree.leaves(LEAVES))
         assert program.memory_analysis().temp_size_in_bytes < 1.1 * sums
+
+
+def test_noise_of_short_rows_is_drawn_once():
+    chained = optax.chain(privatizer(), optax.adam(1e-3))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, gradients):
+        updates, state = chained.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    program = step.lower(SHORT_ROWS, chained.init(SHORT_ROWS), SHORT_ROWS).compile()
+    assert draws(program.as_text()) == [1, 1]
+    # The noise in rows, and the noisy sums.
+    sums = sum(leaf.nbytes for leaf in jax.tree.leaves(SHORT_ROWS))
+    assert program.memory_analysis().temp_size_in_bytes < 2.3 * sums
 
 
 def test_noise_is_drawn_once_in_a_made_step():
