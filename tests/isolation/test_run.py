@@ -221,11 +221,13 @@ def changed_others(function, changed=2):
     )
 
 
-@pytest.mark.parametrize("function", APART.values(), ids=APART)
-def test_what_keeps_examples_apart_is_run(function):
-    results = run_apart(function, NO_LOSS, EXAMPLES)
-    jax.tree.map(np.testing.assert_array_equal, results, function(EXAMPLES))
-    assert not changed_others(function)
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_examples_apart_is_run(name):
+    # Convolutions are rewritten, and may add up in another order: of whole numbers, to the same.
+    examples = jnp.round(4 * EXAMPLES) if "kernel's gradient" in name else EXAMPLES
+    results = run_apart(APART[name], NO_LOSS, examples)
+    jax.tree.map(np.testing.assert_array_equal, results, APART[name](examples))
+    assert not changed_others(APART[name])
 
 
 @pytest.mark.parametrize(("name", "function"), MEET.items(), ids=MEET)
