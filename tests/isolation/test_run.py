@@ -227,7 +227,7 @@ def test_what_keeps_examples_apart_is_run(name):
     examples = jnp.round(4 * EXAMPLES) if "kernel's gradient" in name else EXAMPLES
     results = run_apart(APART[name], NO_LOSS, examples)
     jax.tree.map(np.testing.assert_array_equal, results, APART[name](examples))
-    assert not changed_others(function)
+    assert not changed_others(APART[name])
 
 
 @pytest.mark.parametrize(("name", "function"), MEET.items(), ids=MEET)
