@@ -110,6 +110,7 @@ class Checkpoints:
         self._settle: Callable[[], None] = lambda: None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
+        self._unsaved: list[int] = []
         self._orbax = extra("orbax.checkpoint")
         self._checkpointer = self._new_checkpointer()
 
@@ -267,6 +268,7 @@ class Checkpoints:
         succeeded = self.wait()
         self._writer.shutdown()
         self._checkpointer.close()
+        self._remove_unsaved()  # orbax may have written on while they were removed before
         return succeeded
 
     def may_release(self, number: int) -> None:
@@ -309,7 +311,11 @@ class Checkpoints:
         with contextlib.suppress(Exception):
             self._checkpointer.close()
         self._checkpointer = self._new_checkpointer()
-        if is_first_host():
+        self._unsaved.append(number)
+        self._remove_unsaved()
+
+    def _remove_unsaved(self) -> None:
+        for number in self._unsaved if is_first_host() else ():
             shutil.rmtree(self._shelf.path(number).with_suffix(".partial"), ignore_errors=True)
 
 
