@@ -60,7 +60,10 @@ def gaussian_privatizer(
 
     Noise is drawn in the policy's noise dtype, scaled in it, and added in the wider of it and the
     gradient's dtype, in which the result comes back: nothing is narrowed. Without a policy the
-    accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's.
+    accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's. The
+    numbers are those of `jax.random.normal` for the leaf's key; float32 ones are computed where
+    they are added, in one kernel a leaf, once, however many operations read the noisy leaf, and
+    (but for leaves of short rows on a CPU) no array of noise is held.
 
     The noise of a leaf is a pure function of (key, `run`, step, the leaf's path in the tree, its
     shape), each folded into the key with 64 bits of its hash, but for the step, with its 32 bits. A

@@ -114,7 +114,7 @@ def test_the_compiler_counts_much_the_same():
         *programs, noise = found.programs
         for program, most in zip(programs, (1.1, 1.1, 1.25), strict=True):
             assert 1 <= program.compiled / program.flops < most, program
-        # The loop that draws bits is counted once.
+        # The loops that make keys are counted once.
         assert 0.45 < noise.compiled / noise.flops < 1.05
         assert "a loop's body is counted once" in noise.note
 
