@@ -44,8 +44,9 @@ class _Rewriting:
     def program(self, program: Any) -> Any:
         """A program, open or closed, with all that it calls; itself if there is nothing to do."""
         if program not in self._done:
-            closed = isinstance(program, jex_core.ClosedJaxpr)
-            self._done[program] = self._closed(program) if closed else self._open(program)
+            # In JAX 0.11 a closed program is an open one with constants, and both are one class.
+            is_open = getattr(program, "jaxpr", program) is program
+            self._done[program] = self._open(program) if is_open else self._closed(program)
         return self._done[program]
 
     def _closed(self, program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
