@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -35,7 +36,7 @@ def checked_extra(
             f"extra holds {', '.join(map(repr, found))}, and the optimizer's update takes nothing "
             "beside gradients, state and parameters. Leave extra out."
         )
-    return found
+    return jax.tree.map(np.asarray, found)
 
 
 def updated(

@@ -1,5 +1,6 @@
 """What a run computes, as text: the programs of its loss and of its optimizer."""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,9 +12,12 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from ..gradients import Prepared
+from ..gradients import ClippedGrad, Prepared
+from ..precision import Policy
+from ..privacy import PrivacyPlan
 from ..sharding import ShardingRules, inside
 from .extra import updated
+from .parameters import Parameters
 from .program_text import program_text
 
 
@@ -49,6 +53,65 @@ def texts_of(
     shapes = jax.tree.map(shape_of, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, task.accumulate_dtype), shapes)
     return Texts(loss, _optimizer_text(optimizer, shapes, grads, jax.tree.map(shape_of, extra)))
+
+
+def texts_of_shapes(
+    grad_fn: ClippedGrad[Any],
+    optimizer: optax.GradientTransformation,
+    parameters: Parameters,
+    model: PyTree[Any],
+    batch: PyTree[Any],
+    extra: Mapping[str, Any],
+    *,
+    takes_key: bool,
+) -> Texts:
+    """As `texts_of`, of arrays or shapes of arrays: a call is traced, on as few examples as can be.
+
+    Args:
+        grad_fn: the clipped gradient.
+        optimizer: without noise.
+        parameters: how they are stored.
+        model: arrays or shapes.
+        batch: of any length.
+        extra: what the optimizer's update is given beside.
+        takes_key: whether the loss can be given a key.
+    """
+    rules = parameters.rules
+    length = 1 if rules is None else rules.num_shards
+
+    def of(model: Any, batch: Any, extra: Any) -> Texts:
+        model = parameters.stored(model)
+        key = jax.random.key(0) if takes_key else None
+        prepared = grad_fn.prepare(model, batch, key, jnp.zeros(length, bool))
+        wide = parameters.wide(grad_fn.trainable(model))
+        return texts_of(prepared, rules, optimizer, wide, extra)
+
+    model, extra = (jax.tree.map(shape_of, tree) for tree in (model, extra))
+    batch = jax.tree.map(lambda leaf: shape_of(leaf, length), batch)
+    return eqx.filter_eval_shape(of, model, batch, extra)
+
+
+def known_text(
+    plan: PrivacyPlan,
+    num_examples: int,
+    policy: Policy | None,
+    l2_clip_norm: PyTree[Any],
+    rescale_to_unit_norm: bool,
+    method: str,
+) -> str:
+    """What tells runs apart before there is a model."""
+    norms = jax.tree_util.tree_leaves_with_path(l2_clip_norm)
+    known = {
+        "plan": plan.to_json(),
+        "num_examples": num_examples,
+        "policy": None if policy is None else str(policy),
+        "l2_clip_norm": {
+            jax.tree_util.keystr(path): float(norm) for path, norm in norms if not callable(norm)
+        },
+        "rescale_to_unit_norm": rescale_to_unit_norm,
+        "method": method,
+    }
+    return json.dumps(known)
 
 
 def probe_text(optimizer: optax.GradientTransformation) -> str:

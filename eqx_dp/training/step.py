@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +15,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
-from ..gradients import (
-    ClippedGrad,
-    FilterSpec,
-    PerExample,
-    Prepared,
-    takes_key,
-)
+from ..gradients import ClippedGrad, FilterSpec, PerExample, takes_key
 from ..precision import Policy, agreed_policy
 from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, fold_text
 from ..sharding import ShardingRules
@@ -30,7 +23,8 @@ from .disclosure import disclosed
 from .dispatch import Dispatch, is_gone
 from .extra import checked_extra, updated
 from .held import Carry, Held
-from .identity import Texts, probe_text, shape_of, texts_of
+from .identity import Texts, known_text, probe_text, texts_of, texts_of_shapes
+from .parameters import Parameters
 from .seeds import fingerprint, keyed_digest
 from .state import TrainState, Unrecorded, copied, kept_at, on_mesh, refuse_used_up
 
@@ -220,7 +214,7 @@ numbers that it was made with |
                 "be drawn as without a policy. Give the policy to make_step as well."
             )
         with self.mesh():
-            model = self._stored(model)
+            model = self._parameters.stored(model)
             params = self._wide(model)
             state = TrainState(
                 model,
@@ -324,7 +318,7 @@ numbers that it was made with |
         return _Arguments(
             batch,
             mask,
-            jax.tree.map(np.asarray, checked_extra(self._update, extra)),
+            checked_extra(self._update, extra),
             self._loss_root if self._takes_key(len(batch)) else None,
             held.specs,
             held.step,
@@ -332,7 +326,7 @@ numbers that it was made with |
 
     @functools.cached_property
     def _takes_key(self) -> Callable[[int], bool]:
-        """Whether the loss can be given a key, by the number of parts that a batch has."""
+        """By the number of parts that a batch has."""
         return functools.cache(lambda parts: takes_key(self._loss, 1 + parts)[0])
 
     @functools.cached_property
@@ -349,7 +343,8 @@ numbers that it was made with |
         prepared = self.grad_fn.prepare(state.model, given.batch, given.loss_root, given.mask)
         params = self._wide(state.model)
         # Known while the step is traced: what it is, and so what its keys are.
-        text = "\n".join((self._known, *self._texts_of(prepared, params, given.extra)))
+        texts = texts_of(prepared, self.sharding, self._update, params, given.extra)
+        text = "\n".join((self._known, *texts))
         if given.loss_root is not None:
             key = fold_text(given.loss_root, text)
             prepared = prepared.with_key(jax.random.fold_in(key, state.step))
@@ -361,7 +356,7 @@ numbers that it was made with |
         grads, noise_state = self._noisy(grads, noise_state, text)
         updates, opt_state = updated(self._update, grads, opt_state, params, given.extra)
         return TrainState(
-            self._updated(state.model, updates),
+            self._parameters.updated(state.model, updates),
             (noise_state, opt_state),
             state.step + 1,
             disclosed(self.disclose, values, given.mask),
@@ -370,66 +365,37 @@ numbers that it was made with |
     def _noisy(self, grads: PyTree[Array], state: Any, text: str) -> tuple[PyTree[Array], Any]:
         if not isinstance(state, GaussianPrivatizerState):  # there is no noise
             return grads, state
-        of_run = state._replace(key=fold_text(state.key, text))
-        grads, after = cast(Any, self._noise.update(grads, of_run))
+        grads, after = cast(
+            Any, self._noise.update(grads, state._replace(key=fold_text(state.key, text)))
+        )
         return grads, after._replace(key=state.key)
 
     @functools.cached_property
     def _known(self) -> str:
         """What tells runs apart before there is a model."""
-        norms = jax.tree_util.tree_leaves_with_path(self.l2_clip_norm)
-        known = {
-            "plan": self.plan.to_json(),
-            "num_examples": self.num_examples,
-            "policy": None if self.policy is None else str(self.policy),
-            "l2_clip_norm": {
-                jax.tree_util.keystr(path): float(norm)
-                for path, norm in norms
-                if not callable(norm)
-            },
-            "rescale_to_unit_norm": self.rescale_to_unit_norm,
-            "method": self.method,
-        }
-        return json.dumps(known)
+        return known_text(
+            self.plan,
+            self.num_examples,
+            self.policy,
+            self.l2_clip_norm,
+            self.rescale_to_unit_norm,
+            self.method,
+        )
 
     def _texts(
         self, model: Model, batch: tuple[PyTree[Any], ...], extra: Mapping[str, Any] | None
     ) -> Texts:
         """What a call computes, from the shapes of its arguments alone."""
-        length = 1 if self.sharding is None else self.sharding.num_shards
-        can_take_key = self._takes_key(len(batch))
-
-        def of(model: Any, batch: Any, extra: Any) -> Texts:
-            model = self._stored(model)
-            key = jax.random.key(0) if can_take_key else None
-            prepared = self.grad_fn.prepare(model, batch, key, jnp.zeros(length, bool))
-            return self._texts_of(prepared, self._wide(model), extra)
-
-        extra = jax.tree.map(np.asarray, checked_extra(self._update, extra))
-        batch = jax.tree.map(lambda leaf: shape_of(leaf, length), batch)
+        extra, takes = checked_extra(self._update, extra), self._takes_key(len(batch))
         with self.mesh():
-            shapes = (jax.tree.map(shape_of, tree) for tree in (model, extra))
-            return eqx.filter_eval_shape(of, next(shapes), batch, next(shapes))
+            return texts_of_shapes(
+                self.grad_fn, self._update, self._parameters, model, batch, extra, takes_key=takes
+            )
 
-    def _texts_of(self, prepared: Prepared, params: PyTree[Any], extra: Any) -> Texts:
-        return texts_of(prepared, self.sharding, self._update, params, extra)
-
-    def _stored(self, model: Model) -> Model:
-        """A copy of the model as it is stored."""
-        model = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, model)
-        model = model if self.policy is None else self.policy.cast_to_param(model)
-        return model if self.sharding is None else self.sharding.shard(model)
+    @property
+    def _parameters(self) -> Parameters:
+        return Parameters(self.policy, self.sharding)
 
     def _wide(self, model: Model) -> PyTree[Any]:
-        """Parameters as the optimizer sees them: as wide as gradients, and where those live."""
-        params = self.grad_fn.trainable(model)
-        params = params if self.policy is None else self.policy.cast_to_accumulate(params)
-        return params if self.sharding is None else self.sharding.shard_accumulators(params)
-
-    def _updated(self, model: Model, updates: PyTree[Array | None]) -> Model:
-        def add(update: Array | None, leaf: Any) -> Any:
-            # Added in the wider dtype, then rounded once to what is stored.
-            return leaf if update is None else (leaf + update).astype(leaf.dtype)
-
-        updated = cast(Model, jax.tree.map(add, updates, model, is_leaf=lambda x: x is None))
-        return updated if self.sharding is None else self.sharding.shard(updated)
+        """The trained parameters as the optimizer sees them."""
+        return self._parameters.wide(self.grad_fn.trainable(model))
