@@ -271,9 +271,8 @@ numbers that it was made with |
 
         Args:
             held: the state before, by `Held.of` or of the step before. Used up.
-            batch: as for a call, and so the others; in memory that nobody writes to.
-            mask: `is_padding_example`.
-            extra: what the optimizer's update takes beside.
+            batch: in memory that nobody writes to.
+            mask: `is_padding_example`; it and `extra` are as for a call.
         """
         if any(map(is_gone, held.carry.arrays)):
             refuse_used_up("state", held.state)
