@@ -58,6 +58,7 @@ class Outline(NamedTuple):
         sums: shapes of the gradients, in the accumulate dtype.
         method: the method that was chosen.
         microbatch_size: how many examples at once on a device; None for all.
+        held: bytes that the method holds for one example, by estimate.
         num_examples: the batch.
         num_shards: how many parts the batch is divided into, by sharding rules.
     """
@@ -71,8 +72,19 @@ class Outline(NamedTuple):
     sums: list[jax.ShapeDtypeStruct]
     method: str
     microbatch_size: int | None
+    held: int
     num_examples: int
     num_shards: int
+
+    @property
+    def of_device(self) -> int:
+        """How many examples of the batch a device has."""
+        return self.num_examples // self.num_shards
+
+    @property
+    def at_once(self) -> int:
+        """How many of them it processes at once."""
+        return min(self.microbatch_size or self.of_device, self.of_device)
 
 
 def outline(
@@ -176,6 +188,7 @@ def _outlined(prepared: Prepared, rules: ShardingRules | None) -> Outline:
         _shapes([task.accumulated(leaf) for leaf in range(len(task.params))]),
         choice.method,
         choice.microbatch_size,
+        choice.held,
         prepared.examples.num_examples,
         prepared.num_shards,
     )

@@ -253,7 +253,7 @@ def _programs(
     by_stage = {row.stage: row.flops for row in rows}
     ordinary = by_stage["forward"] + by_stage["backward"]
     noise = by_stage["noise"]
-    at_once = min(found.microbatch_size or found.num_examples, found.num_examples)
+    at_once = found.at_once
     times = -(-found.num_examples // at_once)
 
     def loss(*inputs: Any) -> Any:
