@@ -19,12 +19,13 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart, sum_over_examples
 from ...precision import stage
+from ...programs import evaluated
 from ..clip import norm_error, norms
 from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_gradients
 from ..loss_scale import seed
 from ..microbatches import over_microbatches
 from ..taps import Place, Site, evaluate, tapped
-from ..views import apply, parameter_view
+from ..views import parameter_view
 from .contract import ClippedSum, Task, clip, held_gradient
 
 _MEASURE = -1.0
@@ -262,12 +263,12 @@ def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array
 
     @jax.custom_vjp
     def use(tap: _Tap | _Own, *inputs: Any) -> tuple[Array, Any]:
-        return outputs(apply(site.equation, inputs)[0], tap)
+        return outputs(evaluated(site.equation, inputs)[0], tap)
 
     def forward(tap: _Tap | _Own, *inputs: Any) -> tuple[Any, Any]:
         def of_data(*values: Array) -> Array:
             at = dict(zip(data, values, strict=True))
-            return apply(site.equation, [at.get(i, x) for i, x in enumerate(inputs)])[0]
+            return evaluated(site.equation, [at.get(i, x) for i, x in enumerate(inputs)])[0]
 
         result, pull_back = jax.vjp(of_data, *(inputs[i] for i in data))
         kept = site.kind.keep(site.equation, site.operand, list(inputs))
