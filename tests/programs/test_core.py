@@ -140,7 +140,7 @@ def test_operands_are_split_as_the_programs_take_them():
     inner = inside(equation)
     parts = inner.split(equation.invars)
     assert [len(part) for part in parts][1:] == [1, 1]
-    assert sum(parts, []) == equation.invars
+    assert [v for part in parts for v in part] == equation.invars
     assert (inner.length, inner.num_carry) == (3, 1)
     shapes = [variable.aval.shape for variable in inner.body.jaxpr.invars]
     assert shapes[-2:] == [(2,), (2,)]  # the carry, and a slice
