@@ -1,4 +1,4 @@
-"""``eqx-dp plan``: what a private step of a small model needs of a device, before it runs."""
+"""`eqx-dp plan`: what a private step of a small model needs of a device, before it runs."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ _UNITS = {**_DECIMAL, **_BINARY}
 
 
 def memory(text: str) -> int:
-    """Bytes, as an argument's type: ``32GB``, ``80GiB``, ``500000000``."""
+    """Bytes, as an argument's type: `32GB`, `80GiB`, `500000000`."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
     if size < 1:

@@ -128,7 +128,7 @@ class Probe(NamedTuple):
 
 
 def _with_elementwise_formed(found: Survey) -> Survey:
-    """The survey with leaves ``whole`` whose gradients are cheap to form: biases, scales."""
+    """The survey with leaves `whole` whose gradients are cheap to form: biases, scales."""
     elementwise = {
         site.view.leaf: "its gradient is formed"
         for site in found.sites.values()

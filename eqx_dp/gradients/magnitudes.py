@@ -55,7 +55,7 @@ def pulled_back(pullback: Callable[[Array], Any], seed: Float[Array, ""]) -> tup
     """Evaluates a pullback, and says how large the values on the way are, the seed included.
 
     Args:
-        pullback: as of ``jax.vjp``.
+        pullback: as of `jax.vjp`.
         seed: the cotangent of the loss.
 
     Returns:

@@ -97,14 +97,14 @@ def outline(
     """Traces a call, on shapes alone.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
-        model: the model. Here and in the batch, ``jax.ShapeDtypeStruct`` may stand for arrays.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: the model. Here and in the batch, `jax.ShapeDtypeStruct` may stand for arrays.
         batch: the positional arguments behind it.
-        key: as for ``grad_fn``.
-        is_padding_example: as for ``grad_fn``; it changes nothing.
+        key: as for `grad_fn`.
+        is_padding_example: as for `grad_fn`; it changes nothing.
 
     Raises:
-        ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
+        ValueError: `grad_fn` is something else; and as `grad_fn`.
     """
     return on_shapes(
         lambda prepared: _outlined(prepared, grad_fn.sharding),
@@ -125,12 +125,12 @@ def variant(
     """The same clipped gradient by another method or microbatch; it returns gradients alone.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
+        grad_fn: what `filter_clipped_grad` returned.
         method: None for its own.
         microbatch_size: likewise.
 
     Raises:
-        ValueError: as ``filter_clipped_grad``.
+        ValueError: as `filter_clipped_grad`.
     """
     parts: Any = vars(grad_fn)
     configuration: Configuration = parts["_configuration"]
@@ -156,8 +156,8 @@ def trainable(grad_fn: ClippedGrad[Any], model: PyTree[Any]) -> PyTree[Any]:
     """Shapes of a model's trainable leaves, None elsewhere.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
-        model: with ``jax.ShapeDtypeStruct`` for arrays, if wanted.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: with `jax.ShapeDtypeStruct` for arrays, if wanted.
     """
     arrays, static = eqx.partition(model, is_array_or_shape)
     return jax.eval_shape(lambda arrays: grad_fn.trainable(eqx.combine(arrays, static)), arrays)

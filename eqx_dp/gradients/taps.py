@@ -2,7 +2,7 @@
 
 Each site's result gets a *tap* added to it, a zero: the gradient with respect to the tap is the
 cotangent of the result. What the site needs beside it is kept on the way. Nothing is differentiated
-with respect to a parameter, but for those that a site cannot describe (``whole``).
+with respect to a parameter, but for those that a site cannot describe (`whole`).
 """
 
 import itertools
@@ -124,7 +124,7 @@ def evaluate(
     Args:
         program: the loss of one example.
         found: its sites.
-        params: the trainable leaves. Those that are ``whole`` are used as they are.
+        params: the trainable leaves. Those that are `whole` are used as they are.
         frozen: the other arrays of the model.
         example: one example's arrays.
         taps: what each site is given, the lengths of the scans around it in front of every array.

@@ -15,7 +15,7 @@ from ..programs import evaluated
 class View(NamedTuple):
     """A linear image of one parameter: reshaped, transposed, cast, sliced, broadcast.
 
-    Inside a scan that goes over slices of the parameter, ``value`` is one slice, and ``image``
+    Inside a scan that goes over slices of the parameter, `value` is one slice, and `image`
     still makes all of them, stacked along leading axes.
 
     Attributes:
@@ -39,7 +39,7 @@ class View(NamedTuple):
     def map(
         self, function: Callable[[Array], Array], isometric: bool = True, sliced: bool = False
     ) -> "View":
-        """The view that ``function``, linear in one slice, makes of this one."""
+        """The view that `function`, linear in one slice, makes of this one."""
         image, stacked = self.image, function
         for _ in self.over:
             stacked = jax.vmap(stacked)
@@ -55,7 +55,7 @@ class View(NamedTuple):
     def pull_back(self, gradient: Array, parameter: jax.ShapeDtypeStruct) -> Array:
         """The gradient with respect to the parameter, from the one of the stacked image.
 
-        Both have the dtype of ``parameter``, the accumulate dtype.
+        Both have the dtype of `parameter`, the accumulate dtype.
         """
         (result,) = jax.linear_transpose(self.image, parameter)(gradient)
         return result

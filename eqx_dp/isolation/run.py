@@ -25,10 +25,10 @@ def run_apart(
     """Calls a function of a batch, unless the examples in it meet.
 
     Guarantee: of every result, the entries of one example depend on that example alone and on what
-    ``function`` closes over. It is shown on the program that ``function`` is traced to, in which
+    `function` closes over. It is shown on the program that `function` is traced to, in which
     the user's derivative and batching rules have been applied, and that very program is run (on
     a CPU with its convolutions written channels last). The exception is what the engine adds up
-    itself, by ``sum_over_examples``.
+    itself, by `sum_over_examples`.
 
     Args:
         function: takes the batch; results have examples in front.

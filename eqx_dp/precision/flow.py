@@ -51,7 +51,7 @@ class Facts(NamedTuple):
 
     Attributes:
         clipped: whether a sum of clipped gradients is in it that has no noise yet.
-        draws: the random bits that it descends from; none where ``clipped``.
+        draws: the random bits that it descends from; none where `clipped`.
         narrowest: what it went through since the draws; None without any, or without a float yet.
     """
 

@@ -176,7 +176,7 @@ class Retrace(NamedTuple):
     def constraints(
         self, equation: jex_core.JaxprEqn, index: int, variable: Any, sharding: Any
     ) -> list[Constraint]:
-        """The constraint on a variable, the ``index``-th of those that an equation states.
+        """The constraint on a variable, the `index`-th of those that an equation states.
 
         One for each place where the equation stands.
         """
@@ -348,7 +348,7 @@ def _constrained(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any
 
 
 def _put(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """``jax.device_put``: to a sharding of the mesh it is a constraint."""
+    """`jax.device_put`: to a sharding of the mesh it is a constraint."""
     demands = retrace.demands(equation)
     if not demands:
         return _bind(retrace, equation, inputs)

@@ -1,4 +1,4 @@
-"""``eqx-dp plan``: what it prints and refuses."""
+"""`eqx-dp plan`: what it prints and refuses."""
 
 import contextlib
 import json

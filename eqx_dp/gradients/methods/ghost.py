@@ -80,7 +80,7 @@ def clipped_sum(
 ) -> ClippedSum:
     """Sums clipped gradients in a second pass that repeats the first.
 
-    Guarantee: as that of the method ``per_example``. Cotangents that nearly cancel would round
+    Guarantee: as that of the method `per_example`. Cotangents that nearly cancel would round
     differently if the factors came in at the loss, or if the two passes were compiled apart. So
     both are one loop's body, and the factors come in at the sites: what is added is what was
     measured. The forward pass is in it too, for what it leaves to a backward pass costs the
@@ -88,7 +88,7 @@ def clipped_sum(
 
     Of a leaf whose norm is not the sum of what its sites know each by itself (several uses, a use
     at every step of a scan) all that it meets is held from the sites to the end of the pass, as by
-    ``book_keeping``; of one that no site describes, each example's gradient.
+    `book_keeping`; of one that no site describes, each example's gradient.
     """
 
     backward = functools.partial(_backward, task)
@@ -306,7 +306,7 @@ def _alone(task: Task, site: Site) -> Callable[[Any, Array, Any], _Own]:
 def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
     """From what one example keeps, its cotangent and its factor to norms and weighted sum.
 
-    It speaks of one example, as everything inside of ``vmap``, but sums over all of them: the total
+    It speaks of one example, as everything inside of `vmap`, but sums over all of them: the total
     has no examples in front.
     """
     leaf, here, dtype = site.view.leaf, _inside(site), task.accumulate_dtype
