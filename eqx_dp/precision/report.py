@@ -75,9 +75,9 @@ def check_precision(
     `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing
     is compiled or computed. In a test:
 
-    ```python
+    ``python
     dp.check_precision(step, model, opt_state, *batch, policy=policy).raise_if_violated()
-    ```
+    ``
 
     | stage | declared | what is held against it |
     |---|---|---|
@@ -118,8 +118,8 @@ def check_precision(
     | it is kept in the step's state | any of this happens in a later call |
 
     For the last, a result that holds an un-noised sum is taken to come back in the next call as the
-    argument at its place: `state` of `step(model, state, *batch)` that returns ``(model,
-    state)`, of `step(state, *batch)` that returns `state` or `(loss, state)``. Products and
+    argument at its place: `state` of `step(model, state, *batch)` that returns `(model,
+    state)`, of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and
     callbacks are held against the noise as they are against the sum. Functions that take floats
     apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the
     power of two in their place.
