@@ -71,9 +71,8 @@ def linear_solve(x):
 
 def shard_map(x):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=P(None, "model"), out_specs=P(None))(
-        x
-    )
+    columns = P(None, "model")
+    return jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=columns, out_specs=columns)(x)
 
 
 HOLDING = {
