@@ -1,4 +1,4 @@
-"""The command line: ``eqx-dp COMMAND``, or ``python -m eqx_dp COMMAND``."""
+"""The command line: `eqx-dp COMMAND`, or `python -m eqx_dp COMMAND`."""
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
 """Where something stands in a model's tree, and patterns that say which places are meant.
 
-A path joins attribute names, keys and indices by dots: ``blocks.3.attention.query_proj.weight``.
+A path joins attribute names, keys and indices by dots: `blocks.3.attention.query_proj.weight`.
 """
 
 import functools
@@ -13,7 +13,7 @@ _ANY_PARTS = r"(?:\.[^.]*)*"
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """The dotted form of a path as ``jax.tree_util.tree_leaves_with_path`` gives it."""
+    """The dotted form of a path as `jax.tree_util.tree_leaves_with_path` gives it."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -23,9 +23,9 @@ def matches(pattern: str, path: str) -> bool:
     ============  ==============================================================
     in a pattern  stands for
     ============  ==============================================================
-    ``**``        any number of parts, none included (a part of its own)
-    ``*``         any characters within one part, none included
-    ``?``         one character within a part
+    `**`        any number of parts, none included (a part of its own)
+    `*`         any characters within one part, none included
+    `?`         one character within a part
     the rest      itself
     ============  ==============================================================
     """

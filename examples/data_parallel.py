@@ -1,31 +1,31 @@
-"""Data parallelism from the ground up, for readers who know ``jax.pmap``.
+"""Data parallelism from the ground up, for readers who know `jax.pmap`.
 
 A linear layer on one point, on 16 points, on 16 points over eight devices; then linear regression
 whose update averages gradients over the devices, first plain, then private with three lines
-changed. Everything is done twice: by ``jit`` on arrays that are spread over devices, where the
-compiler finds out what has to cross them, and by ``shard_map``, where the program says it.
+changed. Everything is done twice: by `jit` on arrays that are spread over devices, where the
+compiler finds out what has to cross them, and by `shard_map`, where the program says it.
 
 What became of pmap's idioms:
 
 ===================================  ===============================================================
 with pmap                            today
 ===================================  ===============================================================
-``pmap(f)``                          ``jit(f)`` on spread arrays, or ``jit(shard_map(f, ...))``
-``devices=``                         ``jax.make_mesh((8,), ("data",), devices=...)``
-``axis_name="data"``                 the name of a mesh axis
-``in_axes=(None, 0)``                ``in_specs=(P(), P("data"))``; with jit, where arguments live
-``out_axes=0``                       ``out_specs=P("data")``, or ``jit``'s ``out_shardings``
-leading axis of devices (8, 2, ...)  none: (16, ...), spread by ``device_put(x, P("data"))``
-``common_utils.shard(batch)``        ``device_put(batch, NamedSharding(mesh, P("data")))``, or
-                                     ``rules.shard_batch(batch)``
-``replicate(model)``                 ``device_put(model, NamedSharding(mesh, P()))``, or
-                                     ``rules.shard(model)``
-``unreplicate(model)``               nothing: there is one model, and it has no axis of devices
-``lax.pmean(grads, "data")``         in shard_map the same; with jit the mean over the batch
-``lax.psum(x, "data")``              in shard_map the same; with jit the sum over the batch
-``lax.axis_index("data")``           in shard_map the same; with jit not needed
-``donate_argnums=0``                 ``jit(..., donate_argnums=0)``, ``eqx.filter_jit(donate=...)``
-``static_broadcasted_argnums=0``     ``jit(..., static_argnums=0)``
+`pmap(f)`                          `jit(f)` on spread arrays, or `jit(shard_map(f, ...))`
+`devices=`                         `jax.make_mesh((8,), ("data",), devices=...)`
+`axis_name="data"`                 the name of a mesh axis
+`in_axes=(None, 0)`                `in_specs=(P(), P("data"))`; with jit, where arguments live
+`out_axes=0`                       `out_specs=P("data")`, or `jit`'s `out_shardings`
+leading axis of devices (8, 2, ...)  none: (16, ...), spread by `device_put(x, P("data"))`
+`common_utils.shard(batch)`        `device_put(batch, NamedSharding(mesh, P("data")))`, or
+                                     `rules.shard_batch(batch)`
+`replicate(model)`                 `device_put(model, NamedSharding(mesh, P()))`, or
+                                     `rules.shard(model)`
+`unreplicate(model)`               nothing: there is one model, and it has no axis of devices
+`lax.pmean(grads, "data")`         in shard_map the same; with jit the mean over the batch
+`lax.psum(x, "data")`              in shard_map the same; with jit the sum over the batch
+`lax.axis_index("data")`           in shard_map the same; with jit not needed
+`donate_argnums=0`                 `jit(..., donate_argnums=0)`, `eqx.filter_jit(donate=...)`
+`static_broadcasted_argnums=0`     `jit(..., static_argnums=0)`
 several hosts                        the same programs: a mesh spans all hosts' devices
 ===================================  ===============================================================
 
@@ -265,7 +265,7 @@ def train(
 
 
 def program_of(step: Any, *arguments: Any) -> str:
-    """The program that ``eqx.filter_jit`` compiles; its type knows nothing of ``lower``."""
+    """The program that `eqx.filter_jit` compiles; its type knows nothing of `lower`."""
     return step.lower(*arguments).compile().compiled.as_text()
 
 

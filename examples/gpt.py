@@ -1,13 +1,13 @@
 """Trains a character GPT on Python's standard library with differential privacy.
 
-The text is what every Python installation carries: the documentation topics behind ``help()`` and
+The text is what every Python installation carries: the documentation topics behind `help()` and
 the library's sources. **One example, the unit of privacy, is a window of 32 characters**; windows
 do not overlap. Every sixteenth topic and file is held out whole and taken to be public: the loss on
 it is shown while training runs, at no cost in privacy.
 
 Training is spread over eight devices (virtual ones where there are no eight accelerators), examples
-over the mesh's axis ``data`` and the blocks' weights over ``model``. It is checkpointed in
-``out/gpt``: a run that was interrupted goes on when it is started again. At the end the model
+over the mesh's axis `data` and the blocks' weights over `model`. It is checkpointed in
+`out/gpt`: a run that was interrupted goes on when it is started again. At the end the model
 writes some text, and the validation loss is drawn against epsilon.
 
     python examples/gpt.py

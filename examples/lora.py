@@ -1,14 +1,14 @@
 """Adapts a public GPT to private text with LoRA: only the adapters cost memory and noise.
 
-The base model is that of ``gpt.py``, trained without privacy on public text: the documentation
+The base model is that of `gpt.py`, trained without privacy on public text: the documentation
 topics that every Python installation carries. It then learns to write Python from the sources of
 the standard library, privately, one example being a window of 32 characters. The base stays as it
 is, bit for bit. Beside each linear layer of a block stands a product of two thin matrices (Hu et
-al. 2021), and ``filter_spec`` says that these alone are trained: clipped, noised, and given a state
+al. 2021), and `filter_spec` says that these alone are trained: clipped, noised, and given a state
 of the optimizer.
 
 The table that is printed holds a step that trains all parameters against the step that is taken, as
-the compiler sees them. Both models are checkpointed in ``out/lora``; a run that was interrupted
+the compiler sees them. Both models are checkpointed in `out/lora`; a run that was interrupted
 goes on when it is started again.
 
     python examples/lora.py --epsilon 3

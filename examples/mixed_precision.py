@@ -1,9 +1,9 @@
 """Which stages of private training may be narrow, in four pictures from real runs.
 
-1. ``sums.png``: the error of a running sum of clipped gradients, by accumulate dtype.
-2. ``noise.png``: Gaussian noise, its histogram and its tails, by noise dtype.
-3. ``accuracy.png``: held-out accuracy on scikit-learn's digits at equal epsilon, by policy.
-4. ``cost.png``: time and memory of a private step of the same training, by policy.
+1. `sums.png`: the error of a running sum of clipped gradients, by accumulate dtype.
+2. `noise.png`: Gaussian noise, its histogram and its tails, by noise dtype.
+3. `accuracy.png`: held-out accuracy on scikit-learn's digits at equal epsilon, by policy.
+4. `cost.png`: time and memory of a private step of the same training, by policy.
 
 The third adds to the presets a policy that sums and draws in bfloat16, which has to call itself
 unsafe. Whatever its accuracy, its epsilon is not one: the proof is about Gaussian noise.
@@ -54,7 +54,7 @@ ROUNDS = 7
 
 
 def clipped_gradients(shared: float) -> Float[np.ndarray, "examples length"]:
-    """Vectors of norm one, in float32; ``shared`` of each is a direction that all have."""
+    """Vectors of norm one, in float32; `shared` of each is a direction that all have."""
     generator = np.random.default_rng(0)
     own, common = generator.normal(size=(SIZES[-1], LENGTH)), generator.normal(size=LENGTH)
     own /= np.linalg.norm(own, axis=1, keepdims=True)
@@ -65,7 +65,7 @@ def clipped_gradients(shared: float) -> Float[np.ndarray, "examples length"]:
 def running_sums(
     vectors: Float[np.ndarray, "examples length"], dtype: str
 ) -> Float[np.ndarray, "sizes length"]:
-    """The sum after each of ``SIZES``: one vector is added at a time, as microbatches are."""
+    """The sum after each of `SIZES`: one vector is added at a time, as microbatches are."""
 
     @jax.jit
     def add(total: Array, vectors: Array, start: int, stop: int) -> Array:
@@ -79,7 +79,7 @@ def running_sums(
 
 
 def measure_sums() -> dict[str, dict[str, list[float]]]:
-    """Relative errors against float64, at each of ``SIZES``; by how alike vectors are, by dtype."""
+    """Relative errors against float64, at each of `SIZES`; by how alike vectors are, by dtype."""
     found: dict[str, dict[str, list[float]]] = {}
     for title, shared in SHARED.items():
         vectors = clipped_gradients(shared)

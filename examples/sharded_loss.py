@@ -1,8 +1,8 @@
 """Losses that say where their values live, with the gradient of every example clipped.
 
 A loss for a batch on a mesh of devices often says how its values are spread: by
-``jax.lax.with_sharding_constraint`` where the mesh's axes are Auto, by ``jax.sharding.reshard`` and
-``out_sharding`` where they are Explicit. Those lines speak of a batch. Clipping looks at one
+`jax.lax.with_sharding_constraint` where the mesh's axes are Auto, by `jax.sharding.reshard` and
+`out_sharding` where they are Explicit. Those lines speak of a batch. Clipping looks at one
 example at a time, in which the dimension that they speak of has length one; taken at their word,
 they put all the work on one device, or are an error. Sharding rules move them out of the way, and
 the loss stays as it is:
@@ -15,7 +15,7 @@ Four cases, each compiled for eight devices with its constraints and without, an
 1. the mean of 1,024 scalars is estimated, and the data are constrained;
 2. the same, with the constraint on an intermediate value;
 3. both with Explicit axes;
-4. a GPT on 4 x 2 devices, attention and MLP weights spread over ``model``, activations constrained
+4. a GPT on 4 x 2 devices, attention and MLP weights spread over `model`, activations constrained
    inside the blocks; Auto and Explicit.
 
     python examples/sharded_loss.py

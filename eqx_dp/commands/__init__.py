@@ -1,6 +1,6 @@
-"""The commands of ``eqx-dp``, one file each.
+"""The commands of `eqx-dp`, one file each.
 
-To add one: write its file, and name it in ``COMMANDS``.
+To add one: write its file, and name it in `COMMANDS`.
 """
 
 from . import bench_dtypes, bench_policies, plan, show_policies

@@ -1,4 +1,4 @@
-"""``eqx-dp bench dtypes``: how fast the device multiplies matrices of each dtype."""
+"""`eqx-dp bench dtypes`: how fast the device multiplies matrices of each dtype."""
 
 import argparse
 import math
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     Attributes:
         name: of the row.
         dtype: of the matrices.
-        precision: what ``jax.default_matmul_precision`` is set to; None leaves it alone.
+        precision: what `jax.default_matmul_precision` is set to; None leaves it alone.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Measured(NamedTuple):
 def measure(
     kind: Kind, rows: int, columns: int, repeats: int, seconds: float, memory: int | None
 ) -> Measured:
-    """Times ``A @ A.T``, with fewer columns where memory or time does not suffice.
+    """Times `A @ A.T`, with fewer columns where memory or time does not suffice.
 
     Args:
         kind: what is multiplied.

@@ -1,4 +1,4 @@
-"""``eqx-dp bench policies``: time, memory and gradient error of each preset on a small model."""
+"""`eqx-dp bench policies`: time, memory and gradient error of each preset on a small model."""
 
 import argparse
 import statistics

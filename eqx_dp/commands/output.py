@@ -11,7 +11,7 @@ _NO_TERMINAL = 200
 
 
 class Panel(NamedTuple):
-    """A bar chart: a bar for each of ``names``; None where there is nothing to show.
+    """A bar chart: a bar for each of `names`; None where there is nothing to show.
 
     Attributes:
         title: what the bars measure, with the unit.
@@ -34,7 +34,7 @@ class Table(NamedTuple):
         columns: heads.
         rows: cells.
         notes: lines below.
-        data: the same for programs: what ``json`` can write.
+        data: the same for programs: what `json` can write.
         panels: of the picture.
     """
 
@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares ``--json`` and ``--plot``."""
+    """Declares `--json` and `--plot`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--plot", metavar="FILE", type=Path, help="write a picture, its kind by its ending (.png)"

@@ -1,6 +1,7 @@
-"""``eqx-dp plan``: what a private step of a small model needs of a device, before it runs."""
+"""`eqx-dp plan`: what a private step of a small model needs of a device, before it runs."""
 
 import argparse
+import dataclasses
 import re
 from typing import Any
 
@@ -25,7 +26,7 @@ _UNITS = {**_DECIMAL, **_BINARY}
 
 
 def memory(text: str) -> int:
-    """Bytes, as an argument's type: ``32GB``, ``80GiB``, ``500000000``."""
+    """Bytes, as an argument's type: `32GB`, `80GiB`, `500000000`."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
     if size < 1:
@@ -169,13 +170,13 @@ def _shown(
     largest: dict[str, int | str],
 ) -> Table:
     heads = (
-        *("method", "microbatch", "parameters", "gradients", "optimizer", "activations"),
-        *("per example", "noise", "other", "by formula", "compiled"),
+        *("method", "microbatch", "parameters", "gradients", "optimizer", "batch"),
+        *("per example", "noise", "sum of parts", "compiled"),
         *(("textbook",) if plans[0].textbook else ()),
         *(("fits",) if arguments.memory else ()),
     )
     notes = [
-        "bytes of one device; 'by formula' includes the batch, 'compiled' is what the compiler says"
+        "bytes of one device; the parts are told from shapes, 'compiled' is what the compiler says"
     ]
     if plans[0].textbook:
         notes.append("textbook: activations are M_model B T^2 / (4 N D^2), B examples at once")
@@ -198,15 +199,11 @@ def _shown(
 
 
 def _cells(plan: MemoryPlan) -> tuple[str, ...]:
-    formula = plan.formula
-    parts = (
-        *(formula.parameters, formula.gradients, formula.optimizer, formula.activations),
-        *(formula.per_example, formula.noise, formula.other, formula.total),
-    )
     return (
         plan.method,
         str(plan.microbatch_size),
-        *map(told, parts),
+        *map(told, dataclasses.astuple(plan.parts)),
+        told(plan.parts.total),
         "-" if plan.compiled is None else told(plan.compiled.total),
         *(() if plan.textbook is None else (told(plan.textbook),)),
         *(
@@ -221,7 +218,7 @@ COMMAND = Command(
     "plan",
     "the memory that a private step needs",
     "Says what a private step (clipped gradient, noise, Adam) of a small model needs of a device, "
-    "by formula and as compiled, for each method and microbatch. Nothing is run.",
+    "in parts and as compiled, for each method and microbatch. Nothing is run.",
     _add_arguments,
     _run,
 )

@@ -1,4 +1,4 @@
-"""``eqx-dp policies``: the presets, or one policy in full."""
+"""`eqx-dp policies`: the presets, or one policy in full."""
 
 import argparse
 from typing import Any

@@ -29,7 +29,7 @@ class PerExample(NamedTuple):
         grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf where the
             gradient is not finite. With a tree of clip norms a tree of that structure, one norm a
             group.
-        aux: what the loss returned beside, examples in front; None without ``has_aux``.
+        aux: what the loss returned beside, examples in front; None without `has_aux`.
     """
 
     loss: Float[Array, " batch"]
@@ -38,7 +38,7 @@ class PerExample(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """Everything that ``filter_clipped_grad`` was told beside the loss."""
+    """Everything that `filter_clipped_grad` was told beside the loss."""
 
     clipping: Clipping
     policy: Policy | None

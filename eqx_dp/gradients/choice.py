@@ -93,6 +93,7 @@ class Choice(NamedTuple):
         method: the method.
         microbatch_size: how many examples at once on a device; None for all slots.
         reason: why.
+        held: bytes that are held for an example until its clip factor is known, by estimate.
         batch: the batch of a device.
         work: what it is expected to do.
     """
@@ -100,6 +101,7 @@ class Choice(NamedTuple):
     method: str
     microbatch_size: int | None
     reason: str
+    held: int
     batch: Batch
     work: Work
 
@@ -129,26 +131,30 @@ def choose(
     def work(size: int | None) -> Work:
         return _work(flops, entries, batch, real, size or max(1, batch.slots))
 
+    held = {
+        "per_example": sum(4 * param.size for param in params) + example.activations,
+        "book_keeping": max(1, example.activations, sum(cost.bytes for cost in costs)),
+        "ghost": max(1, example.activations),
+    }
     if method != "auto":
-        return Choice(method, microbatch_size, "as asked for", batch, work(microbatch_size))
+        of_size = work(microbatch_size)
+        return Choice(method, microbatch_size, "as asked for", held[method], batch, of_size)
     memory = _memory()
     if _forms_nearly_all(costs, params):
         chosen, why = "per_example", "nearly all gradients are formed by either method"
-        held = sum(4 * param.size for param in params) + example.activations
     else:
         chosen, why = "book_keeping", "most of it is never formed example by example"
-        held = max(1, example.activations, sum(cost.bytes for cost in costs))
-    reason = f"{why}; {held / 2**20:.2f} MiB are held for an example"
-    if memory is not None and held > _MEMORY_SHARE * memory:
-        reason = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}, is too much to hold"
-        chosen, held = "ghost", max(1, example.activations)
+    reason = f"{why}; {held[chosen] / 2**20:.2f} MiB are held for an example"
+    if memory is not None and held[chosen] > _MEMORY_SHARE * memory:
+        share = f"{held[chosen] / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}"
+        chosen, reason = "ghost", f"{share}, is too much to hold"
     if microbatch_size is None:
-        microbatch_size = _fitting(held, batch.slots, memory)
+        microbatch_size = _fitting(held[chosen], batch.slots, memory)
         if batch.sample is not None:
             sizes = _sizes(microbatch_size or batch.slots)
             best = min(sizes, key=lambda size: work(size).total, default=batch.slots)
             microbatch_size = best if best < batch.slots else None
-    return Choice(chosen, microbatch_size, reason, batch, work(microbatch_size))
+    return Choice(chosen, microbatch_size, reason, held[chosen], batch, work(microbatch_size))
 
 
 def _work(flops: float, entries: int, batch: Batch, real: float, size: int) -> Work:

@@ -40,7 +40,7 @@ class Clipping(NamedTuple):
         return math.hypot(*self.clip_norms)
 
     def groups(self, params: PyTree[Array]) -> list[int]:
-        """Finds the group of every leaf of ``params``, in the order of its leaves.
+        """Finds the group of every leaf of `params`, in the order of its leaves.
 
         Raises:
             ValueError: the tree of clip norms is no prefix of the tree of trainable parameters.
@@ -174,7 +174,7 @@ def _block(size: int) -> int:
 
 
 def norm_error(size: int, dtype: np.dtype[Any]) -> float:
-    """A bound on the relative error of ``norms`` for gradients of ``size`` entries.
+    """A bound on the relative error of `norms` for gradients of `size` entries.
 
     A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
     terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
@@ -236,14 +236,14 @@ def combined_norms(
 def clip_factors(
     bounds: Float[Array, " batch"], clip_norm: float, rescale_to_unit_norm: bool
 ) -> Float[Array, " batch"]:
-    """The factor that brings each gradient to a norm of at most ``clip_norm``.
+    """The factor that brings each gradient to a norm of at most `clip_norm`.
 
     This is min(1, C / norm) of Abadi et al., "Deep Learning with Differential Privacy", 2016; with
-    ``rescale_to_unit_norm`` it is divided by C (De et al., "Unlocking High-Accuracy
+    `rescale_to_unit_norm` it is divided by C (De et al., "Unlocking High-Accuracy
     Differentially Private Image Classification through Scale", 2022).
 
-    Guarantee: with ``bound`` an upper bound on the true norm of what is multiplied, factor x
-    gradient has, rounded entry by entry and divided by ``normalize_by``, a norm of at most C (1).
+    Guarantee: with `bound` an upper bound on the true norm of what is multiplied, factor x
+    gradient has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (1).
     Proof: quotient, margin, product and division are each off by one rounding, and the margin
     takes 5 off. Where the factor is 1 nothing is rounded but the last division and the bound
     itself, and the bound has room for 3.
@@ -284,7 +284,7 @@ def weighted_sum(
     factors: Float[Array, " batch"],
     contributes: Bool[Array, " batch"],
 ) -> Float[Array, "*shape"]:
-    """Sums factor x gradient over examples, in the dtype of ``factors``.
+    """Sums factor x gradient over examples, in the dtype of `factors`.
 
     An example that does not contribute is selected away after the product, since 0 x NaN is NaN:
     the sum is, bit for bit, what it would be with a zero gradient in its place.

@@ -1,4 +1,4 @@
-"""Equinox's ``filter_grad``, with the gradient of every example clipped before they are summed."""
+"""Equinox's `filter_grad`, with the gradient of every example clipped before they are summed."""
 
 import inspect
 from collections.abc import Callable
@@ -88,7 +88,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """The L2 norm that what one example adds to the result cannot exceed.
 
         With clip norms C_g of the groups g it is sqrt(sum of C_g^2) / normalize_by, and with
-        ``rescale_to_unit_norm`` sqrt(number of groups) / normalize_by.
+        `rescale_to_unit_norm` sqrt(number of groups) / normalize_by.
         """
         return self._configuration.clipping.l2_norm_bound / self._configuration.normalize_by
 
@@ -104,7 +104,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         ===================  ====================================================  ==============
 
         Args:
-            neighboring_relation: one of ``dp_accounting.NeighboringRelation``. There is no default:
+            neighboring_relation: one of `dp_accounting.NeighboringRelation`. There is no default:
                 a guarantee means nothing until it is said between which data sets it holds.
 
         Raises:
@@ -141,8 +141,8 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     def trainable(self, model: _Model) -> _Model:
         """What of a model is trained: its tree with None elsewhere, as that of the gradients.
 
-        ``optimizer.init(grad_fn.trainable(model))`` makes an optimizer's state that fits them
-        whatever ``filter_spec`` says, and where the model holds an ``eqx.nn.State``.
+        `optimizer.init(grad_fn.trainable(model))` makes an optimizer's state that fits them
+        whatever `filter_spec` says, and where the model holds an `eqx.nn.State`.
 
         Args:
             model: as for a call.
@@ -160,9 +160,9 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """Computes the sum of clipped gradients of a batch.
 
         Args:
-            model: what is differentiated, as in ``eqx.filter_grad``.
+            model: what is differentiated, as in `eqx.filter_grad`.
             *batch: arrays, or trees of arrays, with examples along every leading axis.
-            key: split into one key an example, handed to the loss as ``key``.
+            key: split into one key an example, handed to the loss as `key`.
             is_padding_example: True where a slot holds no real example; such a slot contributes
                 exactly zero, whatever it holds. None for no padding, which is refused once a plan
                 that samples has made noise for this function.
@@ -410,7 +410,7 @@ def filter_clipped_grad(
 ) -> Any:
     """Creates a function that sums the clipped gradients of a batch's examples.
 
-    A member of Equinox's ``filter_*`` family: the gradient is taken with respect to the first
+    A member of Equinox's `filter_*` family: the gradient is taken with respect to the first
     argument's trainable leaves. Use it as a call or as a decorator:
 
     ```python
@@ -421,9 +421,9 @@ def filter_clipped_grad(
     grads = grad_fn(model, xs, ys)  # a batch
     ```
 
-    Guarantee: the result is a sum over examples, divided by the public ``normalize_by``. What one
+    Guarantee: the result is a sum over examples, divided by the public `normalize_by`. What one
     example adds depends on that example (and its key) alone; its L2 norm is at most
-    ``l2_norm_bound``: the clip factor comes from an upper bound on the true norm, rounding
+    `l2_norm_bound`: the clip factor comes from an upper bound on the true norm, rounding
     included. A gradient is clipped right at any scale that its own dtype holds (after the loss
     scale: in float16 an entry beyond 65504 / loss scale is infinite).
 
@@ -441,9 +441,9 @@ def filter_clipped_grad(
     ==========================================  ==================================================
 
     Args:
-        fun: ``fun(model, *example)`` or ``fun(model, *example, key=...)``: the loss of one example,
-            a real scalar, or a pair ``(loss, aux)``. The model comes first.
-        l2_clip_norm: the clip norm C >= 0 (``inf``: no clipping), or a tree of them: a prefix of
+        fun: `fun(model, *example)` or `fun(model, *example, key=...)`: the loss of one example,
+            a real scalar, or a pair `(loss, aux)`. The model comes first.
+        l2_clip_norm: the clip norm C >= 0 (`inf`: no clipping), or a tree of them: a prefix of
             the trainable parameters' tree, each number bounding the gradient of the leaves below it
             (per-layer clipping).
         policy: what dtype each stage uses. Parameters and float inputs enter the loss in the
@@ -457,39 +457,39 @@ def filter_clipped_grad(
             then takes its part of the batch through the method, and one reduction sums over
             devices; the loss's own sharding constraints are moved out of the way. None for one
             device, or a loss that says nothing about sharding.
-        filter_spec: which leaves are trained, as in ``eqx.partition``: a function of a leaf, or a
+        filter_spec: which leaves are trained, as in `eqx.partition`: a function of a leaf, or a
             tree prefix of booleans. Other leaves cost no gradient and come back as None. A function
-            selects nothing in an ``eqx.nn.State`` (running statistics), nor the initial values in
-            an ``eqx.nn.StateIndex``; True in a tree does.
-        has_aux: whether ``fun`` returns ``(loss, aux)``.
-        keep_batch_dim: whether ``fun`` is written for a batch; it then sees batches of one, and aux
+            selects nothing in an `eqx.nn.State` (running statistics), nor the initial values in
+            an `eqx.nn.StateIndex`; True in a tree does.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        keep_batch_dim: whether `fun` is written for a batch; it then sees batches of one, and aux
             leaves that start with that axis of length one lose it.
         rescale_to_unit_norm: divide each clipped gradient by its clip norm, which takes the clip
             norm out of the learning rate.
         normalize_by: a public number > 0 that the sum is divided by, the expected batch size, say.
             Never the number of examples that were sampled, which is private.
-        microbatch_size: how many examples are processed at once; None for all, or, with ``"auto"``,
+        microbatch_size: how many examples are processed at once; None for all, or, with `"auto"`,
             for the engine's choice. It changes memory and time, not the result (beyond rounding),
             and need not divide the batch.
-        method: ``"book_keeping"`` (one backward pass through activations; norms and sums from what
-            each use of a parameter met), ``"ghost"`` (two passes, and the memory of ordinary
-            training), ``"per_example"`` (per-example gradients side by side), or ``"auto"``:
+        method: `"book_keeping"` (one backward pass through activations; norms and sums from what
+            each use of a parameter met), `"ghost"` (two passes, and the memory of ordinary
+            training), `"per_example"` (per-example gradients side by side), or `"auto"`:
             book-keeping where it saves anything, else per_example, in microbatches that suit what
-            is held for an example unless ``microbatch_size`` says otherwise; and ghost where one
+            is held for an example unless `microbatch_size` says otherwise; and ghost where one
             example holds too much.
 
     Returns:
         A [`ClippedGrad`][], called as
-        ``grad_fn(model, *batch, key=None, is_padding_example=None)``. It returns the gradients: the
-        model's tree, in the accumulate dtype, None where not trained; with ``has_aux`` a pair
-        ``(gradients, aux)``, aux having examples in front (**not private**). Its ``l2_norm_bound``
-        and ``sensitivity(neighboring_relation)`` say what to calibrate noise against.
+        `grad_fn(model, *batch, key=None, is_padding_example=None)`. It returns the gradients: the
+        model's tree, in the accumulate dtype, None where not trained; with `has_aux` a pair
+        `(gradients, aux)`, aux having examples in front (**not private**). Its `l2_norm_bound`
+        and `sensitivity(neighboring_relation)` say what to calibrate noise against.
 
     Raises:
         ValueError: here or at the call: an option out of its range; a loss that is no real scalar,
-            is its own gradient, is written for a batch (without ``keep_batch_dim``), needs a
-            collective over the batch (``eqx.nn.BatchNorm``), or lacks a key; a key or an
-            ``eqx.nn.State`` in the batch, a State in aux, or closed over and written; no batch, or
+            is its own gradient, is written for a batch (without `keep_batch_dim`), needs a
+            collective over the batch (`eqx.nn.BatchNorm`), or lacks a key; a key or an
+            `eqx.nn.State` in the batch, a State in aux, or closed over and written; no batch, or
             leading axes that differ; nothing trainable; a tree of clip norms that does not fit; a
             model that is paired with another policy; a module rule that has no effect on the model.
     """
@@ -560,7 +560,7 @@ def filter_value_and_clipped_grad(
     Args: as those of [`filter_clipped_grad`][].
 
     Returns:
-        A [`ClippedGrad`][] that returns ``(PerExample(loss, grad_norm, aux), gradients)``. The
+        A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The
         sensitivity speaks of the gradients alone: the per-example values are **not private**.
 
     Raises:

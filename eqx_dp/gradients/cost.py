@@ -18,7 +18,7 @@ class LeafCost(NamedTuple):
 
     Attributes:
         kinds: the kinds of its sites.
-        way: ``"ghost"``, ``"kept"``, ``"whole"``, or ``"unused"``.
+        way: `"ghost"`, `"kept"`, `"whole"`, or `"unused"`.
         norm_flops: floating-point operations for the norm.
         sum_flops: the same for the weighted sum, with what forms the gradients that it adds up.
         bytes: what is held for it until the clip factor is known.

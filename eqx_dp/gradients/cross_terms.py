@@ -25,7 +25,7 @@ Digit: TypeAlias = tuple[int, int]
 
 
 class Layout(NamedTuple):
-    """An array whose entries are those of a flat one, ``offset`` + sum of index x stride.
+    """An array whose entries are those of a flat one, `offset` + sum of index x stride.
 
     Attributes:
         axes: size and stride of every axis.

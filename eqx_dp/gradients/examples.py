@@ -85,7 +85,7 @@ def read_examples(
     """Checks a batch and brings it into the policy's compute dtype.
 
     Raises:
-        ValueError: there is no batch; it holds an ``eqx.nn.State`` or a key for all examples; a
+        ValueError: there is no batch; it holds an `eqx.nn.State` or a key for all examples; a
             leaf is no array of numbers or has no example axis; leading axes differ; the key is not
             a single key; the padding mask is no boolean vector of the batch's length.
     """

@@ -24,11 +24,11 @@ class Row(NamedTuple):
     Attributes:
         path: where the leaf stands in the model.
         kinds: the kinds of its sites, one an equation that uses it.
-        way: how its norm and its sum are found: ``"ghost"`` (without forming per-example
-            gradients), ``"kept"`` (forming them from their factors), ``"whole"`` (differentiating
-            example by example), or ``"unused"``.
+        way: how its norm and its sum are found: `"ghost"` (without forming per-example
+            gradients), `"kept"` (forming them from their factors), `"whole"` (differentiating
+            example by example), or `"unused"`.
         flops: floating-point operations for norms and weighted sum.
-        bytes: what is held until the clip factors are known (by ``"ghost"`` as a method: what
+        bytes: what is held until the clip factors are known (by `"ghost"` as a method: what
             book-keeping would hold).
         reason: why this way.
     """
@@ -132,22 +132,22 @@ def explain(
     Nothing is computed: the loss is traced, on shapes alone.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
-        model: the model. Here and in the batch, ``jax.ShapeDtypeStruct`` may stand for arrays.
-        *batch: the batch, as for ``grad_fn``.
-        key: as for ``grad_fn``.
-        is_padding_example: as for ``grad_fn``; it changes nothing.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: the model. Here and in the batch, `jax.ShapeDtypeStruct` may stand for arrays.
+        *batch: the batch, as for `grad_fn`.
+        key: as for `grad_fn`.
+        is_padding_example: as for `grad_fn`; it changes nothing.
         plan: the plan whose samples the batches are, and the batch as long as a sampler's
-            ``capacity``; needed only where ``plan.privatizer`` has not been given ``grad_fn``.
+            `capacity`; needed only where `plan.privatizer` has not been given `grad_fn`.
 
     Returns:
-        A table: ``rows``, each with ``path``, ``kinds``, ``way``, ``flops``, ``bytes``, ``reason``;
-        ``str()`` prints it, with the totals, the method that was chosen, and why. With a plan also
+        A table: `rows`, each with `path`, `kinds`, `way`, `flops`, `bytes`, `reason`;
+        `str()` prints it, with the totals, the method that was chosen, and why. With a plan also
         how many slots are expected to hold an example, how many microbatches are expected to be
         computed, and what a step's time is expected to be made of, by formula.
 
     Raises:
-        ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
+        ValueError: `grad_fn` is something else; and as `grad_fn`.
     """
     if plan is not None and isinstance(cast(object, grad_fn), ClippedGrad):
         grad_fn = grad_fn.of_samples(plan.sampling)
@@ -167,7 +167,7 @@ def on_shapes(
     Args:
         look: from the call to what is wanted of it: no arrays, for there are none.
         grad_fn: as for [`explain`][], and so the others.
-        model: with ``jax.ShapeDtypeStruct`` for arrays, if wanted.
+        model: with `jax.ShapeDtypeStruct` for arrays, if wanted.
         batch: the positional arguments behind it.
         key: one key or None.
         is_padding_example: the mask or None.

@@ -31,7 +31,7 @@ def explain_failure(
             has been traced so.
 
     Raises:
-        ValueError: the loss uses an old ``eqx.nn.State``; or it is written for a batch.
+        ValueError: the loss uses an old `eqx.nn.State`; or it is written for a batch.
     """
     if "Attempted to use old state" in str(error):
         raise ValueError(

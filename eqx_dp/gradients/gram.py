@@ -142,7 +142,7 @@ def sum_of_products(
 def gram_norms(uses: list[Terms]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
     """The norm of a sum of outer products, and a bound on that of what is added for a factor of 1.
 
-    The terms are those of ``to_common_scale``. What is added is the weighted sum as it is computed:
+    The terms are those of `to_common_scale`. What is added is the weighted sum as it is computed:
     g rounded after its multiplication by the factor, products, and sums over n.
 
     Proof, with a_n = |x_n|, b_n = |g_n|, of one group; S is the true squared norm.
@@ -219,7 +219,7 @@ def one_term(
     """The norm of x g', a bound on that of what the weighted sum adds, and the lengths of x.
 
     One term has no sum to get wrong. Its norm is |x| |g|, of which each factor is off by no more
-    than ``norm_error``, and what is added of it is rounded twice. A length that a machine without
+    than `norm_error`, and what is added of it is rounded twice. A length that a machine without
     subnormal numbers takes for zero counts as the smallest normal number.
     """
     shape = x.shape[:2]

@@ -43,7 +43,7 @@ class LeafGradient(NamedTuple):
 
     Attributes:
         norm: the norm of each example's gradient, as it was computed.
-        bound: an upper bound on the true norm of what ``sum`` adds for a factor of 1.
+        bound: an upper bound on the true norm of what `sum` adds for a factor of 1.
         sum: from factors and a mask of the examples that contribute to their weighted sum.
     """
 
@@ -212,7 +212,7 @@ def _matrices(
 
 
 def _fold_scans(site: Site, factor: Array) -> Array:
-    """``(*scans, group, time, features)`` to ``(slices x group, scans x time, features)``."""
+    """`(*scans, group, time, features)` to `(slices x group, scans x time, features)`."""
     slices = [axis for axis, use in enumerate(site.scans) if use == "slices"]
     times = [axis for axis, use in enumerate(site.scans) if use == "time"]
     group, time, features = (len(site.scans) + i for i in range(3))

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 
 from ..isolation import run_apart
 from ..precision import LossScale, ModuleRule, Policy
+from ..programs import evaluated
 from .clip import power_of_two
 from .magnitudes import Largest, is_narrow, pulled_back
 from .program import Inputs, Program
 from .sites import contraction, convolution, lookup
 from .taps import Place, Site, Survey, evaluate
-from .views import apply, shape_of
+from .views import shape_of
 
 # Where the largest float16 value is put: below 2^14, and float16 ends at 2^16. Two binades are left
 # for what a probe with eight digits cannot tell, and for partial sums that exceed the whole.
@@ -127,7 +128,7 @@ class Probe(NamedTuple):
 
 
 def _with_elementwise_formed(found: Survey) -> Survey:
-    """The survey with leaves ``whole`` whose gradients are cheap to form: biases, scales."""
+    """The survey with leaves `whole` whose gradients are cheap to form: biases, scales."""
     elementwise = {
         site.view.leaf: "its gradient is formed"
         for site in found.sites.values()
@@ -155,7 +156,7 @@ def _bounded(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
     No entry of the gradient is larger than the largest entry of the data, times the sum of the
     cotangents that it meets. Neither is a sum of some of its terms, in any order.
     """
-    (result,) = apply(site.equation, inputs)
+    (result,) = evaluated(site.equation, inputs)
     if not is_narrow(site.view.value.dtype):
         return result, ()
     data = jnp.ones(())

@@ -1,20 +1,30 @@
 """How large the values of a backward pass become: a walk through a pullback, on values.
 
 A pullback is linear in its seed. What descends from the seed is multiplied by a loss scale, what
-does not (a forward pass that is computed again) is not. One table of rules for equations that hold
-programs of their own, one loop, one default.
+does not (a forward pass that is computed again) is not.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..programs import scan_arity
-from .views import apply
+from ..programs import (
+    Call,
+    Cond,
+    Scan,
+    While,
+    evaluated,
+    inside,
+    interpret,
+    looped,
+    scanned,
+    settled,
+    switched,
+)
 
 _NARROW = frozenset({"float16", "bfloat16"})
 # They make nothing larger than what they are given, which was looked at already.
@@ -45,7 +55,7 @@ def pulled_back(pullback: Callable[[Array], Any], seed: Float[Array, ""]) -> tup
     """Evaluates a pullback, and says how large the values on the way are, the seed included.
 
     Args:
-        pullback: as of ``jax.vjp``.
+        pullback: as of `jax.vjp`.
         seed: the cotangent of the loss.
 
     Returns:
@@ -54,19 +64,22 @@ def pulled_back(pullback: Callable[[Array], Any], seed: Float[Array, ""]) -> tup
     traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(seed)
     walk = _Walk()
     walk.look(seed)
-    outputs, _ = walk.jaxpr(traced.jaxpr, traced.consts, [seed], [True])
+    outputs, _ = walk.run(traced, [seed], [True])
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs), walk.largest()
 
 
-_Found: TypeAlias = tuple[list[Any], list[bool]]
-"""Values, and which of them descend from the seed."""
+class _Flagged(NamedTuple):
+    """A value, and whether it descends from the seed."""
+
+    value: Any
+    scaled: bool
 
 
 class _Walk:
     """One pass through a program, through the programs inside it."""
 
-    def __init__(self):
-        self.seen: list[Largest] = []
+    def __init__(self, seen: Sequence[Largest] = ()):
+        self.seen = list(seen)
 
     def largest(self) -> Largest:
         """The largest of all that was seen; zero where there was nothing."""
@@ -82,179 +95,108 @@ class _Walk:
         zero = jnp.zeros_like(size)
         self.seen.append(Largest(size, zero) if is_narrow(value.dtype) else Largest(zero, size))
 
-    def jaxpr(
-        self,
-        jaxpr: jex_core.Jaxpr,
-        consts: Sequence[Any],
-        inputs: Sequence[Any],
-        scaled: Sequence[bool],
-    ) -> _Found:
-        """Evaluates a jaxpr; ``scaled`` says which inputs descend from the seed."""
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        values: dict[Any, Any] = dict(zip(variables, [*consts, *inputs], strict=True))
-        flags: dict[Any, bool] = dict(zip(jaxpr.invars, scaled, strict=True))
+    def run(
+        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Any], scaled: Sequence[bool]
+    ) -> tuple[list[Any], list[bool]]:
+        """Evaluates a program; `scaled` says which inputs, and which results, descend so."""
+        found = interpret(
+            program.jaxpr,
+            [_Flagged(value, False) for value in program.consts],
+            list(map(_Flagged, inputs, scaled)),
+            self.equation,
+            lambda literal: _Flagged(literal.val, False),
+        )
+        return [x for x, _ in found], [flag for _, flag in found]
 
-        def read(variable: Any) -> tuple[Any, bool]:
-            if isinstance(variable, jex_core.Literal):
-                return variable.val, False
-            return values[variable], flags.get(variable, False)
-
-        for equation in jaxpr.eqns:
-            found = list(map(read, equation.invars))
-            outputs, come = self.equation(equation, [x for x, _ in found], [f for _, f in found])
-            values.update(zip(equation.outvars, outputs, strict=True))
-            flags.update(zip(equation.outvars, come, strict=True))
-        results = list(map(read, jaxpr.outvars))
-        return [x for x, _ in results], [f for _, f in results]
-
-    def equation(
-        self, equation: jex_core.JaxprEqn, inputs: list[Any], scaled: list[bool]
-    ) -> _Found:
+    def equation(self, equation: jex_core.JaxprEqn, operands: list[_Flagged]) -> list[_Flagged]:
         """Evaluates one equation: plainly, or by going into it."""
-        name = equation.primitive.name
-        if not any(scaled):
-            return apply(equation, inputs), [False] * len(equation.outvars)
-        if name in _INTO:
-            return _INTO[name](self, equation, inputs, scaled)
-        outputs = apply(equation, inputs)
-        if name not in _REARRANGES:
-            for output in outputs:
-                self.look(output)
-        return outputs, [True] * len(equation.outvars)
+        inputs, scaled = [x for x, _ in operands], [flag for _, flag in operands]
+        inner = inside(equation) if any(scaled) else None
+        match inner:
+            case Call("remat", body):
+                # What is computed again is not to be found equal to what was, and held.
+                if equation.params["prevent_cse"]:
+                    inputs = list(jax.lax.optimization_barrier(inputs))
+                outputs, flags = self.run(body, inputs, scaled)
+            case Call(body=body):
+                outputs, flags = self.run(body, inputs, scaled)
+            case Scan() as scan:
+                outputs, flags = self._scan(equation, scan, inputs, scaled)
+            case While() as loop:
+                outputs, flags = self._while(loop, inputs, scaled)
+            case Cond() as cond:
+                outputs, seen = switched(cond, _noting(scaled[1:]), inputs)
+                self.seen.append(seen)
+                flags = _any_of([_descend(branch, scaled[1:]) for branch in cond.branches])
+            case _:
+                outputs = evaluated(equation, inputs)
+                flags = [any(scaled)] * len(outputs)
+                if any(scaled) and equation.primitive.name not in _REARRANGES:
+                    for output in outputs:
+                        self.look(output)
+        return list(map(_Flagged, outputs, flags))
+
+    def _scan(
+        self, equation: jex_core.JaxprEqn, scan: Scan, inputs: list[Any], scaled: list[bool]
+    ) -> tuple[list[Any], list[bool]]:
+        """How large values are comes out of every step."""
+        consts, carry, slices = scan.split(scaled)
+        carry = _carried(scan.body, consts, carry, slices)
+        note = _noting([*consts, *carry, *slices])
+        outputs, seen = scanned(equation, scan, lambda inputs, _: note(scan.body, inputs), inputs)
+        self.seen.append(Largest(*(jnp.max(size, initial=0) for size in seen)))
+        stacked = _descend(scan.body, [*consts, *carry, *slices])[scan.num_carry :]
+        return outputs, [*carry, *stacked]
+
+    def _while(
+        self, loop: While, inputs: list[Any], scaled: list[bool]
+    ) -> tuple[list[Any], list[bool]]:
+        """A loop of unknown length carries how large values are."""
+        _, consts, carry = loop.split(scaled)
+        carry = _carried(loop.body, consts, carry, [])
+
+        def run(inputs: list[Any], seen: Largest) -> tuple[list[Any], Largest]:
+            return _noting([*consts, *carry], [seen])(loop.body, inputs)
+
+        outputs, seen = looped(loop, run, inputs, _Walk().largest())
+        self.seen.append(seen)
+        return outputs, carry
 
 
-def _descend(jaxpr: jex_core.Jaxpr, scaled: Sequence[bool]) -> list[bool]:
-    """Which outputs of a program descend from the seed, programs inside it taken whole."""
-    flags: dict[Any, bool] = dict(zip(jaxpr.invars, scaled, strict=True))
+def _noting(
+    scaled: Sequence[bool], seen: Sequence[Largest] = ()
+) -> Callable[[jex_core.ClosedJaxpr, list[Any]], tuple[list[Any], Largest]]:
+    """Evaluates programs and says how large their values are."""
 
-    def read(variable: Any) -> bool:
-        return not isinstance(variable, jex_core.Literal) and flags.get(variable, False)
+    def run(program: jex_core.ClosedJaxpr, inputs: list[Any]) -> tuple[list[Any], Largest]:
+        walk = _Walk(seen)
+        outputs, _ = walk.run(program, inputs, scaled)
+        return outputs, walk.largest()
 
-    for equation in jaxpr.eqns:
-        flags.update(dict.fromkeys(equation.outvars, any(map(read, equation.invars))))
-    return list(map(read, jaxpr.outvars))
+    return run
+
+
+def _descend(program: jex_core.ClosedJaxpr, scaled: Sequence[bool]) -> list[bool]:
+    """Which results of a program descend from the seed, programs inside it taken whole."""
+    return interpret(
+        program.jaxpr,
+        [False] * len(program.consts),
+        scaled,
+        lambda equation, flags: [any(flags)] * len(equation.outvars),
+        lambda _: False,
+    )
 
 
 def _carried(
-    body: jex_core.Jaxpr, around: list[bool], carry: list[bool], rest: list[bool]
+    body: jex_core.ClosedJaxpr, consts: list[bool], carry: list[bool], rest: list[bool]
 ) -> list[bool]:
-    """Which results of a loop descend from the seed: those it carries, going round, then others."""
-    while True:
-        outputs = _descend(body, [*around, *carry, *rest])
-        found = [a or b for a, b in zip(carry, outputs, strict=False)]
-        if found == carry:
-            return [*carry, *outputs[len(carry) :]]
-        carry = found
-
-
-_Into: TypeAlias = Callable[[_Walk, jex_core.JaxprEqn, list[Any], list[bool]], _Found]
-
-
-def _inline(
-    walk: _Walk, equation: jex_core.JaxprEqn, inputs: list[Any], scaled: list[bool]
-) -> _Found:
-    """A call, of a function with a derivative of its own too, is evaluated where it stands."""
-    params = equation.params
-    inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    return walk.jaxpr(inner.jaxpr, inner.consts, inputs, scaled)
-
-
-def _remat(
-    walk: _Walk, equation: jex_core.JaxprEqn, inputs: list[Any], scaled: list[bool]
-) -> _Found:
-    """What is computed again is not to be found equal to what was computed before, and held."""
-    if equation.params["prevent_cse"]:
-        inputs = list(jax.lax.optimization_barrier(inputs))
-    return walk.jaxpr(equation.params["jaxpr"], (), inputs, scaled)
-
-
-def _scan(
-    walk: _Walk, equation: jex_core.JaxprEqn, inputs: list[Any], scaled: list[bool]
-) -> _Found:
-    """A scan stays one; how large values are comes out of every step."""
-    params = equation.params
-    inner: jex_core.ClosedJaxpr = params["jaxpr"]
-    num_consts, num_carry = scan_arity(params)
-    end = num_consts + num_carry
-    consts = inputs[:num_consts]
-    around, carry, rest = scaled[:num_consts], scaled[num_consts:end], scaled[end:]
-    flags = _carried(inner.jaxpr, around, carry, rest)
-    of_body = [*around, *flags[:num_carry], *rest]
-
-    def body(carry: list[Any], now: list[Any]) -> tuple[list[Any], Any]:
-        inside = _Walk()
-        outputs, _ = inside.jaxpr(inner.jaxpr, inner.consts, [*consts, *carry, *now], of_body)
-        return outputs[:num_carry], (outputs[num_carry:], inside.largest())
-
-    last, (outputs, seen) = jax.lax.scan(
-        body,
-        inputs[num_consts:end],
-        inputs[end:],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    """What of a loop's carry descends from the seed, after any number of steps."""
+    return settled(
+        lambda carry: _descend(body, [*consts, *carry, *rest])[: len(carry)],
+        carry,
+        lambda a, b: a or b,
     )
-    walk.seen.append(Largest(*(jnp.max(size, initial=0) for size in seen)))
-    return [*last, *outputs], flags
 
 
-def _while(
-    walk: _Walk, equation: jex_core.JaxprEqn, inputs: list[Any], scaled: list[bool]
-) -> _Found:
-    """A loop of unknown length carries how large values are."""
-    params = equation.params
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    start = of_cond + of_body
-    inner, goes_on = params["body_jaxpr"], jex_core.jaxpr_as_fun(params["cond_jaxpr"])
-    flags = _carried(inner.jaxpr, scaled[of_cond:start], scaled[start:], [])
-    around, cond_consts = inputs[of_cond:start], inputs[:of_cond]
-
-    def body(state: tuple[list[Any], Largest]) -> tuple[list[Any], Largest]:
-        carry, seen = state
-        inside = _Walk()
-        inside.seen.append(seen)
-        its_flags = [*scaled[of_cond:start], *flags]
-        outputs, _ = inside.jaxpr(inner.jaxpr, inner.consts, [*around, *carry], its_flags)
-        return outputs, inside.largest()
-
-    outputs, seen = jax.lax.while_loop(
-        lambda state: goes_on(*cond_consts, *state[0])[0],
-        body,
-        (inputs[start:], _Walk().largest()),
-    )
-    walk.seen.append(seen)
-    return outputs, flags
-
-
-def _cond(
-    walk: _Walk, equation: jex_core.JaxprEqn, inputs: list[Any], scaled: list[bool]
-) -> _Found:
-    """The branch that is taken counts."""
-    branches: Sequence[jex_core.ClosedJaxpr] = equation.params["branches"]
-
-    def taken(branch: jex_core.ClosedJaxpr) -> Callable[..., tuple[list[Any], Largest]]:
-        def run(*operands: Any) -> tuple[list[Any], Largest]:
-            inside = _Walk()
-            outputs, _ = inside.jaxpr(branch.jaxpr, branch.consts, operands, scaled[1:])
-            return outputs, inside.largest()
-
-        return run
-
-    outputs, seen = jax.lax.switch(inputs[0], list(map(taken, branches)), *inputs[1:])
-    walk.seen.append(seen)
-    flags = [_descend(branch.jaxpr, scaled[1:]) for branch in branches]
-    return outputs, [any(its) for its in zip(*flags, strict=True)]
-
-
-_INTO: dict[str, _Into] = {
-    "jit": _inline,
-    "pjit": _inline,
-    "closed_call": _inline,
-    "custom_jvp_call": _inline,
-    "custom_vjp_call": _inline,
-    "checkpoint": _remat,
-    "remat2": _remat,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
+def _any_of(flags: list[list[bool]]) -> list[bool]:
+    return [any(its) for its in zip(*flags, strict=True)]

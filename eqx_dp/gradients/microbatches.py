@@ -21,7 +21,7 @@ def over_microbatches(
     microbatch_size: int | None,
     agree: Callable[[Int[Array, ""]], Int[Array, ""]] = lambda x: x,
 ) -> tuple[_Sums, _PerExample]:
-    """Runs ``step`` on one microbatch after the other.
+    """Runs `step` on one microbatch after the other.
 
     Real examples are dealt into the first microbatches, and only the microbatches that hold one are
     computed. The slots left over in the last of them hold a copy of the first real example: what
@@ -30,7 +30,7 @@ def over_microbatches(
     does nothing that it does not do anyway.
 
     Args:
-        step: from a microbatch and its padding mask to ``(sums, per_example)``: trees of arrays, of
+        step: from a microbatch and its padding mask to `(sums, per_example)`: trees of arrays, of
             which the first are to be added up, the second joined along their leading axis.
         examples: the batch, examples in front.
         is_padding_example: True where a slot holds no real example; None if there is no such slot.
@@ -53,7 +53,7 @@ def over_microbatches(
         (With a mask the number of microbatches is not known when the loop is compiled, so that the
         result can be differentiated forwards alone; without one backwards as well.)
 
-        (Where ``agree`` asks for a microbatch of padding alone, its slots hold what they held. JAX
+        (Where `agree` asks for a microbatch of padding alone, its slots hold what they held. JAX
         has no callbacks on the meshes where devices have to agree, so nothing there stops a run.)
     """
     if num_examples == 0:

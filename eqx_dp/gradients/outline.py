@@ -58,6 +58,7 @@ class Outline(NamedTuple):
         sums: shapes of the gradients, in the accumulate dtype.
         method: the method that was chosen.
         microbatch_size: how many examples at once on a device; None for all.
+        held: bytes that the method holds for one example, by estimate.
         num_examples: the batch.
         num_shards: how many parts the batch is divided into, by sharding rules.
     """
@@ -71,8 +72,19 @@ class Outline(NamedTuple):
     sums: list[jax.ShapeDtypeStruct]
     method: str
     microbatch_size: int | None
+    held: int
     num_examples: int
     num_shards: int
+
+    @property
+    def of_device(self) -> int:
+        """How many examples of the batch a device has."""
+        return self.num_examples // self.num_shards
+
+    @property
+    def at_once(self) -> int:
+        """How many of them it processes at once."""
+        return min(self.microbatch_size or self.of_device, self.of_device)
 
 
 def outline(
@@ -85,14 +97,14 @@ def outline(
     """Traces a call, on shapes alone.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
-        model: the model. Here and in the batch, ``jax.ShapeDtypeStruct`` may stand for arrays.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: the model. Here and in the batch, `jax.ShapeDtypeStruct` may stand for arrays.
         batch: the positional arguments behind it.
-        key: as for ``grad_fn``.
-        is_padding_example: as for ``grad_fn``; it changes nothing.
+        key: as for `grad_fn`.
+        is_padding_example: as for `grad_fn`; it changes nothing.
 
     Raises:
-        ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
+        ValueError: `grad_fn` is something else; and as `grad_fn`.
     """
     return on_shapes(
         lambda prepared: _outlined(prepared, grad_fn.sharding),
@@ -113,12 +125,12 @@ def variant(
     """The same clipped gradient by another method or microbatch; it returns gradients alone.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
+        grad_fn: what `filter_clipped_grad` returned.
         method: None for its own.
         microbatch_size: likewise.
 
     Raises:
-        ValueError: as ``filter_clipped_grad``.
+        ValueError: as `filter_clipped_grad`.
     """
     parts: Any = vars(grad_fn)
     configuration: Configuration = parts["_configuration"]
@@ -144,8 +156,8 @@ def trainable(grad_fn: ClippedGrad[Any], model: PyTree[Any]) -> PyTree[Any]:
     """Shapes of a model's trainable leaves, None elsewhere.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
-        model: with ``jax.ShapeDtypeStruct`` for arrays, if wanted.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: with `jax.ShapeDtypeStruct` for arrays, if wanted.
     """
     arrays, static = eqx.partition(model, is_array_or_shape)
     return jax.eval_shape(lambda arrays: grad_fn.trainable(eqx.combine(arrays, static)), arrays)
@@ -176,6 +188,7 @@ def _outlined(prepared: Prepared, rules: ShardingRules | None) -> Outline:
         _shapes([task.accumulated(leaf) for leaf in range(len(task.params))]),
         choice.method,
         choice.microbatch_size,
+        choice.held,
         prepared.examples.num_examples,
         prepared.num_shards,
     )

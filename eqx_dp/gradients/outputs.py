@@ -26,8 +26,8 @@ def check_output(
 
     Args:
         output: what the loss returned.
-        has_aux: whether that is a pair ``(loss, aux)``.
-        gradient: a tree as what ``eqx.filter_grad`` would return, to know one by.
+        has_aux: whether that is a pair `(loss, aux)`.
+        gradient: a tree as what `eqx.filter_grad` would return, to know one by.
 
     Raises:
         ValueError: it is no pair where it should be one, or its loss is no real scalar.
@@ -84,7 +84,7 @@ def check_aux(aux: PyTree[Any]) -> None:
     """Refuses what cannot, or must not, be stacked over examples.
 
     Raises:
-        ValueError: aux holds something else than arrays, or an ``eqx.nn.State``.
+        ValueError: aux holds something else than arrays, or an `eqx.nn.State`.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_state):
         if is_state(leaf):

@@ -100,12 +100,12 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
     """Traces the loss of one example.
 
     Args:
-        fun: the user's loss, ``fun(model, *example[, key=...])``.
+        fun: the user's loss, `fun(model, *example[, key=...])`.
         options: how it is to be called.
         inputs: what on.
 
     Raises:
-        ValueError: the loss is not a real scalar, does not return a pair where ``has_aux`` says so,
+        ValueError: the loss is not a real scalar, does not return a pair where `has_aux` says so,
             uses a collective over an axis that is not there, or constrains shardings without rules
             to go by, or in a way that cannot be moved out of the per-example boundary.
     """
@@ -173,7 +173,7 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
 
 
 def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]:
-    """Reads from a loss's signature whether it can be given a ``key``, and whether it must be.
+    """Reads from a loss's signature whether it can be given a `key`, and whether it must be.
 
     A parameter of that name that the model or the batch already fills is data.
     """
@@ -193,7 +193,7 @@ def refuse_batch_norm(model: PyTree[Any]) -> None:
     """Refuses a model whose batch statistics are still being learned.
 
     Raises:
-        ValueError: an ``eqx.nn.BatchNorm`` is in training mode.
+        ValueError: an `eqx.nn.BatchNorm` is in training mode.
     """
     is_batch_norm = lambda node: isinstance(node, eqx.nn.BatchNorm)  # noqa: E731
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_batch_norm):

@@ -2,23 +2,32 @@
 
 Each site's result gets a *tap* added to it, a zero: the gradient with respect to the tap is the
 cotangent of the result. What the site needs beside it is kept on the way. Nothing is differentiated
-with respect to a parameter, but for those that a site cannot describe (``whole``).
+with respect to a parameter, but for those that a site cannot describe (`whole`).
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jaxtyping import Array
 
-from ..programs import scan_arity
+from ..programs import (
+    Call,
+    Scan,
+    at,
+    evaluated,
+    inside,
+    interpret,
+    literal_value,
+    rematerialised,
+    scanned,
+)
 from .program import Program
 from .sites import KINDS, Kind
-from .views import View, apply, parameter_view, view_through
+from .views import View, parameter_view, view_through
 
 Place: TypeAlias = tuple[int, ...]
 """Where an equation stands: its index, behind the indices of the equations around it."""
@@ -78,8 +87,7 @@ def survey(program: Program, inputs: list[jax.ShapeDtypeStruct], num_params: int
     def run(params: list[Array], rest: list[Array]) -> None:
         walk = _Walk(found, None)
         views = [parameter_view(leaf, value) for leaf, value in enumerate(params)]
-        outputs = walk.jaxpr(program.jaxpr.jaxpr, program.jaxpr.consts, [*views, *rest], (), ())
-        for output in outputs:
+        for output in walk.program(program.jaxpr, [*views, *rest]):
             walk.value(output, "it is a result of the loss itself")
 
     jax.eval_shape(run, inputs[:num_params], inputs[num_params:])
@@ -93,7 +101,7 @@ def survey(program: Program, inputs: list[jax.ShapeDtypeStruct], num_params: int
 
 def tapped(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
     """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
-    (result,) = apply(site.equation, inputs)
+    (result,) = evaluated(site.equation, inputs)
     return result + tap, site.kind.keep(site.equation, site.operand, inputs)
 
 
@@ -116,7 +124,7 @@ def evaluate(
     Args:
         program: the loss of one example.
         found: its sites.
-        params: the trainable leaves. Those that are ``whole`` are used as they are.
+        params: the trainable leaves. Those that are `whole` are used as they are.
         frozen: the other arrays of the model.
         example: one example's arrays.
         taps: what each site is given, the lengths of the scans around it in front of every array.
@@ -130,9 +138,7 @@ def evaluate(
         value if leaf in found.whole else parameter_view(leaf, value)
         for leaf, value in enumerate(params)
     ]
-    outputs = walk.jaxpr(
-        program.jaxpr.jaxpr, program.jaxpr.consts, [*inputs, *frozen, *example], (), ()
-    )
+    outputs = walk.program(program.jaxpr, [*inputs, *frozen, *example])
     loss, *aux = (jnp.asarray(walk.value(output, "")) for output in outputs)
     return loss, aux, walk.kept
 
@@ -142,7 +148,7 @@ def _is_real(equation: jex_core.JaxprEqn) -> bool:
     return all(jnp.issubdtype(result.dtype, jnp.floating) for result in results)
 
 
-class _Scan(NamedTuple):
+class _Around(NamedTuple):
     """A scan around an equation."""
 
     place: Place
@@ -150,7 +156,7 @@ class _Scan(NamedTuple):
 
 
 class _Walk:
-    """One pass over a program, through the jaxprs inside it.
+    """One pass over a program, through the programs inside it.
 
     Without taps it is a survey: sites are noted. With taps, they are tapped.
     """
@@ -161,40 +167,45 @@ class _Walk:
         self.at_site = at_site
         self.kept: dict[Place, Any] = {}
 
-    def jaxpr(
+    def program(
         self,
-        jaxpr: jex_core.Jaxpr,
-        consts: Sequence[Any],
+        program: jex_core.ClosedJaxpr,
         inputs: Sequence[Any],
-        place: Place,
-        scans: tuple[_Scan, ...],
+        place: Place = (),
+        scans: tuple[_Around, ...] = (),
     ) -> list[Any]:
-        """Evaluates a jaxpr whose inputs are values or views; so are its outputs."""
-        environment: dict[Any, Any] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
-        )
-        for index, equation in enumerate(jaxpr.eqns):
-            read = [
-                v.val if isinstance(v, jex_core.Literal) else environment[v]
-                for v in equation.invars
-            ]
-            outputs = self.equation(equation, read, (*place, index), scans)
-            environment.update(zip(equation.outvars, outputs, strict=True))
-        return [v.val if isinstance(v, jex_core.Literal) else environment[v] for v in jaxpr.outvars]
+        """Evaluates a program whose inputs are values or views; so are its results."""
+        indices = itertools.count()
+
+        def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+            return self.equation(equation, inputs, (*place, next(indices)), scans)
+
+        return interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)
 
     def equation(
-        self, equation: jex_core.JaxprEqn, inputs: list[Any], place: Place, scans: tuple[_Scan, ...]
+        self,
+        equation: jex_core.JaxprEqn,
+        inputs: list[Any],
+        place: Place,
+        scans: tuple[_Around, ...],
     ) -> list[Any]:
         """Evaluates one equation: plainly, as a view, as a site, or by going into it."""
         if not any(isinstance(x, View) for x in inputs):
-            return apply(equation, inputs)
+            return evaluated(equation, inputs)
         views = view_through(equation, inputs)
         if views is not None:
             return views
-        into = _INTO.get(equation.primitive.name)
-        if into is not None:
-            with _scopes_of(equation):
-                return into(self, equation, inputs, place, scans)
+        inner = inside(equation)
+        with at(equation):
+            match inner:
+                case Call("jit", body):
+                    return self.program(body, inputs, place, scans)
+                case Call("remat", body):
+                    return self._remat(equation, body, inputs, place, scans)
+                case Scan() as scan:
+                    return self._scan(equation, scan, inputs, place, scans)
+                case _:
+                    pass
         operands = [i for i, x in enumerate(inputs) if isinstance(x, View)]
         if len(operands) == 1 and _is_real(equation):
             for kind in KINDS:
@@ -205,10 +216,10 @@ class _Walk:
             if len(operands) > 1
             else f"no kind of site knows '{equation.primitive.name}'"
         )
-        return apply(equation, [self.value(x, reason) for x in inputs])
+        return evaluated(equation, [self.value(x, reason) for x in inputs])
 
     def value(self, x: Any, reason: str) -> Any:
-        """The value of an input; a view whose use no site describes makes its leaf ``whole``."""
+        """The value of an input; a view whose use no site describes makes its leaf `whole`."""
         if not isinstance(x, View):
             return x
         self.found.whole.setdefault(x.leaf, reason)
@@ -221,17 +232,17 @@ class _Walk:
         operand: int,
         inputs: list[Any],
         place: Place,
-        scans: tuple[_Scan, ...],
+        scans: tuple[_Around, ...],
     ) -> Array:
         """Evaluates a site; notes it, or does what is to be done there."""
         view: View = inputs[operand]
-        values = [x.value if isinstance(x, View) else x for x in inputs]
+        values = _values(inputs)
         if self.taps is not None and place in self.taps:
             result, self.kept[place] = self.at_site(
                 self.found.sites[place], values, self.taps[place]
             )
             return result
-        (result,) = apply(equation, values)
+        (result,) = evaluated(equation, values)
         if self.taps is None:
             lengths = [scan.length for scan in scans]
             tap, kept = jax.tree.map(
@@ -246,106 +257,55 @@ class _Walk:
             self.found.sites[place] = Site(view, kind, equation, operand, uses, tap, kept)
         return result
 
+    def _remat(
+        self,
+        equation: jex_core.JaxprEqn,
+        body: jex_core.ClosedJaxpr,
+        inputs: list[Any],
+        place: Place,
+        scans: tuple[_Around, ...],
+    ) -> list[Any]:
+        """A rematerialised function stays one; what its sites keep is saved."""
 
-def _scopes_of(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
-    """The context of an equation's line and named scopes, for the equations inside it.
+        def run(values: list[Any], taps: dict[Place, Any] | None) -> tuple[list[Any], Any]:
+            walk = _Walk(self.found, taps, self.at_site)
+            outputs = walk.program(body, _with_values(inputs, values), place, scans)
+            return [walk.value(x, "it leaves a jax.checkpoint") for x in outputs], walk.kept
 
-    A scope around a jitted function, a scan, a jax.checkpoint is known to that equation alone.
-    """
-    said = equation.source_info
-    scopes = source_info_util.current_name_stack() + said.name_stack
-    return source_info_util.user_context(said.traceback, name_stack=scopes)
+        outputs, kept = rematerialised(equation, run, _values(inputs), self._taps_inside(place))
+        self.kept.update(kept)
+        return outputs
 
+    def _scan(
+        self,
+        equation: jex_core.JaxprEqn,
+        scan: Scan,
+        inputs: list[Any],
+        place: Place,
+        scans: tuple[_Around, ...],
+    ) -> list[Any]:
+        """A scan stays one; taps go in, and what sites keep comes out, with its other arrays."""
+        consts, carry, slices = scan.split(inputs)
+        carry = [self.value(x, "a scan carries it") for x in carry]
+        slices = [x._replace(over=(*x.over, place)) if isinstance(x, View) else x for x in slices]
+        start = len(consts) + len(carry)
+        around = (*scans, _Around(place, scan.length))
 
-_Into: TypeAlias = Callable[
-    [_Walk, jex_core.JaxprEqn, list[Any], Place, tuple[_Scan, ...]], list[Any]
-]
+        def run(values: list[Any], taps: Any) -> tuple[list[Any], Any]:
+            walk = _Walk(self.found, taps, self.at_site)
+            read = [*values[:start], *_with_values(slices, values[start:])]
+            outputs = walk.program(scan.body, read, place, around)
+            return [walk.value(x, "a scan returns it") for x in outputs], walk.kept
 
+        values = [*consts, *carry, *_values(slices)]
+        outputs, kept = scanned(equation, scan, run, values, self._taps_inside(place))
+        self.kept.update(kept)
+        return outputs
 
-def _inline(
-    walk: _Walk,
-    equation: jex_core.JaxprEqn,
-    inputs: list[Any],
-    place: Place,
-    scans: tuple[_Scan, ...],
-) -> list[Any]:
-    """A jitted function is evaluated where it is called."""
-    inner: jex_core.ClosedJaxpr = equation.params["jaxpr"]
-    return walk.jaxpr(inner.jaxpr, inner.consts, inputs, place, scans)
-
-
-def _remat(
-    walk: _Walk,
-    equation: jex_core.JaxprEqn,
-    inputs: list[Any],
-    place: Place,
-    scans: tuple[_Scan, ...],
-) -> list[Any]:
-    """A rematerialised function stays one; what its sites keep is saved."""
-    inner: jex_core.Jaxpr = equation.params["jaxpr"]
-
-    def run(values: list[Any], taps: dict[Place, Any] | None) -> tuple[list[Any], Any]:
-        inside = _Walk(walk.found, taps, walk.at_site)
-        outputs = inside.jaxpr(inner, (), _with_values(inputs, values), place, scans)
-        return [inside.value(x, "it leaves a jax.checkpoint") for x in outputs], inside.kept
-
-    run = jax.checkpoint(
-        run, prevent_cse=equation.params["prevent_cse"], policy=equation.params["policy"]
-    )
-    outputs, kept = run(_values(inputs), _taps_inside(walk, place))
-    walk.kept.update(kept)
-    return outputs
-
-
-def _scan(
-    walk: _Walk,
-    equation: jex_core.JaxprEqn,
-    inputs: list[Any],
-    place: Place,
-    scans: tuple[_Scan, ...],
-) -> list[Any]:
-    """A scan stays one; taps go in, and what sites keep comes out, with its other arrays."""
-    params = equation.params
-    inner: jex_core.ClosedJaxpr = params["jaxpr"]
-    num_consts, num_carry = scan_arity(params)
-    consts = inputs[:num_consts]
-    carry = [
-        walk.value(x, "a scan carries it") for x in inputs[num_consts : num_consts + num_carry]
-    ]
-    slices = [
-        x._replace(over=(*x.over, place)) if isinstance(x, View) else x
-        for x in inputs[num_consts + num_carry :]
-    ]
-    around = (*scans, _Scan(place, params["length"]))
-
-    def body(carry: list[Any], now: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-        values, taps = now
-        inside = _Walk(walk.found, taps, walk.at_site)
-        read = [*consts, *carry, *_with_values(slices, values)]
-        outputs = inside.jaxpr(inner.jaxpr, inner.consts, read, place, around)
-        outputs = [inside.value(x, "a scan returns it") for x in outputs]
-        return outputs[:num_carry], (outputs[num_carry:], inside.kept)
-
-    carry, (outputs, kept) = jax.lax.scan(
-        body,
-        carry,
-        (_values(slices), _taps_inside(walk, place)),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    walk.kept.update(kept)
-    return [*carry, *outputs]
-
-
-_INTO: dict[str, _Into] = {
-    "jit": _inline,
-    "pjit": _inline,
-    "closed_call": _inline,
-    "checkpoint": _remat,
-    "remat2": _remat,
-    "scan": _scan,
-}
+    def _taps_inside(self, place: Place) -> dict[Place, Any] | None:
+        if self.taps is None:
+            return None
+        return {inner: tap for inner, tap in self.taps.items() if inner[: len(place)] == place}
 
 
 def _values(inputs: list[Any]) -> list[Any]:
@@ -357,9 +317,3 @@ def _with_values(inputs: list[Any], values: list[Any]) -> list[Any]:
         x._replace(value=value) if isinstance(x, View) else value
         for x, value in zip(inputs, values, strict=True)
     ]
-
-
-def _taps_inside(walk: _Walk, place: Place) -> dict[Place, Any] | None:
-    if walk.taps is None:
-        return None
-    return {inner: tap for inner, tap in walk.taps.items() if inner[: len(place)] == place}

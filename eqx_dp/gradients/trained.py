@@ -22,19 +22,19 @@ STATE_ADVICE = (
 
 
 def is_state(node: Any) -> bool:
-    """Whether a node of a tree is an ``eqx.nn.State``."""
+    """Whether a node of a tree is an `eqx.nn.State`."""
     return isinstance(node, eqx.nn.State)
 
 
 def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Model]:
     """Splits a model into what is trained and the rest, each with None in place of the other.
 
-    What an ``eqx.nn.State`` holds (running statistics, say) is written by layers, and no gradient
+    What an `eqx.nn.State` holds (running statistics, say) is written by layers, and no gradient
     descent is meant to move it. A function is asked of a leaf without knowing where that stands,
     so it speaks of parameters alone; True in a tree of booleans may select state as well.
 
     ===========================================  =================================================
-    filter_spec                                  of an ``eqx.nn.State``, a ``StateIndex.init``
+    filter_spec                                  of an `eqx.nn.State`, a `StateIndex.init`
     ===========================================  =================================================
     a function of a leaf (the default is one)    nothing is trained
     a tree, a function above the state           nothing is trained
@@ -44,10 +44,10 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
 
     Args:
         model: any tree.
-        filter_spec: a tree prefix of booleans and functions, as in ``eqx.partition``.
+        filter_spec: a tree prefix of booleans and functions, as in `eqx.partition`.
 
     Raises:
-        ValueError: ``filter_spec`` is something else, or no prefix.
+        ValueError: `filter_spec` is something else, or no prefix.
     """
 
     def holds_state(node: Any) -> bool:

@@ -9,11 +9,13 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..programs import evaluated
+
 
 class View(NamedTuple):
     """A linear image of one parameter: reshaped, transposed, cast, sliced, broadcast.
 
-    Inside a scan that goes over slices of the parameter, ``value`` is one slice, and ``image``
+    Inside a scan that goes over slices of the parameter, `value` is one slice, and `image`
     still makes all of them, stacked along leading axes.
 
     Attributes:
@@ -37,7 +39,7 @@ class View(NamedTuple):
     def map(
         self, function: Callable[[Array], Array], isometric: bool = True, sliced: bool = False
     ) -> "View":
-        """The view that ``function``, linear in one slice, makes of this one."""
+        """The view that `function`, linear in one slice, makes of this one."""
         image, stacked = self.image, function
         for _ in self.over:
             stacked = jax.vmap(stacked)
@@ -53,7 +55,7 @@ class View(NamedTuple):
     def pull_back(self, gradient: Array, parameter: jax.ShapeDtypeStruct) -> Array:
         """The gradient with respect to the parameter, from the one of the stacked image.
 
-        Both have the dtype of ``parameter``, the accumulate dtype.
+        Both have the dtype of `parameter`, the accumulate dtype.
         """
         (result,) = jax.linear_transpose(self.image, parameter)(gradient)
         return result
@@ -78,7 +80,7 @@ def view_through(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Vie
     name = equation.primitive.name
 
     def bind(value: Array) -> Array:
-        return apply(equation, [value])[0]
+        return evaluated(equation, [value])[0]
 
     if name in _REARRANGES:
         return [view.map(bind)]
@@ -96,7 +98,7 @@ def view_through(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Vie
         return [view.map(bind, isometric=not repeats)]
     if name == "split":
         return [
-            view.map(lambda x, i=i: apply(equation, [x])[i], sliced=True)
+            view.map(lambda x, i=i: evaluated(equation, [x])[i], sliced=True)
             for i in range(len(equation.outvars))
         ]
     return None
@@ -106,22 +108,3 @@ def shape_of(variable: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
     """The shape of what a variable of a jaxpr holds."""
     aval: Any = variable.aval
     return tuple(aval.shape)
-
-
-def apply(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation on the values of its inputs, literals included."""
-    values = {
-        var: value
-        for var, value in zip(equation.invars, inputs, strict=True)
-        if not isinstance(var, jex_core.Literal)
-    }
-    alone = jex_core.Jaxpr(
-        (),
-        list(values),
-        equation.outvars,
-        [equation],
-        equation.effects,
-        debug_info=jex_core.DebugInfo("equation", equation.primitive.name, None, None),
-    )
-    evaluate: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, ()))
-    return evaluate(*values.values())

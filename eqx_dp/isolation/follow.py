@@ -1,13 +1,13 @@
 """Following examples through a program that is differentiated and batched, equation by equation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax.extend.core as jex_core
 
-from ..programs import scan_arity
+from ..programs import Call, Cond, LinearSolve, Scan, ShardMap, While, inside, interpret, settled
 from .lines import line_of
 from .places import (
     SHARED,
@@ -58,27 +58,23 @@ class Follow:
         # Programs are told apart by identity, so those that were followed must not go away.
         self._known: dict[Any, tuple[jex_core.Jaxpr, list[Place]]] = {}
 
-    def program(self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Place]) -> list[Place]:
+    def program(self, program: jex_core.ClosedJaxpr, inputs: Sequence[Place]) -> list[Place]:
         """The places of a program's results, from those of its inputs; its constants are shared."""
+        jaxpr = program.jaxpr
         known = self._known.get((id(jaxpr), tuple(inputs), self._bound))
         if known is not None:
             return known[1]
-        places: dict[Any, Place] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(variable: Any) -> Place:
-            if isinstance(variable, jex_core.Literal) or 0 in shape_of(variable):
-                return SHARED
-            return places.get(variable, SHARED)
-
-        for equation in jaxpr.eqns:
-            found = self.equation(equation, [read(v) for v in equation.invars])
-            places.update(zip(equation.outvars, found, strict=True))
-        results = [read(v) for v in jaxpr.outvars]
+        consts = [SHARED] * len(jaxpr.constvars)
+        places = list(map(_unless_empty, jaxpr.invars, inputs))
+        results = interpret(jaxpr, consts, places, self.equation, lambda _: SHARED)
         self._known[id(jaxpr), tuple(inputs), self._bound] = (jaxpr, results)
         return results
 
     def equation(self, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
         """The places of an equation's results."""
+        return list(map(_unless_empty, equation.outvars, self._results(equation, inputs)))
+
+    def _results(self, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
         name, count = equation.primitive.name, len(equation.outvars)
         if all(place == SHARED for place in inputs):
             return [SHARED] * count
@@ -86,9 +82,8 @@ class Follow:
             self.written.append(_with_line(Mixed(equation), equation))
         if name in _OPERAND_BY_OPERAND:
             return inputs
-        inside = INSIDE.get(name)
-        if inside is not None:
-            found = inside(self, equation, inputs)
+        found = self._inside(equation, inputs)
+        if found is not None:
             return [p if p in inputs else _with_line(p, equation) for p in found]
         mixed = mixed_among(inputs)
         if mixed is not None:
@@ -103,6 +98,28 @@ class Follow:
         if any(isinstance(place, Single) for place in inputs):
             return [joined(inputs, equation)] * count
         return [self._result(equation, inputs, variable) for variable in equation.outvars]
+
+    def _inside(self, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place] | None:
+        """The places of the results of an equation that holds programs; None of any other."""
+        match inside(equation):
+            case Call("custom_vmap") | None:
+                return None
+            case Call("jit", body) if equation.params.get("name") != ENGINES_SUM:
+                return self.program(body, inputs)
+            case Call("jit"):
+                return _sum(equation, inputs)
+            case Call(body=body):
+                return self.program(body, inputs)
+            case Cond() as cond:
+                return _cond(self, equation, cond, inputs)
+            case Scan() as scan:
+                return _scan(self, equation, scan, inputs)
+            case While() as loop:
+                return _while(self, equation, loop, inputs)
+            case ShardMap() as spread:
+                return _shard_map(self, equation, spread, inputs)
+            case LinearSolve() as system:
+                return self.program(system.solve, system.split(inputs))
 
     def _is_over_devices(self, equation: jex_core.JaxprEqn) -> bool:
         return bool(axes_named(equation) - self._bound) and equation.primitive.name not in _LOCAL
@@ -146,6 +163,11 @@ class Follow:
         return Follow(self._num_examples, self._trusts, self._bound | axes)
 
 
+def _unless_empty(variable: Any, place: Place) -> Place:
+    """The place of a value; what holds no number depends on nothing."""
+    return SHARED if 0 in shape_of(variable) else place
+
+
 def _with_line(place: Place, equation: jex_core.JaxprEqn) -> Place:
     """Says where the user called what is mixed; JAX's own functions know no line inside."""
     if not isinstance(place, Mixed) or place.line:
@@ -178,25 +200,8 @@ _WRITES = frozenset({"swap", "addupdate"})
 _OPERAND_BY_OPERAND = frozenset({"optimization_barrier", "device_put"})
 
 
-_Inside: TypeAlias = Callable[[Follow, jex_core.JaxprEqn, list[Place]], list[Place]]
-
-
-def _body(value: Any) -> jex_core.Jaxpr:
-    return value.jaxpr if isinstance(value, jex_core.ClosedJaxpr) else value
-
-
-def _call(parameter: str) -> _Inside:
-    """A function that is evaluated where it is called."""
-
-    def inside(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
-        return follow.program(_body(equation.params[parameter]), inputs)
-
-    return inside
-
-
-def _jit(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
-    if equation.params["name"] != ENGINES_SUM:
-        return follow.program(_body(equation.params["jaxpr"]), inputs)
+def _sum(equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+    """A sum over examples by the engine itself."""
     mixed = mixed_among(inputs)
     if mixed is not None and not mixed.is_wanted:
         return [mixed] * len(equation.outvars)
@@ -205,11 +210,13 @@ def _jit(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> li
     return [Apart(0), *[Mixed(equation, is_wanted=True)] * (len(equation.outvars) - 1)]
 
 
-def _cond(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+def _cond(
+    follow: Follow, equation: jex_core.JaxprEqn, cond: Cond, inputs: list[Place]
+) -> list[Place]:
     index, *operands = inputs
-    branches = [_body(branch) for branch in equation.params["branches"]]
+    branches = list(cond.branches)
     if isinstance(index, Mixed):
-        branches = [branch for branch in branches if not stops(branch)]
+        branches = [branch for branch in branches if not stops(branch.jaxpr)]
         if len(branches) != 1:
             return [index] * len(equation.outvars)
     found = [follow.program(branch, operands) for branch in branches]
@@ -217,34 +224,35 @@ def _cond(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> l
     return [joined([*places, *steering], equation) for places in zip(*found, strict=True)]
 
 
-def _scan(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+def _scan(
+    follow: Follow, equation: jex_core.JaxprEqn, scan: Scan, inputs: list[Place]
+) -> list[Place]:
     """A loop over time, or over examples one by one, which may then carry nothing of them."""
-    num_consts, num_carry = scan_arity(equation.params)
-    body = _body(equation.params["jaxpr"])
-    consts, start = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
-    slices = [_slice(place, equation) for place in inputs[num_consts + num_carry :]]
+    consts, start, over = scan.split(inputs)
+    slices = [_slice(place, equation, scan.length) for place in over]
 
     def step(carry: list[Place]) -> list[Place]:
-        return follow.program(body, [*consts, *carry, *slices])
+        return follow.program(scan.body, [*consts, *carry, *slices])
 
     at_hand = Single(equation)
 
-    def carried(places: list[Place]) -> list[Place]:
-        return [Mixed(equation) if place == at_hand else place for place in places]
+    def carried(carry: list[Place]) -> list[Place]:
+        after = step(carry)[: scan.num_carry]
+        return [Mixed(equation) if place == at_hand else place for place in after]
 
-    carry = _settled(start, lambda carry: carried(step(carry)[:num_carry]), equation)
-    results = step(carry)[num_carry:]
+    carry = settled(carried, start, lambda a, b: joined([a, b], equation))
+    results = step(carry)[scan.num_carry :]
     stacked = [Apart(0) if place == at_hand else _stacked(place) for place in results]
     return [*carry, *stacked]
 
 
-def _slice(place: Place, equation: jex_core.JaxprEqn) -> Place:
+def _slice(place: Place, equation: jex_core.JaxprEqn, length: int) -> Place:
     """What one step of a loop sees of an array that it goes over."""
     if not isinstance(place, Apart):
         return place
     if place.dim > 0:
         return replace(place, dim=place.dim - 1)
-    is_one_by_one = place.inner == 1 and equation.params["length"] > 1
+    is_one_by_one = place.inner == 1 and length > 1
     return Single(equation) if is_one_by_one else Mixed(equation)
 
 
@@ -253,80 +261,37 @@ def _stacked(place: Place) -> Place:
     return replace(place, dim=place.dim + 1) if isinstance(place, Apart) else place
 
 
-def _while(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
+def _while(
+    follow: Follow, equation: jex_core.JaxprEqn, loop: While, inputs: list[Place]
+) -> list[Place]:
     """A loop whose predicate each example has of its own leaves a finished example as it is."""
-    params = equation.params
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    of_cond, of_body = inputs[:num_cond], inputs[num_cond : num_cond + num_body]
-    condition, body = _body(params["cond_jaxpr"]), _body(params["body_jaxpr"])
-    kept = [
-        before is after for before, after in zip(body.invars[num_body:], body.outvars, strict=True)
-    ]
+    of_cond, of_body, start = loop.split(inputs)
+    body = loop.body.jaxpr
+    before = body.invars[loop.num_body :]
+    kept = [one is other for one, other in zip(before, body.outvars, strict=True)]
 
     def step(carry: list[Place]) -> list[Place]:
-        (steering,) = follow.program(condition, [*of_cond, *carry])
-        after = follow.program(body, [*of_body, *carry])
+        (steering,) = follow.program(loop.condition, [*of_cond, *carry])
+        after = follow.program(loop.body, [*of_body, *carry])
         return [
             place if is_kept else joined([place, steering], equation)
             for place, is_kept in zip(after, kept, strict=True)
         ]
 
-    return _settled(inputs[num_cond + num_body :], step, equation)
+    return settled(step, start, lambda a, b: joined([a, b], equation))
 
 
-def _settled(
-    start: list[Place],
-    step: Callable[[list[Place]], list[Place]],
-    equation: jex_core.JaxprEqn,
+def _shard_map(
+    follow: Follow, equation: jex_core.JaxprEqn, spread: ShardMap, inputs: list[Place]
 ) -> list[Place]:
-    """What a loop carries, once another step changes it no more."""
-    carry = start
-    while True:
-        after = step(carry)
-        new = [joined([a, b], equation) for a, b in zip(carry, after, strict=True)]
-        if new == carry:
-            return carry
-        carry = new
-
-
-def _shard_map(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
     """Over other axes than those of examples: devices share each example."""
-    params = equation.params
-    specs = [*params["in_specs"], *params["out_specs"]]
-    axes = params.get("manual_axes", params["mesh"].axis_names)
-    inside = follow.within(frozenset(axes))
-    found = inside.program(_body(params["jaxpr"]), inputs)
-    follow.written.extend(inside.written)
-    places = [*inputs, *found]
+    within = follow.within(spread.axes)
+    found = within.program(spread.body, inputs)
+    follow.written.extend(within.written)
     is_spread = any(
         isinstance(place, Apart) and place.dim < len(spec) and spec[place.dim] is not None
-        for place, spec in zip(places, specs, strict=True)
+        for place, spec in zip(
+            [*inputs, *found], [*spread.in_specs, *spread.out_specs], strict=True
+        )
     )
     return [Mixed(equation)] * len(found) if is_spread else found
-
-
-def _linear_solve(follow: Follow, equation: jex_core.JaxprEqn, inputs: list[Place]) -> list[Place]:
-    """A solution found by the user's function; its derivative has been taken already."""
-    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
-    before = lengths.matvec + lengths.vecmat
-    consts = inputs[before : before + lengths.solve]
-    right = inputs[sum(lengths) :]
-    return follow.program(_body(jaxprs.solve), [*consts, *right])
-
-
-INSIDE: dict[str, _Inside] = {
-    "jit": _jit,
-    "pjit": _jit,
-    "closed_call": _call("call_jaxpr"),
-    "core_call": _call("call_jaxpr"),
-    "checkpoint": _call("jaxpr"),
-    "remat2": _call("jaxpr"),
-    "custom_jvp_call": _call("call_jaxpr"),
-    "custom_vjp_call": _call("call_jaxpr"),
-    "custom_linear_solve": _linear_solve,
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
-    "shard_map": _shard_map,
-}
-"""Primitives that hold programs."""

@@ -16,7 +16,7 @@ class Shared:
 class Apart:
     """The value holds all examples along one dimension, and each entry depends on one of them.
 
-    Entry ``i`` of dimension ``dim`` belongs to example ``i // inner % num_examples``: a convolution
+    Entry `i` of dimension `dim` belongs to example `i // inner % num_examples`: a convolution
     folds examples and features into one dimension.
     """
 

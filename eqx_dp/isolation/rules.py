@@ -13,7 +13,7 @@ import jax.extend.core as jex_core
 from .places import Apart, shape_of
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, int, int], int | None]
-"""``rule(equation, operand, dim)``, the dimension of the results or None."""
+"""`rule(equation, operand, dim)`, the dimension of the results or None."""
 
 
 def _same(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int:
@@ -47,7 +47,7 @@ def _dims(value: Any) -> tuple[int, ...]:
 
 
 def _leading(*core: int) -> Rule:
-    """An operation on the last dimensions of each operand, ``core`` of them; the others stay."""
+    """An operation on the last dimensions of each operand, `core` of them; the others stay."""
 
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
         its_own = core[min(operand, len(core) - 1)]

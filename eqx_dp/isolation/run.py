@@ -8,8 +8,8 @@ import jax.extend.core as jex_core
 from jax.extend import source_info_util
 from jaxtyping import Array, PyTree
 
-from ..programs import channels_last
-from .follow import ENGINES_SUM, INSIDE, Follow, axes_named
+from ..programs import channels_last, inside
+from .follow import ENGINES_SUM, Follow, axes_named
 from .lines import line_of
 from .places import SINGLE, Apart, Mixed, Place
 from .rules import RULES
@@ -25,10 +25,10 @@ def run_apart(
     """Calls a function of a batch, unless the examples in it meet.
 
     Guarantee: of every result, the entries of one example depend on that example alone and on what
-    ``function`` closes over. It is shown on the program that ``function`` is traced to, in which
+    `function` closes over. It is shown on the program that `function` is traced to, in which
     the user's derivative and batching rules have been applied, and that very program is run (on
     a CPU with its convolutions written channels last). The exception is what the engine adds up
-    itself, by ``sum_over_examples``.
+    itself, by `sum_over_examples`.
 
     Args:
         function: takes the batch; results have examples in front.
@@ -51,7 +51,7 @@ def run_apart(
     num_examples = values[0].shape[0]
     place: Place = Apart(0) if num_examples > 1 else SINGLE
     follow = Follow(num_examples, may_be_trusted(loss))
-    for found in follow.program(program.jaxpr, [place] * len(values)) + follow.written:
+    for found in follow.program(program, [place] * len(values)) + follow.written:
         _check(found)
     results: list[Array] = jex_core.jaxpr_as_fun(channels_last(program))(*values)
     return jax.tree.unflatten(structures[0], results)
@@ -88,8 +88,9 @@ def _check(place: Place) -> None:
 def _is_known(equation: jex_core.JaxprEqn) -> bool:
     """Whether it is known what the primitive does with examples."""
     name = equation.primitive.name
-    others = ("reshape", "conv_general_dilated", "custom_vmap_call", "swap", "addupdate")
-    return name in RULES or name in (*others, *INSIDE, *REDUCTIONS) or bool(axes_named(equation))
+    others = ("reshape", "conv_general_dilated", "swap", "addupdate", *REDUCTIONS)
+    is_known = name in RULES or name in others or inside(equation) is not None
+    return is_known or bool(axes_named(equation))
 
 
 def _how(equation: jex_core.JaxprEqn) -> str:

@@ -58,7 +58,7 @@ class FlopReport(NamedTuple):
     Attributes:
         rows: the stages: forward, backward, with the method ghost the second pass, norms,
             accumulation, noise.
-        programs: what the compiler counts; empty without ``compiled``, and with sharding rules.
+        programs: what the compiler counts; empty without `compiled`, and with sharding rules.
         textbook: 6 N D of the textbook; None where the model's parameters are not all used in
             contractions and lookups.
         num_examples: the batch, B.
@@ -146,7 +146,7 @@ def flop_report(
 ) -> FlopReport:
     """Counts the floating-point operations of a private training step, stage by stage.
 
-    Nothing is computed: the loss is traced on shapes alone, and with ``compiled`` compiled as well.
+    Nothing is computed: the loss is traced on shapes alone, and with `compiled` compiled as well.
 
     | stage | by formula |
     |---|---|
@@ -169,20 +169,20 @@ def flop_report(
     such loop here: one is compiled, and counted as often as there are.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
-        model: the model. Here and in the batch, ``jax.ShapeDtypeStruct`` may stand for arrays.
-        *batch: the batch, as for ``grad_fn``.
-        key: as for ``grad_fn``.
-        is_padding_example: as for ``grad_fn``; it changes nothing.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: the model. Here and in the batch, `jax.ShapeDtypeStruct` may stand for arrays.
+        *batch: the batch, as for `grad_fn`.
+        key: as for `grad_fn`.
+        is_padding_example: as for `grad_fn`; it changes nothing.
         compiled: whether to compile the step and ask the compiler for its count. With sharding
             rules it is not asked.
 
     Returns:
-        The report: ``rows``, each with ``stage``, ``formula``, ``flops``, ``share``; ``programs``;
-        ``str()`` is a table. ``report.row("noise")`` is one of them.
+        The report: `rows`, each with `stage`, `formula`, `flops`, `share`; `programs`;
+        `str()` is a table. `report.row("noise")` is one of them.
 
     Raises:
-        ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
+        ValueError: `grad_fn` is something else; and as `grad_fn`.
     """
     found = outline(grad_fn, model, batch, key, is_padding_example)
     rows = _rows(found)
@@ -253,7 +253,7 @@ def _programs(
     by_stage = {row.stage: row.flops for row in rows}
     ordinary = by_stage["forward"] + by_stage["backward"]
     noise = by_stage["noise"]
-    at_once = min(found.microbatch_size or found.num_examples, found.num_examples)
+    at_once = found.at_once
     times = -(-found.num_examples // at_once)
 
     def loss(*inputs: Any) -> Any:

@@ -11,42 +11,9 @@ from ..gradients import ClippedGrad, outline
 from ..gradients.outline import variant
 from ..privacy import gaussian_privatizer, whole_number
 from ..shown import shown
-from .footprint import Footprint
-from .liveness import Held
-from .step import Step, private_step
+from .parts import DeviceBytes, bytes_of, device_bytes
+from .step import private_step
 from .textbook import TransformerShape
-from .values import axes_of_spec, bytes_of
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceBytes:
-    """What one device holds at the worst moment of a step, by formula.
-
-    Attributes:
-        parameters: the model, and copies of it in other dtypes or gathered from other devices.
-        gradients: sums of clipped gradients, of a microbatch and of all.
-        optimizer: the optimizer's state.
-        batch: the examples.
-        activations: what a microbatch's forward pass leaves to the backward pass, and both at work.
-        per_example: what is held for each example of a microbatch until its clip factor is known:
-            gradients, or inputs and cotangents of parameters' uses.
-        noise: the Gaussian, while it is drawn.
-        other: the update, and all that no stage of the engine owns.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    batch: int
-    activations: int
-    per_example: int
-    noise: int
-    other: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +43,7 @@ class MemoryPlan:
     """What [`plan_memory`][] found, for one device.
 
     Attributes:
-        formula: worked out from the traced step.
+        parts: the large parts, from shapes alone.
         compiled: read off the compiled step; None where it was not compiled, or does not say.
         method: of the engine.
         microbatch_size: examples at once on a device.
@@ -87,7 +54,7 @@ class MemoryPlan:
         textbook: activations by the textbook's formula; None but for transformers.
     """
 
-    formula: DeviceBytes
+    parts: DeviceBytes
     compiled: CompiledBytes | None
     method: str
     microbatch_size: int
@@ -99,48 +66,46 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes a device: the compiler's where they are known, else by formula."""
-        return self.formula.total if self.compiled is None else self.compiled.total
+        """Bytes a device: the compiler's where they are known, else the sum of the parts."""
+        return self.parts.total if self.compiled is None else self.compiled.total
 
     def fits(self, device_memory: int) -> bool:
         """Whether a device of so many bytes holds the step."""
         return self.total <= device_memory
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for ``json``."""
+        """The same for `json`."""
         return {
             **dataclasses.asdict(self),
-            "formula_total": self.formula.total,
+            "parts_total": self.parts.total,
             "compiled_total": None if self.compiled is None else self.compiled.total,
             "total": self.total,
             "fits": None if self.device_memory is None else self.fits(self.device_memory),
         }
 
     def __str__(self) -> str:
-        formula = self.formula
+        parts, total = self.parts, max(self.parts.total, 1)
         lines = [
             f"{self.num_examples:,} examples on {self.num_devices} {self.platform} device"
             f"{'s' if self.num_devices > 1 else ''}, method {self.method}, microbatch "
             f"{self.microbatch_size}; bytes a device",
             "",
             *(
-                f"{field.name.replace('_', '-'):<14}  {told(getattr(formula, field.name)):>10}  "
-                f"{getattr(formula, field.name) / max(formula.total, 1):>6.1%}"
-                for field in dataclasses.fields(formula)
+                f"{name.replace('_', '-'):<14}  {told(size):>10}  {size / total:>6.1%}"
+                for name, size in dataclasses.asdict(parts).items()
             ),
-            f"{'by formula':<14}  {told(formula.total):>10}  100.0%",
+            f"{'sum of parts':<14}  {told(parts.total):>10}  100.0%",
         ]
         if self.compiled is not None:
             lines.append(
                 f"{'compiled':<14}  {told(self.compiled.total):>10}  arguments "
-                f"{told(self.compiled.arguments)}, temporary {told(self.compiled.temporary)}; "
-                f"the formula is {formula.total / max(self.compiled.total, 1) - 1:+.1%} off"
+                f"{told(self.compiled.arguments)}, temporary {told(self.compiled.temporary)}"
             )
         if self.textbook is not None:
             lines.append(
                 f"{'textbook':<14}  {told(self.textbook):>10}  M_model B T^2 / (4 N D^2), for "
-                f"activations of {self.microbatch_size} at once; by formula, with per-example "
-                f"parts, {told(formula.activations + formula.per_example)}"
+                f"activations of {self.microbatch_size} at once; per-example above is "
+                f"{told(parts.per_example)}"
             )
         if self.device_memory is not None:
             verdict = "fits" if self.fits(self.device_memory) else "does not fit"
@@ -171,35 +136,29 @@ def plan_memory(
     """Says how many bytes a device needs for a private training step, before there is one.
 
     Nothing is allocated and nothing is run: the whole step (clipped gradient, noise, update, model
-    and optimizer state donated) is traced on shapes, and with ``compiled`` compiled for the mesh.
+    and optimizer state donated) is traced on shapes, and with `compiled` compiled for the mesh.
 
-    *By formula*: the traced program is gone through as a compiler does, operation by operation,
-    with what is alive at each (`planning/footprint.py` says what is taken to be stored). On CPU
-    that was within 5 % of the compiled program on a GPT of 320M parameters by all three methods
-    with JAX 0.10 (with JAX 0.11, whose compiler packs better, up to 34 % too high, by ghost);
-    there 16-bit floats are widened, which the formula knows. For other platforms no such widening
-    is assumed, and it has not been held against them. Small models, whose noise and
-    update weigh more than their activations, are met less well.
-
-    *Compiled*: what the compiler allocates. It is the one to trust.
+    `compiled` is what the compiler allocates: the figure to rely on. `parts` are the parts that can
+    be told from shapes, so that a reader sees what the bytes are for. The compiler reuses memory
+    between them and adds workspace, so their sum may be above or below the compiled figure.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned: loss, policy, sharding rules, method and
+        grad_fn: what `filter_clipped_grad` returned: loss, policy, sharding rules, method and
             microbatch are its.
-        model: the model. Here and in the batch, ``jax.ShapeDtypeStruct`` may stand for arrays
-            (``eqx.filter_eval_shape`` makes a model of them).
-        *batch: the batch of all devices, as for ``grad_fn``.
+        model: the model. Here and in the batch, `jax.ShapeDtypeStruct` may stand for arrays
+            (`eqx.filter_eval_shape` makes a model of them).
+        *batch: the batch of all devices, as for `grad_fn`.
         optimizer: all that happens to the gradient, noise included; None for noise alone and a step
             of gradient descent.
         device_memory: bytes of a device, to be held against.
-        key: as for ``grad_fn``.
-        method: instead of that of ``grad_fn``.
+        key: as for `grad_fn`.
+        method: instead of that of `grad_fn`.
         microbatch_size: likewise; examples at once on a device.
         transformer: for the textbook's estimate.
         compiled: whether to compile.
 
     Raises:
-        ValueError: ``grad_fn`` is something else; and as ``grad_fn``.
+        ValueError: `grad_fn` is something else; and as `grad_fn`.
     """
     if not isinstance(cast(object, grad_fn), ClippedGrad):
         raise ValueError(
@@ -211,75 +170,24 @@ def plan_memory(
     if optimizer is None:
         optimizer = _noise_and_descent(grad_fn)
     step = private_step(grad_fn, model, batch, optimizer, key, method, microbatch_size)
-    traced = step.trace()
     with step.context():
         of_step = variant(grad_fn, method=method, microbatch_size=microbatch_size)
         found = outline(of_step, model, batch, key)
-    own = found.num_examples // found.num_shards
-    at_once = min(found.microbatch_size or own, own)
     textbook = None
     if transformer is not None:
-        in_compute = sum(bytes_of(x) for x in (*found.params, *found.frozen))
-        textbook = transformer.activation_bytes(in_compute, at_once)
+        in_compute = sum(map(bytes_of, (*found.params, *found.frozen)))
+        textbook = transformer.activation_bytes(in_compute, found.at_once)
     return MemoryPlan(
-        formula_bytes(step, traced),
-        compiled_bytes(step, traced) if compiled else None,
+        device_bytes(step, grad_fn, found),
+        read_compiled(step.compile(step.trace())) if compiled else None,
         found.method,
-        at_once,
+        found.at_once,
         found.num_examples,
         1 if step.rules is None else step.rules.mesh.size,
         step.platform,
         device_memory,
         textbook,
     )
-
-
-def formula_bytes(step: Step, traced: Any) -> DeviceBytes:
-    """The bytes of a step by formula."""
-    groups = [jax.tree.leaves(part) for part in step.arguments]
-    held = step_bytes(
-        traced,
-        [(x, index == 0) for index, group in enumerate(groups) for x in group],
-        step.platform,
-        step.mesh,
-        step.sums,
-    )
-    parameters, optimizer, batch = (sum(map(local_bytes, group)) for group in groups)
-    return DeviceBytes(
-        parameters=parameters + held["parameters"],
-        gradients=held["gradients"],
-        optimizer=optimizer,
-        batch=batch,
-        activations=held["activations"],
-        per_example=held["per_example"],
-        noise=held["noise"],
-        other=held["other"] + held[""],
-    )
-
-
-def step_bytes(
-    traced: Any,
-    arguments: list[tuple[Any, bool]],
-    platform: str,
-    mesh: dict[str, int],
-    sums: list[jax.ShapeDtypeStruct],
-) -> Held:
-    """What a traced program holds beside its arguments, which its results take the place of.
-
-    Args:
-        traced: what ``jax.jit(...).trace`` returned.
-        arguments: the shape of each with its sharding, and whether it is a parameter.
-        platform: of the devices.
-        mesh: the lengths of the mesh's axes.
-        sums: shapes of gradients.
-    """
-    footprint = Footprint(platform, mesh, [(x.shape, x.dtype) for x in sums])
-    return footprint.held(traced.jaxpr, [(_axes(x), is_param) for x, is_param in arguments])
-
-
-def compiled_bytes(step: Step, traced: Any) -> CompiledBytes | None:
-    """The bytes of a step as the compiler says."""
-    return read_compiled(step.compile(traced))
 
 
 def read_compiled(program: Any) -> CompiledBytes | None:
@@ -293,17 +201,6 @@ def read_compiled(program: Any) -> CompiledBytes | None:
         int(memory.alias_size_in_bytes),
         int(memory.temp_size_in_bytes),
     )
-
-
-def local_bytes(x: Any) -> int:
-    """Bytes on a device of an array that is spread as its shape says."""
-    if x.sharding is None:
-        return bytes_of(x)
-    return bytes_of(jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype))
-
-
-def _axes(x: Any) -> frozenset[str]:
-    return frozenset() if x.sharding is None else axes_of_spec(x.sharding.spec)
 
 
 def _noise_and_descent(grad_fn: ClippedGrad[Any]) -> optax.GradientTransformation:

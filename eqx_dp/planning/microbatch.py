@@ -22,22 +22,22 @@ def largest_microbatch(
 ) -> int:
     """The largest number of examples at once whose bytes are within the limit.
 
-    Bytes are nearly affine in the microbatch, so a few looks are enough: at ``most``, or where the
+    Bytes are nearly affine in the microbatch, so a few looks are enough: at `most`, or where the
     guess says, then where the line through what is known meets the limit.
 
     Guarantee: what is returned was looked at, and is within the limit. It is the largest number if
-    bytes grow with it and ``compiles`` looks were enough to close in on it; else a smaller one.
+    bytes grow with it and `compiles` looks were enough to close in on it; else a smaller one.
 
     Args:
         bytes_of: the true bytes of a microbatch, by compiling, say. It is called at most
-            ``compiles`` times, and once more for one example.
+            `compiles` times, and once more for one example.
         limit: bytes that there are.
         most: the largest microbatch to think of: a device's part of the batch.
         guess: a cheap estimate of the same, to start from.
         compiles: how often to look.
 
     Raises:
-        ValueError: even one example does not fit; or ``limit`` or ``most`` is below 1.
+        ValueError: even one example does not fit; or `limit` or `most` is below 1.
     """
     for name, value in (("limit", limit), ("most", most)):
         if value < 1:
@@ -101,16 +101,16 @@ def plan_microbatch(
 ) -> int:
     """The largest microbatch with which a private step's compiled bytes fit a device.
 
-    It is guessed by formula and found by compiling, a handful of times; nothing is run.
+    It is guessed from the sum of parts and found by compiling, a handful of times; nothing is run.
 
     Args:
         grad_fn: as for `plan_memory`, and so the others.
-        model: with ``jax.ShapeDtypeStruct`` for arrays, if wanted.
+        model: with `jax.ShapeDtypeStruct` for arrays, if wanted.
         *batch: the batch of all devices.
         device_memory: bytes of a device.
         optimizer: all that happens to the gradient.
-        key: as for ``grad_fn``.
-        method: instead of that of ``grad_fn``.
+        key: as for `grad_fn`.
+        method: instead of that of `grad_fn`.
 
     Returns:
         Examples at once on a device.

@@ -22,13 +22,15 @@ class Step(NamedTuple):
     Attributes:
         run: from model, optimizer state and batch to the first two.
         arguments: their shapes, each with its sharding; the first two are given away.
-        sums: shapes of the gradients.
+        sums: shapes of the gradients' sums, each where its parameter lives.
+        accumulators: the same where they live after devices' sums have been added.
         rules: where all of it lives.
     """
 
     run: Callable[..., Any]
     arguments: tuple[PyTree[Any], PyTree[Any], PyTree[Any]]
     sums: list[jax.ShapeDtypeStruct]
+    accumulators: list[jax.ShapeDtypeStruct]
     rules: ShardingRules | None
 
     def trace(self) -> Any:
@@ -52,11 +54,6 @@ class Step(NamedTuple):
             return jax.default_backend()
         return self.rules.mesh.devices.flat[0].platform
 
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The lengths of the mesh's axes."""
-        return {} if self.rules is None else dict(self.rules.mesh.shape)
-
 
 def private_step(
     grad_fn: ClippedGrad[Any],
@@ -70,12 +67,12 @@ def private_step(
     """Clipped gradient, noise and update, with padding in the batch as a sampler leaves it.
 
     Args:
-        grad_fn: what ``filter_clipped_grad`` returned.
+        grad_fn: what `filter_clipped_grad` returned.
         model: arrays, or shapes of them.
         batch: the same.
         optimizer: all that happens to the gradients.
         key: of the loss, or None.
-        method: instead of that of ``grad_fn``.
+        method: instead of that of `grad_fn`.
         microbatch_size: likewise.
     """
     rules = grad_fn.sharding
@@ -92,7 +89,7 @@ def private_step(
         (*places.batch(examples), places.replicated(key)),
     )
     dtype = _accumulate_dtype(grad_fn, params)
-    sums = [jax.ShapeDtypeStruct(x.shape, dtype) for x in jax.tree.leaves(params)]
+    sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
 
     def run(arrays: PyTree[Any], state: Any, given: tuple[Any, Any, Any]) -> Any:
         model = eqx.combine(arrays, static)
@@ -104,7 +101,8 @@ def private_step(
         model = model if rules is None else rules.shard(model)
         return eqx.filter(model, eqx.is_array), state
 
-    return Step(run, arguments, sums, rules)
+    spread = (jax.tree.leaves(places.model(sums)), jax.tree.leaves(places.state(sums, params)))
+    return Step(run, arguments, *spread, rules)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ class TransformerShape:
 
     Args:
         heads: attention heads of a layer, N.
-        width: entries of a token's vector. The formula's D is that of a head, ``width / heads``.
+        width: entries of a token's vector. The formula's D is that of a head, `width / heads`.
         length: tokens of an example, T.
 
     Raises:

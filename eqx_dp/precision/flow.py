@@ -1,19 +1,27 @@
 """A walk along the flow of values through a jaxpr: what each one descends from.
 
-One table of rules for primitives that hold programs of their own, one loop, one default. What an
-equation makes of the facts about its inputs is up to a `Visitor`. How JAX's equations hold their
-inner programs, and where they came from, is read here and nowhere else in `precision`; written for
-JAX 0.10 and 0.11.
+What an equation makes of the facts about its inputs is up to a `Visitor`.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
+from jax.extend.core.primitives import select_n_p
 
-from ..programs import scan_arity
+from ..programs import (
+    Call,
+    Cond,
+    LinearSolve,
+    Scan,
+    ShardMap,
+    While,
+    inside,
+    interpret,
+    programs_of,
+    settled,
+)
 from .widths import Width
 
 
@@ -43,7 +51,7 @@ class Facts(NamedTuple):
 
     Attributes:
         clipped: whether a sum of clipped gradients is in it that has no noise yet.
-        draws: the random bits that it descends from; none where ``clipped``.
+        draws: the random bits that it descends from; none where `clipped`.
         narrowest: what it went through since the draws; None without any, or without a float yet.
     """
 
@@ -125,116 +133,79 @@ class Walk:
         return self._learned[key]
 
     def _equations(self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Facts], here: Here) -> list[Facts]:
-        known: dict[Any, Facts] = dict(zip(jaxpr.invars, inputs, strict=True))
+        return interpret(
+            jaxpr,
+            [NOTHING] * len(jaxpr.constvars),
+            inputs,
+            lambda equation, inputs: self._equation(equation, inputs, here.at(equation)),
+            lambda _: NOTHING,
+        )
 
-        def read(variable: Any) -> Facts:
-            return (
-                NOTHING if isinstance(variable, jex_core.Literal) else known.get(variable, NOTHING)
-            )
+    def _equation(
+        self, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here
+    ) -> list[Facts]:
+        match inside(equation):
+            case Call(body=body):
+                return self.jaxpr(body.jaxpr, inputs, here)
+            case ShardMap() as spread:  # on so many devices, each with shapes of its own
+                times = here.times * spread.num_devices
+                return self.jaxpr(spread.body.jaxpr, inputs, here._replace(times=times))
+            case Scan() as scan:
+                here = here._replace(times=here.times * scan.length)
+                return self._loop(scan.body.jaxpr, *scan.split(inputs), here)
+            case While() as loop:  # of unknown length: it counts as one step
+                of_condition, of_body, carry = loop.split(inputs)
+                carry = self._loop(loop.body.jaxpr, of_body, carry, [], here)
+                self.jaxpr(loop.condition.jaxpr, [*of_condition, *carry], here)
+                return carry
+            case Cond() as cond:  # all branches count
+                found = [self.jaxpr(branch.jaxpr, inputs[1:], here) for branch in cond.branches]
+                return [joined(facts) for facts in zip(*found, strict=True)]
+            case LinearSolve() as system:
+                return self.jaxpr(system.solve.jaxpr, system.split(inputs), here)
+            case None:
+                return self._plain(equation, inputs, here)
 
-        for equation in jaxpr.eqns:
-            rule = _RULES.get(equation.primitive.name, _default)
-            outputs = rule(self, equation, list(map(read, equation.invars)), here.at(equation))
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def _plain(self, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here) -> list[Facts]:
+        """An equation without a program in it, or with one that looks like that of a call.
 
-    def loop(
+        Else nothing is known of it, and its results descend from all of its inputs. The program of
+        a scatter says only how two numbers are put together.
+        """
+        programs = programs_of(equation)
+        if equation.primitive is select_n_p and any(facts != NOTHING for facts in inputs[1:]):
+            # A choice descends from what there is to choose, if anything is known of that.
+            inputs = [NOTHING, *inputs[1:]]
+        if not programs or "update_jaxpr" in equation.params:
+            return self.visitor.equation(here, equation, inputs)
+        sizes = (len(equation.invars), len(equation.outvars))
+        if [(len(inner.invars), len(inner.outvars)) for inner in programs] == [sizes]:
+            return self.jaxpr(programs[0], inputs, here)
+        everything = joined(inputs)
+        for inner in programs:
+            outputs = self.jaxpr(inner, [everything] * len(inner.invars), here)
+            everything = joined([everything, *outputs])
+        return [everything] * len(equation.outvars)
+
+    def _loop(
         self,
         body: jex_core.Jaxpr,
-        around: list[Facts],
+        consts: list[Facts],
         carry: list[Facts],
-        rest: list[Facts],
+        slices: list[Facts],
         here: Here,
     ) -> list[Facts]:
         """Goes round a loop until nothing new is learned of what it carries; then records."""
         quiet = here._replace(recording=False)
-        while True:
-            outputs = self.jaxpr(body, [*around, *carry, *rest], quiet)
-            found = [joined(pair) for pair in zip(carry, outputs, strict=False)]
-            if found == carry:
-                break
-            carry = found
+
+        def step(carry: list[Facts]) -> list[Facts]:
+            return self.jaxpr(body, [*consts, *carry, *slices], quiet)
+
+        size = len(carry)
+        carry = settled(lambda c: step(c)[:size], carry, lambda a, b: joined([a, b]))
+        stacked = step(carry)[size:]
         if here.recording:
-            self.jaxpr(body, [*around, *carry, *rest], here)
-            variables = body.invars[len(around) :]
-            for variable, facts in zip(variables, carry, strict=False):
+            self.jaxpr(body, [*consts, *carry, *slices], here)
+            for variable, facts in zip(body.invars[len(consts) :], carry, strict=False):
                 self.visitor.carried(here, variable, facts)
-        return [*carry, *outputs[len(carry) :]]
-
-
-_Rule: TypeAlias = Callable[[Walk, jex_core.JaxprEqn, list[Facts], Here], list[Facts]]
-
-
-def _default(
-    walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here
-) -> list[Facts]:
-    """An equation without a program in it; a call, whose inputs are those of its program; or what
-    nothing is known of, whose results descend from all of its inputs.
-
-    The program of a scatter says only how two numbers are put together.
-    """
-    programs = list(jex_core.jaxprs_in_params(equation.params))
-    if not programs or "update_jaxpr" in equation.params:
-        return walk.visitor.equation(here, equation, inputs)
-    if len(programs) == 1:
-        (inner,) = programs
-        sizes = len(inner.invars), len(inner.outvars)
-        if sizes == (len(equation.invars), len(equation.outvars)):
-            return walk.jaxpr(inner, inputs, here._replace(times=here.times * _devices(equation)))
-    everything = joined(inputs)
-    for inner in programs:
-        outputs = walk.jaxpr(inner, [everything] * len(inner.invars), here)
-        everything = joined([everything, *outputs])
-    return [everything] * len(equation.outvars)
-
-
-def _devices(equation: jex_core.JaxprEqn) -> int:
-    """On how many devices a program runs, each with shapes of its own."""
-    params = equation.params
-    if equation.primitive.name != "shard_map":
-        return 1
-    axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
-    return math.prod(params["mesh"].shape[axis] for axis in axes)
-
-
-def _scan(walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here) -> list[Facts]:
-    params = equation.params
-    consts, carry = scan_arity(params)
-    end = consts + carry
-    return walk.loop(
-        params["jaxpr"].jaxpr,
-        inputs[:consts],
-        inputs[consts:end],
-        inputs[end:],
-        here._replace(times=here.times * params["length"]),
-    )
-
-
-def _while(walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here) -> list[Facts]:
-    """A loop of unknown length counts as one step."""
-    params = equation.params
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    start = of_cond + of_body
-    carry = walk.loop(params["body_jaxpr"].jaxpr, inputs[of_cond:start], inputs[start:], [], here)
-    walk.jaxpr(params["cond_jaxpr"].jaxpr, [*inputs[:of_cond], *carry], here)
-    return carry
-
-
-def _cond(walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here) -> list[Facts]:
-    """All branches count."""
-    branches = [
-        walk.jaxpr(branch.jaxpr, inputs[1:], here) for branch in equation.params["branches"]
-    ]
-    return [joined(found) for found in zip(*branches, strict=True)]
-
-
-def _select(
-    walk: Walk, equation: jex_core.JaxprEqn, inputs: list[Facts], here: Here
-) -> list[Facts]:
-    """A choice descends from what there is to choose, if anything is known of that."""
-    if any(facts != NOTHING for facts in inputs[1:]):
-        inputs = [NOTHING, *inputs[1:]]
-    return walk.visitor.equation(here, equation, inputs)
-
-
-_RULES: dict[str, _Rule] = {"scan": _scan, "while": _while, "cond": _cond, "select_n": _select}
+        return [*carry, *stacked]

@@ -72,12 +72,12 @@ def check_precision(
     """Holds a whole training step against a policy: clipped gradient, noise, update and all.
 
     The step is traced, on shapes alone, and its program is read equation by equation, through
-    ``jit``, ``scan``, ``while``, ``cond``, ``remat``, derivative rules and ``shard_map``. Nothing
+    `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing
     is compiled or computed. In a test:
 
-    ```python
+    ``python
     dp.check_precision(step, model, opt_state, *batch, policy=policy).raise_if_violated()
-    ```
+    ``
 
     | stage | declared | what is held against it |
     |---|---|---|
@@ -97,7 +97,7 @@ def check_precision(
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
     of parameters to their storage dtype) is post-processing and not checked. The pass by which a
-    ``per_example`` loss scale is chosen is counted (``loss scale probe``) and not held against
+    `per_example` loss scale is chosen is counted (`loss scale probe`) and not held against
     anything, since it changes no gradient.
 
     Inside a module that a rule of the policy matches, forward and backward are held against the
@@ -110,45 +110,45 @@ def check_precision(
     | what happens to the sum | a violation if |
     |---|---|
     | a matrix product or convolution of float32 | it is not at the highest precision |
-    | the same by a ``DotAlgorithm`` | its operands or sums have fewer digits than they show |
+    | the same by a `DotAlgorithm` | its operands or sums have fewer digits than they show |
     | arithmetic on its bits, or on integers made of it | it drops bits: and, or, shifts, division |
     | a cast to integers | they have fewer bits than the accumulate dtype has digits |
-    | a callback, a kernel by name (``ffi_call``) | always: nothing is known of the result |
-    | ``jax.debug`` callbacks, and others that return nothing | never |
+    | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
+    | `jax.debug` callbacks, and others that return nothing | never |
     | it is kept in the step's state | any of this happens in a later call |
 
     For the last, a result that holds an un-noised sum is taken to come back in the next call as the
-    argument at its place: ``state`` of ``step(model, state, *batch)`` that returns ``(model,
-    state)``, of ``step(state, *batch)`` that returns ``state`` or ``(loss, state)``. Products and
+    argument at its place: `state` of `step(model, state, *batch)` that returns `(model,
+    state)`, of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and
     callbacks are held against the noise as they are against the sum. Functions that take floats
-    apart (``jnp.ldexp``, ``jnp.frexp``, ``jnp.signbit``) are arithmetic on bits: multiply by the
+    apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the
     power of two in their place.
 
     What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
     of which a note speaks alone; a reduction over devices of sums to each of which noise was added
     before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
-    argument, or that is kept in state; digits that arithmetic drops from floats (``jnp.round``,
-    ``jnp.sign``, a large number added and subtracted), from integers that overflow, or from the
+    argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
+    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
     bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
     in another function); one that goes through a mutable reference; what a compiler makes of the
     program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
-    what a sum goes through after a dither of one's own is not held against anything. Of a ``while``
-    loop one step is counted, of a ``cond`` all branches.
+    what a sum goes through after a dither of one's own is not held against anything. Of a `while`
+    loop one step is counted, of a `cond` all branches.
 
     Args:
-        fn: the step, jitted or not: any function that calls ``filter_clipped_grad``'s.
-        *args: its arguments: any trees of arrays, of ``jax.ShapeDtypeStruct`` in their place, and
+        fn: the step, jitted or not: any function that calls `filter_clipped_grad`'s.
+        *args: its arguments: any trees of arrays, of `jax.ShapeDtypeStruct` in their place, and
             of anything else. Sharded as in training, and in the same mesh context (a step of
-            ``make_step`` enters its own).
+            `make_step` enters its own).
         policy: what is declared, and best what the step was built with.
-        **kwargs: more of its arguments, by name (``is_padding_example``).
+        **kwargs: more of its arguments, by name (`is_padding_example`).
 
     Returns:
-        A [`PrecisionReport`][]: ``ok``, ``violations``, ``summary``; ``str()`` is a table.
+        A [`PrecisionReport`][]: `ok`, `violations`, `summary`; `str()` is a table.
 
     Raises:
         ValueError: there is nothing to check, since the function calls no part of the engine; or
-            ``policy`` is no policy.
+            `policy` is no policy.
     """
     declared = checked_policy(policy)
     if declared is None:

@@ -6,52 +6,72 @@ from typing import Any
 
 import jax.extend.core as jex_core
 import numpy as np
+from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
+
+from .inside import (
+    Call,
+    Cond,
+    LinearSolve,
+    Scan,
+    ShardMap,
+    While,
+    inside,
+    open_jaxpr,
+    programs_of,
+)
 
 
-def matmul_flops(jaxpr: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
+def matmul_flops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
     """Floating-point operations of all contractions and convolutions in a program.
 
     A multiplication and an addition are two. What is multiplied with padding, or with the zeros
     between the entries of a dilated input, does not count, so a convolution and the two that its
     gradient is made of are of one size. The body of a scan counts as often as it runs, that of a
-    ``while_loop`` once (how often it runs is not known), a ``cond`` as its largest branch.
+    `while_loop` once (how often it runs is not known), a `cond` as its largest branch, and a
+    `shard_map` for all of its devices.
     """
-    eqns: list[jex_core.JaxprEqn] = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return sum(map(_of_equation, eqns))
+    return sum(map(_of_equation, open_jaxpr(program).eqns))
 
 
-def primitives(jaxpr: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> frozenset[str]:
+def primitives(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> frozenset[str]:
     """The names of all primitives in a program."""
     found: set[str] = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in open_jaxpr(program).eqns:
         found.add(equation.primitive.name)
-        for inner in jex_core.jaxprs_in_params(equation.params):
-            found |= primitives(inner)
+        found.update(*map(primitives, programs_of(equation)))
     return frozenset(found)
 
 
-def loops(jaxpr: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> Iterator[str]:
+def loops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> Iterator[str]:
     """Names the loops of a program: every scan of more than one step, every while."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = equation.primitive.name
-        if name == "scan" and equation.params["length"] > 1:
-            yield f"a scan of {equation.params['length']} steps"
-        elif name == "while":
+    for equation in open_jaxpr(program).eqns:
+        inner = inside(equation)
+        if isinstance(inner, Scan) and inner.length > 1:
+            yield f"a scan of {inner.length} steps"
+        elif isinstance(inner, While):
             yield "a while_loop"
-        for inner in jex_core.jaxprs_in_params(equation.params):
-            yield from loops(inner)
+        for held in programs_of(equation):
+            yield from loops(held)
 
 
 def _of_equation(equation: jex_core.JaxprEqn) -> int:
-    name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
+    if equation.primitive is dot_general_p:
         return _contraction(equation)
-    if name == "conv_general_dilated":
+    if equation.primitive is conv_general_dilated_p:
         return _convolution(equation)
-    inner = [matmul_flops(jaxpr) for jaxpr in jex_core.jaxprs_in_params(params)]
-    if name == "cond":
-        return max(inner, default=0)
-    return sum(inner) * (params["length"] if name == "scan" else 1)
+    match inside(equation):
+        case Call(body=body) | LinearSolve(solve=body):
+            return matmul_flops(body)
+        case Scan() as scan:
+            return scan.length * matmul_flops(scan.body)
+        case While() as loop:
+            return matmul_flops(loop.condition) + matmul_flops(loop.body)
+        case Cond() as cond:
+            return max(map(matmul_flops, cond.branches))
+        case ShardMap() as spread:
+            return spread.num_devices * matmul_flops(spread.body)
+        case None:
+            return sum(map(matmul_flops, programs_of(equation)))
 
 
 def _contraction(equation: jex_core.JaxprEqn) -> int:

@@ -21,7 +21,7 @@ class Argument(NamedTuple):
 
     Attributes:
         struct: shape and dtype; of one example, where there are examples.
-        spec: where it lives, for the dimensions of ``struct``.
+        spec: where it lives, for the dimensions of `struct`.
         has_examples: whether a loss that is written for a batch sees an axis of examples in front.
     """
 
@@ -247,11 +247,11 @@ def over_devices(
 ) -> tuple[list[Array], PyTree[Array]]:
     """Runs a function on every device's own examples, and sums over devices once.
 
-    Guarantee: nothing of an example leaves its device but what ``function`` makes of it; sums are
-    reduced in the dtype they come in, one reduction each, after ``function`` is done.
+    Guarantee: nothing of an example leaves its device but what `function` makes of it; sums are
+    reduced in the dtype they come in, one reduction each, after `function` is done.
 
     Args:
-        function: from the shared arrays and a device's examples to ``(sums, per_example)``.
+        function: from the shared arrays and a device's examples to `(sums, per_example)`.
         rules: the sharding rules.
         shared: arrays that every device needs.
         shared_specs: where each lives.

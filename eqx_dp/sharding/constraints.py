@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
-from jax.extend import source_info_util
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..programs import source_line
 from .rules import ShardingRules, axes_of
 
 
@@ -27,7 +27,7 @@ class Constraint(NamedTuple):
     @property
     def _told(self) -> str:
         spec = getattr(self.sharding, "spec", self.sharding)
-        where = source_info_util.summarize(self.equation.source_info)
+        where = source_line(self.equation)
         return (
             f"The loss's {self.equation.primitive.name} with spec {spec} on a value of shape "
             f"{self.one} (in a batch of one example), at {where},"

@@ -6,8 +6,8 @@ evaluated equation by equation while it is traced again under the inner mesh: co
 replaced by what is left of them, and on Explicit axes types lose their sharding, since inside all
 axes are Auto.
 
-This file, alone, knows how JAX's equations hold meshes, shardings and derivative rules, which are
-no public interface; it was written for JAX 0.10 and 0.11.
+This file, alone, knows how JAX's equations hold shardings and the Python code of derivative rules,
+which are no public interface; it was written for JAX 0.10 and 0.11.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,9 @@ import jax.extend.core as jex_core
 import jax.extend.linear_util as lu
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from ..programs import ShardMap, at, inside, interpret, literal_value, programs_of, source_line
 from .constraints import Constraint
 from .rules import ShardingRules, axes_of
 
@@ -82,7 +82,7 @@ def _of_interest(jaxpr: jex_core.Jaxpr, examples: tuple[str, ...]) -> Iterator[j
     for equation in jaxpr.eqns:
         if _demands(equation, examples) or any(rule in equation.params for rule in _RULES):
             yield equation
-        for inner in jex_core.jaxprs_in_params(equation.params):
+        for inner in programs_of(equation):
             yield from _of_interest(inner, examples)
 
 
@@ -122,7 +122,7 @@ def constraints_of(jaxpr: jex_core.Jaxpr) -> list[str]:
     """What a program says about sharding, told for an error."""
     return [
         f"{equation.primitive.name} with spec {getattr(sharding, 'spec', sharding)} at "
-        f"{source_info_util.summarize(equation.source_info)}"
+        f"{source_line(equation)}"
         for equation in _of_interest(jaxpr, ())
         for _, sharding in _demands(equation, ())
     ]
@@ -145,21 +145,13 @@ class Retrace(NamedTuple):
 
     def run(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr."""
-        values: dict[Any, Any] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
-        )
+        return interpret(jaxpr, consts, inputs, self.equation, literal_value)
 
-        def read(variable: Any) -> Any:
-            return variable.val if isinstance(variable, jex_core.Literal) else values[variable]
-
-        for equation in jaxpr.eqns:
-            handler = _HANDLERS.get(equation.primitive.name, _bind)
-            said = equation.source_info  # the user's own line and scopes stay
-            scopes = source_info_util.current_name_stack() + said.name_stack
-            with source_info_util.user_context(said.traceback, name_stack=scopes):
-                outputs = handler(self, equation, [read(v) for v in equation.invars])
-            values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def equation(self, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+        """Evaluates one equation."""
+        handler = _HANDLERS.get(equation.primitive.name, _bind)
+        with at(equation):  # the user's own line and scopes stay
+            return handler(self, equation, inputs)
 
     def traced(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any] = ()) -> jex_core.ClosedJaxpr:
         """Traces a jaxpr inside another again."""
@@ -184,7 +176,7 @@ class Retrace(NamedTuple):
     def constraints(
         self, equation: jex_core.JaxprEqn, index: int, variable: Any, sharding: Any
     ) -> list[Constraint]:
-        """The constraint on a variable, the ``index``-th of those that an equation states.
+        """The constraint on a variable, the `index`-th of those that an equation states.
 
         One for each place where the equation stands.
         """
@@ -349,14 +341,14 @@ def _constrained(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any
     if equation.params.get("layout") is not None:
         raise ValueError(
             f"The loss constrains a memory layout at "
-            f"{source_info_util.summarize(equation.source_info)}, which the per-example boundary "
+            f"{source_line(equation)}, which the per-example boundary "
             "does not support. Constrain the sharding alone."
         )
     return [retrace.constrain(inputs[0], retrace.constraints(equation, 0, variable, sharding))]
 
 
 def _put(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """``jax.device_put``: to a sharding of the mesh it is a constraint."""
+    """`jax.device_put`: to a sharding of the mesh it is a constraint."""
     demands = retrace.demands(equation)
     if not demands:
         return _bind(retrace, equation, inputs)
@@ -396,26 +388,24 @@ def _jitted(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) ->
 
 def _shard_mapped(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
     """A shard_map over axes that are there inside stays one."""
-    params = equation.params
-    # JAX 0.10 and 0.11 name them differently.
-    manual = set(params["manual_axes" if "manual_axes" in params else "newly_manual_axes"])
-    taken = sorted(manual & set(retrace.rules.examples))
+    spread = inside(equation)
+    assert isinstance(spread, ShardMap)
+    taken = sorted(spread.axes & set(retrace.rules.examples))
     if taken:
         raise ValueError(
             f"The loss holds a shard_map over {', '.join(map(repr, taken))}, over which the rules "
-            f"spread examples, at {source_info_util.summarize(equation.source_info)} (in_specs "
-            f"{params['in_specs']}): inside, a device has examples of its own, one at a time. Take "
-            "it out, or map over the other axes alone: jax.shard_map(..., axis_names={'model'}) "
-            "with specs that do not name the example axes."
+            f"spread examples, at {source_line(equation)} (in_specs {spread.in_specs}): inside, a "
+            "device has examples of its own, one at a time. Take it out, or map over the other "
+            "axes alone: jax.shard_map(..., axis_names={'model'}) with specs that do not name the "
+            "example axes."
         )
-    inner: jex_core.Jaxpr = params["jaxpr"]
     mapped = jax.shard_map(
-        lambda *values: retrace.run(inner, (), values),
+        lambda *values: retrace.run(spread.body.jaxpr, (), values),
         mesh=retrace.inner,
-        in_specs=params["in_specs"],
-        out_specs=list(params["out_specs"]),
-        axis_names=manual,
-        check_vma=params["check_vma"],
+        in_specs=spread.in_specs,
+        out_specs=list(spread.out_specs),
+        axis_names=set(spread.axes),
+        check_vma=spread.check_vma,
     )
     return list(mapped(*inputs))
 

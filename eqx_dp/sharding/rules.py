@@ -46,19 +46,19 @@ class ShardingRules:
     Args:
         mesh: the devices. Its axes are Auto or Explicit.
         examples: the axes that examples are spread over.
-        params: pairs of a path pattern and a ``PartitionSpec`` for the model's arrays. Paths are
-            dotted, ``blocks.3.attention.query_proj.weight``; in a pattern ``*`` stands for
-            anything within one part, ``**`` for any number of parts. The first match wins; an array
+        params: pairs of a path pattern and a `PartitionSpec` for the model's arrays. Paths are
+            dotted, `blocks.3.attention.query_proj.weight`; in a pattern `*` stands for
+            anything within one part, `**` for any number of parts. The first match wins; an array
             that nothing matches is replicated.
         accumulators: where sums of gradients, and so the returned gradients, noise, and the state
-            of an optimizer made for them, live: ``"params"``, with their parameter; ``"examples"``,
+            of an optimizer made for them, live: `"params"`, with their parameter; `"examples"`,
             spread over the example axes as well (ZeRO, Rajbhandari et al. 2020, stage 2), along the
             first dimension that these axes divide and that is not spread already. Where there is no
             such dimension, with the parameter.
 
     Raises:
         ValueError: an axis that the mesh lacks, or that is named twice; no example axes; something
-            that is no mesh, pattern or ``PartitionSpec``; a mesh with Manual axes; a dimension
+            that is no mesh, pattern or `PartitionSpec`; a mesh with Manual axes; a dimension
             spread over Auto and Explicit axes together.
     """
 
@@ -114,7 +114,7 @@ class ShardingRules:
             model: a tree; its arrays, or shapes of arrays, have paths.
 
         Returns:
-            A tree of ``PartitionSpec``, None where the model has no array.
+            A tree of `PartitionSpec`, None where the model has no array.
 
         Raises:
             ValueError: a pattern that matches nothing; a spec that is longer than an array's rank,
@@ -144,7 +144,7 @@ class ShardingRules:
         """The spec of one array.
 
         Args:
-            path: where it stands in the model, as ``jax.tree_util.tree_leaves_with_path`` says.
+            path: where it stands in the model, as `jax.tree_util.tree_leaves_with_path` says.
             shape: its shape.
 
         Raises:
@@ -198,7 +198,7 @@ class ShardingRules:
     def shard(self, model: T) -> T:
         """Places a model's arrays as the rules for parameters say.
 
-        Under ``jit`` it constrains them, so that an updated model stays where it was. With several
+        Under `jit` it constrains them, so that an updated model stays where it was. With several
         processes each gives the whole array, the same in all.
 
         Raises:
@@ -209,8 +209,8 @@ class ShardingRules:
     def shard_accumulators(self, params: T) -> T:
         """Places a copy of a model's arrays as accumulators live.
 
-        ``optimizer.init(rules.shard_accumulators(params))`` makes an optimizer's state that lives
-        where gradients do, which matters with ``accumulators="examples"``. Not under ``jit``:
+        `optimizer.init(rules.shard_accumulators(params))` makes an optimizer's state that lives
+        where gradients do, which matters with `accumulators="examples"`. Not under `jit`:
         there, zeros on Auto axes do not live where the array does that they are made like.
 
         Raises:
@@ -229,7 +229,7 @@ class ShardingRules:
 
         Raises:
             ValueError: a leaf that is no array or has no leading axis; examples that the devices do
-                not divide (the error says which ``pad_to`` would do).
+                not divide (the error says which `pad_to` would do).
         """
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -253,7 +253,7 @@ class ShardingRules:
         """Refuses a number of examples that the example axes do not divide.
 
         Raises:
-            ValueError: it says which ``pad_to`` would do.
+            ValueError: it says which `pad_to` would do.
         """
         self._check_divides(num_examples, self.num_shards, "The batch")
 
@@ -287,7 +287,7 @@ class ShardingRules:
         )
 
     def place(self, leaf: Any, spec: PartitionSpec) -> Array:
-        """Places one array; under ``jit`` this constrains it."""
+        """Places one array; under `jit` this constrains it."""
         if not isinstance(leaf, jax.core.Tracer):
             leaf = jax.device_put(leaf, NamedSharding(self.mesh, spec))
         if not isinstance(leaf, jax.core.Tracer):  # else a constant, under jit
@@ -351,7 +351,7 @@ def checked_rules(sharding: object) -> ShardingRules | None:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a ``PartitionSpec`` names."""
+    """The mesh axes that an entry of a `PartitionSpec` names."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)

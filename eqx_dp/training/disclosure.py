@@ -52,7 +52,7 @@ def checked_names(names: Iterable[str]) -> tuple[str, ...]:
     """Names of what is to be disclosed, each known and once.
 
     Raises:
-        ValueError: a name is unknown, or there twice, or ``names`` is one string.
+        ValueError: a name is unknown, or there twice, or `names` is one string.
     """
     found: tuple[Any, ...] = (names,) if isinstance(names, str) else tuple(names)
     unknown = [name for name in found if name not in _BY_NAME]

@@ -20,10 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
-from ..gradients.views import apply
+from ..programs import Call, evaluated, inside, interpret
 
-# A call says nothing of its own: the text is the same with `jit` around a function and without.
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # These say where a value lives, and leave the value as it is.
 _PLACINGS = frozenset(
     {"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast", "device_put"}
@@ -77,26 +75,17 @@ class _Writer:
 
     def run(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any], inputs: list[str]) -> list[str]:
         """Writes a program's equations, and gives the names of its results."""
-        names = dict(zip(jaxpr.constvars, map(_value, consts), strict=True))
-        names |= zip(jaxpr.invars, inputs, strict=True)
-
-        def read(atom: Any) -> str:
-            if isinstance(atom, jex_core.Literal):
-                return _value(np.asarray(atom.val, cast(Any, atom.aval).dtype))
-            return names[atom]
-
-        for equation in jaxpr.eqns:
-            results = self._equation(equation, list(map(read, equation.invars)))
-            names |= zip(equation.outvars, results, strict=True)
-        return list(map(read, jaxpr.outvars))
+        return interpret(jaxpr, list(map(_value, consts)), inputs, self._equation, _literal)
 
     def _equation(self, equation: jex_core.JaxprEqn, operands: list[str]) -> list[str]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         if name in _PLACINGS:
             return operands
-        inner = params.get("jaxpr", params.get("call_jaxpr"))
-        if name in _CALLS and isinstance(inner, jex_core.ClosedJaxpr):
-            return self.run(inner.jaxpr, inner.consts, operands)
+        match inside(equation):
+            case Call("jit", body):  # says nothing of its own: the text is the same without
+                return self.run(body.jaxpr, body.consts, operands)
+            case _:
+                pass
         results = [self.named(variable) for variable in equation.outvars]
         made = ", ".join(f"{result}: {kind}" for result, kind in results)
         said = ", ".join(self._params(equation))
@@ -142,6 +131,10 @@ class _Writer:
                 return type(value).__name__ + self._text(fields)
             case _:
                 return _name(value)
+
+
+def _literal(literal: jex_core.Literal) -> str:
+    return _value(np.asarray(literal.val, cast(Any, literal.aval).dtype))
 
 
 def _kind(aval: Any) -> str:
@@ -191,7 +184,7 @@ def _rule(equation: jex_core.JaxprEqn) -> str:
             inputs = [
                 v.val if isinstance(v, jex_core.Literal) else next(known) for v in equation.invars
             ]
-            found = zip(equation.outvars, apply(equation, inputs), strict=True)
+            found = zip(equation.outvars, evaluated(equation, inputs), strict=True)
             return [result for variable, result in found if _is_float(variable)]
 
         return evaluate

@@ -112,7 +112,7 @@ def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> tuple[Partition
 
 
 def kept_at(state: T, specs: tuple[PartitionSpec | None, ...], rules: ShardingRules | None) -> T:
-    """Under ``jit``: constrains a new state's arrays to where the old one's were.
+    """Under `jit`: constrains a new state's arrays to where the old one's were.
 
     The compiler would choose for itself on Auto axes, and compile once more for what it chose.
     """

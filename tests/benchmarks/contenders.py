@@ -28,7 +28,7 @@ class Program(NamedTuple):
 
     Attributes:
         run: computes the gradient and returns when it is there.
-        leaves: the arrays of what ``run`` returned, in the order of the trained leaves.
+        leaves: the arrays of what `run` returned, in the order of the trained leaves.
         compile_seconds: tracing, lowering and compiling; None where nothing is compiled.
         temp_bytes: temporary memory of the compiled program; None where there is none.
     """
@@ -136,7 +136,7 @@ def _of_jax(
 
 
 def in_jax() -> list[Contender]:
-    """Everyone who runs in JAX. ``auto`` finds its microbatch size itself."""
+    """Everyone who runs in JAX. `auto` finds its microbatch size itself."""
     # Ghost is there for its memory, which is that of the whole batch.
     methods = [
         _of_jax(f"eqx_dp {method}", functools.partial(ours, method), microbatched=method != "ghost")

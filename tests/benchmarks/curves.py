@@ -25,7 +25,7 @@ def curves(
     repeats: int,
     tell: Callable[[str], None],
 ) -> list[Curve]:
-    """``auto`` in microbatches of a fixed size, against the non-private gradient of all at once."""
+    """`auto` in microbatches of a fixed size, against the non-private gradient of all at once."""
     by_name = {contender.name: contender for contender in contenders}
     compared = [by_name[NON_PRIVATE], _fixed(by_name[AUTO])]
     measured = [measure(make(size), compared, repeats, tell) for size in batch_sizes]

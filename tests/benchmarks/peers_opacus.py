@@ -205,7 +205,7 @@ def made_private(
 def private(mode: str, row: Row, microbatch_size: int | None) -> Program:
     """The clipped sum by Opacus's engine, up to where it would add noise.
 
-    Parts of a batch are added up in the way of its ``BatchMemoryManager``: the optimizer is told
+    Parts of a batch are added up in the way of its `BatchMemoryManager`: the optimizer is told
     to skip the step, clips, and keeps the sum.
     """
     made = made_private(mode, row, torch.optim.SGD, 0.0)

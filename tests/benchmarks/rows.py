@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 
 class Goal(NamedTuple):
-    """What ``auto`` is to reach on two CPU cores."""
+    """What `auto` is to reach on two CPU cores."""
 
     time: float  # at most, against the non-private gradient
     speedup: float  # at least, against jax_privacy

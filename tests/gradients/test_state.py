@@ -1,4 +1,4 @@
-"""What an ``eqx.nn.State`` holds is not trained, and its misuse is refused with what to do."""
+"""What an `eqx.nn.State` holds is not trained, and its misuse is refused with what to do."""
 
 import equinox as eqx
 import jax

@@ -4,11 +4,12 @@ import jax.extend.core.primitives
 import pytest
 from jax.interpreters import batching
 
-from eqx_dp.isolation.follow import _LOCAL, _OPERAND_BY_OPERAND, _WRITES, INSIDE
+from eqx_dp.isolation.follow import _LOCAL, _OPERAND_BY_OPERAND, _WRITES
 from eqx_dp.isolation.rules import RULES
 from eqx_dp.isolation.steering import REDUCTIONS
+from eqx_dp.programs.inside import HOLDERS
 
-KNOWN = {*RULES, *INSIDE, *_LOCAL, *_OPERAND_BY_OPERAND, *_WRITES, *REDUCTIONS}
+KNOWN = {*RULES, *HOLDERS, *_LOCAL, *_OPERAND_BY_OPERAND, *_WRITES, *REDUCTIONS}
 KNOWN |= {"reshape", "conv_general_dilated"}
 
 # Nothing of an example goes in, or nothing that counts comes out.

@@ -1,4 +1,4 @@
-"""``eqx-dp plan``: what it prints and refuses."""
+"""`eqx-dp plan`: what it prints and refuses."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def test_json_on_eight_devices(capsys):
     assert plan["num_devices"] == 8
     assert plan["microbatch_size"] == 1
     assert plan["fits"] is True
-    assert plan["compiled_total"] > plan["formula"]["optimizer"] > 0
+    assert plan["compiled_total"] > plan["parts"]["optimizer"] > 0
     assert found["device_memory"] == 10**9
     assert found["largest_microbatch"] == {"book_keeping": 2}
 

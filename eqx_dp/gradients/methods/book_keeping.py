@@ -24,7 +24,7 @@ def clipped_sum(
 ) -> ClippedSum:
     """Sums clipped gradients from the inputs and the cotangents of every site.
 
-    Guarantee: as that of the method ``per_example``.
+    Guarantee: as that of the method `per_example`.
     """
     with stage("probe"):
         scales = task.loss_scale(task.params, task.frozen, examples)

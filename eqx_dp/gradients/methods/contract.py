@@ -87,7 +87,7 @@ class ClippedSum(NamedTuple):
 
 
 Method: TypeAlias = Callable[[Task, list[Array], Bool[Array, " batch"]], ClippedSum]
-"""``method(task, examples, is_padding_example)``; the leaves of examples have examples in front."""
+"""`method(task, examples, is_padding_example)`; the leaves of examples have examples in front."""
 
 
 def held_gradient(
@@ -105,7 +105,7 @@ def held_gradient(
         leaf: which leaf.
         kept: what each site keeps, examples in front.
         cotangents: the cotangent of each site's result, likewise.
-        grads: each example's gradient of the leaves that are ``whole``.
+        grads: each example's gradient of the leaves that are `whole`.
         num_examples: the batch.
     """
     way, parameter, dtype = task.costs[leaf].way, task.accumulated(leaf), task.accumulate_dtype
@@ -192,11 +192,11 @@ def clip_and_sum(
     """Clips every example's gradient, group by group, and sums.
 
     Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
-    the clip norm (``clip_factors`` has the proof, from the bounds that ``leaves`` gives), and
+    the clip norm (`clip_factors` has the proof, from the bounds that `leaves` gives), and
     exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
     finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf's way is
-    ``ghost``: nearer to the end of the range products lose digits to underflow, which no relative
-    bound makes up for; ``gram_norms`` says how many.)
+    `ghost`: nearer to the end of the range products lose digits to underflow, which no relative
+    bound makes up for; `gram_norms` says how many.)
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
     with stage("norm"):

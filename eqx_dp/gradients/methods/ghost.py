@@ -19,12 +19,13 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart, sum_over_examples
 from ...precision import stage
+from ...programs import evaluated
 from ..clip import norm_error, norms
 from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_gradients
 from ..loss_scale import seed
 from ..microbatches import over_microbatches
 from ..taps import Place, Site, evaluate, tapped
-from ..views import apply, parameter_view
+from ..views import parameter_view
 from .contract import ClippedSum, Task, clip, held_gradient
 
 _MEASURE = -1.0
@@ -79,7 +80,7 @@ def clipped_sum(
 ) -> ClippedSum:
     """Sums clipped gradients in a second pass that repeats the first.
 
-    Guarantee: as that of the method ``per_example``. Cotangents that nearly cancel would round
+    Guarantee: as that of the method `per_example`. Cotangents that nearly cancel would round
     differently if the factors came in at the loss, or if the two passes were compiled apart. So
     both are one loop's body, and the factors come in at the sites: what is added is what was
     measured. The forward pass is in it too, for what it leaves to a backward pass costs the
@@ -87,7 +88,7 @@ def clipped_sum(
 
     Of a leaf whose norm is not the sum of what its sites know each by itself (several uses, a use
     at every step of a scan) all that it meets is held from the sites to the end of the pass, as by
-    ``book_keeping``; of one that no site describes, each example's gradient.
+    `book_keeping`; of one that no site describes, each example's gradient.
     """
 
     backward = functools.partial(_backward, task)
@@ -262,12 +263,12 @@ def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array
 
     @jax.custom_vjp
     def use(tap: _Tap | _Own, *inputs: Any) -> tuple[Array, Any]:
-        return outputs(apply(site.equation, inputs)[0], tap)
+        return outputs(evaluated(site.equation, inputs)[0], tap)
 
     def forward(tap: _Tap | _Own, *inputs: Any) -> tuple[Any, Any]:
         def of_data(*values: Array) -> Array:
             at = dict(zip(data, values, strict=True))
-            return apply(site.equation, [at.get(i, x) for i, x in enumerate(inputs)])[0]
+            return evaluated(site.equation, [at.get(i, x) for i, x in enumerate(inputs)])[0]
 
         result, pull_back = jax.vjp(of_data, *(inputs[i] for i in data))
         kept = site.kind.keep(site.equation, site.operand, list(inputs))
@@ -305,7 +306,7 @@ def _alone(task: Task, site: Site) -> Callable[[Any, Array, Any], _Own]:
 def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
     """From what one example keeps, its cotangent and its factor to norms and weighted sum.
 
-    It speaks of one example, as everything inside of ``vmap``, but sums over all of them: the total
+    It speaks of one example, as everything inside of `vmap`, but sums over all of them: the total
     has no examples in front.
     """
     leaf, here, dtype = site.view.leaf, _inside(site), task.accumulate_dtype

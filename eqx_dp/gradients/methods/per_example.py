@@ -15,7 +15,7 @@ def clipped_sum(
 ) -> ClippedSum:
     """Maps the gradient of one example over a microbatch, clips, and sums.
 
-    Guarantee: what one example adds is bounded as ``clip_and_sum`` says, and depends on no other
+    Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example.
     """
 

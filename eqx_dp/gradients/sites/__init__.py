@@ -1,7 +1,7 @@
 """Where a parameter meets data: one file a kind of equation.
 
-A kind is a module with ``name``, ``claims``, ``keep`` and ``gradient`` (see ``site.Kind``); one
-that can say more also has ``matrices`` and ``from_matrix`` (``site.MatrixKind``). To add one, write
+A kind is a module with `name`, `claims`, `keep` and `gradient` (see `site.Kind`); one
+that can say more also has `matrices` and `from_matrix` (`site.MatrixKind`). To add one, write
 its file and enter it here.
 """
 

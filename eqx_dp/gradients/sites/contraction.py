@@ -1,4 +1,4 @@
-"""``dot_general``: linear layers, attention projections, the output of a language model."""
+"""`dot_general`: linear layers, attention projections, the output of a language model."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""``conv_general_dilated``: convolutions of every rank, strided, dilated, grouped, transposed."""
+"""`conv_general_dilated`: convolutions of every rank, strided, dilated, grouped, transposed."""
 
 import math
 from typing import Any
@@ -44,7 +44,7 @@ def in_matrix_form(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotange
 
 
 def _columns(equation: jex_core.JaxprEqn, kept: Any, cotangent: Array) -> tuple[Array, Array]:
-    """Patches ``(group, offset x channel, time)``, and cotangents ``(group, channel, time)``."""
+    """Patches `(group, offset x channel, time)`, and cotangents `(group, channel, time)`."""
     params = equation.params
     groups = params["feature_group_count"]
     numbers = params["dimension_numbers"]
@@ -76,7 +76,7 @@ def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Ar
 
 
 def _patches(equation: jex_core.JaxprEqn, images: Array) -> Array:
-    """Cuts ``(image, channel, *space)`` into ``(image, offset, channel, position)``.
+    """Cuts `(image, channel, *space)` into `(image, offset, channel, position)`.
 
     One spatial dimension after the other: as many cuts as a window has edges, not entries.
     """

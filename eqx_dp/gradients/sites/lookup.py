@@ -1,4 +1,4 @@
-"""``gather`` and ``dynamic_slice`` of whole rows: embeddings."""
+"""`gather` and `dynamic_slice` of whole rows: embeddings."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def _signed(indices: Any) -> Array:
 
 
 def rows_of(equation: jex_core.JaxprEqn, cotangent: Array) -> Array:
-    """The cotangent of every row that was looked up, ``(lookup, entry)``."""
+    """The cotangent of every row that was looked up, `(lookup, entry)`."""
     size = math.prod(equation.params["slice_sizes"])
     if equation.primitive.name == "gather":
         offset = equation.params["dimension_numbers"].offset_dims

@@ -1,4 +1,4 @@
-"""``mul`` and ``div``: the weight of a normalisation layer."""
+"""`mul` and `div`: the weight of a normalisation layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``add`` and ``sub``: biases, learned positions."""
+"""`add` and `sub`: biases, learned positions."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ Matrices = tuple[Array, Array]
 
 @runtime_checkable
 class Kind(Protocol):
-    """What the engine knows of one kind of equation. One file a kind, one entry in ``KINDS``.
+    """What the engine knows of one kind of equation. One file a kind, one entry in `KINDS`.
 
     All methods but the first speak of one example and of one iteration of the scans around.
     """
@@ -59,7 +59,7 @@ class MatrixKind(Kind, Protocol):
 
 
 def outer_products(x: Array, g: Array) -> Array:
-    """Sums x_t (outer) g_t over time, at the highest precision: ``(group, in, out)``."""
+    """Sums x_t (outer) g_t over time, at the highest precision: `(group, in, out)`."""
     return jnp.einsum("...gtk,...gtp->...gkp", x, g, precision=jax.lax.Precision.HIGHEST)
 
 

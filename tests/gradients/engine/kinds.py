@@ -36,7 +36,7 @@ def check(
     """Asserts that sites of the given kinds, each way, give JAX's own gradient.
 
     Args:
-        use: ``use(parameter, *data)``, of one example; any shape.
+        use: `use(parameter, *data)`, of one example; any shape.
         parameter: the parameter.
         data: examples in front.
         kinds: the kinds that are expected, in the order of the program.

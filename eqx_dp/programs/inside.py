@@ -1,0 +1,224 @@
+"""The programs inside an equation, and how the equation's operands map to theirs.
+
+This file alone knows how JAX's equations hold a call, a rematerialised function, a derivative rule,
+a loop, a branch and a shard_map. It was written for JAX 0.10 and 0.11, whose parameters differ.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import jax.extend.core as jex_core
+from jax.extend.core import primitives as jax_primitives
+from jax.sharding import PartitionSpec
+
+Value = TypeVar("Value")
+
+Wrapper: TypeAlias = Literal["jit", "remat", "custom_jvp", "custom_vjp", "custom_vmap"]
+
+_WRAPPERS: dict[jex_core.Primitive, tuple[Wrapper, str]] = {
+    jax_primitives.jit_p: ("jit", "jaxpr"),
+    jax_primitives.closed_call_p: ("jit", "call_jaxpr"),
+    jax_primitives.call_p: ("jit", "call_jaxpr"),
+    jax_primitives.remat_p: ("remat", "jaxpr"),
+    jax_primitives.custom_jvp_call_p: ("custom_jvp", "call_jaxpr"),
+    jax_primitives.custom_vjp_call_p: ("custom_vjp", "call_jaxpr"),
+}
+
+
+# JAX gives no object for these.
+_CUSTOM_VMAP, _SHARD_MAP = "custom_vmap_call", "shard_map"
+
+HOLDERS = frozenset(
+    {primitive.name for primitive in _WRAPPERS}
+    | {
+        jax_primitives.scan_p.name,
+        jax_primitives.while_p.name,
+        jax_primitives.cond_p.name,
+        jax_primitives.linear_solve_p.name,
+    }
+    | {_CUSTOM_VMAP, _SHARD_MAP}
+)
+"""The names of the primitives that [`inside`][] knows."""
+
+
+class Call(NamedTuple):
+    """One program, given the equation's operands, whose results are the equation's.
+
+    Attributes:
+        wrapper: what is wrapped around the function: `jit` (or nothing that counts), a
+            `jax.checkpoint`, a derivative rule, a batching rule. Where it is a rule, the program is
+            the function without it.
+        body: the program.
+    """
+
+    wrapper: Wrapper
+    body: jex_core.ClosedJaxpr
+
+
+class Scan(NamedTuple):
+    """A program that runs a known number of times.
+
+    Attributes:
+        body: from constants, carry and slices to carry and slices.
+        num_consts: how many operands are the same at every step.
+        num_carry: how many go from step to step.
+        length: how many steps.
+    """
+
+    body: jex_core.ClosedJaxpr
+    num_consts: int
+    num_carry: int
+    length: int
+
+    def split(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
+        """Constants, first carry, and what the scan goes over."""
+        start, end = self.num_consts, self.num_consts + self.num_carry
+        return list(operands[:start]), list(operands[start:end]), list(operands[end:])
+
+
+class While(NamedTuple):
+    """A program that runs while another says so.
+
+    Attributes:
+        condition: from its constants and the carry to one boolean.
+        body: from its constants and the carry to the carry.
+        num_condition: how many operands are the condition's constants.
+        num_body: how many are the body's.
+    """
+
+    condition: jex_core.ClosedJaxpr
+    body: jex_core.ClosedJaxpr
+    num_condition: int
+    num_body: int
+
+    def split(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
+        """The condition's constants, the body's, and the first carry."""
+        start, end = self.num_condition, self.num_condition + self.num_body
+        return list(operands[:start]), list(operands[start:end]), list(operands[end:])
+
+
+class Cond(NamedTuple):
+    """Programs of which one runs: the first operand says which, all take the others.
+
+    Attributes:
+        branches: the programs.
+    """
+
+    branches: tuple[jex_core.ClosedJaxpr, ...]
+
+
+class ShardMap(NamedTuple):
+    """A program that runs on every device of some axes, on its part of each operand.
+
+    Attributes:
+        body: on shapes of one device.
+        axes: the mesh axes that it runs over.
+        num_devices: how many there are along them.
+        in_specs: how operands are cut, one a operand.
+        out_specs: how results are put together.
+        check_vma: as `jax.shard_map` was told.
+    """
+
+    body: jex_core.ClosedJaxpr
+    axes: frozenset[str]
+    num_devices: int
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    check_vma: bool
+
+
+class LinearSolve(NamedTuple):
+    """The solution of a linear system by the user's function; its derivative has been taken.
+
+    Attributes:
+        solve: from its constants and the right-hand sides to the solution.
+        num_before: how many operands are constants of other programs, before its own.
+        num_consts: how many are its own constants.
+        num_after: how many are constants of others, behind them.
+    """
+
+    solve: jex_core.ClosedJaxpr
+    num_before: int
+    num_consts: int
+    num_after: int
+
+    def split(self, operands: Sequence[Value]) -> list[Value]:
+        """The operands of `solve`."""
+        start = self.num_before
+        end = start + self.num_consts
+        return [*operands[start:end], *operands[end + self.num_after :]]
+
+
+Inside: TypeAlias = Call | Scan | While | Cond | ShardMap | LinearSolve
+
+
+def inside(equation: jex_core.JaxprEqn) -> Inside | None:
+    """The programs that an equation evaluates; None where it holds none, or none that is known.
+
+    The program of a scatter or a reduction says how two numbers are put together, and a Pallas
+    kernel speaks of blocks of memory: neither is a program on the equation's operands.
+    """
+    primitive, params = equation.primitive, equation.params
+    if primitive in _WRAPPERS:
+        wrapper, name = _WRAPPERS[primitive]
+        return Call(wrapper, closed(params[name]))
+    if primitive is jax_primitives.scan_p:
+        return Scan(closed(params["jaxpr"]), *_arity(params), params["length"])
+    if primitive is jax_primitives.while_p:
+        return While(
+            closed(params["cond_jaxpr"]),
+            closed(params["body_jaxpr"]),
+            params["cond_nconsts"],
+            params["body_nconsts"],
+        )
+    if primitive is jax_primitives.cond_p:
+        return Cond(tuple(map(closed, params["branches"])))
+    if primitive is jax_primitives.linear_solve_p:
+        consts = params["const_lengths"]
+        before = consts.matvec + consts.vecmat
+        solve = closed(params["jaxprs"].solve)
+        return LinearSolve(solve, before, consts.solve, consts.transpose_solve)
+    if primitive.name == _CUSTOM_VMAP:
+        return Call("custom_vmap", closed(params["call"]))
+    if primitive.name == _SHARD_MAP:
+        return _shard_map(params)
+    return None
+
+
+def closed(program: Any) -> jex_core.ClosedJaxpr:
+    """A program with its constants; an open one has none. (In JAX 0.11 both are one class.)"""
+    if isinstance(program, jex_core.ClosedJaxpr):
+        return program
+    return jex_core.ClosedJaxpr(program, ())
+
+
+def open_jaxpr(program: Any) -> jex_core.Jaxpr:
+    """A program without its constants."""
+    return getattr(program, "jaxpr", program)
+
+
+def programs_of(equation: jex_core.JaxprEqn) -> list[jex_core.Jaxpr]:
+    """All programs among an equation's parameters, whatever they are for."""
+    return [open_jaxpr(program) for program in jex_core.jaxprs_in_params(equation.params)]
+
+
+def _arity(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in params:  # JAX 0.10
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def _shard_map(params: dict[str, Any]) -> ShardMap:
+    # JAX 0.10 and 0.11 name them differently.
+    axes = frozenset(params["manual_axes" if "manual_axes" in params else "newly_manual_axes"])
+    return ShardMap(
+        closed(params["jaxpr"]),
+        axes,
+        math.prod(params["mesh"].shape[axis] for axis in axes),
+        tuple(params["in_specs"]),
+        tuple(params["out_specs"]),
+        params["check_vma"],
+    )

@@ -1,0 +1,211 @@
+"""Going through a program equation by equation: on arrays, or on facts about arrays."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex_core
+from jax.extend import source_info_util
+
+from .inside import Cond, Scan, While, closed
+
+Value = TypeVar("Value")
+Extra = TypeVar("Extra")
+
+
+def interpret(
+    jaxpr: jex_core.Jaxpr,
+    consts: Sequence[Value],
+    inputs: Sequence[Value],
+    of_equation: Callable[[jex_core.JaxprEqn, list[Value]], Sequence[Value]],
+    of_literal: Callable[[jex_core.Literal], Value],
+) -> list[Value]:
+    """Goes through a program from its inputs to its results.
+
+    Args:
+        jaxpr: the program.
+        consts: the values of its constants.
+        inputs: the values of its inputs.
+        of_equation: from an equation and the values of its operands to those of its results.
+        of_literal: the value of a literal.
+    """
+    values: dict[Any, Value] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
+    )
+
+    def read(atom: Any) -> Value:
+        return of_literal(atom) if isinstance(atom, jex_core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        results = of_equation(equation, [read(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def literal_value(literal: jex_core.Literal) -> Any:
+    """The number that a literal stands for."""
+    return literal.val
+
+
+def settled(
+    step: Callable[[list[Value]], list[Value]],
+    start: list[Value],
+    joined: Callable[[Value, Value], Value],
+) -> list[Value]:
+    """What a loop carries, as facts: the least that another step does not change.
+
+    Args:
+        step: from the facts about the carry to those after a step.
+        start: those before the first.
+        joined: what is known of a value that may be either of two. There are finitely many facts
+            above any, so that this ends.
+    """
+    carry = start
+    while True:
+        after = [joined(a, b) for a, b in zip(carry, step(carry), strict=True)]
+        if after == carry:
+            return carry
+        carry = after
+
+
+def at(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
+    """The context of an equation's line and named scopes.
+
+    What is evaluated in it is told in errors and profiles as the equation is. A scope around a
+    jitted function, a scan or a jax.checkpoint is known to that equation alone.
+    """
+    said = equation.source_info
+    scopes = source_info_util.current_name_stack() + said.name_stack
+    return source_info_util.user_context(said.traceback, name_stack=scopes)
+
+
+def source_line(equation: jex_core.JaxprEqn) -> str:
+    """The user's line that an equation comes from, for an error."""
+    return source_info_util.summarize(equation.source_info)
+
+
+def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation as it is, on the values of its operands, literals included."""
+    values = {
+        atom: value
+        for atom, value in zip(equation.invars, inputs, strict=True)
+        if not isinstance(atom, jex_core.Literal)
+    }
+    alone = jex_core.Jaxpr(
+        (),
+        list(values),
+        equation.outvars,
+        [equation],
+        equation.effects,
+        debug_info=jex_core.DebugInfo("equation", equation.primitive.name, None, None),
+    )
+    run: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(closed(alone))
+    return run(*values.values())
+
+
+# An equation that holds programs, put together again from functions. Each function may give
+# something beside the program's results, which comes out beside the equation's.
+
+
+def rematerialised(
+    equation: jex_core.JaxprEqn,
+    run: Callable[[list[Any], Extra], tuple[list[Any], Any]],
+    inputs: list[Any],
+    given: Extra,
+) -> tuple[list[Any], Any]:
+    """A `jax.checkpoint` of another function of the same operands.
+
+    Args:
+        equation: the `jax.checkpoint`.
+        run: from the operands, and what is given beside, to results, and what is found beside:
+            that is saved.
+        inputs: the operands.
+        given: what is given beside.
+    """
+    params = equation.params
+    again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return again(inputs, given)
+
+
+def scanned(
+    equation: jex_core.JaxprEqn,
+    scan: Scan,
+    run: Callable[[list[Any], Any], tuple[list[Any], Any]],
+    inputs: list[Any],
+    given: Any = None,
+) -> tuple[list[Any], Any]:
+    """A scan of another body with the same carry and slices.
+
+    Args:
+        equation: the scan.
+        scan: what is inside it.
+        run: from constants, carry and slices of a step, and what is given beside, to carry and
+            slices, and what is found beside.
+        inputs: the scan's operands. Constants may be anything, for they are closed over.
+        given: trees of arrays whose slices are given beside.
+
+    Returns:
+        The results, and what was found beside, all steps stacked.
+    """
+    consts, carry, slices = scan.split(inputs)
+
+    def body(carry: list[Any], now: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        slices, given = now
+        outputs, found = run([*consts, *carry, *slices], given)
+        return outputs[: scan.num_carry], (outputs[scan.num_carry :], found)
+
+    carry, (outputs, found) = jax.lax.scan(
+        body,
+        carry,
+        (slices, given),
+        length=scan.length,
+        reverse=equation.params["reverse"],
+        unroll=equation.params["unroll"],
+    )
+    return [*carry, *outputs], found
+
+
+def looped(
+    loop: While,
+    run: Callable[[list[Any], Any], tuple[list[Any], Any]],
+    inputs: list[Any],
+    carried: Any,
+) -> tuple[list[Any], Any]:
+    """A while loop of another body, its condition as it was.
+
+    Args:
+        loop: what is inside the equation.
+        run: from the body's constants and the carry, and what is carried beside, to both after it.
+        inputs: the equation's operands.
+        carried: what is carried beside.
+    """
+    of_condition, of_body, carry = loop.split(inputs)
+    goes_on: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(loop.condition)
+
+    def body(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        carry, beside = state
+        return run([*of_body, *carry], beside)
+
+    return jax.lax.while_loop(
+        lambda state: goes_on(*of_condition, *state[0])[0], body, (carry, carried)
+    )
+
+
+def switched(
+    cond: Cond,
+    run: Callable[[jex_core.ClosedJaxpr, list[Any]], tuple[list[Any], Any]],
+    inputs: list[Any],
+) -> tuple[list[Any], Any]:
+    """A choice between other functions of the same operands.
+
+    Args:
+        cond: what is inside the equation.
+        run: from a branch and the operands to results, and what is found beside.
+        inputs: the equation's operands.
+    """
+    index, *operands = inputs
+    branches = [
+        lambda *operands, branch=branch: run(branch, list(operands)) for branch in cond.branches
+    ]
+    return jax.lax.switch(index, branches, *operands)
