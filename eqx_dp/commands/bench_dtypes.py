@@ -27,13 +27,7 @@ _FASTER, _NOT_MUCH_SLOWER = 1.2, 1 / 8
 
 
 class ProductKind(NamedTuple):
-    """A way to multiply matrices.
-
-    Attributes:
-        name: of the row.
-        dtype: of the matrices.
-        precision: what `jax.default_matmul_precision` is set to; None leaves it alone.
-    """
+    """A way to multiply matrices; `precision` is for `jax.default_matmul_precision`, if any."""
 
     name: str
     dtype: str
@@ -46,7 +40,7 @@ class Measured(NamedTuple):
     Attributes:
         kind: what was multiplied.
         columns: of A.
-        shortened: why there are fewer columns than asked for; empty if there are not.
+        shortened: why A has fewer columns than asked for; empty if it has not.
         seconds: the median of several runs.
         flops: floating-point operations a second.
         widened: whether the compiled program converts A to a wider dtype before it multiplies.
@@ -65,13 +59,8 @@ def measure(
 ) -> Measured:
     """Times `A @ A.T`, with fewer columns where memory or time does not suffice.
 
-    Args:
-        kind: what is multiplied.
-        rows: of A.
-        columns: of A, as asked for.
-        repeats: how many runs the median is of.
-        seconds: that all of them together may take, by what a small product took.
-        memory: bytes that are free; None if unknown.
+    `seconds` is what all runs together may take, by what a small product took; `memory` is the
+    number of bytes that are free, None if unknown.
     """
     wanted, why, itemsize = columns, "", jnp.dtype(kind.dtype).itemsize
     # A, what it may be converted to, and a transposed copy of that.
