@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
     """A call, checked and traced; with shapes for its arrays where [`described`][] gave it.
 
     Attributes:
-        loss: what the engine works on.
+        traced: the loss of one example, and what belongs to it.
         examples: the batch.
         choice: the method, and how many examples at once on a device.
         structure: of the trainable leaves.
@@ -62,7 +62,7 @@ class Prepared(NamedTuple):
         num_shards: how many parts the batch is divided into.
     """
 
-    loss: TracedLoss
+    traced: TracedLoss
     examples: Examples
     choice: Choice
     structure: Any
@@ -77,21 +77,21 @@ class Prepared(NamedTuple):
     @property
     def paths(self) -> list[str]:
         """Where each trainable leaf stands in the model."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.structure.unflatten(self.loss.params))
+        leaves = jax.tree_util.tree_leaves_with_path(self.structure.unflatten(self.traced.params))
         return [jax.tree_util.keystr(path) for path, _ in leaves]
 
     @property
     def costs(self) -> list[LeafCost]:
         """What each trainable leaf costs by the method that was chosen."""
         if self.choice.method != "per_example":
-            return self.loss.costs
-        leaves = zip(self.loss.costs, self.loss.params, strict=True)
+            return self.traced.costs
+        leaves = zip(self.traced.costs, self.traced.params, strict=True)
         return [cost.differentiated(param.size) for cost, param in leaves]
 
     @property
     def sums(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the gradients, in the accumulate dtype."""
-        return [self.loss.accumulated(leaf) for leaf in range(len(self.loss.params))]
+        return [self.traced.accumulated(leaf) for leaf in range(len(self.traced.params))]
 
     @property
     def of_device(self) -> int:
@@ -134,29 +134,29 @@ def specs_of(
 
 def run(prepared: Prepared, configuration: Configuration) -> tuple[PerExample, list[Array]]:
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
-    loss, examples, choice, _, specs, _ = prepared
+    traced, examples, choice, _, specs, _ = prepared
     rules = configuration.sharding
     if rules is None or specs is None:
         sums, per_example = _on_device(
-            loss, configuration, choice, examples.leaves, examples.is_padding_example
+            traced, configuration, choice, examples.leaves, examples.is_padding_example
         )
         return per_example, sums
 
     # All arrays go in as arguments: what is closed over would not be spread.
-    consts, num_params = loss.consts, len(loss.params)
+    consts, num_params = traced.consts, len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
     def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
         params, rest = shared[:num_params], shared[num_params:]
-        frozen, consts = rest[: len(loss.frozen)], rest[len(loss.frozen) :]
-        here = loss.with_arrays(params, frozen, consts)
+        frozen, consts = rest[: len(traced.frozen)], rest[len(traced.frozen) :]
+        here = traced.with_arrays(params, frozen, consts)
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
         return _on_device(here, configuration, choice, leaves, padding)
 
     sums, per_example = over_devices(
         function,
         rules,
-        [*loss.params, *loss.frozen, *consts],
+        [*traced.params, *traced.frozen, *consts],
         [*specs.params, *specs.frozen, *[PartitionSpec()] * len(consts)],
         [*examples.leaves, *mask],
         specs.sums,
@@ -165,7 +165,7 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[PerExample, l
 
 
 def _on_device(
-    loss: TracedLoss,
+    traced: TracedLoss,
     configuration: Configuration,
     choice: Choice,
     leaves: list[Array],
@@ -175,9 +175,9 @@ def _on_device(
     method = METHODS[choice.method]
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
-        result = method(loss, leaves, is_padding)
+        result = method(traced, leaves, is_padding)
         grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
-        aux = loss.program.aux.unflatten(result.aux)
+        aux = traced.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
     rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)

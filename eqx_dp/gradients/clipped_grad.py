@@ -215,7 +215,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         if policy is not None and loss_scale.kind == "per_example":
             probe = Probe(*self._traced(probing_inputs(inputs), probing_policy(policy)))
         leaves = jax.tree.leaves(params)
-        loss = TracedLoss(
+        traced = TracedLoss(
             program,
             found,
             leaves,
@@ -229,15 +229,15 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._mask.sampling
         choice = choose(
-            loss.costs,
+            traced.costs,
             leaves,
             3.0 * matmul_flops(program.jaxpr),
-            loss.activations,
+            traced.activations,
             DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples)),
             configuration.method,
             configuration.microbatch_size,
         )
-        return Prepared(loss, examples, choice, jax.tree.structure(params), specs, num_shards)
+        return Prepared(traced, examples, choice, jax.tree.structure(params), specs, num_shards)
 
     def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Program, Survey]:
         """One example's loss, and the uses of its parameters."""

@@ -181,8 +181,8 @@ def flop_report(
     arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
     params = sum(x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
     trained = sum(x.size for x in call.sums)
-    steps = max(num_steps(call.loss.found, leaf) for leaf in range(num_leaves))
-    if "conv_general_dilated" in primitives(call.loss.program.jaxpr):
+    steps = max(num_steps(call.traced.found, leaf) for leaf in range(num_leaves))
+    if "conv_general_dilated" in primitives(call.traced.program.jaxpr):
         steps = 0  # the textbook speaks of matrices that meet the vectors of a sequence, or one
     tokens = num_examples * steps
     return FlopReport(
@@ -198,7 +198,7 @@ def flop_report(
 
 
 def _rows(call: Prepared, rules: ShardingRules | None) -> tuple[FlopRow, ...]:
-    batch, program, num_params = call.examples.num_examples, call.loss.program, len(call.sums)
+    batch, program, num_params = call.examples.num_examples, call.traced.program, len(call.sums)
     trained = sum(x.size for x in call.sums)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
     of_one = jax.grad(lambda params, rest: program(params, [], rest)[0])
@@ -239,10 +239,10 @@ def _programs(
     within = sum(x.size for cost, x in leaves if cost.way not in ("kept", "whole"))
 
     def loss(params: list[Any], frozen: list[Any], examples: list[Any]) -> Any:
-        losses = jax.vmap(lambda *x: call.loss.program(params, frozen, list(x))[0])(*examples)
+        losses = jax.vmap(lambda *x: call.traced.program(params, frozen, list(x))[0])(*examples)
         return jnp.sum(losses)
 
-    inputs = (call.loss.params, call.loss.frozen, call.examples.leaves)
+    inputs = (call.traced.params, call.traced.frozen, call.examples.leaves)
     step = sum(by_stage.values()) - noise - float(num_examples * within)
     clipped = _of_microbatch(grad_fn, arguments, call.at_once)
     return (

@@ -167,7 +167,7 @@ def plan_memory(
     step = planned_step(of_step, model, batch, optimizer, key)
     call, textbook = step.call, None
     if transformer is not None:
-        in_compute = sum(map(bytes_of, (*call.loss.params, *call.loss.frozen)))
+        in_compute = sum(map(bytes_of, (*call.traced.params, *call.traced.frozen)))
         textbook = transformer.activation_bytes(in_compute, call.at_once)
     return MemoryPlan(
         device_bytes(step, grad_fn.policy),

@@ -47,7 +47,7 @@ def texts_of(
     Raises:
         ValueError: `extra` lacks what the update wants.
     """
-    traced = prepared.loss
+    traced = prepared.traced
     with nullcontext() if rules is None else inside(rules):
         loss = f"trained: {len(traced.params)}\n{program_text(traced.program.jaxpr)}"
     shapes = jax.tree.map(shape_of, params)

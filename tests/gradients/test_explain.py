@@ -107,11 +107,11 @@ def test_a_call_is_described_by_shapes_that_outlive_the_trace(preset):
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=policy)
     call = described(grad_fn, case.model, case.batch(4))
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(call))
-    assert not any(isinstance(x, jax.core.Tracer) for x in call.loss.consts)
-    assert {str(x.dtype) for x in call.loss.params} == {str(policy.compute_dtype)}
+    assert not any(isinstance(x, jax.core.Tracer) for x in call.traced.consts)
+    assert {str(x.dtype) for x in call.traced.params} == {str(policy.compute_dtype)}
     assert {str(x.dtype) for x in call.sums} == {"float32"}
     trained = jax.tree.leaves(eqx.filter(case.model, eqx.is_inexact_array))
-    assert [x.shape for x in call.loss.params] == [x.shape for x in trained]
+    assert [x.shape for x in call.traced.params] == [x.shape for x in trained]
 
 
 def test_a_variant_differs_in_what_it_is_told():
