@@ -184,7 +184,12 @@ def described(
     found: list[Prepared] = []
 
     def prepare(*call: Any) -> None:
-        found.append(jax.tree.map(_shape, grad_fn.prepare(*call)))
+        prepared = grad_fn.prepare(*call)
+        traced, examples = prepared.traced, prepared.examples
+        arrays = (traced.params, traced.frozen, examples)
+        params, frozen, examples = jax.tree.map(_shape, arrays)
+        traced = traced._replace(params=params, frozen=frozen)
+        found.append(prepared._replace(traced=traced, examples=examples))
 
     eqx.filter_eval_shape(prepare, model, batch, key, is_padding_example)
     return found[0]
