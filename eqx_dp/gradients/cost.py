@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from .leaves import SiteSizes, Way, sets_of_uses, site_sizes
-from .sites import lookup
+from .sites import contraction, lookup
 from .taps import Site, Survey
 
 MOVE = 16
@@ -14,15 +14,12 @@ MOVE = 16
 
 
 class LeafCost(NamedTuple):
-    """How one leaf is treated, and what that costs for one example.
+    """How one leaf is treated, and what that costs for one example; `Row` explains the others.
 
     Attributes:
-        kinds: the kinds of its sites.
-        way: `"ghost"`, `"kept"`, `"whole"`, or `"unused"`.
         norm_flops: floating-point operations for the norm.
         sum_flops: the same for the weighted sum, with what forms the gradients that it adds up.
         bytes: what is held for it until the clip factor is known.
-        reason: why this way.
     """
 
     kinds: tuple[str, ...]
@@ -37,10 +34,13 @@ class LeafCost(NamedTuple):
         """Floating-point operations for norm and weighted sum."""
         return float(self.norm_flops + self.sum_flops)
 
-    @property
-    def is_ghost(self) -> bool:
-        """Whether its gradient is never formed example by example."""
-        return self.way == "ghost"
+    def differentiated(self, size: int) -> "LeafCost":
+        """The same where each example's gradient of so many entries is differentiated anyway."""
+        if self.way == "unused":
+            return self
+        reason = "each example's gradient is formed by the backward pass itself"
+        reason = self.reason if self.way == "whole" else reason
+        return LeafCost(self.kinds, "whole", 2 * size, 2 * size, 4 * size, reason)
 
 
 def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
@@ -78,10 +78,21 @@ def leaf_cost(found: Survey, leaf: int, parameter: jax.Array) -> LeafCost:
         # Where there is one outer product, its norm is that of its two factors.
         first = [use.matrices for (use, _), *_ in of_sets]
         of_factors = sum(2 * groups * (x + g) for groups, x, g in first)
-        return LeafCost(kinds, "ghost", inner or of_factors, forming, held, reason)
+        return LeafCost(kinds, "inner_products", inner or of_factors, forming, held, reason)
     reason = f"{_told(sites)}: forming {entries:,} entries is cheaper than inner products of steps"
     held += 4 * entries
     return LeafCost(kinds, "kept", 2 * entries, forming + 2 * entries, held, reason)
+
+
+def num_steps(found: Survey, leaf: int) -> int:
+    """How many vectors of data a leaf meets at most, the tokens of a sequence, say.
+
+    It is 0 where the leaf is not used in contractions and lookups alone.
+    """
+    sites = [site for _, site in found.of(leaf)]
+    if any(site.kind is not contraction and site.kind is not lookup for site in sites):
+        return 0
+    return max((site_sizes(site).steps for site in sites), default=0)
 
 
 def _told(sites: list[Site]) -> str:

@@ -61,8 +61,8 @@ class Examples(NamedTuple):
     num_examples: int
 
     @property
-    def leaves(self) -> list[Array]:
-        """All arrays that have examples in front."""
+    def leaves(self) -> list[Any]:
+        """All arrays that have examples in front, or their shapes."""
         return jax.tree.leaves((self.batch, self.keys))
 
     def specs(self) -> list[PartitionSpec]:
@@ -144,6 +144,7 @@ def _length(where: str, leaf: Any) -> int:
 
 
 def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
+    """What an error says of leading axes that differ."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
             return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"

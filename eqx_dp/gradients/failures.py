@@ -20,15 +20,13 @@ def explain_failure(
     policy: Policy | None,
     on_a_batch_of_one: Callable[[], object] | None,
 ) -> None:
-    """Raises an error that helps more, or adds a note to the one there is.
+    """Raises an error that helps more than what the loss raised, or adds a note to that.
 
     Args:
-        error: what the loss of one example raised; of whatever type, and it keeps it where nothing
-            better is known.
+        error: what the loss of one example raised.
         example: shapes and dtypes of one example.
         policy: of the engine.
-        on_a_batch_of_one: traces the same loss as one that is written for a batch; None where it
-            has been traced so.
+        on_a_batch_of_one: traces the loss as one for a batch; None where it has been traced so.
 
     Raises:
         ValueError: the loss uses an old `eqx.nn.State`; or it is written for a batch.

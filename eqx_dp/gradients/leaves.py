@@ -33,7 +33,7 @@ from .sites.site import outer_products
 from .taps import Site
 from .views import shape_of
 
-Way: TypeAlias = Literal["ghost", "kept", "whole", "unused"]
+Way: TypeAlias = Literal["inner_products", "kept", "whole", "unused"]
 
 _MATRICES: tuple[MatrixKind, ...] = (contraction, convolution)
 

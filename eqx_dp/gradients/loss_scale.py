@@ -1,7 +1,6 @@
 """What each example's loss is multiplied by before the backward pass: powers of two."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -42,13 +41,7 @@ class LossScaling(NamedTuple):
     def __call__(
         self, params: list[Array], frozen: list[Array], examples: list[Array]
     ) -> Float[Array, " batch"] | None:
-        """One scale an example; None where nothing is scaled.
-
-        Args:
-            params: the trainable leaves.
-            frozen: the other arrays of the model.
-            examples: the leaves of a batch, examples in front.
-        """
+        """One scale an example of a batch; None where nothing is scaled."""
         probe = self.probe
         if probe is not None:
             scale_of = jax.vmap(lambda example: probe.scale(params, frozen, example))
@@ -163,7 +156,19 @@ def _bounded(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
     if site.kind.name not in ("lookup", "shift"):
         data = jax.lax.stop_gradient(inputs[1 - site.operand])
         data = jnp.max(jnp.abs(data), initial=0).astype(jnp.float32)
-    return _watched(_summed(site, result.ndim), result, tap, data), ()
+    summed = _summed(site, result.ndim)
+
+    @jax.custom_vjp
+    def watched(result: Array, tap: Array, data: Array) -> Array:
+        del tap, data
+        return result
+
+    def backward(data: Array, cotangent: Array) -> tuple[Array, Array, Array]:
+        met = jnp.sum(jnp.abs(cotangent.astype(jnp.float32)), summed)
+        return cotangent, data * jnp.max(met, initial=0), jnp.zeros_like(data)
+
+    watched.defvjp(lambda result, tap, data: (result, data), backward)
+    return watched(result, tap, data), ()
 
 
 def _summed(site: Site, ndim: int) -> tuple[int, ...]:
@@ -183,31 +188,6 @@ def _summed(site: Site, ndim: int) -> tuple[int, ...]:
         offset = params["dimension_numbers"].offset_dims
         return tuple(axis for axis in everything if axis not in offset)
     return everything
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(
-    summed: tuple[int, ...], result: Array, tap: Float[Array, ""], data: Float[Array, ""]
-) -> Array:
-    """The result as it is; the gradient of the tap is a bound on that of the parameter."""
-    del summed, tap, data
-    return result
-
-
-def _watched_forward(
-    summed: tuple[int, ...], result: Array, tap: Array, data: Array
-) -> tuple[Array, Array]:
-    return _watched(summed, result, tap, data), data
-
-
-def _watched_backward(
-    summed: tuple[int, ...], data: Array, cotangent: Array
-) -> tuple[Array, Array, Array]:
-    met = jnp.sum(jnp.abs(cotangent.astype(jnp.float32)), summed)
-    return cotangent, data * jnp.max(met, initial=0), jnp.zeros_like(data)
-
-
-_watched.defvjp(_watched_forward, _watched_backward)
 
 
 def probing_policy(policy: Policy) -> Policy:
@@ -233,15 +213,17 @@ def probing_inputs(inputs: Inputs) -> Inputs:
 
 def probed(values: list[Any]) -> list[Any]:
     """Arrays, or shapes of arrays, with float16 replaced by bfloat16."""
-    return [_to_bfloat16(x) if x.dtype == jnp.float16 else x for x in values]
+
+    def wide(x: Any) -> Any:
+        if x.dtype != jnp.float16:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, weak_type=x.weak_type)
+        return x.astype(jnp.bfloat16)
+
+    return list(map(wide, values))
 
 
-def _to_bfloat16(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, weak_type=x.weak_type)
-    return x.astype(jnp.bfloat16)
-
-
-def seed(loss: Float[Array, "*batch"], scale: Float[Array, "*batch"] | None) -> Array:
+def loss_cotangent(loss: Float[Array, "*batch"], scale: Float[Array, "*batch"] | None) -> Array:
     """The cotangent that a backward pass starts from."""
     return jnp.ones_like(loss) if scale is None else scale.astype(loss.dtype)

@@ -22,12 +22,7 @@ class NoScalar(ValueError):
 def check_output(
     output: Any, has_aux: bool, gradient: PyTree[Array]
 ) -> tuple[Float[Array, ""], PyTree[Any]]:
-    """Splits the user's output into loss and aux.
-
-    Args:
-        output: what the loss returned.
-        has_aux: whether that is a pair `(loss, aux)`.
-        gradient: a tree as what `eqx.filter_grad` would return, to know one by.
+    """Splits the user's output into loss and aux; `gradient` is as `eqx.filter_grad` returns it.
 
     Raises:
         ValueError: it is no pair where it should be one, or its loss is no real scalar.

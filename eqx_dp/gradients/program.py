@@ -97,12 +97,7 @@ class Inputs(NamedTuple):
 
 
 def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
-    """Traces the loss of one example.
-
-    Args:
-        fun: the user's loss, `fun(model, *example[, key=...])`.
-        options: how it is to be called.
-        inputs: what on.
+    """Traces the user's loss, `fun(model, *example[, key=...])`, on one example.
 
     Raises:
         ValueError: the loss is not a real scalar, does not return a pair where `has_aux` says so,
@@ -187,6 +182,25 @@ def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]
             return False, False
         return True, named.default is named.empty
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values()), False
+
+
+def check_key(fun: Callable[..., Any], num_batch_arguments: int, key: Any) -> None:
+    """Refuses a call that lacks the key that its loss takes, or has one that it does not take.
+
+    Raises:
+        ValueError: so it is.
+    """
+    can, must = takes_key(fun, 1 + num_batch_arguments)
+    if key is None and must:
+        raise ValueError(
+            "The loss takes a key and none was given: call with key=jax.random.key(...), a fresh "
+            "one every step. It is split into one key an example."
+        )
+    if key is not None and not can:
+        raise ValueError(
+            "A key was given, and the loss has no parameter named 'key' behind the batch. Add one "
+            "(fun(model, *example, key)) or leave the key out."
+        )
 
 
 def refuse_batch_norm(model: PyTree[Any]) -> None:

@@ -1,18 +1,16 @@
 """The bytes that a device needs for a private training step, before it runs."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
 from jaxtyping import PyTree
 
-from ..gradients import ClippedGrad, outline
-from ..gradients.outline import variant
+from ..gradients import ClippedGrad, checked_grad_fn
 from ..privacy import gaussian_privatizer, whole_number
-from ..shown import shown
 from .parts import DeviceBytes, bytes_of, device_bytes
-from .step import private_step
+from .step import planned_step
 from .textbook import TransformerShape
 
 
@@ -160,29 +158,23 @@ def plan_memory(
     Raises:
         ValueError: `grad_fn` is something else; and as `grad_fn`.
     """
-    if not isinstance(cast(object, grad_fn), ClippedGrad):
-        raise ValueError(
-            "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
-            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}."
-        )
     if device_memory is not None:
         whole_number("device_memory", device_memory, least=1, most=2**60)
+    checked_grad_fn(grad_fn)
     if optimizer is None:
         optimizer = _noise_and_descent(grad_fn)
-    step = private_step(grad_fn, model, batch, optimizer, key, method, microbatch_size)
-    with step.context():
-        of_step = variant(grad_fn, method=method, microbatch_size=microbatch_size)
-        found = outline(of_step, model, batch, key)
-    textbook = None
+    of_step = grad_fn.variant(method=method, microbatch_size=microbatch_size)
+    step = planned_step(of_step, model, batch, optimizer, key)
+    call, textbook = step.call, None
     if transformer is not None:
-        in_compute = sum(map(bytes_of, (*found.params, *found.frozen)))
-        textbook = transformer.activation_bytes(in_compute, found.at_once)
+        in_compute = sum(map(bytes_of, (*call.traced.params, *call.traced.frozen)))
+        textbook = transformer.activation_bytes(in_compute, call.at_once)
     return MemoryPlan(
-        device_bytes(step, grad_fn, found),
-        read_compiled(step.compile(step.trace())) if compiled else None,
-        found.method,
-        found.at_once,
-        found.num_examples,
+        device_bytes(step, grad_fn.policy),
+        read_compiled(step.compile()) if compiled else None,
+        call.choice.method,
+        call.at_once,
+        call.examples.num_examples,
         1 if step.rules is None else step.rules.mesh.size,
         step.platform,
         device_memory,

@@ -47,11 +47,11 @@ def texts_of(
     Raises:
         ValueError: `extra` lacks what the update wants.
     """
-    task = prepared.task
+    traced = prepared.traced
     with nullcontext() if rules is None else inside(rules):
-        loss = f"trained: {len(task.params)}\n{program_text(task.program.jaxpr)}"
+        loss = f"trained: {len(traced.params)}\n{program_text(traced.program.jaxpr)}"
     shapes = jax.tree.map(shape_of, params)
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, task.accumulate_dtype), shapes)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, traced.accumulate_dtype), shapes)
     return Texts(loss, _optimizer_text(optimizer, shapes, grads, jax.tree.map(shape_of, extra)))
 
 

@@ -120,7 +120,7 @@ def test_at_the_clip_norm_itself(method):
 
 @pytest.fixture
 def ghost(monkeypatch):
-    surveys.force(monkeypatch, "ghost")
+    surveys.force(monkeypatch, "inner_products")
 
 
 def shares(loss, model, attacks, policy=None):

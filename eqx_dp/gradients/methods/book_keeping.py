@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
-from ..loss_scale import seed
+from ..loss_scale import loss_cotangent
 from ..taps import Place, evaluate
-from .contract import ClippedSum, Task, clip_and_sum, held_gradient
+from .contract import ClippedSum, TracedLoss, clip_and_sum, held_gradient
 
 
 def clipped_sum(
-    task: Task, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    task: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
 ) -> ClippedSum:
     """Sums clipped gradients from the inputs and the cotangents of every site.
 
@@ -40,7 +40,7 @@ def clipped_sum(
 
 
 def _backward(
-    task: Task, example: list[Array], scale: Float[Array, ""] | None
+    task: TracedLoss, example: list[Array], scale: Float[Array, ""] | None
 ) -> tuple[Array, list[Array], dict[Place, Any], dict[Place, Array], dict[int, Array]]:
     """One example's loss, aux, what its sites keep, their cotangents, and gradients of the rest."""
 
@@ -55,5 +55,5 @@ def _backward(
     taps = {place: jnp.zeros(s.tap.shape, s.tap.dtype) for place, s in task.found.sites.items()}
     whole = {leaf: task.params[leaf] for leaf in task.found.whole}
     loss, pullback, (aux, kept) = jax.vjp(run, taps, whole, has_aux=True)
-    cotangents, grads = pullback(seed(loss, scale))
+    cotangents, grads = pullback(loss_cotangent(loss, scale))
     return loss, aux, kept, cotangents, grads

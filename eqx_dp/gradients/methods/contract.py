@@ -18,7 +18,7 @@ from ..program import Program
 from ..taps import Place, Survey
 
 
-class Task(NamedTuple):
+class TracedLoss(NamedTuple):
     """What stays the same from microbatch to microbatch.
 
     Attributes:
@@ -49,7 +49,9 @@ class Task(NamedTuple):
         probe = self.loss_scale.probe
         return [*self.program.jaxpr.consts, *(probe.program.jaxpr.consts if probe else ())]
 
-    def with_arrays(self, params: list[Array], frozen: list[Array], consts: list[Array]) -> "Task":
+    def with_arrays(
+        self, params: list[Array], frozen: list[Array], consts: list[Array]
+    ) -> "TracedLoss":
         """The same task with other arrays: those that live on one device."""
         own = len(self.program.jaxpr.consts)
         scaling, program = self.loss_scale, self.program.with_consts(consts[:own])
@@ -86,12 +88,12 @@ class ClippedSum(NamedTuple):
     aux: list[Array]
 
 
-Method: TypeAlias = Callable[[Task, list[Array], Bool[Array, " batch"]], ClippedSum]
+Method: TypeAlias = Callable[[TracedLoss, list[Array], Bool[Array, " batch"]], ClippedSum]
 """`method(task, examples, is_padding_example)`; the leaves of examples have examples in front."""
 
 
 def held_gradient(
-    task: Task,
+    task: TracedLoss,
     leaf: int,
     kept: dict[Place, Any],
     cotangents: dict[Place, Any],
@@ -135,7 +137,7 @@ class Clip(NamedTuple):
 
 
 def clip(
-    task: Task,
+    task: TracedLoss,
     norms: list[Float[Array, " batch"]],
     bounds: list[Float[Array, " batch"]],
     loss: Float[Array, " batch"],
@@ -182,7 +184,7 @@ def clip(
 
 
 def clip_and_sum(
-    task: Task,
+    task: TracedLoss,
     leaves: list[LeafGradient],
     loss: Float[Array, " batch"],
     aux: list[Array],
@@ -195,8 +197,8 @@ def clip_and_sum(
     the clip norm (`clip_factors` has the proof, from the bounds that `leaves` gives), and
     exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
     finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf's way is
-    `ghost`: nearer to the end of the range products lose digits to underflow, which no relative
-    bound makes up for; `gram_norms` says how many.)
+    `inner_products`: nearer to the end of the range products lose digits to underflow, which no
+    relative bound makes up for; `gram_norms` says how many.)
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
     with stage("norm"):

@@ -22,11 +22,11 @@ from ...precision import stage
 from ...programs import evaluated
 from ..clip import norm_error, norms
 from ..leaves import LeafGradient, from_per_example, leaf_gradient, per_example_gradients
-from ..loss_scale import seed
+from ..loss_scale import loss_cotangent
 from ..microbatches import over_microbatches
 from ..taps import Place, Site, evaluate, tapped
 from ..views import parameter_view
-from .contract import ClippedSum, Task, clip, held_gradient
+from .contract import ClippedSum, TracedLoss, clip, held_gradient
 
 _MEASURE = -1.0
 """In the place of a clip factor: not the sum is asked for, but the norm."""
@@ -76,7 +76,7 @@ class _Backward(NamedTuple):
 
 
 def clipped_sum(
-    task: Task, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    task: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
 ) -> ClippedSum:
     """Sums clipped gradients in a second pass that repeats the first.
 
@@ -129,7 +129,7 @@ def _is_measuring(factors: Float[Array, " batch"]) -> Bool[Array, ""]:
 
 
 def _backward(
-    task: Task, examples: list[Array], factors: list[Array], scales: Array | None
+    task: TracedLoss, examples: list[Array], factors: list[Array], scales: Array | None
 ) -> _Backward:
     """The cotangents of all taps, which bring the factors to the sites."""
     taps, axes = _taps(task, len(factors[0]))
@@ -159,16 +159,16 @@ def _backward(
         )
         for place, carrier in carriers.items()
     }
-    (cotangents,) = pullback((seed(loss, scales), at_sites))
+    (cotangents,) = pullback((loss_cotangent(loss, scales), at_sites))
     return _Backward(loss, aux, kept, cotangents)
 
 
-def _of_leaves(task: Task, found: _Backward, factors: list[Array]) -> list[_Tap]:
+def _of_leaves(task: TracedLoss, found: _Backward, factors: list[Array]) -> list[_Tap]:
     """What all leaves' cotangents are turned into, with respect to the leaves themselves."""
     return [_of_leaf(task, leaf, found, factors[group]) for leaf, group in enumerate(task.groups)]
 
 
-def _of_leaf(task: Task, leaf: int, found: _Backward, factors: Array) -> _Tap:
+def _of_leaf(task: TracedLoss, leaf: int, found: _Backward, factors: Array) -> _Tap:
     parameter, dtype = task.accumulated(leaf), task.accumulate_dtype
     cotangents, sites = found.cotangents["sites"], task.found.of(leaf)
     own = None
@@ -195,13 +195,13 @@ def _of_leaf(task: Task, leaf: int, found: _Backward, factors: Array) -> _Tap:
     return _tap(gradient, held, factors, _at_once(task, leaf, met, len(factors)))
 
 
-def _is_alone(task: Task, site: Site) -> bool:
+def _is_alone(task: TracedLoss, site: Site) -> bool:
     """Whether what it knows, slice by slice, is all that there is to know of its leaf."""
     alone = len(task.found.of(site.view.leaf)) == 1
     return alone and site.view.isometric and "time" not in site.scans
 
 
-def _is_small(task: Task, site: Site) -> bool:
+def _is_small(task: TracedLoss, site: Site) -> bool:
     formed, met = _sizes(site)
     return task.costs[site.view.leaf].way == "kept" and 8 * formed <= met
 
@@ -213,7 +213,7 @@ def _sizes(site: Site) -> tuple[int, int]:
     return math.prod(here.view.value.shape), met
 
 
-def _taps(task: Task, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _taps(task: TracedLoss, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Zeros for every site, and where each has examples in front: no total has."""
     dtype = task.accumulate_dtype
     sites: dict[Place, Any] = {}
@@ -245,7 +245,7 @@ def _of_slices(measured: Float[Array, "batch *slices 2"]) -> Float[Array, "batch
     return jnp.stack([norm, bound * (1 + error)], axis=-1)
 
 
-def _at_site(task: Task, site: Site, inputs: list[Any], tap: Any) -> tuple[Array, Any]:
+def _at_site(task: TracedLoss, site: Site, inputs: list[Any], tap: Any) -> tuple[Array, Any]:
     """The result of a site, and a zero whose cotangent brings the clip factor.
 
     Both depend on the tap, which every example has its own of: the cotangent of what all examples
@@ -288,7 +288,7 @@ def _is_data(site: Site, index: int, value: Any) -> bool:
     return not literal and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
 
 
-def _alone(task: Task, site: Site) -> Callable[[Any, Array, Any], _Own]:
+def _alone(task: TracedLoss, site: Site) -> Callable[[Any, Array, Any], _Own]:
     """From what one example keeps and its cotangent to its gradient."""
     here, dtype = _inside(site), task.accumulate_dtype
     view = jax.ShapeDtypeStruct(here.view.value.shape, dtype)
@@ -303,7 +303,7 @@ def _alone(task: Task, site: Site) -> Callable[[Any, Array, Any], _Own]:
     return of_one
 
 
-def _in_batch(task: Task, site: Site) -> Callable[[Any, Array, Array], _Tap]:
+def _in_batch(task: TracedLoss, site: Site) -> Callable[[Any, Array, Array], _Tap]:
     """From what one example keeps, its cotangent and its factor to norms and weighted sum.
 
     It speaks of one example, as everything inside of `vmap`, but sums over all of them: the total
@@ -384,12 +384,12 @@ def _inside(site: Site) -> Site:
     return site._replace(view=view, scans=(), tap=tap, kept=kept)
 
 
-def _at_once(task: Task, leaf: int, met: int, num_examples: int) -> int:
+def _at_once(task: TracedLoss, leaf: int, met: int, num_examples: int) -> int:
     """Of how many examples gradients are formed at once: they take a quarter of what they meet.
 
     A divisor of their number, since to fill up the last part everything would have to be copied.
     """
-    if task.costs[leaf].way == "ghost":
+    if task.costs[leaf].way == "inner_products":
         return num_examples
     fitting = num_examples * met // max(4 * task.params[leaf].size, 1)
     return max(

@@ -73,7 +73,7 @@ def check(
             values, kept, cotangents = jax.vmap(backward, (None, 0))(parameter, list(batch))
             uses = [(site, kept[place], cotangents[place]) for place, site in sites]
             results = {}
-            for way in ("kept", "ghost") if ghost else ("kept",):
+            for way in ("kept", "inner_products") if ghost else ("kept",):
                 leaf = leaf_gradient(shape, uses, way, np.dtype(np.float64))
                 results[way] = (
                     leaf.norm,

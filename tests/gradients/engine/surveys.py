@@ -60,11 +60,11 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
     def forced(found: Survey, leaf: int, parameter: Any) -> LeafCost:
         cost = leaf_cost(found, leaf, parameter)
-        if cost.way not in ("ghost", "kept"):
+        if cost.way not in ("inner_products", "kept"):
             return cost
         shape = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
         possible = has_ghost([site for _, site in found.of(leaf)], shape)
-        return cost._replace(way="ghost" if way == "ghost" and possible else "kept")
+        return cost._replace(way=way if possible else "kept")
 
     monkeypatch.setattr(clipped_grad, "leaf_cost", forced)
 

@@ -148,7 +148,7 @@ def test_agrees_with_the_oracle(name, monkeypatch):
     case = case_of(name)
     assert surveys.kinds(case)["['w']"] == CASES[name][2].split()
     assert ghosts(case)["['w']"]
-    surveys.force(monkeypatch, "ghost")
+    surveys.force(monkeypatch, "inner_products")
     agreement.check(case, by_leaf=True)
 
 
@@ -156,9 +156,9 @@ def test_a_stacked_transformer(monkeypatch):
     """The embedding is the head; between them a scan of checkpoints."""
     case = models.stacked_gpt()
     assert ghosts(case)[".embedding.weight"]
-    surveys.force(monkeypatch, "ghost")
+    surveys.force(monkeypatch, "inner_products")
     agreement.check(case, size=4, by_leaf=True)
-    assert costs(case)[".embedding.weight"].way == "ghost"
+    assert costs(case)[".embedding.weight"].way == "inner_products"
 
 
 # Uses that overlap in a way that has no name: those are added up, as they ever were.
@@ -193,7 +193,7 @@ def test_what_is_said_of_a_tied_embedding():
         dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0), case.model, *case.batch(3)
     ).rows
     assert row.kinds == ("lookup", "contraction")
-    assert row.way == "ghost"
+    assert row.way == "inner_products"
     assert row.reason == "2 uses, 8 steps: their inner products are cheaper than 54 entries"
 
 
@@ -212,7 +212,7 @@ def test_many_steps_are_added_up():
 
 
 def test_only_lookups_never_form_the_table():
-    assert costs(case_of("lookups"))["['w']"].way == "ghost"
+    assert costs(case_of("lookups"))["['w']"].way == "inner_products"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "convolution"])
@@ -222,5 +222,5 @@ def test_ghost_is_chosen(name):
     cost = costs(case)["['w']"]
     _, found = surveys.surveyed(case.loss, case.model, *case.batch(2))
     held = jax.tree.leaves([(site.tap, site.kept) for _, site in found.of(1)])
-    assert cost.way == "ghost"
+    assert cost.way == "inner_products"
     assert cost.bytes == sum(4 * shape.size for shape in held)
