@@ -95,6 +95,15 @@ class Facts(NamedTuple):
 NOTHING = Facts()
 
 
+class _Case(NamedTuple):
+    """One equation, and what is known where it stands."""
+
+    context: Context
+    equation: jex_core.JaxprEqn
+    inputs: list[Facts]
+    stage: str | None
+
+
 class PrecisionFlow(Flow[Facts]):
     """Follows clipped sums and noise through a step, and checks every equation against a policy.
 
@@ -137,30 +146,31 @@ class PrecisionFlow(Flow[Facts]):
     ) -> list[Facts]:
         """Checks one equation, and says what is known of its results."""
         name, stage, count = equation.primitive.name, stage_of(context.scope), len(equation.outvars)
+        case = _Case(context, equation, inputs, stage)
         if stage is not None:
             self.stages.add(stage)
         if stage == "loss" and self._rules:
             self._rules_met.update(rules_at(context.scope))
         if context.is_final:
             if name in CONTRACTIONS:
-                self._contraction(context, equation, stage)
+                self._contraction(case)
             if stage in _ACCUMULATING:
-                self._accumulates(context, equation, stage)
+                self._accumulates(case, stage)
             if name in _COLLECTIVES:
-                self._collective(context, equation, inputs, stage)
+                self._collective(case)
         if stage in _OF_MODEL:  # whatever sums were added to it
             return [NOTHING] * count
         if name in _DRAWS or stage == "bits":
             return [_drawn(context, equation)] * count
         if stage == "sum":
             return [Facts(clipped=True)] * count
-        noise = _noise_added(equation, inputs, stage)
+        noise = _noise_added(case)
         if noise is not None:
             if context.is_final:
-                self._addition(context, equation, noise)
+                self._addition(case, noise)
             if _is_everywhere(equation):
                 return [NOTHING]
-        return self._passed_on(context, equation, inputs, stage)
+        return self._passed_on(case)
 
     def carried(self, context: Context, variable: Any, fact: Facts) -> None:
         """Checks a total that microbatches are added to: it is wide."""
@@ -193,63 +203,58 @@ class PrecisionFlow(Flow[Facts]):
         amounts, times = self._counts.get(key, (0, 0))
         self._counts[key] = amounts + amount * context.times, times + context.times
 
-    def _contraction(
-        self, context: Context, equation: jex_core.JaxprEqn, stage: str | None
-    ) -> None:
+    def _contraction(self, case: _Case) -> None:
+        equation, scope = case.equation, case.context.scope
         operands = [w for v in equation.invars[:2] if (w := _width_of(v)) is not None]
         if len(operands) < 2:  # of integers
             return
-        shown = _STAGES.get(stage or "", "outside of the engine")
-        if stage == "loss":
-            known = [self._rules[m] for m in rules_at(context.scope) if m in self._rules]
+        shown = _STAGES.get(case.stage or "", "outside of the engine")
+        if case.stage == "loss":
+            known = [self._rules[m] for m in rules_at(scope) if m in self._rules]
             rule = known[-1] if known else None  # of the innermost module
-            shown = "backward" if is_backward(context.scope) else "forward"
-            self._runs_as_declared(context, equation, operands, rule, shown)
-            self._is_as_precise(context, equation, shown)
+            shown = "backward" if is_backward(scope) else "forward"
+            self._runs_as_declared(case, operands, rule, shown)
+            self._is_as_precise(case, shown)
             shown += "" if rule is None else f" in {rule.match}"
         flops = equation_flops(equation)
-        self._count(context, "contraction", shown, _product_of(operands), flops, "")
+        self._count(case.context, "contraction", shown, _product_of(operands), flops, "")
 
     def _runs_as_declared(
-        self,
-        context: Context,
-        equation: jex_core.JaxprEqn,
-        operands: list[Width],
-        rule: ModuleRule | None,
-        shown: str,
+        self, case: _Case, operands: list[Width], rule: ModuleRule | None, shown: str
     ) -> None:
         """A contraction in the loss is in the compute dtype.
 
         Going back through a contraction that was asked for a wide result, JAX itself mixes the
         compute dtype with the wider one: there, one side has to be in it.
         """
+        equation, line = case.equation, case.context.line
         if any(jnp.issubdtype(_dtype(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
         declared = self._compute if rule is None else _width(rule.compute_dtype)
         name = declared.name + ("" if rule is None else f" (in {rule.match})")
-        results = [_width_of(equation.outvars[0])]
-        narrower = [w.name for w in [*operands, *results] if w and w.narrower(declared)]
+        widths = [*operands, _width_of(equation.outvars[0])]
+        narrower = [width.name for width in widths if width and width.narrower(declared)]
         as_declared = [operand.name == declared.name for operand in operands]
         if narrower:
-            self._violation(shown, name, f"{narrower[0]}, narrower", context.line)
+            self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            self._violation(shown, name, f"{_product_of(operands)}, wider", context.line)
+            self._violation(shown, name, f"{_product_of(operands)}, wider", line)
 
-    def _is_as_precise(self, context: Context, equation: jex_core.JaxprEqn, shown: str) -> None:
+    def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
-        inside = narrowest_inside(equation)
+        inside = narrowest_inside(case.equation)
         if inside is None:
             return
         precision = self._policy.matmul_precision
-        of_float32 = any(_dtype(v) == jnp.float32 for v in equation.invars[:2])
+        of_float32 = any(_dtype(v) == jnp.float32 for v in case.equation.invars[:2])
         if not of_float32 or inside.digits < _KEPT[precision]:
             declared = f"matmul_precision {precision}"
-            self._violation(shown, declared, inside.name, context.line)
+            self._violation(shown, declared, inside.name, case.context.line)
 
-    def _accumulates(self, context: Context, equation: jex_core.JaxprEqn, stage: str) -> None:
+    def _accumulates(self, case: _Case, stage: str) -> None:
         """Between the gradients of single examples and their sum, what is computed is wide."""
-        name, shown = equation.primitive.name, _STAGES[stage]
-        before = None
+        equation, line, shown = case.equation, case.context.line, _STAGES[stage]
+        name, before = equation.primitive.name, None
         if equation.primitive is convert_element_type_p:
             before = _width_of(equation.invars[0])
         narrows = before is not None and not before.narrower(self._accumulate)
@@ -258,67 +263,55 @@ class PrecisionFlow(Flow[Facts]):
             if width is None:
                 continue
             if name in _SUMS and stage in ("sum", "microbatches"):
-                size, line = _size(variable), context.line
-                self._count(context, "sum over examples", shown, width.name, size, line)
+                kind, size = "sum over examples", _size(variable)
+                self._count(case.context, kind, shown, width.name, size, line)
             if narrows or name in _ARITHMETIC:
-                self._at_least(self._accumulate, width, shown, context.line)
+                self._at_least(self._accumulate, width, shown, line)
 
-    def _collective(
-        self,
-        context: Context,
-        equation: jex_core.JaxprEqn,
-        inputs: list[Facts],
-        stage: str | None,
-    ) -> None:
+    def _collective(self, case: _Case) -> None:
         """Where devices add up clipped sums, they do it wide."""
-        name, over_devices = equation.primitive.name, _STAGES["devices"]
-        for variable, facts in zip(equation.invars, inputs, strict=True):
+        name, line = case.equation.primitive.name, case.context.line
+        for variable, facts in zip(case.equation.invars, case.inputs, strict=True):
             width = _width_of(variable)
             if width is None:
                 continue
-            shown = over_devices if facts.clipped or stage == "devices" else "other"
-            size, line = _size(variable), context.line
-            self._count(context, "collective", f"{name}: {shown}", width.name, size, line)
+            is_ours = facts.clipped or case.stage == "devices"
+            shown = f"{name}: {_STAGES['devices'] if is_ours else 'other'}"
+            self._count(case.context, "collective", shown, width.name, _size(variable), line)
             if facts.clipped and name in _COLLECTIVE_SUMS:
-                self._at_least(self._accumulate, width, over_devices, line)
+                self._at_least(self._accumulate, width, _STAGES["devices"], line)
 
-    def _addition(self, context: Context, equation: jex_core.JaxprEqn, noise: Facts) -> None:
+    def _addition(self, case: _Case, noise: Facts) -> None:
         """Noise is drawn, scaled and added wide."""
-        variable, shown = equation.outvars[0], _STAGES["noise"]
+        variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
         width = _width_of(variable)
         if width is not None:
-            self._count(context, shown, shown, width.name, _size(variable), context.line)
-            self._at_least(self._noise, width, shown, context.line)
+            self._count(case.context, shown, shown, width.name, _size(variable), line)
+            self._at_least(self._noise, width, shown, line)
         narrowest, shown = noise.narrowest, _STAGES["draw"]
         for draw in sorted(noise.draws):
             dtype = f"{draw.bits} bits" if narrowest is None else narrowest.width.name
-            self._count(context, "draw", shown, dtype, draw.size, draw.line)
+            self._count(case.context, "draw", shown, dtype, draw.size, draw.line)
             if draw.bits <= self._noise.digits:
                 found = f"{draw.bits} random bits a number"
                 self._violation(shown, self._noise.name, found, draw.line)
         if narrowest is not None:
             self._at_least(self._noise, narrowest.width, shown, narrowest.line)
 
-    def _passed_on(
-        self,
-        context: Context,
-        equation: jex_core.JaxprEqn,
-        inputs: list[Facts],
-        stage: str | None,
-    ) -> list[Facts]:
+    def _passed_on(self, case: _Case) -> list[Facts]:
         """What is known of results that descend from operands.
 
         A clipped sum that came in as wide as declared must not be made narrower. (Inside the
         engine's own stages, `_accumulates` is the judge.)
         """
-        is_watched = context.is_final and stage not in _ACCUMULATING
-        is_watched = is_watched and self._has_wide_sum(equation, inputs)
-        if equation.primitive is select_n_p and any(facts != NOTHING for facts in inputs[1:]):
+        context, equation, found, _ = case
+        is_watched = context.is_final and case.stage not in _ACCUMULATING
+        is_watched = is_watched and self._has_wide_sum(case)
+        if equation.primitive is select_n_p and any(facts != NOTHING for facts in found[1:]):
             # A choice descends from what there is to choose, if anything is known of that.
-            inputs = inputs[1:]
-        found = inputs
-        if equation.primitive.name not in _SIDE_BY_SIDE or len(inputs) != len(equation.outvars):
-            found = [self.joined(inputs)] * len(equation.outvars)
+            found = found[1:]
+        if equation.primitive.name not in _SIDE_BY_SIDE or len(found) != len(equation.outvars):
+            found = [self.joined(found)] * len(equation.outvars)
         results: list[Facts] = []
         for variable, facts in zip(equation.outvars, found, strict=True):
             width = width_of_result(equation, variable)
@@ -332,12 +325,12 @@ class PrecisionFlow(Flow[Facts]):
             results.append(facts.through(width, context.line))
         return results
 
-    def _has_wide_sum(self, equation: jex_core.JaxprEqn, inputs: list[Facts]) -> bool:
+    def _has_wide_sum(self, case: _Case) -> bool:
         """Whether an equation is given a clipped sum as wide as declared, or in wide integers."""
-        widths = [width_of_number(_dtype(variable)) for variable in equation.invars]
+        widths = [width_of_number(_dtype(variable)) for variable in case.equation.invars]
         return any(
             facts.clipped and width is not None and not width.narrower(self._accumulate)
-            for facts, width in zip(inputs, widths, strict=True)
+            for facts, width in zip(case.inputs, widths, strict=True)
         )
 
 
@@ -347,13 +340,12 @@ def _drawn(context: Context, equation: jex_core.JaxprEqn) -> Facts:
     return Facts(draws=frozenset({Draw(context.line, int(bits), _size(variable))}))
 
 
-def _noise_added(
-    equation: jex_core.JaxprEqn, inputs: list[Facts], stage: str | None
-) -> Facts | None:
+def _noise_added(case: _Case) -> Facts | None:
     """What is known of the noise, where an equation adds some to a sum, or puts it beside one.
 
     Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
     """
+    _, equation, inputs, stage = case
     if equation.primitive.name not in _ADDITIONS | _JOINS or _width_of(equation.outvars[0]) is None:
         return None
     drawn = [

@@ -1,4 +1,4 @@
-"""Which dtype every module of a model computes in: a policy's module rules, held against the model.
+"""Which dtype every module of a model computes in: a policy's module rules, matched with the model.
 
 A rule describes modules, by path or by class. What it says holds for a module and all below it, as
 far as no other rule describes a module further in.
