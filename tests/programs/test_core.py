@@ -167,7 +167,7 @@ def test_a_program_gives_the_same_equation_by_equation(name):
 def test_constants_and_literals_are_read():
     program = jax.make_jaxpr(lambda x: (x + X * 2.5, 7.0, x))(X)
     found = run(program, [X])
-    np.testing.assert_allclose(found[0], 3.5 * X)
+    np.testing.assert_allclose(found[0], 3.5 * X, rtol=1e-6)
     assert found[1] == 7.0
     assert found[2] is X
 
