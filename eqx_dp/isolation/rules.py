@@ -23,9 +23,6 @@ Dimension: TypeAlias = Callable[[jex_core.JaxprEqn, int, int], int | None]
 """`rule(equation, operand, dim)`, the dimension of the results that takes its place, or None."""
 
 
-# Rules for the dimension along which examples stand.
-
-
 def _same(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int:
     return dim
 
@@ -129,11 +126,9 @@ def _window(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
 
 def _product(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     """Batch dimensions come first, then what is left of each operand."""
-    (contracted, batch) = equation.params["dimension_numbers"]
-    if dim in contracted[operand]:
-        return None
-    if dim in batch[operand]:
-        return batch[operand].index(dim)
+    contracted, batch = equation.params["dimension_numbers"]
+    if dim in contracted[operand] or dim in batch[operand]:
+        return batch[operand].index(dim) if dim in batch[operand] else None
     taken = {*contracted[operand], *batch[operand]}
     before = len(batch[0]) + sum(d not in taken for d in range(dim))
     if operand == 0:
@@ -202,6 +197,12 @@ def _gather_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int |
     return dim + (dim >= along)
 
 
+def _sum_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
+    """Over devices; and over dimensions, where vmap has mapped an axis of that name away."""
+    gone = [axis for axis in equation.params["axes"] if isinstance(axis, Integral)]
+    return None if dim in gone else dim - sum(axis < dim for axis in gone)
+
+
 def _callback(equation: jex_core.JaxprEqn, operand: int, dim: int) -> None:
     """A function on the host that is handed all examples at once may mix them."""
 
@@ -237,8 +238,7 @@ _DIMENSIONS: tuple[tuple[str, Dimension], ...] = (
         shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
         tanh threefry2x32 threefry4x32 philox2x32 philox4x32 random_clone random_seed xor zeta name
         nonbatchable nondifferentiable_backward sharding_constraint layout_constraint reshard
-        pvary pbroadcast ppermute psum psum_invariant pmax pmin slice dynamic_slice
-        dynamic_update_slice random_unwrap
+        ppermute slice dynamic_slice dynamic_update_slice random_unwrap pvary pbroadcast
         """,
         _same,
     ),
@@ -256,6 +256,7 @@ _DIMENSIONS: tuple[tuple[str, Dimension], ...] = (
     ("pure_callback ffi_call", _callback),
     ("random_bits random_gamma", _drawn("key<fry>")),
     ("random_fold_in random_split", _drawn("key<fry>", "key<rbg>")),
+    ("psum psum_invariant pmax pmin", _sum_of_all),
     ("all_gather all_gather_invariant", _gather_of_all),
     ("approx_top_k", _but("reduction_dimension")),
     ("bitcast_convert_type", _bitcast),
@@ -288,9 +289,11 @@ def _along(rule: Dimension) -> Rule:
         equation: jex_core.JaxprEqn, operand: int, apart: Apart, num_examples: int
     ) -> Apart | None:
         dim = rule(equation, operand, apart.dim)
-        length = shape_of(equation.invars[operand])[apart.dim]
+        if dim is None:
+            return None
+        before = shape_of(equation.invars[operand])[apart.dim : apart.dim + 1]
         # A dimension of another length was cut, or repeated.
-        if dim is None or any(shape_of(result)[dim] != length for result in equation.outvars):
+        if any(shape_of(result)[dim : dim + 1] != before for result in equation.outvars):
             return None
         return replace(apart, dim=dim)
 
