@@ -5,7 +5,6 @@ primitive lets them meet (sums over them, reverses them, cuts them). Primitives 
 are in `follow`. A primitive without a rule is taken to mix examples.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral
@@ -15,6 +14,7 @@ import jax.extend.core as jex_core
 
 from ..programs import inside, named
 from .dependence import Apart, shape_of
+from .folds import convolved, reshaped
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, int, Apart, int], Apart | None]
 """`rule(equation, operand, apart, num_examples)`, how examples are in the results, or None."""
@@ -31,7 +31,7 @@ def _but(name: str) -> Dimension:
     """All dimensions stay, and entries along those in a parameter meet."""
 
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-        return None if dim in _dims(equation.params[name]) else dim
+        return None if dim in _dims_of(equation, operand, name) else dim
 
     return rule
 
@@ -40,7 +40,7 @@ def _without(name: str) -> Dimension:
     """The dimensions in a parameter are gone, and what stood along them has met."""
 
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-        gone = _dims(equation.params[name])
+        gone = _dims_of(equation, operand, name)
         return None if dim in gone else dim - sum(axis < dim for axis in gone)
 
     return rule
@@ -48,6 +48,12 @@ def _without(name: str) -> Dimension:
 
 def _dims(value: Any) -> tuple[int, ...]:
     return tuple(map(int, value)) if isinstance(value, tuple) else (int(value),)
+
+
+def _dims_of(equation: jex_core.JaxprEqn, operand: int, name: str) -> list[int]:
+    """The dimensions of an operand that a parameter names; -1 is the last."""
+    rank = len(shape_of(equation.invars[operand]))
+    return [axis % rank for axis in _dims(equation.params[name])]
 
 
 def _leading(*core: int) -> Dimension:
@@ -300,59 +306,10 @@ def _along(rule: Dimension) -> Rule:
     return moved
 
 
-# Two primitives fold examples and others into one dimension.
-
-
-def _reshape(
-    equation: jex_core.JaxprEqn, operand: int, apart: Apart, num_examples: int
-) -> Apart | None:
-    """All entries stay in order, and are laid out in another shape."""
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    order = equation.params["dimensions"]
-    if order is not None:
-        before = tuple(before[axis] for axis in order)
-        apart = replace(apart, dim=order.index(apart.dim))
-    stride = apart.inner * math.prod(before[apart.dim + 1 :])
-    for dim, size in enumerate(after):
-        behind = math.prod(after[dim + 1 :])
-        is_inside = behind <= stride and stride * num_examples <= behind * size
-        if is_inside and stride % behind == 0 and size * behind % (stride * num_examples) == 0:
-            return Apart(dim, stride // behind)
-    return None
-
-
-def _convolution(
-    equation: jex_core.JaxprEqn, operand: int, apart: Apart, num_examples: int
-) -> Apart | None:
-    """Examples are among those of the convolution, among features of a filter, or in groups.
-
-    Each group meets no other, and all of it has to be one example's.
-    """
-    params, dim, inner = equation.params, apart.dim, apart.inner
-    numbers = params["dimension_numbers"]
-    spec = numbers.lhs_spec if operand == 0 else numbers.rhs_spec
-    size = shape_of(equation.invars[operand])[dim]
-    features_out = shape_of(equation.invars[1])[numbers.rhs_spec[0]]
-    example_axis, feature_axis = numbers.out_spec[:2]
-    if operand == 1:
-        return Apart(feature_axis, inner) if dim == spec[0] else None
-    if dim == spec[0]:
-        groups = params["batch_group_count"]
-        if size // groups % (inner * num_examples) == 0:
-            return Apart(example_axis, inner)
-    elif dim == spec[1]:
-        groups = params["feature_group_count"]
-    else:
-        return None
-    # From groups of entries that one example has to itself to the features made of them.
-    of_group, made = size // groups, features_out // groups
-    return Apart(feature_axis, inner // of_group * made) if inner % of_group == 0 else None
-
-
 RULES: dict[str, Rule] = {
     **{name: _along(rule) for names, rule in _DIMENSIONS for name in named(names)},
-    "reshape": _reshape,
-    "conv_general_dilated": _convolution,
+    "reshape": reshaped,
+    "conv_general_dilated": convolved,
 }
 
 WRITES = named("swap addupdate")
