@@ -4,6 +4,7 @@ A policy declares what dtype each stage uses, an engine clips the gradient of ev
 plan ties sampling, noise and accounting together. See README.md for a tour.
 """
 
+from .checks import PrecisionReport, check_precision
 from .gradients import (
     ClippedGrad,
     Explanation,
@@ -25,10 +26,8 @@ from .precision import (
     LossScale,
     ModuleRule,
     Policy,
-    PrecisionReport,
     apply_policy,
     available_policies,
-    check_precision,
     describe,
     load_policy,
     parse_policy,

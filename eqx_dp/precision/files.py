@@ -10,17 +10,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from .policy import (
-    LOSS_SCALE_KINDS,
-    MATMUL_PRECISIONS,
-    LossScale,
-    ModuleRule,
-    Policy,
-    float_dtype,
-    one_of,
-    refusal,
-    refusals_name,
-)
+from .policy import DTYPE_KEYS, LOSS_SCALE_KINDS, MATMUL_PRECISIONS, LossScale, ModuleRule, Policy
+from .refusals import float_dtype, one_of, refusal, refusals_name
 
 T = TypeVar("T")
 
@@ -110,14 +101,10 @@ def _read(source: Traversable) -> dict[str, object]:
 def _policy(content: dict[str, object], name: str) -> Policy:
     keys = ("description", "unsafe", "matmul_precision", "dtypes", "loss_scale", "modules")
     top = _Table("", content, keys)
-    dtypes = top.table("dtypes", ("params", "compute", "output", "accumulate", "noise"))
+    dtypes = top.table("dtypes", DTYPE_KEYS)
     precision = top.get("matmul_precision", str, "default")
     return Policy(
-        param_dtype=dtypes.dtype("params"),
-        compute_dtype=dtypes.dtype("compute"),
-        output_dtype=dtypes.dtype("output"),
-        accumulate_dtype=dtypes.dtype("accumulate"),
-        noise_dtype=dtypes.dtype("noise"),
+        *map(dtypes.dtype, DTYPE_KEYS),
         modules=[_module_rule(rule) for rule in top.tables("modules", ("match", "compute"))],
         loss_scale=_loss_scale(top),
         matmul_precision=one_of("matmul_precision", precision, MATMUL_PRECISIONS),

@@ -22,10 +22,11 @@ from .interpreter import (
     rematerialised,
     scanned,
     settled,
-    source_line,
     switched,
 )
-from .operations import loops, matmul_flops, primitives
+from .lines import own_line, source_line, written_in
+from .names import named
+from .operations import equation_flops, loops, matmul_flops, primitives
 
 __all__ = [
     "Call",
@@ -37,6 +38,7 @@ __all__ = [
     "at",
     "channels_last",
     "closed",
+    "equation_flops",
     "evaluated",
     "inside",
     "interpret",
@@ -44,7 +46,9 @@ __all__ = [
     "looped",
     "loops",
     "matmul_flops",
+    "named",
     "open_jaxpr",
+    "own_line",
     "primitives",
     "programs_of",
     "rematerialised",
@@ -52,4 +56,5 @@ __all__ = [
     "settled",
     "source_line",
     "switched",
+    "written_in",
 ]

@@ -80,11 +80,6 @@ def at(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
     return source_info_util.user_context(said.traceback, name_stack=scopes)
 
 
-def source_line(equation: jex_core.JaxprEqn) -> str:
-    """The user's line that an equation comes from, for an error."""
-    return source_info_util.summarize(equation.source_info)
-
-
 def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation as it is, on the values of its operands, literals included."""
     values = {

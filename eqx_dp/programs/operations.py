@@ -30,7 +30,7 @@ def matmul_flops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
     `while_loop` once (how often it runs is not known), a `cond` as its largest branch, and a
     `shard_map` for all of its devices.
     """
-    return sum(map(_of_equation, open_jaxpr(program).eqns))
+    return sum(map(equation_flops, open_jaxpr(program).eqns))
 
 
 def primitives(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> frozenset[str]:
@@ -54,11 +54,14 @@ def loops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> Iterator[str]:
             yield from loops(held)
 
 
-def _of_equation(equation: jex_core.JaxprEqn) -> int:
+def equation_flops(equation: jex_core.JaxprEqn) -> int:
+    """Those of one equation, and of all that it holds."""
     if equation.primitive is dot_general_p:
         return _contraction(equation)
     if equation.primitive is conv_general_dilated_p:
         return _convolution(equation)
+    if equation.primitive.name == "ragged_dot_general":
+        return _ragged(equation)
     match inside(equation):
         case Call(body=body) | LinearSolve(solve=body):
             return matmul_flops(body)
@@ -79,6 +82,13 @@ def _contraction(equation: jex_core.JaxprEqn) -> int:
     left: Any = equation.invars[0].aval
     result: Any = equation.outvars[0].aval
     return 2 * math.prod(result.shape) * math.prod(left.shape[axis] for axis in contracted)
+
+
+def _ragged(equation: jex_core.JaxprEqn) -> int:
+    """As if every row met one group."""
+    left: Any = equation.invars[0].aval
+    result: Any = equation.outvars[0].aval
+    return 2 * math.prod(result.shape) * left.shape[-1]
 
 
 def _convolution(equation: jex_core.JaxprEqn) -> int:

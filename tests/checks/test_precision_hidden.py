@@ -24,7 +24,7 @@ def summed(x):
 
 def found(step, policy=MIXED):
     report = dp.check_precision(step, X, KEY, policy=policy)
-    assert all("test_report_hidden.py:" in row.where for row in report.violations)
+    assert all("test_precision_hidden.py:" in row.where for row in report.violations)
     return {(row.stage, row.declared, row.found) for row in report.violations}
 
 

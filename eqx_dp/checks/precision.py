@@ -1,85 +1,32 @@
-"""`check_precision`: a whole training step held against its policy, on its traced program."""
+"""`check_precision`: a whole training step is checked against its policy, on its traced program."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.extend.core as jex_core
 
-from .checks import Check, Use, Violation
+from ..precision import Policy, checked_policy
 from .feedback import next_arguments
-from .flow import NOTHING, Facts, Here, Walk
-from .policy import Policy, checked_policy
-
-
-class PrecisionReport(NamedTuple):
-    """What `check_precision` found; its `str` is a table.
-
-    Attributes:
-        policy: what the step was held against.
-        violations: a row for each thing that runs otherwise than declared, with its stage, what was
-            declared, what was found, and the source line.
-        summary: what runs in which dtype: FLOPs of contractions, every sum over examples, every
-            collective, every draw that feeds the noise, every addition of noise. What runs under
-            a module rule has a row of its own.
-        notes: what the check could not see, or what the policy gives away.
-    """
-
-    policy: Policy
-    violations: tuple[Violation, ...]
-    summary: tuple[Use, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything runs as declared."""
-        return not self.violations
-
-    def raise_if_violated(self) -> None:
-        """Does nothing if everything runs as declared.
-
-        Raises:
-            ValueError: if something does not; the message is the table.
-        """
-        if not self.ok:
-            raise ValueError(f"The step does not keep to its policy.\n{self}")
-
-    def __str__(self) -> str:
-        count = len(self.violations)
-        found = "as declared" if self.ok else f"{count} violation{'s' * (count != 1)}"
-        name = self.policy.name or "the policy"
-        lines = [f"{found}: {name} ({self.policy})", *(f"note: {note}" for note in self.notes)]
-        if self.violations:
-            lines += ["", *_table([("stage", "declared", "found", "where"), *self.violations])]
-        head = ("what", "stage", "dtype", "amount", "times", "where")
-        lines += ["", *_table([head, *map(_cells, self.summary)])]
-        return "\n".join(lines)
-
-
-def _cells(use: Use) -> tuple[str, ...]:
-    unit = "FLOPs" if use.kind == "contraction" else "numbers"
-    return use.kind, use.stage, use.dtype, f"{use.amount:.3g} {unit}", str(use.times), use.where
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+from .flow import Context
+from .precision_flow import NOTHING, Facts, PrecisionFlow
+from .precision_report import PrecisionReport
 
 
 def check_precision(
     fn: Callable[..., Any], *args: Any, policy: Policy, **kwargs: Any
 ) -> PrecisionReport:
-    """Holds a whole training step against a policy: clipped gradient, noise, update and all.
+    """Checks a whole training step against a policy: clipped gradient, noise, update and all.
 
     The step is traced, on shapes alone, and its program is read equation by equation, through
     `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing
     is compiled or computed. In a test:
 
-    ``python
+    ```python
     dp.check_precision(step, model, opt_state, *batch, policy=policy).raise_if_violated()
-    ``
+    ```
 
-    | stage | declared | what is held against it |
+    | stage | declared | what is checked |
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
     | the same | `matmul_precision` | the digits that they keep of float32 |
@@ -97,11 +44,11 @@ def check_precision(
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
     of parameters to their storage dtype) is post-processing and not checked. The pass by which a
-    `per_example` loss scale is chosen is counted (`loss scale probe`) and not held against
-    anything, since it changes no gradient.
+    `per_example` loss scale is chosen is counted (`loss scale probe`) and not
+    checked, since it changes no gradient.
 
-    Inside a module that a rule of the policy matches, forward and backward are held against the
-    rule's dtype; everywhere else against the policy's, also where such a module's parameter is
+    Inside a module that a rule of the policy matches, forward and backward are checked against
+    the rule's dtype; everywhere else against the policy's, also where such a module's parameter is
     read and used outside of the module. A rule under which nothing runs is a violation: the step
     was built without it, or does not call the modules that it is for.
 
@@ -120,7 +67,7 @@ def check_precision(
     For the last, a result that holds an un-noised sum is taken to come back in the next call as the
     argument at its place: `state` of `step(model, state, *batch)` that returns `(model,
     state)`, of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and
-    callbacks are held against the noise as they are against the sum. Functions that take floats
+    callbacks are checked for the noise as they are for the sum. Functions that take floats
     apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the
     power of two in their place.
 
@@ -132,7 +79,7 @@ def check_precision(
     bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
     in another function); one that goes through a mutable reference; what a compiler makes of the
     program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
-    what a sum goes through after a dither of one's own is not held against anything. Of a `while`
+    what a sum goes through after a dither of one's own is not checked. Of a `while`
     loop one step is counted, of a `cond` all branches.
 
     Args:
@@ -154,40 +101,34 @@ def check_precision(
     if declared is None:
         raise ValueError("policy is None: give the policy that the step was built with.")
     program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    check, outputs = _walked(program.jaxpr, declared, next_arguments(args, kwargs, results))
-    if not check.stages:
+    flow, outputs = _followed(program.jaxpr, declared, next_arguments(args, kwargs, results))
+    if not flow.stages:
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise ValueError(
             f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
             "nor a privatizer. Pass the whole training step."
         )
-    check.idle_rules()
-    uses = sorted(Use(*key[:3], *found, key[3]) for key, found in check.uses.items())
-    notes = _notes(declared, check, any(facts.clipped for facts in outputs))
-    return PrecisionReport(declared, tuple(check.violations), tuple(uses), notes)
+    flow.idle_rules()
+    notes: list[str] = []
+    if declared.unsafe:
+        notes.append("the policy is unsafe: the privacy guarantee does not hold")
+    if "sum" not in flow.stages:
+        notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
+    if any(facts.clipped for facts in outputs):
+        notes.append("a clipped sum, or what is made of it, is returned without noise")
+    return PrecisionReport(declared, tuple(flow.violations), flow.operations, tuple(notes))
 
 
-def _walked(
+def _followed(
     program: jex_core.Jaxpr, policy: Policy, returns: list[list[int]]
-) -> tuple[Check, list[Facts]]:
-    """Walks through call after call, until no un-noised sum comes back that had not before."""
+) -> tuple[PrecisionFlow, list[Facts]]:
+    """Goes through call after call, until no un-noised sum comes back that had not before."""
     inputs = [NOTHING] * len(program.invars)
     while True:
-        check = Check(policy)
-        outputs = Walk(check).jaxpr(program, inputs, Here())
+        flow = PrecisionFlow(policy)
+        outputs = flow.program(program, inputs, Context())
         back = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
         before = {i for i, facts in enumerate(inputs) if facts.clipped}
         if back <= before:
-            return check, outputs
+            return flow, outputs
         inputs = [Facts(clipped=i in back | before) for i in range(len(inputs))]
-
-
-def _notes(policy: Policy, check: Check, leaves_without_noise: bool) -> tuple[str, ...]:
-    notes: list[str] = []
-    if policy.unsafe:
-        notes.append("the policy is unsafe: the privacy guarantee does not hold")
-    if "sum" not in check.stages:
-        notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
-    if leaves_without_noise:
-        notes.append("a clipped sum, or what is made of it, is returned without noise")
-    return tuple(notes)

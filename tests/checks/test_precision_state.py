@@ -9,7 +9,7 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.precision import stage
 from tests import models
-from tests.precision.test_report import training_step
+from tests.checks.test_precision import training_step
 
 MIXED = dp.load_policy("mixed_bfloat16")
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -34,7 +34,7 @@ def narrow(g):
 def found(step, *args):
     report = dp.check_precision(step, *args, X, KEY, policy=MIXED)
     assert any("returned without noise" in note for note in report.notes)
-    assert all("test_report_state.py:" in row.where for row in report.violations)
+    assert all("test_precision_state.py:" in row.where for row in report.violations)
     return {(row.stage, row.found) for row in report.violations}
 
 

@@ -1,4 +1,4 @@
-"""How wide a number format is."""
+"""How many digits a number format holds, and the results of an equation."""
 
 from typing import Any, NamedTuple
 
@@ -42,7 +42,12 @@ def width_of_number(dtype: Any) -> Width | None:
 
     Integers hold fixed-point numbers, whose scale stands in for an exponent.
     """
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+    if not is_integer(dtype):
         return width_of(dtype)
     bits = int(jnp.iinfo(dtype).bits)
     return Width(np.dtype(dtype).name, bits, bits)
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether a dtype is one of integers."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.integer)

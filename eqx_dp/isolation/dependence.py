@@ -1,6 +1,5 @@
-"""Where examples stand in a value of a batched program."""
+"""Which examples a value of a batched program depends on, and where they stand in it."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -50,42 +49,28 @@ class Mixed:
     line: str = ""
 
 
-Place: TypeAlias = Shared | Apart | Single | Mixed
+Dependence: TypeAlias = Shared | Apart | Single | Mixed
 
 SHARED = Shared()
-SINGLE = Single()
 
 
-def joined(places: list[Place], equation: jex_core.JaxprEqn) -> Place:
-    """The place of a value that may be any of several, or depends on all of them entry by entry."""
-    mixed = mixed_among(places)
+def joined(facts: list[Dependence], equation: jex_core.JaxprEqn) -> Dependence:
+    """That of a value that may be any of several, or depends on all of them entry by entry."""
+    mixed = mixed_among(facts)
     if mixed is not None:
         return mixed
-    found = {place for place in places if place != SHARED}
+    found = {fact for fact in facts if fact != SHARED}
     if len(found) > 1:
         return Mixed(equation)
     return next(iter(found), SHARED)
 
 
-def mixed_among(places: list[Place]) -> Mixed | None:
-    """The mixed one of several places; one that the engine did not want comes first."""
-    found = [place for place in places if isinstance(place, Mixed)]
-    return min(found, key=lambda place: place.is_wanted, default=None)
+def mixed_among(facts: list[Dependence]) -> Mixed | None:
+    """The mixed one of several; one that the engine did not want comes first."""
+    found = [fact for fact in facts if isinstance(fact, Mixed)]
+    return min(found, key=lambda fact: fact.is_wanted, default=None)
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
     """The shape of what a variable or a literal holds; of what is no array, ()."""
     return tuple(getattr(variable.aval, "shape", ()))
-
-
-def reshaped(
-    place: Apart, before: tuple[int, ...], after: tuple[int, ...], num_examples: int
-) -> Apart | None:
-    """Where examples are in an array whose entries are laid out in another shape, in order."""
-    stride = place.inner * math.prod(before[place.dim + 1 :])
-    for dim, size in enumerate(after):
-        behind = math.prod(after[dim + 1 :])
-        is_inside = behind <= stride and stride * num_examples <= behind * size
-        if is_inside and stride % behind == 0 and size * behind % (stride * num_examples) == 0:
-            return Apart(dim, stride // behind)
-    return None

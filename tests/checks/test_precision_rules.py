@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 import eqx_dp as dp
 from tests import models
-from tests.precision.test_report import check, training_step
+from tests.checks.test_precision import check, training_step
 from tests.sharding.losses import mesh_of
 
 BF16, F32 = jnp.bfloat16, jnp.float32

@@ -173,7 +173,7 @@ def test_a_sum_cast_down_before_the_noise():
     step = training_step(models.mlp(), MIXED, between=lambda g: g.astype(BF16).astype(F32))
     report = check(*step)
     assert found(report) == {("between clip and noise", "float32", "bfloat16")}
-    assert {"test_report.py" in row.where for row in report.violations} == {True}
+    assert {"test_precision.py" in row.where for row in report.violations} == {True}
 
 
 def test_noise_drawn_narrow_and_cast_up():
@@ -489,7 +489,7 @@ def test_the_table_says_it_all():
         "1 violation",
         "mixed_bfloat16",
         "between clip and noise",
-        "test_report.py",
+        "test_precision.py",
         "FLOPs",
     ):
         assert text in table

@@ -1,7 +1,7 @@
 """check_precision finds each kind of violation wherever in a program it happens.
 
 The steps are a few lines with the engine's marks, so that every kind can go through everything that
-JAX's programs are made of; the engine's own are in test_report.py.
+JAX's programs are made of; the engine's own are in test_precision.py.
 """
 
 import jax
@@ -67,7 +67,7 @@ elsewhere = pytest.mark.parametrize("elsewhere", ELSEWHERE.values(), ids=ELSEWHE
 def stages(step, *args):
     """The stages at which a step does not run as declared."""
     report = dp.check_precision(step, *args, policy=MIXED)
-    assert all("test_report_flow.py" in row.where for row in report.violations)
+    assert all("test_precision_flow.py" in row.where for row in report.violations)
     return {row.stage for row in report.violations}
 
 

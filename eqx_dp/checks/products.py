@@ -9,9 +9,10 @@ from typing import Any
 import jax.extend.core as jex_core
 from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
 
+from ..programs import named
 from .widths import Width, width_of
 
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+CONTRACTIONS = named("dot_general conv_general_dilated ragged_dot_general")
 
 # What an operand is rounded to, as algorithms are named; ANY_F8 is given the better of two worlds.
 _FORMATS = {
