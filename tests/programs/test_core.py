@@ -4,16 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core as jex_core
+from jax.extend.core import primitives as jax_primitives
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_dp.programs import (
+    PLACEMENTS,
+    RULE_PARAMS,
     Call,
     Cond,
     LinearSolve,
     Scan,
     ShardMap,
     While,
+    equations,
     evaluated,
     inside,
     interpret,
@@ -279,7 +283,44 @@ def test_flops_of_every_holder():
     assert flops(spread) == 2 * once  # each device does it
 
 
+def primitives_of(function, *inputs):
+    """The names of all primitives in a function's program, and of their parameters."""
+    program = jax.make_jaxpr(function)(*inputs)
+    return {e.primitive.name: set(e.params) for e in equations(program)}
+
+
+@jax.custom_jvp
+def with_tangent_rule(x):
+    return jnp.tanh(x)
+
+
+with_tangent_rule.defjvp(lambda primals, tangents: (with_tangent_rule(*primals), tangents[0]))
+
+
+def placed(x):
+    return jax.device_put(jax.sharding.reshard(x, P(None, "model")))
+
+
+def varies(x):
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.shard_map(
+        lambda x: jax.lax.pcast(x, "model", to="varying"),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P("model"),
+    )
+    return spread(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())))
+
+
 def test_names_are_those_of_the_installed_jax():
-    assert all(isinstance(name, str) for name in HOLDERS)
-    for function, kind in (*HOLDING.values(), (shard_map, ShardMap)):
-        assert isinstance(equation_of(function, kind, X), jex_core.JaxprEqn)
+    functions = [function for function, _ in HOLDING.values()]
+    functions += [shard_map, with_tangent_rule, varies]
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        found = primitives_of(placed, X)
+    for function in functions:
+        found |= primitives_of(function, X)
+    assert found["custom_jvp_call"] | found["custom_vjp_call"] >= RULE_PARAMS
+    with_objects = {jax_primitives.closed_call_p.name, jax_primitives.call_p.name}
+    assert found.keys() | with_objects >= HOLDERS
+    assert found.keys() >= PLACEMENTS
