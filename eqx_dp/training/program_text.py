@@ -194,19 +194,11 @@ def _rule(equation: jex_core.JaxprEqn) -> str:
 
     along = equation.outvars if is_pulled_back else variables
     try:
-        traced = jax.make_jaxpr(derivative)(list(map(_struct, variables)), list(map(_along, along)))
+        traced = jax.make_jaxpr(derivative)(
+            [variable.aval for variable in variables],
+            [cast(Any, variable.aval).to_tangent_aval() for variable in along],
+        )
     except Exception:  # the user's Python code, here without what it is otherwise called in
         rules = sorted(RULE_PARAMS & equation.params.keys())
         return str([_name(getattr(equation.params[rule], "f", rule)) for rule in rules])
     return _closed(traced.jaxpr, traced.consts, with_rules=False)
-
-
-def _struct(variable: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
-
-
-def _along(variable: Any) -> jax.ShapeDtypeStruct:
-    """A tangent, or a cotangent: of an integer, of the type that stands for there being none."""
-    is_float = jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    dtype = variable.aval.dtype if is_float else jax.dtypes.float0
-    return jax.ShapeDtypeStruct(variable.aval.shape, dtype)
