@@ -117,7 +117,7 @@ class ShardMap(NamedTuple):
         num_devices: how many there are along them.
         in_specs: how operands are cut, one a operand.
         out_specs: how results are put together.
-        check_vma: as `jax.shard_map` was told.
+        check_vma: as `jax.shard_map` was given it.
     """
 
     body: jex_core.ClosedJaxpr

@@ -75,7 +75,7 @@ def settled(
 def at(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
     """The context of an equation's line and named scopes.
 
-    What is evaluated in it is told in errors and profiles as the equation is. A scope around a
+    Errors and profiles name the same line for what is evaluated in it. A scope around a
     jitted function, a scan or a jax.checkpoint is known to that equation alone.
     """
     said = equation.source_info

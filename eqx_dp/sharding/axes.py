@@ -25,6 +25,11 @@ def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     )
 
 
+def named(axes: Sequence[str], kind: str = "") -> str:
+    """Axes, for an error."""
+    return f"the {kind}ax{'es' if len(axes) > 1 else 'is'} {', '.join(map(repr, axes))}"
+
+
 def example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
     """Checks the axes that examples are spread over, and returns them as a tuple."""
     if not isinstance(cast(object, examples), str | tuple | list):  # a set has no order

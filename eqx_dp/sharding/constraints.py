@@ -7,7 +7,7 @@ import jax.extend.core as jex_core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..programs import equations, has_rules, result_sharding, shardings, source_line
-from .axes import axes_of
+from .axes import axes_of, named
 from .rules import ShardingRules
 
 
@@ -114,7 +114,7 @@ class Constraint(NamedTuple):
         if not carries_examples and len(others) < len(axes):
             raise ValueError(
                 f"{self._described} spreads dimension {dimension}, which carries no examples, over "
-                f"{_named(axes)}, over which the rules spread examples "
+                f"{named(axes)}, over which the rules spread examples "
                 f"(examples={rules.examples}). Take these axes out of the spec: each device works "
                 "on its own examples, whole. To spread parameters or sums of gradients over these "
                 "axes, use ShardingRules(params=..., accumulators='examples')."
@@ -125,12 +125,8 @@ class Constraint(NamedTuple):
         if carries_examples and others and splits_examples:
             raise ValueError(
                 f"{self._described} spreads examples (dimension {dimension}) over "
-                f"{_named(others)}, which the rules do not name: examples={rules.examples}. Either "
+                f"{named(others)}, which the rules do not name: examples={rules.examples}. Either "
                 f"ShardingRules(mesh, examples={(*rules.examples, *others)!r}), or take "
-                f"{_named(others)} out of the spec."
+                f"{named(others)} out of the spec."
             )
         return others or None
-
-
-def _named(axes: tuple[str, ...]) -> str:
-    return f"the ax{'es' if len(axes) > 1 else 'is'} {', '.join(map(repr, axes))}"

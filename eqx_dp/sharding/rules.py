@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import equinox as eqx
@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from ..paths import dotted, matches
 from ..shown import shown
-from .axes import PathRule, axes_of, example_axes, only, path_rules
+from .axes import PathRule, axes_of, example_axes, named, only, path_rules
 
 T = TypeVar("T")
 
@@ -134,9 +134,7 @@ class ShardingRules:
                 f"matches. {_listed([name for name, _ in arrays])} A pattern describes the whole "
                 "path, and '**', between dots, stands for any number of parts."
             )
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.spec(path, leaf.shape) if _has_shape(leaf) else None, model
-        )
+        return _specs_of(self.spec, model)
 
     def spec(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The spec of one array.
@@ -184,13 +182,8 @@ class ShardingRules:
         Raises:
             ValueError: as [`spec`][].
         """
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: (
-                self.accumulator_spec(self.spec(path, leaf.shape), leaf.shape)
-                if _has_shape(leaf)
-                else None
-            ),
-            gradients,
+        return _specs_of(
+            lambda path, shape: self.accumulator_spec(self.spec(path, shape), shape), gradients
         )
 
     def shard(self, model: T) -> T:
@@ -236,7 +229,7 @@ class ShardingRules:
                 the number of examples (the message names a `pad_to` that works).
         """
 
-        def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        def spread(path: tuple[Any, ...], leaf: Any) -> Any:
             name = f"batch{jax.tree_util.keystr(path)}"
             if not _is_placeable(leaf) or _is_no_number(leaf.dtype):
                 found = leaf.dtype if _is_placeable(leaf) else type(leaf).__name__
@@ -251,7 +244,7 @@ class ShardingRules:
             self._check_divides(leaf.shape[0], parts, name)
             return self.place(leaf, self.example_spec) if is_whole else self._joined(leaf)
 
-        return cast(T, jax.tree_util.tree_map_with_path(place, batch))
+        return cast(T, jax.tree_util.tree_map_with_path(spread, batch))
 
     def check_examples(self, num_examples: int) -> None:
         """Refuses a number of examples that the example axes do not divide.
@@ -268,14 +261,11 @@ class ShardingRules:
         if num_examples % parts:
             raise ValueError(
                 f"{name} has {num_examples} examples, which do not divide over the {parts} devices "
-                f"of {self._told_axes()}. Pad it: a sampler with pad_to={parts} gives a multiple "
-                f"(plan.sampler(..., pad_to={parts})), here {-(-num_examples // parts) * parts}, "
-                "and is_padding_example marks the slots that were added."
+                f"of {named(self.examples, 'example ')}. Pad it: a sampler with pad_to={parts} "
+                f"gives a multiple (plan.sampler(..., pad_to={parts})), here "
+                f"{-(-num_examples // parts) * parts}, and is_padding_example marks the slots that "
+                "were added."
             )
-
-    def _told_axes(self) -> str:
-        names = ", ".join(map(repr, self.examples))
-        return f"the example ax{'es' if len(self.examples) > 1 else 'is'} {names}"
 
     def local_shards(self) -> int:
         """How many parts of the examples the devices of this process hold."""
@@ -285,13 +275,10 @@ class ShardingRules:
         return int(np.sum(np.any(of_devices == jax.process_index(), axis=others)))
 
     def _place(self, tree: PyTree[Any], specs: PyTree[PartitionSpec | None]) -> PyTree[Any]:
-        # A spec is a leaf, None where there is no array.
-        leaves, structure = jax.tree.flatten(tree)
-        flat = structure.flatten_up_to(specs)
-        return structure.unflatten(
-            leaf if spec is None or not _is_placeable(leaf) else self.place(leaf, spec)
-            for leaf, spec in zip(leaves, flat, strict=True)
-        )
+        def of_leaf(spec: PartitionSpec | None, leaf: Any) -> Any:
+            return leaf if spec is None or not _is_placeable(leaf) else self.place(leaf, spec)
+
+        return jax.tree.map(of_leaf, specs, tree, is_leaf=lambda spec: spec is None)
 
     def place(self, leaf: Any, spec: PartitionSpec) -> Array:
         """Places one array; under `jit` this constrains it.
@@ -330,9 +317,9 @@ class ShardingRules:
     ) -> None:
         if len(spec) > len(shape):
             raise ValueError(
-                f"ShardingRules.params: {pattern!r} gives {_told(name)} the spec {spec}, which has "
-                f"{len(spec)} dimensions; the array has shape {shape}. Write a pattern that leaves "
-                "it out, or a rule for it in front."
+                f"ShardingRules.params: {pattern!r} gives {_array(name)} the spec {spec}, which "
+                f"has {len(spec)} dimensions; the array has shape {shape}. Write a pattern that "
+                "leaves it out, or a rule for it in front."
             )
         for dimension, entry in enumerate(spec):
             axes = axes_of(entry)
@@ -340,7 +327,7 @@ class ShardingRules:
             if shape[dimension] % parts:
                 raise ValueError(
                     f"ShardingRules.params: {pattern!r} spreads dimension {dimension} of "
-                    f"{_told(name)} over {', '.join(map(repr, axes))}, {parts} devices, which do "
+                    f"{_array(name)} over {', '.join(map(repr, axes))}, {parts} devices, which do "
                     f"not divide its length {shape[dimension]} (shape {shape}). Choose another "
                     "dimension or axis, or change the model's width."
                 )
@@ -357,6 +344,15 @@ def checked_rules(sharding: object) -> ShardingRules | None:
     raise ValueError(
         f"sharding must be a dp.ShardingRules, or None; found {shown(sharding)}. For a mesh write "
         "dp.ShardingRules(mesh, examples=('data',))."
+    )
+
+
+def _specs_of(
+    spec: Callable[[tuple[Any, ...], tuple[int, ...]], PartitionSpec], tree: PyTree[Any]
+) -> PyTree[PartitionSpec | None]:
+    """A tree of the specs of arrays, by path and shape; None where there is no array."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: spec(path, leaf.shape) if _has_shape(leaf) else None, tree
     )
 
 
@@ -381,7 +377,7 @@ def _is_whole(leaf: Any) -> bool:
     )
 
 
-def _told(name: str) -> str:
+def _array(name: str) -> str:
     return name or "the model, which is one array,"
 
 
