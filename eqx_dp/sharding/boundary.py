@@ -104,13 +104,14 @@ _OF_MESHES = ("evenly divide", "Context mesh", "context mesh", "should match", "
 def _explained(error: Exception, rules: ShardingRules, traced_on: str) -> str | None:
     """What an error of JAX's about meshes or lengths means for a loss; None of any other."""
     text = str(error)
-    if rules.is_explicit and (isinstance(error, AssertionError) or "lowering_platforms" in text):
+    is_bare = isinstance(error, AssertionError) and not text  # so JAX says it, under jax.set_mesh
+    if rules.is_explicit and (is_bare or "lowering_platforms" in text):
         return (
-            f"On Explicit axes, the loss cannot be traced on {traced_on}: it computes something at "
-            "once, as jax.ensure_compile_time_eval does (and so Equinox's enumerations, and "
-            f"diffrax), which JAX refuses where the example axes {rules.examples} have another "
-            "length than the mesh's: there they have length one. Make the mesh's axes Auto: "
-            f"jax.make_mesh(..., axis_types=...). JAX says: {text or type(error).__name__}"
+            f"On Explicit axes, the loss cannot be traced on {traced_on}: "
+            f"{text or 'an assertion fails, one of JAX or of the loss.'} JAX fails where the loss "
+            "computes something at once, as jax.ensure_compile_time_eval does (and so Equinox's "
+            f"enumerations, and diffrax), since the example axes {rules.examples} have length one "
+            "while it is traced. Make the mesh's axes Auto: jax.make_mesh(..., axis_types=...)."
         )
     if rules.is_explicit and any(word in text for word in _OF_MESHES):
         return (
@@ -119,8 +120,9 @@ def _explained(error: Exception, rules: ShardingRules, traced_on: str) -> str | 
             "theirs. A dimension that carries examples cannot be spread over an axis that the "
             "rules do not name: take the axis out of the spec, or add it to "
             "ShardingRules(examples=...). A sharding of the real mesh cannot be applied: pass "
-            "the PartitionSpec alone (jax.sharding.reshard(x, P('data'))). Pass arrays that "
-            "live on the mesh with the model or the batch; do not close over them."
+            "the PartitionSpec alone (jax.sharding.reshard(x, P('data'))), and no mesh to "
+            "jax.shard_map. Pass arrays that live on the mesh with the model or the batch; do not "
+            "close over them."
         )
     if "evenly divide" in text:
         return (

@@ -7,14 +7,14 @@ replaced by what is left of them, and on Explicit axes types lose their sharding
 axes are Auto.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..programs import (
     PLACEMENTS,
@@ -81,7 +81,7 @@ class Retrace(NamedTuple):
 
     def _spread(self, x: Any, spec: PartitionSpec | None) -> Any:
         """Spreads a value over the axes that there are inside."""
-        if spec is None or set(self.rules.mesh.axis_names) <= set(self.rules.examples):
+        if spec is None or AxisType.Auto not in self.mesh.axis_types:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
@@ -115,7 +115,13 @@ class Retrace(NamedTuple):
 
     def _traced(self, program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
         structs = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            jax.ShapeDtypeStruct(
+                aval.shape,
+                aval.dtype,
+                weak_type=aval.weak_type,
+                sharding=NamedSharding(self.mesh, PartitionSpec()),
+                manual_axis_type=aval.manual_axis_type,  # the axes of a shard_map around
+            )
             for aval in program.in_avals
         ]
         return closed(jax.make_jaxpr(lambda *inputs: self.run(program, inputs))(*structs))
@@ -149,7 +155,7 @@ class Retrace(NamedTuple):
                 "with specs that do not name the example axes."
             )
         mapped = jax.shard_map(
-            lambda *values: self.run(spread.body, values),
+            lambda *values: self._within(spread.axes).run(spread.body, values),
             mesh=self.mesh,
             in_specs=spread.in_specs,
             out_specs=list(spread.out_specs),
@@ -157,3 +163,16 @@ class Retrace(NamedTuple):
             check_vma=spread.check_vma,
         )
         return list(mapped(*inputs))
+
+    def _within(self, axes: Iterable[str]) -> "Retrace":
+        """The same, on a device of a shard_map over axes."""
+        manual = dict.fromkeys(axes, AxisType.Manual)
+
+        @contextmanager
+        def outside() -> Generator[None]:
+            with self.outside():
+                mesh = jax.sharding.get_abstract_mesh().update_axis_types(manual)
+                with jax.sharding.use_abstract_mesh(mesh):
+                    yield
+
+        return self._replace(mesh=self.mesh.update_axis_types(manual), outside=outside)

@@ -126,23 +126,6 @@ def of_a_linear_system(says):
     return lambda w, x: jnp.sum(solve(says.constrain(hidden(says, w, x), P("data"))) ** 2)
 
 
-def over_the_other_axis(says):
-    """A shard_map over the axis that the rules leave to the loss."""
-
-    def loss(w, x):
-        if not says.constrained:
-            return jnp.sum(jnp.tanh(x @ w) ** 2)
-        product = jax.shard_map(
-            lambda w, x: jax.lax.psum(x @ w, "model"),
-            in_specs=(P("model"), P(None, None, "model")),
-            out_specs=P(),
-            axis_names={"model"},
-        )
-        return jnp.sum(jnp.tanh(product(w, x)) ** 2)
-
-    return loss
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "make_loss",
@@ -153,7 +136,6 @@ def over_the_other_axis(says):
         with_integers,
         within_another,
         of_a_linear_system,
-        over_the_other_axis,
     ],
 )
 def test_a_derivative_on_a_mesh(make_loss, kind):
