@@ -25,7 +25,7 @@ def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     )
 
 
-def named(axes: Sequence[str], kind: str = "") -> str:
+def axes_text(axes: Sequence[str], kind: str = "") -> str:
     """Axes, for an error."""
     return f"the {kind}ax{'es' if len(axes) > 1 else 'is'} {', '.join(map(repr, axes))}"
 

@@ -7,7 +7,7 @@ import jax.extend.core as jex_core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..programs import equations, has_rules, result_sharding, shardings, source_line
-from .axes import axes_of, named
+from .axes import axes_of, axes_text
 from .rules import ShardingRules
 
 
@@ -114,7 +114,7 @@ class Constraint(NamedTuple):
         if not carries_examples and len(others) < len(axes):
             raise ValueError(
                 f"{self._described} spreads dimension {dimension}, which carries no examples, over "
-                f"{named(axes)}, over which the rules spread examples "
+                f"{axes_text(axes)}, over which the rules spread examples "
                 f"(examples={rules.examples}). Take these axes out of the spec: each device works "
                 "on its own examples, whole. To spread parameters or sums of gradients over these "
                 "axes, use ShardingRules(params=..., accumulators='examples')."
@@ -125,8 +125,8 @@ class Constraint(NamedTuple):
         if carries_examples and others and splits_examples:
             raise ValueError(
                 f"{self._described} spreads examples (dimension {dimension}) over "
-                f"{named(others)}, which the rules do not name: examples={rules.examples}. Either "
-                f"ShardingRules(mesh, examples={(*rules.examples, *others)!r}), or take "
-                f"{named(others)} out of the spec."
+                f"{axes_text(others)}, which the rules do not name: examples={rules.examples}. "
+                f"Either ShardingRules(mesh, examples={(*rules.examples, *others)!r}), or take "
+                f"{axes_text(others)} out of the spec."
             )
         return others or None

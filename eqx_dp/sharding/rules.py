@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from ..paths import dotted, matches
 from ..shown import shown
-from .axes import PathRule, axes_of, example_axes, named, only, path_rules
+from .axes import PathRule, axes_of, axes_text, example_axes, only, path_rules
 
 T = TypeVar("T")
 
@@ -261,7 +261,7 @@ class ShardingRules:
         if num_examples % parts:
             raise ValueError(
                 f"{name} has {num_examples} examples, which do not divide over the {parts} devices "
-                f"of {named(self.examples, 'example ')}. Pad it: a sampler with pad_to={parts} "
+                f"of {axes_text(self.examples, 'example ')}. Pad it: a sampler with pad_to={parts} "
                 f"gives a multiple (plan.sampler(..., pad_to={parts})), here "
                 f"{-(-num_examples // parts) * parts}, and is_padding_example marks the slots that "
                 "were added."
