@@ -15,6 +15,7 @@ from .inside import (
     Scan,
     ShardMap,
     While,
+    equations,
     inside,
     open_jaxpr,
     programs_of,
@@ -35,23 +36,19 @@ def matmul_flops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
 
 def primitives(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> frozenset[str]:
     """The names of all primitives in a program."""
-    found: set[str] = set()
-    for equation in open_jaxpr(program).eqns:
-        found.add(equation.primitive.name)
-        found.update(*map(primitives, programs_of(equation)))
-    return frozenset(found)
+    return frozenset(equation.primitive.name for equation in equations(program))
 
 
 def loops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> Iterator[str]:
     """Names the loops of a program: every scan of more than one step, every while."""
-    for equation in open_jaxpr(program).eqns:
-        inner = inside(equation)
-        if isinstance(inner, Scan) and inner.length > 1:
-            yield f"a scan of {inner.length} steps"
-        elif isinstance(inner, While):
-            yield "a while_loop"
-        for held in programs_of(equation):
-            yield from loops(held)
+    for equation in equations(program):
+        match inside(equation):
+            case Scan(length=length) if length > 1:
+                yield f"a scan of {length} steps"
+            case While():
+                yield "a while_loop"
+            case _:
+                pass
 
 
 def equation_flops(equation: jex_core.JaxprEqn) -> int:
