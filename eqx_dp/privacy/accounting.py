@@ -82,36 +82,34 @@ def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
     """Epsilon of a run, what float64 may lose of delta paid for: infinite if that is all of it."""
     if run.steps == 0:
         return 0.0
-    left = delta_left(run, delta)
-    if noise_multiplier < LEAST_NOISE or left <= 0:
+    if noise_multiplier < LEAST_NOISE:
         return math.inf
     interval = discretization(run, noise_multiplier)
-    if interval > WIDEST_INTERVAL:
-        return math.inf
-    if run.sampling_prob == 1:
-        return _epsilon_without_sampling(run, noise_multiplier, left, interval)
-    # With the functions that PLDAccountant calls for `event_of`, and to the last bit what it gives.
-    # The losses of one step take it most of the time: they are kept for other numbers of steps.
-    losses = _kept_losses_of_step(run._replace(steps=1), noise_multiplier, interval)
-    composed = pld.identity(interval).compose(losses.self_compose(run.steps))
-    return float(composed.get_epsilon_for_delta(left))
+    return epsilon_at(run, noise_multiplier, delta_left(run, delta), interval)
 
 
-def rough_epsilon(run: Run, noise_multiplier: float, left: float, interval: float) -> float:
-    """Epsilon at another discretization than the plan's, to search by.
+def epsilon_at(
+    run: Run, noise_multiplier: float, left: float, interval: float, *, in_stages: bool = False
+) -> float:
+    """Epsilon at a discretization, to the last bit what PLDAccountant gives for `event_of`.
 
     Args:
         run: Of at least one step.
         noise_multiplier: At least `LEAST_NOISE`.
         left: By `delta_left`.
         interval: Of the discretization.
+        in_stages: Composes in two stages, which is faster for many steps: dp_accounting bounds the
+            range of a sum of many losses far too widely. Not to the last bit then.
     """
-    if interval > WIDEST_INTERVAL:
+    if left <= 0 or interval > WIDEST_INTERVAL:
         return math.inf
     if run.sampling_prob == 1:
-        return _epsilon_without_sampling(run, noise_multiplier, left, interval)
-    # In two stages: dp_accounting bounds the range of a sum of many losses far too widely.
-    losses = _losses_of_step(run, noise_multiplier, interval)
+        accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
+        return float(accountant.compose(event_of(run, noise_multiplier)).get_epsilon(left))
+    losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
+    if not in_stages:
+        composed = pld.identity(interval).compose(losses.self_compose(run.steps))
+        return float(composed.get_epsilon_for_delta(left))
     first = math.isqrt(run.steps)
     times, rest = divmod(run.steps, first)
     composed = losses.self_compose(first, 1e-15 / times).self_compose(times)
@@ -125,26 +123,18 @@ def delta_left(run: Run, delta: float) -> float:
     return delta - run.steps * ROUNDING_DELTA
 
 
-def _epsilon_without_sampling(
-    run: Run, noise_multiplier: float, left: float, interval: float
-) -> float:
-    accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
-    return float(accountant.compose(event_of(run, noise_multiplier)).get_epsilon(left))
-
-
+# They take PLDAccountant most of the time, and are the same for other numbers of steps.
+@functools.lru_cache(maxsize=4)
 def _losses_of_step(
-    run: Run, noise_multiplier: float, interval: float
+    step: Run, noise_multiplier: float, interval: float
 ) -> pld.PrivacyLossDistribution:
     """Privacy losses of one sampled step, in dp_accounting's terms: those of `event_of`."""
     return pld.from_gaussian_mechanism(
-        noise_multiplier * SENSITIVITY_OF_UNIT_NORM[run.relation],
+        noise_multiplier * SENSITIVITY_OF_UNIT_NORM[step.relation],
         value_discretization_interval=interval,
-        sampling_prob=run.sampling_prob,
-        neighboring_relation=run.relation,
+        sampling_prob=step.sampling_prob,
+        neighboring_relation=step.relation,
     )
-
-
-_kept_losses_of_step = functools.lru_cache(maxsize=4)(_losses_of_step)
 
 
 def discretization(run: Run, noise_multiplier: float) -> float:

@@ -11,8 +11,8 @@ from .accounting import (
     Run,
     delta_left,
     discretization,
+    epsilon_at,
     epsilon_of,
-    rough_epsilon,
 )
 
 _MOST_NOISE = 1e15
@@ -46,7 +46,7 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
 
     def rough(noise_multiplier: float, power: float) -> float:
         interval = _coarse_interval(run, noise_multiplier, power)
-        return rough_epsilon(run, noise_multiplier, delta_left(run, delta), interval)
+        return epsilon_at(run, noise_multiplier, delta_left(run, delta), interval, in_stages=True)
 
     tolerance = _tolerance(run, delta)
     point, changes = _Point(math.log(_guess(run, delta, budget)), -1.0), [0.0]

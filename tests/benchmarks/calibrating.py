@@ -86,9 +86,14 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def line(name: str, asked: dict[str, Any], repeats: int) -> tuple[str, ...]:
-    ours, peer = (functools.partial(f, asked) for f in (calibrated, calibrated_by_dp_accounting))
-    contenders = {"ours": ours} if name in ALONE else {"ours": ours, "peer": peer}
-    noise = {contender: run() for contender, run in contenders.items()}
+    noise: dict[str, float] = {}
+
+    def calibrate(contender: str, find: Callable[[dict[str, Any]], float]) -> None:
+        noise[contender] = find(asked)
+
+    contenders = {"ours": functools.partial(calibrate, "ours", calibrated)}
+    if name not in ALONE:
+        contenders["peer"] = functools.partial(calibrate, "peer", calibrated_by_dp_accounting)
     seconds = interleaved(contenders, repeats, seconds_of)
     cells = (name, f"{noise['ours']:.6g}", f"{min(seconds['ours']):.2f}")
     if name in ALONE:
@@ -116,14 +121,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m tests.benchmarks.calibrating",
         description="Time of PrivacyPlan.calibrate beside dp_accounting.calibrate_dp_mechanism.",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--tiny", action="store_true", help="only to see that everything works")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     options = parser.parse_args(argv)
     plans = TINY if options.tiny else BESIDE_PEER | ALONE
-    rows = [line(name, plan, options.repeats) for name, plan in plans.items()]
+    console, rows = Console(width=160), list[tuple[str, ...]]()
+    for name, plan in plans.items():
+        console.print(f"calibrating: {name}", style="dim")
+        rows.append(line(name, plan, options.repeats))
     table = report.Cells("Calibration", _COLUMNS, rows)
-    Console(width=160).print(report.for_terminal(table))
+    console.print(report.for_terminal(table))
     if options.markdown is not None:
         told = ["--repeats", str(options.repeats), "--markdown", str(options.markdown)]
         report.write_markdown(

@@ -52,8 +52,11 @@ def test_budget_out_of_reach_is_refused():
 @pytest.mark.parametrize("factor", [0.5, 0.9995, 1.0005, 2.0])
 def test_the_plans_word_counts(factor, monkeypatch):
     """Whatever the search by coarse discretizations finds."""
-    rough_epsilon = calibration.rough_epsilon
-    monkeypatch.setattr(calibration, "rough_epsilon", lambda *args: factor * rough_epsilon(*args))
+    monkeypatch.setattr(
+        calibration,
+        "epsilon_at",
+        lambda *args, in_stages: factor * accounting.epsilon_at(*args, in_stages=in_stages),
+    )
     plan = PrivacyPlan.calibrate(epsilon=0.5, delta=1e-5, sampling_prob=0.05, steps=200)
     assert 0.4995 <= plan.epsilon() <= 0.5
     little = dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier / 1.0002)
@@ -76,12 +79,12 @@ def test_little_is_accounted_for_finely(request_, monkeypatch):
         fine.append(args)
         return accounting.epsilon_of(*args)
 
-    def rough_epsilon(run, noise_multiplier, left, interval):
+    def epsilon_at(run, noise_multiplier, left, interval, in_stages):
         rough.append(interval / accounting.discretization(run, noise_multiplier))
-        return accounting.rough_epsilon(run, noise_multiplier, left, interval)
+        return accounting.epsilon_at(run, noise_multiplier, left, interval, in_stages=in_stages)
 
     monkeypatch.setattr(calibration, "epsilon_of", epsilon_of)
-    monkeypatch.setattr(calibration, "rough_epsilon", rough_epsilon)
+    monkeypatch.setattr(calibration, "epsilon_at", epsilon_at)
     PrivacyPlan.calibrate(**request_)
     assert len(fine) <= 2
     assert sum(1 / factor for factor in rough) < 2
