@@ -12,29 +12,20 @@ from jaxtyping import PRNGKeyArray
 
 from ..precision import Policy
 from ..sharding import ShardingRules
-from .accounting import (
-    ROUNDING_DELTA,
-    Run,
-    check_relation,
-    epsilon_of,
-    event_of,
-    least_noise,
-)
-from .arguments import (
-    checked_delta,
-    checked_noise_multiplier,
-    real_number,
-    sampling_probability,
-    whole_number,
-)
-from .clipped_sum import ClippedSum, SampledSum, agreed_with, checked_sensitivity
+from .accounting import ROUNDING_DELTA, Run, check_relation, epsilon_of, event_of
+from .arguments import real_number, sampling_probability, whole_number
+from .calibration import least_noise
 from .keys import Secret, public_bytes
 from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
 from .sample_size import Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
+from .sensitivity import HasSensitivity, TakesSamples, agreed_with, checked_sensitivity
 
 _MOST_STEPS = 2**53
+_DELTA_WANTED = (
+    "between 0 and 1, both excluded (well below 1 / number of examples to mean anything)"
+)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -45,26 +36,27 @@ class PrivacyPlan:
     from it, and `epsilon` accounts for exactly those: `steps` steps, each of which draws examples
     by Poisson sampling and releases the sum of their clipped gradients plus Gaussian noise. All
     accounting is that of dp_accounting, by privacy loss distributions (Koskela et al. 2020;
-    Doroshenko et al. 2022), rounded so that epsilon is never too small. What float64 may round the
-    other way, up to 2^-51 of delta a step, is taken from delta first.
+    Doroshenko et al. 2022), rounded so that epsilon is never too small. float64 may round the other
+    way, by at most 2^-51 of delta a step; so much is taken from delta first.
 
     **Noise multiplier** is standard deviation / sensitivity. The sensitivity is `l2_norm_bound`
     of the gradients where an example is added, removed or zeroed out, and twice that where it is
-    replaced by any other. dp_accounting's privacy loss distributions divide by the norm bound, and
-    count for themselves that replacement moves two gradients; so `GaussianDpEvent` gets twice the
-    noise multiplier for `REPLACE_ONE`. Without sampling (probability 1) one noise multiplier
-    therefore means one and the same epsilon under every relation.
+    replaced by any other. dp_accounting divides by the norm bound instead, and counts for itself
+    that replacement moves two gradients: `GaussianDpEvent` gets twice the noise multiplier for
+    `REPLACE_ONE`. Without sampling (probability 1) one noise multiplier therefore means the same
+    epsilon under every relation.
 
     **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, the seed and
     key being secret, is (`epsilon(k)`, `delta`)-differentially private under
     `neighboring_relation`, up to what finite precision falls short of (see `gaussian_privatizer`).
-    `delta` is the total: batches that overflow are paid for out of it (`overflow_delta`). A run of
-    more steps than `steps` is outside the plan, and `epsilon` refuses to speak of it.
+    `delta` is the total: it pays for batches that overflow, too (`overflow_delta`). A run of more
+    steps than `steps` is outside the plan, and `epsilon` refuses it.
 
     | case | what happens |
     |---|---|
     | `noise_multiplier` is 0 | epsilon is infinite (after 0 steps it is 0) |
     | `noise_multiplier` below 0.001 | epsilon is given as infinite: too large to be computed |
+    | epsilon is in the tens of millions or beyond | the same |
     | `sampling_prob` is 1 | plain composition of Gaussian mechanisms |
     | `delta` is at most 2^-51 a step (4.4e-16) | refused: float64 cannot tell it from 0 |
     | `delta` is at least 1 / number of examples | `sampler` warns |
@@ -101,8 +93,10 @@ class PrivacyPlan:
         checked = {
             "sampling_prob": sampling_probability(sampling_prob),
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
-            "noise_multiplier": checked_noise_multiplier(noise_multiplier),
-            "delta": checked_delta(delta),
+            "noise_multiplier": real_number(
+                "noise_multiplier", noise_multiplier, lambda real: real >= 0, "at least 0"
+            ),
+            "delta": real_number("delta", delta, lambda real: 0 < real < 1, _DELTA_WANTED),
             "neighboring_relation": neighboring_relation,
         }
         for name, value in checked.items():
@@ -135,16 +129,14 @@ class PrivacyPlan:
             neighboring_relation: As for the plan.
 
         Returns:
-            The plan, with a noise multiplier within a factor of 1.0002 of the least that does; of
-            1.01 where delta is less than some 10 times what float64 may lose of it.
+            The plan. Its noise multiplier is at most 1.0002 times the least that keeps to the
+            budget; 1.01 times where delta is less than some 10 times what float64 may lose of it.
 
         Raises:
             ValueError: If epsilon is not a finite number above 0, another argument is refused as
                 for the plan itself, or the budget is out of reach or is met by hardly any noise.
         """
-        budget = real_number("epsilon", epsilon)
-        if budget <= 0:
-            raise ValueError(f"epsilon must be greater than 0; found {budget}.")
+        budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation)
         left = draft.delta - draft.overflow_delta()
         return dataclasses.replace(
@@ -176,9 +168,8 @@ class PrivacyPlan:
 
         Returns:
             An event for dp_accounting's accountants, made with the plan's neighboring relation.
-            Each reads it right or refuses it: `PLDAccountant` reads all; `RdpAccountant` refuses
-            those for `REPLACE_ONE`, for which it knows no Poisson sampling, and would read half the
-            sensitivity from a Gaussian mechanism without sampling.
+            `PLDAccountant` reads it right. `RdpAccountant` refuses it for `REPLACE_ONE`, under
+            which it knows no Poisson sampling, and else reads it right.
 
         Raises:
             ValueError: As for `epsilon`.
@@ -201,40 +192,10 @@ class PrivacyPlan:
     def overflow_delta(self, steps: SupportsIndex | None = None) -> float:
         """The part of delta that pays for batches cut to their capacity.
 
-        It is tau = `overflow_probability` a step: at most a thousandth of delta in all.
-
-        Accounting knows Poisson sampling without a cut. Why tau a step makes up for the cut:
-
-        Let P and Q be the releases of one step for neighboring data sets, x the example in which
-        they differ (absent, replaced or zeroed out on the other side), and B the draw from all the
-        others, the same on both sides. From P, of total mass 1, take away every B that does not fit
-        both batches, and the fraction q = `sampling_prob` of every B that fits but leaves no room
-        for x. With a capacity of c on both sides this is Pr(|B| > c) + q Pr(|B| = c): the
-        probability that a batch with x overflows, so at most tau. (Adding an example may raise the
-        capacity from c to c' > c; but then every B that fits c leaves room for x in c', and only
-        Pr(|B| > c) is taken away: at most tau, too.)
-
-        What is left of P is no worse, at every order of the hockey-stick divergence, than the
-        mechanism without a cut, held against the part of Q that comes from the same B. Where B has
-        room for x, both sides are just what that mechanism releases given B. Where it has none, P
-        keeps 1 - q of one Gaussian, and Q holds at least as much of the same one: nothing is told.
-        Mixing over B makes it no worse, since the divergence is jointly convex; nor does the rest
-        of Q, which only lowers the divergence. Mass is taken from P alone, and that is why no
-        factor of e^epsilon appears. What is kept of a batch that is cut, and how that is chosen,
-        never enters: all cuts are in what is taken from P, or in the rest of Q.
-
-        On several hosts a draw fits if every host has room for its part of it, and leaves room for
-        x if the host that owns x has room for one more; all else above stands as it is. Where x is
-        replaced or zeroed out, hosts own the same examples on both sides, and once more the
-        probability that a batch with x overflows is taken away. Where x is absent on one side, the
-        borders between hosts lie elsewhere there, and a draw from the others may fit either side
-        and not the other. What is taken away is then at most the probability that a batch overflows
-        on the one side plus that on the other; capacities on several hosts leave each of the two no
-        more than tau / 2, by the union bound over hosts (`PoissonSampler`).
-
-        Such measures of mass below 1 compose adaptively as distributions do (Zhu et al. 2022,
-        theorem 10, whose proof does not need total mass 1). From k steps of P at most k tau is
-        taken away, and delta bears it.
+        It is tau = `overflow_probability` a step: at most a thousandth of delta in all. Accounting
+        knows sampling without a cut. If k steps without a cut are (epsilon, delta)-differentially
+        private, k steps with it are (epsilon, delta + k tau)-differentially private; `overflow.md`
+        beside this module has the proof.
 
         Args:
             steps: As for `epsilon`.
@@ -266,7 +227,7 @@ class PrivacyPlan:
             num_examples: How many examples the data set holds (on all hosts together).
             seed: Secret, a number of any size or bytes, and the same on every host; see
                 `PoissonSampler`.
-            pad_to: Batches have a multiple of this many places (on each host).
+            pad_to: Batches have a multiple of this many slots (on each host).
             hosts: How many hosts draw, `jax.process_count()`.
             host: Which of them this one is, `jax.process_index()`.
             run: What tells this run from others with the same plan and seed; public.
@@ -297,7 +258,7 @@ class PrivacyPlan:
 
     def privatizer(
         self,
-        grad_fn: ClippedSum,
+        grad_fn: HasSensitivity,
         key: PRNGKeyArray | Secret,
         policy: Policy | None = None,
         sharding: ShardingRules | None = None,
@@ -328,7 +289,7 @@ class PrivacyPlan:
                 sharding rules; if the sensitivity is not finite, or not what the norm bound
                 implies under the plan's neighboring relation; and as for `gaussian_privatizer`.
         """
-        if not isinstance(cast(object, grad_fn), ClippedSum):
+        if not isinstance(cast(object, grad_fn), HasSensitivity):
             raise ValueError(
                 "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad "
                 "returned, before it is wrapped in jit or anything else: only that knows its "
@@ -341,7 +302,7 @@ class PrivacyPlan:
         privatizer = gaussian_privatizer(
             stddev=stddev, key=key, policy=policy, sharding=sharding, run=told_apart
         )
-        if self.sampling_prob < 1 and isinstance(grad_fn, SampledSum):
+        if self.sampling_prob < 1 and isinstance(grad_fn, TakesSamples):
             grad_fn.expect_samples(self.sampling)
         return privatizer
 
@@ -377,13 +338,13 @@ class PrivacyPlan:
     def _steps_taken(self, steps: SupportsIndex | None) -> int:
         if steps is None:
             return self.steps
-        taken = whole_number("steps", steps, least=0, most=_MOST_STEPS)
-        if taken > self.steps:
-            raise ValueError(
-                f"steps must be at most {self.steps}, for which the plan was made; found {taken}. "
-                "For a longer run make a new plan, before the run starts."
-            )
-        return taken
+        return whole_number(
+            "steps",
+            steps,
+            least=0,
+            most=self.steps,
+            advice=" For a longer run make a new plan, before the run starts.",
+        )
 
 
 def _warn_of_large_delta(delta: float, num_examples: int) -> None:

@@ -1,4 +1,4 @@
-"""The argument of `PrivacyPlan.overflow_delta`, put to numbers.
+"""The argument of `eqx_dp/privacy/overflow.md`, put to numbers.
 
 One step on a small data set of scalars, with a batch far too small: the densities of its release
 can be written out, cut batches included. What the plan claims of overflow, with the probability

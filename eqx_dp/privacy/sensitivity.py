@@ -1,4 +1,4 @@
-"""What a plan has to know of a function that sums clipped gradients."""
+"""What a plan asks of a function that sums clipped gradients."""
 
 import math
 from typing import Protocol, TypeVar, runtime_checkable
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class ClippedSum(Protocol):
-    """What a plan has to know of a function that `filter_clipped_grad` gives."""
+class HasSensitivity(Protocol):
+    """A function that sums clipped gradients, as `filter_clipped_grad` returns it."""
 
     @property
     def l2_norm_bound(self) -> float:
@@ -26,16 +26,16 @@ class ClippedSum(Protocol):
 
 
 @runtime_checkable
-class SampledSum(Protocol):
-    """A clipped sum that can be told that its batches are samples, and so have padding."""
+class TakesSamples(Protocol):
+    """Such a function that refuses a batch without its mask once it is told to expect samples."""
 
     def expect_samples(self, sampling: Sampling) -> None:
         """From now on, refuses calls that do not say which slots are padding."""
         ...
 
 
-def agreed_with(grad_fn: ClippedSum, name: str, given: T | None) -> T | None:
-    """What `grad_fn` was made with under a name, unless something else is given."""
+def agreed_with(grad_fn: HasSensitivity, name: str, given: T | None) -> T | None:
+    """What `grad_fn` was made with under a name, or what is given; not two different things."""
     own: T | None = getattr(grad_fn, name, None)
     if own is not None and given is not None and own != given:
         raise ValueError(
@@ -45,7 +45,7 @@ def agreed_with(grad_fn: ClippedSum, name: str, given: T | None) -> T | None:
     return own if given is None else given
 
 
-def checked_sensitivity(grad_fn: ClippedSum, relation: NeighboringRelation) -> float:
+def checked_sensitivity(grad_fn: HasSensitivity, relation: NeighboringRelation) -> float:
     """The sensitivity of a sum, or a ValueError if it is not finite or not what its bound says."""
     sensitivity = float(grad_fn.sensitivity(relation))
     if not (math.isfinite(sensitivity) and sensitivity >= 0):
@@ -54,7 +54,7 @@ def checked_sensitivity(grad_fn: ClippedSum, relation: NeighboringRelation) -> f
             f"for {relation.name}. Without a finite clip norm one example can change the sum "
             "without limit: set l2_clip_norm."
         )
-    # The event that is accounted for takes this ratio for granted.
+    # Accounting relies on this ratio.
     implied = SENSITIVITY_OF_UNIT_NORM[relation] * grad_fn.l2_norm_bound
     if not math.isclose(sensitivity, implied, rel_tol=1e-9):
         raise ValueError(
