@@ -7,6 +7,7 @@ is compiled twice in a session. Tests marked `optimized` get the programs that u
 hold the rounding of clipped sums and of noise against a bound, or count memory and FLOPs.
 """
 
+import os
 import tempfile
 from typing import Any
 
@@ -60,6 +61,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _options.clear()
         _options.update(wanted)
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def fast() -> dict[str, str]:
+    """The environment of a process whose programs are compiled fast, as those of tests are."""
+    flags = (f"--{name}={str(value).lower()}" for name, value in _FAST.items())
+    return {**os.environ, "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags])}
 
 
 @pytest.fixture

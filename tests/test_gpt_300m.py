@@ -30,6 +30,8 @@ def table(example):
     return {row.contender: row for row in rows}, output.getvalue()
 
 
+@pytest.mark.slow
+@pytest.mark.optimized
 def test_the_table_has_the_compiled_bytes_beside_the_parts(table):
     rows, text = table
     row = rows["book_keeping"]

@@ -361,7 +361,8 @@ def _noise_added(case: _Case) -> Facts | None:
 def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
     """Whether an equation that adds noise to a sum adds it to every entry."""
     if equation.primitive is scatter_add_p:
-        return equation.invars[0].aval.shape == equation.invars[2].aval.shape
+        sums, _, noise = (cast(Any, variable.aval).shape for variable in equation.invars)
+        return sums == noise
     return equation.primitive.name not in _JOINS
 
 
