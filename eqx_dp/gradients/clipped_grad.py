@@ -95,13 +95,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
         """The L2 sensitivity of the result: how far one example can move it.
 
-        ===================  ====================================================  ==============
-        relation             neighbors differ by                                   sensitivity
-        ===================  ====================================================  ==============
-        ADD_OR_REMOVE_ONE    an example that is there or not                       l2_norm_bound
-        REPLACE_SPECIAL      an example zeroed out (made padding)                  l2_norm_bound
-        REPLACE_ONE          an example replaced by any other                      2 l2_norm_bound
-        ===================  ====================================================  ==============
+        | relation | neighbors differ by | sensitivity |
+        |---|---|---|
+        | `ADD_OR_REMOVE_ONE` | one example, present or absent | `l2_norm_bound` |
+        | `REPLACE_SPECIAL` | one example, zeroed out (made padding) | `l2_norm_bound` |
+        | `REPLACE_ONE` | one example, replaced by any other | `2 * l2_norm_bound` |
 
         Args:
             neighboring_relation: one of `dp_accounting.NeighboringRelation`. There is no default:
@@ -134,7 +132,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         self._mask.sampling = sampling
 
     def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result]":
-        """The same function for batches that are such samples (None: that have no padding)."""
+        """The same function, for batches that are drawn in a given way.
+
+        Args:
+            sampling: how batches are drawn; None for batches without padding.
+        """
         rule = MaskRule(sampling)
         return ClippedGrad(self._fun, self._filter_spec, self._configuration, self._finish, rule)
 
@@ -427,18 +429,16 @@ def filter_clipped_grad(
     included. A gradient is clipped right at any scale that its own dtype holds (after the loss
     scale: in float16 an entry beyond 65504 / loss scale is infinite).
 
-    ==========================================  ==================================================
-    example                                     adds
-    ==========================================  ==================================================
-    norm at most the clip norm                  its gradient
-    larger norm                                 its gradient, scaled to the clip norm
-    gradient zero                               zero
-    loss or gradient NaN or infinite            exactly zero; its norm is reported as it is
-    norm beyond the accumulate dtype's range    exactly zero; its norm is reported as infinite
-    clip norm / norm below the normal range     exactly zero
-    padding, whatever the slot holds            exactly zero; its values are reported as zero
-    none (empty batch, or all padding)          the result is zero; padding is not computed
-    ==========================================  ==================================================
+    | example | adds |
+    |---|---|
+    | norm at most the clip norm | its gradient |
+    | larger norm | its gradient, scaled to the clip norm |
+    | gradient zero | zero |
+    | loss or gradient NaN or infinite | exactly zero; its norm is reported as it is |
+    | norm beyond the accumulate dtype's range | exactly zero; its norm is reported as infinite |
+    | clip norm / norm below the normal range | exactly zero |
+    | padding, whatever the slot holds | exactly zero; its values are reported as zero |
+    | none (empty batch, or all padding) | the result is zero; padding is not computed |
 
     Args:
         fun: `fun(model, *example)` or `fun(model, *example, key=...)`: the loss of one example,
@@ -557,7 +557,10 @@ def filter_value_and_clipped_grad(
 ) -> Any:
     """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
 
-    Args: as those of [`filter_clipped_grad`][].
+    Args:
+        fun: the loss of one example; this and all other arguments as for [`filter_clipped_grad`][].
+        l2_clip_norm, policy, sharding, filter_spec, has_aux, keep_batch_dim: as there.
+        rescale_to_unit_norm, normalize_by, microbatch_size, method: as there.
 
     Returns:
         A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The

@@ -33,14 +33,12 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
     descent is meant to move it. A function is asked of a leaf without knowing where that stands,
     so it speaks of parameters alone; True in a tree of booleans may select state as well.
 
-    ===========================================  =================================================
-    filter_spec                                  of an `eqx.nn.State`, a `StateIndex.init`
-    ===========================================  =================================================
-    a function of a leaf (the default is one)    nothing is trained
-    a tree, a function above the state           nothing is trained
-    a tree, True above the state                 all of it is trained
-    a tree, True or a function inside of it      what it selects is trained
-    ===========================================  =================================================
+    | filter_spec | of an `eqx.nn.State`, a `StateIndex.init` |
+    |---|---|
+    | a function of a leaf (the default is one) | nothing is trained |
+    | a tree, a function above the state | nothing is trained |
+    | a tree, True above the state | all of it is trained |
+    | a tree, True or a function inside of it | what it selects is trained |
 
     Args:
         model: any tree.
