@@ -80,6 +80,9 @@ class FlopReport(NamedTuple):
     def row(self, stage: str) -> FlopRow:
         """The row of a stage, by name.
 
+        Args:
+            stage: `"forward"`, `"backward"`, `"norms"`, `"accumulation"` or `"noise"`.
+
         Raises:
             ValueError: there is none of that name.
         """

@@ -70,7 +70,11 @@ class MemoryPlan:
         return self.parts.total if self.compiled is None else self.compiled.total
 
     def fits(self, device_memory: int) -> bool:
-        """Whether a device of so many bytes holds the step."""
+        """Whether a device holds the step.
+
+        Args:
+            device_memory: bytes of the device.
+        """
         return self.total <= device_memory
 
     def to_dict(self) -> dict[str, Any]:
