@@ -75,9 +75,9 @@ def check_precision(
     `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing
     is compiled or computed. In a test:
 
-    ``python
+    ```python
     dp.check_precision(step, model, opt_state, *batch, policy=policy).raise_if_violated()
-    ``
+    ```
 
     | stage | declared | what is held against it |
     |---|---|---|
