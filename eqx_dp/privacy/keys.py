@@ -29,7 +29,7 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
     Args:
         secret: A number of at least 0, or bytes that are not empty. The number 5 and the byte 5 are
             different secrets.
-        purpose: What the key is for; no purpose is one purpose.
+        *purpose: What the key is for, as one or several texts; none at all is a purpose, too.
 
     Returns:
         A typed key of the threefry generator, whatever `jax_default_prng_impl` says: noise then is
