@@ -201,6 +201,9 @@ class ShardingRules:
         Under `jit` it constrains them, so that an updated model stays where it was. With several
         processes each gives the whole array, the same in all.
 
+        Args:
+            model: any tree; leaves that are no arrays stay as they are.
+
         Raises:
             ValueError: as [`specs`][].
         """
@@ -212,6 +215,9 @@ class ShardingRules:
         `optimizer.init(rules.shard_accumulators(params))` makes an optimizer's state that lives
         where gradients do, which matters with `accumulators="examples"`. Not under `jit`:
         there, zeros on Auto axes do not live where the array does that they are made like.
+
+        Args:
+            params: what is trained, as `grad_fn.trainable(model)`: None elsewhere.
 
         Raises:
             ValueError: as [`spec`][].
@@ -252,6 +258,9 @@ class ShardingRules:
     def check_examples(self, num_examples: int) -> None:
         """Refuses a number of examples that the example axes do not divide.
 
+        Args:
+            num_examples: how many examples a batch has.
+
         Raises:
             ValueError: it says which `pad_to` would do.
         """
@@ -287,7 +296,12 @@ class ShardingRules:
         )
 
     def place(self, leaf: Any, spec: PartitionSpec) -> Array:
-        """Places one array; under `jit` this constrains it."""
+        """Places one array; under `jit` this constrains it.
+
+        Args:
+            leaf: the array.
+            spec: where it is to live.
+        """
         if not isinstance(leaf, jax.core.Tracer):
             leaf = jax.device_put(leaf, NamedSharding(self.mesh, spec))
         if not isinstance(leaf, jax.core.Tracer):  # else a constant, under jit
@@ -299,7 +313,12 @@ class ShardingRules:
         return leaf
 
     def on_axes(self, spec: PartitionSpec, axis_type: AxisType) -> NamedSharding:
-        """What a spec says of the mesh's axes of one type."""
+        """The sharding that a spec describes over the mesh's axes of one type.
+
+        Args:
+            spec: over any axes of the mesh.
+            axis_type: `AxisType.Auto` or `AxisType.Explicit`; axes of the other type are left out.
+        """
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         entries = (
             tuple(axis for axis in axes_of(entry) if types[axis] is axis_type) or None
