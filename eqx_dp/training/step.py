@@ -181,11 +181,19 @@ numbers that it was made with |
         return {**digests, "method": self.method}
 
     def secret_id(self, salt: bytes) -> str:
-        """Tells one seed from another without telling the seed (scrypt, RFC 7914)."""
+        """Tells one seed from another without telling the seed (scrypt, RFC 7914).
+
+        Args:
+            salt: random bytes, kept beside the result; not secret.
+        """
         return fingerprint(self._seed, salt)
 
     def with_microbatch_size(self, size: int | None) -> "Step[Model]":
-        """The same step, with other microbatches."""
+        """The same step, with other microbatches.
+
+        Args:
+            size: how many examples a device processes at once; None for all.
+        """
         return self._make(size, self.run)
 
     def for_run(self, run: str) -> "Step[Model]":
@@ -225,7 +233,11 @@ numbers that it was made with |
             return state if self.sharding is None else on_mesh(state, self.sharding)
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
-        """Puts this host's part of a batch, examples in front, where the step wants it."""
+        """Puts this host's part of a batch on the devices that the step expects it on.
+
+        Args:
+            batch: a tree of arrays with examples along every leading axis.
+        """
         if self.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self.mesh():
@@ -272,7 +284,8 @@ numbers that it was made with |
         Args:
             held: the state before, by `Held.of` or of the step before. Used up.
             batch: in memory that nobody writes to.
-            mask: `is_padding_example`; it and `extra` are as for a call.
+            mask: `is_padding_example`, as for a call.
+            extra: as for a call.
         """
         if any(map(is_gone, held.carry.arrays)):
             refuse_used_up("state", held.state)
@@ -289,7 +302,11 @@ numbers that it was made with |
         is_padding_example: Any,
         extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments; nothing is computed."""
+        """Lowers the step for these arguments; nothing is computed, and no state is used up.
+
+        Args:
+            state, *batch, is_padding_example, extra: as for a call.
+        """
         held = Held.of(state, self.sharding)
         arguments = self._arguments(batch, is_padding_example, extra, held)
         with self.mesh():
