@@ -4,6 +4,8 @@ A policy declares what dtype each stage uses, an engine clips the gradient of ev
 plan ties sampling, noise and accounting together. See README.md for a tour.
 """
 
+from importlib.metadata import version
+
 from .gradients import (
     ClippedGrad,
     Explanation,
@@ -52,6 +54,9 @@ from .training import (
     TrainState,
     make_step,
 )
+
+__version__ = version("eqx-dp")
+"""The version of the installed package, as its metadata says."""
 
 __all__ = [
     "CheckpointError",
