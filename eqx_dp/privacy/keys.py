@@ -15,25 +15,26 @@ Secret: TypeAlias = SupportsIndex | bytes
 
 
 def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
-    """Makes a key of the generator's full width out of a secret of any length.
+    """Makes a key of the generator's full width from a secret of any length.
 
-    `jax.random.key(seed)` keeps 32 bits of a seed and cannot take more than 63. This takes all of
-    them: `dp.key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
-    `secrets.token_bytes(32)`, say.
+    `jax.random.key(seed)` keeps 32 bits of a seed and accepts at most 63. This function uses all
+    bits: `dp.key_from_secret(secret, "dropout")`, with `secrets.randbits(128)` or
+    `secrets.token_bytes(32)` as the secret, for instance.
 
     **Guarantee.** Every bit of the secret enters the key, by BLAKE2b (RFC 7693). The key is the
-    same on every machine. Different purposes give keys that do not tell each other, as far as
-    BLAKE2b hides its input. A key of threefry has 64 bits: a longer secret makes it no harder to
-    guess.
+    same on every machine. The key for one purpose reveals nothing about the key for another, as far
+    as BLAKE2b hides its input. A threefry key has 64 bits, so a secret of more than 64 bits makes
+    it no harder to guess.
 
     Args:
         secret: A number of at least 0, or bytes that are not empty. The number 5 and the byte 5 are
             different secrets.
-        *purpose: What the key is for, as one or several texts; none at all is a purpose, too.
+        *purpose: What the key is for: texts. Different texts give different keys; no text at all
+            counts as one purpose.
 
     Returns:
-        A typed key of the threefry generator, whatever `jax_default_prng_impl` says: noise then is
-        the same on any number of devices.
+        A typed key of the threefry generator, regardless of `jax_default_prng_impl`, so that noise
+        is the same on any number of devices.
 
     Raises:
         ValueError: If the secret is negative, empty, or neither a number nor bytes.

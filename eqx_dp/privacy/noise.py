@@ -54,42 +54,43 @@ def gaussian_privatizer(
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
-    The gradients are to be a *sum* of clipped per-example gradients, as `filter_clipped_grad`
-    returns it, and this is to be the first that happens to it: `optax.chain(gaussian_privatizer(
-    ...), optax.adam(...))`. All that follows is post-processing and costs no privacy.
+    The gradients must be a *sum* of clipped per-example gradients, as `filter_clipped_grad`
+    returns it, and the noise must be added before anything else happens to the sum:
+    `optax.chain(gaussian_privatizer(...), optax.adam(...))`. Everything after the noise is
+    post-processing and costs no privacy.
 
-    Noise is drawn in the policy's noise dtype, scaled in it, and added in the wider of it and the
-    gradient's dtype, in which the result comes back: nothing is narrowed. Without a policy the
-    accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's. The
-    numbers are those of `jax.random.normal` for the leaf's key; float32 ones are computed where
-    they are added, in one kernel a leaf, once, however many operations read the noisy leaf, and
-    (but for leaves of short rows on a CPU) no array of noise is held.
+    Noise is drawn and scaled in the policy's noise dtype. It is added in the wider of the noise
+    dtype and the gradient's dtype, which is also the dtype of the result, so nothing is narrowed.
+    Without a policy the accumulate dtype is float32, and the noise dtype is the wider of float32
+    and the gradient's. The numbers are those of `jax.random.normal` for the leaf's key. In float32
+    one kernel a leaf draws the numbers and adds them, once, however many operations read the noisy
+    leaf; no array of noise is held (except for leaves of short rows on a CPU).
 
     The noise of a leaf is a pure function of (key, `run`, step, the leaf's path in the tree, its
-    shape), each folded into the key with 64 bits of its hash, but for the step, with its 32 bits. A
+    shape). Each is folded into the key with 64 bits of its hash; the step with its 32 bits. A
     run resumed from a saved state repeats its noise and releases nothing twice. Leaves of one tree
-    have paths of their own, and so independent noise, however the tree is divided: one privatizer
+    have different paths, and so independent noise, however the tree is divided: one privatizer
     may serve several groups of `optax.multi_transform`, `optax.partition` or `optax.masked`.
 
-    Two runs with the same key and the same `run` get the same noise. It cancels in the difference
-    of their models, which undoes the privacy of both. The same goes for a second `init` within a
-    run: it starts over at step 0, and needs a `run` or a key of its own.
+    Two runs with the same key and the same `run` get the same noise. The noise then cancels in the
+    difference of their models, and both lose their privacy. A second `init` within a run also
+    starts again at step 0: give it another `run` or another key.
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
-    sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
-    accounted for. The guarantee holds for real numbers and a secret key, as far as the generator's
-    numbers for keys that differ are independent. What falls short of that:
-    numbers of finite precision are discrete, and their low bits can give away more than the theory
-    says (Mironov 2012); a float32 normal is at most about 5.4 in size; and JAX's generator
+    sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to the value that
+    the plan accounts for. The guarantee holds for real numbers and a secret key, as far as the
+    generator's numbers for different keys are independent. The implementation falls short of it in
+    three ways: floating-point numbers are discrete, and their low bits can reveal more than the
+    theory says (Mironov 2012); a float32 normal is at most about 5.4 in size; and JAX's generator
     (threefry, unless configured otherwise) is not cryptographic.
 
     | case | what happens |
     |---|---|
-    | `stddev` is 0 | gradients come back as they are, bit for bit and in their own dtype |
+    | `stddev` is 0 | gradients are returned unchanged, bit for bit and in their own dtype |
     | leaf is None (not trained) | stays None and uses no key |
-    | leaf has no entries | comes back with none |
-    | gradient is NaN or infinite | so is the result: clip before |
+    | leaf has no entries | is returned without entries |
+    | gradient is NaN or infinite | the result is, too: clip before |
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | two leaves whose paths read the same (keys of a dictionary with one `repr`) | refused |
@@ -103,21 +104,21 @@ def gaussian_privatizer(
     Args:
         stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
             array: it is part of the compiled program.
-        key: A secret, and not used elsewhere: a number of any size or bytes, of which
-            `key_from_secret(key, "noise")` makes a key; or one key, of `key_from_secret` or
-            `jax.random.key` (which keeps 32 bits of its seed: few enough to try them all).
+        key: A secret that is not used elsewhere: a number of any size or bytes, from which
+            `key_from_secret(key, "noise")` makes a key; or one key, from `key_from_secret` or
+            `jax.random.key` (which keeps 32 bits of its seed: an attacker can try all of them).
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
-        sharding: Where noise lives: as the rules say of accumulators. The updates' tree is then
-            that of the model that the rules speak of.
-        run: What tells this run from others with the same key; public. `PrivacyPlan.privatizer`
+        sharding: The noise is placed where the rules place accumulators. The updates must then
+            have the tree of the model that the rules describe.
+        run: A text that is different for each run with this key; public. `PrivacyPlan.privatizer`
             puts the plan and the norm bound in front of it.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
 
     Raises:
-        ValueError: If `stddev` is negative, not finite or traced, `key` is not one key or
-            secret, or `sharding` is not rules, or does not go with the key's generator. From
+        ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
+            secret; `sharding` is not rules, or the key's generator does not allow sharding. From
             `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
             range of the noise dtype.
     """

@@ -19,52 +19,50 @@ OVERFLOW_PROBABILITY = 1e-12
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PoissonSampler:
-    """Draws a fresh batch a step: every example takes part with the same probability, on its own.
+    """Draws one batch for each step. Each example takes part with one probability, independently.
 
     A batch is a pure function of `(seed, run, num_examples, sampling_prob, step)`, by BLAKE2b. No
-    step needs another: step 1,000 is drawn without the 999 before it, and a run that is killed and
-    resumed sees the same batches again. (The same means under the same release of numpy, which may
-    change its streams between releases.) Where any of the five differs, batches are independent, as
-    far as Philox's streams for keys that differ are.
+    step needs another: step 1,000 is drawn without the 999 steps before it, and a run that is
+    killed and resumed sees the same batches again, with the same release of numpy (numpy may change
+    its streams between releases). If any of the five differs, batches are independent, as far as
+    Philox's streams for different keys are.
 
-    The draw is exact Poisson sampling in two parts: how many examples, binomially distributed, and
-    then that many distinct examples, uniformly. Time and memory are those of a batch, whatever the
-    size of the data set.
+    The draw is exact Poisson sampling in two parts: a binomially distributed number of examples,
+    and then that many distinct examples, uniformly. Time and memory depend on the size of a batch
+    and not on the size of the data set.
 
-    Batches have one static shape, `capacity`, so that a compiled step is compiled once. It is the
-    smallest multiple of `pad_to` that a step overflows with probability at most
-    `overflow_probability`, and at least `pad_to`. Places left over are padding.
+    All batches have one static shape, `capacity`, so that a step is compiled once. It is the
+    smallest multiple of `pad_to` for which a step overflows with probability at most
+    `overflow_probability`, and at least `pad_to`. Slots that are left over are padding.
 
-    **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
-    batch is that part of the draw. All make the same draw, from the same seed and step, and so need
-    not talk: together they hold just what one host would (but for cuts), one Poisson sample, and a
-    run may be resumed on another number of hosts. Every part has the same `capacity`, found from
-    numbers that the hosts share: here it is the smallest multiple of `pad_to` that the largest
-    stretch overflows with probability at most `overflow_probability / (2 * hosts)`. (The factor of
-    2 is for neighboring data sets, whose borders between hosts lie elsewhere:
-    `PrivacyPlan.overflow_delta`.) Every host makes the whole draw, in the time and memory of all
-    hosts' batches together.
+    **Several hosts** share a step's work: each host owns a contiguous part of the data set
+    (`owned`), and its batch is that part of the draw. All hosts make the same draw, from the same
+    seed and step, without communication. Together they hold the Poisson sample that one host would
+    draw (apart from cuts), so a run may be resumed on another number of hosts. Every host has the
+    same `capacity`: the smallest multiple of `pad_to` for which the largest part overflows with
+    probability at most `overflow_probability / (2 * hosts)`. (The factor of 2 is for neighboring
+    data sets, whose borders between hosts differ: `PrivacyPlan.overflow_delta`.) Every host makes
+    the whole draw, which takes the time and memory of all hosts' batches together.
 
     **Guarantee.** Privacy amplification by Poisson sampling (Abadi et al. 2016, section 3; Zhu and
     Wang 2019) holds for the batches before they are cut to `capacity`; the probability of a cut
-    has to be added to delta, as `PrivacyPlan` does. It holds only as long as **the seed is secret**
-    and hard to guess: who knows it, knows which examples were in which batch. Take it from the
-    system (`secrets.randbits(128)` or `secrets.token_bytes(32)`) and keep it like the data. It may
-    be the secret that the run's noise is made of, too. Philox is a good generator of numbers, not a
-    cryptographic one.
+    has to be added to delta, as `PrivacyPlan` does. It holds only if **the seed is secret** and
+    hard to guess: anyone who knows the seed knows which examples were in which batch. Take the seed
+    from the system (`secrets.randbits(128)` or `secrets.token_bytes(32)`) and protect it like the
+    data. The same secret may also make the run's noise. Philox is not a cryptographic generator.
 
-    **Not private.** Batches, and how many examples they hold, are drawn without noise. They are
-    for the training step alone, not to be published or logged.
+    **Not private.** Batches, and the number of examples in them, are drawn without noise. Use them
+    in the training step alone; do not publish or log them.
 
     | case | what happens |
     |---|---|
     | no example is drawn | a batch of padding |
-    | more are drawn than there is room for | a uniformly random `capacity` of them is kept |
-    | so on one of several hosts | the same with its own part, independently of the other hosts |
+    | more are drawn than `capacity` | a uniformly random `capacity` of them is kept |
+    | the same on one of several hosts | its own part is cut, independently of the other hosts |
     | more than `hosts * capacity` are drawn | as many, uniformly random, are kept and divided |
     | `sampling_prob` is 1 | every batch holds every example (that the host owns) once |
     | `pad_to` exceeds `num_examples` | `capacity` is `pad_to` |
-    | `capacity` would be 0 (hardly ever an example) | it is `pad_to` |
+    | `capacity` would be 0 (an example is hardly ever drawn) | it is `pad_to` |
     | `hosts` does not divide `num_examples` | some hosts own one example more than the others |
     | `hosts` exceeds `num_examples` | some own nothing: their batches are all padding |
 
@@ -76,14 +74,15 @@ class PoissonSampler:
         pad_to: `capacity` is a multiple of this, such as microbatch size times devices (those of
             one host).
         steps: How many steps are accounted for; `batch` refuses later ones. None for no limit.
-        hosts: How many hosts draw, `jax.process_count()`. All that is said above holds if all of
-            them have the same arguments, but for `host`.
-        host: Which of them this one is, from 0: `jax.process_index()`.
-        overflow_probability: With which a step may overflow at most, above 0 and below 1.
-        run: What tells this run from others with the same seed; public.
+        hosts: How many hosts draw, `jax.process_count()`. All hosts must have the same arguments,
+            except for `host`.
+        host: The index of this host, from 0: `jax.process_index()`.
+        overflow_probability: The largest probability with which a step may overflow, above 0 and
+            below 1.
+        run: A text that is different for each run with this seed; public.
 
     Raises:
-        ValueError: If an argument is not a number of its kind, or out of its range.
+        ValueError: If an argument has the wrong type or is out of its range.
     """
 
     num_examples: int
@@ -126,9 +125,9 @@ class PoissonSampler:
 
     @functools.cached_property
     def capacity(self) -> int:
-        """Places in every batch, the same on every host.
+        """The number of slots in every batch, the same on every host.
 
-        Follows from `num_examples`, and is as public as that is.
+        It follows from `num_examples` and the other arguments, and shows no more than they do.
         """
         most_owned = -(-self.num_examples // self.hosts)
         tau = self.overflow_probability / (1 if self.hosts == 1 else 2 * self.hosts)
@@ -150,13 +149,13 @@ class PoissonSampler:
             step: Which step, counted from 0.
 
         Returns:
-            `(indices, is_padding_example)`, both on the host and of length `capacity`. First the
-            positions of the examples drawn, distinct and in increasing order (a data set on disk is
-            then read forward); behind them padding, with index -1. **Not private.** Indexing with
-            -1 picks the last example: hand the mask on, as `is_padding_example`, or that example
-            counts once a padding place and its privacy is lost. On several hosts, too, positions
-            are those in the whole data set, all of them in `owned`; a host that holds no more than
-            those examples finds them `owned.start` places further to the front.
+            `(indices, is_padding_example)`, two numpy arrays of length `capacity`. First come the
+            positions of the examples drawn, distinct and in increasing order (so that a data set on
+            disk is read forward); then padding, with index -1. **Not private.** Index -1 picks the
+            last example: hand the mask on as `is_padding_example`, or that example counts in every
+            padding slot and its privacy is lost. On several hosts, positions are those in the whole
+            data set, all of them in `owned`; a host that holds only those examples subtracts
+            `owned.start`.
 
         Raises:
             ValueError: If `step` is not a whole number from 0 to 2**64 - 1, or not below `steps`.
@@ -175,7 +174,7 @@ class PoissonSampler:
     def take(
         self, step: SupportsIndex, *sources: PyTree[Any]
     ) -> tuple[tuple[PyTree[Any], ...], Bool[np.ndarray, "capacity"]]:
-        """The examples of one step's batch, with the mask that says which places are padding.
+        """The examples of one step's batch, with the mask that says which slots are padding.
 
         ```python
         (x, y), is_padding_example = sampler.take(t, xs, ys)
@@ -184,17 +183,17 @@ class PoissonSampler:
         Args:
             step: As for `batch`.
             *sources: Numpy or JAX arrays, or trees of them, that hold the examples of the whole
-                data set along their leading axis. Of a memory-mapped file no more is read than the
-                examples drawn.
+                data set along their leading axis. Only the examples drawn are read from a
+                memory-mapped file.
 
         Returns:
-            `(examples, is_padding_example)`: a tuple with one entry a source, of its structure,
-            kind and dtypes, with `capacity` places in front; and the mask. In places that are
-            padding stand zeros. **Not private.**
+            `(examples, is_padding_example)`: a tuple with one entry a source, of the source's
+            structure, kind of arrays and dtypes, with a leading axis of `capacity` slots; and the
+            mask. Padding slots hold zeros. **Not private.**
 
         Raises:
-            ValueError: As for `batch`; if there is no source, or one holds something else than
-                arrays, or another number of examples than `num_examples`.
+            ValueError: As for `batch`; if there is no source, or a source holds something other
+                than arrays, or another number of examples than `num_examples`.
         """
         if not sources:
             raise ValueError("take needs at least one source of examples behind the step.")
