@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 
 
 class ClippedGrad(eqx.Module, Generic[_Result]):
-    """A loss whose gradient is clipped example by example and summed, and how much that can move.
+    """A function that sums the clipped per-example gradients of a loss, with its sensitivity.
 
     Made by [`filter_clipped_grad`][] and [`filter_value_and_clipped_grad`][].
     """
@@ -75,7 +75,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that it was made with, or None; that of a paired model is not known here."""
+        """The policy that it was made with, or None. A paired model brings its policy later."""
         return self._configuration.policy
 
     @property
@@ -85,7 +85,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
 
     @property
     def l2_norm_bound(self) -> float:
-        """The L2 norm that what one example adds to the result cannot exceed.
+        """An upper bound on the L2 norm of what one example adds to the result.
 
         With clip norms C_g of the groups g it is sqrt(sum of C_g^2) / normalize_by, and with
         `rescale_to_unit_norm` sqrt(number of groups) / normalize_by.
@@ -93,7 +93,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         return self._configuration.clipping.l2_norm_bound / self._configuration.normalize_by
 
     def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
-        """The L2 sensitivity of the result: how far one example can move it.
+        """The L2 sensitivity of the result: the most that one example can change it.
 
         | relation | neighbors differ by | sensitivity |
         |---|---|---|
@@ -102,8 +102,8 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         | `REPLACE_ONE` | one example, replaced by any other | `2 * l2_norm_bound` |
 
         Args:
-            neighboring_relation: one of `dp_accounting.NeighboringRelation`. There is no default:
-                a guarantee means nothing until it is said between which data sets it holds.
+            neighboring_relation: one of `dp_accounting.NeighboringRelation`. There is no default,
+                because a guarantee has no meaning without its neighboring relation.
 
         Raises:
             ValueError: it is none of them.
@@ -121,13 +121,13 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 )
 
     def expect_samples(self, sampling: Sampling) -> None:
-        """Batches are samples: calls have to say which slots are padding, and may count on it.
+        """Declares that batches are samples, so that calls must say which slots are padding.
 
-        That goes for all that are traced from now on. `plan.privatizer` says so.
+        It holds for all calls that are traced from now on. `plan.privatizer` calls it.
 
         Args:
-            sampling: how batches are drawn, from which follows how many slots of a batch are
-                expected to hold an example; `"auto"` chooses the microbatch by that.
+            sampling: how batches are drawn. It gives the expected number of slots that hold an
+                example, by which `"auto"` chooses the microbatch.
         """
         self._mask.sampling = sampling
 
@@ -141,10 +141,10 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         return ClippedGrad(self._fun, self._filter_spec, self._configuration, self._finish, rule)
 
     def trainable(self, model: _Model) -> _Model:
-        """What of a model is trained: its tree with None elsewhere, as that of the gradients.
+        """The trained part of a model: the model's tree, with None where it is not trained.
 
-        `optimizer.init(grad_fn.trainable(model))` makes an optimizer's state that fits them
-        whatever `filter_spec` says, and where the model holds an `eqx.nn.State`.
+        The gradients have the same tree. So `optimizer.init(grad_fn.trainable(model))` makes a
+        state that fits them, for any `filter_spec`, also if the model holds an `eqx.nn.State`.
 
         Args:
             model: as for a call.
@@ -162,11 +162,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """Computes the sum of clipped gradients of a batch.
 
         Args:
-            model: what is differentiated, as in `eqx.filter_grad`.
+            model: the model, as in `eqx.filter_grad`.
             *batch: arrays, or trees of arrays, with examples along every leading axis.
-            key: split into one key an example, handed to the loss as `key`.
+            key: one key; it is split into one key for each example, which the loss gets as `key`.
             is_padding_example: True where a slot holds no real example; such a slot contributes
-                exactly zero, whatever it holds. None for no padding, which is refused once a plan
+                exactly zero, for any content. None means no padding, and is refused once a plan
                 that samples has made noise for this function.
 
         Raises:
@@ -176,10 +176,10 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         return self.complete(self.prepare(model, batch, key, is_padding_example))
 
     def complete(self, prepared: "Prepared") -> _Result:
-        """Runs a call that is prepared, and gives what the call gives.
+        """Runs a prepared call and returns the result of the call.
 
         Args:
-            prepared: by [`prepare`][] of the same function.
+            prepared: what [`prepare`][] of the same function returned.
         """
         per_example, sums = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
@@ -412,8 +412,8 @@ def filter_clipped_grad(
 ) -> Any:
     """Creates a function that sums the clipped gradients of a batch's examples.
 
-    A member of Equinox's `filter_*` family: the gradient is taken with respect to the first
-    argument's trainable leaves. Use it as a call or as a decorator:
+    It belongs to Equinox's `filter_*` family: the gradient is taken with respect to the trainable
+    leaves of the first argument. Use it as a call or as a decorator:
 
     ```python
     @dp.filter_clipped_grad(l2_clip_norm=1.0)
@@ -423,21 +423,21 @@ def filter_clipped_grad(
     grads = grad_fn(model, xs, ys)  # a batch
     ```
 
-    Guarantee: the result is a sum over examples, divided by the public `normalize_by`. What one
-    example adds depends on that example (and its key) alone; its L2 norm is at most
-    `l2_norm_bound`: the clip factor comes from an upper bound on the true norm, rounding
-    included. A gradient is clipped right at any scale that its own dtype holds (after the loss
-    scale: in float16 an entry beyond 65504 / loss scale is infinite).
+    **Guarantee.** The result is a sum over examples, divided by the public `normalize_by`. What one
+    example adds depends on that example (and its key) alone. Its L2 norm is at most
+    `l2_norm_bound`, because the clip factor comes from an upper bound on the true norm, rounding
+    included. Gradients are clipped correctly at any scale that their dtype can represent (after the
+    loss scale: in float16 an entry beyond 65504 / loss scale is infinite).
 
     | example | adds |
     |---|---|
     | norm at most the clip norm | its gradient |
     | larger norm | its gradient, scaled to the clip norm |
     | gradient zero | zero |
-    | loss or gradient NaN or infinite | exactly zero; its norm is reported as it is |
+    | loss or gradient NaN or infinite | exactly zero; its norm is reported unchanged |
     | norm beyond the accumulate dtype's range | exactly zero; its norm is reported as infinite |
     | clip norm / norm below the normal range | exactly zero |
-    | padding, whatever the slot holds | exactly zero; its values are reported as zero |
+    | padding, with any content | exactly zero; its values are reported as zero |
     | none (empty batch, or all padding) | the result is zero; padding is not computed |
 
     Args:
@@ -446,52 +446,53 @@ def filter_clipped_grad(
         l2_clip_norm: the clip norm C >= 0 (`inf`: no clipping), or a tree of them: a prefix of
             the trainable parameters' tree, each number bounding the gradient of the leaves below it
             (per-layer clipping).
-        policy: what dtype each stage uses. Parameters and float inputs enter the loss in the
-            compute dtype, the loss leaves in the output dtype, norms, factors and sums are in the
-            accumulate dtype. Module rules give single modules a compute dtype of their own. A model
-            that is paired with a policy (`apply_policy`) brings it to the call; give it here as
-            well for `plan.privatizer`, which is made before there is a model and would otherwise
-            draw noise as without a policy. Without one the model runs in the dtypes that it has,
-            and sums are float32, or float64 where a trainable leaf is.
-        sharding: on which axes of a mesh examples, parameters and sums are spread. Every device
-            then takes its part of the batch through the method, and one reduction sums over
-            devices; the loss's own sharding constraints are moved out of the way. None for one
-            device, or a loss that says nothing about sharding.
+        policy: which dtype each stage uses. Parameters and float inputs enter the loss in the
+            compute dtype; the loss is cast to the output dtype; norms, factors and sums are in the
+            accumulate dtype. Module rules give single modules another compute dtype. A model that
+            is paired with a policy (`apply_policy`) brings it to the call. Give the policy here as
+            well: `plan.privatizer` runs before there is a model and would otherwise draw noise
+            without a policy. Without a policy the model runs in the dtypes that it has, and sums
+            are float32, or float64 if a trainable leaf is float64.
+        sharding: which axes of a mesh examples, parameters and sums are spread over. Every device
+            then runs the method on its part of the batch, and one reduction sums over devices. The
+            loss's own sharding constraints are moved outside the per-example boundary. None for one
+            device, or for a loss without sharding constraints.
         filter_spec: which leaves are trained, as in `eqx.partition`: a function of a leaf, or a
-            tree prefix of booleans. Other leaves cost no gradient and come back as None. A function
-            selects nothing in an `eqx.nn.State` (running statistics), nor the initial values in
-            an `eqx.nn.StateIndex`; True in a tree does.
+            tree prefix of booleans. Other leaves cost no gradient and are None in the result. A
+            function selects nothing in an `eqx.nn.State` (running statistics), nor the initial
+            values in an `eqx.nn.StateIndex`; True in a tree does.
         has_aux: whether `fun` returns `(loss, aux)`.
-        keep_batch_dim: whether `fun` is written for a batch; it then sees batches of one, and aux
+        keep_batch_dim: whether `fun` is written for a batch. It then gets batches of one, and aux
             leaves that start with that axis of length one lose it.
-        rescale_to_unit_norm: divide each clipped gradient by its clip norm, which takes the clip
-            norm out of the learning rate.
-        normalize_by: a public number > 0 that the sum is divided by, the expected batch size, say.
-            Never the number of examples that were sampled, which is private.
-        microbatch_size: how many examples are processed at once; None for all, or, with `"auto"`,
-            for the engine's choice. It changes memory and time, not the result (beyond rounding),
-            and need not divide the batch.
-        method: `"book_keeping"` (one backward pass through activations; norms and sums from what
-            each use of a parameter met), `"ghost"` (two passes, and the memory of ordinary
-            training), `"per_example"` (per-example gradients side by side), or `"auto"`:
-            book-keeping where it saves anything, else per_example, in microbatches that suit what
-            is held for an example unless `microbatch_size` says otherwise; and ghost where one
-            example holds too much.
+        rescale_to_unit_norm: divide each clipped gradient by its clip norm, so that the learning
+            rate does not depend on the clip norm.
+        normalize_by: a public number > 0 that the sum is divided by, for instance the expected
+            batch size. Never the number of examples that were sampled, which is private.
+        microbatch_size: how many examples are processed at once. None means all of them, or, with
+            the method `"auto"`, the engine's choice. It changes memory and time but not the result
+            (except for rounding), and need not divide the batch.
+        method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
+            the inputs and cotangents of each use of a parameter), `"ghost"` (two passes, with the
+            memory of ordinary training), `"per_example"` (per-example gradients side by side), or
+            `"auto"`. `"auto"` takes book-keeping if that saves work, else `"per_example"`, and
+            `"ghost"` if one example would hold too much memory; it also chooses the microbatch
+            unless `microbatch_size` is given.
 
     Returns:
         A [`ClippedGrad`][], called as
         `grad_fn(model, *batch, key=None, is_padding_example=None)`. It returns the gradients: the
         model's tree, in the accumulate dtype, None where not trained; with `has_aux` a pair
-        `(gradients, aux)`, aux having examples in front (**not private**). Its `l2_norm_bound`
-        and `sensitivity(neighboring_relation)` say what to calibrate noise against.
+        `(gradients, aux)`, where aux has examples along the leading axis (**not private**). Its
+        `l2_norm_bound` and `sensitivity(neighboring_relation)` are what noise is calibrated to.
 
     Raises:
-        ValueError: here or at the call: an option out of its range; a loss that is no real scalar,
-            is its own gradient, is written for a batch (without `keep_batch_dim`), needs a
-            collective over the batch (`eqx.nn.BatchNorm`), or lacks a key; a key or an
-            `eqx.nn.State` in the batch, a State in aux, or closed over and written; no batch, or
-            leading axes that differ; nothing trainable; a tree of clip norms that does not fit; a
-            model that is paired with another policy; a module rule that has no effect on the model.
+        ValueError: here or at the call, for: an option out of its range; a loss that is not a real
+            scalar, returns its gradient, is written for a batch (without `keep_batch_dim`), needs a
+            collective over the batch (`eqx.nn.BatchNorm`), or needs a key that is not given; a key
+            or an `eqx.nn.State` in the batch; a State in aux, or one that is closed over and
+            written; no batch, or leading axes that differ; nothing trainable; a tree of clip norms
+            that does not fit the model; a model that is paired with another policy; a module rule
+            without effect on the model.
     """
     configuration = _configure(
         l2_clip_norm=l2_clip_norm,
@@ -555,7 +556,7 @@ def filter_value_and_clipped_grad(
     microbatch_size: int | None = None,
     method: str = "auto",
 ) -> Any:
-    """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
+    """Like [`filter_clipped_grad`][], but also returns each example's loss, norm and aux.
 
     Args:
         fun: the loss of one example; this and all other arguments as for [`filter_clipped_grad`][].
@@ -564,7 +565,7 @@ def filter_value_and_clipped_grad(
 
     Returns:
         A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The
-        sensitivity speaks of the gradients alone: the per-example values are **not private**.
+        sensitivity is that of the gradients alone: the per-example values are **not private**.
 
     Raises:
         ValueError: as [`filter_clipped_grad`][].
