@@ -69,7 +69,7 @@ def apply_policy(model: T, policy: Policy | None) -> T:
     if not isinstance(model, eqx.Module):
         raise ValueError(
             f"model is a {type(model).__name__}: only an eqx.Module can be paired with a policy, "
-            "since it is its methods that cast. Pair the modules in it one by one, or hand the "
+            "because its methods do the casting. Pair the modules in it one by one, or give the "
             "policy to the engine (filter_clipped_grad(..., policy=policy)), which takes any tree."
         )
     if policy is None:

@@ -187,7 +187,7 @@ def _notes(policy: Policy, check: Check, leaves_without_noise: bool) -> tuple[st
     if policy.unsafe:
         notes.append("the policy is unsafe: the privacy guarantee does not hold")
     if "sum" not in check.stages:
-        notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
+        notes.append("the program holds no clipped sum of the engine, so no sum was checked")
     if leaves_without_noise:
-        notes.append("a clipped sum, or what is made of it, is returned without noise")
+        notes.append("a clipped sum, or a value computed from it, is returned without noise")
     return tuple(notes)
