@@ -155,8 +155,8 @@ def _enough_noise(epsilon_at: Callable[[float], float], guess: float, budget: fl
         if epsilon_at(_LEAST_ACCOUNTED_NOISE) <= budget:
             raise ValueError(
                 f"epsilon {budget:g} is met with hardly any noise (a noise multiplier of "
-                f"{_LEAST_ACCOUNTED_NOISE:g}), which protects no one: epsilon is too large, or "
-                "delta not well below steps x sampling_prob. Ask for less, or give "
-                "noise_multiplier yourself."
+                f"{_LEAST_ACCOUNTED_NOISE:g}), which gives no useful protection: epsilon is too "
+                "large, or delta is not well below steps x sampling_prob. Choose a smaller epsilon "
+                "or delta, or make the plan with a noise_multiplier of your own."
             )
     return noise_multiplier

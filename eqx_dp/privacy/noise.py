@@ -171,7 +171,7 @@ def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
     if twins:
         raise ValueError(
             f"several gradients have the path {twins[0]}, and would get the same noise. Give the "
-            "nodes of the tree keys that read differently."
+            "nodes of the tree keys whose printed forms differ."
         )
 
 

@@ -110,8 +110,8 @@ class PrivacyPlan:
         rounding = self.steps * ROUNDING_DELTA
         if self.delta - self.overflow_delta() <= rounding:
             raise ValueError(
-                f"delta must exceed {rounding:g}, what accounting in float64 may lose of it in "
-                f"{self.steps} steps ({ROUNDING_DELTA:g} a step), and a thousandth more; found "
+                f"delta must exceed {rounding:g} by more than a thousandth: accounting in float64 "
+                f"may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). Found "
                 f"{self.delta:g}. Take a larger delta or fewer steps."
             )
 
@@ -334,8 +334,8 @@ class PrivacyPlan:
         if not isinstance(cast(object, grad_fn), ClippedSum):
             raise ValueError(
                 "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad "
-                "returned, before it is wrapped in jit or anything else: only that knows its "
-                f"sensitivity; found a {type(grad_fn).__name__}."
+                "returned, before it is wrapped in jit or anything else: a wrapped function does "
+                f"not tell its sensitivity; found a {type(grad_fn).__name__}."
             )
         policy = agreed_with(grad_fn, "policy", policy)
         sharding = agreed_with(grad_fn, "sharding", sharding)

@@ -237,7 +237,7 @@ def _checked_host(value: object, hosts: int) -> int:
     if host >= hosts:
         raise ValueError(
             f"host must be below {hosts}, the number of hosts (they are counted from 0, as by "
-            f"jax.process_index()); found {host}. Is hosts, as by jax.process_count(), right?"
+            f"jax.process_index()); found {host}. Check hosts, which is jax.process_count()."
         )
     return host
 
