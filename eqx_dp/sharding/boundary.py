@@ -94,18 +94,18 @@ def example_program(
         told, traced_on = str(error), "a batch of one" if is_batched else "one example"
         if rules.is_explicit and any(word in told for word in _OF_MESHES):
             raise ValueError(
-                f"On Explicit axes, the loss cannot be traced on {traced_on}: {told} There "
-                f"the example axes {rules.examples} have length one, the others their own. A "
-                "dimension that carries examples cannot be spread over an axis that the rules do "
-                "not name: take the axis out of the spec, or add it to ShardingRules(examples=...)."
-                " A sharding of the real mesh cannot be met: pass the PartitionSpec alone "
-                "(jax.sharding.reshard(x, P('data'))). Arrays that live on the mesh come in with "
-                "the model or the batch, not by closure."
+                f"On Explicit axes, the loss cannot be traced on {traced_on}: {told} While it is "
+                f"traced, the example axes {rules.examples} have length one, the others keep "
+                "theirs. A dimension that carries examples cannot be spread over an axis that the "
+                "rules do not name: take the axis out of the spec, or add it to "
+                "ShardingRules(examples=...). A sharding of the real mesh cannot be applied: pass "
+                "the PartitionSpec alone (jax.sharding.reshard(x, P('data'))). Pass arrays that "
+                "live on the mesh with the model or the batch; do not close over them."
             ) from error
         if "evenly divide" in told:
             raise ValueError(
                 f"The loss cannot be traced on {traced_on}: {told} A jit with in_shardings or "
-                "out_shardings, or a device_put, insists on whole shards; constrain with "
+                "out_shardings, or a device_put, needs dimensions that the devices divide; use "
                 "jax.lax.with_sharding_constraint instead, which does not."
             ) from error
         raise
@@ -173,7 +173,7 @@ def check_context(rules: ShardingRules) -> None:
         return
     if AxisType.Manual in context.axis_types:
         raise ValueError(
-            "Sharding rules were given inside a shard_map: they make one of their own, over "
+            "Sharding rules were given inside a shard_map: they make a shard_map themselves, over "
             f"{rules.examples}. Call the clipped gradient outside of shard_map, or leave the rules "
             "out and sum over the axes yourself."
         )
@@ -184,9 +184,9 @@ def check_context(rules: ShardingRules) -> None:
         its_own.axis_types,
     ):
         raise ValueError(
-            f"The mesh in context is {dict(context.shape)} with axes {context.axis_types}, that of "
-            f"the sharding rules {dict(its_own.shape)} with axes {its_own.axis_types}. Use one "
-            "mesh for both."
+            f"The mesh in context is {dict(context.shape)} with axes {context.axis_types}; the "
+            f"mesh of the sharding rules is {dict(its_own.shape)} with axes {its_own.axis_types}. "
+            "Use one mesh for both."
         )
 
 

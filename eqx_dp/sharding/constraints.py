@@ -46,11 +46,11 @@ class Constraint(NamedTuple):
         if not isinstance(sharding, NamedSharding):
             raise ValueError(
                 f"{self._told} is a {type(sharding).__name__}. Only a PartitionSpec or a "
-                "NamedSharding names the axes that it speaks of: use one of them."
+                "NamedSharding names axes of the mesh: use one of them."
             )
         if sharding.mesh.axis_names != rules.mesh.axis_names:
             raise ValueError(
-                f"{self._told} speaks of a mesh with axes {sharding.mesh.axis_names}; that of the "
+                f"{self._told} is for a mesh with axes {sharding.mesh.axis_names}; the mesh of the "
                 f"sharding rules has {rules.mesh.axis_names}. Use one mesh for both."
             )
         if sharding.memory_kind not in (None, "device", _default_memory(rules)):
@@ -79,8 +79,8 @@ class Constraint(NamedTuple):
                 f"{self._told} spreads dimension {dimension}, which carries no examples, over "
                 f"{_told_axes(axes)}, over which the rules spread examples "
                 f"(examples={rules.examples}). Take these axes out of the spec: each device works "
-                "on its own examples, whole. Where parameters or sums of gradients are to be "
-                "spread over them, ShardingRules(params=..., accumulators='examples') says so."
+                "on its own examples, whole. To spread parameters or sums of gradients over these "
+                "axes, use ShardingRules(params=..., accumulators='examples')."
             )
         # A dimension that folds examples and something else (batch x time) may be spread over the
         # example axes first, then, within an example, over others.

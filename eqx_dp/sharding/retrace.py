@@ -71,8 +71,8 @@ class Twin:
         if [e.primitive.name for e in ours] != [e.primitive.name for e in theirs]:
             raise ValueError(
                 "The loss constrains shardings in one way for a batch of one example and in "
-                "another for a batch of two, so it cannot be seen which dimensions carry examples. "
-                "Let the constraints not depend on the length of the batch."
+                "another for a batch of two, so it is unknown which dimensions carry examples. "
+                "The constraints must not depend on the length of the batch."
             )
         for equation, partner in zip(ours, theirs, strict=True):
             self._partners.setdefault(id(equation), []).append(partner)
@@ -394,10 +394,10 @@ def _shard_mapped(retrace: Retrace, equation: jex_core.JaxprEqn, inputs: list[An
     if taken:
         raise ValueError(
             f"The loss holds a shard_map over {', '.join(map(repr, taken))}, over which the rules "
-            f"spread examples, at {source_line(equation)} (in_specs {spread.in_specs}): inside, a "
-            "device has examples of its own, one at a time. Take it out, or map over the other "
-            "axes alone: jax.shard_map(..., axis_names={'model'}) with specs that do not name the "
-            "example axes."
+            f"spread examples, at {source_line(equation)} (in_specs {spread.in_specs}). The loss "
+            "runs on each device's own examples, one at a time. Take the shard_map out, or map "
+            "over the other axes alone: jax.shard_map(..., axis_names={'model'}) with specs that "
+            "do not name the example axes."
         )
     mapped = jax.shard_map(
         lambda *values: retrace.run(spread.body.jaxpr, (), values),

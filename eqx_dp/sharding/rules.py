@@ -272,7 +272,7 @@ class ShardingRules:
                 f"{name} has {num_examples} examples, which do not divide over the {parts} devices "
                 f"of {self._told_axes()}. Pad it: a sampler with pad_to={parts} gives a multiple "
                 f"(plan.sampler(..., pad_to={parts})), here {-(-num_examples // parts) * parts}, "
-                "and is_padding_example marks what was filled up."
+                "and is_padding_example marks the slots that were added."
             )
 
     def _told_axes(self) -> str:
