@@ -16,13 +16,13 @@ class PrecisionReport(NamedTuple):
     """What `check_precision` found; its `str` is a table.
 
     Attributes:
-        policy: what the step was held against.
-        violations: a row for each thing that runs otherwise than declared, with its stage, what was
-            declared, what was found, and the source line.
+        policy: the policy that the step was compared with.
+        violations: a row for each operation that does not run as declared, with its stage, the
+            declared dtype, what was found, and the source line.
         summary: what runs in which dtype: FLOPs of contractions, every sum over examples, every
-            collective, every draw that feeds the noise, every addition of noise. What runs under
-            a module rule has a row of its own.
-        notes: what the check could not see, or what the policy gives away.
+            collective, every draw that feeds the noise, every addition of noise. Each module rule
+            has rows of its own.
+        notes: what the check could not see, and whether the policy is unsafe.
     """
 
     policy: Policy
@@ -69,7 +69,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def check_precision(
     fn: Callable[..., Any], *args: Any, policy: Policy, **kwargs: Any
 ) -> PrecisionReport:
-    """Holds a whole training step against a policy: clipped gradient, noise, update and all.
+    """Compares a whole training step (clipped gradient, noise, update) with a policy.
 
     The step is traced, on shapes alone, and its program is read equation by equation, through
     `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing
@@ -79,12 +79,12 @@ def check_precision(
     dp.check_precision(step, model, opt_state, *batch, policy=policy).raise_if_violated()
     ```
 
-    | stage | declared | what is held against it |
+    | stage | dtype | what must run in it |
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
-    | the same | `matmul_precision` | the digits that they keep of float32 |
-    | module rule | compute of a rule | that something runs under it |
-    | clip norm | accumulate | what the engine makes of single gradients: norms, clip factors |
+    | the same | `matmul_precision` | they keep at least its digits of float32 |
+    | module rule | compute of a rule | at least one operation runs under each rule |
+    | clip norm | accumulate | norms of single gradients, and clip factors |
     | sum over examples | accumulate | the weighted sum |
     | sum over microbatches | accumulate | its addition to the total, and what a loop carries |
     | sum over devices | accumulate | every reduction of the clipped sum over a mesh axis |
@@ -92,63 +92,69 @@ def check_precision(
     | noise draw | noise | the random bits, and every value from them to the addition |
     | noise addition | noise | the sum with the noise in it |
 
-    Accumulate and noise dtypes are the least that is asked for; wider is as good.
+    Accumulate and noise dtypes are lower limits: wider dtypes are accepted.
 
-    Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
-    layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
-    of parameters to their storage dtype) is post-processing and not checked. The pass by which a
-    `per_example` loss scale is chosen is counted (`loss scale probe`) and not held against
-    anything, since it changes no gradient.
+    Elementwise operations and reductions inside the loss may run in any dtype: a softmax or a
+    layer norm that computes in float32 inside is not a violation. What follows the noise (the
+    optimizer, casts of parameters to their storage dtype) is post-processing and is not checked.
+    The pass that chooses a `per_example` loss scale is counted (`loss scale probe`) and not
+    checked, because it changes no gradient.
 
-    Inside a module that a rule of the policy matches, forward and backward are held against the
-    rule's dtype; everywhere else against the policy's, also where such a module's parameter is
-    read and used outside of the module. A rule under which nothing runs is a violation: the step
-    was built without it, or does not call the modules that it is for.
+    Inside a module that a rule of the policy matches, forward and backward must run in the rule's
+    dtype. Everywhere else they must run in the policy's compute dtype, also if such a module's
+    parameter is read and used outside of the module. A rule under which nothing runs is a
+    violation: the step was built without it, or does not call its modules.
 
-    Not only a dtype makes a clipped sum narrow. Between clip and noise these do, too:
+    A clipped sum can also lose digits without a narrow dtype. Between clip and noise these count:
 
     | what happens to the sum | a violation if |
     |---|---|
     | a matrix product or convolution of float32 | it is not at the highest precision |
-    | the same by a `DotAlgorithm` | its operands or sums have fewer digits than they show |
+    | the same by a `DotAlgorithm` | its operands or sums have fewer digits than their dtypes |
     | arithmetic on its bits, or on integers made of it | it drops bits: and, or, shifts, division |
     | a cast to integers | they have fewer bits than the accumulate dtype has digits |
     | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
     | `jax.debug` callbacks, and others that return nothing | never |
     | it is kept in the step's state | any of this happens in a later call |
 
-    For the last, a result that holds an un-noised sum is taken to come back in the next call as the
-    argument at its place: `state` of `step(model, state, *batch)` that returns `(model,
-    state)`, of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and
-    callbacks are held against the noise as they are against the sum. Functions that take floats
-    apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the
-    power of two in their place.
+    For the last row, the check assumes that a result that holds an un-noised sum is given to the
+    next call, as the argument in the same position: `state` of `step(model, state, *batch)` that
+    returns `(model, state)`, or of `step(state, *batch)` that returns `state` or `(loss, state)`.
+    The rows on products and callbacks hold for the noise as well. Functions that take floats apart
+    (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the power of two
+    instead.
 
-    What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
-    of which a note speaks alone; a reduction over devices of sums to each of which noise was added
-    before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
-    argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
-    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
-    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
-    in another function); one that goes through a mutable reference; what a compiler makes of the
-    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
-    what a sum goes through after a dither of one's own is not held against anything. Of a `while`
-    loop one step is counted, of a `cond` all branches.
+    The check does not see:
+
+    - storage and output dtypes, and loss scales;
+    - that there is no noise at all (a note says so);
+    - a reduction over devices of sums that already hold noise;
+    - sums that the engine did not clip;
+    - noise that was drawn elsewhere and is an argument, or that is kept in state;
+    - digits that arithmetic drops from floats (`jnp.round`, `jnp.sign`, a large number added and
+      subtracted), from integers that overflow, or from the bits of the noise;
+    - a sum that reaches a later call in another way (cast by the caller, in another position, in
+      another function, through a mutable reference);
+    - what a compiler makes of the program.
+
+    A floating-point draw that is added to a clipped sum is taken for its noise, so nothing is
+    checked after random numbers of the user's own are added. Of a `while` loop one step is counted,
+    of a `cond` all branches.
 
     Args:
-        fn: the step, jitted or not: any function that calls `filter_clipped_grad`'s.
-        *args: its arguments: any trees of arrays, of `jax.ShapeDtypeStruct` in their place, and
-            of anything else. Sharded as in training, and in the same mesh context (a step of
-            `make_step` enters its own).
-        policy: what is declared, and best what the step was built with.
+        fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.
+        *args: its arguments: any trees of arrays, or of `jax.ShapeDtypeStruct` in their place, and
+            of anything else. They must be sharded as in training, in the same mesh context (a step
+            of `make_step` enters its own).
+        policy: the declared policy; usually the one that the step was built with.
         **kwargs: more of its arguments, by name (`is_padding_example`).
 
     Returns:
         A [`PrecisionReport`][]: `ok`, `violations`, `summary`; `str()` is a table.
 
     Raises:
-        ValueError: there is nothing to check, since the function calls no part of the engine; or
-            `policy` is no policy.
+        ValueError: the function calls no part of the engine, so there is nothing to check; or
+            `policy` is not a policy.
     """
     declared = checked_policy(policy)
     if declared is None:
