@@ -29,11 +29,11 @@ class ShardingRules:
     """Declares where a training step's arrays live on a mesh.
 
     Rules are applied outside of the boundary between a batch and its examples: each device works
-    on its own examples, and one reduction an accumulator and step, in the accumulate dtype, sums
-    what they contribute. Over the other axes of the mesh (model parallelism) the compiler divides
-    the work as the parameters' specs and the loss's own constraints say.
+    on its own examples, and one reduction for each accumulator and step, in the accumulate dtype,
+    sums over devices. Over the other axes of the mesh (model parallelism) the compiler divides the
+    work by the parameters' specs and the loss's own constraints.
 
-    Rules are static: they compare and hash by value, and hold no arrays.
+    Rules are static values: they are compared and hashed by value, and hold no arrays.
 
     ```python
     mesh = jax.make_mesh((4, 2), ("data", "model"))
@@ -49,17 +49,17 @@ class ShardingRules:
         params: pairs of a path pattern and a `PartitionSpec` for the model's arrays. Paths are
             dotted, `blocks.3.attention.query_proj.weight`; in a pattern `*` stands for
             anything within one part, `**` for any number of parts. The first match wins; an array
-            that nothing matches is replicated.
-        accumulators: where sums of gradients, and so the returned gradients, noise, and the state
-            of an optimizer made for them, live: `"params"`, with their parameter; `"examples"`,
-            spread over the example axes as well (ZeRO, Rajbhandari et al. 2020, stage 2), along the
-            first dimension that these axes divide and that is not spread already. Where there is no
-            such dimension, with the parameter.
+            that no pattern matches is replicated.
+        accumulators: where sums of gradients live, and so the returned gradients, the noise, and
+            the state of an optimizer made for them. `"params"`: where their parameter lives.
+            `"examples"`: spread over the example axes as well (ZeRO, Rajbhandari et al. 2020, stage
+            2), along the first dimension that these axes divide and that is not spread already;
+            where the parameter lives if there is no such dimension.
 
     Raises:
-        ValueError: an axis that the mesh lacks, or that is named twice; no example axes; something
-            that is no mesh, pattern or `PartitionSpec`; a mesh with Manual axes; a dimension
-            spread over Auto and Explicit axes together.
+        ValueError: an axis does not exist in the mesh, or is named twice; there are no example
+            axes; an argument is not a mesh, a pattern or a `PartitionSpec`; the mesh has Manual
+            axes; a dimension is spread over Auto and Explicit axes together.
     """
 
     mesh: Mesh
@@ -104,7 +104,7 @@ class ShardingRules:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether an axis of the mesh is Explicit: arrays then carry their sharding in the type."""
+        """Whether an axis of the mesh is Explicit: array types then include the sharding."""
         return AxisType.Explicit in self.mesh.axis_types
 
     def specs(self, model: PyTree[Any]) -> PyTree[PartitionSpec | None]:
@@ -117,8 +117,8 @@ class ShardingRules:
             A tree of `PartitionSpec`, None where the model has no array.
 
         Raises:
-            ValueError: a pattern that matches nothing; a spec that is longer than an array's rank,
-                or spreads a dimension over axes that do not divide it.
+            ValueError: a pattern matches nothing; a spec is longer than an array's rank, or spreads
+                a dimension over axes that do not divide it.
         """
         arrays = [
             (dotted(path), leaf)
@@ -180,8 +180,8 @@ class ShardingRules:
         """Where the gradients of a model live.
 
         Args:
-            gradients: a tree as of the model, None where it is not trained, so that a pattern may
-                match nothing here.
+            gradients: a tree like the model, None where it is not trained. A pattern may match
+                nothing here.
 
         Raises:
             ValueError: as [`spec`][].
@@ -199,7 +199,7 @@ class ShardingRules:
         """Places a model's arrays as the rules for parameters say.
 
         Under `jit` it constrains them, so that an updated model stays where it was. With several
-        processes each gives the whole array, the same in all.
+        processes, every process passes the whole array, with the same values.
 
         Args:
             model: any tree; leaves that are no arrays stay as they are.
@@ -213,8 +213,8 @@ class ShardingRules:
         """Places a copy of a model's arrays as accumulators live.
 
         `optimizer.init(rules.shard_accumulators(params))` makes an optimizer's state that lives
-        where gradients do, which matters with `accumulators="examples"`. Not under `jit`:
-        there, zeros on Auto axes do not live where the array does that they are made like.
+        where gradients live, which matters with `accumulators="examples"`. Do not call it under
+        `jit`: there, `zeros_like` on Auto axes does not keep the sharding of its argument.
 
         Args:
             params: what is trained, as `grad_fn.trainable(model)`: None elsewhere.
@@ -227,15 +227,15 @@ class ShardingRules:
     def shard_batch(self, batch: T) -> T:
         """Spreads a batch over the example axes, along every leading axis.
 
-        With several processes each gives its own part of the batch, all parts of one length, and
-        gets the whole, of which it holds its part.
+        With several processes, every process passes its own part of the batch; all parts have one
+        length. Each gets the whole batch, of which it holds its part.
 
         Args:
             batch: a tree of arrays with examples along their leading axes.
 
         Raises:
-            ValueError: a leaf that is no array or has no leading axis; examples that the devices do
-                not divide (the error says which `pad_to` would do).
+            ValueError: a leaf is not an array or has no leading axis; the devices do not divide
+                the number of examples (the message names a `pad_to` that works).
         """
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -262,7 +262,7 @@ class ShardingRules:
             num_examples: how many examples a batch has.
 
         Raises:
-            ValueError: it says which `pad_to` would do.
+            ValueError: the axes do not divide it; the message names a `pad_to` that works.
         """
         self._check_divides(num_examples, self.num_shards, "The batch")
 
