@@ -30,6 +30,7 @@ _TEXT_RULES = {
     "a Sphinx role": re.compile(r":[a-z]+(:[a-z]+)?:`"),
     "a Sphinx field": re.compile(r"^\s*:(param|type|return|returns|rtype|raises?)\b.*:", re.M),
     "a Sphinx directive": re.compile(r"^\s*\.\. [a-z-]+::", re.M),
+    "a row of a table that goes on in another line": re.compile(r"^\s*\| .*[^|\s]\s*$", re.M),
     "a section or a table underlined": re.compile(r"^\s*(-{3,}|={3,}|~{3,})(\s+[-=~]+)*\s*$", re.M),
 }
 _ENTRY = re.compile(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):(?: (.*))?$")

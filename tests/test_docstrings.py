@@ -111,6 +111,7 @@ def shown(one):
         (".. note::\n\n    What.", "a Sphinx directive"),
         ("Parameters\n    ----------\n    one\n        what.", "underlined"),
         ("=====  =====\n    one    what\n    =====  =====", "underlined"),
+        ("| a | row\n    that is | two |", "a row of a table that goes on"),
         ("Arguments:\n        one: what.", "looks like a section"),
         ("args:\n        one: what.", "looks like a section"),
         ("Args: one, what.", "looks like a section"),
