@@ -57,8 +57,8 @@ class Names(NamedTuple):
     Attributes:
         defined: every class, function, method and constant, by its bare name.
         exceptions: the classes that can be raised.
-        public: the classes and functions that `eqx_dp/__init__.py` exports, each behind the path
-            of the file that defines it.
+        public: the classes and functions that `eqx_dp/__init__.py` exports, and the bases of these
+            classes, each behind the path of the file that defines it.
     """
 
     defined: frozenset[str]
@@ -83,12 +83,14 @@ def names_of(sources: dict[str, str]) -> Names:
     """What the sources define; what is public is what the package's own file imports."""
     defined: set[str] = set()
     bases: dict[str, set[str]] = {}
-    for text in sources.values():
+    paths: dict[str, str] = {}
+    for path, text in sources.items():
         for node in ast.walk(ast.parse(text)):
             match node:
                 case ast.ClassDef():
                     defined.add(node.name)
-                    bases[node.name] = {b.id for b in node.bases if isinstance(b, ast.Name)}
+                    paths[node.name] = path
+                    bases[node.name] = {ast.unparse(base).split("[")[0] for base in node.bases}
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     defined.add(node.name)
                 case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
@@ -102,7 +104,12 @@ def names_of(sources: dict[str, str]) -> Names:
     }
     while more := {name for name, its in bases.items() if its & exceptions} - exceptions:
         exceptions |= more
-    return Names(frozenset(defined), frozenset(exceptions), _exported("eqx_dp", sources))
+    public = set(_exported("eqx_dp", sources))
+    while (
+        more := {(paths[b], b) for _, c in public for b in bases.get(c, ()) if b in paths} - public
+    ):
+        public |= more
+    return Names(frozenset(defined), frozenset(exceptions), frozenset(public))
 
 
 def _exported(

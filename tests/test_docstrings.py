@@ -10,7 +10,8 @@ from .docstrings import ROOT, names_of, problems, problems_of_all, sources_of
 PACKAGE = {
     "eqx_dp/__init__.py": "from .room import shown, Shown",
     "eqx_dp/room/__init__.py": "from .file import shown, Shown",
-    "eqx_dp/room/file.py": "class OurError(ValueError): ...\ndef shown(): ...",
+    "eqx_dp/room/file.py": "class OurError(ValueError): ...\nclass Shown(Base[int]): ...",
+    "eqx_dp/room/base.py": "class Base: ...",
     "eqx_dp/room/other.py": "def shown(): ...",
 }
 PATH = "eqx_dp/room/file.py"
@@ -181,6 +182,18 @@ def test_a_public_class_tells_its_fields_and_its_methods_their_arguments():
         "Shown is public and takes one: no Args:",
         "at is public and takes i: no Args:",
     ]
+
+
+def test_what_a_public_class_inherits_is_public():
+    source = '''
+        class Base(Generic[T]):
+            """What it does."""
+
+            def at(self, i):
+                """One."""
+        '''
+    assert found(source, path="eqx_dp/room/base.py") == ["at is public and takes i: no Args:"]
+    assert found(source, path="eqx_dp/room/other.py") == []
 
 
 def test_a_field_that_is_not_told_and_one_that_is_not_there_are_seen():
