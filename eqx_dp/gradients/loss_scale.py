@@ -84,7 +84,7 @@ class Probe(NamedTuple):
 
         | largest float16 value | scale |
         |---|---|
-        | 0, NaN or infinite | 1 (the real pass will see for itself) |
+        | 0, NaN or infinite | 1 (the pass for the gradient finds such an example) |
         | tiny | float32 values, the loss's too, stay below 2^121 |
         | huge | at least the loss's smallest normal number |
         """

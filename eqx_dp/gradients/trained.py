@@ -30,8 +30,8 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
     """Splits a model into what is trained and the rest, each with None in place of the other.
 
     What an `eqx.nn.State` holds (running statistics, say) is written by layers, and no gradient
-    descent is meant to move it. A function is asked of a leaf without knowing where that stands,
-    so it speaks of parameters alone; True in a tree of booleans may select state as well.
+    descent is meant to move it. A function gets a leaf and not its place in the tree, so it selects
+    parameters alone; True in a tree of booleans may select state as well.
 
     | filter_spec | of an `eqx.nn.State`, a `StateIndex.init` |
     |---|---|

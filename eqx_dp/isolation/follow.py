@@ -31,7 +31,8 @@ class Follow:
     """One pass over a program.
 
     Guarantee: where a result's place is `Apart`, its entries of one example are the same whatever
-    the other examples are, as far as the rules are right. What no rule speaks of is `Mixed`.
+    the other examples are, as far as the rules are right. The results of a primitive without a
+    rule are `Mixed`.
 
     | what depends on several examples | is |
     |---|---|

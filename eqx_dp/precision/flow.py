@@ -70,7 +70,7 @@ NOTHING = Facts()
 
 
 def joined(facts: Sequence[Facts]) -> Facts:
-    """What is known of a value that is made of several; what is clipped tells of nothing else."""
+    """What is known of a value made of several. If some hold a clipped sum, only those count."""
     found = [one for one in facts if one.clipped] or list(facts)
     narrowest = [one.narrowest for one in found if one.narrowest is not None]
     return Facts(
