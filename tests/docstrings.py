@@ -57,12 +57,14 @@ class Names(NamedTuple):
     Attributes:
         defined: every class, function, method and constant, by its bare name.
         exceptions: the classes that can be raised.
+        members: the attributes of each class, its bases included, by its bare name.
         public: the classes and functions that `eqx_dp/__init__.py` exports, and the bases of these
             classes, each behind the path of the file that defines it.
     """
 
     defined: frozenset[str]
     exceptions: frozenset[str]
+    members: dict[str, frozenset[str]]
     public: frozenset[tuple[str, str]]
 
 
@@ -84,13 +86,16 @@ def names_of(sources: dict[str, str]) -> Names:
     defined: set[str] = set()
     bases: dict[str, set[str]] = {}
     paths: dict[str, str] = {}
+    members: dict[str, frozenset[str]] = {}
     for path, text in sources.items():
         for node in ast.walk(ast.parse(text)):
             match node:
                 case ast.ClassDef():
                     defined.add(node.name)
                     paths[node.name] = path
-                    bases[node.name] = {ast.unparse(base).split("[")[0] for base in node.bases}
+                    its = frozenset(_fields(node) + _properties(node))
+                    members[node.name] = members.get(node.name, frozenset()) | its
+                    bases[node.name] = _bases(node)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     defined.add(node.name)
                 case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
@@ -104,12 +109,17 @@ def names_of(sources: dict[str, str]) -> Names:
     }
     while more := {name for name, its in bases.items() if its & exceptions} - exceptions:
         exceptions |= more
+    for name in members:
+        above = [name]
+        for one in above:
+            above += [base for base in bases[one] if base in members and base not in above]
+        members[name] = frozenset[str]().union(*(members[one] for one in above))
     public = set(_exported("eqx_dp", sources))
     while (
         more := {(paths[b], b) for _, c in public for b in bases.get(c, ()) if b in paths} - public
     ):
         public |= more
-    return Names(frozenset(defined), frozenset(exceptions), frozenset(public))
+    return Names(frozenset(defined), frozenset(exceptions), members, frozenset(public))
 
 
 def _exported(
@@ -257,7 +267,8 @@ def _of_section(node: _Documented, section: str, lines: list[str], names: Names)
     elif section == "Args":
         yield from _compared("Args", entries, parameters(node))
     else:
-        known = _fields(node) + _properties(node)
+        known = {*_fields(node), *_properties(node)}
+        known.update(*(names.members.get(base, ()) for base in _bases(node)))
         yield from _compared("Attributes", entries, [n for n in known if n in entries])
         missing = [name for name in _fields(node) if name not in entries]
         if missing:
@@ -306,6 +317,12 @@ def parameters(node: _Documented) -> list[str]:
     if given.kwarg:
         names.append(f"**{given.kwarg.arg}")
     return names
+
+
+def _bases(node: _Documented) -> set[str]:
+    """The names of what a class is made from, without parameters of a generic one."""
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    return {ast.unparse(base).split("[")[0] for base in bases}
 
 
 def _fields(node: _Documented) -> list[str]:
