@@ -52,6 +52,9 @@ from .training import (
     make_step,
 )
 
+__version__ = version("eqx-dp")
+"""The version of the installed package, as its metadata says."""
+
 __all__ = [
     "CheckpointError",
     "CheckpointWarning",

@@ -15,15 +15,13 @@ _SHORT = (str, numbers.Number, np.dtype, PartitionSpec)
 def shown(value: Any) -> str:
     """What an error says that it found.
 
-    ==========================================  ===================================
-    value                                       shown as
-    ==========================================  ===================================
-    a number, text, None, dtype, spec           itself, up to 80 characters
-    a whole number beyond 2^64                  that it is one: it may be a secret
-    a tuple or list                             what is in it, up to 80 characters
-    an array                                    dtype and shape
-    anything else, or longer                    its type
-    ==========================================  ===================================
+    | value | shown as |
+    |---|---|
+    | a number, text, None, dtype, spec | itself, up to 80 characters |
+    | a whole number beyond 2^64 | that it is one: it may be a secret |
+    | a tuple or list | what is in it, up to 80 characters |
+    | an array | dtype and shape |
+    | anything else, or longer | its type |
     """
     if eqx.is_array(value) or isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"

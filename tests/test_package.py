@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -117,3 +118,20 @@ def test_checkout_loads_every_preset_from_its_own_folder(new_environment, tmp_pa
 
     assert file == ROOT / "eqx_dp" / "__init__.py"
     assert presets.keys() == {name.removesuffix(".toml") for name in POLICIES}
+
+
+def test_sdist_carries_the_sources_and_nothing_else(tmp_path):
+    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    run(*build, "--outdir", tmp_path, ROOT)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        parts = [name.split("/")[1:] for name in archive.getnames()]
+    assert {first for first, *_ in parts} == {
+        *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
+        *("CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"),
+        *("eqx_dp", "examples", "policies", "tests"),
+    }
+    # What tools leave in a checkout.
+    suffixes = {Path(last).suffix for *_, last in parts}
+    assert not suffixes & {".pyc", ".whl", ".gz", ".log", ".db", ".npy", ".npz"}
+    assert not any(part in ("__pycache__", "build", "dist", "out") for its in parts for part in its)

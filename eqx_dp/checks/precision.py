@@ -29,9 +29,9 @@ def check_precision(
     | stage | declared | what is checked |
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
-    | the same | `matmul_precision` | the digits that they keep of float32 |
-    | module rule | compute of a rule | that something runs under it |
-    | clip norm | accumulate | what the engine makes of single gradients: norms, clip factors |
+    | the same | `matmul_precision` | they keep at least its digits of float32 |
+    | module rule | compute of a rule | at least one operation runs under each rule |
+    | clip norm | accumulate | norms of single gradients, and clip factors |
     | sum over examples | accumulate | the weighted sum |
     | sum over microbatches | accumulate | its addition to the total, and what a loop carries |
     | sum over devices | accumulate | every reduction of the clipped sum over a mesh axis |
@@ -39,7 +39,7 @@ def check_precision(
     | noise draw | noise | the random bits, and every value from them to the addition |
     | noise addition | noise | the sum with the noise in it |
 
-    Accumulate and noise dtypes are the least that is asked for; wider is as good.
+    Accumulate and noise dtypes are lower limits: wider dtypes are accepted.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
@@ -52,12 +52,12 @@ def check_precision(
     read and used outside of the module. A rule under which nothing runs is a violation: the step
     was built without it, or does not call the modules that it is for.
 
-    Not only a dtype makes a clipped sum narrow. Between clip and noise these do, too:
+    A clipped sum can also lose digits without a narrow dtype. Between clip and noise these count:
 
     | what happens to the sum | a violation if |
     |---|---|
     | a matrix product or convolution of float32 | it is not at the highest precision |
-    | the same by a `DotAlgorithm` | its operands or sums have fewer digits than they show |
+    | the same by a `DotAlgorithm` | its operands or sums have fewer digits than their dtypes |
     | arithmetic on its bits, or on integers made of it | it drops bits: and, or, shifts, division |
     | a cast to integers | they have fewer bits than the accumulate dtype has digits |
     | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
@@ -83,19 +83,19 @@ def check_precision(
     loop one step is counted, of a `cond` all branches.
 
     Args:
-        fn: the step, jitted or not: any function that calls `filter_clipped_grad`'s.
-        *args: its arguments: any trees of arrays, of `jax.ShapeDtypeStruct` in their place, and
-            of anything else. Sharded as in training, and in the same mesh context (a step of
-            `make_step` enters its own).
-        policy: what is declared, and best what the step was built with.
+        fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.
+        *args: its arguments: any trees of arrays, or of `jax.ShapeDtypeStruct` in their place, and
+            of anything else. They must be sharded as in training, in the same mesh context (a step
+            of `make_step` enters its own).
+        policy: the declared policy; usually the one that the step was built with.
         **kwargs: more of its arguments, by name (`is_padding_example`).
 
     Returns:
         A [`PrecisionReport`][]: `ok`, `violations`, `summary`; `str()` is a table.
 
     Raises:
-        ValueError: there is nothing to check, since the function calls no part of the engine; or
-            `policy` is no policy.
+        ValueError: the function calls no part of the engine, so there is nothing to check; or
+            `policy` is not a policy.
     """
     declared = checked_policy(policy)
     if declared is None:

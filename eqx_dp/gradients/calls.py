@@ -16,17 +16,18 @@ from .microbatches import over_microbatches
 
 
 class PerExample(NamedTuple):
-    """Values of each example, as they are before clipping. They are **not private**.
+    """Values of each example before clipping. They are **not private**.
 
-    Anything that is decided, logged or stored from them is a release of its own that no plan
-    accounts for. In padding slots everything is zero.
+    To log, store or decide anything by them is another release, which no plan accounts for. In
+    padding slots all values are zero.
 
     Attributes:
         loss: the loss, in the policy's output dtype.
-        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf where the
-            gradient is not finite. With a tree of clip norms a tree of that structure, one norm a
-            group.
-        aux: what the loss returned beside, examples in front; None without `has_aux`.
+        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf if the gradient
+            is not finite. With a tree of clip norms, a tree of that structure with one norm for
+            each group.
+        aux: the aux that the loss returned, examples along the leading axis; None without
+            `has_aux`.
     """
 
     loss: Float[Array, " batch"]

@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class ClippedGrad(eqx.Module, Generic[_Result]):
-    """A loss whose gradient is clipped example by example and summed, and how much that can move.
+    """A function that sums the clipped per-example gradients of a loss, with its sensitivity.
 
     Made by [`filter_clipped_grad`][] and [`filter_value_and_clipped_grad`][].
     """
@@ -64,7 +64,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that it was made with, or None; that of a paired model is not known here."""
+        """The policy that it was made with, or None. A paired model brings its policy later."""
         return self._configuration.policy
 
     @property
@@ -74,7 +74,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
 
     @property
     def l2_norm_bound(self) -> float:
-        """The L2 norm that what one example adds to the result cannot exceed.
+        """An upper bound on the L2 norm of what one example adds to the result.
 
         With clip norms C_g of the groups g it is sqrt(sum of C_g^2) / normalize_by, and with
         `rescale_to_unit_norm` sqrt(number of groups) / normalize_by.
@@ -82,19 +82,17 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         return self._configuration.clipping.l2_norm_bound / self._configuration.normalize_by
 
     def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
-        """The L2 sensitivity of the result: how far one example can move it.
+        """The L2 sensitivity of the result: the most that one example can change it.
 
-        ===================  ====================================================  ==============
-        relation             neighbors differ by                                   sensitivity
-        ===================  ====================================================  ==============
-        ADD_OR_REMOVE_ONE    an example that is there or not                       l2_norm_bound
-        REPLACE_SPECIAL      an example zeroed out (made padding)                  l2_norm_bound
-        REPLACE_ONE          an example replaced by any other                      2 l2_norm_bound
-        ===================  ====================================================  ==============
+        | relation | neighbors differ by | sensitivity |
+        |---|---|---|
+        | `ADD_OR_REMOVE_ONE` | one example, present or absent | `l2_norm_bound` |
+        | `REPLACE_SPECIAL` | one example, zeroed out (made padding) | `l2_norm_bound` |
+        | `REPLACE_ONE` | one example, replaced by any other | `2 * l2_norm_bound` |
 
         Args:
-            neighboring_relation: one of `dp_accounting.NeighboringRelation`. There is no default:
-                a guarantee means nothing until it is said between which data sets it holds.
+            neighboring_relation: one of `dp_accounting.NeighboringRelation`. There is no default,
+                because a guarantee has no meaning without its neighboring relation.
 
         Raises:
             ValueError: it is none of them.
@@ -112,18 +110,22 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 )
 
     def expect_samples(self, sampling: Sampling) -> None:
-        """Batches are samples: calls have to say which slots are padding, and may count on it.
+        """Declares that batches are samples, so that calls must say which slots are padding.
 
-        That goes for all that are traced from now on. `plan.privatizer` says so.
+        It holds for all calls that are traced from now on. `plan.privatizer` calls it.
 
         Args:
-            sampling: how batches are drawn, from which follows how many slots of a batch are
-                expected to hold an example; `"auto"` chooses the microbatch by that.
+            sampling: how batches are drawn. It gives the expected number of slots that hold an
+                example, by which `"auto"` chooses the microbatch.
         """
         self._mask.sampling = sampling
 
     def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result]":
-        """The same function for batches that are such samples (None: that have no padding)."""
+        """The same function, for batches that are drawn in a given way.
+
+        Args:
+            sampling: how batches are drawn; None for batches without padding.
+        """
         rule = MaskRule(sampling)
         return ClippedGrad(self._fun, self._filter_spec, self._configuration, self._finish, rule)
 
@@ -139,10 +141,10 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone, self._mask)
 
     def trainable(self, model: _Model) -> _Model:
-        """What of a model is trained: its tree with None elsewhere, as that of the gradients.
+        """The trained part of a model: the model's tree, with None where it is not trained.
 
-        `optimizer.init(grad_fn.trainable(model))` makes an optimizer's state that fits them
-        whatever `filter_spec` says, and where the model holds an `eqx.nn.State`.
+        The gradients have the same tree. So `optimizer.init(grad_fn.trainable(model))` makes a
+        state that fits them, for any `filter_spec`, also if the model holds an `eqx.nn.State`.
 
         Args:
             model: as for a call.
@@ -160,11 +162,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """Computes the sum of clipped gradients of a batch.
 
         Args:
-            model: what is differentiated, as in `eqx.filter_grad`.
+            model: the model, as in `eqx.filter_grad`.
             *batch: arrays, or trees of arrays, with examples along every leading axis.
-            key: split into one key an example, handed to the loss as `key`.
+            key: one key; it is split into one key for each example, which the loss gets as `key`.
             is_padding_example: True where a slot holds no real example; such a slot contributes
-                exactly zero, whatever it holds. None for no padding, which is refused once a plan
+                exactly zero, for any content. None means no padding, and is refused once a plan
                 that samples has made noise for this function.
 
         Raises:
@@ -177,7 +179,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """Runs a call that is prepared, and gives what the call gives.
 
         Args:
-            prepared: by [`prepare`][] of the same function.
+            prepared: what [`prepare`][] of the same function returned.
         """
         per_example, sums = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]

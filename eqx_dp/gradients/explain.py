@@ -28,7 +28,7 @@ class Row(NamedTuple):
         flops: floating-point operations for norms and weighted sum.
         bytes: what is held until the clip factors are known (with the method `"ghost"`: what
             book-keeping would hold).
-        reason: why this way.
+        reason: why this way was chosen.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The rows of [`explain`][], and what was chosen for the batch.
+    """What [`explain`][] returns; `str()` is a table.
 
     Attributes:
         rows: one for every trainable leaf, in the model's order.
@@ -49,8 +49,8 @@ class Explanation(NamedTuple):
         num_examples: the batch.
         num_shards: how many parts the batch is divided into, by sharding rules.
         reason: why.
-        sample: how many of the slots hold an example; None without a plan.
-        work: what a device is expected to do in a step.
+        sample: how many slots are expected to hold an example; None without a plan.
+        work: the work that a device is expected to do in a step.
     """
 
     rows: tuple[Row, ...]
@@ -127,17 +127,17 @@ def explain(
         *batch: the batch, as for `grad_fn`.
         key: as for `grad_fn`.
         is_padding_example: as for `grad_fn`; it changes nothing.
-        plan: the plan whose samples the batches are, and the batch as long as a sampler's
-            `capacity`; needed only where `plan.privatizer` has not been given `grad_fn`.
+        plan: the plan that batches are drawn by; the batch must then be as long as its sampler's
+            `capacity`. Not needed if `plan.privatizer` was given `grad_fn`.
 
     Returns:
-        A table: `rows`, each with `path`, `kinds`, `way`, `flops`, `bytes`, `reason`;
-        `str()` prints it, with the totals, the method that was chosen, and why. With a plan also
-        how many slots are expected to hold an example, how many microbatches are expected to be
-        computed, and what a step's time is expected to be made of, by formula.
+        An [`Explanation`][]: `rows`, each with `path`, `kinds`, `way`, `flops`, `bytes`, `reason`;
+        `str()` prints them, with the totals, the chosen method and the reason. With a plan it also
+        prints the expected numbers of slots that hold an example and of microbatches that are
+        computed, and the expected parts of a step's time, by formula.
 
     Raises:
-        ValueError: `grad_fn` is something else; and as `grad_fn`.
+        ValueError: `grad_fn` is something else; and as for `grad_fn`.
     """
     if plan is not None:
         grad_fn = checked_grad_fn(grad_fn).of_samples(plan.sampling)

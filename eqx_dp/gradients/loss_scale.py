@@ -75,13 +75,11 @@ class Probe(NamedTuple):
         float16, the loss's own cotangent and parameters' gradients included; the gradient at a
         contraction, a convolution, a lookup by a bound on it, so that it need not be formed.
 
-        ==================================  ==========================================
-        largest float16 value               scale
-        ==================================  ==========================================
-        0, NaN or infinite                  1 (the real pass will see for itself)
-        tiny                                float32 values, the loss's too, stay below 2^121
-        huge                                at least the loss's smallest normal number
-        ==================================  ==========================================
+        | largest float16 value | scale |
+        |---|---|
+        | 0, NaN or infinite | 1 (the pass for the gradient finds such an example) |
+        | tiny | float32 values, the loss's too, stay below 2^121 |
+        | huge | at least the loss's smallest normal number |
         """
         found = self._largest(*map(probed, (params, frozen, example)))
         usable = jnp.isfinite(found.narrow) & (found.narrow > 0) & jnp.isfinite(found.wide)

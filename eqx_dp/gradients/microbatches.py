@@ -42,13 +42,11 @@ def over_microbatches(
     Returns:
         The sums, and the per-example values, which are zero in padding slots.
 
-        ===========================  ======================================================
-        batch                        result
-        ===========================  ======================================================
-        empty                        zero sums, per-example values of length zero
-        all padding                  zero sums, zero per-example values, nothing computed
-        not a multiple of the size   as if filled up with padding, and the filling cut off
-        ===========================  ======================================================
+        | batch | result |
+        |---|---|
+        | empty | zero sums, per-example values of length zero |
+        | all padding | zero sums, zero per-example values, nothing computed |
+        | not a multiple of the size | as if filled up with padding, and the filling cut off |
 
         (With a mask the number of microbatches is not known when the loop is compiled, so that the
         result can be differentiated forwards alone; without one backwards as well.)

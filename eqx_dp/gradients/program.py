@@ -144,7 +144,7 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
     except Exception as error:
         if isinstance(error, NameError) and "axis name" in str(error):
             raise ValueError(
-                f"The loss uses a collective over an axis that is not there ({error}). A "
+                f"The loss uses a collective over an axis that does not exist ({error}). A "
                 "collective over the batch mixes examples, as eqx.nn.BatchNorm does. "
                 f"{_BATCH_MIXING_ADVICE}"
             ) from error
@@ -161,8 +161,8 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
     if found:
         raise ValueError(
             f"The loss constrains shardings ({found[0]}), and no sharding rules say which axes of "
-            "the mesh examples are spread over: example by example the constraint would land on a "
-            "batch of one, and its work on one device. Give them: "
+            "the mesh examples are spread over. Applied to one example, the constraint would shard "
+            "a batch of one, and all the work would be on one device. Give the rules: "
             "sharding=dp.ShardingRules(mesh, examples=('data',))."
         )
 

@@ -113,14 +113,14 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
         )
     if name.startswith("random_"):
         return (
-            "JAX draws the numbers of a whole batch of keys of the generators rbg and unsafe_rbg "
-            "from the first of them. Use keys of threefry: dp.key_from_secret(secret), or "
+            "For a batch of keys of the generators rbg and unsafe_rbg, JAX draws all numbers from "
+            "the first key. Use keys of threefry: dp.key_from_secret(secret), or "
             "jax.random.key(seed, impl='threefry2x32')."
         )
     if name in ("pure_callback", "ffi_call"):
         return (
             "It hands all examples of a batch to a function on the host. With "
-            "vmap_method='sequential' that sees one at a time."
+            "vmap_method='sequential' the function gets one example at a time."
         )
     if name in WRITES:
         return (
@@ -130,10 +130,10 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
     if is_known(equation):
         return (
             "If you wrote a batching rule (jax.custom_batching.custom_vmap), use the function "
-            "without it. If what runs keeps examples apart all the same, please report it."
+            "without it. If the program does keep examples apart, please report it."
         )
     return (
         "There is no rule for this primitive, so it is not known whether it keeps examples apart. "
         "Use other operations; or pass microbatch_size=1: the program then holds one example at a "
-        "time, and takes any primitive."
+        "time, and may use any primitive."
     )

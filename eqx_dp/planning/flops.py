@@ -44,7 +44,7 @@ class ProgramRow(NamedTuple):
     Attributes:
         program: what it computes.
         flops: the same by the formulas of the rows.
-        compiled: as the compiler counts it; None where it does not say.
+        compiled: the compiler's count; None if it gives none.
         note: what the compiler's count leaves out.
     """
 
@@ -61,10 +61,10 @@ class FlopReport(NamedTuple):
         rows: the stages: forward, backward, with the method ghost the second pass, norms,
             accumulation, noise.
         programs: what the compiler counts; empty without `compiled`, and with sharding rules.
-        textbook: 6 N D of the textbook; None where the model's parameters are not all used in
-            contractions and lookups.
+        textbook: 6 N D of the textbook; None if a parameter of the model is used in other ways
+            than contractions and lookups.
         num_examples: the batch, B.
-        num_tokens: N, vectors of data that the model's matrices meet in the batch.
+        num_tokens: N, the vectors of data in the batch that the model's matrices multiply.
         num_params: D, the model's floating-point entries.
         num_trainable: D', those that are trained.
         method: the method of the engine.
@@ -81,6 +81,9 @@ class FlopReport(NamedTuple):
 
     def row(self, stage: str) -> FlopRow:
         """The row of a stage, by name.
+
+        Args:
+            stage: `"forward"`, `"backward"`, `"norms"`, `"accumulation"` or `"noise"`.
 
         Raises:
             ValueError: there is none of that name.
@@ -136,7 +139,7 @@ def flop_report(
 ) -> FlopReport:
     """Counts the floating-point operations of a private training step, stage by stage.
 
-    Nothing is computed: the loss is traced on shapes alone, and with `compiled` compiled as well.
+    Nothing is computed: the loss is traced on shapes; with `compiled` it is compiled as well.
 
     | stage | by formula |
     |---|---|
@@ -144,19 +147,21 @@ def flop_report(
     | backward | those of its gradient, less the forward ones; frozen parameters have none |
     | second pass | forward and backward again, by the method ghost |
     | norms | of each example's gradient, by the way that the engine takes for each leaf |
-    | accumulation | B D': an addition for each example and trained parameter; where no example's
-    gradient is formed, the backward pass's contractions do it, and it is counted in both |
+    | accumulation | B D': an addition for each example and trained parameter |
     | noise | 180 D': a Gaussian for each trained parameter, integer operations included |
 
-    For a transformer, forward and backward are about 6 N D (Kaplan et al. 2020, section 2.1), N
-    being tokens and D parameters; D' of them trained, 4 N D + 2 N D'. Attention, which has no
-    parameters, comes on top, and an embedding that is looked up has parameters and no contraction.
-    Accumulation and noise do not grow with the length of a sequence: beside 6 N D they are little,
-    which is why they can be wide.
+    If no example's gradient is formed, the backward pass's contractions do the accumulation, and it
+    is counted in both rows.
 
-    The compiler counts everything else as well (activations, softmax, casts, the drawing of bits),
-    and the body of a loop once. Where a program has a loop, its row says so. Microbatches are no
-    such loop here: one is compiled, and counted as often as there are.
+    For a transformer with N tokens and D parameters, forward and backward are about 6 N D (Kaplan
+    et al. 2020, section 2.1); if D' parameters are trained, 4 N D + 2 N D'. Attention has no
+    parameters and is added to that; an embedding that is looked up has parameters and no
+    contraction. Accumulation and noise do not grow with the length of a sequence. They are small
+    beside 6 N D, so they can be in a wide dtype at little cost.
+
+    The compiler also counts everything else (activations, softmax, casts, the drawing of bits), but
+    the body of a loop only once. If a program has a loop, its row says so. Microbatches are not
+    such a loop here: one microbatch is compiled, and its count is multiplied by their number.
 
     Args:
         grad_fn: what `filter_clipped_grad` returned.
@@ -164,15 +169,15 @@ def flop_report(
         *batch: the batch, as for `grad_fn`.
         key: as for `grad_fn`.
         is_padding_example: as for `grad_fn`; it changes nothing.
-        compiled: whether to compile the step and ask the compiler for its count. With sharding
-            rules it is not asked.
+        compiled: whether to compile the step and ask the compiler for its count. It is not asked
+            if there are sharding rules.
 
     Returns:
         The report: `rows`, each with `stage`, `formula`, `flops`, `share`; `programs`;
-        `str()` is a table. `report.row("noise")` is one of them.
+        `str()` is a table. `report.row("noise")` returns one row.
 
     Raises:
-        ValueError: `grad_fn` is something else; and as `grad_fn`.
+        ValueError: `grad_fn` is something else; and as for `grad_fn`.
     """
     call = described(grad_fn, model, batch, key, is_padding_example)
     num_examples, num_leaves = call.examples.num_examples, len(call.sums)

@@ -93,22 +93,22 @@ def plan_microbatch(
 ) -> int:
     """The largest microbatch with which a private step's compiled bytes fit a device.
 
-    It is guessed from the sum of parts and found by compiling, a handful of times; nothing is run.
+    The search starts from the sum of parts and compiles the step at most 8 times. Nothing is run.
 
     Args:
-        grad_fn: as for `plan_memory`, and so the others.
-        model: with `jax.ShapeDtypeStruct` for arrays, if wanted.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: the model; `jax.ShapeDtypeStruct` may stand for its arrays.
         *batch: the batch of all devices.
         device_memory: bytes of a device.
-        optimizer: all that happens to the gradient.
+        optimizer: everything that happens to the gradient, as for `plan_memory`.
         key: as for `grad_fn`.
-        method: instead of that of `grad_fn`.
+        method: replaces the method of `grad_fn`.
 
     Returns:
-        Examples at once on a device.
+        The number of examples that a device processes at once.
 
     Raises:
-        ValueError: even one example does not fit; and as `plan_memory`.
+        ValueError: even one example does not fit; and as for `plan_memory`.
     """
     limit = whole_number("device_memory", device_memory, least=1, most=2**60)
 

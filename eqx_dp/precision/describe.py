@@ -21,13 +21,13 @@ class LeafDtypes(NamedTuple):
 
     Attributes:
         path: where the leaf stands in the model, dotted.
-        stored: the dtype that it has, or what it is where it is no array.
+        stored: the dtype that it has; for a leaf that is no array, its type or name.
         params: the dtype that it should be stored in.
         compute: the dtype that it enters the forward pass in.
-        output: the dtype of what comes of it, the model's outputs and the loss.
+        output: the dtype of the model's outputs and of the loss.
         accumulate: the dtype of its gradient's norm and sum.
         noise: the dtype of its noise.
-        rule: the pattern of the module rule that gave `compute`; None where the policy itself did.
+        rule: the pattern of the module rule that gave `compute`; None if the policy itself did.
     """
 
     path: str

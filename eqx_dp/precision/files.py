@@ -31,16 +31,16 @@ def load_policy(name_or_path: str | os.PathLike[str]) -> Policy:
     | `[[modules]]` | `match` and `compute`, as often as there are rules; optional |
 
     Args:
-        name_or_path: The name of a preset (see `available_policies`); or the path of a file, told
-            by a directory separator, by ending in `.toml`, or by being a path object.
+        name_or_path: The name of a preset (see `available_policies`), or the path of a file. A
+            path is a path object, or a text that holds a directory separator or ends in `.toml`.
 
     Returns:
         The policy; its `name` is the preset's name or the path.
 
     Raises:
         ValueError: If there is no such preset or file; if the file is not TOML in UTF-8; if a table
-            or key is unknown or missing, or a value is not of its type or not one of those allowed;
-            if `Policy` refuses the whole. The message names the file and the key and says what was
+            or key is unknown or missing; if a value has the wrong type or is not allowed; or if
+            `Policy` raises an error. The message names the file and the key, and says what was
             found and what is allowed.
     """
     name = os.fspath(name_or_path)

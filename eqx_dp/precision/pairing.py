@@ -35,39 +35,39 @@ T = TypeVar("T")
 def apply_policy(model: T, policy: Policy | None) -> T:
     """Pairs a model with its policy, for any use: inference, training without privacy, the engine.
 
-    Calling the model, or a public method of it, casts its parameters and float inputs to the
-    compute dtype and its float outputs to the output dtype, with matrix products in the policy's
-    `matmul_precision`. Calling a module inside it, as a loss that goes through the model part by
-    part does, casts likewise, and the outputs leave in the dtype around that module. A module that
-    a rule matches has its parameters and float inputs cast to the rule's dtype, and its float
-    outputs cast back to the one around it. `eqx.nn.State` is left as it is, as are arrays that are
-    not floating-point.
+    A call of the model, or of a public method of it, casts its parameters and float inputs to the
+    compute dtype and its float outputs to the output dtype. Matrix products run in the policy's
+    `matmul_precision`. A call of a module inside the model (from a loss that uses the parts of the
+    model one by one) casts in the same way, and its outputs have the dtype that is in force around
+    that module. If a rule matches a module, its parameters and float inputs are cast to the rule's
+    dtype, and its float outputs are cast back to the dtype around it. `eqx.nn.State` and arrays
+    that are not floating-point are not cast.
 
-    The leaves stay as they are, and so do attributes, paths, `isinstance`, `eqx.tree_at`,
-    `eqx.partition`, serialisation, pickling. A leaf that is read (`model.weight`) is in the dtype
-    it is stored in, which `policy.cast_to_param` sees to: only a call casts. Methods whose names
-    start with an underscore (but `__call__`) and properties do not cast when they are used from
-    outside. Modules that `eqx.tree_at` puts in fall under the rules from then on.
+    The leaves do not change. Attributes, paths, `isinstance`, `eqx.tree_at`, `eqx.partition`,
+    serialisation and pickling work as before. A leaf that is read (`model.weight`) has its storage
+    dtype (see `policy.cast_to_param`), because only a call casts. Properties, and methods whose
+    names start with an underscore (except `__call__`), do not cast when they are used from outside.
+    The rules also apply to modules that `eqx.tree_at` puts in later.
 
     Args:
         model: An `eqx.Module`.
-        policy: What to pair it with; None takes the policy off again.
+        policy: The policy to pair it with; None takes the policy off again.
 
     Returns:
-        The model, of the same leaves; where nothing changes, the model that came in. Two models of
-        one structure, paired with equal policies, have one structure again.
+        The model, with the same leaves; the given model itself if nothing changes. Two models of
+        one structure that are paired with equal policies have equal structures.
 
     Raises:
-        ValueError: If the model is no `eqx.Module`, is paired with another policy, or has a module
-            inside that is paired with a policy of its own; if a rule matches no module of the
-            model, or only modules that rules in front of it take. At a call: if a method returns a
-            module of the model's own class, whose parameters would be those that were cast.
+        ValueError: If the model is not an `eqx.Module`, is paired with another policy, or holds a
+            module that is paired with a policy of its own; if a rule matches no module of the
+            model, or only modules that an earlier rule matches. At a call: if a method returns a
+            module of the model's own class, because its parameters would be the cast ones.
     """
     policy = checked_policy(policy)
     if not isinstance(model, eqx.Module):
         raise ValueError(
             f"model is a {type(model).__name__}: only an eqx.Module can be paired with a policy, "
-            "since it is its methods that cast. Pair the modules in it one by one, or hand the "
+            "because its methods do the casting. Pair the modules in it one by one, or give the "
             "policy to the engine (filter_clipped_grad(..., policy=policy)), which takes any tree."
         )
     if policy is None:

@@ -26,12 +26,12 @@ _FLOAT32 = DTYPES["float32"]
 
 @dataclasses.dataclass(frozen=True, init=False)
 class ModuleRule:
-    """A compute dtype of its own for some modules of a model.
+    """Gives some modules of a model another compute dtype than the policy's.
 
     Args:
         match: A path in the model's tree (`**.head`) or a class name. One or more printable
             characters without space, comma or equals sign, so that it fits a policy's string form.
-        compute_dtype: The dtype these modules compute in, instead of the policy's.
+        compute_dtype: The dtype that these modules compute in.
 
     Raises:
         ValueError: If `match` holds a character that is not allowed, or the dtype is not one of
@@ -55,21 +55,21 @@ class ModuleRule:
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by before the backward pass, so that float16 does not underflow.
+    """A factor of the loss for the backward pass, so that float16 does not underflow.
 
-    A scale that follows overflows, as jmp's dynamic scale does, would change with the private data.
-    Here it is constant, or each example's own, chosen from that example alone. It is a power of
+    jmp's dynamic scale changes after an overflow, and so depends on the private data. Here the
+    scale is constant, or it is chosen for each example from that example alone. It is a power of
     two, so undoing it is exact.
 
     Args:
-        kind: `"none"`; `"static"` for a constant scale; or `"per_example"` for one that keeps the
-            backward pass of each example inside float16, found by a pass in bfloat16 that costs
-            about as much as the gradient.
-        value: The static scale, a positive power of two; 1 where the kind is another.
+        kind: `"none"`; `"static"` for a constant scale; or `"per_example"` for a scale that keeps
+            the backward pass of each example within the range of float16. The last costs another
+            pass, in bfloat16, about as much work as the gradient.
+        value: The static scale, a positive power of two; 1 for the other kinds.
 
     Raises:
-        ValueError: If the kind is another, or the value no finite positive power of two, or the
-            kind is not `"static"` and the value is not 1.
+        ValueError: If the kind is none of the three; the value is not a finite positive power of
+            two; or the kind is not `"static"` and the value is not 1.
     """
 
     kind: LossScaleKind = "none"
@@ -100,41 +100,43 @@ def _is_power_of_two(value: int | float) -> bool:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy(jmp.Policy):
-    """The dtype of every stage of a private training step: a `jmp.Policy` with two dtypes more.
+    """The dtype of every stage of a private training step: a `jmp.Policy` with two more dtypes.
 
     | dtype | governs |
     |---|---|
     | param | how parameters are stored |
-    | compute | what parameters and float inputs are cast to where they enter the loss |
+    | compute | what parameters and float inputs are cast to when they enter the loss |
     | output | the loss |
     | accumulate | norms, clip factors, every sum over examples, and the gradient returned |
-    | noise | what the noise is drawn in, and what it is added in |
+    | noise | the draw of the noise, and its addition |
 
-    A policy is a value: hashable, and equal to every policy that says the same (`name` and
-    `description` say where it came from and do not count; `dataclasses.replace` keeps them). Its
-    `str` is the form that `parse_policy` reads, and gives an equal policy back.
+    A policy is a value: it is hashable, and equal to every policy with the same content. (`name`
+    and `description` say where it came from; equality ignores them and `dataclasses.replace` keeps
+    them.) `parse_policy` reads its `str`, and returns an equal policy.
 
     Args:
-        param_dtype: One of bfloat16, float16, float32, float64, by name or as a dtype; so are all.
+        param_dtype: One of bfloat16, float16, float32, float64, by name or as a dtype. The same
+            holds for all dtypes here.
         compute_dtype: As above.
         output_dtype: As above.
         accumulate_dtype: By default the wider of float32 and `compute_dtype`.
         noise_dtype: By default the wider of float32 and `accumulate_dtype`.
-        modules: Module rules in order, the first match wins.
+        modules: Module rules in order; the first match wins.
         loss_scale: The loss scale, none by default.
         matmul_precision: `"default"`, `"tensorfloat32"` or `"highest"`, as in
-            `jax.default_matmul_precision`; `"default"` leaves JAX's setting alone.
+            `jax.default_matmul_precision`; `"default"` does not change JAX's setting.
         unsafe: Allows an accumulate or noise dtype narrower than float32, and an accumulate dtype
-            narrower than the compute dtype. Gradients can then pass the clip norm and the noise is
-            no Gaussian: the privacy guarantee does not hold. `repr` and `str` repeat it.
-        name: The preset or file the policy was read from.
-        description: What the file says of itself.
+            narrower than the compute dtype. Gradients can then exceed the clip norm, and the noise
+            is not Gaussian: the privacy guarantee does not hold. `repr` and `str` show the flag.
+        name: The preset or file that the policy was read from.
+        description: The description in the file.
 
     Raises:
         ValueError: If a dtype is not one of the four, or is float64 while `jax_enable_x64` is off;
-            if a dtype is narrower than allowed and `unsafe` is not set; if two module rules match
-            the same; if the loss scale or its inverse is not exact in the dtypes that it meets; if
-            another argument is not what is allowed above. Fields are named as in a policy file.
+            if a dtype is narrower than allowed and `unsafe` is not set; if two module rules have
+            the same pattern; if the loss scale or its inverse is not exact in the output or the
+            accumulate dtype; if another argument is not what is allowed above. The message names
+            fields as a policy file does.
     """
 
     accumulate_dtype: np.dtype[Any]

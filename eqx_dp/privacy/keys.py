@@ -15,7 +15,7 @@ Secret: TypeAlias = SupportsIndex | bytes
 
 
 def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
-    """Makes a key of the generator's full width out of a secret of any length.
+    """Makes a key of the generator's full width from a secret of any length.
 
     `jax.random.key(seed)` keeps 32 bits of a seed and refuses more than 63. This keeps all of them:
     `dp.key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
@@ -29,11 +29,12 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
     Args:
         secret: A number of at least 0, or bytes that are not empty. The number 5 and the byte 5 are
             different secrets.
-        purpose: What the key is for; no purpose is one purpose.
+        *purpose: What the key is for: texts. Different texts give different keys; no text at all
+            counts as one purpose.
 
     Returns:
-        A typed key of the threefry generator, whatever `jax_default_prng_impl` says: noise then is
-        the same on any number of devices.
+        A typed key of the threefry generator, regardless of `jax_default_prng_impl`, so that noise
+        is the same on any number of devices.
 
     Raises:
         ValueError: If the secret is negative, empty, or neither a number nor bytes.

@@ -88,10 +88,10 @@ def gaussian_privatizer(
 
     | case | what happens |
     |---|---|
-    | `stddev` is 0 | gradients come back as they are, bit for bit and in their own dtype |
+    | `stddev` is 0 | gradients are returned unchanged, bit for bit and in their own dtype |
     | leaf is None (not trained) | stays None and uses no key |
-    | leaf has no entries | comes back with none |
-    | gradient is NaN or infinite | so is the result: clip before |
+    | leaf has no entries | is returned without entries |
+    | gradient is NaN or infinite | the result is, too: clip before |
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | two leaves whose paths read the same (keys of a dictionary with one `repr`) | refused |
@@ -105,21 +105,21 @@ def gaussian_privatizer(
     Args:
         stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
             array: it is part of the compiled program.
-        key: A secret, and not used elsewhere: a number of any size or bytes, of which
-            `key_from_secret(key, "noise")` makes a key; or one key, of `key_from_secret` or
-            `jax.random.key` (which keeps 32 bits of its seed: few enough to try them all).
+        key: A secret that is not used elsewhere: a number of any size or bytes, from which
+            `key_from_secret(key, "noise")` makes a key; or one key, from `key_from_secret` or
+            `jax.random.key` (which keeps 32 bits of its seed: an attacker can try all of them).
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
-        sharding: Where noise lives: as the rules say of accumulators. The updates' tree is then
-            that of the model that the rules speak of.
-        run: What tells this run from others with the same key; public. `PrivacyPlan.privatizer`
+        sharding: The noise is placed where the rules place accumulators. The updates must then
+            have the tree of the model that the rules describe.
+        run: A text that is different for each run with this key; public. `PrivacyPlan.privatizer`
             puts the plan and the norm bound in front of it.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
 
     Raises:
-        ValueError: If `stddev` is negative, not finite or traced, `key` is not one key or
-            secret, or `sharding` is not rules, or does not go with the key's generator. From
+        ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
+            secret; `sharding` is not rules, or the key's generator does not allow sharding. From
             `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
             range of the noise dtype.
     """
@@ -165,7 +165,7 @@ def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
     if twins:
         raise ValueError(
             f"several gradients have the path {twins[0]}, and would get the same noise. Give the "
-            "nodes of the tree keys that read differently."
+            "nodes of the tree keys whose printed forms differ."
         )
 
 

@@ -30,7 +30,7 @@ _DELTA_WANTED = (
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PrivacyPlan:
-    """How a training run samples and how much noise it adds: all that its privacy depends on.
+    """The sampling and the noise of a training run: everything that its privacy depends on.
 
     A plan decides once what has to agree everywhere. `sampler` and `privatizer` take their numbers
     from it, and `epsilon` accounts for exactly those: `steps` steps, each of which draws examples
@@ -65,13 +65,13 @@ class PrivacyPlan:
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
         steps: How many steps the run may take, at least 1.
         noise_multiplier: Noise standard deviation / sensitivity, at least 0 and finite.
-        delta: Total delta of the whole run, in (0, 1); to be well below 1 / number of examples.
+        delta: Total delta of the run, in (0, 1). Choose it well below 1 / number of examples.
         neighboring_relation: Which data sets are neighbors: `ADD_OR_REMOVE_ONE`, `REPLACE_ONE`,
             or `REPLACE_SPECIAL` (an example is zeroed out).
 
     Raises:
-        ValueError: If a number is not of its kind or out of its range, the relation is none of the
-            three, or `delta` is too small for that many steps.
+        ValueError: If a number has the wrong type or is out of its range, the relation is none of
+            the three, or `delta` is too small for that many steps.
     """
 
     sampling_prob: float
@@ -104,8 +104,8 @@ class PrivacyPlan:
         rounding = self.steps * ROUNDING_DELTA
         if self.delta - self.overflow_delta() <= rounding:
             raise ValueError(
-                f"delta must exceed {rounding:g}, what accounting in float64 may lose of it in "
-                f"{self.steps} steps ({ROUNDING_DELTA:g} a step), and a thousandth more; found "
+                f"delta must exceed {rounding:g} by more than a thousandth: accounting in float64 "
+                f"may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). Found "
                 f"{self.delta:g}. Take a larger delta or fewer steps."
             )
 
@@ -119,10 +119,10 @@ class PrivacyPlan:
         steps: SupportsIndex,
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     ) -> "PrivacyPlan":
-        """Finds the plan with the least noise that keeps to a privacy budget.
+        """Finds the plan with the least noise that stays within a privacy budget.
 
         Args:
-            epsilon: The budget, which `plan.epsilon()` does not exceed.
+            epsilon: The budget: `plan.epsilon()` is at most this.
             delta: As for the plan.
             sampling_prob: As for the plan.
             steps: As for the plan.
@@ -134,7 +134,7 @@ class PrivacyPlan:
 
         Raises:
             ValueError: If epsilon is not a finite number above 0, another argument is refused as
-                for the plan itself, or the budget is out of reach or is met by hardly any noise.
+                for the plan itself, the budget cannot be met, or hardly any noise meets it.
         """
         budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation)
@@ -146,22 +146,23 @@ class PrivacyPlan:
     def epsilon(self, steps: SupportsIndex | None = None) -> float:
         """Epsilon of the first steps of the run, at the plan's delta.
 
-        Depends on the plan alone, not on data: it is public and may be shown while training.
+        It depends on the plan and not on data, so it is public and may be shown while training.
 
         Args:
-            steps: How many steps have been taken, from 0 to the plan's `steps`; None for them all.
+            steps: How many steps have been taken, from 0 to the plan's `steps`; None for all of
+                them.
 
         Returns:
             Epsilon: 0 for no steps, infinite without noise.
 
         Raises:
-            ValueError: If `steps` is no such number.
+            ValueError: If `steps` is not a whole number in that range.
         """
         run = self._run(self._steps_taken(steps))
         return epsilon_of(run, self.noise_multiplier, self.delta - self.overflow_delta(run.steps))
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
-        """What `epsilon` accounts for, in dp_accounting's terms (overflow is not part of it).
+        """The event that `epsilon` accounts for, for dp_accounting (without overflow).
 
         Args:
             steps: As for `epsilon`.
@@ -183,9 +184,9 @@ class PrivacyPlan:
 
     @property
     def overflow_probability(self) -> float:
-        """The probability tau that a batch is cut is at most this: what the sampler is given.
+        """An upper bound tau on the probability that a batch is cut; the sampler keeps to it.
 
-        A thousandth of delta over all steps, and never more than 1e-12 a step.
+        It is a thousandth of delta over all steps, and at most 1e-12 a step.
         """
         return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
 
@@ -220,8 +221,8 @@ class PrivacyPlan:
     ) -> PoissonSampler:
         """The sampler that draws this plan's batches, or one host's part of them.
 
-        Epsilon is the same for any number of hosts. Another plan draws another sample from the same
-        seed, independent of this one's.
+        Epsilon is the same for any number of hosts. With the same seed, another plan draws an
+        independent sample.
 
         Args:
             num_examples: How many examples the data set holds (on all hosts together).
@@ -229,12 +230,12 @@ class PrivacyPlan:
                 `PoissonSampler`.
             pad_to: Batches have a multiple of this many slots (on each host).
             hosts: How many hosts draw, `jax.process_count()`.
-            host: Which of them this one is, `jax.process_index()`.
-            run: What tells this run from others with the same plan and seed; public.
+            host: The index of this host, `jax.process_index()`.
+            run: A text that is different for each run with this plan and seed; public.
 
         Returns:
-            A `PoissonSampler` with the plan's `sampling_prob` and `overflow_probability`, which
-            refuses steps beyond the plan's.
+            A `PoissonSampler` with the plan's `sampling_prob` and `overflow_probability`. It raises
+            an error for steps beyond the plan's.
 
         Raises:
             ValueError: As for `PoissonSampler`.
@@ -267,11 +268,11 @@ class PrivacyPlan:
     ) -> optax.GradientTransformation:
         """The noise that this plan accounts for, for the gradients of one function.
 
-        Another plan, norm bound or policy gives other noise from the same key, independent of this.
+        With the same key, another plan, norm bound or policy gives independent noise.
 
-        Where the plan samples (`sampling_prob` below 1), `grad_fn` from now on refuses calls
-        without `is_padding_example`: the sampler's padding has index -1, and the last example would
-        count in every such slot.
+        If the plan samples (`sampling_prob` below 1), this call also changes `grad_fn`: from now on
+        it refuses calls without `is_padding_example`. The sampler's padding has index -1, so
+        without the mask the last example would count in every padding slot.
 
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
@@ -279,21 +280,22 @@ class PrivacyPlan:
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
-            run: What tells this run from others with the same plan and key; public.
+            run: A text that is different for each run with this plan and key; public.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity.
 
         Raises:
             ValueError: If `grad_fn` is no such function, or was made with another policy or other
-                sharding rules; if the sensitivity is not finite, or not what the norm bound
-                implies under the plan's neighboring relation; and as for `gaussian_privatizer`.
+                sharding rules; if the sensitivity is not finite, or differs from the one that the
+                norm bound implies under the plan's neighboring relation; and as for
+                `gaussian_privatizer`.
         """
         if not isinstance(cast(object, grad_fn), HasSensitivity):
             raise ValueError(
                 "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad "
-                "returned, before it is wrapped in jit or anything else: only that knows its "
-                f"sensitivity; found a {type(grad_fn).__name__}."
+                "returned, before it is wrapped in jit or anything else: a wrapped function does "
+                f"not tell its sensitivity; found a {type(grad_fn).__name__}."
             )
         policy = agreed_with(grad_fn, "policy", policy)
         sharding = agreed_with(grad_fn, "sharding", sharding)
@@ -307,7 +309,7 @@ class PrivacyPlan:
         return privatizer
 
     def to_json(self) -> str:
-        """Writes the plan as JSON, from which `from_json` gives an equal plan back."""
+        """Writes the plan as JSON; `from_json` reads an equal plan from it."""
         return written(dataclasses.asdict(self))
 
     @classmethod
@@ -354,8 +356,8 @@ def _warn_of_large_delta(delta: float, num_examples: int) -> None:
     # samplers of one run (`make_step` makes some) do not repeat it.
     warnings.warn(
         f"delta is {delta:g}, and 1 / num_examples is {1 / num_examples:g} ({num_examples} "
-        "examples): to publish one of them at random, in full, would meet such a delta. Make a "
-        "plan with a delta well below 1 / num_examples.",
+        "examples): such a delta allows a program to publish one example at random, in full. Make "
+        "a plan with a delta well below 1 / num_examples.",
         UserWarning,
         stacklevel=1,
     )

@@ -52,8 +52,8 @@ class PoissonSampler:
     the data. The run's noise may be made of the same secret. Philox is a good generator of numbers,
     not a cryptographic one.
 
-    **Not private.** Batches, and how many examples they hold, are drawn without noise. They are
-    for the training step alone, not to be published or logged.
+    **Not private.** Batches, and the number of examples in them, are drawn without noise. Use them
+    in the training step alone; do not publish or log them.
 
     | case | what happens |
     |---|---|
@@ -63,7 +63,7 @@ class PoissonSampler:
     | more than `hosts * capacity` are drawn | as many, uniformly random, are kept and divided |
     | `sampling_prob` is 1 | every batch holds every example (that the host owns) once |
     | `pad_to` exceeds `num_examples` | `capacity` is `pad_to` |
-    | `capacity` would be 0 (hardly ever an example) | it is `pad_to` |
+    | `capacity` would be 0 (an example is hardly ever drawn) | it is `pad_to` |
     | `hosts` does not divide `num_examples` | some hosts own one example more than the others |
     | `hosts` exceeds `num_examples` | some own nothing: their batches are all padding |
 
@@ -81,7 +81,7 @@ class PoissonSampler:
         run: What tells this run from others with the same seed; public.
 
     Raises:
-        ValueError: If an argument is not a number of its kind, or out of its range.
+        ValueError: If an argument has the wrong type or is out of its range.
     """
 
     num_examples: int
@@ -131,7 +131,7 @@ class PoissonSampler:
     def capacity(self) -> int:
         """Slots in every batch, the same on every host.
 
-        Follows from `num_examples`, and is as public as that is.
+        It follows from `num_examples` and the other arguments, and shows no more than they do.
         """
         most_owned = -(-self.num_examples // self.hosts)
         tau = self.overflow_probability / (1 if self.hosts == 1 else 2 * self.hosts)
@@ -187,8 +187,8 @@ class PoissonSampler:
         Args:
             step: As for `batch`.
             *sources: Numpy or JAX arrays, or trees of them, that hold the examples of the whole
-                data set along their leading axis. Of a memory-mapped file no more is read than the
-                examples drawn.
+                data set along their leading axis. Only the examples drawn are read from a
+                memory-mapped file.
 
         Returns:
             `(examples, is_padding_example)`: a tuple with one entry a source, of its structure,
@@ -196,8 +196,8 @@ class PoissonSampler:
             padding stand zeros. **Not private.**
 
         Raises:
-            ValueError: As for `batch`; if there is no source, or one holds something else than
-                arrays, or another number of examples than `num_examples`.
+            ValueError: As for `batch`; if there is no source, or a source holds something other
+                than arrays, or another number of examples than `num_examples`.
         """
         if not sources:
             raise ValueError("take needs at least one source of examples behind the step.")
@@ -236,7 +236,7 @@ def _checked_host(value: object, hosts: int) -> int:
     if host >= hosts:
         raise ValueError(
             f"host must be below {hosts}, the number of hosts (they are counted from 0, as by "
-            f"jax.process_index()); found {host}. Is hosts, as by jax.process_count(), right?"
+            f"jax.process_index()); found {host}. Check hosts, which is jax.process_count()."
         )
     return host
 

@@ -39,7 +39,7 @@ def agreed_with(grad_fn: HasSensitivity, name: str, given: T | None) -> T | None
     own: T | None = getattr(grad_fn, name, None)
     if own is not None and given is not None and own != given:
         raise ValueError(
-            f"grad_fn was made with {name}={own}, and the noise is to follow {given}. Leave "
+            f"grad_fn was made with {name}={own}, but the noise was asked to follow {given}. Leave "
             f"{name} out, or give both the same."
         )
     return own if given is None else given

@@ -95,7 +95,8 @@ class Checkpoints:
     ):
         if keep < 2:
             raise ValueError(
-                f"keep must be at least 2, lest a damaged checkpoint be the end; found {keep}."
+                "keep must be at least 2, so that the run survives one damaged checkpoint; found "
+                f"{keep}."
             )
         self.directory = Path(directory).absolute()
         self.step = step
@@ -156,8 +157,8 @@ class Checkpoints:
         """A checkpoint of step 0: what a run that is killed soon begins with again."""
         if not (self.save(state, 0) and self.wait()):
             raise CheckpointError(
-                f"The run cannot be recorded in {self.directory}, as a warning says, which has to "
-                "be before its first step. Make room, or name another directory."
+                f"The run cannot be recorded in {self.directory} (a warning says why). It must be "
+                "recorded before its first step. Make room, or name another directory."
             )
 
     def _arrays_of(self, number: int, targets: dict[str, Array]) -> dict[str, Array]:
@@ -182,8 +183,8 @@ class Checkpoints:
         if other:
             raise ValueError(
                 f"The checkpoint of step {number} in {self.directory} belongs to another run: "
-                f"model{', model'.join(other)}, which is not trained, has other values there than "
-                "in the model that was given. Give the model that the run was started with."
+                f"model{', model'.join(other)}, which is not trained, has other values in the "
+                "checkpoint than in the given model. Give the model that the run was started with."
             )
 
     def _start(self, arrays: dict[str, Array]) -> Start:

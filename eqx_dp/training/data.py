@@ -28,11 +28,11 @@ class Source(Protocol):
 
 
 class DataError(Exception):
-    """A source of examples raised an error, or gave something else than it gave before.
+    """A source of examples raised an error, or returned other shapes or dtypes than before.
 
-    The message names the source and the kind of fault. Which example it was, and what the source
-    said of it, is private: which examples a step reads is the secret that sampling rests on, and a
-    source's own words may quote them. Neither is in the message, its notes or its causes.
+    The message names the source and the kind of fault. The position of the example and the source's
+    own message are private: which examples a step reads must stay secret, and a source's message
+    may quote an example. Neither is in the message, its notes or its causes.
     """
 
     def __init__(self, message: str, details: Callable[[], str] | None = None):
@@ -43,9 +43,9 @@ class DataError(Exception):
         return type(self), self.args  # the details stay in the process
 
     def private_details(self) -> str:
-        """Which example is at fault, and what the source says of it: **private**, do not log it.
+        """The position of the example at fault, and the source's message. **Private**: do not log.
 
-        Reads the examples of the batch one by one, to find the one.
+        It reads the examples of the batch one by one, to find the example.
         """
         return "Nothing more is known." if self._details is None else self._details()
 

@@ -70,13 +70,11 @@ def disclosed(
 ) -> dict[str, Float[Array, ""]]:
     """What was asked for, from the values of single examples. **Not private.**
 
-    ============  ==================================================================
-    name          value, float32
-    ============  ==================================================================
-    loss          mean over the batch's real examples, as they are (NaN stays NaN)
-    grad_norm     mean norm of their gradients before clipping (over groups: of all)
-    num_examples  how many there are
-    ============  ==================================================================
+    | name | value, float32 |
+    |---|---|
+    | loss | mean over the batch's real examples, as they are (NaN stays NaN) |
+    | grad_norm | mean norm of their gradients before clipping (over groups: of all) |
+    | num_examples | how many there are |
     """
     if values is None:
         return {}

@@ -19,12 +19,11 @@ class Event(Generic[Model]):
     """A step was taken.
 
     Attributes:
-        step: how many steps have been taken; where the run was changed into another program, with
-            those that may have been released and are lost.
-        metrics: what was measured after this step, by name: of an evaluation, or disclosed. Empty
-            after most steps.
-        seconds: since this process began the run.
-        epsilon: spent so far; None where it was not worked out.
+        step: how many steps have been taken. If the run went on as another program, steps that may
+            have been released and are lost count as well.
+        metrics: figures by name, from an evaluation or disclosed. Empty after most steps.
+        seconds: the time since this process began the run.
+        epsilon: epsilon of the steps so far; None if it was not computed after this step.
     """
 
     step: int
@@ -35,9 +34,9 @@ class Event(Generic[Model]):
 
     @functools.cached_property
     def state(self) -> TrainState[Model]:
-        """After the step, which may be under way still: to read an array waits for it.
+        """The state after the step. To read an array waits until the step is done.
 
-        It is used up by the next step: read it, or copy it, at once.
+        The next step uses it up: read it, or copy it, at once.
         """
         return self._held.state
 

@@ -73,8 +73,8 @@ def updated(
         given = ", ".join(f"{name!r}: ..." for name in wanted)
         raise ValueError(
             f"The optimizer's update wants {', '.join(map(repr, wanted))}. Hand it over at every "
-            f"step: {_HOW.format(given)}. It must be public, such as a loss on held-out data: what "
-            "is worked out from the batch is private, and no noise covers it."
+            f"step: {_HOW.format(given)}. It must be public, such as a loss on held-out data: a "
+            "value computed from the batch is private, and no noise covers it."
         ) from error
 
 

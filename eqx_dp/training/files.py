@@ -9,11 +9,11 @@ from typing import Any, cast
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged, or could not be written."""
+    """A run goes on, and something in its directory was damaged, changed, or not written."""
 
 
 class CheckpointError(Exception):
-    """A directory, or all checkpoints in it, cannot be used."""
+    """The directory of a run, or every checkpoint in it, cannot be used."""
 
 
 def problem_of(path: Path, listed: str) -> str | None:

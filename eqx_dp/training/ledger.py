@@ -59,8 +59,8 @@ class Ledger:
             sync(self.directory)
         except OSError as error:
             raise CheckpointError(
-                f"The run cannot be recorded in {self.directory} ({error.strerror}), which has to "
-                "be before its first step. Make room, or name another directory."
+                f"The run cannot be recorded in {self.directory} ({error.strerror}). It must be "
+                "recorded before its first step. Make room, or name another directory."
             ) from None
 
     def bound(self, of: Mapping[str, Any]) -> int:
@@ -116,8 +116,8 @@ class Ledger:
         except OSError as error:
             raise CheckpointError(
                 f"It cannot be noted in {self.directory} that steps up to {number} are taken "
-                f"({error.strerror}), so that none of them is. Make the directory writable, and "
-                "start again to go on from the last checkpoint."
+                f"({error.strerror}), so the run stops before them. Make the directory writable, "
+                "and start again to go on from the last checkpoint."
             ) from None
 
     def _bounds(self) -> Sequence[int]:
@@ -139,8 +139,8 @@ def record_in(file: Path) -> dict[str, Any]:
     if problem is None:
         return found
     raise CheckpointError(
-        f"{file} cannot be used ({problem}). It says which programs the run has had, so that none "
-        "of their noise is used again. Restore it from a backup; or start another run, in another "
+        f"{file} cannot be used ({problem}). It lists the programs that the run has had, so that "
+        "no noise is used twice. Restore it from a backup; or start another run, in another "
         "directory and with another seed."
     )
 

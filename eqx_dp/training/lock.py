@@ -63,7 +63,7 @@ def _claim(directory: Path, stack: contextlib.ExitStack) -> None:
         ) from None
     except OSError as error:
         warnings.warn(
-            f"{directory} cannot be locked ({error.strerror}). See to it that no other process "
+            f"{directory} cannot be locked ({error.strerror}). Make sure that no other process "
             "trains there.",
             CheckpointWarning,
             stacklevel=2,

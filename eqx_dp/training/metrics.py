@@ -98,7 +98,7 @@ class TensorBoard:
     """A callback that writes metrics and epsilon for TensorBoard, by tensorboardX.
 
     Args:
-        folder: where TensorBoard looks; made if it is not there.
+        folder: the folder that TensorBoard reads; it is made if it does not exist.
 
     Raises:
         MissingExtra: tensorboardX is not installed.
@@ -114,7 +114,11 @@ class TensorBoard:
             self._writer = writers.EventsWriter(str(self._folder / "events"))
 
     def __call__(self, event: Event[Any]) -> None:
-        """Writes an event's figures."""
+        """Writes an event's figures.
+
+        Args:
+            event: of the step that was taken.
+        """
         if self._writer is None or not event.metrics:
             return
         epsilon = {} if event.epsilon is None else {"epsilon": event.epsilon}

@@ -114,7 +114,7 @@ def _refusal(
         f"{_listed(lines)}\nResume with what the run was started with; or start another run, in "
         "another directory and WITH ANOTHER SEED; or name the parts that may change, "
         f"Trainer(..., allow_changed=(...)), of {', '.join(changeable(current['identity']))}: the "
-        "run then goes on with fresh noise, and all steps count that it may have released before."
+        "run then goes on with fresh noise, and every step that it may have released counts."
     )
 
 
@@ -124,8 +124,8 @@ def _check_steps_left(ledger: Ledger, after: int, steps: int) -> None:
             f"The run in {ledger.directory} cannot go on as another program: {after} of the plan's "
             f"{steps} steps may have been released already, and none is left. (A process that is "
             "killed may have released all steps up to its next save; one that ends by itself "
-            "leaves an exact count.) Resume with what the run was started with: it takes the steps "
-            "again that are not saved."
+            "leaves an exact count.) Resume with what the run was started with: the run then "
+            "repeats the steps that were not saved."
         )
 
 
@@ -133,7 +133,7 @@ def _warn(ledger: Ledger, number: int, after: int, lines: Sequence[str]) -> None
     why = (
         f"as another program:{_listed(lines)}\n"
         if lines
-        else "anew, since the checkpoint that its program had begun from is damaged. "
+        else "anew, because the checkpoint that its program began from is damaged. "
     )
     lost = f"Steps {number + 1} to {after} may have been released, and count. "
     warnings.warn(

@@ -22,11 +22,11 @@ class TrainState(eqx.Module, Generic[Model]):
 
     Attributes:
         model: the model as it is stored, in the policy's params dtype.
-        opt_state: of the noise and the optimizer. **Secret**: it holds the key of the noise (which
-            checkpoints leave out).
+        opt_state: the state of the noise and of the optimizer. **Secret**: it holds the key of the
+            noise (checkpoints do not).
         step: how many steps have been taken.
-        disclosed: what the last step disclosed of its batch, by name; empty unless the step was
-            asked to. **Not private.**
+        disclosed: the figures that the last step disclosed of its batch, by name; empty without
+            `disclose`. **Not private.**
     """
 
     model: Model

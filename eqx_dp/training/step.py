@@ -49,11 +49,11 @@ class Step(Generic[Model]):
     """A compiled step of private training, made by [`make_step`][].
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
-    batches of `step.sampler()`. A call **uses up** the state that it is given: its buffers are
-    donated to the next one. Copy what is still needed. A state that was used up is refused.
+    batches of `step.sampler()`. A call **uses up** its state: the buffers are donated to the next
+    state. Copy what is still needed. A state that was used up is refused.
 
-    What two steps with one seed have in common is said at [`make_step`][]. Neither seed nor keys
-    are in the text of a step, in an error, or in the program that is compiled.
+    [`make_step`][] says what two steps with one seed have in common. Neither seed nor keys are in
+    the printed form of a step, in an error, or in the compiled program.
 
     Attributes:
         plan: what sampling, noise and accounting follow.
@@ -62,12 +62,12 @@ class Step(Generic[Model]):
         method: as it was given.
         l2_clip_norm: as it was given.
         rescale_to_unit_norm: as it was given.
-        disclose: what each batch discloses although no plan accounts for it.
+        disclose: names of the figures that each batch discloses although no plan accounts for them.
         microbatch_size: how many examples a device processes at once; "auto" until
-            `with_microbatch_size` says.
-        filter_spec: what is trained.
+            `with_microbatch_size` sets a number.
+        filter_spec: which leaves are trained.
         run: the text that `for_run` was given; empty without.
-        unrecorded: what trainers without a directory took of its steps.
+        unrecorded: how many of its steps trainers without a directory have taken.
     """
 
     plan: PrivacyPlan
@@ -99,7 +99,7 @@ class Step(Generic[Model]):
         return self.grad_fn.sharding
 
     def mesh(self) -> AbstractContextManager[Any]:
-        """The rules' mesh as a context, for what works on a state; the step enters it itself."""
+        """The rules' mesh as a context, for code that works on a state; a step enters it itself."""
         rules = self.sharding
         if rules is None:
             return nullcontext()
@@ -110,7 +110,7 @@ class Step(Generic[Model]):
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """The noise, and behind it the optimizer."""
+        """The chain of the noise and the optimizer."""
         return optax.chain(self._noise, self._update)
 
     def sampler(
@@ -120,18 +120,19 @@ class Step(Generic[Model]):
         *batch: PyTree[Any],
         extra: Mapping[str, Any] | None = None,
     ) -> PoissonSampler:
-        """The sampler of the plan's batches: with sharding rules, of this host's part of them.
+        """The sampler of the plan's batches; with sharding rules, of this host's part of them.
 
-        Runs with the same seed that differ get other batches, too: `sampler(model, *batch)` tells
-        runs apart as `identity` does, the noise as well. `sampler()` knows no model, and tells
-        them apart by all that the step was made with but the loss: plan, data-set size, policy,
-        clip norms, method, and an optimizer that can be tried on two parameters that are not the
-        model's (one that asks for the model's own tree cannot). One run uses one of the two forms.
+        Runs with the same seed and another identity get other batches. `sampler(model, *batch)`
+        uses the same identity as the noise (see `identity`). `sampler()` knows no model: its
+        identity is everything that the step was made with except the loss, which is plan, data-set
+        size, policy, clip norms, method, and the optimizer, if that can be tried on two parameters
+        that are not the model's (an optimizer that needs the model's own tree cannot). One run must
+        use one of the two forms.
 
         Args:
             model: arrays or shapes of arrays; or none, and no batch.
-            *batch: as for the step, of any length: the data set itself will do. Only dtypes and the
-                shapes of one example count.
+            *batch: as for the step, of any length, for instance the data set itself. Only dtypes
+                and the shapes of one example count.
             extra: as for the step.
         """
         if model is None:
@@ -150,10 +151,10 @@ class Step(Generic[Model]):
     def identity(
         self, model: Model, /, *batch: PyTree[Any], extra: Mapping[str, Any] | None = None
     ) -> dict[str, str]:
-        """What a run of this step computes: to be kept, and compared when the run is resumed.
+        """The identity of a run of this step, to be kept, and compared when the run is resumed.
 
-        The same in every process, on any devices, hosts and mesh, at any microbatch size. Nothing
-        is computed: the loss and the optimizer are traced once.
+        It is the same in every process, on any devices, hosts and mesh, at any microbatch size.
+        Nothing is computed: the loss and the optimizer are traced once.
 
         | name | value | another one for |
         |---|---|---|
@@ -163,10 +164,10 @@ values that it closes over, the model's architecture, what is trained, dtypes |
 numbers that it was made with |
         | "method" | text | another `method` |
 
-        Digests are keyed by the seed (scrypt, RFC 7914; BLAKE2b, RFC 7693): who does not know it
-        cannot try out what a loss may have closed over. The values of the model do not count, nor
-        does the code of a callback. Another release of JAX or of a library may write the same
-        mathematics as another program.
+        Digests are keyed by the seed (scrypt, RFC 7914; BLAKE2b, RFC 7693), so that nobody without
+        the seed can guess values that a loss closes over and compare digests. The values of the
+        model and the code of a callback do not enter. Another release of JAX or of a library may
+        write the same mathematics as another program.
 
         Args:
             model: arrays or shapes of arrays, before or while it is trained.
@@ -181,37 +182,45 @@ numbers that it was made with |
         return {**digests, "method": self.method}
 
     def secret_id(self, salt: bytes) -> str:
-        """Tells one seed from another without telling the seed (scrypt, RFC 7914)."""
+        """A digest that tells seeds apart and does not show the seed (scrypt, RFC 7914).
+
+        Args:
+            salt: random bytes, kept beside the result; not secret.
+        """
         return fingerprint(self._seed, salt)
 
     def with_microbatch_size(self, size: int | None) -> "Step[Model]":
-        """The same step, with other microbatches."""
+        """The same step, with other microbatches.
+
+        Args:
+            size: how many examples a device processes at once; None for all.
+        """
         return self._make(size, self.run)
 
     def for_run(self, run: str) -> "Step[Model]":
-        """The same step with a sample, noise and keys for the loss of its own.
+        """The same step, with another sample, other noise and other keys for the loss.
 
         Args:
-            run: what tells this run from others with the same seed. It takes the place of an
-                earlier text; empty, the step is as `make_step` made it. Not secret.
+            run: a text that is different for each run with this seed; not secret. It replaces an
+                earlier text. With an empty text the step is as `make_step` made it.
         """
         return self._make(self.microbatch_size, run)
 
     def init(self, model: Model) -> TrainState[Model]:
-        """The state before the first step; none of its arrays is the caller's own.
+        """The state before the first step; its arrays are copies.
 
         Args:
             model: the model, of any float dtype, on any device.
 
         Raises:
             ValueError: the model is paired with another policy than the step's; a sharding rule
-                does not fit it; nothing in it is trained.
+                does not fit the model; nothing in the model is trained.
         """
         refuse_used_up("model", model)
         if agreed_policy(model, self.policy) != self.policy:
             raise ValueError(
-                "The model is paired with a policy and the step has none, so that its noise would "
-                "be drawn as without a policy. Give the policy to make_step as well."
+                "The model is paired with a policy and the step has none, so its noise would be "
+                "drawn without a policy. Give the policy to make_step as well."
             )
         with self.mesh():
             model = self._parameters.stored(model)
@@ -225,7 +234,11 @@ numbers that it was made with |
             return state if self.sharding is None else on_mesh(state, self.sharding)
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
-        """Puts this host's part of a batch, examples in front, where the step wants it."""
+        """Puts this host's part of a batch on the devices that the step expects it on.
+
+        Args:
+            batch: a tree of arrays with examples along every leading axis.
+        """
         if self.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self.mesh():
@@ -239,20 +252,20 @@ numbers that it was made with |
         is_padding_example: Mask,
         extra: Mapping[str, Any] | None = None,
     ) -> TrainState[Model]:
-        """Takes a step: clipped gradient, noise, update. Compiled once for a shape of batch.
+        """Takes a step: clipped gradient, noise, update. Compiled once for each shape of batch.
 
         Args:
-            state: of the step before. Used up.
+            state: the state after the step before. It is used up.
             *batch: arrays, or trees of arrays, with examples along their leading axes.
-            is_padding_example: True where a slot holds no real example, as the sampler says.
-            extra: what the optimizer's update takes beside gradients and parameters, numbers or
-                arrays by name: `{"value": v}` for `optax.contrib.reduce_on_plateau`, say. **Public
-                values alone**, such as a loss on held-out data: they steer what is released, and no
-                noise covers them. The same names at every step.
+            is_padding_example: True where a slot holds no real example: the sampler's mask.
+            extra: more arguments of the optimizer's update, numbers or arrays by name, for instance
+                `{"value": v}` for `optax.contrib.reduce_on_plateau`. **Public values only**, such
+                as a loss on held-out data: they change what is released, and no noise covers them.
+                The same names at every step.
 
         Raises:
-            ValueError: as `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
-                `batch` was used up by an earlier step; `extra` is not what the optimizer takes.
+            ValueError: as for `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
+                `batch` was used up by an earlier step; the optimizer does not take `extra`.
         """
         held = Held.of(state, self.sharding)
         refuse_used_up("batch", batch)
@@ -267,12 +280,13 @@ numbers that it was made with |
         mask: Mask,
         extra: Mapping[str, Any] | None = None,
     ) -> Held[Model]:
-        """As a call of the step that is not waited for, for a loop that reads the state rarely.
+        """A call that does not wait for the result, for a loop that rarely reads the state.
 
         Args:
-            held: the state before, by `Held.of` or of the step before. Used up.
-            batch: in memory that nobody writes to.
-            mask: `is_padding_example`; it and `extra` are as for a call.
+            held: the state before, by `Held.of` or of the step before. It is used up.
+            batch: the batch, in memory that nobody writes to.
+            mask: `is_padding_example`, as for a call.
+            extra: as for a call.
         """
         if any(map(is_gone, held.carry.arrays)):
             refuse_used_up("state", held.state)
@@ -289,7 +303,11 @@ numbers that it was made with |
         is_padding_example: Any,
         extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments; nothing is computed."""
+        """Lowers the step for these arguments; nothing is computed, and no state is used up.
+
+        Args:
+            state, *batch, is_padding_example, extra: as for a call.
+        """
         held = Held.of(state, self.sharding)
         arguments = self._arguments(batch, is_padding_example, extra, held)
         with self.mesh():
@@ -305,14 +323,14 @@ numbers that it was made with |
         if mask is None:
             raise ValueError(
                 "is_padding_example is None. A sampled batch has padding, whose index is -1: "
-                "without the mask the last example would count once a padding slot. Hand on the "
-                "mask that sampler.take or sampler.batch gives; for a batch without padding, "
+                "without the mask the last example would count in every padding slot. Hand on the "
+                "mask that sampler.take or sampler.batch returns; for a batch without padding, "
                 "np.zeros(length, bool)."
             )
         if self.microbatch_size == "auto":
             raise ValueError(
-                'microbatch_size is "auto", which a Trainer settles before its first step; '
-                "outside of one, take step.with_microbatch_size(size)."
+                'microbatch_size is "auto", which a Trainer replaces by a number before its first '
+                "step; without a Trainer, take step.with_microbatch_size(size)."
             )
         return _Arguments(
             batch,

@@ -35,34 +35,35 @@ class Trainer(Generic[Model]):
     """Runs a step over a data set: `state = dp.Trainer(step, data, directory="run").run(model)`.
 
     **What is written and shown** depends on the plan, on the number of steps, and on what
-    `evaluate` returns, which is to work on public or held-out data: by default nothing that depends
-    on the private data, but for how long steps take. A step that was made with `disclose` adds what
-    that names.
+    `evaluate` returns; `evaluate` must use public or held-out data. By default nothing depends on
+    the private data, except for the time that steps take. A step that was made with `disclose` adds
+    the figures that it names.
 
-    **A run that ends is resumed** by the same program: where `directory` holds a checkpoint, `run`
-    goes on from it, with the batches, keys and noise that it would have had, and ends with the same
-    parameters, bit for bit, on the same devices. On another number of devices or hosts it ends with
-    the same up to rounding. The examples have to be the same as well, which nothing compares.
+    **A run that ended is resumed** by the same program. If `directory` holds a checkpoint, `run`
+    goes on from it, with the batches, keys and noise that the run would have had, and ends with the
+    same parameters, bit for bit, on the same devices. On another number of devices or hosts it ends
+    with the same parameters up to rounding. The examples must be the same as well; nothing compares
+    them.
 
-    **Another program** (another learning rate, loss, optimizer, method, clip norm) is refused, each
-    difference named, unless `allow_changed` names the parts. It then goes on with the model of the
-    last checkpoint, and with the optimizer's state if that is of the same shapes; sample and noise
-    are fresh. A step that was released counts, whether or not it was saved: the count goes on from
-    the last step that may have been, which `released_at_most.NUMBER` in the directory says. After
-    a run that ended by itself that is exact; a killed one may have released all up to its next
-    save. So the run takes fewer steps, and epsilon is that of all of them.
+    **Another program** (another learning rate, loss, optimizer, method, clip norm) is refused, with
+    the name of each difference, unless `allow_changed` names the parts. The run then goes on with
+    the model of the last checkpoint, and with the optimizer's state if it has the same shapes;
+    sample and noise are fresh. Every step that may have been released counts, saved or not: the
+    count goes on from the number in the name of the file `released_at_most.NUMBER`. That number is
+    exact after a run that ended by itself; a killed run may have released all steps up to its next
+    save. So the run takes fewer steps, and epsilon is that of all steps that count.
 
     | event | what happens |
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
     | SIGTERM, to any host | the step is finished, saved, and all hosts exit with status 0 |
-    | Ctrl-C, with a directory, on one host | as SIGTERM, and `KeyboardInterrupt` says where |
+    | Ctrl-C, with a directory, on one host | as SIGTERM; `KeyboardInterrupt` names the checkpoint |
     | Ctrl-C again | the process ends at once, as if it was killed |
     | a checkpoint cannot be written | a `CheckpointWarning`; the run goes on |
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
     | nothing can be written before the first step | `CheckpointError` |
     | another plan, data-set size, seed, model | refused; differences are named |
-    | another program | the same, unless `allow_changed` says otherwise |
+    | another program | the same, unless `allow_changed` names the part |
     | another run is under way in the directory | `CheckpointError` |
     | there is no directory, and `run` is called again | refused |
     | one of several hosts is lost | the others say so, and end with a status other than 0 |
@@ -71,35 +72,36 @@ class Trainer(Generic[Model]):
 
     Args:
         step: what `dp.make_step` made.
-        data: a source of examples, or a tuple of sources, one an argument of the loss. A source has
-            a length and is indexed by an array of integers: numpy arrays, memory-mapped files, data
-            sets with fast random access. The next batch is read while a step is under way. On
+        data: a source of examples, or a tuple of sources, one for each argument of the loss. A
+            source has a length and is indexed by an array of integers: numpy arrays, memory-mapped
+            files, data sets with fast random access. The next batch is read while a step runs. On
             several hosts each reads only the examples that `step.sampler().owned` names, by their
             positions in the whole data set.
-        directory: for checkpoints, `privacy.json` and `metrics.jsonl`; the same on all hosts. None
-            to keep nothing.
+        directory: the folder of checkpoints, `privacy.json` and `metrics.jsonl`; the same on all
+            hosts. None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
-        keep: how many checkpoints stay.
-        allow_changed: parts of the run that may be others than those of the checkpoint: "loss",
+        keep: how many checkpoints are kept.
+        allow_changed: parts of the run that may differ from those of the checkpoint: "loss",
             "optimizer", "method", "policy", "l2_clip_norm", "rescale_to_unit_norm", "disclose".
-        evaluate: `evaluate(model)` returns numbers by name. The model is as it is stored: cast it
-            to compute as the policy says, and with sharding rules put data beside it by
-            `step.place`.
+        evaluate: `evaluate(model)` returns numbers by name. It gets the model as it is stored: cast
+            it to the compute dtype if the policy asks for it, and with sharding rules place data on
+            the mesh by `step.place`.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
-        callbacks: called after every step with an `Event`; one that returns True ends the run.
-        progress: whether to show how far the run is.
-        extra: `extra(steps_done, model)` returns what the optimizer's update wants beside gradients
-            and parameters, by name, before every step: `{"value": v}` for
-            `optax.contrib.reduce_on_plateau`, say. **Public values alone**, and the same ones for
-            the same arguments, so that a run that is resumed repeats itself.
-        device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default what
-            the device says that it has. A run that is resumed on as many devices keeps to the size
-            that it had.
+        callbacks: each is called after every step with an `Event`, and ends the run by returning
+            True.
+        progress: whether to show a progress bar.
+        extra: `extra(steps_done, model)` is called before every step and returns more arguments of
+            the optimizer's update, by name, for instance `{"value": v}` for
+            `optax.contrib.reduce_on_plateau`. **Public values only**, and the same values for the
+            same arguments, so that a run that is resumed repeats itself.
+        device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default the
+            memory that the device reports. A run that is resumed on as many devices keeps its
+            microbatch.
 
     Raises:
-        ValueError: a number is out of its range; `data` is no source, or is not as long as the step
-            was told.
+        ValueError: a number is out of its range; `data` is not a source, or its length is not the
+            step's `num_examples`.
         DataError: a source cannot be read.
     """
 
@@ -139,20 +141,21 @@ class Trainer(Generic[Model]):
         """Trains, from the start or from the last checkpoint.
 
         Args:
-            model: as before the first step, whether or not there is a checkpoint.
-            steps: stop when so many have been taken, counted from the start; by default the plan's.
+            model: the model before the first step, also if there is a checkpoint.
+            steps: the number of steps, counted from the start, after which the run stops; by
+                default the plan's.
 
         Returns:
             The last state; `.model` is the trained model.
 
         Raises:
-            ValueError: as `step.init`; `steps` exceeds the plan's; the checkpoint belongs to
+            ValueError: as for `step.init`; `steps` exceeds the plan's; the checkpoint belongs to
                 another run; the plan has no steps left for another program; without a directory,
-                this trainer's step has been trained with before.
+                a trainer has used this step before.
             CheckpointError: no checkpoint in the directory is whole; another run is under way
                 there; nothing can be written there before the first step.
             DataError: a source fails.
-            SystemExit: with status 0, after SIGTERM, or 1 if the state could not be saved then.
+            SystemExit: after SIGTERM, with status 0, or 1 if the state could not be saved.
             KeyboardInterrupt: after Ctrl-C.
         """
         plan, directory = self._step.plan, self._directory
@@ -192,9 +195,9 @@ class Trainer(Generic[Model]):
         taken = self._step.unrecorded.steps
         if taken:
             raise ValueError(
-                f"This trainer has no directory, and its step has taken steps 1 to {taken}, which "
-                "nothing can go on from: to begin again would release them twice, with the same "
-                "noise. Give the trainer a directory, and `run` goes on; or make a step with "
+                f"This trainer has no directory, and its step has taken steps 1 to {taken}, of "
+                "which no state is kept: to begin again would release them twice, with the same "
+                "noise. Give the trainer a directory, so that `run` can go on; or make a step with "
                 "another seed."
             )
 
