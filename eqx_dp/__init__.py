@@ -4,6 +4,8 @@ A policy declares what dtype each stage uses, an engine clips the gradient of ev
 plan ties sampling, noise and accounting together. See README.md for a tour.
 """
 
+from importlib.metadata import version
+
 from .checks import PrecisionReport, check_precision
 from .gradients import (
     ClippedGrad,
