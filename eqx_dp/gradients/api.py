@@ -84,18 +84,16 @@ def filter_clipped_grad(
     included. A gradient is clipped right at any scale that its own dtype holds (after the loss
     scale: in float16 an entry beyond 65504 / loss scale is infinite).
 
-    ==========================================  ==================================================
-    example                                     adds
-    ==========================================  ==================================================
-    norm at most the clip norm                  its gradient
-    larger norm                                 its gradient, scaled to the clip norm
-    gradient zero                               zero
-    loss or gradient NaN or infinite            exactly zero; its norm is reported as it is
-    norm beyond the accumulate dtype's range    exactly zero; its norm is reported as infinite
-    clip norm / norm below the normal range     exactly zero
-    padding, whatever the slot holds            exactly zero; its values are reported as zero
-    none (empty batch, or all padding)          the result is zero; padding is not computed
-    ==========================================  ==================================================
+    | example | adds |
+    |---|---|
+    | norm at most the clip norm | its gradient |
+    | larger norm | its gradient, scaled to the clip norm |
+    | gradient zero | zero |
+    | loss or gradient NaN or infinite | exactly zero; its norm is reported as it is |
+    | norm beyond the accumulate dtype's range | exactly zero; its norm is reported as infinite |
+    | clip norm / norm below the normal range | exactly zero |
+    | padding, whatever the slot holds | exactly zero; its values are reported as zero |
+    | none (empty batch, or all padding) | the result is zero; padding is not computed |
 
     Args:
         fun: `fun(model, *example)` or `fun(model, *example, key=...)`: the loss of one example,
@@ -188,7 +186,18 @@ def filter_value_and_clipped_grad(
 ) -> Any:
     """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
 
-    Args: as those of [`filter_clipped_grad`][].
+    Args:
+        fun: as for [`filter_clipped_grad`][], and so are all the others.
+        l2_clip_norm: the clip norm, or a tree of them.
+        policy: what dtype each stage uses.
+        sharding: on which axes of a mesh examples, parameters and sums are spread.
+        filter_spec: which leaves are trained.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        keep_batch_dim: whether `fun` is written for a batch.
+        rescale_to_unit_norm: divide each clipped gradient by its clip norm.
+        normalize_by: a public number > 0 that the sum is divided by.
+        microbatch_size: how many examples are processed at once.
+        method: `"auto"`, `"book_keeping"`, `"ghost"` or `"per_example"`.
 
     Returns:
         A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The

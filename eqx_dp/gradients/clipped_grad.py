@@ -132,7 +132,11 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     def variant(
         self, *, method: str | None = None, microbatch_size: int | None = None
     ) -> "ClippedGrad[PyTree[Array]]":
-        """The same by another method or microbatch (None: its own); it returns gradients alone.
+        """The same by another method or microbatch; it returns gradients alone.
+
+        Args:
+            method: None for its own.
+            microbatch_size: None for its own.
 
         Raises:
             ValueError: as `filter_clipped_grad`.

@@ -14,12 +14,15 @@ MOVE = 16
 
 
 class LeafCost(NamedTuple):
-    """How one leaf is treated, and what that costs for one example; `Row` explains the others.
+    """How one leaf is treated, and what that costs for one example.
 
     Attributes:
+        kinds: the kinds of its uses, one an equation.
+        way: how its norm and its sum are found, as in `Row`.
         norm_flops: floating-point operations for the norm.
         sum_flops: the same for the weighted sum, with what forms the gradients that it adds up.
         bytes: what is held for it until the clip factor is known.
+        reason: why this way.
     """
 
     kinds: tuple[str, ...]

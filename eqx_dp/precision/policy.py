@@ -188,23 +188,43 @@ class Policy(jmp.Policy):
     # jmp's three verbs, with the types that jmp leaves out, and two more.
 
     def cast_to_param(self, x: T) -> T:
-        """Converts the floating-point arrays of a PyTree to the param dtype."""
+        """Converts the floating-point arrays of a PyTree to the param dtype.
+
+        Args:
+            x: the PyTree.
+        """
         return cast_floats(x, self.param_dtype)
 
     def cast_to_compute(self, x: T) -> T:
-        """Converts the floating-point arrays of a PyTree to the compute dtype."""
+        """Converts the floating-point arrays of a PyTree to the compute dtype.
+
+        Args:
+            x: the PyTree.
+        """
         return cast_floats(x, self.compute_dtype)
 
     def cast_to_output(self, x: T) -> T:
-        """Converts the floating-point arrays of a PyTree to the output dtype."""
+        """Converts the floating-point arrays of a PyTree to the output dtype.
+
+        Args:
+            x: the PyTree.
+        """
         return cast_floats(x, self.output_dtype)
 
     def cast_to_accumulate(self, x: T) -> T:
-        """Converts the floating-point arrays of a PyTree to the accumulate dtype."""
+        """Converts the floating-point arrays of a PyTree to the accumulate dtype.
+
+        Args:
+            x: the PyTree.
+        """
         return cast_floats(x, self.accumulate_dtype)
 
     def cast_to_noise(self, x: T) -> T:
-        """Converts the floating-point arrays of a PyTree to the noise dtype."""
+        """Converts the floating-point arrays of a PyTree to the noise dtype.
+
+        Args:
+            x: the PyTree.
+        """
         return cast_floats(x, self.noise_dtype)
 
     def __str__(self) -> str:

@@ -298,7 +298,12 @@ class ShardingRules:
         return leaf
 
     def on_axes(self, spec: PartitionSpec, axis_type: AxisType) -> NamedSharding:
-        """The sharding that a spec describes over the mesh's axes of one type."""
+        """The sharding that a spec describes over the mesh's axes of one type.
+
+        Args:
+            spec: over axes of any type.
+            axis_type: the type.
+        """
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return NamedSharding(
             self.mesh, only(spec, [name for name, its in types if its is axis_type])
