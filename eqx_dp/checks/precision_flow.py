@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
@@ -361,8 +361,7 @@ def _noise_added(case: _Case) -> Facts | None:
 def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
     """Whether an equation that adds noise to a sum adds it to every entry."""
     if equation.primitive is scatter_add_p:
-        sums, _, noise = (cast(Any, variable.aval).shape for variable in equation.invars)
-        return sums == noise
+        return _shape(equation.invars[0]) == _shape(equation.invars[2])
     return equation.primitive.name not in _JOINS
 
 
@@ -374,8 +373,12 @@ def _dtype(variable: Any) -> Any:
     return getattr(variable.aval, "dtype", None)
 
 
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
+
+
 def _size(variable: Any) -> int:
-    return math.prod(variable.aval.shape)
+    return math.prod(_shape(variable))
 
 
 def _width(dtype: Any) -> Width:
