@@ -23,12 +23,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 from ..programs import Call, evaluated, inside, interpret
 
 # These say where a value lives, and leave the value as it is.
-_PLACINGS = frozenset(
+_SHARDING_ONLY = frozenset(
     {"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast", "device_put"}
 )
-_OF_PLACES = ("sharding", "mesh", "layout")
-_PLACES = (Mesh, AbstractMesh, Sharding, PartitionSpec, jax.Device)
-# Python functions that stand for programs: those are traced, and written in their place.
+_OF_SHARDING = ("sharding", "mesh", "layout")
+_SHARDINGS = (Mesh, AbstractMesh, Sharding, PartitionSpec, jax.Device)
+# Python functions that stand for programs: those are traced, and written instead.
 _RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
 
 
@@ -79,7 +79,7 @@ class _Writer:
 
     def _equation(self, equation: jex_core.JaxprEqn, operands: list[str]) -> list[str]:
         name = equation.primitive.name
-        if name in _PLACINGS:
+        if name in _SHARDING_ONLY:
             return operands
         match inside(equation):
             case Call("jit", body):  # says nothing of its own: the text is the same without
@@ -94,7 +94,7 @@ class _Writer:
 
     def _params(self, equation: jex_core.JaxprEqn) -> Iterator[str]:
         for name, value in sorted(equation.params.items()):
-            if name not in _RULES and not any(word in name for word in _OF_PLACES):
+            if name not in _RULES and not any(word in name for word in _OF_SHARDING):
                 yield f"{name}={self._text(value)}"
         if self._with_rules and _RULES & equation.params.keys():
             yield f"rule={_rule(equation)}"
@@ -114,7 +114,7 @@ class _Writer:
                 return f"{type(value).__name__}.{value.name}"
             case None | bool() | int() | float() | complex() | str() | bytes():
                 return repr(value)
-            case _ if isinstance(value, _PLACES):
+            case _ if isinstance(value, _SHARDINGS):
                 return "None"  # as on a single device
             case Mapping():
                 found = cast("Mapping[Any, Any]", value)

@@ -2,35 +2,38 @@
 
 import dataclasses
 import functools
-import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, NamedTuple, SupportsIndex, TypeVar, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
-from ..gradients import ClippedGrad, FilterSpec, PerExample, takes_key
+from ..gradients import FilterSpec, PerExample
 from ..precision import Policy, agreed_policy
-from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, fold_text
+from ..privacy import GaussianPrivatizerState, PrivacyPlan, Secret, fold_text
 from ..sharding import ShardingRules
-from .disclosure import disclosed
-from .dispatch import Dispatch, is_gone
+from .disclosure import checked_names, disclosed
+from .dispatch import Carry, Dispatch, FlatState
 from .extra import checked_extra, updated
-from .held import Carry, Held
-from .identity import Texts, known_text, probe_text, texts_of, texts_of_shapes
-from .parameters import Parameters
-from .seeds import fingerprint, keyed_digest
-from .state import TrainState, Unrecorded, copied, kept_at, on_mesh, refuse_used_up
+from .identity import texts_of
+from .settings import MicrobatchSize, StepSettings
+from .state import (
+    Specs,
+    TrainState,
+    constrained,
+    copied,
+    is_gone,
+    on_mesh,
+    refuse_used_up,
+)
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
-MicrobatchSize = int | None | Literal["auto"]
 
 
 class _Arguments(NamedTuple):
@@ -40,12 +43,11 @@ class _Arguments(NamedTuple):
     mask: Any
     extra: dict[str, Any]
     loss_root: PRNGKeyArray | None
-    specs: tuple[PartitionSpec | None, ...]
+    specs: Specs
     step: Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Step(Generic[Model]):
+class Step(StepSettings[Model]):
     """A compiled step of private training, made by [`make_step`][].
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
@@ -59,9 +61,8 @@ class Step(Generic[Model]):
         plan: what sampling, noise and accounting follow.
         num_examples: in the data set.
         grad_fn: the clipped gradient.
-        method: as it was given.
-        l2_clip_norm: as it was given.
-        rescale_to_unit_norm: as it was given.
+        policy: as it was given, and so `sharding`, `method`, `l2_clip_norm` and
+            `rescale_to_unit_norm`.
         disclose: what each batch discloses although no plan accounts for it.
         microbatch_size: how many examples a device processes at once; "auto" until
             `with_microbatch_size` says.
@@ -70,123 +71,9 @@ class Step(Generic[Model]):
         unrecorded: what trainers without a directory took of its steps.
     """
 
-    plan: PrivacyPlan
-    num_examples: int
-    grad_fn: ClippedGrad[Any]
-    method: str
-    l2_clip_norm: PyTree[Any]
-    rescale_to_unit_norm: bool
-    disclose: tuple[str, ...]
-    microbatch_size: MicrobatchSize
-    filter_spec: FilterSpec
-    run: str
-    unrecorded: Unrecorded
-    _loss: Callable[..., Any]
-    _noise: optax.GradientTransformation
-    _update: optax.GradientTransformation
-    _loss_root: PRNGKeyArray
-    _seed: int | bytes
-    _make: Callable[[MicrobatchSize, str], "Step[Model]"]
-
-    @property
-    def policy(self) -> Policy | None:
-        """The policy that the step was made with."""
-        return self.grad_fn.policy
-
-    @property
-    def sharding(self) -> ShardingRules | None:
-        """The sharding rules that the step was made with."""
-        return self.grad_fn.sharding
-
-    def mesh(self) -> AbstractContextManager[Any]:
-        """The rules' mesh as a context, for what works on a state; the step enters it itself."""
-        rules = self.sharding
-        if rules is None:
-            return nullcontext()
-        try:
-            return jax.set_mesh(rules.mesh)
-        except ValueError:  # while a step is traced inside of another program: no devices are named
-            return jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh)
-
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """The noise, and behind it the optimizer."""
-        return optax.chain(self._noise, self._update)
-
-    def sampler(
-        self,
-        model: Model | None = None,
-        /,
-        *batch: PyTree[Any],
-        extra: Mapping[str, Any] | None = None,
-    ) -> PoissonSampler:
-        """The sampler of the plan's batches: with sharding rules, of this host's part of them.
-
-        Runs with the same seed that differ get other batches, too: `sampler(model, *batch)` tells
-        runs apart as `identity` does, the noise as well. `sampler()` knows no model, and tells
-        them apart by all that the step was made with but the loss: plan, data-set size, policy,
-        clip norms, method, and an optimizer that can be tried on two parameters that are not the
-        model's (one that asks for the model's own tree cannot). One run uses one of the two forms.
-
-        Args:
-            model: arrays or shapes of arrays; or none, and no batch.
-            *batch: as for the step, of any length: the data set itself will do. Only dtypes and the
-                shapes of one example count.
-            extra: as for the step.
-        """
-        if model is None:
-            text = f"{self._known}\n{probe_text(self._update)}"
-        else:
-            text = "\n".join((self._known, *self._texts(model, batch, extra)))
-        run = json.dumps(["make_step", self.run, keyed_digest(self._seed, text)])
-        rules = self.sharding
-        if rules is None:
-            return self.plan.sampler(self.num_examples, self._seed, run=run)
-        hosts, host = jax.process_count(), jax.process_index()
-        return self.plan.sampler(
-            self.num_examples, self._seed, rules.local_shards(), hosts, host, run=run
-        )
-
-    def identity(
-        self, model: Model, /, *batch: PyTree[Any], extra: Mapping[str, Any] | None = None
-    ) -> dict[str, str]:
-        """What a run of this step computes: to be kept, and compared when the run is resumed.
-
-        The same in every process, on any devices, hosts and mesh, at any microbatch size. Nothing
-        is computed: the loss and the optimizer are traced once.
-
-        | name | value | another one for |
-        |---|---|---|
-        | "loss" | 32 hex digits | the program of one example's loss and its derivative rules, the \
-values that it closes over, the model's architecture, what is trained, dtypes |
-        | "optimizer" | 32 hex digits | the program of its first state and of its update, with the \
-numbers that it was made with |
-        | "method" | text | another `method` |
-
-        Digests are keyed by the seed (scrypt, RFC 7914; BLAKE2b, RFC 7693): who does not know it
-        cannot try out what a loss may have closed over. The values of the model do not count, nor
-        does the code of a callback. Another release of JAX or of a library may write the same
-        mathematics as another program.
-
-        Args:
-            model: arrays or shapes of arrays, before or while it is trained.
-            *batch: as for the step, of any length; only dtypes and the shapes of one example count.
-            extra: as for the step.
-
-        Raises:
-            ValueError: as the step.
-        """
-        texts = self._texts(model, batch, extra)
-        digests = {name: keyed_digest(self._seed, text) for name, text in texts._asdict().items()}
-        return {**digests, "method": self.method}
-
-    def secret_id(self, salt: bytes) -> str:
-        """Tells one seed from another without telling the seed (scrypt, RFC 7914)."""
-        return fingerprint(self._seed, salt)
-
     def with_microbatch_size(self, size: int | None) -> "Step[Model]":
         """The same step, with other microbatches."""
-        return self._make(size, self.run)
+        return dataclasses.replace(self, microbatch_size=size)
 
     def for_run(self, run: str) -> "Step[Model]":
         """The same step with a sample, noise and keys for the loss of its own.
@@ -195,7 +82,7 @@ numbers that it was made with |
             run: what tells this run from others with the same seed. It takes the place of an
                 earlier text; empty, the step is as `make_step` made it. Not secret.
         """
-        return self._make(self.microbatch_size, run)
+        return dataclasses.replace(self, run=run)
 
     def init(self, model: Model) -> TrainState[Model]:
         """The state before the first step; none of its arrays is the caller's own.
@@ -254,32 +141,32 @@ numbers that it was made with |
             ValueError: as `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
                 `batch` was used up by an earlier step; `extra` is not what the optimizer takes.
         """
-        held = Held.of(state, self.sharding)
+        flat = FlatState.of(state, self.sharding)
         refuse_used_up("batch", batch)
-        after = self.next(held, batch, is_padding_example, extra).state
+        after = self.next(flat, batch, is_padding_example, extra).state
         # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
         return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
 
     def next(
         self,
-        held: Held[Model],
+        flat: FlatState[Model],
         batch: tuple[PyTree[Any], ...],
         mask: Mask,
         extra: Mapping[str, Any] | None = None,
-    ) -> Held[Model]:
+    ) -> FlatState[Model]:
         """As a call of the step that is not waited for, for a loop that reads the state rarely.
 
         Args:
-            held: the state before, by `Held.of` or of the step before. Used up.
+            flat: the state before, by `FlatState.of` or of the step before. Used up.
             batch: in memory that nobody writes to.
             mask: `is_padding_example`; it and `extra` are as for a call.
         """
-        if any(map(is_gone, held.carry.arrays)):
-            refuse_used_up("state", held.state)
-        arguments = self._arguments(batch, mask, extra, held)
+        if any(map(is_gone, flat.carry.arrays)):
+            refuse_used_up("state", flat.state)
+        arguments = self._arguments(batch, mask, extra, flat)
         with self.mesh():
-            carry, count = self._taken(arguments, held.carry)
-        return Held(carry, count, held.specs)
+            carry, count = self._taken(arguments, flat.carry)
+        return FlatState(carry, count, flat.specs)
 
     def lower(
         self,
@@ -290,17 +177,17 @@ numbers that it was made with |
         extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments; nothing is computed."""
-        held = Held.of(state, self.sharding)
-        arguments = self._arguments(batch, is_padding_example, extra, held)
+        flat = FlatState.of(state, self.sharding)
+        arguments = self._arguments(batch, is_padding_example, extra, flat)
         with self.mesh():
-            return self._taken.lower(arguments, held.carry)
+            return self._taken.lower(arguments, flat.carry)
 
     def _arguments(
         self,
         batch: tuple[PyTree[Any], ...],
         mask: Any,
         extra: Mapping[str, Any] | None,
-        held: Held[Model],
+        flat: FlatState[Model],
     ) -> _Arguments:
         if mask is None:
             raise ValueError(
@@ -319,21 +206,16 @@ numbers that it was made with |
             mask,
             checked_extra(self._update, extra),
             self._loss_root if self._takes_key(len(batch)) else None,
-            held.specs,
-            held.step,
+            flat.specs,
+            flat.step,
         )
-
-    @functools.cached_property
-    def _takes_key(self) -> Callable[[int], bool]:
-        """By the number of parts that a batch has."""
-        return functools.cache(lambda parts: takes_key(self._loss, 1 + parts)[0])
 
     @functools.cached_property
     def _taken(self) -> Dispatch[_Arguments, Carry]:
         def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
             model, opt_state, shown = carry
             state = self._next(TrainState(model, opt_state, arguments.step, shown), arguments)
-            state = kept_at(state, arguments.specs, self.sharding)
+            state = constrained(state, arguments.specs, self.sharding)
             return (state.model, state.opt_state, state.disclosed), state.step
 
         return Dispatch(take)
@@ -369,32 +251,119 @@ numbers that it was made with |
         )
         return grads, after._replace(key=state.key)
 
-    @functools.cached_property
-    def _known(self) -> str:
-        """What tells runs apart before there is a model."""
-        return known_text(
-            self.plan,
-            self.num_examples,
-            self.policy,
-            self.l2_clip_norm,
-            self.rescale_to_unit_norm,
-            self.method,
-        )
 
-    def _texts(
-        self, model: Model, batch: tuple[PyTree[Any], ...], extra: Mapping[str, Any] | None
-    ) -> Texts:
-        """What a call computes, from the shapes of its arguments alone."""
-        extra, takes = checked_extra(self._update, extra), self._takes_key(len(batch))
-        with self.mesh():
-            return texts_of_shapes(
-                self.grad_fn, self._update, self._parameters, model, batch, extra, takes_key=takes
-            )
+def make_step(
+    loss: Callable[Concatenate[Model, ...], Any],
+    optimizer: optax.GradientTransformation,
+    plan: PrivacyPlan,
+    *,
+    num_examples: SupportsIndex,
+    seed: Secret,
+    l2_clip_norm: PyTree[Any],
+    policy: Policy | None = None,
+    sharding: ShardingRules | None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    microbatch_size: MicrobatchSize = None,
+    method: str = "auto",
+    disclose: Iterable[str] = (),
+) -> Step[Model]:
+    """Makes one jitted step of private training out of a loss, an optimizer and a plan.
 
-    @property
-    def _parameters(self) -> Parameters:
-        return Parameters(self.policy, self.sharding)
+    ```python
+    step = dp.make_step(
+        loss, optax.adam(1e-3), plan, num_examples=len(xs), seed=seed, l2_clip_norm=1.0
+    )
+    state, sampler = step.init(model), step.sampler(model, xs, ys)
+    for t in range(plan.steps):
+        indices, is_padding_example = sampler.batch(t)
+        state = step(state, xs[indices], ys[indices], is_padding_example=is_padding_example)
+    ```
 
-    def _wide(self, model: Model) -> PyTree[Any]:
-        """The trained parameters as the optimizer sees them."""
-        return self._parameters.wide(self.grad_fn.trainable(model))
+    A step is the sum of clipped gradients (`filter_clipped_grad`, which explains the arguments that
+    are not below) divided by the expected batch size, the plan's noise, and the optimizer's update,
+    for which gradients and parameters are in the accumulate dtype; the sum of parameter and update
+    is rounded once, to the dtype that the parameter is stored in. With sharding rules everything
+    stays where the rules put it.
+
+    **Guarantee.** Sample, noise and the loss's own keys of step t are functions of the seed, of
+    what the run is, and of t, from streams that never meet: a run that is repeated, from its start
+    or from any state of it, repeats itself and releases nothing twice. The models of all steps
+    together are `plan.epsilon()`-differentially private, if batches come from `step.sampler()`, the
+    seed is secret, and nothing is disclosed.
+
+    **Two runs with one seed** are two runs with independent noise, up to 64 bits of a hash, where
+    the hash (BLAKE2b) of what they are differs:
+
+    | they differ in | noise, keys of the loss | `sampler(model, *batch)` | `sampler()` |
+    |---|---|---|---|
+    | plan, `num_examples`, `policy`, clip norms, `rescale_to_unit_norm`, `method` | independent | \
+independent | independent |
+    | program of the optimizer: rates, schedules, weight decay | independent | independent | \
+independent, if it runs on any two arrays |
+    | program of the loss: constants, derivative rules, the model's architecture, `filter_spec` | \
+independent | independent | **the same** |
+    | the text of `for_run` | independent | independent | independent |
+    | starting values of the model, examples of a data set of equal size, values in `extra`, the \
+code of a callback, a state whose values were set by hand | **the same** | the same | the same |
+    | microbatch size, sharding, mesh, devices, hosts, `disclose` | the same | the same but for \
+padding | the same but for padding |
+
+    So take another seed for another data set, and for another start: where noise is the same, the
+    difference of two models shows what is private without any. Where the sample is the same and the
+    noise is not, each run keeps its own epsilon, and the two together do not compose as
+    independent runs do.
+
+    | case | what happens |
+    |---|---|
+    | nothing is sampled, or all is padding | noise alone moves the model |
+    | an example's loss or gradient is not finite | it adds exactly zero |
+    | `plan.noise_multiplier` is 0 | no noise; epsilon is infinite |
+    | the same, and `l2_clip_norm` is `inf` | ordinary, non-private training |
+
+    Args:
+        loss: of one example, `loss(model, *example)`, or with `key=...`: it then gets a key of its
+            own for each example and step.
+        optimizer: any of optax's, without noise; it is given parameters, for weight decay, and what
+            the step is given as `extra`. Its state may share arrays with the model or within
+            itself: `init` copies. One that evaluates losses or gradients by itself (a line search,
+            `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would cover that.
+        plan: sampling, noise, accounting.
+        num_examples: in the data set, on all hosts together; a public number.
+        seed: **secret** (`secrets.randbits(128)`, or bytes), a number of any size from 0 or bytes
+            of any length, the same on all hosts. For one data set and one starting model; see the
+            table above.
+        l2_clip_norm: as for `filter_clipped_grad`.
+        policy: as for `filter_clipped_grad`; noise follows it, too.
+        sharding: as for `filter_clipped_grad`; noise and optimizer state follow it, too.
+        filter_spec: what is trained.
+        keep_batch_dim: whether `loss` is written for a batch; it then sees batches of one.
+        rescale_to_unit_norm: as for `filter_clipped_grad`.
+        microbatch_size: as for `filter_clipped_grad`; or "auto", for a Trainer to find the largest
+            that fits into the memory of a device.
+        method: as for `filter_clipped_grad`.
+        disclose: names of figures of each batch that are to be seen although no plan accounts for
+            them: "loss", "grad_norm", "num_examples". **Not private.**
+
+    Raises:
+        ValueError: `num_examples` or `seed` is no whole number in its range; a name in `disclose`
+            is unknown; and as `filter_clipped_grad` and `plan.privatizer`.
+    """
+    sampler = plan.sampler(num_examples, seed)  # checks both
+    return Step(
+        plan=plan,
+        num_examples=sampler.num_examples,
+        l2_clip_norm=l2_clip_norm,
+        policy=policy,
+        sharding=sharding,
+        filter_spec=filter_spec,
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        microbatch_size=microbatch_size,
+        method=method,
+        disclose=checked_names(disclose),
+        _loss=loss,
+        _update=optimizer,
+        _keep_batch_dim=keep_batch_dim,
+        _seed=sampler.seed,
+    )
