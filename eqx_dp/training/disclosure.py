@@ -28,23 +28,12 @@ def _count(mask: Mask) -> Float[Array, ""]:
     return jnp.sum(jnp.logical_not(mask), dtype=jnp.float32)
 
 
-def _loss(values: PerExample, mask: Mask) -> Float[Array, ""]:
-    return _mean(values.loss, mask)
-
-
-def _grad_norm(values: PerExample, mask: Mask) -> Float[Array, ""]:
-    return _mean(functools.reduce(jnp.hypot, jax.tree.leaves(values.grad_norm)), mask)
-
-
-def _num_examples(values: PerExample, mask: Mask) -> Float[Array, ""]:
-    del values
-    return _count(mask)
-
-
 _BY_NAME: dict[str, Callable[[PerExample, Mask], Float[Array, ""]]] = {
-    "loss": _loss,
-    "grad_norm": _grad_norm,
-    "num_examples": _num_examples,
+    "loss": lambda values, mask: _mean(values.loss, mask),
+    "grad_norm": lambda values, mask: _mean(
+        functools.reduce(jnp.hypot, jax.tree.leaves(values.grad_norm)), mask
+    ),
+    "num_examples": lambda values, mask: _count(mask),
 }
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Generic, SupportsIndex, TypeVar
@@ -10,19 +10,16 @@ from typing import Any, Generic, SupportsIndex, TypeVar
 import jax
 import numpy as np
 
+from ..planning import largest_microbatch, read_compiled
 from ..privacy import whole_number
 from .checkpoint import Checkpoints
 from .data import Batches
-from .events import Callback, Event, checked_metrics
-from .fitting import fitted
-from .foreseen import ForeseenEpsilon
-from .held import Held
-from .hosts import HostWatch, any_host_asked_to_stop, hears_signals
-from .lock import claimed
-from .metrics import JsonLines
-from .progress import ProgressBar
+from .directory import claimed
+from .dispatch import FlatState
+from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
+from .hosts import broadcast, watched
 from .state import TrainState
-from .step import Step
+from .step import Mask, Step
 from .stopping import StopSignal
 
 Model = TypeVar("Model")
@@ -164,14 +161,14 @@ class Trainer(Generic[Model]):
         )
         with (
             claimed(directory),
-            StopSignal(heard=directory is not None and hears_signals()) as signal,
+            StopSignal(can_save=directory is not None) as signal,
             self._step.mesh(),
-            HostWatch(directory) as watch,
+            watched(directory) as stepped,
         ):
             if directory is None:
                 self._refuse_to_begin_again()
                 state = self._step.init(model)
-                return self._loop(self._step, state, stop, None, signal, watch)
+                return self._loop(self._step, state, stop, None, signal, stepped)
             self._trace(model)
             with closing(
                 Checkpoints(
@@ -185,7 +182,7 @@ class Trainer(Generic[Model]):
                 )
             ) as checkpoints:
                 state = checkpoints.restore(model)
-                state = self._loop(checkpoints.step, state, stop, checkpoints, signal, watch)
+                state = self._loop(checkpoints.step, state, stop, checkpoints, signal, stepped)
                 is_saved = checkpoints.finish(int(state.step))
                 if signal.asked:  # after the last step
                     signal.leave(is_saved, checkpoints.told())
@@ -220,22 +217,20 @@ class Trainer(Generic[Model]):
         stop: int,
         checkpoints: Checkpoints | None,
         signal: StopSignal,
-        watch: HostWatch,
+        stepped: Callable[[int], None],
     ) -> TrainState[Model]:
         start, began = int(state.step), time.monotonic()
-        listeners = self._listeners(start)
-        held = Held.of(state, step.sharding)
+        listeners = self._callbacks
+        if self._directory is not None:
+            listeners = (JsonLines(self._directory / "metrics.jsonl", start), *listeners)
+        flat = FlatState.of(state, step.sharding)
         sampler = step.sampler(
-            state.model,
-            *self._batches.example,
-            extra=self._extra_of(start, state.model),
+            state.model, *self._batches.example, extra=self._extra_of(start, state.model)
         )
-        before_last = held.step
+        before_last = flat.step
         with (
-            ProgressBar(start, stop, self._progress) as bar,
-            ForeseenEpsilon(
-                step.plan.epsilon, lambda done: self._told_after(done, stop), start
-            ) as epsilons,
+            closing(ProgressBar(start, stop, self._progress)) as bar,
+            closing(EpsilonAhead(step.plan.epsilon, self._told_after(start, stop))) as epsilons,
             closing(self._batches.drawn_by(sampler).from_step(start, stop)) as batches,
         ):
             for done, batch in enumerate(batches, start + 1):
@@ -243,33 +238,65 @@ class Trainer(Generic[Model]):
                 jax.block_until_ready(before_last)
                 # Without rules a step takes numpy's arrays as they are, which is faster.
                 examples, mask = batch if step.sharding is None else step.place(batch)
-                extra = self._extra_of(done - 1, held.state.model) if self._extra else {}
-                if done == start + 1:
+                extra = self._extra_of(done - 1, flat.state.model) if self._extra else {}
+                if done == start + 1 and step.microbatch_size == "auto":
                     known = None if checkpoints is None else checkpoints.microbatch_size
-                    step = fitted(
-                        step, held.state, examples, mask, extra, self._device_memory, known
+                    step = step.with_microbatch_size(
+                        known or self._largest_size(step, flat.state, examples, mask, extra)
                     )
                     if checkpoints is not None:
                         checkpoints.step = step
-                if checkpoints is not None and (done == start + 1 or self._is_saved_at(done - 1)):
-                    checkpoints.may_release(min(stop, self._next_save(done)))
                 if checkpoints is None:
                     self._step.unrecorded.steps = done
-                before_last = held.step
-                held = step.next(held, examples, mask, extra)
-                watch.stepped(done)
-                event = self._event(held, done, stop, time.monotonic() - began, epsilons)
+                elif done == start + 1 or self._is_saved_at(done - 1):
+                    next_save = -(-done // self._save_every) * self._save_every
+                    checkpoints.may_release(min(stop, next_save))
+                before_last = flat.step
+                flat = step.next(flat, examples, mask, extra)
+                stepped(done)
+                event = self._event(flat, done, stop, time.monotonic() - began, epsilons)
                 bar.update(event)
                 ends = [listener(event) is True for listener in listeners]
-                is_asked = any_host_asked_to_stop(signal.asked is not None, done)
+                is_asked = signal.asked_after(done)
                 is_over = is_asked or any(ends) or done == stop
                 if checkpoints is not None and (is_over or self._is_saved_at(done)):
-                    is_saved = checkpoints.save(jax.block_until_ready(held.state), done)
+                    is_saved = checkpoints.save(jax.block_until_ready(flat.state), done)
                     if is_asked:
                         signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
                 if is_over:
                     break
-            return jax.block_until_ready(held.state)
+            return jax.block_until_ready(flat.state)
+
+    def _largest_size(
+        self,
+        step: Step[Model],
+        state: TrainState[Model],
+        batch: tuple[Any, ...],
+        mask: Mask,
+        extra: Mapping[str, Any],
+    ) -> int:
+        """The largest microbatch that fits into the memory of a device; nothing is run for it."""
+        memory = self._device_memory
+        limit = (
+            _device_memory()
+            if memory is None
+            else whole_number("memory", memory, least=1, most=2**60)
+        )
+
+        def bytes_of(size: int) -> int:
+            sized = step.with_microbatch_size(size)
+            lowered = sized.lower(state, *batch, is_padding_example=mask, extra=extra)
+            found = read_compiled(lowered.compile())
+            if found is None:
+                raise ValueError(
+                    'microbatch_size is "auto", and the compiler of this platform does not say '
+                    "what memory a program takes. Give a number."
+                )
+            return found.total
+
+        parts = 1 if step.sharding is None else step.sharding.num_shards
+        size = largest_microbatch(bytes_of, limit, len(mask) // parts)
+        return broadcast(size)  # hosts may have different amounts free
 
     def _extra_of(self, done: int, model: Model) -> Mapping[str, Any]:
         """What the optimizer's update takes beside, in the step after so many."""
@@ -278,35 +305,38 @@ class Trainer(Generic[Model]):
     def _is_saved_at(self, done: int) -> bool:
         return done % self._save_every == 0
 
-    def _next_save(self, done: int) -> int:
-        """The step after which is saved, at or after another."""
-        return -(-done // self._save_every) * self._save_every
-
-    def _listeners(self, start: int) -> list[Callback]:
-        if self._directory is None:
-            return list(self._callbacks)
-        return [JsonLines(self._directory / "metrics.jsonl", start), *self._callbacks]
-
     def _event(
         self,
-        held: Held[Model],
+        flat: FlatState[Model],
         done: int,
         stop: int,
         seconds: float,
-        epsilons: ForeseenEpsilon,
+        epsilons: EpsilonAhead,
     ) -> Event[Model]:
         metrics: dict[str, float] = {}
         if self._step.disclose:
-            metrics |= {name: float(value) for name, value in held.state.disclosed.items()}
+            metrics |= {name: float(value) for name, value in flat.state.disclosed.items()}
         is_due = done % self._evaluate_every == 0 or done == stop
         if self._evaluate is not None and is_due:
-            metrics |= checked_metrics(self._evaluate(held.state.model))
-        return Event(done, metrics, seconds, epsilons.after(done), held)
+            metrics |= checked_metrics(self._evaluate(flat.state.model))
+        return Event(done, metrics, seconds, epsilons.after(done), flat)
 
-    def _told_after(self, done: int, stop: int) -> int | None:
-        """The next step after which epsilon is shown, or told beside what is measured."""
+    def _told_after(self, done: int, stop: int) -> Iterator[int]:
+        """The steps after which epsilon is shown, or told beside what is measured."""
         is_measured = self._evaluate is not None or bool(self._step.disclose)
-        shown = [max(1, self._step.plan.steps // _TIMES_SHOWN)] if self._progress else []
-        every = [*shown, self._evaluate_every] if is_measured else shown
-        found = [(done // steps + 1) * steps for steps in every] + [stop] * is_measured
-        return min((step for step in found if done < step <= stop), default=None)
+        every = [max(1, self._step.plan.steps // _TIMES_SHOWN)] if self._progress else []
+        every += [self._evaluate_every] if is_measured else []
+        while True:
+            found = [(done // steps + 1) * steps for steps in every] + [stop] * is_measured
+            done = min((step for step in found if done < step <= stop), default=stop + 1)
+            if done > stop:
+                return
+            yield done
+
+
+def _device_memory() -> int:
+    """Bytes of a device, or on a CPU an equal part of what is free, for each of its devices."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
