@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import dp_accounting
@@ -16,7 +15,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, checked_policy, stage
 from ..privacy import Sampling
 from ..programs import matmul_flops
-from ..sharding import ShardingRules, checked_rules, inside
+from ..sharding import ShardingRules, checked_rules
 from ..shown import shown
 from .calls import (
     Configuration,
@@ -34,7 +33,7 @@ from .examples import MaskRule, read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .methods import Task
 from .program import Inputs, Options, Program, refuse_batch_norm, takes_key, trace
-from .taps import Survey, survey
+from .taps import Uses, find_uses
 from .trained import FilterSpec, checked_trainable, split_trainable
 
 NeighboringRelation = dp_accounting.NeighboringRelation
@@ -212,20 +211,20 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             params, frozen, static, *examples.one(), None if places is None else places.traced
         )
         flat = (jax.tree.leaves(params), jax.tree.leaves(frozen))
-        program, found = self._traced(inputs, policy)
+        program, uses = self._traced(inputs, policy)
         loss_scale = LossScale() if policy is None else policy.loss_scale
         probe = None
         if policy is not None and loss_scale.kind == "per_example":
             probe = Probe(*self._traced(probing_inputs(inputs), probing_policy(policy)))
         task = Task(
             program,
-            found,
+            uses,
             *flat,
             configuration.clipping,
             groups,
             accumulate_dtype,
             LossScaling(loss_scale.value, accumulate_dtype, probe),
-            [leaf_cost(found, leaf, param) for leaf, param in enumerate(flat[0])],
+            [leaf_cost(uses, leaf, param) for leaf, param in enumerate(flat[0])],
         )
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._mask.sampling
@@ -239,15 +238,13 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         )
         return Prepared(task, examples, choice, jax.tree.structure(params), places, num_shards)
 
-    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Program, Survey]:
-        """One example's loss, and its sites."""
+    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Program, Uses]:
+        """One example's loss, and the uses of parameters in it."""
         configuration = self._configuration
         rules = configuration.sharding
         options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
         program = trace(self._fun, options, inputs)
-        with nullcontext() if rules is None else inside(rules):
-            num_params = len(jax.tree.leaves(inputs.params))
-            return program, survey(program, inputs.structs, num_params)
+        return program, find_uses(program, len(jax.tree.leaves(inputs.params)))
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner

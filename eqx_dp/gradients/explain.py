@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     Attributes:
         path: where the leaf stands in the model.
-        kinds: the kinds of its sites, one an equation that uses it.
+        kinds: the kinds of its uses, one an equation.
         way: how its norm and its sum are found: `"ghost"` (without forming per-example
             gradients), `"kept"` (forming them from their factors), `"whole"` (differentiating
             example by example), or `"unused"`.

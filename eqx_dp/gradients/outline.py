@@ -18,9 +18,8 @@ from .calls import (
 )
 from .clipped_grad import ClippedGrad
 from .explain import costs_of, is_array_or_shape, on_shapes, paths_of
-from .leaves import site_sizes
 from .program import Program
-from .sites import contraction, lookup
+from .uses import contraction, lookup
 
 
 class LeafOutline(NamedTuple):
@@ -216,7 +215,7 @@ def _shapes(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
 
 
 def _steps(prepared: Prepared, leaf: int) -> int:
-    sites = [site for _, site in prepared.task.found.of(leaf)]
-    if any(site.kind is not contraction and site.kind is not lookup for site in sites):
+    uses = prepared.task.uses.of[leaf].values()
+    if any(use.kind is not contraction and use.kind is not lookup for use in uses):
         return 0
-    return max((site_sizes(site).steps for site in sites), default=0)
+    return max((use.steps for use in uses), default=0)
