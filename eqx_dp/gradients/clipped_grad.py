@@ -25,7 +25,7 @@ from .examples import MaskRule, read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .methods import TracedLoss
 from .program import Inputs, Options, Program, check_key, refuse_batch_norm, trace
-from .taps import Survey, survey
+from .taps import Uses, find_uses
 from .trained import FilterSpec, checked_trainable, split_trainable
 
 NeighboringRelation = dp_accounting.NeighboringRelation
@@ -216,21 +216,21 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         of_one = None if specs is None else specs.of_one
         inputs = Inputs(params, frozen, static, *examples.one(), of_one)
-        program, found = self._traced(inputs, policy)
+        program, uses = self._traced(inputs, policy)
         loss_scale, probe = LossScale() if policy is None else policy.loss_scale, None
         if policy is not None and loss_scale.kind == "per_example":
             probe = Probe(*self._traced(probing_inputs(inputs), probing_policy(policy)))
         leaves = jax.tree.leaves(params)
         traced = TracedLoss(
             program,
-            found,
+            uses,
             leaves,
             jax.tree.leaves(frozen),
             configuration.clipping,
             groups,
             accumulate_dtype,
             LossScaling(loss_scale.value, accumulate_dtype, probe),
-            [leaf_cost(found, leaf, param) for leaf, param in enumerate(leaves)],
+            [leaf_cost(uses, leaf, param) for leaf, param in enumerate(leaves)],
         )
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._mask.sampling
@@ -245,7 +245,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         )
         return Prepared(traced, examples, choice, jax.tree.structure(params), specs, num_shards)
 
-    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Program, Survey]:
+    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Program, Uses]:
         """One example's loss, and the uses of its parameters."""
         configuration = self._configuration
         rules = configuration.sharding
@@ -253,7 +253,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         program = trace(self._fun, options, inputs)
         with nullcontext() if rules is None else inside(rules):
             num_params = len(jax.tree.leaves(inputs.params))
-            return program, survey(program, inputs.structs, num_params)
+            return program, find_uses(program, num_params)
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner

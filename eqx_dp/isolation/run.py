@@ -45,7 +45,9 @@ def run_apart(
         return leaves
 
     values, structure = jax.tree.flatten(batch)
-    program = jax.make_jaxpr(flat)(*values)
+    # Within a trace, a jitted function is one equation there: nothing is traced a second time.
+    is_traced = any(isinstance(value, jax.core.Tracer) for value in values)
+    program = jax.make_jaxpr(jax.jit(flat) if is_traced else flat)(*values)
     num_examples = values[0].shape[0]
     fact: Dependence = Apart(0) if num_examples > 1 else Single()
     follow = Follow(num_examples, may_be_trusted(loss))

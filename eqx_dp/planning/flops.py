@@ -186,7 +186,7 @@ def flop_report(
     arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
     params = sum(x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
     trained = sum(x.size for x in call.sums)
-    steps = max(num_steps(call.traced.found, leaf) for leaf in range(num_leaves))
+    steps = max(num_steps(call.traced.uses, leaf) for leaf in range(num_leaves))
     if "conv_general_dilated" in primitives(call.traced.program.jaxpr):
         steps = 0  # the textbook speaks of matrices that meet the vectors of a sequence, or one
     tokens = num_examples * steps

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients.gram import Terms, gram_norms, row_norms
+from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms
 from tests import models
 from tests.gradients.engine import surveys
 
@@ -226,7 +226,8 @@ def test_bounds_hold_for_sums_term_by_term(time):
     x, g = (np.array(x, np.float32) for x in equal_tokens(time, 200, seed=2))
     bounds = jax.jit(
         lambda x, g: jax.lax.map(
-            lambda one: gram_norms([Terms(one[0][None, None], one[1][None, None])])[1][0], (x, g)
+            lambda one: gram_norms([OuterProducts(one[0][None, None], one[1][None, None])])[1][0],
+            (x, g),
         )
     )(x, g)
     products = x[:, :, 0] * g[:, :, 0]

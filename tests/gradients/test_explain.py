@@ -52,7 +52,7 @@ def test_what_no_site_describes_and_what_is_not_used():
     case = models.Case("exp", model, lambda m, x: jnp.sum(jnp.exp(m["a"]) * x), models.mlp().draw)
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0)
     whole, unused = dp.explain(grad_fn, model, jnp.ones((2, 3))).rows
-    assert (whole.way, whole.reason) == ("whole", "no kind of site knows 'exp'")
+    assert (whole.way, whole.reason) == ("whole", "no kind of use knows 'exp'")
     assert (unused.way, unused.reason) == ("unused", "the loss does not depend on it")
 
 

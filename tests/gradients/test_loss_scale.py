@@ -150,7 +150,7 @@ STACKED = jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)
 @pytest.mark.parametrize(
     ("fun", "model"), [(whole_loss, MODEL), (scanned_loss, STACKED)], ids=["whole", "scan"]
 )
-def test_leaves_that_no_site_describes_and_sites_in_scans(fun, model):
+def test_leaves_that_no_use_describes_and_uses_in_scans(fun, model):
     policy = dp.parse_policy(f"{FLOAT16},loss_scale=per_example")
     found = jitted.grad(fun, l2_clip_norm=1e-3, policy=policy)(model, X, Y, WEIGHTS)
     expected = jitted.grad(fun, l2_clip_norm=1e-3)(model, X, Y, WEIGHTS)

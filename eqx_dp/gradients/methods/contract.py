@@ -12,10 +12,10 @@ from ...precision import stage
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
 from ..cost import LeafCost
-from ..leaves import LeafGradient, from_per_example, leaf_gradient
+from ..leaves import LeafForm, LeafGradient, from_per_example, leaf_gradient
 from ..loss_scale import LossScaling
 from ..program import Program
-from ..taps import Place, Survey
+from ..taps import Address, Uses
 
 
 class TracedLoss(NamedTuple):
@@ -23,7 +23,7 @@ class TracedLoss(NamedTuple):
 
     Attributes:
         program: the loss of one example.
-        found: the uses of every trainable leaf.
+        uses: those of every trainable leaf.
         params: the trainable leaves, in the compute dtype.
         frozen: the other arrays of the model.
         clipping: the clip norms.
@@ -34,7 +34,7 @@ class TracedLoss(NamedTuple):
     """
 
     program: Program
-    found: Survey
+    uses: Uses
     params: list[Array]
     frozen: list[Array]
     clipping: Clipping
@@ -68,8 +68,7 @@ class TracedLoss(NamedTuple):
 
     def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
         """Shape of a trainable leaf, with the accumulate dtype."""
-        # Unlike a shape made anew, this keeps the mesh axes along which the leaf varies.
-        return jax.eval_shape(lambda x: x.astype(self.accumulate_dtype), self.params[leaf])
+        return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
 
 
 class ClippedSum(NamedTuple):
@@ -95,8 +94,8 @@ Method: TypeAlias = Callable[[TracedLoss, list[Array], Bool[Array, " batch"]], C
 def held_gradient(
     task: TracedLoss,
     leaf: int,
-    kept: dict[Place, Any],
-    cotangents: dict[Place, Any],
+    residuals: dict[Address, Any],
+    cotangents: dict[Address, Any],
     grads: dict[int, Array],
     num_examples: int,
 ) -> LeafGradient:
@@ -105,20 +104,19 @@ def held_gradient(
     Args:
         task: what is done.
         leaf: which leaf.
-        kept: what each site keeps, examples in front.
-        cotangents: the cotangent of each site's result, likewise.
+        residuals: of each use, examples in front.
+        cotangents: of each use's result, likewise.
         grads: each example's gradient of the leaves that are `whole`.
         num_examples: the batch.
     """
-    way, parameter, dtype = task.costs[leaf].way, task.accumulated(leaf), task.accumulate_dtype
+    way, shape, dtype = task.costs[leaf].way, task.params[leaf].shape, task.accumulate_dtype
     if way == "whole":
         return from_per_example(grads[leaf].astype(dtype))
     if way == "unused":
-        return from_per_example(jnp.zeros((num_examples, *parameter.shape), dtype))
-    sites = [
-        (site, kept[place], cotangents[place].astype(dtype)) for place, site in task.found.of(leaf)
-    ]
-    return leaf_gradient(parameter, sites, way, dtype)
+        return from_per_example(jnp.zeros((num_examples, *shape), dtype))
+    uses = task.uses.of[leaf]
+    form = LeafForm(shape, tuple(uses.values()), way, dtype)
+    return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses])
 
 
 class Clip(NamedTuple):

@@ -1,4 +1,4 @@
-"""The methods that work on sites, against the oracle."""
+"""The methods that work on uses, against the oracle."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every option of the clipped gradient, by the methods that work on sites."""
+"""Every option of the clipped gradient, by the methods that work on uses."""
 
 import equinox as eqx
 import jax

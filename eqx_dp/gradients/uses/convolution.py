@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core.primitives import conv_general_dilated_p
 from jaxtyping import Array
 
-from ..views import shape_of
-from .site import Matrices
+from .use import MatrixAxes, Operation
 
 name = "convolution"
 
@@ -17,38 +17,53 @@ name = "convolution"
 def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     """A convolution with the parameter as its kernel."""
     return (
-        equation.primitive.name == "conv_general_dilated"
+        equation.primitive is conv_general_dilated_p
         and operand == 1
         and equation.params["batch_group_count"] == 1
     )
 
 
-def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
+def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
     """The image, as it is: its patches are cut out when they are needed."""
-    del equation, operand
+    del operation, operand
     return inputs[0]
 
 
-def matrices(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Matrices:
+def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
+    """Rows are the entries of the window, channels last; columns the output channels of a group."""
+    output, channel, *window = operation.param("dimension_numbers").rhs_spec
+    groups = operation.param("feature_group_count")
+    shape = list(operation.operands[operand])
+    shape[output : output + 1] = groups, shape[output] // groups
+
+    def moved(axis: int) -> int:
+        return axis + (axis > output)
+
+    rows = tuple(moved(axis) for axis in (*window, channel))
+    return MatrixAxes(tuple(shape), (output,), rows, (output + 1,))
+
+
+def factors(
+    operation: Operation, operand: int, residuals: Any, cotangent: Array
+) -> tuple[Array, Array]:
     """Positions are time, a patch of the image is the input, output channels are the output."""
     del operand
-    x, g = _columns(equation, kept, cotangent)
+    x, g = _columns(operation, residuals, cotangent)
     return jnp.swapaxes(x, 1, 2), jnp.swapaxes(g, 1, 2)
 
 
-def in_matrix_form(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
+def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
     """The sum of the outer products, from factors whose time stays last: nothing is moved."""
     del operand
-    x, g = _columns(equation, kept, cotangent)
+    x, g = _columns(operation, residuals, cotangent)
     return jnp.einsum("gkt,gpt->gkp", x, g, precision=jax.lax.Precision.HIGHEST)
 
 
-def _columns(equation: jex_core.JaxprEqn, kept: Any, cotangent: Array) -> tuple[Array, Array]:
+def _columns(operation: Operation, image: Any, cotangent: Array) -> tuple[Array, Array]:
     """Patches `(group, offset x channel, time)`, and cotangents `(group, channel, time)`."""
-    params = equation.params
-    groups = params["feature_group_count"]
-    numbers = params["dimension_numbers"]
-    patches = _patches(equation, jnp.transpose(kept, numbers.lhs_spec))
+    groups = operation.param("feature_group_count")
+    numbers = operation.param("dimension_numbers")
+    patches = _patches(operation, jnp.transpose(image, numbers.lhs_spec))
     images, offsets, channels, positions = patches.shape
     x = patches.reshape(images, offsets, groups, channels // groups, positions)
     g = jnp.transpose(cotangent, numbers.out_spec).reshape(images, groups, -1, positions)
@@ -59,30 +74,14 @@ def _columns(equation: jex_core.JaxprEqn, kept: Any, cotangent: Array) -> tuple[
     )
 
 
-def from_matrix(equation: jex_core.JaxprEqn, operand: int, gradient: Array) -> Array:
-    """From (group, offset x channel, output channel) to the kernel's layout."""
-    spec = equation.params["dimension_numbers"].rhs_spec
-    shape = shape_of(equation.invars[operand])
-    outputs, channels, *window = (shape[i] for i in spec)
-    groups = equation.params["feature_group_count"]
-    kernel = gradient.reshape(groups, *window, channels, outputs // groups)
-    kernel = jnp.moveaxis(kernel, (-1, -2), (1, 2)).reshape(outputs, channels, *window)
-    return jnp.transpose(kernel, [spec.index(i) for i in range(len(spec))])
-
-
-def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
-    """The transpose of the convolution with respect to its kernel."""
-    return from_matrix(equation, operand, in_matrix_form(equation, operand, kept, cotangent))
-
-
-def _patches(equation: jex_core.JaxprEqn, images: Array) -> Array:
+def _patches(operation: Operation, images: Array) -> Array:
     """Cuts `(image, channel, *space)` into `(image, offset, channel, position)`.
 
     One spatial dimension after the other: as many cuts as a window has edges, not entries.
     """
-    params = equation.params
+    params = dict(operation.params)
     numbers = params["dimension_numbers"]
-    kernel, output = shape_of(equation.invars[1]), shape_of(equation.outvars[0])
+    kernel, output = operation.operands[1], operation.result
     window = [kernel[i] for i in numbers.rhs_spec[2:]]
     positions = [output[i] for i in numbers.out_spec[2:]]
     strides, dilation = params["window_strides"], params["rhs_dilation"]

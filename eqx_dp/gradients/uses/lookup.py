@@ -5,17 +5,19 @@ from typing import Any
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core.primitives import dynamic_slice_p, gather_p
 from jax.lax import GatherScatterMode
 from jaxtyping import Array
 
-from ..views import shape_of
+from ..layouts import shape_of
+from .use import MatrixAxes, Operation
 
 name = "lookup"
 
 
 def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     """Picks rows of the parameter, along its first axis."""
-    if operand != 0 or equation.primitive.name not in ("gather", "dynamic_slice"):
+    if operand != 0 or equation.primitive not in (gather_p, dynamic_slice_p):
         return False
     shape, sizes = shape_of(equation.invars[0]), equation.params["slice_sizes"]
     if not sizes or sizes[0] != 1 or tuple(sizes[1:]) != tuple(shape[1:]):
@@ -23,7 +25,7 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     index_type: Any = equation.invars[1].aval
     if jnp.iinfo(index_type.dtype).max < shape[0]:
         return False  # how such an index is clipped is JAX's own affair
-    if equation.primitive.name == "dynamic_slice":
+    if equation.primitive is dynamic_slice_p:
         return True
     numbers = equation.params["dimension_numbers"]
     if 0 not in numbers.start_index_map or numbers.operand_batching_dims:
@@ -33,15 +35,15 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     return not drops or tuple(numbers.start_index_map) == (0,)
 
 
-def keep(equation: jex_core.JaxprEqn, operand: int, inputs: list[Any]) -> Any:
+def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
     """The row of every lookup; the number of rows where a lookup finds none."""
     del operand
-    rows = shape_of(equation.invars[0])[0]
-    if equation.primitive.name == "dynamic_slice":
+    rows = operation.operands[0][0]
+    if operation.primitive == dynamic_slice_p.name:
         return jnp.clip(_signed(inputs[1]), 0, rows - 1).reshape(1)
-    position = equation.params["dimension_numbers"].start_index_map.index(0)
+    position = operation.param("dimension_numbers").start_index_map.index(0)
     indices = _signed(inputs[1][..., position]).reshape(-1)
-    if equation.params["mode"] == GatherScatterMode.CLIP:
+    if operation.param("mode") == GatherScatterMode.CLIP:
         return jnp.clip(indices, 0, rows - 1)
     # With a promise that there are none such, an index out of bounds reads a row and leaves no
     # gradient to it, here as in jax.grad.
@@ -53,24 +55,32 @@ def _signed(indices: Any) -> Array:
     return jnp.asarray(indices).astype(int)
 
 
-def rows_of(equation: jex_core.JaxprEqn, cotangent: Array) -> Array:
-    """The cotangent of every row that was looked up, `(lookup, entry)`."""
-    size = math.prod(equation.params["slice_sizes"])
-    if equation.primitive.name == "gather":
-        offset = equation.params["dimension_numbers"].offset_dims
+def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
+    """A table is a matrix: its first axis, and all others."""
+    shape = operation.operands[operand]
+    return MatrixAxes(shape, (), (0,), tuple(range(1, len(shape))))
+
+
+def factors(
+    operation: Operation, operand: int, residuals: Any, cotangent: Array
+) -> tuple[Array, Array]:
+    """Rows, in the place of vectors that are zero but for a one there, and their cotangents."""
+    del operand
+    if operation.primitive == gather_p.name:
+        offset = operation.param("dimension_numbers").offset_dims
         batch = [i for i in range(cotangent.ndim) if i not in offset]
         cotangent = jnp.transpose(cotangent, (*batch, *offset))
-    return cotangent.reshape(-1, size)
+    entries = math.prod(operation.operands[0][1:])
+    return residuals[None, :, None], cotangent.reshape(1, residuals.size, entries)
 
 
-def scatter(equation: jex_core.JaxprEqn, rows: Array, values: Array) -> Array:
-    """Adds every row's value where it was looked up."""
-    shape = shape_of(equation.invars[0])
-    table = jnp.zeros((shape[0], values.shape[-1]), values.dtype)
-    return table.at[rows].add(values, mode="drop").reshape(shape)
-
-
-def gradient(equation: jex_core.JaxprEqn, operand: int, kept: Any, cotangent: Array) -> Array:
+def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
     """A table that is zero but for the rows that were looked up."""
-    del operand
-    return scatter(equation, kept, rows_of(equation, cotangent))
+    _, values = factors(operation, operand, residuals, cotangent)
+    return scatter(operation.operands[0][0], residuals, values[0])[None]
+
+
+def scatter(num_rows: int, rows: Array, values: Array) -> Array:
+    """Adds every row's value where it was looked up."""
+    table = jnp.zeros((num_rows, values.shape[-1]), values.dtype)
+    return table.at[rows].add(values, mode="drop")
