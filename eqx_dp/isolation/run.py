@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
 from jaxtyping import Array, PyTree
