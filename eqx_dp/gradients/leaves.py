@@ -69,7 +69,8 @@ class LeafForm(NamedTuple):
 
 def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
     """The leaf's gradient where each example's is there."""
-    return LeafGradient(*_of_formed(grads), functools.partial(weighted_sum, grads))
+    norm, bound = _of_formed(grads)
+    return LeafGradient(norm, bound, functools.partial(weighted_sum, grads))
 
 
 @jax.jit
@@ -171,7 +172,7 @@ def _over_scans(function: Callable[..., Any], use: ParamUse) -> Callable[..., An
 
 def _formed(use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]) -> Array:
     """One example's gradient, as matrices where the use has some, else as the view."""
-    if use.scans and use.kind in (contraction, convolution):
+    if use.scans and (use.kind is contraction or use.kind is convolution):
         return contraction.outer_products(*_factors_of_one(use, residuals, cotangent, dtype))
     residuals = jax.tree.map(lambda x: _float_to(x, dtype), residuals)
     of_one = functools.partial(use.kind.gradient, use.operation, use.operand)
@@ -224,10 +225,10 @@ def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[A
         for index, transposed, sign in members
     ]
     first, *others = terms
-    if all(isinstance(use.x, OneHot) for use in terms):
-        rows = jnp.concatenate([use.x.rows for use in terms], axis=2)
+    rows = [use.x.rows for use in terms if isinstance(use.x, OneHot)]
+    if len(rows) == len(terms):
         values = jnp.concatenate([use.sign * use.g for use in terms], axis=2)
-        norm, bound = row_norms(rows, values)
+        norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
         exponent = jnp.zeros((1, 1), int)
     elif not others and first.time == 1 and not isinstance(first.x, OneHot):
         norm, bound, lengths = one_term(first.x, first.g)

@@ -122,7 +122,7 @@ def _with_elementwise_formed(uses: Uses) -> Uses:
         {
             leaf: "its gradient is formed"
             for leaf, its in enumerate(uses.of)
-            if its and all(use.kind in (scale, shift) for use in its.values())
+            if its and all(use.kind.name in (scale.name, shift.name) for use in its.values())
         }
     )
 
@@ -150,7 +150,7 @@ def _bounded(
     if not is_narrow(jnp.result_type(inputs[use.operand])):
         return result, ()
     data = jnp.ones(())
-    if use.kind not in (lookup, shift):
+    if use.kind.name not in (lookup.name, shift.name):
         data = jax.lax.stop_gradient(inputs[1 - use.operand])
         data = jnp.max(jnp.abs(data), initial=0).astype(jnp.float32)
     summed = _summed(use, result.ndim)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 from jaxtyping import Array, PyTree
 

@@ -168,8 +168,9 @@ def _of_batch(form: LeafForm) -> Callable[[Any, Array, Ask], Found]:
 
     @custom_vmap
     def of_one(residuals: Any, cotangent: Array, asked: Ask) -> Found:
-        one = jax.tree.map(lambda x: x[None], (residuals, cotangent, asked.factors))
-        found = of_batch(*one[:2], Ask(asked.is_measuring, one[2]))
+        met = residuals, cotangent, asked.factors
+        residuals, cotangent, factors = jax.tree.map(lambda x: x[None], met)
+        found = of_batch(residuals, cotangent, Ask(asked.is_measuring, factors))
         return Found(found.measured[0], found.total)
 
     @of_one.def_vmap
