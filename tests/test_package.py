@@ -75,6 +75,7 @@ def python_of(environment: Path) -> Path:
     return Path(scripts) / Path(sys.executable).name
 
 
+@pytest.mark.slow
 def test_wheel_carries_the_policies_and_the_typing_marker(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -89,6 +90,7 @@ def test_wheel_carries_the_policies_and_the_typing_marker(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eqx_dp"}
 
 
+@pytest.mark.slow
 def test_wheel_loads_every_preset_in_a_new_environment(wheel, new_environment, tmp_path):
     python = python_of(new_environment)
     pip = [sys.executable, "-m", "pip", "--python", python]

@@ -10,6 +10,8 @@ from jax.lax import DotAlgorithm, DotAlgorithmPreset
 import eqx_dp as dp
 from eqx_dp.precision import stage
 
+pytestmark = pytest.mark.optimized
+
 MIXED = dp.load_policy("mixed_bfloat16")
 BF16, F32, U16, U32 = jnp.bfloat16, jnp.float32, jnp.uint16, jnp.uint32
 X = jax.ShapeDtypeStruct((4, 3), F32)

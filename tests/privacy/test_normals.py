@@ -21,6 +21,8 @@ from eqx_dp.privacy.normals import normal, normal_on_one_device, places, threefr
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
 
+pytestmark = pytest.mark.optimized
+
 KEY = jax.random.key(20240607, impl="threefry2x32")
 
 

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+pytestmark = pytest.mark.optimized
+
 X = np.linspace(-12.0, 12.0, 6001)
 # A kink of slope s costs the trapezoidal rule s dx^2 / 8, and here s stays below 40.
 INTEGRATION_ERROR = 1e-4

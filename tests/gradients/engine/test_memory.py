@@ -8,6 +8,8 @@ import pytest
 import eqx_dp as dp
 from tests.benchmarks.rows import gpt_stacked
 
+pytestmark = pytest.mark.optimized
+
 SIZES = {"batch": 8, "length": 32, "width": 32, "depth": 3, "vocabulary": 64}
 
 
