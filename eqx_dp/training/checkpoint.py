@@ -59,15 +59,13 @@ class Checkpoints:
         step: the run's step: what the run is.
         keep: how many checkpoints stay, at least 2, lest a damaged one be the end.
         identity: the run's programs, by part; from `step.identity`.
-        allow_changed: parts of the run that may be others than those of the checkpoint.
+        allow_changed: parts of the run that may be others than those of the checkpoint; a
+            ValueError if one is no part, or may not change.
 
     Attributes:
         step: as given until `restore`, which makes it that of the run: what draws samples and takes
             steps. To be replaced where a microbatch size is settled later.
         microbatch_size: that of the run which was restored, on as many devices; else None.
-
-    Raises:
-        ValueError: `allow_changed` names what is no part, or may not change.
     """
 
     def __init__(
@@ -104,10 +102,8 @@ class Checkpoints:
         """The newest state that is whole; where there is none, the first, which is then recorded.
 
         Every file is compared with its digest first. A checkpoint that fails is set aside (as
-        `NUMBER.damaged`) with a warning, and the one before it is used.
-
-        Args:
-            model: as before the first step.
+        `NUMBER.damaged`) with a warning, and the one before it is used. The model is given as
+        before the first step.
 
         Raises:
             ValueError: the checkpoint belongs to another run, each difference is named; or the plan
@@ -191,10 +187,7 @@ class Checkpoints:
         """Starts to save a state; returns when the state may be used up by the next step.
 
         Waits for the save before, and warns if that failed: the run goes on, and its last good
-        checkpoint stays.
-
-        Returns:
-            Whether it could be started.
+        checkpoint stays. Returns whether it could be started.
         """
         self.wait()
         partial = self._partial(number)

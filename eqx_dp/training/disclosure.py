@@ -38,11 +38,7 @@ _BY_NAME: dict[str, Callable[[PerExample, Mask], Float[Array, ""]]] = {
 
 
 def checked_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of what is to be disclosed, each known and once.
-
-    Raises:
-        ValueError: a name is unknown, or there twice, or `names` is one string.
-    """
+    """Names of what is to be disclosed; a ValueError if one is unknown, or there twice."""
     found: tuple[Any, ...] = (names,) if isinstance(names, str) else tuple(names)
     unknown = [name for name in found if name not in _BY_NAME]
     if unknown or len(set(found)) < len(found) or isinstance(names, str):

@@ -63,11 +63,7 @@ Callback = Callable[[Event[Any]], bool | None]
 
 
 def checked_metrics(found: object) -> dict[str, float]:
-    """What an evaluation returned, as floats.
-
-    Raises:
-        ValueError: it is no mapping of names to real numbers, or takes a name that is taken.
-    """
+    """What an evaluation returned, as floats; a ValueError if that is no mapping to numbers."""
     if not isinstance(found, Mapping):
         raise ValueError(
             f"evaluate must return a mapping of names to numbers, as {{'accuracy': 0.9}}; found a "
@@ -95,10 +91,6 @@ class EpsilonAhead:
 
     It depends on the plan alone, and the steps are known from the start: the first figures are
     worked out while the first step is compiled, and later ones long before their step.
-
-    Args:
-        epsilon: of so many steps.
-        steps: after which it is told, in their order.
     """
 
     def __init__(self, epsilon: Callable[[int], float], steps: Iterator[int]):

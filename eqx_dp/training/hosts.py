@@ -36,10 +36,7 @@ def broadcast(number: int) -> int:
 def from_first_host(decide: Callable[[], T]) -> T:
     """What the first host decides, on every host; a value that JSON can hold.
 
-    Raises:
-        CheckpointError: on the other hosts, where `decide` raises an error on the first. (They
-            would wait for it otherwise.)
-        Exception: on the first host, what `decide` raises.
+    Where `decide` raises an error, the other hosts raise a `CheckpointError`, and do not wait.
     """
     if jax.process_count() == 1:
         return decide()

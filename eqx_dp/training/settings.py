@@ -119,10 +119,12 @@ class StepSettings(Generic[Model]):
                 shapes of one example count.
             extra: as for the step.
         """
-        if model is None:
-            text = f"{self._known}\n{probe_text(self._update)}"
-        else:
-            text = "\n".join((self._known, *self._texts(model, batch, extra)))
+        return self.sampler_of(None if model is None else self.texts(model, batch, extra))
+
+    def sampler_of(self, texts: Texts | None) -> PoissonSampler:
+        """As `sampler`, where it is known what a call computes; None for a model is not known."""
+        parts = (probe_text(self._update),) if texts is None else texts
+        text = "\n".join((self._known, *parts))
         run = json.dumps(["make_step", self.run, keyed_digest(self._seed, text)])
         rules = self.sharding
         if rules is None:
@@ -161,7 +163,10 @@ numbers that it was made with |
         Raises:
             ValueError: as the step.
         """
-        texts = self._texts(model, batch, extra)
+        return self.identity_of(self.texts(model, batch, extra))
+
+    def identity_of(self, texts: Texts) -> dict[str, str]:
+        """As `identity`, where it is known what a call computes."""
         digests = {name: keyed_digest(self._seed, text) for name, text in texts._asdict().items()}
         return {**digests, "method": self.method}
 
@@ -195,7 +200,7 @@ numbers that it was made with |
         """By the number of parts that a batch has."""
         return functools.cache(lambda parts: takes_key(self._loss, 1 + parts)[0])
 
-    def _texts(
+    def texts(
         self, model: Model, batch: tuple[PyTree[Any], ...], extra: Mapping[str, Any] | None
     ) -> Texts:
         """What a call computes, from the shapes of its arguments: traced on few examples."""

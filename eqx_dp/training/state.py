@@ -50,10 +50,7 @@ class Unrecorded:
 class Parameters(NamedTuple):
     """In which dtypes, and where, a step stores and updates parameters.
 
-    Attributes:
-        policy: stored in its params dtype, updated in its accumulate dtype; without one, as they
-            are.
-        rules: where they live.
+    They are stored in the policy's params dtype, and updated in its accumulate dtype.
     """
 
     policy: Policy | None

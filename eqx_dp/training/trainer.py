@@ -18,6 +18,7 @@ from .directory import claimed
 from .dispatch import FlatState
 from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
 from .hosts import broadcast, watched
+from .identity import Texts
 from .state import TrainState
 from .step import Mask, Step
 from .stopping import StopSignal
@@ -167,22 +168,23 @@ class Trainer(Generic[Model]):
         ):
             if directory is None:
                 self._refuse_to_begin_again()
-                state = self._step.init(model)
-                return self._loop(self._step, state, stop, None, signal, stepped)
+                state, texts = self._step.init(model), self._texts(model)
+                return self._loop(self._step, state, texts, stop, None, signal, stepped)
             self._trace(model)
+            texts = self._texts(model)
             with closing(
                 Checkpoints(
                     directory,
                     self._step,
                     self._keep,
-                    identity=self._step.identity(
-                        model, *self._batches.example, extra=self._extra_of(0, model)
-                    ),
+                    identity=self._step.identity_of(texts),
                     allow_changed=self._allow_changed,
                 )
             ) as checkpoints:
                 state = checkpoints.restore(model)
-                state = self._loop(checkpoints.step, state, stop, checkpoints, signal, stepped)
+                state = self._loop(
+                    checkpoints.step, state, texts, stop, checkpoints, signal, stepped
+                )
                 is_saved = checkpoints.finish(int(state.step))
                 if signal.asked:  # after the last step
                     signal.leave(is_saved, checkpoints.told())
@@ -210,10 +212,15 @@ class Trainer(Generic[Model]):
         extra = self._extra_of(0, model)
         step.lower(step.init(model), *examples, is_padding_example=mask, extra=extra)
 
+    def _texts(self, model: Model) -> Texts:
+        """What a step computes; it is traced for that."""
+        return self._step.texts(model, self._batches.example, self._extra_of(0, model))
+
     def _loop(
         self,
         step: Step[Model],
         state: TrainState[Model],
+        texts: Texts,
         stop: int,
         checkpoints: Checkpoints | None,
         signal: StopSignal,
@@ -224,14 +231,13 @@ class Trainer(Generic[Model]):
         if self._directory is not None:
             listeners = (JsonLines(self._directory / "metrics.jsonl", start), *listeners)
         flat = FlatState.of(state, step.sharding)
-        sampler = step.sampler(
-            state.model, *self._batches.example, extra=self._extra_of(start, state.model)
-        )
         before_last = flat.step
         with (
             closing(ProgressBar(start, stop, self._progress)) as bar,
             closing(EpsilonAhead(step.plan.epsilon, self._told_after(start, stop))) as epsilons,
-            closing(self._batches.drawn_by(sampler).from_step(start, stop)) as batches,
+            closing(
+                self._batches.drawn_by(step.sampler_of(texts)).from_step(start, stop)
+            ) as batches,
         ):
             for done, batch in enumerate(batches, start + 1):
                 # While one step is under way the next is prepared, and memory stays flat.

@@ -32,13 +32,7 @@ _GRACE = 10.0
 
 
 class Watchdog:
-    """Watches over one host.
-
-    Args:
-        folder: where watchdogs meet; its grandparent is the run's directory.
-        host: whose watchdog this is.
-        hosts: how many there are.
-    """
+    """Watches over one host. Watchdogs meet in a folder; its grandparent is the run's directory."""
 
     def __init__(self, folder: Path, host: int, hosts: int):
         self._folder, self._directory = folder, folder.parent.parent

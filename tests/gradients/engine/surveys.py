@@ -14,11 +14,6 @@ from eqx_dp.gradients.program import Inputs, Options, Program, trace
 from eqx_dp.gradients.taps import Uses, find_uses
 from tests.models import Case
 
-# XLA is asked to compile fast, not well: most of a test's time is compilation.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
-
 
 def traced(
     fun: Callable[..., Any], model: Any, filter_spec: Any, one: tuple[Any, ...]
@@ -75,5 +70,5 @@ def freshly_jitted(grad_fn: Callable[..., Any], model: Any) -> Callable[..., Any
     def call(arrays: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return grad_fn(eqx.combine(arrays, static), *batch, **named)
 
-    jitted = jax.jit(call, compiler_options=COMPILER_OPTIONS)
+    jitted = jax.jit(call)
     return lambda *batch, **named: jitted(arrays, batch, named)
