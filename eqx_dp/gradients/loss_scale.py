@@ -134,7 +134,8 @@ def _of_leaves(uses: Uses, bounds: dict[Address, Array]) -> list[Float[Array, ""
         times = tuple(axis for axis, its in enumerate(use.scans) if its == "time")
         return jnp.max(jnp.sum(bounds[at], times))
 
-    return [sum(of_use(*use) for use in its.items()) for its in uses.of if its]  # pyright: ignore[reportReturnType]
+    zero = jnp.zeros(())
+    return [sum((of_use(*use) for use in its.items()), zero) for its in uses.of if its]
 
 
 def _bounded(

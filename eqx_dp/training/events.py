@@ -286,7 +286,11 @@ class TensorBoard:
             self._writer = writers.EventsWriter(str(self._folder / "events"))
 
     def __call__(self, event: Event[Any]) -> None:
-        """Writes an event's figures."""
+        """Writes an event's figures.
+
+        Args:
+            event: its metrics and its epsilon are written.
+        """
         if self._writer is None or not event.metrics:
             return
         epsilon = {} if event.epsilon is None else {"epsilon": event.epsilon}

@@ -72,7 +72,11 @@ class Step(StepSettings[Model]):
     """
 
     def with_microbatch_size(self, size: int | None) -> "Step[Model]":
-        """The same step, with other microbatches."""
+        """The same step, with other microbatches.
+
+        Args:
+            size: how many examples a device processes at once; None for the engine's choice.
+        """
         return dataclasses.replace(self, microbatch_size=size)
 
     def for_run(self, run: str) -> "Step[Model]":
@@ -112,7 +116,11 @@ class Step(StepSettings[Model]):
             return state if self.sharding is None else on_mesh(state, self.sharding)
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
-        """Puts this host's part of a batch, examples in front, where the step wants it."""
+        """Puts this host's part of a batch where the step wants it.
+
+        Args:
+            batch: arrays with examples in front.
+        """
         if self.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self.mesh():
@@ -159,7 +167,8 @@ class Step(StepSettings[Model]):
         Args:
             flat: the state before, by `FlatState.of` or of the step before. Used up.
             batch: in memory that nobody writes to.
-            mask: `is_padding_example`; it and `extra` are as for a call.
+            mask: `is_padding_example`.
+            extra: as for a call.
         """
         if any(map(is_gone, flat.carry.arrays)):
             refuse_used_up("state", flat.state)
@@ -176,7 +185,14 @@ class Step(StepSettings[Model]):
         is_padding_example: Any,
         extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments; nothing is computed."""
+        """Lowers the step for these arguments; nothing is computed.
+
+        Args:
+            state: arrays or shapes of arrays; not used up. So the others.
+            *batch: as for a call.
+            is_padding_example: as for a call.
+            extra: as for a call.
+        """
         flat = FlatState.of(state, self.sharding)
         arguments = self._arguments(batch, is_padding_example, extra, flat)
         with self.mesh():

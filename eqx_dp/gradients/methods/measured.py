@@ -6,7 +6,7 @@ Both of a leaf are found by one program, which is traced once for all uses that 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.extend.core as jex_core
@@ -181,7 +181,8 @@ def _of_batch(form: LeafForm) -> Callable[[Any, Array, Ask], Found]:
             tuple(is_mapped),
         )
         asked = asked._replace(is_measuring=values[2].is_measuring)
-        return of_batch(residuals, cotangent, asked), Found(True, False)  # pyright: ignore[reportArgumentType]
+        is_mapped_out: Any = Found(cast(Any, True), cast(Any, False))
+        return of_batch(residuals, cotangent, asked), is_mapped_out
 
     return of_one
 
