@@ -196,7 +196,7 @@ def clip_and_sum(
     exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
     finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf's way is
     `inner_products`: nearer to the end of the range products lose digits to underflow, which no
-    relative bound makes up for; `gram_norms` says how many.)
+    relative bound makes up for; `gram.md` says how many.)
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
     with stage("norm"):
