@@ -67,8 +67,8 @@ def filter_clipped_grad(
 ) -> Any:
     """Creates a function that sums the clipped gradients of a batch's examples.
 
-    A member of Equinox's `filter_*` family: the gradient is taken with respect to the first
-    argument's trainable leaves. Use it as a call or as a decorator:
+    It belongs to Equinox's `filter_*` family: the gradient is taken with respect to the trainable
+    leaves of the first argument. Use it as a call or as a decorator:
 
     ```python
     @dp.filter_clipped_grad(l2_clip_norm=1.0)
@@ -101,52 +101,53 @@ def filter_clipped_grad(
         l2_clip_norm: the clip norm C >= 0 (`inf`: no clipping), or a tree of them: a prefix of
             the trainable parameters' tree, each number bounding the gradient of the leaves below it
             (per-layer clipping).
-        policy: what dtype each stage uses. Parameters and float inputs enter the loss in the
-            compute dtype, the loss leaves in the output dtype, norms, factors and sums are in the
-            accumulate dtype. Module rules give single modules a compute dtype of their own. A model
-            that is paired with a policy (`apply_policy`) brings it to the call; give it here as
-            well for `plan.privatizer`, which is made before there is a model and would otherwise
-            draw noise as without a policy. Without one the model runs in the dtypes that it has,
-            and sums are float32, or float64 where a trainable leaf is.
-        sharding: on which axes of a mesh examples, parameters and sums are spread. Every device
-            then takes its part of the batch through the method, and one reduction sums over
-            devices; the loss's own sharding constraints are moved out of the way. None for one
-            device, or a loss that says nothing about sharding.
+        policy: which dtype each stage uses. Parameters and float inputs enter the loss in the
+            compute dtype; the loss is cast to the output dtype; norms, factors and sums are in the
+            accumulate dtype. Module rules give single modules another compute dtype. A model that
+            is paired with a policy (`apply_policy`) brings it to the call. Give the policy here as
+            well: `plan.privatizer` runs before there is a model and would otherwise draw noise
+            without a policy. Without a policy the model runs in the dtypes that it has, and sums
+            are float32, or float64 if a trainable leaf is float64.
+        sharding: which axes of a mesh examples, parameters and sums are spread over. Every device
+            then runs the method on its part of the batch, and one reduction sums over devices. The
+            loss's own sharding constraints are moved outside the per-example boundary. None for one
+            device, or for a loss without sharding constraints.
         filter_spec: which leaves are trained, as in `eqx.partition`: a function of a leaf, or a
-            tree prefix of booleans. Other leaves cost no gradient and come back as None. A function
-            selects nothing in an `eqx.nn.State` (running statistics), nor the initial values in
-            an `eqx.nn.StateIndex`; True in a tree does.
+            tree prefix of booleans. Other leaves cost no gradient and are None in the result. A
+            function selects nothing in an `eqx.nn.State` (running statistics), nor the initial
+            values in an `eqx.nn.StateIndex`; True in a tree does.
         has_aux: whether `fun` returns `(loss, aux)`.
-        keep_batch_dim: whether `fun` is written for a batch; it then sees batches of one, and aux
+        keep_batch_dim: whether `fun` is written for a batch. It then gets batches of one, and aux
             leaves that start with that axis of length one lose it.
-        rescale_to_unit_norm: divide each clipped gradient by its clip norm, which takes the clip
-            norm out of the learning rate.
-        normalize_by: a public number > 0 that the sum is divided by, the expected batch size, say.
-            Never the number of examples that were sampled, which is private.
-        microbatch_size: how many examples are processed at once; None for all, or, with `"auto"`,
-            for the engine's choice. It changes memory and time, not the result (beyond rounding),
-            and need not divide the batch.
-        method: `"book_keeping"` (one backward pass through activations; norms and sums from what
-            each use of a parameter met), `"ghost"` (two passes, and the memory of ordinary
-            training), `"per_example"` (per-example gradients side by side), or `"auto"`:
-            book-keeping where it saves anything, else per_example, in microbatches that suit what
-            is held for an example unless `microbatch_size` says otherwise; and ghost where one
-            example holds too much.
+        rescale_to_unit_norm: divide each clipped gradient by its clip norm, so that the learning
+            rate does not depend on the clip norm.
+        normalize_by: a public number > 0 that the sum is divided by, for instance the expected
+            batch size. Never the number of examples that were sampled, which is private.
+        microbatch_size: how many examples are processed at once. None means all of them, or, with
+            the method `"auto"`, the engine's choice. It changes memory and time but not the result
+            (except for rounding), and need not divide the batch.
+        method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
+            the inputs and cotangents of each use of a parameter), `"ghost"` (two passes, with the
+            memory of ordinary training), `"per_example"` (per-example gradients side by side), or
+            `"auto"`. `"auto"` takes book-keeping if that saves work, else `"per_example"`, and
+            `"ghost"` if one example would hold too much memory; it also chooses the microbatch
+            unless `microbatch_size` is given.
 
     Returns:
         A [`ClippedGrad`][], called as
         `grad_fn(model, *batch, key=None, is_padding_example=None)`. It returns the gradients: the
         model's tree, in the accumulate dtype, None where not trained; with `has_aux` a pair
-        `(gradients, aux)`, aux having examples in front (**not private**). Its `l2_norm_bound`
-        and `sensitivity(neighboring_relation)` say what to calibrate noise against.
+        `(gradients, aux)`, where aux has examples along the leading axis (**not private**). Its
+        `l2_norm_bound` and `sensitivity(neighboring_relation)` are what noise is calibrated to.
 
     Raises:
-        ValueError: here or at the call: an option out of its range; a loss that is no real scalar,
-            is its own gradient, is written for a batch (without `keep_batch_dim`), needs a
-            collective over the batch (`eqx.nn.BatchNorm`), or lacks a key; a key or an
-            `eqx.nn.State` in the batch, a State in aux, or closed over and written; no batch, or
-            leading axes that differ; nothing trainable; a tree of clip norms that does not fit; a
-            model that is paired with another policy; a module rule that has no effect on the model.
+        ValueError: here or at the call, for: an option out of its range; a loss that is not a real
+            scalar, returns its gradient, is written for a batch (without `keep_batch_dim`), needs a
+            collective over the batch (`eqx.nn.BatchNorm`), or needs a key that is not given; a key
+            or an `eqx.nn.State` in the batch; a State in aux, or one that is closed over and
+            written; no batch, or leading axes that differ; nothing trainable; a tree of clip norms
+            that does not fit the model; a model that is paired with another policy; a module rule
+            without effect on the model.
     """
     configuration = checked_configuration(
         l2_clip_norm,
@@ -201,7 +202,7 @@ def filter_value_and_clipped_grad(
 
     Returns:
         A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The
-        sensitivity speaks of the gradients alone: the per-example values are **not private**.
+        sensitivity is that of the gradients alone: the per-example values are **not private**.
 
     Raises:
         ValueError: as [`filter_clipped_grad`][].

@@ -21,23 +21,32 @@ _MODULE = "module:"
 def parse_policy(text: str) -> Policy:
     """Reads a policy from a line of text, in jmp's grammar and a little more.
 
-    Either one dtype for params, compute and output (`bfloat16`, `half`), or `key=value` parts with
-    commas between them (`p=f32,c=bf16`). jmp's keys and defaults: `params` (`p`) is float32,
-    `compute` (`c`) follows params, `output` (`o`) follows compute. Beside them `accumulate` (`a`),
-    by default the wider of float32 and compute; `noise` (`n`), by default the wider of float32 and
-    accumulate; `loss_scale=32768` or `=per_example`, `matmul_precision=highest`, `unsafe=true`, and
-    `module:PATTERN=float32` for a module rule, as often as there are rules.
+    The text is either one dtype for params, compute and output (`bfloat16`, `half`), or
+    `key=value` parts separated by commas (`p=f32,c=bf16`). The first three keys and their defaults
+    are jmp's.
+
+    | key | value | default |
+    |---|---|---|
+    | `params` (`p`) | a dtype | float32 |
+    | `compute` (`c`) | a dtype | that of params |
+    | `output` (`o`) | a dtype | that of compute |
+    | `accumulate` (`a`) | a dtype | the wider of float32 and compute |
+    | `noise` (`n`) | a dtype | the wider of float32 and accumulate |
+    | `loss_scale` | `none`, a power of two, or `per_example` | `none` |
+    | `matmul_precision` | `default`, `tensorfloat32` or `highest` | `default` |
+    | `unsafe` | `true` or `false` | `false` |
+    | `module:PATTERN`, any number of times | a dtype: a module rule | |
 
     Args:
-        text: The policy. Dtypes go by jmp's names: bfloat16 (bf16), float16 (f16), float32 (f32,
+        text: The policy. Dtypes have jmp's names: bfloat16 (bf16), float16 (f16), float32 (f32,
             full), float64 (f64), or half, which is bfloat16 on a TPU and float16 elsewhere.
 
     Returns:
-        The policy, with no name.
+        The policy, without a name.
 
     Raises:
-        ValueError: If a part is empty or no `key=value`, a key is unknown or given twice, a value
-            is not one of those allowed, or `Policy` refuses the whole. The message holds the text.
+        ValueError: If a part is empty or not `key=value`, a key is unknown or given twice, a value
+            is not allowed, or `Policy` raises an error. The message holds the text.
     """
     with refusals_name(f"policy {text!r}"):
         if "=" not in text:

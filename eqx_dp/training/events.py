@@ -270,7 +270,7 @@ class TensorBoard:
     """A callback that writes metrics and epsilon for TensorBoard, by tensorboardX.
 
     Args:
-        folder: where TensorBoard looks; made if it is not there.
+        folder: the folder that TensorBoard reads; it is made if it does not exist.
 
     Raises:
         MissingExtra: tensorboardX is not installed.

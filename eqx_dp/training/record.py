@@ -306,7 +306,7 @@ def _refusal(
         f"{_listed(lines)}\nResume with what the run was started with; or start another run, in "
         "another directory and WITH ANOTHER SEED; or name the parts that may change, "
         f"Trainer(..., allow_changed=(...)), of {', '.join(changeable(current['identity']))}: the "
-        "run then goes on with fresh noise, and all steps count that it may have released before."
+        "run then goes on with fresh noise, and every step that it may have released counts."
     )
 
 
@@ -314,7 +314,7 @@ def _warn(directory: RunDirectory, number: int, after: int, lines: Sequence[str]
     why = (
         f"as another program:{_listed(lines)}\n"
         if lines
-        else "anew, since the checkpoint that its program had begun from is damaged. "
+        else "anew, because the checkpoint that its program began from is damaged. "
     )
     lost = f"Steps {number + 1} to {after} may have been released, and count. "
     warnings.warn(

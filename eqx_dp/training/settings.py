@@ -85,11 +85,11 @@ class StepSettings(Generic[Model]):
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """The noise, and behind it the optimizer."""
+        """The chain of the noise and the optimizer."""
         return optax.chain(self._noise, self._update)
 
     def mesh(self) -> AbstractContextManager[Any]:
-        """The rules' mesh as a context, for what works on a state; the step enters it itself."""
+        """The rules' mesh as a context, for code that works on a state; a step enters it itself."""
         rules = self.sharding
         if rules is None:
             return nullcontext()
@@ -105,18 +105,19 @@ class StepSettings(Generic[Model]):
         *batch: PyTree[Any],
         extra: Mapping[str, Any] | None = None,
     ) -> PoissonSampler:
-        """The sampler of the plan's batches: with sharding rules, of this host's part of them.
+        """The sampler of the plan's batches; with sharding rules, of this host's part of them.
 
-        Runs with the same seed that differ get other batches, too: `sampler(model, *batch)` tells
-        runs apart as `identity` does, the noise as well. `sampler()` knows no model, and tells
-        them apart by all that the step was made with but the loss: plan, data-set size, policy,
-        clip norms, method, and an optimizer that can be tried on two parameters that are not the
-        model's (one that asks for the model's own tree cannot). One run uses one of the two forms.
+        Runs with the same seed and another identity get other batches. `sampler(model, *batch)`
+        uses the same identity as the noise (see `identity`). `sampler()` knows no model: its
+        identity is everything that the step was made with except the loss, which is plan, data-set
+        size, policy, clip norms, method, and the optimizer, if that can be tried on two parameters
+        that are not the model's (an optimizer that needs the model's own tree cannot). One run must
+        use one of the two forms.
 
         Args:
             model: arrays or shapes of arrays; or none, and no batch.
-            *batch: as for the step, of any length: the data set itself will do. Only dtypes and the
-                shapes of one example count.
+            *batch: as for the step, of any length, for instance the data set itself. Only dtypes
+                and the shapes of one example count.
             extra: as for the step.
         """
         return self.sampler_of(None if model is None else self.texts(model, batch, extra))
@@ -137,10 +138,10 @@ class StepSettings(Generic[Model]):
     def identity(
         self, model: Model, /, *batch: PyTree[Any], extra: Mapping[str, Any] | None = None
     ) -> dict[str, str]:
-        """What a run of this step computes: to be kept, and compared when the run is resumed.
+        """The identity of a run of this step, to be kept, and compared when the run is resumed.
 
-        The same in every process, on any devices, hosts and mesh, at any microbatch size. Nothing
-        is computed: the loss and the optimizer are traced once.
+        It is the same in every process, on any devices, hosts and mesh, at any microbatch size.
+        Nothing is computed: the loss and the optimizer are traced once.
 
         | name | value | another one for |
         |---|---|---|
@@ -150,10 +151,10 @@ values that it closes over, the model's architecture, what is trained, dtypes |
 numbers that it was made with |
         | "method" | text | another `method` |
 
-        Digests are keyed by the seed (scrypt, RFC 7914; BLAKE2b, RFC 7693): who does not know it
-        cannot try out what a loss may have closed over. The values of the model do not count, nor
-        does the code of a callback. Another release of JAX or of a library may write the same
-        mathematics as another program.
+        Digests are keyed by the seed (scrypt, RFC 7914; BLAKE2b, RFC 7693), so that nobody without
+        the seed can guess values that a loss closes over and compare digests. The values of the
+        model and the code of a callback do not enter. Another release of JAX or of a library may
+        write the same mathematics as another program.
 
         Args:
             model: arrays or shapes of arrays, before or while it is trained.
@@ -171,7 +172,11 @@ numbers that it was made with |
         return {**digests, "method": self.method}
 
     def secret_id(self, salt: bytes) -> str:
-        """Tells one seed from another without telling the seed (scrypt, RFC 7914)."""
+        """A digest that tells seeds apart and does not show the seed (scrypt, RFC 7914).
+
+        Args:
+            salt: random bytes, kept beside the result; not secret.
+        """
         return fingerprint(self._seed, salt)
 
     @functools.cached_property

@@ -51,11 +51,11 @@ class Step(StepSettings[Model]):
     """A compiled step of private training, made by [`make_step`][].
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
-    batches of `step.sampler()`. A call **uses up** the state that it is given: its buffers are
-    donated to the next one. Copy what is still needed. A state that was used up is refused.
+    batches of `step.sampler()`. A call **uses up** its state: the buffers are donated to the next
+    state. Copy what is still needed. A state that was used up is refused.
 
-    What two steps with one seed have in common is said at [`make_step`][]. Neither seed nor keys
-    are in the text of a step, in an error, or in the program that is compiled.
+    [`make_step`][] says what two steps with one seed have in common. Neither seed nor keys are in
+    the printed form of a step, in an error, or in the compiled program.
 
     Attributes:
         plan: what sampling, noise and accounting follow.
@@ -80,29 +80,29 @@ class Step(StepSettings[Model]):
         return dataclasses.replace(self, microbatch_size=size)
 
     def for_run(self, run: str) -> "Step[Model]":
-        """The same step with a sample, noise and keys for the loss of its own.
+        """The same step, with another sample, other noise and other keys for the loss.
 
         Args:
-            run: what tells this run from others with the same seed. It takes the place of an
-                earlier text; empty, the step is as `make_step` made it. Not secret.
+            run: a text that is different for each run with this seed; not secret. It replaces an
+                earlier text. With an empty text the step is as `make_step` made it.
         """
         return dataclasses.replace(self, run=run)
 
     def init(self, model: Model) -> TrainState[Model]:
-        """The state before the first step; none of its arrays is the caller's own.
+        """The state before the first step; its arrays are copies.
 
         Args:
             model: the model, of any float dtype, on any device.
 
         Raises:
             ValueError: the model is paired with another policy than the step's; a sharding rule
-                does not fit it; nothing in it is trained.
+                does not fit the model; nothing in the model is trained.
         """
         refuse_used_up("model", model)
         if agreed_policy(model, self.policy) != self.policy:
             raise ValueError(
-                "The model is paired with a policy and the step has none, so that its noise would "
-                "be drawn as without a policy. Give the policy to make_step as well."
+                "The model is paired with a policy and the step has none, so its noise would be "
+                "drawn without a policy. Give the policy to make_step as well."
             )
         with self.mesh():
             model = self._parameters.stored(model)
@@ -134,20 +134,20 @@ class Step(StepSettings[Model]):
         is_padding_example: Mask,
         extra: Mapping[str, Any] | None = None,
     ) -> TrainState[Model]:
-        """Takes a step: clipped gradient, noise, update. Compiled once for a shape of batch.
+        """Takes a step: clipped gradient, noise, update. Compiled once for each shape of batch.
 
         Args:
-            state: of the step before. Used up.
+            state: the state after the step before. It is used up.
             *batch: arrays, or trees of arrays, with examples along their leading axes.
-            is_padding_example: True where a slot holds no real example, as the sampler says.
-            extra: what the optimizer's update takes beside gradients and parameters, numbers or
-                arrays by name: `{"value": v}` for `optax.contrib.reduce_on_plateau`, say. **Public
-                values alone**, such as a loss on held-out data: they steer what is released, and no
-                noise covers them. The same names at every step.
+            is_padding_example: True where a slot holds no real example: the sampler's mask.
+            extra: more arguments of the optimizer's update, numbers or arrays by name, for instance
+                `{"value": v}` for `optax.contrib.reduce_on_plateau`. **Public values only**, such
+                as a loss on held-out data: they change what is released, and no noise covers them.
+                The same names at every step.
 
         Raises:
-            ValueError: as `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
-                `batch` was used up by an earlier step; `extra` is not what the optimizer takes.
+            ValueError: as for `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
+                `batch` was used up by an earlier step; the optimizer does not take `extra`.
         """
         flat = FlatState.of(state, self.sharding)
         refuse_used_up("batch", batch)
@@ -208,14 +208,14 @@ class Step(StepSettings[Model]):
         if mask is None:
             raise ValueError(
                 "is_padding_example is None. A sampled batch has padding, whose index is -1: "
-                "without the mask the last example would count once a padding slot. Hand on the "
-                "mask that sampler.take or sampler.batch gives; for a batch without padding, "
+                "without the mask the last example would count in every padding slot. Hand on the "
+                "mask that sampler.take or sampler.batch returns; for a batch without padding, "
                 "np.zeros(length, bool)."
             )
         if self.microbatch_size == "auto":
             raise ValueError(
-                'microbatch_size is "auto", which a Trainer settles before its first step; '
-                "outside of one, take step.with_microbatch_size(size)."
+                'microbatch_size is "auto", which a Trainer replaces by a number before its first '
+                "step; without a Trainer, take step.with_microbatch_size(size)."
             )
         return _Arguments(
             batch,
@@ -285,7 +285,7 @@ def make_step(
     method: str = "auto",
     disclose: Iterable[str] = (),
 ) -> Step[Model]:
-    """Makes one jitted step of private training out of a loss, an optimizer and a plan.
+    """Makes one jitted step of private training from a loss, an optimizer and a plan.
 
     ```python
     step = dp.make_step(
@@ -297,20 +297,19 @@ def make_step(
         state = step(state, xs[indices], ys[indices], is_padding_example=is_padding_example)
     ```
 
-    A step is the sum of clipped gradients (`filter_clipped_grad`, which explains the arguments that
-    are not below) divided by the expected batch size, the plan's noise, and the optimizer's update,
-    for which gradients and parameters are in the accumulate dtype; the sum of parameter and update
-    is rounded once, to the dtype that the parameter is stored in. With sharding rules everything
-    stays where the rules put it.
+    A step is the sum of clipped gradients (see `filter_clipped_grad`) divided by the expected batch
+    size, the plan's noise, and the optimizer's update. The optimizer gets gradients and parameters
+    in the accumulate dtype; the sum of parameter and update is rounded once, to the dtype that the
+    parameter is stored in. With sharding rules all arrays stay where the rules put them.
 
     **Guarantee.** Sample, noise and the loss's own keys of step t are functions of the seed, of
-    what the run is, and of t, from streams that never meet: a run that is repeated, from its start
-    or from any state of it, repeats itself and releases nothing twice. The models of all steps
+    the run's identity, and of t, from separate streams. So a run that is repeated, from its start
+    or from any of its states, repeats itself and releases nothing twice. The models of all steps
     together are `plan.epsilon()`-differentially private, if batches come from `step.sampler()`, the
     seed is secret, and nothing is disclosed.
 
-    **Two runs with one seed** are two runs with independent noise, up to 64 bits of a hash, where
-    the hash (BLAKE2b) of what they are differs:
+    **Two runs with one seed** have independent noise (up to 64 bits of a hash) if their identities
+    differ. The identity is a hash (BLAKE2b) of what this table lists:
 
     | they differ in | noise, keys of the loss | `sampler(model, *batch)` | `sampler()` |
     |---|---|---|---|
@@ -323,48 +322,49 @@ independent | independent | **the same** |
     | the text of `for_run` | independent | independent | independent |
     | starting values of the model, examples of a data set of equal size, values in `extra`, the \
 code of a callback, a state whose values were set by hand | **the same** | the same | the same |
-    | microbatch size, sharding, mesh, devices, hosts, `disclose` | the same | the same but for \
-padding | the same but for padding |
+    | microbatch size, sharding, mesh, devices, hosts, `disclose` | the same | the same except for \
+padding | the same except for padding |
 
-    So take another seed for another data set, and for another start: where noise is the same, the
-    difference of two models shows what is private without any. Where the sample is the same and the
-    noise is not, each run keeps its own epsilon, and the two together do not compose as
-    independent runs do.
+    So take another seed for another data set, and for another starting model: if two runs have the
+    same noise, the difference of their models shows private data without noise. If two runs have
+    the same sample and independent noise, each keeps its own epsilon, but the two together do not
+    compose as independent runs do.
 
     | case | what happens |
     |---|---|
-    | nothing is sampled, or all is padding | noise alone moves the model |
+    | nothing is sampled, or all is padding | only noise moves the model |
     | an example's loss or gradient is not finite | it adds exactly zero |
     | `plan.noise_multiplier` is 0 | no noise; epsilon is infinite |
     | the same, and `l2_clip_norm` is `inf` | ordinary, non-private training |
 
     Args:
-        loss: of one example, `loss(model, *example)`, or with `key=...`: it then gets a key of its
-            own for each example and step.
-        optimizer: any of optax's, without noise; it is given parameters, for weight decay, and what
-            the step is given as `extra`. Its state may share arrays with the model or within
-            itself: `init` copies. One that evaluates losses or gradients by itself (a line search,
-            `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would cover that.
+        loss: the loss of one example, `loss(model, *example)`, or with `key=...`: it then gets a
+            separate key for each example and step.
+        optimizer: an optax optimizer, without noise. Its update gets the parameters (for weight
+            decay) and the step's `extra`. Its state may share arrays with the model or within
+            itself, because `init` copies. An optimizer that evaluates losses or gradients by itself
+            (a line search, `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would
+            cover these.
         plan: sampling, noise, accounting.
-        num_examples: in the data set, on all hosts together; a public number.
-        seed: **secret** (`secrets.randbits(128)`, or bytes), a number of any size from 0 or bytes
-            of any length, the same on all hosts. For one data set and one starting model; see the
-            table above.
+        num_examples: the number of examples in the data set, on all hosts together; it is public.
+        seed: **secret** (`secrets.randbits(128)`, or bytes): a number of at least 0 of any size, or
+            bytes of any length, the same on all hosts. For one data set and one starting model; see
+            the table above.
         l2_clip_norm: as for `filter_clipped_grad`.
-        policy: as for `filter_clipped_grad`; noise follows it, too.
-        sharding: as for `filter_clipped_grad`; noise and optimizer state follow it, too.
-        filter_spec: what is trained.
-        keep_batch_dim: whether `loss` is written for a batch; it then sees batches of one.
+        policy: as for `filter_clipped_grad`; it also holds for the noise.
+        sharding: as for `filter_clipped_grad`; it also holds for noise and optimizer state.
+        filter_spec: which leaves are trained.
+        keep_batch_dim: whether `loss` is written for a batch; it then gets batches of one.
         rescale_to_unit_norm: as for `filter_clipped_grad`.
-        microbatch_size: as for `filter_clipped_grad`; or "auto", for a Trainer to find the largest
-            that fits into the memory of a device.
+        microbatch_size: as for `filter_clipped_grad`; or "auto": a Trainer then finds the largest
+            microbatch that fits into the memory of a device.
         method: as for `filter_clipped_grad`.
-        disclose: names of figures of each batch that are to be seen although no plan accounts for
-            them: "loss", "grad_norm", "num_examples". **Not private.**
+        disclose: names of figures of each batch that are shown although no plan accounts for them:
+            "loss", "grad_norm", "num_examples". **Not private.**
 
     Raises:
-        ValueError: `num_examples` or `seed` is no whole number in its range; a name in `disclose`
-            is unknown; and as `filter_clipped_grad` and `plan.privatizer`.
+        ValueError: `num_examples` or `seed` is not a whole number in its range; a name in
+            `disclose` is unknown; and as for `filter_clipped_grad` and `plan.privatizer`.
     """
     sampler = plan.sampler(num_examples, seed)  # checks both
     return Step(
