@@ -49,3 +49,19 @@ def test_a_room_imports_the_rooms_above_it_alone(room):
 def test_an_import_of_a_room_below_is_seen():
     source = "from ..training import Step\nfrom ...programs.inside import Scan\nfrom .api import x"
     assert rooms_above(source) == {"training", "programs"}
+
+
+def paths_named(text: str) -> set[str]:
+    """What stands in backticks and looks like a file or a folder of the repository."""
+    ticked = re.findall(r"`([\w./-]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return {one for one in ticked if re.fullmatch(r"\.?[\w-]+(/[\w.-]+)*/([\w-]+\.\w+)?", one)}
+
+
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_and_folders_that_a_page_names_are_there(name):
+    named = paths_named((ROOT / ".github" / name).read_text("utf-8"))
+    assert len(named) > 5
+    missing = {
+        one for one in named if not (ROOT / one).exists() and not (ROOT / "eqx_dp" / one).exists()
+    }
+    assert missing == set()
