@@ -88,13 +88,16 @@ class Layout(NamedTuple):
 
         Beside them the strides of each and of the next larger one.
         """
-        digits = sorted(
-            ((abs(stride), n) for n, stride in self._digits if stride != 0), reverse=True
+        digits = merged(
+            sorted(
+                ((n, abs(stride)) for n, stride in self._digits if stride != 0),
+                key=lambda digit: -digit[1],
+            )
         )
         offset = self.offset + sum((n - 1) * min(stride, 0) for n, stride in self._digits)
         found: list[tuple[int, int, int, int]] = []
         outer = size
-        for stride, n in [*digits, (1, 1)]:
+        for n, stride in [*digits, (1, 1)]:
             start, offset = divmod(offset, stride)
             found.append((n, start, stride, outer))
             outer = stride

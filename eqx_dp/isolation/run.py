@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..programs import channels_last, own_line, source_line
@@ -46,9 +47,12 @@ def run_apart(
         return leaves
 
     values, structure = jax.tree.flatten(batch)
-    # Within a trace, a jitted function is one equation there: nothing is traced a second time.
+    # Within a trace, a jitted function is one equation there: nothing is traced a second time. Not
+    # in float16, where XLA may multiply constants of the loss with each other, to 0, before it sees
+    # that their other factor is a constant loss scale.
     is_traced = any(isinstance(value, jax.core.Tracer) for value in values)
-    program = jax.make_jaxpr(jax.jit(flat) if is_traced else flat)(*values)
+    is_call = is_traced and not any(map(_is_float16, loss.invars))
+    program = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*values)
     num_examples = values[0].shape[0]
     fact: Dependence = Apart(0) if num_examples > 1 else Single()
     follow = Follow(num_examples, may_be_trusted(loss))
@@ -56,6 +60,10 @@ def run_apart(
         _check(found)
     results: list[Array] = jex_core.jaxpr_as_fun(channels_last(program))(*values)
     return jax.tree.unflatten(structures[0], results)
+
+
+def _is_float16(variable: Any) -> bool:
+    return getattr(variable.aval, "dtype", None) == jnp.float16
 
 
 def sum_over_examples(function: Function) -> Function:
