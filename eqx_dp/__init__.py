@@ -4,6 +4,9 @@ A policy declares what dtype each stage uses, an engine clips the gradient of ev
 plan ties sampling, noise and accounting together. See README.md for a tour.
 """
 
+from importlib.metadata import version
+
+from .checks import PrecisionReport, check_precision
 from .gradients import (
     ClippedGrad,
     Explanation,
@@ -25,10 +28,8 @@ from .precision import (
     LossScale,
     ModuleRule,
     Policy,
-    PrecisionReport,
     apply_policy,
     available_policies,
-    check_precision,
     describe,
     load_policy,
     parse_policy,
@@ -52,6 +53,9 @@ from .training import (
     TrainState,
     make_step,
 )
+
+__version__ = version("eqx-dp")
+"""The version of the installed package, as its metadata says."""
 
 __all__ = [
     "CheckpointError",

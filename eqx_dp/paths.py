@@ -20,14 +20,12 @@ def dotted(path: tuple[Any, ...]) -> str:
 def matches(pattern: str, path: str) -> bool:
     """Whether a pattern describes a whole dotted path.
 
-    ============  ==============================================================
-    in a pattern  stands for
-    ============  ==============================================================
-    `**`        any number of parts, none included (a part of its own)
-    `*`         any characters within one part, none included
-    `?`         one character within a part
-    the rest      itself
-    ============  ==============================================================
+    | in a pattern | stands for |
+    |---|---|
+    | `**` | any number of parts, none included (a part of its own) |
+    | `*` | any characters within one part, none included |
+    | `?` | one character within a part |
+    | the rest | itself |
     """
     # With a dot in front of every part, "any number of parts" needs no dots of its own.
     return _expression(pattern).fullmatch(f".{path}") is not None

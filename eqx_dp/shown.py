@@ -1,6 +1,7 @@
-"""How an error names what it found: never a whole model, a key, or what an array holds."""
+"""How things are shown: what an error found (never a model, a key, an array's values); a table."""
 
 import numbers
+from collections.abc import Sequence
 from typing import Any, cast
 
 import equinox as eqx
@@ -14,15 +15,13 @@ _SHORT = (str, numbers.Number, np.dtype, PartitionSpec)
 def shown(value: Any) -> str:
     """What an error says that it found.
 
-    ==========================================  ===================================
-    value                                       shown as
-    ==========================================  ===================================
-    a number, text, None, dtype, spec           itself, up to 80 characters
-    a whole number beyond 2^64                  that it is one: it may be a secret
-    a tuple or list                             what is in it, up to 80 characters
-    an array                                    dtype and shape
-    anything else, or longer                    its type
-    ==========================================  ===================================
+    | value | shown as |
+    |---|---|
+    | a number, text, None, dtype, spec | itself, up to 80 characters |
+    | a whole number beyond 2^64 | that it is one: it may be a secret |
+    | a tuple or list | what is in it, up to 80 characters |
+    | an array | dtype and shape |
+    | anything else, or longer | its type |
     """
     if eqx.is_array(value) or isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
@@ -38,3 +37,9 @@ def shown(value: Any) -> str:
         return text
     kind = f"the type {value.__qualname__}" if isinstance(value, type) else ""
     return kind or f"a value of type {type(value).__name__}"
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table whose columns are as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

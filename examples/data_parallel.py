@@ -7,27 +7,25 @@ compiler finds out what has to cross them, and by `shard_map`, where the program
 
 What became of pmap's idioms:
 
-===================================  ===============================================================
-with pmap                            today
-===================================  ===============================================================
-`pmap(f)`                          `jit(f)` on spread arrays, or `jit(shard_map(f, ...))`
-`devices=`                         `jax.make_mesh((8,), ("data",), devices=...)`
-`axis_name="data"`                 the name of a mesh axis
-`in_axes=(None, 0)`                `in_specs=(P(), P("data"))`; with jit, where arguments live
-`out_axes=0`                       `out_specs=P("data")`, or `jit`'s `out_shardings`
-leading axis of devices (8, 2, ...)  none: (16, ...), spread by `device_put(x, P("data"))`
-`common_utils.shard(batch)`        `device_put(batch, NamedSharding(mesh, P("data")))`, or
-                                     `rules.shard_batch(batch)`
-`replicate(model)`                 `device_put(model, NamedSharding(mesh, P()))`, or
-                                     `rules.shard(model)`
-`unreplicate(model)`               nothing: there is one model, and it has no axis of devices
-`lax.pmean(grads, "data")`         in shard_map the same; with jit the mean over the batch
-`lax.psum(x, "data")`              in shard_map the same; with jit the sum over the batch
-`lax.axis_index("data")`           in shard_map the same; with jit not needed
-`donate_argnums=0`                 `jit(..., donate_argnums=0)`, `eqx.filter_jit(donate=...)`
-`static_broadcasted_argnums=0`     `jit(..., static_argnums=0)`
-several hosts                        the same programs: a mesh spans all hosts' devices
-===================================  ===============================================================
+| with pmap | today |
+|---|---|
+| `pmap(f)` | `jit(f)` on spread arrays, or `jit(shard_map(f, ...))` |
+| `devices=` | `jax.make_mesh((8,), ("data",), devices=...)` |
+| `axis_name="data"` | the name of a mesh axis |
+| `in_axes=(None, 0)` | `in_specs=(P(), P("data"))`; with jit, where arguments live |
+| `out_axes=0` | `out_specs=P("data")`, or `jit`'s `out_shardings` |
+| leading axis of devices (8, 2, ...) | none: (16, ...), spread by `device_put(x, P("data"))` |
+| `common_utils.shard(batch)` | `device_put(batch, on_data)`, or `rules.shard_batch(batch)` |
+| `replicate(model)` | `device_put(model, on_all)`, or `rules.shard(model)` |
+| `unreplicate(model)` | nothing: there is one model, and it has no axis of devices |
+| `lax.pmean(grads, "data")` | in shard_map the same; with jit the mean over the batch |
+| `lax.psum(x, "data")` | in shard_map the same; with jit the sum over the batch |
+| `lax.axis_index("data")` | in shard_map the same; with jit not needed |
+| `donate_argnums=0` | `jit(..., donate_argnums=0)`, `eqx.filter_jit(donate=...)` |
+| `static_broadcasted_argnums=0` | `jit(..., static_argnums=0)` |
+| several hosts | the same programs: a mesh spans all hosts' devices |
+
+(`on_data` is `NamedSharding(mesh, P("data"))`, `on_all` is `NamedSharding(mesh, P())`.)
 
     python examples/data_parallel.py
 """

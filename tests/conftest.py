@@ -1,14 +1,73 @@
 """Every test sees eqx_dp with its jaxtyping annotations checked at run time by beartype.
 
 There are eight devices, so that sharding has something to spread over.
+
+Most of a test's time is compilation. XLA is therefore asked to compile fast, and no large program
+is compiled twice in a session. Tests marked `optimized` get the programs that users get: those that
+hold the rounding of clipped sums and of noise against a bound, or count memory and FLOPs.
 """
+
+import os
+import tempfile
+from typing import Any
 
 import jax
 import jaxtyping
 import pytest
+from jax._src import compiler
 
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("eqx_dp", "beartype.beartype")
+
+# One folder for each process: JAX does not write a file of its cache in one step.
+_PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
+jax.config.update("jax_compilation_cache_dir", _PROGRAMS.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+_FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+if jax.__version_info__ < (0, 11):
+    _FAST["xla_cpu_use_fusion_emitters"] = False
+_options: dict[str, Any] = {}
+_get_compile_options = compiler.get_compile_options
+
+
+def _with_options(*args: Any, env_options_overrides: Any = None, **named: Any) -> Any:
+    return _get_compile_options(
+        *args, env_options_overrides={**_options, **(env_options_overrides or {})}, **named
+    )
+
+
+# JAX has options for one `jax.jit`, but none for those inside a library.
+compiler.get_compile_options = _with_options
+
+
+def _is_optimized(item: pytest.Item) -> bool:
+    return item.get_closest_marker("optimized") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The programs of one half are useless to the other: JAX's memory of them is cleared in between.
+    items.sort(key=_is_optimized)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    wanted = {} if _is_optimized(item) else _FAST
+    if wanted != _options:
+        _options.clear()
+        _options.update(wanted)
+        jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def fast() -> dict[str, str]:
+    """The environment of a process whose programs are compiled fast, as those of tests are."""
+    flags = (f"--{name}={str(value).lower()}" for name, value in _FAST.items())
+    return {**os.environ, "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags])}
 
 
 @pytest.fixture

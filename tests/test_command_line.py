@@ -15,6 +15,7 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.__main__ import main
 from eqx_dp.commands import COMMANDS, bench_dtypes, bench_policies
+from eqx_dp.commands.command import x64
 from eqx_dp.commands.models import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +114,7 @@ def test_bench_dtypes(tmp_path, capsys):
     ("seconds", "memory", "why"), [(0.0, None, "time"), (1e9, 10_000, "memory")]
 )
 def test_a_product_that_is_too_large_is_sized_down(seconds, memory, why):
-    kind = bench_dtypes.Kind("float32", "float32")
+    kind = bench_dtypes.ProductKind("float32", "float32")
     found = bench_dtypes.measure(kind, 8, 4096, 1, seconds, memory)
     assert found.columns == 512
     assert found.shortened == f"512 of 4,096 columns, for want of {why}"
@@ -123,8 +124,8 @@ def test_a_product_that_is_too_large_is_sized_down(seconds, memory, why):
 
 def test_a_product_of_the_dtype_asked_for():
     for name, size in (("float64", 8), ("bfloat16", 2)):
-        kind = bench_dtypes.Kind(name, name)
-        with bench_dtypes._x64(kind):
+        kind = bench_dtypes.ProductKind(name, name)
+        with x64(kind.dtype):
             run, _ = bench_dtypes._product(kind, 4, 8)
             assert (run().dtype.name, run().dtype.itemsize) == (name, size)
 
@@ -191,7 +192,7 @@ def test_bench_policies_on_other_models(model):
     assert 0.1 < math.sqrt(sum(np.sum(leaf**2) for leaf in oracle)) <= 2
     assert all(leaf.dtype == np.float64 for leaf in oracle)
     for name in dp.available_policies():
-        with bench_policies._x64(name):
+        with x64(name):
             policy = dp.load_policy(name)
             grad_fn = dp.filter_clipped_grad(workload.loss, l2_clip_norm=1.0, policy=policy)
             stored = policy.cast_to_param(workload.model)

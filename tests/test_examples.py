@@ -16,9 +16,9 @@ import eqx_dp as dp
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(name: str, *arguments: object) -> str:
+def run(name: str, *arguments: object, env: dict[str, str] | None = None) -> str:
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,6 +31,7 @@ def last_line(output: str) -> tuple[float, float, float]:
     return accuracy, epsilon, delta
 
 
+@pytest.mark.slow
 def test_digits_reach_their_accuracy(tmp_path):
     picture = tmp_path / "new folder" / "digits.png"
     accuracy, epsilon, delta = last_line(run("digits.py", "--out", picture))
@@ -39,10 +40,11 @@ def test_digits_reach_their_accuracy(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_digits_take_their_options(tmp_path):
+def test_digits_take_their_options(tmp_path, fast):
     output = run(
         *("digits.py", "--policy", "mixed_float16", "--epsilon", 1, "--steps", 6, "--seed", 1),
         *("--out", tmp_path / "digits.png"),
+        env=fast,
     )
     _, epsilon, _ = last_line(output)
     assert epsilon == 1.0
@@ -62,11 +64,12 @@ def columns(output: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in row[1:]] for row in rows if row[0].strip() == first]
 
 
-def test_mixed_precision_trains_and_draws(tmp_path):
+def test_mixed_precision_trains_and_draws(tmp_path, fast):
     folder = tmp_path / "new folder"
     output = run(
         *("mixed_precision.py", "--out", folder, "--only", "sums", "--only", "accuracy"),
         *("--policy", "float32", "--epsilon", 1, "--steps", 1, "--seeds", 1),
+        env=fast,
     )
     assert sorted(path.name for path in folder.iterdir()) == ["accuracy.png", "sums.png"]
     for picture in folder.iterdir():

@@ -8,6 +8,8 @@ import pytest
 
 from tests.test_sharding_examples import load
 
+pytestmark = pytest.mark.optimized
+
 SMALL = (
     *("--layers", "3", "--width", "64", "--heads", "4", "--length", "128"),
     *("--vocabulary", "128", "--batch", "4", "--microbatch", "2"),
@@ -28,6 +30,8 @@ def table(example):
     return {row.contender: row for row in rows}, output.getvalue()
 
 
+@pytest.mark.slow
+@pytest.mark.optimized
 def test_the_table_has_the_compiled_bytes_beside_the_parts(table):
     rows, text = table
     row = rows["book_keeping"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -75,6 +76,7 @@ def python_of(environment: Path) -> Path:
     return Path(scripts) / Path(sys.executable).name
 
 
+@pytest.mark.slow
 def test_wheel_carries_the_policies_and_the_typing_marker(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -84,11 +86,12 @@ def test_wheel_carries_the_policies_and_the_typing_marker(wheel):
             if "policies/" in name
         }
     assert carried == POLICIES
-    assert "eqx_dp/py.typed" in names
+    assert {"eqx_dp/py.typed", "eqx_dp/privacy/overflow.md"} <= names
     # Nothing but the package: no tests, no second copy of the presets.
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eqx_dp"}
 
 
+@pytest.mark.slow
 def test_wheel_loads_every_preset_in_a_new_environment(wheel, new_environment, tmp_path):
     python = python_of(new_environment)
     pip = [sys.executable, "-m", "pip", "--python", python]
@@ -115,3 +118,20 @@ def test_checkout_loads_every_preset_from_its_own_folder(new_environment, tmp_pa
 
     assert file == ROOT / "eqx_dp" / "__init__.py"
     assert presets.keys() == {name.removesuffix(".toml") for name in POLICIES}
+
+
+def test_sdist_carries_the_sources_and_nothing_else(tmp_path):
+    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    run(*build, "--outdir", tmp_path, ROOT)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        parts = [name.split("/")[1:] for name in archive.getnames()]
+    assert {first for first, *_ in parts} == {
+        *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
+        *("CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"),
+        *("eqx_dp", "examples", "policies", "tests"),
+    }
+    # What tools leave in a checkout.
+    suffixes = {Path(last).suffix for *_, last in parts}
+    assert not suffixes & {".pyc", ".whl", ".gz", ".log", ".db", ".npy", ".npz"}
+    assert not any(part in ("__pycache__", "build", "dist", "out") for its in parts for part in its)

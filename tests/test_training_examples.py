@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
@@ -42,25 +41,6 @@ def little_text():
             for module in (gpt, lora):
                 patch.setattr(module, name, lambda found=beginnings: found)
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation(tmp_path_factory):
-    """All runs for a moment only: most of the time would go into optimising it, and twice."""
-    quick = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.5,
-    }
-    before = {name: jax.config.values[name] for name in quick}
-    for name, value in quick.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    jax.clear_caches()  # what was compiled so is not for other tests
 
 
 def same(found, expected):

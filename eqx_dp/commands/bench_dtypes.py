@@ -6,13 +6,14 @@ import os
 import re
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .command import Command, positive
+from ..device import device_memory
+from .command import Command, positive, x64
 from .output import Panel, Table, add_output_arguments, check_output, show
 from .timing import once
 
@@ -25,23 +26,12 @@ _PROBE_COLUMNS = 512
 _FASTER, _NOT_MUCH_SLOWER = 1.2, 1 / 8
 
 
-class Kind(NamedTuple):
-    """A way to multiply matrices.
-
-    Attributes:
-        name: of the row.
-        dtype: of the matrices.
-        precision: what `jax.default_matmul_precision` is set to; None leaves it alone.
-    """
+class ProductKind(NamedTuple):
+    """A way to multiply matrices; `precision` is for `jax.default_matmul_precision`, if any."""
 
     name: str
     dtype: str
     precision: str | None = None
-
-
-# JAX shortens float32 on some devices unless told not to.
-_FLOAT32 = Kind("float32", "float32", "highest")
-_TENSORFLOAT32 = Kind("tensorfloat32", "float32", "tensorfloat32")
 
 
 class Measured(NamedTuple):
@@ -50,13 +40,13 @@ class Measured(NamedTuple):
     Attributes:
         kind: what was multiplied.
         columns: of A.
-        shortened: why there are fewer columns than asked for; empty if there are not.
+        shortened: why A has fewer columns than asked for; empty if it has not.
         seconds: the median of several runs.
         flops: floating-point operations a second.
         widened: whether the compiled program converts A to a wider dtype before it multiplies.
     """
 
-    kind: Kind
+    kind: ProductKind
     columns: int
     shortened: str
     seconds: float
@@ -65,26 +55,21 @@ class Measured(NamedTuple):
 
 
 def measure(
-    kind: Kind, rows: int, columns: int, repeats: int, seconds: float, memory: int | None
+    kind: ProductKind, rows: int, columns: int, repeats: int, seconds: float, memory: int | None
 ) -> Measured:
     """Times `A @ A.T`, with fewer columns where memory or time does not suffice.
 
-    Args:
-        kind: what is multiplied.
-        rows: of A.
-        columns: of A, as asked for.
-        repeats: how many runs the median is of.
-        seconds: that all of them together may take, by what a small product took.
-        memory: bytes that are free; None if unknown.
+    `seconds` is what all runs together may take, by what a small product took; `memory` is the
+    number of bytes that are free, None if unknown.
     """
-    with _x64(kind):
-        wanted, why = columns, ""
-        # A, what it may be converted to, and a transposed copy of that.
-        entry = jnp.dtype(kind.dtype).itemsize + 2 * max(4, jnp.dtype(kind.dtype).itemsize)
-        while memory is not None and rows * columns * entry > _MEMORY_SHARE * memory:
-            if columns <= _PROBE_COLUMNS:
-                break
-            columns, why = columns // 2, "memory"
+    wanted, why, itemsize = columns, "", jnp.dtype(kind.dtype).itemsize
+    # A, what it may be converted to, and a transposed copy of that.
+    entries = (
+        math.inf if memory is None else _MEMORY_SHARE * memory / (itemsize + 2 * max(4, itemsize))
+    )
+    while rows * columns > entries and columns > _PROBE_COLUMNS:
+        columns, why = columns // 2, "memory"
+    with x64(kind.dtype):
         small = min(columns, _PROBE_COLUMNS)
         run, _ = _product(kind, rows, small)
         once(run)
@@ -114,35 +99,25 @@ def support(dtype: str, name: str, ratio: float, widened: bool) -> tuple[bool | 
         return None, "what the others are held against"
     if widened:
         return False, "the compiled program converts A to a wider dtype before it multiplies"
-    if dtype == "float64":
-        enough, than = ratio >= _NOT_MUCH_SLOWER, f"at least {_NOT_MUCH_SLOWER:g}"
-    else:
-        enough, than = ratio >= _FASTER, f"at least {_FASTER:g}"
+    least = _NOT_MUCH_SLOWER if dtype == "float64" else _FASTER
     is_told = "no conversion in the compiled program, and"
-    if enough:
-        return True, f"{is_told} the rate is {than} of float32's"
-    return False, f"{is_told} yet the rate is not {than} of float32's"
+    if ratio >= least:
+        return True, f"{is_told} the rate is at least {least:g} of float32's"
+    return False, f"{is_told} yet the rate is not at least {least:g} of float32's"
 
 
-def _kinds() -> list[Kind]:
-    kinds = [Kind("float64", "float64"), _FLOAT32]
-    if _has_tensorfloat32():
-        kinds.append(_TENSORFLOAT32)
-    return [*kinds, Kind("float16", "float16"), Kind("bfloat16", "bfloat16")]
-
-
-def _has_tensorfloat32() -> bool:
-    """Whether the device is a GPU of NVIDIA's Ampere generation or later."""
+def _kinds() -> list[ProductKind]:
+    """TensorFloat-32 is for GPUs of NVIDIA's Ampere generation or later."""
     device = jax.local_devices()[0]
     generation = re.match(r"\d+", str(getattr(device, "compute_capability", "")))
-    return device.platform == "gpu" and generation is not None and int(generation[0]) >= 8
+    # JAX shortens float32 on some devices unless told not to.
+    kinds = [ProductKind("float64", "float64"), ProductKind("float32", "float32", "highest")]
+    if device.platform == "gpu" and generation is not None and int(generation[0]) >= 8:
+        kinds.append(ProductKind("tensorfloat32", "float32", "tensorfloat32"))
+    return [*kinds, ProductKind("float16", "float16"), ProductKind("bfloat16", "bfloat16")]
 
 
-def _x64(kind: Kind) -> AbstractContextManager[Any]:
-    return jax.enable_x64(True) if kind.dtype == "float64" else nullcontext()
-
-
-def _product(kind: Kind, rows: int, columns: int) -> tuple[Callable[[], Any], str]:
+def _product(kind: ProductKind, rows: int, columns: int) -> tuple[Callable[[], Any], str]:
     """A program that multiplies, with its matrix, and the program's text."""
     a = jax.random.normal(jax.random.key(0), (rows, columns), jnp.float32).astype(kind.dtype)
     precision = nullcontext()
@@ -151,19 +126,6 @@ def _product(kind: Kind, rows: int, columns: int) -> tuple[Callable[[], Any], st
     with precision:
         program = jax.jit(lambda a: a @ a.T).lower(a).compile()
     return lambda: program(a), program.as_text() or ""
-
-
-def _free_memory() -> int | None:
-    """Bytes that are free on the device, or on the host where it is the device; None if unknown."""
-    device = jax.local_devices()[0]
-    if device.platform != "cpu":
-        stats: dict[str, int] = device.memory_stats() or {}
-        limit = stats.get("bytes_limit")
-        return None if limit is None else limit - stats.get("bytes_in_use", 0)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no such question on this system
-        return None
 
 
 def where() -> str:
@@ -195,11 +157,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     check_output(arguments)
-    rows, columns = arguments.size
-    kinds, memory = _kinds(), _free_memory()
+    (rows, columns), repeats = arguments.size, arguments.repeats
+    kinds, memory = _kinds(), device_memory(free=True)
     each = arguments.seconds / len(kinds)
-    found = [measure(kind, rows, columns, arguments.repeats, each, memory) for kind in kinds]
-    show(_table(rows, columns, arguments.repeats, found), arguments)
+    found = [measure(kind, rows, columns, repeats, each, memory) for kind in kinds]
+    show(_table(rows, columns, repeats, found), arguments)
 
 
 def _table(rows: int, columns: int, repeats: int, found: list[Measured]) -> Table:
@@ -207,51 +169,47 @@ def _table(rows: int, columns: int, repeats: int, found: list[Measured]) -> Tabl
     lines: list[tuple[str, ...]] = []
     data: list[dict[str, Any]] = []
     notes: list[str] = []
-    for one in found:
-        ratio = one.flops / reference
-        native, reason = support(one.kind.dtype, one.kind.name, ratio, one.widened)
+    for (name, dtype, _), of_a, shortened, seconds, flops, widened in found:
+        ratio, rate = flops / reference, flops / 1e12
+        native, reason = support(dtype, name, ratio, widened)
         told = {None: "-", True: "native", False: "no native support"}[native]
-        lines.append(
-            (
-                one.kind.name,
-                f"{rows} x {one.columns}",
-                f"{1e3 * one.seconds:.3g}",
-                f"{one.flops / 1e12:.3g}",
-                f"{ratio:.2f}",
-                told,
-            )
-        )
+        size = f"{rows} x {of_a}"
+        lines.append((name, size, f"{1e3 * seconds:.3g}", f"{rate:.3g}", f"{ratio:.2f}", told))
         if native is not None:
-            notes.append(f"{one.kind.name}: {told}, for {reason}")
-        if one.shortened:
-            notes.append(f"{one.kind.name}: {one.shortened}")
+            notes.append(f"{name}: {told}, for {reason}")
+        if shortened:
+            notes.append(f"{name}: {shortened}")
         data.append(
             {
-                "dtype": one.kind.name,
+                "dtype": name,
                 "rows": rows,
-                "columns": one.columns,
-                "sized_down": one.shortened or None,
-                "seconds": one.seconds,
-                "tflops": one.flops / 1e12,
+                "columns": of_a,
+                "sized_down": shortened or None,
+                "seconds": seconds,
+                "tflops": rate,
                 "ratio_to_float32": ratio,
-                "converts_to_wider": one.widened,
+                "converts_to_wider": widened,
                 "native": native,
                 "told_by": reason,
             }
         )
-    title = f"A @ A.T, A of {rows} x {columns}, median of {repeats}, on {where()}"
-    heads = ("dtype", "A", "ms", "TFLOP/s", "/ float32", "native support")
-    names = [one.kind.name for one in found]
-    rates: list[float | None] = [one.flops / 1e12 for one in found]
-    everything = {
-        "device": where(),
-        "asked_for": {"rows": rows, "columns": columns},
-        "repeats": repeats,
-        "dtypes": data,
-    }
-    is_wide = math.log10(max(filter(None, rates)) / min(filter(None, rates))) > 1
-    panels = [Panel("TFLOP/s", names, rates, logarithmic=is_wide)]
-    return Table(title, heads, lines, notes, everything, panels)
+    rates = [one.flops / 1e12 for one in found]
+    panel = Panel(
+        "TFLOP/s", [one.kind.name for one in found], [*rates], max(rates) > 10 * min(rates)
+    )
+    return Table(
+        f"A @ A.T, A of {rows} x {columns}, median of {repeats}, on {where()}",
+        ("dtype", "A", "ms", "TFLOP/s", "/ float32", "native support"),
+        lines,
+        notes,
+        {
+            "device": where(),
+            "asked_for": {"rows": rows, "columns": columns},
+            "repeats": repeats,
+            "dtypes": data,
+        },
+        [panel],
+    )
 
 
 COMMAND = Command(

@@ -1,8 +1,11 @@
-"""What a command of the command line is."""
+"""What a command of the command line is, and what several of them need."""
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import jax
 
 
 class Command(NamedTuple):
@@ -29,3 +32,8 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a whole number of at least 1")
     return value
+
+
+def x64(name: str) -> AbstractContextManager[Any]:
+    """The context in which the dtype, or the preset, of that name can be run."""
+    return jax.enable_x64(True) if name == "float64" else nullcontext()

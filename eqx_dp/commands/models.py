@@ -1,5 +1,6 @@
 """Small models to measure policies on: plain Equinox, plain losses, float32."""
 
+import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from .command import positive
 
 
 class Workload(NamedTuple):
@@ -126,3 +129,14 @@ WORKLOADS: dict[str, tuple[Callable[[int, int], Workload], int, int]] = {
     "gpt": (gpt, 8, 128),
 }
 """By name: how to make it, and the batch and the width that it has by default."""
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser, examples: str = "examples") -> None:
+    """Declares `--model`, `--batch` and `--width`."""
+    defaults = ", ".join(
+        f"{name}: {batch}, {width}" for name, (_, batch, width) in WORKLOADS.items()
+    )
+    parser.add_argument("--model", choices=list(WORKLOADS), default="mlp", help="(default: mlp)")
+    told = f"{examples} (batch and width: {defaults})"
+    parser.add_argument("--batch", type=positive, help=told)
+    parser.add_argument("--width", type=positive, help="features or channels of a layer")

@@ -11,14 +11,7 @@ _NO_TERMINAL = 200
 
 
 class Panel(NamedTuple):
-    """A bar chart: a bar for each of `names`; None where there is nothing to show.
-
-    Attributes:
-        title: what the bars measure, with the unit.
-        names: of the bars.
-        values: their lengths.
-        logarithmic: whether lengths are shown by their logarithm.
-    """
+    """A bar chart; the title says what the bars measure. None is a bar with nothing to show."""
 
     title: str
     names: list[str]
@@ -27,16 +20,7 @@ class Panel(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What is shown.
-
-    Attributes:
-        title: of the table.
-        columns: heads.
-        rows: cells.
-        notes: lines below.
-        data: the same for programs: what `json` can write.
-        panels: of the picture.
-    """
+    """What is shown: a table with lines below it, the same as `json` writes it, and a picture."""
 
     title: str
     columns: tuple[str, ...]
@@ -88,9 +72,10 @@ def show(table: Table, arguments: argparse.Namespace) -> None:
 
 
 def _print(table: Table) -> None:
-    console = _extra("rich.console").Console()
+    make = _extra("rich.console").Console
+    console = make()
     if not console.is_terminal:  # a file or a pipe has no width that cells must be broken for
-        console = _extra("rich.console").Console(width=_NO_TERMINAL)
+        console = make(width=_NO_TERMINAL)
     drawn = _extra("rich.table").Table(title=table.title, title_justify="left")
     for index, column in enumerate(table.columns):
         drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)

@@ -9,14 +9,14 @@ import equinox as eqx
 import jax
 import optax
 
-from ..gradients import ClippedGrad, filter_clipped_grad
+from ..gradients import filter_clipped_grad
 from ..planning import MemoryPlan, TransformerShape, plan_memory, plan_microbatch
 from ..planning.memory import told
 from ..precision import available_policies, load_policy
 from ..privacy import gaussian_privatizer
 from ..sharding import ShardingRules
 from .command import Command, positive
-from .models import WORKLOADS, Workload
+from .models import WORKLOADS, Workload, add_workload_arguments
 from .output import Table, check_output, show
 
 _METHODS = ("book_keeping", "ghost", "per_example")
@@ -37,14 +37,7 @@ def memory(text: str) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = ", ".join(
-        f"{name}: {batch}, {width}" for name, (_, batch, width) in WORKLOADS.items()
-    )
-    parser.add_argument("--model", choices=list(WORKLOADS), default="mlp", help="(default: mlp)")
-    parser.add_argument(
-        "--batch", type=positive, help=f"examples, of all devices (batch and width: {defaults})"
-    )
-    parser.add_argument("--width", type=positive, help="features or channels of a layer")
+    add_workload_arguments(parser, "examples, of all devices")
     parser.add_argument(
         "--policy", choices=available_policies(), default="float32", help="(default: float32)"
     )
@@ -73,7 +66,9 @@ def _run(arguments: argparse.Namespace) -> None:
             f"--microbatch: found {max(sizes)}; allowed: at most {own}, a device's part"
         )
     with jax.enable_x64(arguments.policy == "float64"):
-        show(_table(_workload(make, batch, width), arguments, rules, sizes), arguments)
+        # Model and batch are shapes.
+        workload = eqx.filter_eval_shape(lambda: make(batch, width))
+        show(_table(workload, arguments, rules, sizes), arguments)
 
 
 def _rules(devices: int) -> ShardingRules | None:
@@ -90,77 +85,42 @@ def _rules(devices: int) -> ShardingRules | None:
     return ShardingRules(mesh, accumulators="examples")
 
 
-def _workload(make: Any, batch: int, width: int) -> Workload:
-    """A workload of which model and batch are shapes."""
-    return eqx.filter_eval_shape(lambda: make(batch, width))
-
-
-def _grad_fn(workload: Workload, policy: str, rules: ShardingRules | None) -> ClippedGrad[Any]:
-    return filter_clipped_grad(
-        workload.loss, l2_clip_norm=1.0, policy=load_policy(policy), sharding=rules
-    )
-
-
 def _table(
     workload: Workload,
     arguments: argparse.Namespace,
     rules: ShardingRules | None,
     sizes: list[int],
 ) -> Table:
-    grad_fn = _grad_fn(workload, arguments.policy, rules)
-    model = load_policy(arguments.policy).cast_to_param(workload.model)
-    noise = gaussian_privatizer(
-        stddev=1.0, key=jax.random.key(0), policy=grad_fn.policy, sharding=rules
-    )
-    optimizer = optax.chain(noise, optax.adam(1e-3))
-    shape = _transformer(workload) if arguments.model == "gpt" else None
-    plans = [
-        plan_memory(
-            grad_fn,
-            model,
-            *workload.batch,
-            optimizer=optimizer,
-            device_memory=arguments.memory,
-            method=method,
-            microbatch_size=size,
-            transformer=shape,
-        )
-        for method in arguments.method
-        for size in sizes
-    ]
-    largest = {
-        method: _largest(grad_fn, model, workload, optimizer, method, arguments.memory)
-        for method in (arguments.method if arguments.memory else ())
-    }
-    return _shown(workload.title, arguments, plans, largest)
+    policy, methods, memory = load_policy(arguments.policy), arguments.method, arguments.memory
+    grad_fn = filter_clipped_grad(workload.loss, l2_clip_norm=1.0, policy=policy, sharding=rules)
+    model: Any = policy.cast_to_param(workload.model)
+    noise = gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=policy, sharding=rules)
+    step: dict[str, Any] = {"optimizer": optax.chain(noise, optax.adam(1e-3))}
+    if memory:
+        step["device_memory"] = memory
+    shape = None
+    if arguments.model == "gpt":
+        length, width = model.positions.shape
+        shape = TransformerShape(model.blocks[0].attention.num_heads, width, length)
 
+    def planned(method: str, size: int) -> MemoryPlan:
+        options: dict[str, Any] = {
+            **step,
+            "method": method,
+            "microbatch_size": size,
+            "transformer": shape,
+        }
+        return plan_memory(grad_fn, model, *workload.batch, **options)
 
-def _largest(
-    grad_fn: ClippedGrad[Any],
-    model: Any,
-    workload: Workload,
-    optimizer: optax.GradientTransformation,
-    method: str,
-    device_memory: int,
-) -> int | str:
-    """The largest microbatch, or why there is none."""
-    try:
-        return plan_microbatch(
-            grad_fn,
-            model,
-            *workload.batch,
-            device_memory=device_memory,
-            optimizer=optimizer,
-            method=method,
-        )
-    except ValueError as error:
-        return str(error)
+    def largest(method: str) -> int | str:
+        try:
+            return plan_microbatch(grad_fn, model, *workload.batch, method=method, **step)
+        except ValueError as error:  # not even one example fits
+            return str(error)
 
-
-def _transformer(workload: Workload) -> TransformerShape:
-    model: Any = workload.model
-    length, width = model.positions.shape
-    return TransformerShape(model.blocks[0].attention.num_heads, width, length)
+    plans = [planned(method, size) for method in methods for size in sizes]
+    found = {method: largest(method) for method in (methods if memory else ())}
+    return _shown(workload.title, arguments, plans, found)
 
 
 def _shown(
@@ -193,25 +153,20 @@ def _shown(
             method: size if isinstance(size, int) else None for method, size in largest.items()
         },
     }
-    where = f"{title}, {arguments.policy}, {arguments.devices} device"
-    title = where + ("s" if arguments.devices > 1 else "")
+    devices = f"{arguments.devices} device{'s' if arguments.devices > 1 else ''}"
+    title = f"{title}, {arguments.policy}, {devices}"
     return Table(title, heads, [_cells(plan) for plan in plans], notes, data, [])
 
 
 def _cells(plan: MemoryPlan) -> tuple[str, ...]:
-    return (
-        plan.method,
-        str(plan.microbatch_size),
-        *map(told, dataclasses.astuple(plan.parts)),
-        told(plan.parts.total),
-        "-" if plan.compiled is None else told(plan.compiled.total),
-        *(() if plan.textbook is None else (told(plan.textbook),)),
-        *(
-            ()
-            if plan.device_memory is None
-            else ("yes" if plan.fits(plan.device_memory) else "no",)
-        ),
-    )
+    sizes = [*dataclasses.astuple(plan.parts), plan.parts.total]
+    sizes.append(None if plan.compiled is None else plan.compiled.total)
+    if plan.textbook is not None:
+        sizes.append(plan.textbook)
+    cells = ["-" if size is None else told(size) for size in sizes]
+    if plan.device_memory is not None:
+        cells.append("yes" if plan.fits(plan.device_memory) else "no")
+    return (plan.method, str(plan.microbatch_size), *cells)
 
 
 COMMAND = Command(

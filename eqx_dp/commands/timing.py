@@ -27,12 +27,9 @@ def interleaved(
     rounds: int,
     turn: Callable[[Callable[[], Any]], float] | None = None,
 ) -> dict[_Name, list[float]]:
-    """Seconds of each program in each round. Each round has an order of its own.
+    """Seconds of each program in each round, by name. Each round has an order of its own.
 
-    Args:
-        programs: by name.
-        rounds: how many.
-        turn: from a program to its seconds in one turn; by default the median of a few runs.
+    `turn` gives a program's seconds in one turn; by default the median of a few runs.
     """
     take = _turn if turn is None else turn
     shuffled, order = random.Random(0), list(programs)

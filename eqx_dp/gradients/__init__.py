@@ -1,13 +1,10 @@
 """The per-example gradient engine."""
 
+from .api import filter_clipped_grad, filter_value_and_clipped_grad
 from .calls import PerExample, Prepared
-from .clipped_grad import (
-    ClippedGrad,
-    filter_clipped_grad,
-    filter_value_and_clipped_grad,
-)
-from .explain import Explanation, explain, is_array_or_shape
-from .outline import Outline, outline
+from .clipped_grad import ClippedGrad
+from .cost import num_steps
+from .explain import Explanation, checked_grad_fn, described, explain
 from .program import takes_key
 from .trained import FilterSpec, split_trainable
 
@@ -15,14 +12,14 @@ __all__ = [
     "ClippedGrad",
     "Explanation",
     "FilterSpec",
-    "Outline",
     "PerExample",
     "Prepared",
+    "checked_grad_fn",
+    "described",
     "explain",
     "filter_clipped_grad",
     "filter_value_and_clipped_grad",
-    "is_array_or_shape",
-    "outline",
+    "num_steps",
     "split_trainable",
     "takes_key",
 ]

@@ -16,10 +16,8 @@ _HELD_SHARE = 1 / 3
 def activation_bytes(program: Program, num_shared: int) -> int:
     """An estimate of what one example's forward pass leaves behind for its backward pass.
 
-    Args:
-        program: the loss of one example.
-        num_shared: how many of the first inputs are the same for all examples; what follows from
-            them alone is there once, not once an example.
+    The first `num_shared` inputs of the program are the same for all examples: what follows from
+    them alone is there once, not once an example.
     """
     jaxpr = program.jaxpr.jaxpr
     found = _Results()

@@ -1,35 +1,33 @@
 """A call that is checked and traced, run on one device or, by sharding rules, on a mesh."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ..precision import Policy
 from ..sharding import ShardingRules, agreed, check_context, over_devices
-from ..shown import shown
 from .choice import Choice
-from .clip import Clipping
+from .configuration import Configuration
+from .cost import LeafCost
 from .examples import Examples
-from .methods import METHODS, Task
+from .methods import METHODS, TracedLoss
 from .microbatches import over_microbatches
 
 
 class PerExample(NamedTuple):
-    """Values of each example, as they are before clipping. They are **not private**.
+    """Values of each example before clipping. They are **not private**.
 
-    Anything that is decided, logged or stored from them is a release of its own that no plan
-    accounts for. In padding slots everything is zero.
+    To log, store or decide anything by them is another release, which no plan accounts for. In
+    padding slots all values are zero.
 
     Attributes:
         loss: the loss, in the policy's output dtype.
-        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf where the
-            gradient is not finite. With a tree of clip norms a tree of that structure, one norm a
-            group.
-        aux: what the loss returned beside, examples in front; None without `has_aux`.
+        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf if the gradient
+            is not finite. With a tree of clip norms, a tree of that structure with one norm for
+            each group.
+        aux: the aux that the loss returned, examples along the leading axis; None without
+            `has_aux`.
     """
 
     loss: Float[Array, " batch"]
@@ -37,80 +35,39 @@ class PerExample(NamedTuple):
     aux: PyTree[Any]
 
 
-class Configuration(NamedTuple):
-    """Everything that `filter_clipped_grad` was told beside the loss."""
-
-    clipping: Clipping
-    policy: Policy | None
-    has_aux: bool
-    keep_batch_dim: bool
-    sharding: ShardingRules | None
-    normalize_by: float
-    microbatch_size: int | None
-    method: str
-
-
-def checked_method(method: object) -> str:
-    """The name of a method, or "auto".
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(method, str) or method not in ("auto", *METHODS):
-        allowed = ", ".join(map(repr, ("auto", *METHODS)))
-        raise ValueError(f"method must be one of {allowed}, found {shown(method)}.")
-    return method
-
-
-def checked_microbatch_size(size: object) -> int | None:
-    """How many examples at once, or None.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if size is None:
-        return None
-    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-        raise ValueError(
-            f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
-            f"{shown(size)}."
-        )
-    return int(size)
-
-
-class Places(NamedTuple):
-    """Where a call's arrays live.
+class CallSpecs(NamedTuple):
+    """How a call's arrays are spread over a mesh.
 
     Attributes:
-        params: of each trainable leaf.
-        frozen: of each other array of the model.
-        sums: of the gradient of each trainable leaf.
-        traced: of all arrays that the loss of one example takes.
+        params: each trainable leaf.
+        frozen: each other array of the model.
+        sums: the gradient of each trainable leaf.
+        of_one: all arrays that the loss of one example takes.
     """
 
     params: list[PartitionSpec]
     frozen: list[PartitionSpec]
     sums: list[PartitionSpec]
-    traced: list[PartitionSpec]
+    of_one: list[PartitionSpec]
 
 
 class Prepared(NamedTuple):
-    """A call, checked and traced.
+    """A call, checked and traced; with shapes for its arrays where [`described`][] gave it.
 
     Attributes:
-        task: what the engine works on.
+        traced: the loss of one example, and what belongs to it.
         examples: the batch.
         choice: the method, and how many examples at once on a device.
         structure: of the trainable leaves.
-        places: with sharding rules, where arrays live.
+        specs: with sharding rules, how arrays are spread.
         num_shards: how many parts the batch is divided into.
     """
 
-    task: Task
+    traced: TracedLoss
     examples: Examples
     choice: Choice
     structure: Any
-    places: Places | None
+    specs: CallSpecs | None
     num_shards: int
 
     def with_key(self, key: Any) -> "Prepared":
@@ -118,15 +75,44 @@ class Prepared(NamedTuple):
         keys = jax.random.split(key, self.examples.num_examples)
         return self._replace(examples=self.examples._replace(keys=keys))
 
+    @property
+    def paths(self) -> list[str]:
+        """Where each trainable leaf stands in the model."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.structure.unflatten(self.traced.params))
+        return [jax.tree_util.keystr(path) for path, _ in leaves]
 
-def places_of(
+    @property
+    def costs(self) -> list[LeafCost]:
+        """What each trainable leaf costs by the method that was chosen."""
+        if self.choice.method != "per_example":
+            return self.traced.costs
+        leaves = zip(self.traced.costs, self.traced.params, strict=True)
+        return [cost.differentiated(param.size) for cost, param in leaves]
+
+    @property
+    def sums(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the gradients, in the accumulate dtype."""
+        return [self.traced.accumulated(leaf) for leaf in range(len(self.traced.params))]
+
+    @property
+    def of_device(self) -> int:
+        """How many examples of the batch a device has."""
+        return self.examples.num_examples // self.num_shards
+
+    @property
+    def at_once(self) -> int:
+        """How many of them it processes at once."""
+        return min(self.choice.microbatch_size or self.of_device, self.of_device)
+
+
+def specs_of(
     rules: ShardingRules,
     model: PyTree[Any],
     params: PyTree[Array],
     frozen: PyTree[Any],
     examples: Examples,
-) -> Places:
-    """Where the rules put a call's arrays.
+) -> CallSpecs:
+    """How the rules spread a call's arrays.
 
     Raises:
         ValueError: the rules do not fit the mesh in context, the model, or the batch.
@@ -144,43 +130,43 @@ def places_of(
     of_params, of_frozen = of(params), of(frozen)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     sums = list(map(rules.accumulator_spec, of_params, shapes))
-    return Places(of_params, of_frozen, sums, [*of_params, *of_frozen, *examples.specs()])
+    return CallSpecs(of_params, of_frozen, sums, [*of_params, *of_frozen, *examples.specs()])
 
 
 def run(prepared: Prepared, configuration: Configuration) -> tuple[PerExample, list[Array]]:
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
-    task, examples, choice, _, places, _ = prepared
+    traced, examples, choice, _, specs, _ = prepared
     rules = configuration.sharding
-    if rules is None or places is None:
+    if rules is None or specs is None:
         sums, per_example = _on_device(
-            task, configuration, choice, examples.leaves, examples.is_padding_example
+            traced, configuration, choice, examples.leaves, examples.is_padding_example
         )
         return per_example, sums
 
     # All arrays go in as arguments: what is closed over would not be spread.
-    consts, num_params = task.consts, len(task.params)
+    consts, num_params = traced.consts, len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
     def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
         params, rest = shared[:num_params], shared[num_params:]
-        frozen, consts = rest[: len(task.frozen)], rest[len(task.frozen) :]
-        here = task.with_arrays(params, frozen, consts)
+        frozen, consts = rest[: len(traced.frozen)], rest[len(traced.frozen) :]
+        here = traced.with_arrays(params, frozen, consts)
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
         return _on_device(here, configuration, choice, leaves, padding)
 
     sums, per_example = over_devices(
         function,
         rules,
-        [*task.params, *task.frozen, *consts],
-        [*places.params, *places.frozen, *[PartitionSpec()] * len(consts)],
+        [*traced.params, *traced.frozen, *consts],
+        [*specs.params, *specs.frozen, *[PartitionSpec()] * len(consts)],
         [*examples.leaves, *mask],
-        places.sums,
+        specs.sums,
     )
     return per_example, sums
 
 
 def _on_device(
-    task: Task,
+    traced: TracedLoss,
     configuration: Configuration,
     choice: Choice,
     leaves: list[Array],
@@ -190,13 +176,14 @@ def _on_device(
     method = METHODS[choice.method]
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
-        result = method(task, leaves, is_padding)
+        result = method(traced, leaves, is_padding)
         grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
-        aux = task.program.aux.unflatten(result.aux)
+        aux = traced.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
     rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
-    if rules is None:
-        return over_microbatches(step, leaves, is_padding_example, *of_device)
-    agree = functools.partial(agreed, rules)
+
+    def agree(trips: Any) -> Any:
+        return trips if rules is None else agreed(rules, trips)
+
     return over_microbatches(step, leaves, is_padding_example, *of_device, agree)

@@ -1,12 +1,12 @@
 """Which method a batch goes through, and how many examples of it at once."""
 
 import math
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 
+from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
 from .cost import MOVE, LeafCost
 
@@ -30,19 +30,7 @@ _NORMAL = 500
 _ALIGNED = 8
 
 
-class Example(NamedTuple):
-    """What one example costs, whatever the method.
-
-    Attributes:
-        flops: of all contractions in its loss and the gradient of that.
-        activations: bytes that its forward pass leaves for its backward pass.
-    """
-
-    flops: float
-    activations: int
-
-
-class Batch(NamedTuple):
+class DeviceBatch(NamedTuple):
     """The batch of a device.
 
     Attributes:
@@ -102,15 +90,16 @@ class Choice(NamedTuple):
     microbatch_size: int | None
     reason: str
     held: int
-    batch: Batch
+    batch: DeviceBatch
     work: Work
 
 
 def choose(
     costs: list[LeafCost],
     params: list[jax.Array],
-    example: Example,
-    batch: Batch,
+    flops: float,
+    activations: int,
+    batch: DeviceBatch,
     method: str,
     microbatch_size: int | None,
 ) -> Choice:
@@ -119,12 +108,13 @@ def choose(
     Args:
         costs: of every leaf.
         params: every leaf.
-        example: what one example costs.
+        flops: of all contractions in one example's loss and the gradient of that.
+        activations: bytes that its forward pass leaves for its backward pass.
         batch: the batch of a device.
-        method: as asked for.
-        microbatch_size: as asked for.
+        method: as asked for, as the microbatch is.
+        microbatch_size: examples at once on a device.
     """
-    flops = float(example.flops + sum(cost.norm_flops for cost in costs))
+    flops = float(flops + sum(cost.norm_flops for cost in costs))
     entries = sum(param.size for param in params)
     real = batch.real
 
@@ -132,14 +122,14 @@ def choose(
         return _work(flops, entries, batch, real, size or max(1, batch.slots))
 
     held = {
-        "per_example": sum(4 * param.size for param in params) + example.activations,
-        "book_keeping": max(1, example.activations, sum(cost.bytes for cost in costs)),
-        "ghost": max(1, example.activations),
+        "per_example": sum(4 * param.size for param in params) + activations,
+        "book_keeping": max(1, activations, sum(cost.bytes for cost in costs)),
+        "ghost": max(1, activations),
     }
     if method != "auto":
         of_size = work(microbatch_size)
         return Choice(method, microbatch_size, "as asked for", held[method], batch, of_size)
-    memory = _memory()
+    memory = device_memory()
     if _forms_nearly_all(costs, params):
         chosen, why = "per_example", "nearly all gradients are formed by either method"
     else:
@@ -157,10 +147,10 @@ def choose(
     return Choice(chosen, microbatch_size, reason, held[chosen], batch, work(microbatch_size))
 
 
-def _work(flops: float, entries: int, batch: Batch, real: float, size: int) -> Work:
+def _work(flops: float, entries: int, batch: DeviceBatch, real: float, size: int) -> Work:
     """What is expected by a microbatch size: whole microbatches are computed, as many as needed."""
     count = batch.microbatches(size)
-    a_pass = MOVE * _MOVED_BY_A_PASS * entries + (0 if _is_cpu() else _LAUNCHES)
+    a_pass = MOVE * _MOVED_BY_A_PASS * entries + (0 if is_cpu() else _LAUNCHES)
     return Work(
         flops * real,
         flops * (min(size, batch.slots) * count - real),
@@ -182,28 +172,15 @@ def _forms_nearly_all(costs: list[LeafCost], params: list[jax.Array]) -> bool:
 
     It does so in the accumulate dtype, which is worth its price where gradients are narrower.
     """
-    avoided = sum(param.size for cost, param in zip(costs, params, strict=True) if cost.is_ghost)
+    leaves = zip(costs, params, strict=True)
+    avoided = sum(param.size for cost, param in leaves if cost.way == "inner_products")
     is_wide = all(param.dtype.itemsize >= 4 for param in params)
     return is_wide and avoided <= _LITTLE * sum(param.size for param in params)
 
 
-def _is_cpu() -> bool:
-    return jax.local_devices()[0].platform == "cpu"
-
-
-def _memory() -> int | None:
-    """Bytes of memory of the device, or of the host where it is the device; None if unknown."""
-    if not _is_cpu():
-        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no such question on this system
-        return None
-
-
 def _fitting(held: int, slots: int, memory: int | None) -> int | None:
     """The largest microbatch whose parts fit; None for all slots."""
-    if _is_cpu():
+    if is_cpu():
         available = max(_CPU_SHARE, 2 * held if held <= _CPU_SHARE else 0)
     else:
         available = held * slots if memory is None else int(_MEMORY_SHARE * memory)

@@ -122,15 +122,13 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     Returns:
         One norm an example, in the same dtype.
 
-        ==============================  =====================================
-        gradient                        norm
-        ==============================  =====================================
-        all zero, or no entries         0
-        entries whose squares overflow  right, to rounding
-        entries whose squares vanish    right, to rounding
-        norm beyond the dtype's range   inf
-        NaN or infinity among them      NaN or inf
-        ==============================  =====================================
+        | gradient | norm |
+        |---|---|
+        | all zero, or no entries | 0 |
+        | entries whose squares overflow | right, to rounding |
+        | entries whose squares vanish | right, to rounding |
+        | norm beyond the dtype's range | inf |
+        | NaN or infinity among them | NaN or inf |
     """
     # A gradient known to the compiler would be squared before it is divided, and overflow.
     gradients = jax.lax.optimization_barrier(gradients)
@@ -248,17 +246,15 @@ def clip_factors(
     takes 5 off. Where the factor is 1 nothing is rounded but the last division and the bound
     itself, and the bound has room for 3.
 
-    ==============  =====================  ==================================
-    clip norm C     bound                  factor (rescaled)
-    ==============  =====================  ==================================
-    0               > 0                    0 (1 / bound, the limit of C to 0)
-    0               0                      1 (0: the gradient is zero anyway)
-    inf             finite                 1 (0)
-    any             <= C                   1 (1 / C)
-    any             > C                    C / bound (1 / bound)
-    any             C / bound vanishes     0
-    any             NaN or inf             of no use: select such an example away
-    ==============  =====================  ==================================
+    | clip norm C | bound | factor (rescaled) |
+    |---|---|---|
+    | 0 | > 0 | 0 (1 / bound, the limit of C to 0) |
+    | 0 | 0 | 1 (0: the gradient is zero anyway) |
+    | inf | finite | 1 (0) |
+    | any | <= C | 1 (1 / C) |
+    | any | > C | C / bound (1 / bound) |
+    | any | C / bound vanishes | 0 |
+    | any | NaN or inf | of no use: select such an example away |
     """
     roundoff = unit_roundoff(bounds.dtype)
     margin = 1 - 5 * roundoff

@@ -17,7 +17,8 @@ from .trained import STATE_ADVICE, is_state
 
 _KEY_ADVICE = (
     "Give it by name, grad_fn(model, *batch, key=key): it is then split into one key an example. "
-    "By position, or closed over, it would be data, or the same for all examples."
+    "A key that is given by position is taken for data, and a key that the loss closes over is the "
+    "same for all examples."
 )
 
 
@@ -38,10 +39,11 @@ class MaskRule:
         """Raises a ValueError if a mask is required and there is none."""
         if self.sampling is not None and is_padding_example is None:
             raise ValueError(
-                "is_padding_example is missing. Noise was made for this gradient by a plan that "
-                "samples, and a sampled batch has padding, whose index is -1: without the mask the "
-                "last example would count once a padding slot. Hand on the mask that sampler.take "
-                "or sampler.batch gives; for a batch without padding, np.zeros(length, bool)."
+                "is_padding_example is missing. A plan that samples has made the noise for this "
+                "gradient, and a sampled batch has padding, whose index is -1: without the mask "
+                "the last example would count in every padding slot. Hand on the mask that "
+                "sampler.take or sampler.batch returns; for a batch without padding, "
+                "np.zeros(length, bool)."
             )
 
 
@@ -61,8 +63,8 @@ class Examples(NamedTuple):
     num_examples: int
 
     @property
-    def leaves(self) -> list[Array]:
-        """All arrays that have examples in front."""
+    def leaves(self) -> list[Any]:
+        """All arrays that have examples in front, or their shapes."""
         return jax.tree.leaves((self.batch, self.keys))
 
     def specs(self) -> list[PartitionSpec]:
@@ -144,13 +146,14 @@ def _length(where: str, leaf: Any) -> int:
 
 
 def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
+    """What an error says of leading axes that differ."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
             return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"
     told = ", ".join(f"{where} has {length}" for where, length in lengths.items())
     stack = " Stack examples that are in a list (jnp.stack)."
     return (
-        f"The batch's leading axes differ: {told}. They all count examples."
+        f"The batch's leading axes differ: {told}. All of them must be the number of examples."
         f"{stack if any(isinstance(argument, list) for argument in batch) else ''}"
     )
 

@@ -1,21 +1,19 @@
-"""What the engine makes of a model: a row for every trainable leaf."""
+"""What the engine makes of a call: traced on shapes, and told as a row for every trainable leaf."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
-import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ..privacy import PrivacyPlan, SampleSize
-from ..shown import shown
+from ..shown import aligned, shown
 from .calls import Prepared
-from .choice import Choice, Work
+from .choice import Work
 from .clipped_grad import ClippedGrad
-from .cost import LeafCost
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 class Row(NamedTuple):
@@ -24,13 +22,13 @@ class Row(NamedTuple):
     Attributes:
         path: where the leaf stands in the model.
         kinds: the kinds of its sites, one an equation that uses it.
-        way: how its norm and its sum are found: `"ghost"` (without forming per-example
+        way: how its norm and its sum are found: `"inner_products"` (without forming per-example
             gradients), `"kept"` (forming them from their factors), `"whole"` (differentiating
             example by example), or `"unused"`.
         flops: floating-point operations for norms and weighted sum.
-        bytes: what is held until the clip factors are known (by `"ghost"` as a method: what
+        bytes: what is held until the clip factors are known (with the method `"ghost"`: what
             book-keeping would hold).
-        reason: why this way.
+        reason: why this way was chosen.
     """
 
     path: str
@@ -42,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The rows of [`explain`][], and what was chosen for the batch.
+    """What [`explain`][] returns; `str()` is a table.
 
     Attributes:
         rows: one for every trainable leaf, in the model's order.
@@ -51,8 +49,8 @@ class Explanation(NamedTuple):
         num_examples: the batch.
         num_shards: how many parts the batch is divided into, by sharding rules.
         reason: why.
-        sample: how many of the slots hold an example; None without a plan.
-        work: what a device is expected to do in a step.
+        sample: how many slots are expected to hold an example; None without a plan.
+        work: the work that a device is expected to do in a step.
     """
 
     rows: tuple[Row, ...]
@@ -74,10 +72,7 @@ class Explanation(NamedTuple):
             sum(row.bytes for row in self.rows),
             f"method {self.method}, {self._at_once()}: {self.reason}",
         )
-        lines = [head, *(_cells(row) for row in (*self.rows, total))]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
-        table = ["  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines]
-        return "\n".join([*table, *self._expected()])
+        return "\n".join([*aligned([head, *map(_cells, (*self.rows, total))]), *self._expected()])
 
     def _expected(self) -> Iterator[str]:
         """What a plan's sampling means for a step."""
@@ -91,14 +86,9 @@ class Explanation(NamedTuple):
             f"hold an example; {count:.2f} microbatches of {size} are expected to be computed"
         )
         total = self.work.total or 1.0  # nothing is done for leaves without entries
-        shares = [f"{name} {value / total:.0%}" for name, value in self._parts()]
+        names = ("gradient", "padding", "sums over microbatches", "noise")
+        shares = [f"{name} {x / total:.0%}" for name, x in zip(names, self.work, strict=True)]
         yield f"expected time of a step, without the optimizer: {', '.join(shares)}"
-
-    def _parts(self) -> Iterator[tuple[str, float]]:
-        yield "gradient", self.work.gradient
-        yield "padding", self.work.padding
-        yield "sums over microbatches", self.work.passes
-        yield "noise", self.work.noise
 
     def _at_once(self) -> str:
         own = self.num_examples // self.num_shards
@@ -137,115 +127,87 @@ def explain(
         *batch: the batch, as for `grad_fn`.
         key: as for `grad_fn`.
         is_padding_example: as for `grad_fn`; it changes nothing.
-        plan: the plan whose samples the batches are, and the batch as long as a sampler's
-            `capacity`; needed only where `plan.privatizer` has not been given `grad_fn`.
+        plan: the plan that batches are drawn by; the batch must then be as long as its sampler's
+            `capacity`. Not needed if `plan.privatizer` was given `grad_fn`.
 
     Returns:
-        A table: `rows`, each with `path`, `kinds`, `way`, `flops`, `bytes`, `reason`;
-        `str()` prints it, with the totals, the method that was chosen, and why. With a plan also
-        how many slots are expected to hold an example, how many microbatches are expected to be
-        computed, and what a step's time is expected to be made of, by formula.
+        An [`Explanation`][]: `rows`, each with `path`, `kinds`, `way`, `flops`, `bytes`, `reason`;
+        `str()` prints them, with the totals, the chosen method and the reason. With a plan it also
+        prints the expected numbers of slots that hold an example and of microbatches that are
+        computed, and the expected parts of a step's time, by formula.
 
     Raises:
-        ValueError: `grad_fn` is something else; and as `grad_fn`.
+        ValueError: `grad_fn` is something else; and as for `grad_fn`.
     """
-    if plan is not None and isinstance(cast(object, grad_fn), ClippedGrad):
-        grad_fn = grad_fn.of_samples(plan.sampling)
-    return on_shapes(_explained, grad_fn, model, batch, key, is_padding_example)
-
-
-def on_shapes(
-    look: Callable[[Prepared], _Found],
-    grad_fn: ClippedGrad[Any],
-    model: PyTree[Any],
-    batch: tuple[PyTree[Any], ...],
-    key: Any,
-    is_padding_example: Any,
-) -> _Found:
-    """Looks at a call that is checked and traced, but not computed.
-
-    Args:
-        look: from the call to what is wanted of it: no arrays, for there are none.
-        grad_fn: as for [`explain`][], and so the others.
-        model: with `jax.ShapeDtypeStruct` for arrays, if wanted.
-        batch: the positional arguments behind it.
-        key: one key or None.
-        is_padding_example: the mask or None.
-
-    Raises:
-        ValueError: as [`explain`][].
-    """
-    if not isinstance(cast(object, grad_fn), ClippedGrad):
-        raise ValueError(
-            "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
-            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}."
-        )
-    arrays, static = eqx.partition((model, batch, key, is_padding_example), is_array_or_shape)
-    found: list[_Found] = []
-
-    def prepare(arrays: PyTree[Array]) -> None:
-        found.append(look(grad_fn.prepare(*eqx.combine(arrays, static))))
-
-    jax.eval_shape(prepare, arrays)
-    return found[0]
-
-
-def is_array_or_shape(x: Any) -> bool:
-    """Whether a leaf is an array, or stands for one."""
-    return eqx.is_array(x) or isinstance(x, np.ndarray | jax.ShapeDtypeStruct)
-
-
-def paths_of(prepared: Prepared) -> list[str]:
-    """Where each trainable leaf stands in the model."""
-    params = prepared.structure.unflatten(prepared.task.params)
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def costs_of(prepared: Prepared) -> list[LeafCost]:
-    """What each trainable leaf costs by the method that was chosen."""
-    task = prepared.task
-    if prepared.choice.method != "per_example":
-        return task.costs
-    return [_formed(cost, param.size) for cost, param in zip(task.costs, task.params, strict=True)]
-
-
-def _explained(prepared: Prepared) -> Explanation:
-    choice, num_examples = prepared.choice, prepared.examples.num_examples
-    paths, costs = paths_of(prepared), costs_of(prepared)
-    shards = prepared.num_shards
-    rows = tuple(
-        _row(path, cost, choice, num_examples, num_examples // shards)
-        for path, cost in zip(paths, costs, strict=True)
-    )
+    if plan is not None:
+        grad_fn = checked_grad_fn(grad_fn).of_samples(plan.sampling)
+    found = described(grad_fn, model, batch, key, is_padding_example)
+    choice, num_examples = found.choice, found.examples.num_examples
     return Explanation(
-        rows,
+        tuple(
+            Row(
+                path,
+                cost.kinds,
+                cost.way,
+                cost.flops * num_examples,
+                cost.bytes * found.at_once,
+                cost.reason,
+            )
+            for path, cost in zip(found.paths, found.costs, strict=True)
+        ),
         choice.method,
         choice.microbatch_size,
         num_examples,
-        shards,
+        found.num_shards,
         choice.reason,
         choice.batch.sample,
         choice.work,
     )
 
 
-def _formed(cost: LeafCost, size: int) -> LeafCost:
-    """The cost of a leaf whose gradient is differentiated example by example, as any other."""
-    if cost.way == "unused":
-        return cost
-    if cost.way == "whole":
-        return cost._replace(bytes=4 * size)
-    reason = "each example's gradient is formed by the backward pass itself"
-    return LeafCost(cost.kinds, "whole", 2 * size, 2 * size, 4 * size, reason)
+def described(
+    grad_fn: ClippedGrad[Any],
+    model: PyTree[Any],
+    batch: tuple[PyTree[Any], ...],
+    key: Any = None,
+    is_padding_example: Any = None,
+) -> Prepared:
+    """Checks and traces a call on shapes alone: what is said of a call is read off the result.
+
+    Its arguments are those of [`explain`][], the batch in one tuple. The result has shapes in the
+    place of arrays.
+
+    Raises:
+        ValueError: `grad_fn` is something else; and as `grad_fn`.
+    """
+    checked_grad_fn(grad_fn)
+    found: list[Prepared] = []
+
+    def prepare(*call: Any) -> None:
+        prepared = grad_fn.prepare(*call)
+        traced, examples = prepared.traced, prepared.examples
+        arrays = (traced.params, traced.frozen, examples)
+        params, frozen, examples = jax.tree.map(_shape, arrays)
+        traced = traced._replace(params=params, frozen=frozen)
+        found.append(prepared._replace(traced=traced, examples=examples))
+
+    eqx.filter_eval_shape(prepare, model, batch, key, is_padding_example)
+    return found[0]
 
 
-def _row(path: str, cost: LeafCost, choice: Choice, num_examples: int, on_a_device: int) -> Row:
-    at_once = min(choice.microbatch_size or on_a_device, on_a_device)
-    return Row(
-        path,
-        cost.kinds,
-        cost.way,
-        cost.flops * num_examples,
-        cost.bytes * at_once,
-        cost.reason,
-    )
+def checked_grad_fn(grad_fn: ClippedGrad[_Result]) -> ClippedGrad[_Result]:
+    """What `filter_clipped_grad` returned, as it is.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(cast(object, grad_fn), ClippedGrad):
+        raise ValueError(
+            "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
+            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}."
+        )
+    return grad_fn
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x

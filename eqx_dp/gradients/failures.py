@@ -20,15 +20,13 @@ def explain_failure(
     policy: Policy | None,
     on_a_batch_of_one: Callable[[], object] | None,
 ) -> None:
-    """Raises an error that helps more, or adds a note to the one there is.
+    """Raises an error that helps more than what the loss raised, or adds a note to that.
 
     Args:
-        error: what the loss of one example raised; of whatever type, and it keeps it where nothing
-            better is known.
+        error: what the loss of one example raised.
         example: shapes and dtypes of one example.
         policy: of the engine.
-        on_a_batch_of_one: traces the same loss as one that is written for a batch; None where it
-            has been traced so.
+        on_a_batch_of_one: traces the loss as one for a batch; None where it has been traced so.
 
     Raises:
         ValueError: the loss uses an old `eqx.nn.State`; or it is written for a batch.
@@ -44,8 +42,9 @@ def explain_failure(
         todo = _todo_for_a_batch(on_a_batch_of_one)
     if todo is not None:
         raise ValueError(
-            f"The loss cannot be traced on one example ({_told(example)}), and it can on a batch "
-            f"of one: it seems to be written for a batch. {todo}; or write it for one example. "
+            f"The loss cannot be traced on one example ({_told(example)}), but it can be traced on "
+            f"a batch of one: it seems to be written for a batch. {todo}; or write it for one "
+            "example. "
             f"On one example it raises {type(error).__name__}: {error}"
         ) from error
     if policy is not None and isinstance(error, TypeCheckError):
@@ -85,7 +84,7 @@ def _settling(told: str, policy: Policy) -> str:
     dtype = expected.group(1).lower() if expected else "the dtype annotated"
     return (
         f"The policy computes in {policy.compute_dtype}: parameters and float inputs enter the "
-        f"loss in it. Where an annotation asks for another dtype, a rule of the policy settles it: "
+        f"loss in it. If an annotation asks for another dtype, add a module rule to the policy: "
         f'[[modules]] match = "{match}", compute = "{dtype}" '
         f"(in a policy's text: module:{match}={dtype})."
     )

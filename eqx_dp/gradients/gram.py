@@ -9,12 +9,7 @@ Language Models Can Be Strong Differentially Private Learners", 2022):
 The x of a lookup is zero but for a one, and is given by its row. Terms of other groups are
 orthogonal.
 
-What is assumed: IEEE arithmetic that rounds to nearest, with or without fused multiply-add; sums in
-any order, another one for every entry if need be; inner products at the highest precision. With u
-the unit roundoff, numbers that went through k roundings, and sums of numbers that each went through
-at most k, are off by a relative k u / (1 - k u), the sums relative to the sum of absolute values
-(Higham, "Accuracy and Stability of Numerical Algorithms", 2002, sections 3.1 and 4.2); a sum of n
-terms takes a term through at most n - 1 roundings, and adding a zero is exact.
+Proofs, and what they assume of arithmetic, are in `gram.md` beside this file.
 """
 
 import functools
@@ -37,25 +32,25 @@ class OneHot(NamedTuple):
 Side: TypeAlias = Float[Array, "batch group _ _"] | OneHot
 
 
-class Terms(NamedTuple):
+class OuterProducts(NamedTuple):
     """The outer products of one use of a parameter.
 
     Attributes:
         x: the vectors on the side of the data.
         g: the vectors on the side of the cotangent.
-        turned: whether the parameter is used the other way round, as against the first use.
+        transposed: whether the parameter is used the other way round, as against the first use.
         sign: 1, or -1 where the parameter is used with the other sign.
     """
 
     x: Side
     g: Float[Array, "batch group time features_out"]
-    turned: bool = False
+    transposed: bool = False
     sign: int = 1
 
     @property
     def sides(self) -> tuple[Side, Side]:
         """The rows and the columns of the parameter, as the first use has them."""
-        return (self.g, self.x) if self.turned else (self.x, self.g)
+        return (self.g, self.x) if self.transposed else (self.x, self.g)
 
     @property
     def time(self) -> int:
@@ -63,16 +58,16 @@ class Terms(NamedTuple):
         return self.g.shape[2]
 
 
-def to_common_scale(uses: list[Terms]) -> tuple[list[Terms], Int[Array, " batch"]]:
+def to_common_scale(uses: list[OuterProducts]) -> tuple[list[OuterProducts], Int[Array, " batch"]]:
     """Divides by powers of two so that nothing overflows, and nothing that counts underflows.
 
-    Every vector of x is brought to a largest entry in [1, 4), and so is the vector of g whose term
-    is the largest; the other vectors of g follow it. What is a normal number no more beside it (nor
-    was one before) is made zero: norm and weighted sum are both of what is left, on machines that
-    know subnormal numbers and on those that do not.
+    Every vector of x is brought to a largest entry in [1, 4), and so is the vector of g whose
+    product is the largest; the other vectors of g follow it. What is a normal number no more beside
+    it (nor was one before) is made zero: norm and weighted sum are both of what is left, on
+    machines that know subnormal numbers and on those that do not.
 
     Returns:
-        The scaled terms, and the binary exponent that each example's terms lost.
+        The scaled products, and the binary exponent that each example's lost.
     """
     scaled = [(*_to_unit(use.x), *_to_unit(use.g)) for use in uses]
     largest = functools.reduce(
@@ -139,43 +134,11 @@ def sum_of_products(
     return jnp.einsum("bgtk,bgtp->gkp", x, g, precision=highest)
 
 
-def gram_norms(uses: list[Terms]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
     """The norm of a sum of outer products, and a bound on that of what is added for a factor of 1.
 
     The terms are those of `to_common_scale`. What is added is the weighted sum as it is computed:
     g rounded after its multiplication by the factor, products, and sums over n.
-
-    Proof, with a_n = |x_n|, b_n = |g_n|, of one group; S is the true squared norm.
-
-    1. *Inner products.* k features in blocks of m take a product through at most
-       m + ceil(k / m) - 1 roundings; by Cauchy and Schwarz A_nm is off by at most alpha a_n a_m,
-       with alpha that many u / (1 - ...), and B_nm by at most beta b_n b_m. So is every length,
-       taken from the diagonal: a_n^2 is the computed A_nn within a relative alpha.
-    2. *Squared norm.* With A, B and s as they were computed, the sum s over all n, m with at most
-       rho / u roundings of each product,
-           |s - S| <= sum_nm (alpha a_n a_m + rho |A_nm|) |B_nm|
-                           + beta b_n b_m (|A_nm| + alpha a_n a_m),
-       for AB - (A - dA)(B - dB) = dA B + A dB - dA dB. The sum is at most
-       (alpha + beta + rho + ...) gross^2, gross = sum_n a_n b_n, and on ordinary data far less.
-    3. *Weighted sum.* An entry of it is a sum of N products, in a binary tree of additions: the
-       term at depth d_n goes through at most d_n + 2 roundings, and no d_n exceeds N - 1. So it is
-       off by no more than u / (1 - (N + 1) u) times both, in the Frobenius norm,
-           (N + 1) gross    and    sqrt((N + 3)^3 / 3) sqrt(sum_n a_n^2 b_n^2),
-       the latter by Cauchy and Schwarz, for each entry and then over all entries: a tree with one
-       leaf off every node has the largest sum of (d_n + 2)^2 (by induction over its two halves, the
-       largest sums of d_n and d_n^2 being convex in the number of leaves), less than (N + 3)^3 / 3.
-    4. So what is added for a factor of 1 has at most the norm sqrt(s + bound of 2) + bound of 3,
-       and for a factor f at most f times that.
-    5. *The bounds themselves* are computed with errors: of 2 and 3 relative ones of at most
-       3 (alpha + beta + rho + N u), under one hundredth as long as k is below half a million and N
-       below ten thousand. They are multiplied by 33 / 32. What is left of that makes up for
-       underflow in 1 and 2: it is at most 16 k p N^2 tiny, while the bound of 2 is at least
-       alpha beta gross^2, and gross at least 1.
-
-    Underflow in the weighted sum is not in the bound. It adds at most 24 (N + 1) sqrt(entries) tiny
-    to what an example adds, for which what is left of 3 makes up as long as that is below
-    u / 100 times the clip norm (in float32 with k = p = 1000 and N = 2048 for clip norms from
-    1e-21).
     """
     dtype = uses[0].g.dtype
     roundoff = unit_roundoff(dtype)
@@ -282,15 +245,6 @@ def row_norms(
     """The norm of a table of rows, and a bound on that of what is added for a factor of 1.
 
     Lookups of one row add up first, and may cancel.
-
-    Proof: let a row be looked up m times, with l the sum of its values' lengths. Its total is a sum
-    of m terms (and zeros) with products by one, which are exact: off by at most (m - 1) u l /
-    (1 - m u). What is added is a sum of m terms that were rounded once, after the multiplication by
-    the factor: off by at most m u l / (1 - m u). Rows are orthogonal, so what is added has at most
-    the norm of the totals and that of the vector of (2 m - 1) u l. A row that was looked up once
-    has no error but that of its multiplication. The bound is computed with relative errors below
-    one hundredth (for fewer than ten thousand lookups), and multiplied by 33 / 32. Underflow adds
-    at most m tiny to an entry.
     """
     dtype = values.dtype
     roundoff = unit_roundoff(dtype)

@@ -1,41 +1,40 @@
-"""From what the sites of a parameter kept to its norms and its weighted sum, leaf by leaf.
+"""From residuals and cotangents to each leaf's norms and weighted sum.
 
 Two ways lead there. *Ghost* (Goodfellow, 2015; Li et al., "Large Language Models Can Be Strong
 Differentially Private Learners", 2022): the norm from inner products between time steps, the sum as
 one contraction over examples and time; no example's gradient is ever formed. *Kept*: each example's
 gradient is formed from its factors, and summed by its weight.
+
+Leaves whose uses are equal have one program, which is traced once.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from .clip import combined_norms, norm_error, norms, power_of_two, weighted_sum
-from .cross_terms import Member, overlaps, place
+from .cross_terms import Member, overlaps
 from .gram import (
     OneHot,
-    Side,
-    Terms,
+    OuterProducts,
     gram_norms,
     one_term,
     row_norms,
     sum_of_products,
     to_common_scale,
 )
-from .sites import MatrixKind, contraction, convolution, lookup
-from .sites.site import outer_products
-from .taps import Site
-from .views import shape_of
+from .uses import ParamUse, contraction, convolution, lookup
 
-Way: TypeAlias = Literal["ghost", "kept", "whole", "unused"]
+Way: TypeAlias = Literal["inner_products", "kept", "whole", "unused"]
 
-_MATRICES: tuple[MatrixKind, ...] = (contraction, convolution)
+Met: TypeAlias = tuple[Any, Array]
+"""Residuals of a use and its cotangent, examples in front, then the scans around it."""
 
 
 class LeafGradient(NamedTuple):
@@ -52,332 +51,225 @@ class LeafGradient(NamedTuple):
     sum: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array]
 
 
-def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
-    """The leaf's gradient where each example's is there.
+class LeafForm(NamedTuple):
+    """How the gradient of a leaf is found. Leaves of equal form differ in their numbers alone.
 
-    What is added is what is there, so the bound has only the error of the norm to make up for.
-    """
-    norm = norms(grads)
-    size = math.prod(grads.shape[1:])
-    return LeafGradient(
-        norm,
-        norm * (1 + norm_error(size, grads.dtype)),
-        lambda factors, contributes: weighted_sum(grads, factors, contributes),
-    )
-
-
-def has_ghost(sites: list[Site], parameter: jax.ShapeDtypeStruct | None = None) -> bool:
-    """Whether the norm can be had without the gradient: matrix-like uses, through isometries.
-
-    Several uses must each be of the same part of the parameter, or of parts that share no entry;
-    where that is depends on the parameter's shape.
-    """
-    return sets_of_uses(sites, parameter) is not None
-
-
-def sets_of_uses(
-    sites: list[Site], parameter: jax.ShapeDtypeStruct | None
-) -> list[list[Member]] | None:
-    """The uses of a parameter, those of the same part of it together; None if there is no ghost."""
-    if not sites or not all(map(_is_matrix_like, sites)):
-        return None
-    if len(sites) == 1:
-        return [[Member(0, False, 1)]]
-    if parameter is None:
-        return None
-    placements = [
-        place(
-            site.view.image,
-            parameter.shape,
-            functools.partial(_from_matrices, site),
-            site_sizes(site).matrices,
-        )
-        for site in sites
-    ]
-    return overlaps(placements, parameter.shape)
-
-
-def _is_matrix_like(site: Site) -> bool:
-    return site.view.isometric and (site.kind in _MATRICES or site.kind is lookup)
-
-
-def leaf_gradient(
-    parameter: jax.ShapeDtypeStruct,
-    sites: list[tuple[Site, Any, Array]],
-    way: Way,
-    dtype: np.dtype[Any],
-) -> LeafGradient:
-    """The gradient of one leaf from its sites.
-
-    Args:
-        parameter: shape of the leaf.
-        sites: each with what it kept and its cotangent, examples in front, then the scans.
-        way: how.
+    Attributes:
+        shape: of the parameter.
+        uses: all uses of it.
+        way: which way.
         dtype: the accumulate dtype.
     """
-    if way == "kept":
-        site, *_ = sites[0]
-        if len(sites) == 1 and site.kind is convolution and site.view.isometric:
-            return _as_formed(parameter, *sites[0], dtype)
-        parts = [per_example_gradients(parameter, *site, dtype) for site in sites]
-        return from_per_example(functools.reduce(jnp.add, parts))
-    sets = sets_of_uses([site for site, _, _ in sites], parameter)
-    assert sets is not None
-    parts = [_ghost(parameter, [(m, *sites[m.use]) for m in members], dtype) for members in sets]
+
+    shape: tuple[int, ...]
+    uses: tuple[ParamUse, ...]
+    way: Way
+    dtype: np.dtype[Any]
+
+
+def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
+    """The leaf's gradient where each example's is there."""
+    norm, bound = _of_formed(grads)
+    return LeafGradient(norm, bound, functools.partial(weighted_sum, grads))
+
+
+@jax.jit
+def _of_formed(grads: Float[Array, "batch ..."]) -> tuple[Array, Array]:
+    """Norm and bound; what is added is what is there, so the bound covers the norm's own error."""
+    norm = norms(grads)
+    return norm, norm * (1 + norm_error(math.prod(grads.shape[1:]), grads.dtype))
+
+
+def leaf_gradient(form: LeafForm, met: Sequence[Met]) -> LeafGradient:
+    """The gradient of one leaf from its uses.
+
+    Args:
+        form: of the leaf.
+        met: of every use.
+    """
+    norm, bound, held = _measured(form, list(met))
+    return LeafGradient(norm, bound, functools.partial(_summed, form, held))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
+    """Norm, bound, and what the weighted sum is made of."""
+    met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
+    if form.way == "kept":
+        grads = _formed_alike(form, met)
+        return *_of_formed(grads), grads
+    parts = [_ghost(form, members, met) for members in _sets(form)]
     if len(parts) == 1:
-        return parts[0]
-    shape = parts[0].norm.shape
-    norm = combined_norms([part.norm for part in parts], shape, dtype)
-    bound = combined_norms([part.bound for part in parts], shape, dtype)
-    return LeafGradient(
-        norm,
-        bound * (1 + norm_error(len(parts), dtype)),
-        lambda factors, contributes: functools.reduce(
-            jnp.add, [part.sum(factors, contributes) for part in parts]
-        ),
-    )
+        ((norm, bound, held),) = parts
+        return norm, bound, [held]
+    of_sets, bounds, held = zip(*parts, strict=True)
+    norm, bound = (combined_norms(x, x[0].shape, form.dtype) for x in (of_sets, bounds))
+    return norm, bound * (1 + norm_error(len(parts), form.dtype)), list(held)
 
 
-def _over_scans(function: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    """Maps a function of one iteration over the scans around a site."""
-    for _ in site.scans:
+@functools.partial(jax.jit, static_argnums=0)
+def _summed(
+    form: LeafForm, held: Any, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]
+) -> Array:
+    """The weighted sum."""
+    if form.way == "kept":
+        total = weighted_sum(held, factors, contributes)
+        return _to_parameter(form, form.uses[0], total) if _is_left_as_formed(form) else total
+    sums: list[Array] = []
+    for members, (sides, exponent) in zip(_sets(form), held, strict=True):
+        # The power of two comes in with the factor: g alone could vanish beside a large x.
+        weights = jnp.ldexp(factors[:, None], exponent)
+        for (index, *_), (x, g) in zip(members, sides, strict=True):
+            use = form.uses[index]
+            total = _weighted(use, x, g, weights, contributes)
+            sums.append(_to_parameter(form, use, total))
+    return functools.reduce(jnp.add, sums)
+
+
+def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
+    """The uses that overlap, together."""
+    found = overlaps(form.uses, form.shape)
+    assert found is not None
+    return found
+
+
+def per_example_gradients(form: LeafForm, met: Sequence[Met]) -> Float[Array, "batch ..."]:
+    """Each example's gradient with respect to the parameter."""
+    parts = [
+        jax.vmap(lambda r, g, use=use: _to_parameter(form, use, _formed(use, r, g, form.dtype)))(
+            residuals, cotangent
+        )
+        for use, (residuals, cotangent) in zip(form.uses, met, strict=True)
+    ]
+    return functools.reduce(jnp.add, parts)
+
+
+def _formed_alike(form: LeafForm, met: list[Met]) -> Float[Array, "batch ..."]:
+    """Each example's gradient, in the form that it comes in where that is as good as another."""
+    if not _is_left_as_formed(form):
+        return per_example_gradients(form, met)
+    (use,), (one,) = form.uses, met
+    return jax.vmap(lambda residuals, g: _formed(use, residuals, g, form.dtype))(*one)
+
+
+def _is_left_as_formed(form: LeafForm) -> bool:
+    """Whether each example's gradient stays as it comes, and only the sum is rearranged.
+
+    To rearrange entries changes no norm. It is for convolutions: the product of a contraction comes
+    as the parameter is by itself, and is slower in another form (a fifth of the whole on the small
+    GPT of the benchmark).
+    """
+    (use, *others) = form.uses
+    return not others and use.kind is convolution and use.view.is_isometric
+
+
+def _over_scans(function: Callable[..., Any], use: ParamUse) -> Callable[..., Any]:
+    """Maps a function of one iteration over the scans around a use."""
+    for _ in use.scans:
         function = jax.vmap(function)
     return function
 
 
-def per_example_gradients(
-    parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
-) -> Float[Array, "batch ..."]:
-    """Each example's gradient with respect to the parameter."""
-    return jax.vmap(lambda kept, g: _to_parameter(parameter, site, _formed(site, kept, g, dtype)))(
-        kept, cotangent
-    )
+def _formed(use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]) -> Array:
+    """One example's gradient, as matrices where the use has some, else as the view."""
+    if use.scans and (use.kind is contraction or use.kind is convolution):
+        return contraction.outer_products(*_factors_of_one(use, residuals, cotangent, dtype))
+    residuals = jax.tree.map(lambda x: _float_to(x, dtype), residuals)
+    of_one = functools.partial(use.kind.gradient, use.operation, use.operand)
+    gradient = _over_scans(of_one, use)(residuals, cotangent.astype(dtype))
+    times = tuple(axis for axis, its in enumerate(use.scans) if its == "time")
+    return jnp.sum(gradient, times) if times else gradient
 
 
-def _as_formed(
-    parameter: jax.ShapeDtypeStruct, site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
-) -> LeafGradient:
-    """The gradient of a leaf with one use, each example's left in the form that it came in.
-
-    The way to the parameter's form only moves entries: it changes no norm, and the sum takes it
-    once where the examples would each. That is for convolutions: the product of a contraction
-    comes in the parameter's form by itself, and is slower in another (a fifth of the whole on the
-    small GPT of the benchmark).
-    """
-    grads = jax.vmap(lambda kept, g: _formed(site, kept, g, dtype))(kept, cotangent)
-    found = from_per_example(grads)
-    return found._replace(
-        sum=lambda factors, contributes: _to_parameter(
-            parameter, site, found.sum(factors, contributes)
-        )
-    )
-
-
-def _formed(site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]) -> Array:
-    """One example's gradient, in matrix form at a matrix-like site, else that of the image."""
-    kind: Any = site.kind
-    if kind in _MATRICES and site.scans:
-        return outer_products(*_matrices(site, kept, cotangent, dtype))
-    if kind in _MATRICES:
-        operands = kept.astype(dtype), cotangent.astype(dtype)
-        return kind.in_matrix_form(site.equation, site.operand, *operands)
-    times = tuple(axis for axis, use in enumerate(site.scans) if use == "time")
-    kept = jax.tree.map(lambda x: _float_to(x, dtype), kept)
-    gradient = _over_scans(
-        lambda kept, g: site.kind.gradient(site.equation, site.operand, kept, g), site
-    )(kept, cotangent.astype(dtype))
-    return jnp.sum(gradient, times)
-
-
-def _to_parameter(parameter: jax.ShapeDtypeStruct, site: Site, gradient: Array) -> Array:
-    """From the form that a gradient came in to the parameter's."""
-    image = _from_matrices(site, gradient) if site.kind in _MATRICES else gradient
-    return site.view.pull_back(image, parameter)
+def _to_parameter(form: LeafForm, use: ParamUse, gradient: Array) -> Array:
+    """From the form that a gradient comes in to the parameter's."""
+    layout = use.view if use.matrices is None else use.matrices
+    return layout.pulled_back(gradient.reshape(layout.shape), form.shape)
 
 
 def _float_to(x: Array, dtype: np.dtype[Any]) -> Array:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _matrices(
-    site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
-) -> tuple[Float[Array, "group time features_in"], Float[Array, "group time features_out"]]:
+def _factors_of_one(
+    use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> tuple[Array, Float[Array, "group time features_out"]]:
     """One example's factors: scans over slices make groups, scans over time more time."""
-    kind: Any = site.kind
-    factors = _over_scans(
-        lambda kept, g: kind.matrices(site.equation, site.operand, kept, g), site
-    )(kept, cotangent)
-    x, g = (_fold_scans(site, factor.astype(dtype)) for factor in factors)
-    return x, g
+    kind: Any = use.kind
+    of_one = functools.partial(kind.factors, use.operation, use.operand)
+    x, g = _over_scans(of_one, use)(residuals, cotangent)
+    return _fold_scans(use, _float_to(x, dtype)), _fold_scans(use, g.astype(dtype))
 
 
-def _fold_scans(site: Site, factor: Array) -> Array:
+def _fold_scans(use: ParamUse, factor: Array) -> Array:
     """`(*scans, group, time, features)` to `(slices x group, scans x time, features)`."""
-    slices = [axis for axis, use in enumerate(site.scans) if use == "slices"]
-    times = [axis for axis, use in enumerate(site.scans) if use == "time"]
-    group, time, features = (len(site.scans) + i for i in range(3))
+    slices = [axis for axis, its in enumerate(use.scans) if its == "slices"]
+    times = [axis for axis, its in enumerate(use.scans) if its == "time"]
+    group, time, features = (len(use.scans) + i for i in range(3))
     shape = factor.shape
-    groups = math.prod(shape[i] for i in (*slices, group))
-    return jnp.transpose(factor, (*slices, group, *times, time, features)).reshape(
-        groups, -1, shape[features]
+    groups, steps = (
+        math.prod(shape[i] for i in axes) for axes in ((*slices, group), (*times, time))
     )
+    order = (*slices, group, *times, time, features)
+    return jnp.transpose(factor, order).reshape(groups, steps, shape[features])
 
 
-def _from_matrices(site: Site, gradient: Float[Array, "group in out"]) -> Array:
-    """The gradient of the stacked image from the one in matrix form."""
-    kind: Any = site.kind
-    slices = _slices(site)
-    if kind is lookup:
-        return gradient.reshape(*slices, *shape_of(site.equation.invars[0]))
-    function: Callable[[Array], Array] = lambda one: kind.from_matrix(  # noqa: E731
-        site.equation, site.operand, one
-    )
-    for _ in slices:
-        function = jax.vmap(function)
-    groups = gradient.shape[0] // math.prod(slices)
-    return function(gradient.reshape(*slices, groups, *gradient.shape[1:]))
+def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[Array, Array, Any]:
+    """Norm and bound of what uses that overlap add, and what their weighted sum is made of.
 
-
-def _slices(site: Site) -> list[int]:
-    """The lengths of the scans around a site that go over slices of the parameter."""
-    return [n for n, use in zip(site.tap.shape, site.scans, strict=False) if use == "slices"]
-
-
-class SiteSizes(NamedTuple):
-    """What one example's gradient is made of at a matrix-like site.
-
-    Attributes:
-        matrices: its shape in matrix form: groups, features in and out.
-        steps: how many outer products there are in each group.
-        is_lookup: whether these are rows, each added where it was looked up.
+    The latter is of each use the sides of its outer products, and the binary exponents, of every
+    example (and group), that they have lost.
     """
-
-    matrices: tuple[int, int, int]
-    steps: int
-    is_lookup: bool
-
-    @property
-    def outer(self) -> int:
-        """Floating-point operations for adding up all outer products."""
-        groups, features_in, features_out = self.matrices
-        return 2 * groups * self.steps * (1 if self.is_lookup else features_in) * features_out
-
-
-def site_sizes(site: Site) -> SiteSizes:
-    """The sizes of a matrix-like site."""
-    if site.kind is lookup:
-        rows, *entry = shape_of(site.equation.invars[0])
-        groups = math.prod(_slices(site))
-        matrices = groups, rows, math.prod(entry)
-        return SiteSizes(matrices, math.prod(site.kept.shape) // groups, True)
-    x, g = jax.eval_shape(
-        lambda kept, g: _matrices(site, kept, g, np.dtype("float32")), site.kept, site.tap
-    )
-    return SiteSizes((x.shape[0], x.shape[2], g.shape[2]), x.shape[1], False)
-
-
-_Use: TypeAlias = tuple[Member, Site, Any, Array]
-"""How a use overlaps with the others, the site, what it kept, and its cotangent."""
-
-
-def _ghost(parameter: jax.ShapeDtypeStruct, uses: list[_Use], dtype: np.dtype[Any]) -> LeafGradient:
-    """The gradient from uses of the same part of the parameter, without forming it."""
-    if all(site.kind is lookup for _, site, _, _ in uses):
-        return _ghost_lookups(parameter, uses, dtype)
     terms = [
-        Terms(*_factors(site, kept, cotangent, dtype), member.turned, member.sign)
-        for member, site, kept, cotangent in uses
+        OuterProducts(*_sides(form.uses[index], *met[index], form.dtype), transposed, sign)
+        for index, transposed, sign in members
     ]
-    if len(terms) == 1 and terms[0].time == 1 and not isinstance(terms[0].x, OneHot):
-        return _one_term(parameter, uses[0][1], terms[0].x, terms[0].g)
-    terms, exponent = to_common_scale(terms)
-
-    def sum_(factors: Array, contributes: Array) -> Array:
-        # The power of two comes in with the factor: g alone could vanish beside a large x.
-        weights = jnp.ldexp(factors, exponent)
-        sums = [
-            site.view.pull_back(_weighted(site, use, weights, contributes), parameter)
-            for (_, site, _, _), use in zip(uses, terms, strict=True)
-        ]
-        return functools.reduce(jnp.add, sums)
-
-    norm, bound = gram_norms(terms)
-    tiny = jnp.finfo(dtype).tiny
-    scaled_back = jnp.where(bound > 0, jnp.maximum(jnp.ldexp(bound, exponent), tiny), bound)
-    return LeafGradient(jnp.ldexp(norm, exponent), scaled_back, sum_)
-
-
-def _one_term(parameter: jax.ShapeDtypeStruct, site: Site, x: Array, g: Array) -> LeafGradient:
-    """The gradient from a use that meets one vector of data, as a layer does that sees no time."""
-    norm, bound, lengths = one_term(x, g)
-    scale, inverse = power_of_two(lengths)
-
-    def sum_(factors: Array, contributes: Array) -> Array:
-        # The power of two comes in with the factor: g alone could vanish beside a large x.
-        weights = factors[:, None] * scale
-        total = sum_of_products(x * inverse[..., None, None], g, weights, contributes)
-        return site.view.pull_back(_from_matrices(site, total), parameter)
-
-    return LeafGradient(norm, bound, sum_)
+    first, *others = terms
+    rows = [use.x.rows for use in terms if isinstance(use.x, OneHot)]
+    if len(rows) == len(terms):
+        values = jnp.concatenate([use.sign * use.g for use in terms], axis=2)
+        norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
+        exponent = jnp.zeros((1, 1), int)
+    elif not others and first.time == 1 and not isinstance(first.x, OneHot):
+        norm, bound, lengths = one_term(first.x, first.g)
+        scale, inverse = power_of_two(lengths)
+        terms = [first._replace(x=first.x * inverse[..., None, None])]
+        exponent = jnp.frexp(scale)[1] - 1
+    else:
+        terms, exponent = to_common_scale(terms)
+        norm, bound = gram_norms(terms)
+        tiny = jnp.finfo(form.dtype).tiny
+        norm, scaled_back = jnp.ldexp(norm, exponent), jnp.ldexp(bound, exponent)
+        bound = jnp.where(bound > 0, jnp.maximum(scaled_back, tiny), bound)
+        exponent = exponent[:, None]
+    return norm, bound, ([(use.x, use.g) for use in terms], exponent)
 
 
-def _factors(
-    site: Site, kept: Any, cotangent: Array, dtype: np.dtype[Any]
-) -> tuple[Side, Float[Array, "batch group time features_out"]]:
-    """All examples' factors of the gradient in matrix form."""
-    if site.kind is not lookup:
-        return jax.vmap(lambda kept, g: _matrices(site, kept, g, dtype))(kept, cotangent)
-
-    def one(kept: Array, cotangent: Array) -> tuple[Array, Array]:
-        rows = _over_scans(lambda g: lookup.rows_of(site.equation, g), site)(cotangent)
-        return (
-            _fold_scans(site, kept[..., None, :, None])[..., 0],
-            _fold_scans(site, rows[..., None, :, :]),
-        )
-
-    rows, values = jax.vmap(one)(kept, cotangent.astype(dtype))
-    found = rows < shape_of(site.equation.invars[0])[0]
-    return OneHot(rows), jnp.where(found[..., None], values, 0)
+def _sides(
+    use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> tuple[Any, Float[Array, "batch group time features_out"]]:
+    """All examples' outer products."""
+    x, g = jax.vmap(lambda r, g: _factors_of_one(use, r, g, dtype))(residuals, cotangent)
+    if use.kind is not lookup:
+        return x, g
+    rows, (num_rows, *_) = x[..., 0], use.operation.operands[0]
+    return OneHot(rows), jnp.where((rows < num_rows)[..., None], g, 0)
 
 
 def _weighted(
-    site: Site,
-    use: Terms,
-    weights: Float[Array, " batch"],
+    use: ParamUse,
+    x: Any,
+    g: Float[Array, "batch group time features_out"],
+    weights: Float[Array, "batch #group"],
     contributes: Bool[Array, " batch"],
-) -> Array:
-    """The weighted sum of all examples' gradients with respect to the stacked image."""
-    if not isinstance(use.x, OneHot):
-        return _from_matrices(site, sum_of_products(use.x, use.g, weights[:, None], contributes))
-    groups, features = use.g.shape[1], use.g.shape[-1]
-    weighted = jnp.where(contributes[:, None, None, None], use.g * weights[:, None, None, None], 0)
-    tables = jax.vmap(lambda rows, values: lookup.scatter(site.equation, rows, values))(
-        jnp.moveaxis(use.x.rows, 1, 0).reshape(groups, -1),
-        jnp.moveaxis(weighted, 1, 0).reshape(groups, -1, features),
+) -> Float[Array, "group features_in features_out"]:
+    """The weighted sum of all examples' outer products."""
+    if not isinstance(x, OneHot):
+        return sum_of_products(x, g, weights, contributes)
+    groups, features = g.shape[1], g.shape[-1]
+    g = jnp.where(contributes[:, None, None, None], g * weights[..., None, None], 0)
+    scatter = functools.partial(lookup.scatter, use.operation.operands[0][0])
+    return jax.vmap(scatter)(
+        jnp.moveaxis(x.rows, 1, 0).reshape(groups, -1),
+        jnp.moveaxis(g, 1, 0).reshape(groups, -1, features),
     )
-    return _from_matrices(site, tables.reshape(groups, -1, features))
-
-
-def _ghost_lookups(
-    parameter: jax.ShapeDtypeStruct, uses: list[_Use], dtype: np.dtype[Any]
-) -> LeafGradient:
-    """The gradient from the rows that were looked up, those of one row added up first."""
-    terms = [Terms(*_factors(site, kept, g, dtype)) for _, site, kept, g in uses]
-
-    def sum_(factors: Array, contributes: Array) -> Array:
-        sums = [
-            site.view.pull_back(_weighted(site, use, factors, contributes), parameter)
-            for (_, site, _, _), use in zip(uses, terms, strict=True)
-        ]
-        return functools.reduce(jnp.add, sums)
-
-    rows = jnp.concatenate([_rows(use) for use in terms], axis=2)
-    values = jnp.concatenate(
-        [member.sign * use.g for (member, *_), use in zip(uses, terms, strict=True)], axis=2
-    )
-    return LeafGradient(*row_norms(rows, values), sum_)
-
-
-def _rows(use: Terms) -> Int[Array, "batch group time"]:
-    assert isinstance(use.x, OneHot)
-    return use.x.rows

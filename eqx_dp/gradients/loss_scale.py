@@ -1,10 +1,10 @@
 """What each example's loss is multiplied by before the backward pass: powers of two."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -15,9 +15,8 @@ from ..programs import evaluated
 from .clip import power_of_two
 from .magnitudes import Largest, is_narrow, pulled_back
 from .program import Inputs, Program
-from .sites import contraction, convolution, lookup
-from .taps import Place, Site, Survey, evaluate
-from .views import shape_of
+from .taps import Address, Uses, evaluate
+from .uses import ParamUse, contraction, convolution, lookup, scale, shift
 
 # Where the largest float16 value is put: below 2^14, and float16 ends at 2^16. Two binades are left
 # for what a probe with eight digits cannot tell, and for partial sums that exceed the whole.
@@ -42,13 +41,7 @@ class LossScaling(NamedTuple):
     def __call__(
         self, params: list[Array], frozen: list[Array], examples: list[Array]
     ) -> Float[Array, " batch"] | None:
-        """One scale an example; None where nothing is scaled.
-
-        Args:
-            params: the trainable leaves.
-            frozen: the other arrays of the model.
-            examples: the leaves of a batch, examples in front.
-        """
+        """One scale an example of a batch; None where nothing is scaled."""
         probe = self.probe
         if probe is not None:
             scale_of = jax.vmap(lambda example: probe.scale(params, frozen, example))
@@ -64,11 +57,11 @@ class Probe(NamedTuple):
 
     Attributes:
         program: the loss of one example, float16 replaced by bfloat16.
-        found: its sites.
+        uses: those of parameters in it.
     """
 
     program: Program
-    found: Survey
+    uses: Uses
 
     def scale(
         self, params: list[Array], frozen: list[Array], example: list[Array]
@@ -82,13 +75,11 @@ class Probe(NamedTuple):
         float16, the loss's own cotangent and parameters' gradients included; the gradient at a
         contraction, a convolution, a lookup by a bound on it, so that it need not be formed.
 
-        ==================================  ==========================================
-        largest float16 value               scale
-        ==================================  ==========================================
-        0, NaN or infinite                  1 (the real pass will see for itself)
-        tiny                                float32 values, the loss's too, stay below 2^121
-        huge                                at least the loss's smallest normal number
-        ==================================  ==========================================
+        | largest float16 value | scale |
+        |---|---|
+        | 0, NaN or infinite | 1 (the pass for the gradient finds such an example) |
+        | tiny | float32 values, the loss's too, stay below 2^121 |
+        | huge | at least the loss's smallest normal number |
         """
         found = self._largest(*map(probed, (params, frozen, example)))
         usable = jnp.isfinite(found.narrow) & (found.narrow > 0) & jnp.isfinite(found.wide)
@@ -109,105 +100,91 @@ class Probe(NamedTuple):
 
     def _largest(self, params: list[Array], frozen: list[Array], example: list[Array]) -> Largest:
         """The largest values of one example's backward pass."""
-        found = _with_elementwise_formed(self.found)
+        uses = _with_elementwise_formed(self.uses)
 
-        def run(taps: dict[Place, Array], whole: dict[int, Array]) -> Array:
+        def run(taps: dict[Address, Array], whole: dict[int, Array]) -> Array:
             values = [whole.get(leaf, value) for leaf, value in enumerate(params)]
-            loss, _, _ = evaluate(self.program, found, values, frozen, example, taps, _bounded)
+            inputs = [*values, *frozen, *example]
+            loss, _, _ = evaluate(self.program, uses.at, inputs, taps, _bounded)
             return loss
 
-        taps = {
-            place: jnp.zeros(site.tap.shape[: len(site.scans)])
-            for place, site in found.sites.items()
-        }
-        whole = {leaf: params[leaf] for leaf in found.whole}
+        taps = {at: jnp.zeros(use.result.shape[: len(use.scans)]) for at, use in uses.at.items()}
+        whole = {leaf: params[leaf] for leaf in uses.whole}
         loss, pullback = jax.vjp(run, taps, whole)
         (bounds, _), largest = pulled_back(pullback, jnp.ones_like(loss))
-        gradients = _of_leaves(found, bounds)
+        gradients = _of_leaves(uses, bounds)
         return largest._replace(narrow=jnp.max(jnp.stack([largest.narrow, *gradients])))
 
 
-def _with_elementwise_formed(found: Survey) -> Survey:
-    """The survey with leaves `whole` whose gradients are cheap to form: biases, scales."""
-    elementwise = {
-        site.view.leaf: "its gradient is formed"
-        for site in found.sites.values()
-        if all(its.kind.name in ("scale", "shift") for _, its in found.of(site.view.leaf))
-    }
-    sites = {
-        place: site for place, site in found.sites.items() if site.view.leaf not in elementwise
-    }
-    return Survey(sites, {**found.whole, **elementwise})
+def _with_elementwise_formed(uses: Uses) -> Uses:
+    """The uses, with leaves `whole` whose gradients are cheap to form: biases, scales."""
+    return uses.without(
+        {
+            leaf: "its gradient is formed"
+            for leaf, its in enumerate(uses.of)
+            if its and all(use.kind.name in (scale.name, shift.name) for use in its.values())
+        }
+    )
 
 
-def _of_leaves(found: Survey, bounds: dict[Place, Array]) -> list[Float[Array, ""]]:
-    """Bounds on each leaf's gradient, from those at each site, of every step of a scan."""
-    of_leaf: dict[int, Array] = {}
-    for place, site in found.sites.items():
-        times = tuple(axis for axis, use in enumerate(site.scans) if use == "time")
-        bound = jnp.max(jnp.sum(bounds[place], times))
-        of_leaf[site.view.leaf] = of_leaf.get(site.view.leaf, 0) + bound
-    return list(of_leaf.values())
+def _of_leaves(uses: Uses, bounds: dict[Address, Array]) -> list[Float[Array, ""]]:
+    """Bounds on each leaf's gradient, from those at each use, of every step of a scan."""
+
+    def of_use(at: Address, use: ParamUse) -> Float[Array, ""]:
+        times = tuple(axis for axis, its in enumerate(use.scans) if its == "time")
+        return jnp.max(jnp.sum(bounds[at], times))
+
+    zero = jnp.zeros(())
+    return [sum((of_use(*use) for use in its.items()), zero) for its in uses.of if its]
 
 
-def _bounded(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
-    """The result of a site; the gradient of the tap is a bound on the parameter's.
+def _bounded(
+    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array, given: Any
+) -> tuple[Array, Any]:
+    """The result of a use; the gradient of the tap is a bound on the parameter's.
 
     No entry of the gradient is larger than the largest entry of the data, times the sum of the
     cotangents that it meets. Neither is a sum of some of its terms, in any order.
     """
-    (result,) = evaluated(site.equation, inputs)
-    if not is_narrow(site.view.value.dtype):
+    del given
+    (result,) = evaluated(equation, inputs)
+    if not is_narrow(jnp.result_type(inputs[use.operand])):
         return result, ()
     data = jnp.ones(())
-    if site.kind.name not in ("lookup", "shift"):
-        data = jax.lax.stop_gradient(inputs[1 - site.operand])
+    if use.kind.name not in (lookup.name, shift.name):
+        data = jax.lax.stop_gradient(inputs[1 - use.operand])
         data = jnp.max(jnp.abs(data), initial=0).astype(jnp.float32)
-    return _watched(_summed(site, result.ndim), result, tap, data), ()
+    summed = _summed(use, result.ndim)
+
+    @jax.custom_vjp
+    def watched(result: Array, tap: Array, data: Array) -> Array:
+        del tap, data
+        return result
+
+    def backward(data: Array, cotangent: Array) -> tuple[Array, Array, Array]:
+        met = jnp.sum(jnp.abs(cotangent.astype(jnp.float32)), summed)
+        return cotangent, data * jnp.max(met, initial=0), jnp.zeros_like(data)
+
+    watched.defvjp(lambda result, tap, data: (result, data), backward)
+    return watched(result, tap, data), ()
 
 
-def _summed(site: Site, ndim: int) -> tuple[int, ...]:
+def _summed(use: ParamUse, ndim: int) -> tuple[int, ...]:
     """The axes of a result along which an entry of the parameter meets all there is."""
-    params = site.equation.params
-    everything = tuple(range(ndim))
-    if not site.view.isometric:
+    operation, everything = use.operation, tuple(range(ndim))
+    if not use.view.is_isometric:
         return everything
-    if site.kind is contraction:
-        (contracted, _), (batch, _) = params["dimension_numbers"]
-        left = len(shape_of(site.equation.invars[0])) - len(contracted)
-        return everything[left:] if site.operand == 0 else everything[len(batch) : left]
-    if site.kind is convolution:
-        features = params["dimension_numbers"].out_spec[1]
+    if use.kind is contraction:
+        (contracted, _), (batch, _) = operation.param("dimension_numbers")
+        left = len(operation.operands[0]) - len(contracted)
+        return everything[left:] if use.operand == 0 else everything[len(batch) : left]
+    if use.kind is convolution:
+        features = operation.param("dimension_numbers").out_spec[1]
         return tuple(axis for axis in everything if axis != features)
-    if site.kind is lookup and site.equation.primitive.name == "gather":
-        offset = params["dimension_numbers"].offset_dims
+    if use.kind is lookup and operation.primitive == "gather":
+        offset = operation.param("dimension_numbers").offset_dims
         return tuple(axis for axis in everything if axis not in offset)
     return everything
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(
-    summed: tuple[int, ...], result: Array, tap: Float[Array, ""], data: Float[Array, ""]
-) -> Array:
-    """The result as it is; the gradient of the tap is a bound on that of the parameter."""
-    del summed, tap, data
-    return result
-
-
-def _watched_forward(
-    summed: tuple[int, ...], result: Array, tap: Array, data: Array
-) -> tuple[Array, Array]:
-    return _watched(summed, result, tap, data), data
-
-
-def _watched_backward(
-    summed: tuple[int, ...], data: Array, cotangent: Array
-) -> tuple[Array, Array, Array]:
-    met = jnp.sum(jnp.abs(cotangent.astype(jnp.float32)), summed)
-    return cotangent, data * jnp.max(met, initial=0), jnp.zeros_like(data)
-
-
-_watched.defvjp(_watched_forward, _watched_backward)
 
 
 def probing_policy(policy: Policy) -> Policy:
@@ -233,15 +210,17 @@ def probing_inputs(inputs: Inputs) -> Inputs:
 
 def probed(values: list[Any]) -> list[Any]:
     """Arrays, or shapes of arrays, with float16 replaced by bfloat16."""
-    return [_to_bfloat16(x) if x.dtype == jnp.float16 else x for x in values]
+
+    def wide(x: Any) -> Any:
+        if x.dtype != jnp.float16:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, weak_type=x.weak_type)
+        return x.astype(jnp.bfloat16)
+
+    return list(map(wide, values))
 
 
-def _to_bfloat16(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, weak_type=x.weak_type)
-    return x.astype(jnp.bfloat16)
-
-
-def seed(loss: Float[Array, "*batch"], scale: Float[Array, "*batch"] | None) -> Array:
+def loss_cotangent(loss: Float[Array, "*batch"], scale: Float[Array, "*batch"] | None) -> Array:
     """The cotangent that a backward pass starts from."""
     return jnp.ones_like(loss) if scale is None else scale.astype(loss.dtype)

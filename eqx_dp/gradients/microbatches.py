@@ -1,7 +1,7 @@
 """A batch processed a microbatch at a time, its results put together again."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +42,11 @@ def over_microbatches(
     Returns:
         The sums, and the per-example values, which are zero in padding slots.
 
-        ===========================  ======================================================
-        batch                        result
-        ===========================  ======================================================
-        empty                        zero sums, per-example values of length zero
-        all padding                  zero sums, zero per-example values, nothing computed
-        not a multiple of the size   as if filled up with padding, and the filling cut off
-        ===========================  ======================================================
+        | batch | result |
+        |---|---|
+        | empty | zero sums, per-example values of length zero |
+        | all padding | zero sums, zero per-example values, nothing computed |
+        | not a multiple of the size | as if filled up with padding, and the filling cut off |
 
         (With a mask the number of microbatches is not known when the loop is compiled, so that the
         result can be differentiated forwards alone; without one backwards as well.)
@@ -61,8 +59,11 @@ def over_microbatches(
     size = min(microbatch_size or num_examples, num_examples)
     if is_padding_example is None and size == num_examples:
         return step(examples, jnp.zeros(num_examples, bool))
-    order = None if is_padding_example is None else _real_first(is_padding_example)
-    num_real: Any = num_examples if order is None else order.num_real
+    order: Any = None
+    num_real: Any = num_examples
+    if is_padding_example is not None:  # real examples come first
+        order = jnp.argsort(is_padding_example, stable=True)
+        num_real = jnp.sum(~is_padding_example)
     count = -(-num_examples // size)
     shapes = jax.eval_shape(step, [x[:size] for x in examples], jnp.zeros(size, bool))
     totals, of_one = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -72,9 +73,9 @@ def over_microbatches(
         totals, slots = found
         rank = index * size + jnp.arange(size)
         is_padding = rank >= num_real
-        place = jnp.where(is_padding, 0, rank)
-        place = place if order is None else order.places[place]
-        sums, values = step([x[place] for x in examples], is_padding)
+        slot = jnp.where(is_padding, 0, rank)
+        slot = slot if order is None else order[slot]
+        sums, values = step([x[slot] for x in examples], is_padding)
         with stage("microbatches"):
             totals = jax.tree.map(jnp.add, totals, sums)
         blank = jax.tree.map(lambda x: _blank_where(is_padding, x), values)
@@ -83,29 +84,8 @@ def over_microbatches(
     trips = -(-num_real // size)
     trips = trips if order is None else agree(trips)
     totals, slots = jax.lax.fori_loop(0, trips, body, (totals, slots))
-    in_order = jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:]), slots)
-    return totals, jax.tree.map(
-        lambda x: x[:num_examples] if order is None else x[order.ranks], in_order
-    )
-
-
-class _Order(NamedTuple):
-    """An order of the slots of a batch.
-
-    Attributes:
-        places: the slot at each rank.
-        ranks: the rank of each slot.
-        num_real: how many hold a real example; the first, in this order.
-    """
-
-    places: Int[Array, " batch"]
-    ranks: Int[Array, " batch"]
-    num_real: Int[Array, ""]
-
-
-def _real_first(is_padding_example: Bool[Array, " batch"]) -> _Order:
-    places = jnp.argsort(is_padding_example, stable=True)
-    return _Order(places, jnp.argsort(places), jnp.sum(~is_padding_example))
+    as_given = slice(num_examples) if order is None else jnp.argsort(order)
+    return totals, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[as_given], slots)
 
 
 def _of_no_examples(

@@ -22,12 +22,7 @@ class NoScalar(ValueError):
 def check_output(
     output: Any, has_aux: bool, gradient: PyTree[Array]
 ) -> tuple[Float[Array, ""], PyTree[Any]]:
-    """Splits the user's output into loss and aux.
-
-    Args:
-        output: what the loss returned.
-        has_aux: whether that is a pair `(loss, aux)`.
-        gradient: a tree as what `eqx.filter_grad` would return, to know one by.
+    """Splits the user's output into loss and aux; `gradient` is as `eqx.filter_grad` returns it.
 
     Raises:
         ValueError: it is no pair where it should be one, or its loss is no real scalar.
@@ -51,7 +46,7 @@ def check_output(
     parts = (output, *output) if isinstance(output, tuple) else (output,)
     if any(_is_gradient(part, gradient) for part in parts):
         raise ValueError(
-            f"The loss returns a tree of arrays as of the model, which looks like its gradient. "
+            f"The loss returns a tree of arrays like the model's, which looks like its gradient. "
             f"{_NO_GRADIENT}"
         )
     if not eqx.is_array_like(loss):
@@ -89,15 +84,14 @@ def check_aux(aux: PyTree[Any]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_state):
         if is_state(leaf):
             raise ValueError(
-                f"aux{jax.tree_util.keystr(path)} is an eqx.nn.State. What one private example "
-                "writes into a state is no state for the next step. Return the loss alone, and "
+                f"aux{jax.tree_util.keystr(path)} is an eqx.nn.State. A state that a private "
+                "example has written must not reach the next step. Return the loss alone, and "
                 "update the state on public data, outside of the loss."
             )
         if not eqx.is_array_like(leaf):
             raise ValueError(
-                f"aux{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: what a loss returns "
-                "beside is stacked over examples, so it holds arrays only. Leave it out "
-                "(eqx.filter(aux, eqx.is_array))."
+                f"aux{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: aux is stacked over "
+                "examples, so it holds arrays only. Leave it out (eqx.filter(aux, eqx.is_array))."
             )
 
 

@@ -97,12 +97,7 @@ class Inputs(NamedTuple):
 
 
 def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
-    """Traces the loss of one example.
-
-    Args:
-        fun: the user's loss, `fun(model, *example[, key=...])`.
-        options: how it is to be called.
-        inputs: what on.
+    """Traces the user's loss, `fun(model, *example[, key=...])`, on one example.
 
     Raises:
         ValueError: the loss is not a real scalar, does not return a pair where `has_aux` says so,
@@ -149,7 +144,7 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
     except Exception as error:
         if isinstance(error, NameError) and "axis name" in str(error):
             raise ValueError(
-                f"The loss uses a collective over an axis that is not there ({error}). A "
+                f"The loss uses a collective over an axis that does not exist ({error}). A "
                 "collective over the batch mixes examples, as eqx.nn.BatchNorm does. "
                 f"{_BATCH_MIXING_ADVICE}"
             ) from error
@@ -166,8 +161,8 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
     if found:
         raise ValueError(
             f"The loss constrains shardings ({found[0]}), and no sharding rules say which axes of "
-            "the mesh examples are spread over: example by example the constraint would land on a "
-            "batch of one, and its work on one device. Give them: "
+            "the mesh examples are spread over. Applied to one example, the constraint would shard "
+            "a batch of one, and all the work would be on one device. Give the rules: "
             "sharding=dp.ShardingRules(mesh, examples=('data',))."
         )
 
@@ -187,6 +182,25 @@ def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]
             return False, False
         return True, named.default is named.empty
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values()), False
+
+
+def check_key(fun: Callable[..., Any], num_batch_arguments: int, key: Any) -> None:
+    """Refuses a call that lacks the key that its loss takes, or has one that it does not take.
+
+    Raises:
+        ValueError: so it is.
+    """
+    can, must = takes_key(fun, 1 + num_batch_arguments)
+    if key is None and must:
+        raise ValueError(
+            "The loss takes a key and none was given: call with key=jax.random.key(...), a fresh "
+            "one every step. It is split into one key an example."
+        )
+    if key is not None and not can:
+        raise ValueError(
+            "A key was given, and the loss has no parameter named 'key' behind the batch. Add one "
+            "(fun(model, *example, key)) or leave the key out."
+        )
 
 
 def refuse_batch_norm(model: PyTree[Any]) -> None:

@@ -1,13 +1,15 @@
-"""Evaluating a program so that the cotangent of every use of a parameter can be read.
+"""Finding the uses of parameters in a program, and evaluating it so that cotangents can be read.
 
-Each site's result gets a *tap* added to it, a zero: the gradient with respect to the tap is the
-cotangent of the result. What the site needs beside it is kept on the way. Nothing is differentiated
-with respect to a parameter, but for those that a site cannot describe (`whole`).
+The result of every use gets a *tap* added to it, a zero: the gradient with respect to the tap is
+the cotangent of the result. What the use needs beside it is kept on the way. Nothing is
+differentiated with respect to a parameter, but for those that no uses describe (`whole`).
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
@@ -17,7 +19,6 @@ from jaxtyping import Array
 from ..programs import (
     Call,
     Scan,
-    at,
     evaluated,
     inside,
     interpret,
@@ -25,122 +26,203 @@ from ..programs import (
     rematerialised,
     scanned,
 )
+from ..programs import at as named
+from .layouts import Layout, layout_of, shape_of, through
 from .program import Program
-from .sites import KINDS, Kind
-from .views import View, parameter_view, view_through
+from .uses import KINDS, Kind, MatrixKind, Operation, ParamUse, as_matrices, operation_of
 
-Place: TypeAlias = tuple[int, ...]
+Address: TypeAlias = tuple[int, ...]
 """Where an equation stands: its index, behind the indices of the equations around it."""
 
 
-ScanUse: TypeAlias = Literal["slices", "time"]
-
-
-class Site(NamedTuple):
-    """An equation that uses a parameter linearly.
+class Uses(NamedTuple):
+    """The uses of every leaf, and the leaves that no uses describe.
 
     Attributes:
-        view: what it uses.
-        kind: which kind of equation it is.
-        equation: the equation.
-        operand: which operand is the view.
-        scans: the scans around it, outermost first: whether each goes over slices of the parameter
-            or uses all of it many times.
-        tap: shape and dtype of the result, the scans' lengths in front.
-        kept: the same of what it keeps.
+        of: of each trainable leaf its uses, by where they stand.
+        whole: the leaves that are differentiated themselves, with the reason.
     """
 
-    view: View
-    kind: Kind
-    equation: jex_core.JaxprEqn
-    operand: int
-    scans: tuple[ScanUse, ...]
-    tap: jax.ShapeDtypeStruct
-    kept: Any
-
-
-AtSite: TypeAlias = Callable[[Site, list[Any], Any], tuple[Array, Any]]
-"""From a site, the values of its operands, and its tap: the result, and what is kept."""
-
-
-class Survey(NamedTuple):
-    """The sites of every leaf, and the leaves that no site describes, with the reason."""
-
-    sites: dict[Place, Site]
+    of: tuple[dict[Address, ParamUse], ...]
     whole: dict[int, str]
 
-    def of(self, leaf: int) -> list[tuple[Place, Site]]:
-        """The sites of one leaf."""
-        return [(place, site) for place, site in self.sites.items() if site.view.leaf == leaf]
+    @property
+    def at(self) -> dict[Address, ParamUse]:
+        """All uses."""
+        return {address: use for its in self.of for address, use in its.items()}
+
+    def without(self, reasons: dict[int, str]) -> "Uses":
+        """The same with more leaves that are differentiated themselves."""
+        whole = {**reasons, **self.whole}
+        return Uses(tuple({} if i in whole else its for i, its in enumerate(self.of)), whole)
 
 
-def survey(program: Program, inputs: list[jax.ShapeDtypeStruct], num_params: int) -> Survey:
-    """Finds every leaf's sites by walking through the program once, on shapes alone.
+class _View(NamedTuple):
+    """A rearranged parameter.
+
+    Attributes:
+        leaf: which.
+        size: its number of entries.
+        layout: of the array, or of all its slices, which are stacked along axes in front.
+        over: the scans that go over those slices, outermost first.
+    """
+
+    leaf: int
+    size: int
+    layout: Layout
+    over: tuple[Address, ...] = ()
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a gradient can be brought back to the parameter."""
+        return 0 in self.layout.shape or self.layout.is_regular(self.size)
+
+
+def find_uses(program: Program, num_params: int) -> Uses:
+    """Finds every leaf's uses by going through the program once; nothing is evaluated.
 
     Args:
         program: the loss of one example.
-        inputs: shapes and dtypes of what it takes.
-        num_params: how many of them, the first, are trainable leaves.
+        num_params: how many of its inputs, the first, are trainable leaves.
     """
-    found = Survey({}, {})
-
-    def run(params: list[Array], rest: list[Array]) -> None:
-        walk = _Walk(found, None)
-        views = [parameter_view(leaf, value) for leaf, value in enumerate(params)]
-        for output in walk.program(program.jaxpr, [*views, *rest]):
-            walk.value(output, "it is a result of the loss itself")
-
-    jax.eval_shape(run, inputs[:num_params], inputs[num_params:])
-    sites = {
-        place: site
-        for place, site in found.sites.items()
-        if site.view.leaf not in found.whole and not _is_empty(site)
-    }
-    return Survey(sites, found.whole)
+    variables = program.jaxpr.jaxpr.invars
+    shapes = [shape_of(variable) for variable in variables[:num_params]]
+    search = _Search(tuple({} for _ in shapes), {})
+    params = [_View(i, math.prod(shape), layout_of(shape)) for i, shape in enumerate(shapes)]
+    rest = [None] * (len(variables) - num_params)
+    for output in search.program(program.jaxpr, [*params, *rest], (), ()):
+        search.give_up(output, "it is a result of the loss itself")
+    return Uses(search.of, {}).without(search.whole)
 
 
-def tapped(site: Site, inputs: list[Any], tap: Array) -> tuple[Array, Any]:
-    """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
-    (result,) = evaluated(site.equation, inputs)
-    return result + tap, site.kind.keep(site.equation, site.operand, inputs)
+_Scans: TypeAlias = tuple[tuple[Address, int], ...]
+"""The scans around an equation, outermost first: where they stand, and their lengths."""
 
 
-def _is_empty(site: Site) -> bool:
-    """Whether nothing can come of a site: a scan of no steps, a slice of no rows."""
-    return 0 in (*site.tap.shape, *site.view.value.shape)
+class _Search(NamedTuple):
+    """One pass over a program, through the programs inside it, on views: None is other data.
 
-
-def evaluate(
-    program: Program,
-    found: Survey,
-    params: list[Array],
-    frozen: list[Array],
-    example: list[Array],
-    taps: dict[Place, Any],
-    at_site: AtSite = tapped,
-) -> tuple[Array, list[Array], dict[Place, Any]]:
-    """Evaluates one example's loss with taps.
-
-    Args:
-        program: the loss of one example.
-        found: its sites.
-        params: the trainable leaves. Those that are `whole` are used as they are.
-        frozen: the other arrays of the model.
-        example: one example's arrays.
-        taps: what each site is given, the lengths of the scans around it in front of every array.
-        at_site: what happens at a site.
-
-    Returns:
-        The loss, aux, and what each site keeps, the scans' lengths in front.
+    Attributes:
+        of, whole: what is found, as that of `Uses`.
     """
-    walk = _Walk(found, taps, at_site)
-    inputs = [
-        value if leaf in found.whole else parameter_view(leaf, value)
-        for leaf, value in enumerate(params)
-    ]
-    outputs = walk.program(program.jaxpr, [*inputs, *frozen, *example])
-    loss, *aux = (jnp.asarray(walk.value(output, "")) for output in outputs)
-    return loss, aux, walk.kept
+
+    of: tuple[dict[Address, ParamUse], ...]
+    whole: dict[int, str]
+
+    def program(
+        self,
+        program: jex_core.ClosedJaxpr,
+        inputs: Sequence[_View | None],
+        address: Address,
+        scans: _Scans,
+    ) -> list[_View | None]:
+        """The views that a program makes of those that it is given."""
+        indices = itertools.count()
+
+        def of_equation(
+            equation: jex_core.JaxprEqn, inputs: list[_View | None]
+        ) -> Sequence[_View | None]:
+            index = next(indices)
+            if not any(inputs):
+                return [None] * len(equation.outvars)
+            return self.equation(equation, inputs, (*address, index), scans)
+
+        consts: list[_View | None] = [None] * len(program.jaxpr.constvars)
+        return interpret(program.jaxpr, consts, inputs, of_equation, lambda _: None)
+
+    def equation(
+        self,
+        equation: jex_core.JaxprEqn,
+        inputs: list[_View | None],
+        address: Address,
+        scans: _Scans,
+    ) -> Sequence[_View | None]:
+        """Follows views through an equation, notes it as a use, or gives them up."""
+        nothing = [None] * len(equation.outvars)
+        operands = [i for i, view in enumerate(inputs) if view is not None]
+        first = inputs[operands[0]]
+        assert first is not None
+        if len(inputs) == 1:
+            layouts = through(equation, first.layout, len(first.over))
+            if layouts is not None:
+                return [first._replace(layout=layout) for layout in layouts]
+        match inside(equation):
+            case Call("jit", body):
+                return self.program(body, inputs, address, scans)
+            case Call("remat", body):
+                for output in self.program(body, inputs, address, scans):
+                    self.give_up(output, "it leaves a jax.checkpoint")
+                return nothing
+            case Scan() as scan:
+                self.scan(scan, inputs, address, scans)
+                return nothing
+            case _:
+                pass
+        claiming = [kind for kind in KINDS if kind.claims(equation, operands[0])]
+        reason = f"no kind of use knows '{equation.primitive.name}'"
+        if len(operands) > 1:
+            reason = "it meets another parameter"
+        elif claiming and _is_real(equation):
+            if self.use(claiming[0], equation, operands[0], first, address, scans):
+                return nothing
+            reason = "its entries are in no regular order"
+        for view in inputs:
+            self.give_up(view, reason)
+        return nothing
+
+    def scan(
+        self,
+        scan: Scan,
+        inputs: list[_View | None],
+        address: Address,
+        scans: _Scans,
+    ) -> None:
+        """Follows views into a scan, which may go over slices of them."""
+        consts, carry, slices = scan.split(inputs)
+        for view in carry:
+            self.give_up(view, "a scan carries it")
+        now = [view and view._replace(over=(*view.over, address)) for view in slices]
+        start, around = [*consts, *[None] * len(carry), *now], (*scans, (address, scan.length))
+        for output in self.program(scan.body, start, address, around):
+            self.give_up(output, "a scan returns it")
+
+    def give_up(self, view: _View | None, reason: str) -> None:
+        """Makes a leaf `whole`."""
+        if view is not None:
+            self.whole.setdefault(view.leaf, reason)
+
+    def use(
+        self,
+        kind: Kind,
+        equation: jex_core.JaxprEqn,
+        operand: int,
+        view: _View,
+        address: Address,
+        scans: _Scans,
+    ) -> bool:
+        """Notes a use, if its gradient can be brought back to the parameter."""
+        operation = operation_of(equation)
+        matrices = as_matrices(kind, operation, operand, view.layout)
+        if not view.is_regular or (matrices is None and isinstance(kind, MatrixKind)):
+            return False
+        lengths = [length for _, length in scans]
+        result, residuals = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((*lengths, *x.shape), x.dtype),
+            (equation.outvars[0].aval, _residuals(kind, operation, operand, _shapes(equation))),
+        )
+        use = ParamUse(
+            kind,
+            operation,
+            operand,
+            view.layout,
+            matrices,
+            tuple("slices" if scan in view.over else "time" for scan, _ in scans),
+            result,
+            residuals,
+        )
+        if not use.is_empty:
+            self.of[view.leaf][address] = use
+        return True
 
 
 def _is_real(equation: jex_core.JaxprEqn) -> bool:
@@ -148,172 +230,132 @@ def _is_real(equation: jex_core.JaxprEqn) -> bool:
     return all(jnp.issubdtype(result.dtype, jnp.floating) for result in results)
 
 
-class _Around(NamedTuple):
-    """A scan around an equation."""
-
-    place: Place
-    length: int
+def _shapes(equation: jex_core.JaxprEqn) -> tuple[jax.ShapeDtypeStruct, ...]:
+    avals: list[Any] = [variable.aval for variable in equation.invars]
+    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
 
 
-class _Walk:
-    """One pass over a program, through the programs inside it.
+@functools.lru_cache(maxsize=1024)
+def _residuals(
+    kind: Kind, operation: Operation, operand: int, inputs: tuple[jax.ShapeDtypeStruct, ...]
+) -> Any:
+    """Shapes of what a use keeps."""
+    return jax.eval_shape(lambda *x: kind.residuals(operation, operand, list(x)), *inputs)
 
-    Without taps it is a survey: sites are noted. With taps, they are tapped.
+
+AtUse: TypeAlias = Callable[[Any, jex_core.JaxprEqn, list[Any], Any, Any], tuple[Array, Any]]
+"""What happens at a use: from what is known of it, its equation, the values of its operands, its
+tap and what is given to all, to the result and the residuals."""
+
+
+def tapped(
+    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array, given: Any
+) -> tuple[Array, Any]:
+    """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
+    del given
+    (result,) = evaluated(equation, inputs)
+    return result + tap, use.kind.residuals(use.operation, use.operand, inputs)
+
+
+def evaluate(
+    program: Program,
+    at: Mapping[Address, Hashable],
+    inputs: Sequence[Array],
+    taps: dict[Address, Any],
+    at_use: AtUse = tapped,
+    given: Any = None,
+) -> tuple[Array, list[Array], dict[Address, Any]]:
+    """Evaluates one example's loss with taps.
+
+    Args:
+        program: the loss of one example.
+        at: what is known of each use: `at_use` does the same wherever this is the same.
+        inputs: the trainable leaves, the other arrays of the model, and one example's arrays.
+        taps: what each use is given, the lengths of the scans around it in front of every array.
+        at_use: what happens there.
+        given: arrays that all uses are given.
+
+    Returns:
+        The loss, aux, and the residuals of every use, the scans' lengths in front.
+    """
+    outputs, residuals = _Evaluation(at_use, given, {}).program(program.jaxpr, at, inputs, taps)
+    loss, *aux = map(jnp.asarray, outputs)
+    return loss, aux, residuals
+
+
+class _Evaluation(NamedTuple):
+    """One pass over a program, through the programs in which there are uses, on values.
+
+    Attributes:
+        at_use: what happens at a use.
+        given: what all uses are given.
+        calls: the functions that stand for calls, by what they call: equal ones are traced once.
     """
 
-    def __init__(self, found: Survey, taps: dict[Place, Any] | None, at_site: AtSite = tapped):
-        self.found = found
-        self.taps = taps
-        self.at_site = at_site
-        self.kept: dict[Place, Any] = {}
+    at_use: AtUse
+    given: Any
+    calls: dict[Any, Callable[..., Any]]
 
     def program(
         self,
         program: jex_core.ClosedJaxpr,
+        at: Mapping[Address, Hashable],
         inputs: Sequence[Any],
-        place: Place = (),
-        scans: tuple[_Around, ...] = (),
-    ) -> list[Any]:
-        """Evaluates a program whose inputs are values or views; so are its results."""
-        indices = itertools.count()
+        taps: dict[Address, Any],
+    ) -> tuple[list[Any], dict[Address, Any]]:
+        """Evaluates a program; addresses are those in it."""
+        indices, residuals = itertools.count(), dict[Address, Any]()
+        holders = {address[0] for address in at if len(address) > 1}
 
         def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-            return self.equation(equation, inputs, (*place, next(indices)), scans)
+            index = next(indices)
+            here = (index,)
+            if here in at:
+                result, residuals[here] = self.at_use(
+                    at[here], equation, inputs, taps[here], self.given
+                )
+                return [result]
+            if index not in holders:
+                return evaluated(equation, inputs)
+            outputs, found = self.inside(equation, inputs, _below(at, index), _below(taps, index))
+            residuals.update({(index, *address): its for address, its in found.items()})
+            return outputs
 
-        return interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)
+        outputs = interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)
+        return outputs, residuals
 
-    def equation(
+    def inside(
         self,
         equation: jex_core.JaxprEqn,
         inputs: list[Any],
-        place: Place,
-        scans: tuple[_Around, ...],
-    ) -> list[Any]:
-        """Evaluates one equation: plainly, as a view, as a site, or by going into it."""
-        if not any(isinstance(x, View) for x in inputs):
-            return evaluated(equation, inputs)
-        views = view_through(equation, inputs)
-        if views is not None:
-            return views
-        inner = inside(equation)
-        with at(equation):
-            match inner:
+        at: Mapping[Address, Hashable],
+        taps: dict[Address, Any],
+    ) -> tuple[list[Any], dict[Address, Any]]:
+        """Evaluates an equation that holds uses: jit, remat and scan stay what they are.
+
+        Taps go into them, and what uses keep comes out, saved or with the scan's other arrays.
+        """
+        with named(equation):
+            match inside(equation):
                 case Call("jit", body):
-                    return self.program(body, inputs, place, scans)
+                    key = body, *at.items()
+                    if key not in self.calls:
+                        self.calls[key] = jax.jit(
+                            lambda given, inputs, taps: self._replace(given=given).program(
+                                body, at, inputs, taps
+                            )
+                        )
+                    return self.calls[key](self.given, inputs, taps)
                 case Call("remat", body):
-                    return self._remat(equation, body, inputs, place, scans)
-                case Scan() as scan:
-                    return self._scan(equation, scan, inputs, place, scans)
-                case _:
-                    pass
-        operands = [i for i, x in enumerate(inputs) if isinstance(x, View)]
-        if len(operands) == 1 and _is_real(equation):
-            for kind in KINDS:
-                if kind.claims(equation, operands[0]):
-                    return [self.site(kind, equation, operands[0], inputs, place, scans)]
-        reason = (
-            "it meets another parameter"
-            if len(operands) > 1
-            else f"no kind of site knows '{equation.primitive.name}'"
-        )
-        return evaluated(equation, [self.value(x, reason) for x in inputs])
-
-    def value(self, x: Any, reason: str) -> Any:
-        """The value of an input; a view whose use no site describes makes its leaf `whole`."""
-        if not isinstance(x, View):
-            return x
-        self.found.whole.setdefault(x.leaf, reason)
-        return x.value
-
-    def site(
-        self,
-        kind: Kind,
-        equation: jex_core.JaxprEqn,
-        operand: int,
-        inputs: list[Any],
-        place: Place,
-        scans: tuple[_Around, ...],
-    ) -> Array:
-        """Evaluates a site; notes it, or does what is to be done there."""
-        view: View = inputs[operand]
-        values = _values(inputs)
-        if self.taps is not None and place in self.taps:
-            result, self.kept[place] = self.at_site(
-                self.found.sites[place], values, self.taps[place]
-            )
-            return result
-        (result,) = evaluated(equation, values)
-        if self.taps is None:
-            lengths = [scan.length for scan in scans]
-            tap, kept = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((*lengths, *x.shape), x.dtype),
-                (result, kind.keep(equation, operand, values)),
-            )
-            uses: tuple[ScanUse, ...] = tuple(
-                "slices" if scan.place in view.over else "time" for scan in scans
-            )
-            shape = jax.ShapeDtypeStruct(view.value.shape, view.value.dtype)
-            view = view._replace(value=shape)  # no value of the survey outlives it
-            self.found.sites[place] = Site(view, kind, equation, operand, uses, tap, kept)
-        return result
-
-    def _remat(
-        self,
-        equation: jex_core.JaxprEqn,
-        body: jex_core.ClosedJaxpr,
-        inputs: list[Any],
-        place: Place,
-        scans: tuple[_Around, ...],
-    ) -> list[Any]:
-        """A rematerialised function stays one; what its sites keep is saved."""
-
-        def run(values: list[Any], taps: dict[Place, Any] | None) -> tuple[list[Any], Any]:
-            walk = _Walk(self.found, taps, self.at_site)
-            outputs = walk.program(body, _with_values(inputs, values), place, scans)
-            return [walk.value(x, "it leaves a jax.checkpoint") for x in outputs], walk.kept
-
-        outputs, kept = rematerialised(equation, run, _values(inputs), self._taps_inside(place))
-        self.kept.update(kept)
-        return outputs
-
-    def _scan(
-        self,
-        equation: jex_core.JaxprEqn,
-        scan: Scan,
-        inputs: list[Any],
-        place: Place,
-        scans: tuple[_Around, ...],
-    ) -> list[Any]:
-        """A scan stays one; taps go in, and what sites keep comes out, with its other arrays."""
-        consts, carry, slices = scan.split(inputs)
-        carry = [self.value(x, "a scan carries it") for x in carry]
-        slices = [x._replace(over=(*x.over, place)) if isinstance(x, View) else x for x in slices]
-        start = len(consts) + len(carry)
-        around = (*scans, _Around(place, scan.length))
-
-        def run(values: list[Any], taps: Any) -> tuple[list[Any], Any]:
-            walk = _Walk(self.found, taps, self.at_site)
-            read = [*values[:start], *_with_values(slices, values[start:])]
-            outputs = walk.program(scan.body, read, place, around)
-            return [walk.value(x, "a scan returns it") for x in outputs], walk.kept
-
-        values = [*consts, *carry, *_values(slices)]
-        outputs, kept = scanned(equation, scan, run, values, self._taps_inside(place))
-        self.kept.update(kept)
-        return outputs
-
-    def _taps_inside(self, place: Place) -> dict[Place, Any] | None:
-        if self.taps is None:
-            return None
-        return {inner: tap for inner, tap in self.taps.items() if inner[: len(place)] == place}
+                    run = functools.partial(self.program, body, at)
+                    return rematerialised(equation, run, inputs, taps)
+                case Scan(body=body) as scan:
+                    run = functools.partial(self.program, body, at)
+                    return scanned(equation, scan, run, inputs, taps)
+                case other:
+                    raise AssertionError(f"There are no uses inside {other}.")
 
 
-def _values(inputs: list[Any]) -> list[Any]:
-    return [x.value if isinstance(x, View) else x for x in inputs]
-
-
-def _with_values(inputs: list[Any], values: list[Any]) -> list[Any]:
-    return [
-        x._replace(value=value) if isinstance(x, View) else value
-        for x, value in zip(inputs, values, strict=True)
-    ]
+def _below(of: Mapping[Address, Any], index: int) -> dict[Address, Any]:
+    """What is inside one equation, by its address there."""
+    return {address[1:]: its for address, its in of.items() if address[0] == index}

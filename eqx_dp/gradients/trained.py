@@ -14,10 +14,10 @@ FilterSpec = PyTree[bool | Callable[[Any], bool]]
 _Model = TypeVar("_Model")
 
 STATE_ADVICE = (
-    "Hand the state in with the model, grad_fn((model, state), *batch), where the loss takes the "
-    "pair first: every trace then gets a state of its own, and no gradient or noise enters it "
-    "(None in the gradients). optimizer.init(grad_fn.trainable((model, state))) fits those. "
-    "eqx.nn.inference_mode(model) makes layers leave their state alone."
+    "Hand the state in with the model, grad_fn((model, state), *batch), and let the loss take the "
+    "pair as its first argument. Every trace then gets a state of its own, and its gradients are "
+    "None, so that no noise is added to it. optimizer.init(grad_fn.trainable((model, state))) fits "
+    "these gradients. eqx.nn.inference_mode(model) makes layers leave their state alone."
 )
 
 
@@ -30,17 +30,15 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
     """Splits a model into what is trained and the rest, each with None in place of the other.
 
     What an `eqx.nn.State` holds (running statistics, say) is written by layers, and no gradient
-    descent is meant to move it. A function is asked of a leaf without knowing where that stands,
-    so it speaks of parameters alone; True in a tree of booleans may select state as well.
+    descent is meant to move it. A function gets a leaf and not its place in the tree, so it selects
+    parameters alone; True in a tree of booleans may select state as well.
 
-    ===========================================  =================================================
-    filter_spec                                  of an `eqx.nn.State`, a `StateIndex.init`
-    ===========================================  =================================================
-    a function of a leaf (the default is one)    nothing is trained
-    a tree, a function above the state           nothing is trained
-    a tree, True above the state                 all of it is trained
-    a tree, True or a function inside of it      what it selects is trained
-    ===========================================  =================================================
+    | filter_spec | of an `eqx.nn.State`, a `StateIndex.init` |
+    |---|---|
+    | a function of a leaf (the default is one) | nothing is trained |
+    | a tree, a function above the state | nothing is trained |
+    | a tree, True above the state | all of it is trained |
+    | a tree, True or a function inside of it | what it selects is trained |
 
     Args:
         model: any tree.
@@ -70,8 +68,8 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
     except ValueError as error:
         raise ValueError(
             "filter_spec is no prefix of the model's tree. Give a function of a leaf, or a tree "
-            "made from the model: spec = jax.tree.map(lambda _: False, model), and True where it "
-            f"is trained by eqx.tree_at. {error}"
+            "made from the model: spec = jax.tree.map(lambda _: False, model), in which "
+            f"eqx.tree_at puts True for what is trained. {error}"
         ) from error
     return eqx.partition(model, jax.tree.map(without_state, filter_spec, model))
 

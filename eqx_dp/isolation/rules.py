@@ -1,42 +1,46 @@
-"""What each of JAX's primitives does to the dimension along which examples stand.
+"""What each of JAX's primitives does to the examples in its operands.
 
-A rule says to which dimension of the results a dimension of an operand goes, or None where the
-primitive lets its entries meet (sums over it, reverses it, cuts it). Primitives that hold programs
+A rule says how examples stand in the results, from how they stand in one operand, or None where the
+primitive lets them meet (sums over them, reverses them, cuts them). Primitives that hold programs
 are in `follow`. A primitive without a rule is taken to mix examples.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 
-from .places import Apart, shape_of
+from ..programs import inside, named
+from .dependence import Apart, shape_of
+from .folds import convolved, reshaped
 
-Rule: TypeAlias = Callable[[jex_core.JaxprEqn, int, int], int | None]
-"""`rule(equation, operand, dim)`, the dimension of the results or None."""
+Rule: TypeAlias = Callable[[jex_core.JaxprEqn, int, Apart, int], Apart | None]
+"""`rule(equation, operand, apart, num_examples)`, how examples are in the results, or None."""
+
+Dimension: TypeAlias = Callable[[jex_core.JaxprEqn, int, int], int | None]
+"""`rule(equation, operand, dim)`, the dimension of the results that takes its place, or None."""
 
 
 def _same(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int:
-    del equation, operand
     return dim
 
 
-def _but(name: str) -> Rule:
+def _but(name: str) -> Dimension:
     """All dimensions stay, and entries along those in a parameter meet."""
 
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-        del operand
-        return None if dim in _dims(equation.params[name]) else dim
+        return None if dim in _dims_of(equation, operand, name) else dim
 
     return rule
 
 
-def _without(name: str) -> Rule:
+def _without(name: str) -> Dimension:
     """The dimensions in a parameter are gone, and what stood along them has met."""
 
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-        del operand
-        gone = _dims(equation.params[name])
+        gone = _dims_of(equation, operand, name)
         return None if dim in gone else dim - sum(axis < dim for axis in gone)
 
     return rule
@@ -46,7 +50,13 @@ def _dims(value: Any) -> tuple[int, ...]:
     return tuple(map(int, value)) if isinstance(value, tuple) else (int(value),)
 
 
-def _leading(*core: int) -> Rule:
+def _dims_of(equation: jex_core.JaxprEqn, operand: int, name: str) -> list[int]:
+    """The dimensions of an operand that a parameter names; -1 is the last."""
+    rank = len(shape_of(equation.invars[operand]))
+    return [axis % rank for axis in _dims(equation.params[name])]
+
+
+def _leading(*core: int) -> Dimension:
     """An operation on the last dimensions of each operand, `core` of them; the others stay."""
 
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
@@ -69,14 +79,13 @@ def _tridiagonal_solve(equation: jex_core.JaxprEqn, operand: int, dim: int) -> i
     return dim if dim != (rank - 2 if operand == 3 else rank - 1) else None
 
 
-def _drawn(*generators: str) -> Rule:
+def _drawn(*generators: str) -> Dimension:
     """Random numbers, keys of keys: of each key by itself, with these generators alone.
 
     JAX draws the numbers of a whole batch of `rbg` keys from the first of them.
     """
 
     def rule(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-        del operand
         key: Any = equation.invars[0].aval
         return dim if str(key.dtype) in generators else None
 
@@ -94,7 +103,6 @@ def _bitcast(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
 
 
 def _transpose(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int:
-    del operand
     return equation.params["permutation"].index(dim)
 
 
@@ -103,23 +111,19 @@ def _broadcast(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | Non
 
 
 def _pad(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-    del operand
     return dim if tuple(equation.params["padding_config"][dim]) == (0, 0, 0) else None
 
 
 def _tile(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
-    del operand
     return dim if equation.params["reps"][dim] == 1 else None
 
 
 def _stack(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int:
-    del operand
     return dim + (dim >= equation.params["axis"])
 
 
 def _window(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     """A window of length one that takes every entry of the dimension as it is."""
-    del operand
     params = equation.params
     lengths = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     is_one = all(params[name][dim] == 1 for name in lengths if name in params)
@@ -128,11 +132,9 @@ def _window(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
 
 def _product(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     """Batch dimensions come first, then what is left of each operand."""
-    (contracted, batch) = equation.params["dimension_numbers"]
-    if dim in contracted[operand]:
-        return None
-    if dim in batch[operand]:
-        return batch[operand].index(dim)
+    contracted, batch = equation.params["dimension_numbers"]
+    if dim in contracted[operand] or dim in batch[operand]:
+        return batch[operand].index(dim) if dim in batch[operand] else None
     taken = {*contracted[operand], *batch[operand]}
     before = len(batch[0]) + sum(d not in taken for d in range(dim))
     if operand == 0:
@@ -187,7 +189,6 @@ def _scatter(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
 
 def _scatter_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     """Each device keeps its part of a sum: of a dimension, or its place along one."""
-    del operand
     along = equation.params["scatter_dimension"]
     if dim == along:
         return None
@@ -196,11 +197,16 @@ def _scatter_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int 
 
 def _gather_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     """Devices' parts side by side, along a dimension of their own or one after the other."""
-    del operand
     along = equation.params["all_gather_dimension"]
     if equation.params["tiled"]:
         return None if dim == along else dim
     return dim + (dim >= along)
+
+
+def _sum_of_all(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
+    """Over devices; and over dimensions, where vmap has mapped an axis of that name away."""
+    gone = [axis for axis in equation.params["axes"] if isinstance(axis, Integral)]
+    return None if dim in gone else dim - sum(axis < dim for axis in gone)
 
 
 def _callback(equation: jex_core.JaxprEqn, operand: int, dim: int) -> None:
@@ -225,110 +231,126 @@ def _virtual(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
     return 0 if equation.params["__batch_axes"][operand] == dim else None
 
 
-_ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
-complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
-floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
-logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or polygamma
-population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
-select_if_vmap select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-square stop_gradient sub tan tanh threefry2x32 threefry4x32 philox2x32 philox4x32 random_clone
-random_seed xor zeta name nonbatchable nondifferentiable_backward sharding_constraint
-layout_constraint reshard mesh_cast pvary pcast pbroadcast ppermute psum psum_invariant pmax pmin
-slice dynamic_slice dynamic_update_slice random_unwrap
-""".split()  # noqa: SIM905
-"""Each entry of a result follows from the entries of the operands at the same place.
+# Of slices, a dimension along which examples stand has to be taken whole: see `_along`.
+_DIMENSIONS: tuple[tuple[str, Dimension], ...] = (
+    (
+        """
+        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+        clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv
+        erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le
+        le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not
+        one_minus_square or polygamma population_count pow real reduce_precision
+        regularized_incomplete_beta rem round rsqrt select_if_vmap select_n shift_left
+        shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
+        tanh threefry2x32 threefry4x32 philox2x32 philox4x32 random_clone random_seed xor zeta name
+        nonbatchable nondifferentiable_backward sharding_constraint layout_constraint reshard
+        ppermute slice dynamic_slice dynamic_update_slice random_unwrap pvary pbroadcast
+        """,
+        _same,
+    ),
+    ("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum", _without("axes")),
+    ("reduce_xor argmax argmin", _without("axes")),
+    ("cumlogsumexp cummax cummin cumprod cumsum split", _but("axis")),
+    ("cholesky eig eigh geqrf hessenberg lu qr schur svd", _leading(2)),
+    ("symmetric_product tridiagonal", _leading(2)),
+    ("random_wrap lu_pivots_to_permutation", _leading(1)),
+    ("geqp3 householder_product", _leading(2, 1)),
+    ("ormqr", _leading(2, 1, 2)),
+    ("reduce_window reduce_window_max reduce_window_min reduce_window_sum", _window),
+    ("select_and_gather_add select_and_scatter_add", _window),
+    ("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub", _scatter),
+    ("pure_callback ffi_call", _callback),
+    ("random_bits random_gamma", _drawn("key<fry>")),
+    ("random_fold_in random_split", _drawn("key<fry>", "key<rbg>")),
+    ("psum psum_invariant pmax pmin", _sum_of_all),
+    ("all_gather all_gather_invariant", _gather_of_all),
+    ("approx_top_k", _but("reduction_dimension")),
+    ("bitcast_convert_type", _bitcast),
+    ("broadcast_in_dim", _broadcast),
+    ("concatenate sort", _but("dimension")),
+    ("dot_general", _product),
+    ("fft", _fft),
+    ("gather", _gather),
+    ("pad", _pad),
+    ("pallas_call", _kernel),
+    ("ragged_dot_general", _ragged_product),
+    ("reduce squeeze", _without("dimensions")),
+    ("reduce_scatter", _scatter_of_all),
+    ("rev", _but("dimensions")),
+    ("stack", _stack),
+    ("tile", _tile),
+    ("top_k", _but("axis")),
+    ("transpose", _transpose),
+    ("triangular_solve", _triangular_solve),
+    ("tridiagonal_solve", _tridiagonal_solve),
+    ("unstack", _without("axis")),
+    ("vprim", _virtual),
+)
 
-Of slices, a dimension along which examples stand has to be taken whole: results of another length
-are refused for every primitive.
-"""
 
-_AXES_GONE = """
-reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor argmax argmin
-""".split()  # noqa: SIM905
+def _along(rule: Dimension) -> Rule:
+    """A primitive that takes the examples along one dimension, all of them, to another."""
 
-_ALONG_AXIS = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+    def moved(
+        equation: jex_core.JaxprEqn, operand: int, apart: Apart, num_examples: int
+    ) -> Apart | None:
+        dim = rule(equation, operand, apart.dim)
+        if dim is None:
+            return None
+        before = shape_of(equation.invars[operand])[apart.dim : apart.dim + 1]
+        # A dimension of another length was cut, or repeated.
+        if any(shape_of(result)[dim : dim + 1] != before for result in equation.outvars):
+            return None
+        return replace(apart, dim=dim)
 
-_OF_MATRICES = """
-cholesky eig eigh geqrf hessenberg lu qr schur svd symmetric_product tridiagonal
-""".split()  # noqa: SIM905
+    return moved
 
-_WINDOWS = """
-reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
-select_and_scatter_add
-""".split()  # noqa: SIM905
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _same),
-    **dict.fromkeys(_AXES_GONE, _without("axes")),
-    **dict.fromkeys(_ALONG_AXIS, _but("axis")),
-    **dict.fromkeys(_WINDOWS, _window),
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
-        _scatter,
-    ),
-    **dict.fromkeys(("pure_callback", "ffi_call"), _callback),
-    **dict.fromkeys(("random_bits", "random_gamma"), _drawn("key<fry>")),
-    **dict.fromkeys(("random_fold_in", "random_split"), _drawn("key<fry>", "key<rbg>")),
-    **dict.fromkeys(("random_wrap", "lu_pivots_to_permutation"), _leading(1)),
-    **dict.fromkeys(_OF_MATRICES, _leading(2)),
-    **dict.fromkeys(("geqp3", "householder_product"), _leading(2, 1)),
-    "ormqr": _leading(2, 1, 2),
-    "triangular_solve": _triangular_solve,
-    "tridiagonal_solve": _tridiagonal_solve,
-    "all_gather": _gather_of_all,
-    "all_gather_invariant": _gather_of_all,
-    "approx_top_k": _but("reduction_dimension"),
-    "bitcast_convert_type": _bitcast,
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _but("dimension"),
-    "dot_general": _product,
-    "fft": _fft,
-    "gather": _gather,
-    "pad": _pad,
-    "pallas_call": _kernel,
-    "ragged_dot_general": _ragged_product,
-    "reduce": _without("dimensions"),
-    "reduce_scatter": _scatter_of_all,
-    "rev": _but("dimensions"),
-    "sort": _but("dimension"),
-    "split": _but("axis"),
-    "squeeze": _without("dimensions"),
-    "stack": _stack,
-    "tile": _tile,
-    "top_k": _but("axis"),
-    "transpose": _transpose,
-    "unstack": _without("axis"),
-    "vprim": _virtual,
+    **{name: _along(rule) for names, rule in _DIMENSIONS for name in named(names)},
+    "reshape": reshaped,
+    "conv_general_dilated": convolved,
 }
 
+WRITES = named("swap addupdate")
+"""What is written to a mutable array is read later, and where is not followed."""
 
-def convolved(
-    equation: jex_core.JaxprEqn, operand: int, place: Apart, num_examples: int
-) -> Apart | None:
-    """Where examples are in a convolution's result, from where they are in one operand.
+REDUCTIONS = named("unvmap_any unvmap_all unvmap_max")
+"""Equinox's, which see a whole batch from inside `vmap`."""
 
-    Examples are among the examples of the convolution, among the features that a filter makes, or
-    in its groups: each group meets no other, and all of it has to be one example's.
+OPERAND_BY_OPERAND = named("optimization_barrier device_put")
+"""Each result follows from the operand at its place."""
+
+# Asking for one's own position exchanges nothing; neither does saying along what a value varies.
+_LOCAL = named("axis_index pvary")
+
+
+def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
+    """The names of the axes that an equation's collective goes over."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return frozenset(axis for axis in axes if not isinstance(axis, Integral))
+
+
+def exchanges(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:
+    """Whether it exchanges values along axes, others than those that the program itself binds."""
+    return bool(axes_named(equation) - bound) and equation.primitive.name not in _LOCAL
+
+
+def sees_a_batch(equation: jex_core.JaxprEqn) -> bool:
+    """Whether it acts on all examples that vmap hands it, those of a vmap around all of this too.
+
+    A function with a batching rule that is left has not been mapped yet; what its rule does will
+    not be seen here. A host function is handed whole batches unless it says otherwise.
     """
-    params = equation.params
-    numbers = params["dimension_numbers"]
-    spec = numbers.lhs_spec if operand == 0 else numbers.rhs_spec
-    shape = shape_of(equation.invars[operand])
-    size, features_out = shape[place.dim], shape_of(equation.invars[1])[numbers.rhs_spec[0]]
-    batch_groups, groups = params["batch_group_count"], params["feature_group_count"]
-    if operand == 1:
-        return Apart(numbers.out_spec[1], place.inner) if place.dim == spec[0] else None
-    if place.dim == spec[0]:
-        of_group = size // batch_groups
-        if of_group % (place.inner * num_examples) == 0:
-            return Apart(numbers.out_spec[0], place.inner)
-        return _of_groups(place.inner, of_group, features_out // batch_groups, numbers)
-    if place.dim == spec[1]:
-        return _of_groups(place.inner, size // groups, features_out // groups, numbers)
-    return None
+    if equation.primitive.name == "custom_vmap_call":
+        return True
+    method = equation.params.get("vmap_method")
+    return method is not None and not method.startswith("sequential")
 
 
-def _of_groups(inner: int, of_group: int, made: int, numbers: Any) -> Apart | None:
-    """From groups of entries that one example has to itself to the features made of them."""
-    return Apart(numbers.out_spec[1], inner // of_group * made) if inner % of_group == 0 else None
+def is_known(equation: jex_core.JaxprEqn) -> bool:
+    """Whether it is known what the primitive does with examples."""
+    names = RULES.keys() | WRITES | REDUCTIONS
+    is_one = equation.primitive.name in names or inside(equation) is not None
+    return is_one or bool(axes_named(equation))

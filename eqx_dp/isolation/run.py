@@ -4,16 +4,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
-from jax.extend import source_info_util
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..programs import channels_last, inside
-from .follow import ENGINES_SUM, Follow, axes_named
-from .lines import line_of
-from .places import SINGLE, Apart, Mixed, Place
-from .rules import RULES
-from .steering import REDUCTIONS, may_be_trusted
+from ..programs import channels_last, own_line, source_line
+from .dependence import Apart, Dependence, Mixed, Single
+from .follow import ENGINES_SUM, Follow
+from .rules import REDUCTIONS, WRITES, axes_named, is_known
+from .steering import may_be_trusted
 
 Results = TypeVar("Results", bound=PyTree[Array])
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -47,14 +47,23 @@ def run_apart(
         return leaves
 
     values, structure = jax.tree.flatten(batch)
-    program = jax.make_jaxpr(flat)(*values)
+    # Within a trace, a jitted function is one equation there: nothing is traced a second time. Not
+    # in float16, where XLA may multiply constants of the loss with each other, to 0, before it sees
+    # that their other factor is a constant loss scale.
+    is_traced = any(isinstance(value, jax.core.Tracer) for value in values)
+    is_call = is_traced and not any(map(_is_float16, loss.invars))
+    program = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*values)
     num_examples = values[0].shape[0]
-    place: Place = Apart(0) if num_examples > 1 else SINGLE
+    fact: Dependence = Apart(0) if num_examples > 1 else Single()
     follow = Follow(num_examples, may_be_trusted(loss))
-    for found in follow.program(program, [place] * len(values)) + follow.written:
+    for found in follow.program(program, [fact] * len(values)) + follow.written:
         _check(found)
     results: list[Array] = jex_core.jaxpr_as_fun(channels_last(program))(*values)
     return jax.tree.unflatten(structures[0], results)
+
+
+def _is_float16(variable: Any) -> bool:
+    return getattr(variable.aval, "dtype", None) == jnp.float16
 
 
 def sum_over_examples(function: Function) -> Function:
@@ -70,27 +79,19 @@ def sum_over_examples(function: Function) -> Function:
     return jax.jit(named)  # pyright: ignore[reportReturnType]
 
 
-def _check(place: Place) -> None:
+def _check(fact: Dependence) -> None:
     """Refuses a result that may depend on several examples."""
-    if isinstance(place, Apart) and place != Apart(0):
-        raise AssertionError(f"Examples are not in front of a result: {place}.")
-    if not isinstance(place, Mixed) or place.is_wanted:
+    if isinstance(fact, Apart) and fact != Apart(0):
+        raise AssertionError(f"Examples are not in front of a result: {fact}.")
+    if not isinstance(fact, Mixed) or fact.is_wanted:
         return
-    equation = place.equation
-    line = place.line or line_of(equation) or source_info_util.summarize(equation.source_info)
-    meet = "meet" if _is_known(equation) else "may meet"
+    equation = fact.equation
+    line = fact.line or own_line(equation) or source_line(equation)
+    meet = "meet" if is_known(equation) else "may meet"
     raise ValueError(
         f"Examples {meet} in the gradient of the loss, {_how(equation)} at {line}. What one "
         f"example adds to the sum must depend on that example alone. {_advice(equation)}"
     )
-
-
-def _is_known(equation: jex_core.JaxprEqn) -> bool:
-    """Whether it is known what the primitive does with examples."""
-    name = equation.primitive.name
-    others = ("reshape", "conv_general_dilated", "swap", "addupdate", *REDUCTIONS)
-    is_known = name in RULES or name in others or inside(equation) is not None
-    return is_known or bool(axes_named(equation))
 
 
 def _how(equation: jex_core.JaxprEqn) -> str:
@@ -115,7 +116,7 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
             "(eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm), or freeze the batch statistics "
             "of an eqx.nn.BatchNorm with eqx.nn.inference_mode(model)."
         )
-    if name.startswith("unvmap"):
+    if name in REDUCTIONS:
         return (
             "It reduces over all examples and may only steer Equinox's own loops and checks. With "
             "EQX_ON_ERROR=nan (or breakpoint) one bad example changes all the others: use "
@@ -123,27 +124,27 @@ def _advice(equation: jex_core.JaxprEqn) -> str:
         )
     if name.startswith("random_"):
         return (
-            "JAX draws the numbers of a whole batch of keys of the generators rbg and unsafe_rbg "
-            "from the first of them. Use keys of threefry: dp.key_from_secret(secret), or "
+            "For a batch of keys of the generators rbg and unsafe_rbg, JAX draws all numbers from "
+            "the first key. Use keys of threefry: dp.key_from_secret(secret), or "
             "jax.random.key(seed, impl='threefry2x32')."
         )
     if name in ("pure_callback", "ffi_call"):
         return (
             "It hands all examples of a batch to a function on the host. With "
-            "vmap_method='sequential' that sees one at a time."
+            "vmap_method='sequential' the function gets one example at a time."
         )
-    if name in ("swap", "addupdate"):
+    if name in WRITES:
         return (
             "It writes to a mutable array (jax.new_ref), which outlives the example. Return the "
             "value instead, and carry it in a jax.lax.scan."
         )
-    if _is_known(equation):
+    if is_known(equation):
         return (
             "If you wrote a batching rule (jax.custom_batching.custom_vmap), use the function "
-            "without it. If what runs keeps examples apart all the same, please report it."
+            "without it. If the program does keep examples apart, please report it."
         )
     return (
         "There is no rule for this primitive, so it is not known whether it keeps examples apart. "
         "Use other operations; or pass microbatch_size=1: the program then holds one example at a "
-        "time, and takes any primitive."
+        "time, and may use any primitive."
     )

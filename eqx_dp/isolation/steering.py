@@ -12,9 +12,8 @@ from typing import Any
 
 import jax.extend.core as jex_core
 
-from .lines import written_in
-
-REDUCTIONS = frozenset({"unvmap_any", "unvmap_all", "unvmap_max"})
+from ..programs import programs_of, written_in
+from .rules import REDUCTIONS
 
 _ERRORS = "_errors.py"
 # Equinox's files that a call goes through on its way from whoever wrote it.
@@ -35,7 +34,7 @@ def may_be_trusted(loss: jex_core.Jaxpr) -> bool:
             is_check = (library, file) == ("equinox", _ERRORS)
             if not library or (is_check and os.environ.get("EQX_ON_ERROR") in _CHANGES_VALUES):
                 return False
-        if not all(map(may_be_trusted, jex_core.jaxprs_in_params(equation.params))):
+        if not all(map(may_be_trusted, programs_of(equation))):
             return False
     return True
 

@@ -1,18 +1,20 @@
 """Where the floating-point operations of a private training step go, before it runs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..gradients import ClippedGrad, Outline, is_array_or_shape, outline
-from ..gradients.outline import variant
+from ..gradients import ClippedGrad, Prepared, described, num_steps
 from ..privacy import gaussian_privatizer
 from ..programs import loops, matmul_flops, primitives
+from ..sharding import ShardingRules, inside
+from ..shown import aligned
+from .step import is_array_or_shape
 
 # For one Gaussian number by JAX's threefry, integer operations included: 115 for its bits (20
 # rounds of five, and the key added five times); and 65 by the compiler's own count for what makes
@@ -42,7 +44,7 @@ class ProgramRow(NamedTuple):
     Attributes:
         program: what it computes.
         flops: the same by the formulas of the rows.
-        compiled: as the compiler counts it; None where it does not say.
+        compiled: the compiler's count; None if it gives none.
         note: what the compiler's count leaves out.
     """
 
@@ -59,10 +61,10 @@ class FlopReport(NamedTuple):
         rows: the stages: forward, backward, with the method ghost the second pass, norms,
             accumulation, noise.
         programs: what the compiler counts; empty without `compiled`, and with sharding rules.
-        textbook: 6 N D of the textbook; None where the model's parameters are not all used in
-            contractions and lookups.
+        textbook: 6 N D of the textbook; None if a parameter of the model is used in other ways
+            than contractions and lookups.
         num_examples: the batch, B.
-        num_tokens: N, vectors of data that the model's matrices meet in the batch.
+        num_tokens: N, the vectors of data in the batch that the model's matrices multiply.
         num_params: D, the model's floating-point entries.
         num_trainable: D', those that are trained.
         method: the method of the engine.
@@ -80,6 +82,9 @@ class FlopReport(NamedTuple):
     def row(self, stage: str) -> FlopRow:
         """The row of a stage, by name.
 
+        Args:
+            stage: `"forward"`, `"backward"`, `"norms"`, `"accumulation"` or `"noise"`.
+
         Raises:
             ValueError: there is none of that name.
         """
@@ -96,17 +101,16 @@ class FlopReport(NamedTuple):
         return sum(row.flops for row in self.rows)
 
     def __str__(self) -> str:
+        total = FlopRow("total", "", self.flops, 1.0)
+        stages = [
+            (row.stage, f"{row.flops:.3e}", f"{100 * row.share:.3f} %", row.formula)
+            for row in (*self.rows, total)
+        ]
         lines = [
             f"B = {self.num_examples:,} examples, D = {self.num_params:,} parameters, D' = "
             f"{self.num_trainable:,} of them trained, method {self.method}",
             "",
-            *_aligned(
-                ("stage", "FLOPs", "share", "formula"),
-                [
-                    (row.stage, f"{row.flops:.3e}", f"{100 * row.share:.3f} %", row.formula)
-                    for row in (*self.rows, FlopRow("total", "", self.flops, 1.0))
-                ],
-            ),
+            *aligned([("stage", "FLOPs", "share", "formula"), *stages]),
         ]
         if self.textbook is not None:
             ordinary = self.row("forward").flops + self.row("backward").flops
@@ -117,23 +121,12 @@ class FlopReport(NamedTuple):
                 f"forward and backward are {ordinary / self.textbook:.2f} of it",
             ]
         if self.programs:
-            cells = [
-                (
-                    row.program,
-                    f"{row.flops:.3e}",
-                    "-" if row.compiled is None else f"{row.compiled:.3e}",
-                    row.note,
-                )
-                for row in self.programs
+            programs = [
+                (name, f"{flops:.3e}", "-" if compiled is None else f"{compiled:.3e}", note)
+                for name, flops, compiled, note in self.programs
             ]
-            lines += ["", *_aligned(("program", "by formula", "compiled", "note"), cells)]
+            lines += ["", *aligned([("program", "by formula", "compiled", "note"), *programs])]
         return "\n".join(lines)
-
-
-def _aligned(head: tuple[str, ...], cells: list[tuple[str, ...]]) -> list[str]:
-    lines = [head, *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
-    return ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in lines]
 
 
 def flop_report(
@@ -146,7 +139,7 @@ def flop_report(
 ) -> FlopReport:
     """Counts the floating-point operations of a private training step, stage by stage.
 
-    Nothing is computed: the loss is traced on shapes alone, and with `compiled` compiled as well.
+    Nothing is computed: the loss is traced on shapes; with `compiled` it is compiled as well.
 
     | stage | by formula |
     |---|---|
@@ -154,19 +147,21 @@ def flop_report(
     | backward | those of its gradient, less the forward ones; frozen parameters have none |
     | second pass | forward and backward again, by the method ghost |
     | norms | of each example's gradient, by the way that the engine takes for each leaf |
-    | accumulation | B D': an addition for each example and trained parameter; where no example's
-    gradient is formed, the backward pass's contractions do it, and it is counted in both |
+    | accumulation | B D': an addition for each example and trained parameter |
     | noise | 180 D': a Gaussian for each trained parameter, integer operations included |
 
-    For a transformer, forward and backward are about 6 N D (Kaplan et al. 2020, section 2.1), N
-    being tokens and D parameters; D' of them trained, 4 N D + 2 N D'. Attention, which has no
-    parameters, comes on top, and an embedding that is looked up has parameters and no contraction.
-    Accumulation and noise do not grow with the length of a sequence: beside 6 N D they are little,
-    which is why they can be wide.
+    If no example's gradient is formed, the backward pass's contractions do the accumulation, and it
+    is counted in both rows.
 
-    The compiler counts everything else as well (activations, softmax, casts, the drawing of bits),
-    and the body of a loop once. Where a program has a loop, its row says so. Microbatches are no
-    such loop here: one is compiled, and counted as often as there are.
+    For a transformer with N tokens and D parameters, forward and backward are about 6 N D (Kaplan
+    et al. 2020, section 2.1); if D' parameters are trained, 4 N D + 2 N D'. Attention has no
+    parameters and is added to that; an embedding that is looked up has parameters and no
+    contraction. Accumulation and noise do not grow with the length of a sequence. They are small
+    beside 6 N D, so they can be in a wide dtype at little cost.
+
+    The compiler also counts everything else (activations, softmax, casts, the drawing of bits), but
+    the body of a loop only once. If a program has a loop, its row says so. Microbatches are not
+    such a loop here: one microbatch is compiled, and its count is multiplied by their number.
 
     Args:
         grad_fn: what `filter_clipped_grad` returned.
@@ -174,40 +169,49 @@ def flop_report(
         *batch: the batch, as for `grad_fn`.
         key: as for `grad_fn`.
         is_padding_example: as for `grad_fn`; it changes nothing.
-        compiled: whether to compile the step and ask the compiler for its count. With sharding
-            rules it is not asked.
+        compiled: whether to compile the step and ask the compiler for its count. It is not asked
+            if there are sharding rules.
 
     Returns:
         The report: `rows`, each with `stage`, `formula`, `flops`, `share`; `programs`;
-        `str()` is a table. `report.row("noise")` is one of them.
+        `str()` is a table. `report.row("noise")` returns one row.
 
     Raises:
-        ValueError: `grad_fn` is something else; and as `grad_fn`.
+        ValueError: `grad_fn` is something else; and as for `grad_fn`.
     """
-    found = outline(grad_fn, model, batch, key, is_padding_example)
-    rows = _rows(found)
-    call = (model, batch, key)
-    compile_ = compiled and grad_fn.sharding is None and found.num_examples > 0
-    params, trained = _num_params(model), sum(leaf.size for leaf in found.leaves)
-    steps = [leaf.steps for leaf in found.leaves]
-    tokens = found.num_examples * max(steps) if _is_of_matrices(found) else 0
+    call = described(grad_fn, model, batch, key, is_padding_example)
+    num_examples, num_leaves = call.examples.num_examples, len(call.sums)
+    rows = _rows(call, grad_fn.sharding)
+    compile_ = compiled and grad_fn.sharding is None and num_examples > 0
+    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
+    params = sum(x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
+    trained = sum(x.size for x in call.sums)
+    steps = max(num_steps(call.traced.uses, leaf) for leaf in range(num_leaves))
+    if "conv_general_dilated" in primitives(call.traced.program.jaxpr):
+        steps = 0  # the textbook speaks of matrices that meet the vectors of a sequence, or one
+    tokens = num_examples * steps
     return FlopReport(
         rows,
-        _programs(grad_fn, found, rows, call) if compile_ else (),
+        _programs(grad_fn, call, rows, (model, batch, key)) if compile_ else (),
         tokens * (4.0 * params + 2.0 * trained) or None,
-        found.num_examples,
+        num_examples,
         tokens,
         params,
         trained,
-        found.method,
+        call.choice.method,
     )
 
 
-def _rows(found: Outline) -> tuple[FlopRow, ...]:
-    batch, trained = found.num_examples, sum(leaf.size for leaf in found.leaves)
-    forward = batch * matmul_flops(found.loss)
-    backward = batch * matmul_flops(found.gradient) - forward
-    norms = batch * sum(leaf.norm_flops for leaf in found.leaves)
+def _rows(call: Prepared, rules: ShardingRules | None) -> tuple[FlopRow, ...]:
+    batch, program, num_params = call.examples.num_examples, call.traced.program, len(call.sums)
+    trained = sum(x.size for x in call.sums)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
+    of_one = jax.grad(lambda params, rest: program(params, [], rest)[0])
+    with nullcontext() if rules is None else inside(rules):
+        gradient = jax.make_jaxpr(of_one)(shapes[:num_params], shapes[num_params:])
+    forward = batch * matmul_flops(program.jaxpr)
+    backward = batch * matmul_flops(gradient) - forward
+    norms = batch * sum(cost.norm_flops for cost in call.costs)
     stages = [
         ("forward", "contractions and convolutions of the loss", forward),
         ("backward", "those of its gradient", backward),
@@ -215,29 +219,11 @@ def _rows(found: Outline) -> tuple[FlopRow, ...]:
         ("accumulation", "B D'", batch * trained),
         ("noise", f"{_NOISE} D'", _NOISE * trained),
     ]
-    if found.method == "ghost":
-        again = ("second pass", "forward and backward again", forward + backward)
-        stages.insert(2, again)
+    if call.choice.method == "ghost":
+        stages.insert(2, ("second pass", "forward and backward again", forward + backward))
     total = sum(flops for _, _, flops in stages)
     return tuple(
         FlopRow(stage, formula, float(flops), flops / total) for stage, formula, flops in stages
-    )
-
-
-def _within_contractions(found: Outline) -> float:
-    """The additions over examples that are part of the backward pass's own contractions."""
-    return float(found.num_examples * sum(x.size for x in found.leaves if not x.is_formed))
-
-
-def _num_params(model: PyTree[Any]) -> int:
-    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
-    return sum(x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def _is_of_matrices(found: Outline) -> bool:
-    """Whether parameters meet the vectors of a sequence, or one, in contractions."""
-    return "conv_general_dilated" not in primitives(found.loss) and any(
-        leaf.steps for leaf in found.leaves
     )
 
 
@@ -246,29 +232,29 @@ def _is_of_matrices(found: Outline) -> bool:
 
 def _programs(
     grad_fn: ClippedGrad[Any],
-    found: Outline,
+    call: Prepared,
     rows: tuple[FlopRow, ...],
-    call: tuple[PyTree[Any], tuple[PyTree[Any], ...], Any],
+    arguments: tuple[PyTree[Any], tuple[PyTree[Any], ...], Any],
 ) -> tuple[ProgramRow, ...]:
     by_stage = {row.stage: row.flops for row in rows}
-    ordinary = by_stage["forward"] + by_stage["backward"]
-    noise = by_stage["noise"]
-    at_once = found.at_once
-    times = -(-found.num_examples // at_once)
+    ordinary, noise = by_stage["forward"] + by_stage["backward"], by_stage["noise"]
+    num_examples = call.examples.num_examples
+    # Where no example's gradient is formed, the backward pass's contractions add them up.
+    leaves = zip(call.costs, call.sums, strict=True)
+    within = sum(x.size for cost, x in leaves if cost.way not in ("kept", "whole"))
 
-    def loss(*inputs: Any) -> Any:
-        return _summed_loss(found, inputs)
+    def loss(params: list[Any], frozen: list[Any], examples: list[Any]) -> Any:
+        losses = jax.vmap(lambda *x: call.traced.program(params, frozen, list(x))[0])(*examples)
+        return jnp.sum(losses)
 
-    def gradient(params: list[Any], *rest: Any) -> Any:
-        return jax.grad(lambda params: loss(params, *rest))(params)
-
-    inputs = (found.params, found.frozen, found.examples)
-    step = sum(by_stage.values()) - noise - _within_contractions(found)
+    inputs = (call.traced.params, call.traced.frozen, call.examples.leaves)
+    step = sum(by_stage.values()) - noise - float(num_examples * within)
+    clipped = _of_microbatch(grad_fn, arguments, call.at_once)
     return (
         _program("loss", by_stage["forward"], loss, inputs),
-        _program("its gradient, without clipping", ordinary, gradient, inputs),
-        _program("clipped gradient", step, *_of_microbatch(grad_fn, call, at_once), times=times),
-        _program("noise", noise, _noised, (found.sums, _key())),
+        _program("its gradient, without clipping", ordinary, jax.grad(loss), inputs),
+        _program("clipped gradient", step, *clipped, times=-(-num_examples // call.at_once)),
+        _program("noise", noise, _noised, (call.sums, jax.eval_shape(lambda: jax.random.key(0)))),
     )
 
 
@@ -279,31 +265,23 @@ def _program(
     program = traced.lower().compile()
     counted = (program.cost_analysis() or {}).get("flops")
     notes = [f"{times} microbatches of one program"] if times > 1 else []
-    inside = sorted(set(loops(traced.jaxpr)))
     if " while(" in (program.as_text() or ""):
-        what = f" ({', '.join(inside)})" if inside else ""
+        what = ", ".join(sorted(set(loops(traced.jaxpr))))
+        what = f" ({what})" if what else ""
         notes.append(f"a loop's body is counted once{what}")
     return ProgramRow(
         name, flops, None if counted is None else float(counted) * times, "; ".join(notes)
     )
 
 
-def _summed_loss(found: Outline, inputs: tuple[list[Any], list[Any], list[Any]]) -> Any:
-    params, frozen, examples = inputs
-    evaluate: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(found.loss)
-    losses = jax.vmap(lambda *example: evaluate(*params, *frozen, *example)[0])(*examples)
-    return jnp.sum(losses)
-
-
 def _of_microbatch(
     grad_fn: ClippedGrad[Any],
-    call: tuple[PyTree[Any], tuple[PyTree[Any], ...], Any],
+    arguments: tuple[PyTree[Any], tuple[PyTree[Any], ...], Any],
     size: int,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The clipped gradient of so many examples, as a function of arrays alone."""
-    model, batch, key = call
-    arrays, static = eqx.partition((model, batch, key), is_array_or_shape)
-    of_batch = variant(grad_fn).of_samples(None)
+    arrays, static = eqx.partition(arguments, is_array_or_shape)
+    of_batch = grad_fn.variant().of_samples(None)
 
     def clipped(arrays: PyTree[Any]) -> Any:
         model, batch, key = eqx.combine(arrays, static)
@@ -318,8 +296,3 @@ def _noised(sums: list[Any], key: Any) -> Any:
     privatizer = gaussian_privatizer(stddev=1.0, key=key)
     noisy, _ = privatizer.update(sums, privatizer.init(sums))
     return noisy
-
-
-def _key() -> jax.ShapeDtypeStruct:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(key.shape, key.dtype)

@@ -1,18 +1,16 @@
 """The bytes that a device needs for a private training step, before it runs."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
 from jaxtyping import PyTree
 
-from ..gradients import ClippedGrad, outline
-from ..gradients.outline import variant
+from ..gradients import ClippedGrad, checked_grad_fn
 from ..privacy import gaussian_privatizer, whole_number
-from ..shown import shown
 from .parts import DeviceBytes, bytes_of, device_bytes
-from .step import private_step
+from .step import planned_step
 from .textbook import TransformerShape
 
 
@@ -44,14 +42,14 @@ class MemoryPlan:
 
     Attributes:
         parts: the large parts, from shapes alone.
-        compiled: read off the compiled step; None where it was not compiled, or does not say.
+        compiled: what the compiled step takes; None if it was not compiled, or does not say.
         method: of the engine.
         microbatch_size: examples at once on a device.
         num_examples: the batch, of all devices.
-        num_devices: how many there are.
-        platform: their kind.
-        device_memory: what a device has; None where it was not given.
-        textbook: activations by the textbook's formula; None but for transformers.
+        num_devices: the number of devices.
+        platform: the kind of devices.
+        device_memory: bytes that a device has; None if it was not given.
+        textbook: bytes of activations by the textbook's formula; None without `transformer`.
     """
 
     parts: DeviceBytes
@@ -66,11 +64,15 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes a device: the compiler's where they are known, else the sum of the parts."""
+        """Bytes of a device: the compiler's if they are known, else the sum of the parts."""
         return self.parts.total if self.compiled is None else self.compiled.total
 
     def fits(self, device_memory: int) -> bool:
-        """Whether a device of so many bytes holds the step."""
+        """Whether a device holds the step.
+
+        Args:
+            device_memory: bytes of the device.
+        """
         return self.total <= device_memory
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,56 +135,53 @@ def plan_memory(
     transformer: TransformerShape | None = None,
     compiled: bool = True,
 ) -> MemoryPlan:
-    """Says how many bytes a device needs for a private training step, before there is one.
+    """Says how many bytes a device needs for a private training step, before the step runs.
 
-    Nothing is allocated and nothing is run: the whole step (clipped gradient, noise, update, model
-    and optimizer state donated) is traced on shapes, and with `compiled` compiled for the mesh.
+    Nothing is allocated and nothing is run. The whole step (clipped gradient, noise, update, model
+    and optimizer state donated) is traced on shapes; with `compiled` it is compiled for the mesh.
 
-    `compiled` is what the compiler allocates: the figure to rely on. `parts` are the parts that can
-    be told from shapes, so that a reader sees what the bytes are for. The compiler reuses memory
-    between them and adds workspace, so their sum may be above or below the compiled figure.
+    `compiled` is what the compiler allocates: rely on this figure. `parts` follow from shapes, and
+    show what the bytes are for. The compiler reuses memory between the parts and adds workspace, so
+    their sum may be above or below the compiled figure.
 
     Args:
-        grad_fn: what `filter_clipped_grad` returned: loss, policy, sharding rules, method and
-            microbatch are its.
+        grad_fn: what `filter_clipped_grad` returned. It gives loss, policy, sharding rules, method
+            and microbatch.
         model: the model. Here and in the batch, `jax.ShapeDtypeStruct` may stand for arrays
             (`eqx.filter_eval_shape` makes a model of them).
         *batch: the batch of all devices, as for `grad_fn`.
-        optimizer: all that happens to the gradient, noise included; None for noise alone and a step
-            of gradient descent.
-        device_memory: bytes of a device, to be held against.
+        optimizer: everything that happens to the gradient, noise included; None for noise and a
+            step of gradient descent.
+        device_memory: bytes of a device, to compare the total with.
         key: as for `grad_fn`.
-        method: instead of that of `grad_fn`.
-        microbatch_size: likewise; examples at once on a device.
-        transformer: for the textbook's estimate.
+        method: replaces the method of `grad_fn`.
+        microbatch_size: replaces that of `grad_fn`: examples at once on a device.
+        transformer: the sizes for the textbook's estimate.
         compiled: whether to compile.
 
+    Returns:
+        A [`MemoryPlan`][]; `str()` is a table.
+
     Raises:
-        ValueError: `grad_fn` is something else; and as `grad_fn`.
+        ValueError: `grad_fn` is something else; and as for `grad_fn`.
     """
-    if not isinstance(cast(object, grad_fn), ClippedGrad):
-        raise ValueError(
-            "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
-            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}."
-        )
     if device_memory is not None:
         whole_number("device_memory", device_memory, least=1, most=2**60)
+    checked_grad_fn(grad_fn)
     if optimizer is None:
         optimizer = _noise_and_descent(grad_fn)
-    step = private_step(grad_fn, model, batch, optimizer, key, method, microbatch_size)
-    with step.context():
-        of_step = variant(grad_fn, method=method, microbatch_size=microbatch_size)
-        found = outline(of_step, model, batch, key)
-    textbook = None
+    of_step = grad_fn.variant(method=method, microbatch_size=microbatch_size)
+    step = planned_step(of_step, model, batch, optimizer, key)
+    call, textbook = step.call, None
     if transformer is not None:
-        in_compute = sum(map(bytes_of, (*found.params, *found.frozen)))
-        textbook = transformer.activation_bytes(in_compute, found.at_once)
+        in_compute = sum(map(bytes_of, (*call.traced.params, *call.traced.frozen)))
+        textbook = transformer.activation_bytes(in_compute, call.at_once)
     return MemoryPlan(
-        device_bytes(step, grad_fn, found),
-        read_compiled(step.compile(step.trace())) if compiled else None,
-        found.method,
-        found.at_once,
-        found.num_examples,
+        device_bytes(step, grad_fn.policy),
+        read_compiled(step.compile()) if compiled else None,
+        call.choice.method,
+        call.at_once,
+        call.examples.num_examples,
         1 if step.rules is None else step.rules.mesh.size,
         step.platform,
         device_memory,

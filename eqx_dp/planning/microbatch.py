@@ -1,5 +1,6 @@
 """The largest microbatch that fits a device."""
 
+import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad
 from ..privacy import whole_number
-from .memory import plan_memory, told
+from .memory import MemoryPlan, plan_memory, told
 
 _COMPILES = 8
 
@@ -44,7 +45,9 @@ def largest_microbatch(
             raise ValueError(f"{name} must be at least 1, found {value}.")
     known: dict[int, int] = {}
     fits, too_large = 0, most + 1
-    next_ = most if guess is None else _by_guess(guess, limit, most)
+    next_ = most
+    if guess is not None:
+        next_ = max(1, bisect.bisect_right(range(1, most + 1), limit, key=guess))
     while too_large - fits > 1 and len(known) < compiles:
         known[next_] = bytes_of(next_)
         if known[next_] <= limit:
@@ -64,17 +67,6 @@ def largest_microbatch(
         "(ShardingRules(params=..., accumulators='examples')); or compute in a narrower dtype "
         "(policy='mixed_bfloat16')."
     )
-
-
-def _by_guess(guess: Callable[[int], int], limit: int, most: int) -> int:
-    """Where a cheap estimate meets the limit, by halving."""
-    if guess(most) <= limit:
-        return most
-    low, high = 1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if guess(middle) <= limit else (low, middle)
-    return low
 
 
 def _on_the_line(known: dict[int, int], limit: int, fits: int, too_large: int) -> int:
@@ -101,27 +93,26 @@ def plan_microbatch(
 ) -> int:
     """The largest microbatch with which a private step's compiled bytes fit a device.
 
-    It is guessed from the sum of parts and found by compiling, a handful of times; nothing is run.
+    The search starts from the sum of parts and compiles the step at most 8 times. Nothing is run.
 
     Args:
-        grad_fn: as for `plan_memory`, and so the others.
-        model: with `jax.ShapeDtypeStruct` for arrays, if wanted.
+        grad_fn: what `filter_clipped_grad` returned.
+        model: the model; `jax.ShapeDtypeStruct` may stand for its arrays.
         *batch: the batch of all devices.
         device_memory: bytes of a device.
-        optimizer: all that happens to the gradient.
+        optimizer: everything that happens to the gradient, as for `plan_memory`.
         key: as for `grad_fn`.
-        method: instead of that of `grad_fn`.
+        method: replaces the method of `grad_fn`.
 
     Returns:
-        Examples at once on a device.
+        The number of examples that a device processes at once.
 
     Raises:
-        ValueError: even one example does not fit; and as `plan_memory`.
+        ValueError: even one example does not fit; and as for `plan_memory`.
     """
-
     limit = whole_number("device_memory", device_memory, least=1, most=2**60)
 
-    def total(size: int, compiled: bool) -> int:
+    def plan(size: int | None, compiled: bool) -> MemoryPlan:
         return plan_memory(
             grad_fn,
             model,
@@ -131,13 +122,15 @@ def plan_microbatch(
             method=method,
             microbatch_size=size,
             compiled=compiled,
-        ).total
+        )
 
+    first = plan(None, compiled=False)
+    parts, size = first.parts, max(1, first.microbatch_size)
+    each = parts.per_example // size
     rules = grad_fn.sharding
-    whole = plan_memory(
-        grad_fn, model, *batch, optimizer=optimizer, key=key, method=method, compiled=False
-    )
-    most = max(1, whole.num_examples // (1 if rules is None else rules.num_shards))
     return largest_microbatch(
-        lambda size: total(size, True), limit, most, lambda size: total(size, False)
+        lambda size: plan(size, compiled=True).total,
+        limit,
+        max(1, first.num_examples // (1 if rules is None else rules.num_shards)),
+        lambda size: parts.total - parts.per_example + each * size,
     )

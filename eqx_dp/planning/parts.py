@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..gradients import ClippedGrad, Outline
 from ..precision import Policy, cast_parameters
 from ..sharding import ShardingRules, axes_of
-from .step import Step
+from .step import PlannedStep
 
 _KEY_BYTES = 8  # of a threefry key, whose dtype names no size
 
@@ -45,29 +44,33 @@ class DeviceBytes:
         return sum(dataclasses.astuple(self))
 
 
-def device_bytes(step: Step, grad_fn: ClippedGrad[Any], found: Outline) -> DeviceBytes:
+def device_bytes(step: PlannedStep, policy: Policy | None) -> DeviceBytes:
     """Adds up the parts of a step, for one device.
 
     Args:
         step: on shapes.
-        grad_fn: its clipped gradient.
-        found: what a call of that consists of.
+        policy: of its clipped gradient.
     """
+    call, rules = step.call, step.rules
     model, state, batch = map(jax.tree.leaves, step.arguments)
-    copies = jax.tree.leaves(_as_given(step.arguments[0], grad_fn.policy))
-    noise_dtype = None if grad_fn.policy is None else grad_fn.policy.noise_dtype
-    sums = sum(_gathered_bytes(x, x.dtype, step.rules) for x in step.sums)
+    given = model  # in the dtypes that the loss is given
+    if policy is not None:
+        as_given = jax.eval_shape(lambda x: cast_parameters(x, policy), step.arguments[0])
+        given = jax.tree.leaves(as_given)
+    sums = sum(_gathered_bytes(x, x.dtype, rules) for x in step.sums)
     return DeviceBytes(
         parameters=sum(
-            _local_bytes(stored) + _copy_bytes(stored, copy.dtype, step.rules)
-            for stored, copy in zip(model, copies, strict=True)
+            _local_bytes(stored) + _copy_bytes(stored, copy.dtype, rules)
+            for stored, copy in zip(model, given, strict=True)
         ),
-        gradients=sums if found.at_once == found.of_device else 2 * sums,
+        gradients=sums if call.at_once == call.of_device else 2 * sums,
         optimizer=sum(map(_local_bytes, state)),
         batch=sum(map(_local_bytes, batch)),
-        per_example=found.held * found.at_once,
+        per_example=call.choice.held * call.at_once,
         noise=max(
-            (_local_bytes(x) // x.dtype.itemsize * (noise_dtype or x.dtype).itemsize)
+            _local_bytes(x)
+            // x.dtype.itemsize
+            * (policy.noise_dtype if policy else x.dtype).itemsize
             for x in step.accumulators
         ),
     )
@@ -98,10 +101,3 @@ def _copy_bytes(stored: Any, dtype: Any, rules: ShardingRules | None) -> int:
     """Of what the loss is given in a stored array's place; 0 where it is that array."""
     size = _gathered_bytes(stored, dtype, rules)
     return 0 if stored.dtype == dtype and size == _local_bytes(stored) else size
-
-
-def _as_given(shapes: Any, policy: Policy | None) -> Any:
-    """Shapes of a model's arrays in the dtypes that the loss is given."""
-    if policy is None:
-        return shapes
-    return jax.eval_shape(lambda arrays: cast_parameters(arrays, policy), shapes)

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class TransformerShape:
-    """What the textbook's formula asks for.
+    """The sizes of a transformer that the textbook's formula needs.
 
     Args:
         heads: attention heads of a layer, N.
@@ -13,7 +13,7 @@ class TransformerShape:
         length: tokens of an example, T.
 
     Raises:
-        ValueError: one of them is no positive number, or heads do not divide the width.
+        ValueError: one of them is not positive, or the heads do not divide the width.
     """
 
     heads: int
@@ -32,13 +32,12 @@ class TransformerShape:
     def activation_bytes(self, model_bytes: int, num_examples: int) -> float:
         """M_model B T^2 / (4 N D^2), with D the width of a head.
 
-        From an introduction to data parallelism in JAX ("Parallelizing a 300M GPT model"), which
-        has it from elsewhere. It follows if all that a layer holds are three tables of T x T
-        numbers a head (scores, weights, one more), 3 N T^2, and all its parameters the 12 (ND)^2
-        of attention and network: the quotient is T^2 / (4 N D^2). So D is the width of a head; with
-        the whole width in its place the figure is N^2 times smaller. Nothing is rematerialised, and
-        nothing but attention counts. (For T = 1024, N = 8, D = 128 the quotient is 2; the
-        introduction says 8.)
+        The formula is from an introduction to data parallelism in JAX ("Parallelizing a 300M GPT
+        model"). It follows if a layer holds three tables of T x T numbers for each head (scores,
+        weights, one more), 3 N T^2, and has the 12 (ND)^2 parameters of attention and network: the
+        quotient is T^2 / (4 N D^2). So D is the width of a head; with the whole width instead, the
+        figure is N^2 times smaller. It counts attention alone, without rematerialisation. (For
+        T = 1024, N = 8, D = 128 the quotient is 2; the introduction says 8.)
 
         Args:
             model_bytes: of the parameters, in the dtype that activations have.

@@ -10,10 +10,9 @@ from .policy import (
     ModuleRule,
     Policy,
     checked_policy,
-    parse_policy,
 )
-from .report import PrecisionReport, check_precision
 from .stages import stage
+from .text import parse_policy
 
 __all__ = [
     "Description",
@@ -22,12 +21,10 @@ __all__ = [
     "MatmulPrecision",
     "ModuleRule",
     "Policy",
-    "PrecisionReport",
     "agreed_policy",
     "apply_policy",
     "available_policies",
     "cast_parameters",
-    "check_precision",
     "checked_policy",
     "describe",
     "inside_engine",

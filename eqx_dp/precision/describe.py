@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..paths import dotted
-from .modules import Place, rebuild, rules_of
+from ..tables import aligned
+from .modules import Governed, rebuild, rules_of
 from .pairing import agreed_policy
-from .policy import Policy, checked_policy, refusal
+from .policy import Policy, checked_policy
+from .refusals import refusal
 
 
 class LeafDtypes(NamedTuple):
@@ -19,13 +21,13 @@ class LeafDtypes(NamedTuple):
 
     Attributes:
         path: where the leaf stands in the model, dotted.
-        stored: the dtype that it has, or what it is where it is no array.
+        stored: the dtype that it has; for a leaf that is no array, its type or name.
         params: the dtype that it should be stored in.
         compute: the dtype that it enters the forward pass in.
-        output: the dtype of what comes of it, the model's outputs and the loss.
+        output: the dtype of the model's outputs and of the loss.
         accumulate: the dtype of its gradient's norm and sum.
         noise: the dtype of its noise.
-        rule: the pattern of the module rule that gave `compute`; None where the policy itself did.
+        rule: the pattern of the module rule that gave `compute`; None if the policy itself did.
     """
 
     path: str
@@ -51,9 +53,7 @@ class Description(NamedTuple):
 
     def __str__(self) -> str:
         head = ("path", "params", "compute", "output", "accumulate", "noise", "rule")
-        lines = [head, *map(_cells, self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
-        table = ["  ".join([*map(str.ljust, line, widths), line[-1]]) for line in lines]
+        table = aligned([head, *map(_cells, self.rows)])
         return "\n".join([*table, f"policy: {self.policy}"])
 
 
@@ -89,16 +89,16 @@ def describe(model: PyTree[Any], policy: Policy | None = None) -> Description:
         raise refusal("policy", "None", "an eqx_dp Policy, or a model that is paired with one")
     rows: list[LeafDtypes] = []
 
-    def collect(leaf: Any, place: Place) -> Any:
-        rows.append(_row(leaf, place, policy))
+    def collect(leaf: Any, governed: Governed) -> Any:
+        rows.append(_row(leaf, governed, policy))
         return leaf
 
-    rebuild(model, policy.compute_dtype, rules_of(policy), lambda module, _: module, collect)
+    rebuild(model, policy.compute_dtype, rules_of(policy), on_leaf=collect)
     return Description(tuple(rows), policy)
 
 
-def _row(leaf: Any, place: Place, policy: Policy) -> LeafDtypes:
-    path = dotted(place.path)
+def _row(leaf: Any, governed: Governed, policy: Policy) -> LeafDtypes:
+    path = dotted(governed.path)
     if not (eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)):
         return LeafDtypes(path, getattr(leaf, "__name__", None) or type(leaf).__name__)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -107,9 +107,9 @@ def _row(leaf: Any, place: Place, policy: Policy) -> LeafDtypes:
         path,
         str(leaf.dtype),
         policy.param_dtype,
-        place.compute,
+        governed.compute,
         policy.output_dtype,
         policy.accumulate_dtype,
         policy.noise_dtype,
-        None if place.rule is None else place.rule.match,
+        None if governed.rule is None else governed.rule.match,
     )

@@ -10,17 +10,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from .policy import (
-    LOSS_SCALE_KINDS,
-    MATMUL_PRECISIONS,
-    LossScale,
-    ModuleRule,
-    Policy,
-    float_dtype,
-    one_of,
-    refusal,
-    refusals_name,
-)
+from .policy import DTYPE_KEYS, LOSS_SCALE_KINDS, MATMUL_PRECISIONS, LossScale, ModuleRule, Policy
+from .refusals import float_dtype, one_of, refusal, refusals_name
 
 T = TypeVar("T")
 
@@ -40,16 +31,16 @@ def load_policy(name_or_path: str | os.PathLike[str]) -> Policy:
     | `[[modules]]` | `match` and `compute`, as often as there are rules; optional |
 
     Args:
-        name_or_path: The name of a preset (see `available_policies`); or the path of a file, told
-            by a directory separator, by ending in `.toml`, or by being a path object.
+        name_or_path: The name of a preset (see `available_policies`), or the path of a file. A
+            path is a path object, or a text that holds a directory separator or ends in `.toml`.
 
     Returns:
         The policy; its `name` is the preset's name or the path.
 
     Raises:
         ValueError: If there is no such preset or file; if the file is not TOML in UTF-8; if a table
-            or key is unknown or missing, or a value is not of its type or not one of those allowed;
-            if `Policy` refuses the whole. The message names the file and the key and says what was
+            or key is unknown or missing; if a value has the wrong type or is not allowed; or if
+            `Policy` raises an error. The message names the file and the key, and says what was
             found and what is allowed.
     """
     name = os.fspath(name_or_path)
@@ -110,14 +101,10 @@ def _read(source: Traversable) -> dict[str, object]:
 def _policy(content: dict[str, object], name: str) -> Policy:
     keys = ("description", "unsafe", "matmul_precision", "dtypes", "loss_scale", "modules")
     top = _Table("", content, keys)
-    dtypes = top.table("dtypes", ("params", "compute", "output", "accumulate", "noise"))
+    dtypes = top.table("dtypes", DTYPE_KEYS)
     precision = top.get("matmul_precision", str, "default")
     return Policy(
-        param_dtype=dtypes.dtype("params"),
-        compute_dtype=dtypes.dtype("compute"),
-        output_dtype=dtypes.dtype("output"),
-        accumulate_dtype=dtypes.dtype("accumulate"),
-        noise_dtype=dtypes.dtype("noise"),
+        *map(dtypes.dtype, DTYPE_KEYS),
         modules=[_module_rule(rule) for rule in top.tables("modules", ("match", "compute"))],
         loss_scale=_loss_scale(top),
         matmul_precision=one_of("matmul_precision", precision, MATMUL_PRECISIONS),

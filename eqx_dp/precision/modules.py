@@ -1,4 +1,4 @@
-"""Which dtype every module of a model computes in: a policy's module rules, held against the model.
+"""Which dtype every module of a model computes in: a policy's module rules, matched with the model.
 
 A rule describes modules, by path or by class. What it says holds for a module and all below it, as
 far as no other rule describes a module further in.
@@ -10,57 +10,49 @@ from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
-import jmp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..paths import dotted, matches
-from .policy import MatmulPrecision, ModuleRule, Policy, refusal
+from .policy import MatmulPrecision, ModuleRule, Policy, cast_floats
+from .refusals import refusal
 
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
-    """What governs a leaf, or the inside of a module.
+class Governed(NamedTuple):
+    """What governs a leaf, or a module.
 
     Attributes:
         path: where it stands, as `jax.tree_util` gives it.
         compute: the dtype that it computes in.
-        rule: the rule of the innermost matched module around it (or of itself), which gave that
-            dtype; None where the policy did.
+        rule: the rule that gave that dtype, of the innermost matched module around it or of itself;
+            None where the policy did.
+        around: the compute dtype around it, in which a module's outputs leave.
+        own: the rule that matched the module itself, or None.
     """
 
     path: tuple[Any, ...]
     compute: np.dtype[Any]
-    rule: ModuleRule | None = None
-
-
-class Role(NamedTuple):
-    """How a module stands to what is around it.
-
-    Attributes:
-        compute: the dtype that it computes in.
-        surrounding: the dtype around it, in which its outputs leave.
-        rule: the rule that matched the module itself, or None.
-        governing: the rule that gave `compute`, of the innermost matched module around it or of
-            itself; None where the policy did.
-    """
-
-    compute: np.dtype[Any]
-    surrounding: np.dtype[Any]
     rule: ModuleRule | None
-    governing: ModuleRule | None
+    around: np.dtype[Any]
+    own: ModuleRule | None = None
 
 
 Matched = Callable[[str, eqx.Module], ModuleRule | None]
 
 
+def as_it_is(node: Any, governed: Governed) -> Any:
+    """For `rebuild`: a leaf or a module stays."""
+    return node
+
+
 def rebuild(
     tree: T,
     compute: np.dtype[Any],
-    matched: Matched,
-    on_module: Callable[[eqx.Module, Role], eqx.Module],
-    on_leaf: Callable[[Any, Place], Any],
+    matched: Matched = lambda path, module: None,
+    on_module: Callable[[eqx.Module, Governed], eqx.Module] = as_it_is,
+    on_leaf: Callable[[Any, Governed], Any] = as_it_is,
 ) -> T:
     """Rebuilds a tree from its leaves up, telling every leaf and module what governs it.
 
@@ -72,40 +64,31 @@ def rebuild(
         on_leaf: makes a leaf anew.
     """
 
-    def visit(node: Any, place: Place) -> Any:
+    def visit(node: Any, governed: Governed) -> Any:
         if not isinstance(node, eqx.Module):
-            return on_leaf(node, place)
-        rule = matched(dotted(place.path), node)
-        inside = place if rule is None else Place(place.path, rule.compute_dtype, rule)
-        return on_module(
-            below(node, inside), Role(inside.compute, place.compute, rule, inside.rule)
-        )
+            return on_leaf(node, governed)
+        rule = matched(dotted(governed.path), node)
+        if rule is not None:
+            governed = governed._replace(compute=rule.compute_dtype, rule=rule, own=rule)
+        return on_module(below(node, governed), governed)
 
-    def below(node: Any, place: Place) -> Any:
+    def below(node: Any, governed: Governed) -> Any:
         def child(path: tuple[Any, ...], node: Any) -> Any:
-            return visit(node, place._replace(path=(*place.path, *path)))
+            path, compute = (*governed.path, *path), governed.compute
+            return visit(node, Governed(path, compute, governed.rule, compute))
 
         def is_leaf(x: Any) -> bool:
             return x is not node and isinstance(x, eqx.Module)
 
         return jax.tree_util.tree_map_with_path(child, node, is_leaf=is_leaf)
 
-    start = Place((), compute)
-    return visit(tree, start) if isinstance(tree, eqx.Module) else below(tree, start)
+    whole = Governed((), compute, None, compute)
+    return visit(tree, whole) if isinstance(tree, eqx.Module) else below(tree, whole)
 
 
-def cast_floats(tree: T, dtype: np.dtype[Any], is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """Converts the floating-point arrays of a tree; what `is_leaf` holds back is left as it is."""
-    # jmp alone decides which leaves are cast.
-    cast: Callable[[Any], Any] = jmp.Policy(dtype, dtype, dtype).cast_to_compute
-    if is_leaf is None:
-        return cast(tree)
-    return jax.tree.map(lambda x: x if is_leaf(x) else cast(x), tree, is_leaf=is_leaf)
-
-
-def cast_leaf(leaf: Any, place: Place) -> Any:
+def cast_leaf(leaf: Any, governed: Governed) -> Any:
     """For `rebuild`: a leaf in the dtype that governs it."""
-    return cast_floats(leaf, place.compute)
+    return cast_floats(leaf, governed.compute)
 
 
 def cast_parameters(tree: T, policy: Policy) -> T:
@@ -116,12 +99,7 @@ def cast_parameters(tree: T, policy: Policy) -> T:
         policy: gives the dtype of every leaf: that of the innermost module that a rule matches, or
             the policy's own.
     """
-    return rebuild(tree, policy.compute_dtype, rules_of(policy), _as_it_is, cast_leaf)
-
-
-def _as_it_is(module: eqx.Module, role: Role) -> eqx.Module:
-    del role
-    return module
+    return rebuild(tree, policy.compute_dtype, rules_of(policy), on_leaf=cast_leaf)
 
 
 def matmul_precision(precision: MatmulPrecision) -> AbstractContextManager[None]:
@@ -165,7 +143,7 @@ def check_rules(model: PyTree[Any], policy: Policy) -> None:
         modules.append((path, module))
 
     if policy.modules:
-        rebuild(model, policy.compute_dtype, collect, _as_it_is, lambda leaf, _: leaf)
+        rebuild(model, policy.compute_dtype, collect)
     for index, rule in enumerate(policy.modules):
         mine = [(path, module) for path, module in modules if _matches(rule, path, module)]
         if not mine:

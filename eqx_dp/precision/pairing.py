@@ -18,17 +18,15 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .modules import (
+    Governed,
     Matched,
-    Place,
-    Role,
-    cast_floats,
     cast_leaf,
     check_rules,
     matmul_precision,
     rebuild,
     rules_of,
 )
-from .policy import MatmulPrecision, ModuleRule, Policy, checked_policy
+from .policy import MatmulPrecision, ModuleRule, Policy, cast_floats, checked_policy
 from .stages import governed_by
 
 T = TypeVar("T")
@@ -37,43 +35,43 @@ T = TypeVar("T")
 def apply_policy(model: T, policy: Policy | None) -> T:
     """Pairs a model with its policy, for any use: inference, training without privacy, the engine.
 
-    Calling the model, or a public method of it, casts its parameters and float inputs to the
-    compute dtype and its float outputs to the output dtype, with matrix products in the policy's
-    `matmul_precision`. Calling a module inside it, as a loss that goes through the model part by
-    part does, casts likewise, and the outputs leave in the dtype around that module. A module that
-    a rule matches has its parameters and float inputs cast to the rule's dtype, and its float
-    outputs cast back to the one around it. `eqx.nn.State` is left as it is, as are arrays that are
-    not floating-point.
+    A call of the model, or of a public method of it, casts its parameters and float inputs to the
+    compute dtype and its float outputs to the output dtype. Matrix products run in the policy's
+    `matmul_precision`. A call of a module inside the model (from a loss that uses the parts of the
+    model one by one) casts in the same way, and its outputs have the dtype that is in force around
+    that module. If a rule matches a module, its parameters and float inputs are cast to the rule's
+    dtype, and its float outputs are cast back to the dtype around it. `eqx.nn.State` and arrays
+    that are not floating-point are not cast.
 
-    The leaves stay as they are, and so do attributes, paths, `isinstance`, `eqx.tree_at`,
-    `eqx.partition`, serialisation, pickling. A leaf that is read (`model.weight`) is in the dtype
-    it is stored in, which `policy.cast_to_param` sees to: only a call casts. Methods whose names
-    start with an underscore (but `__call__`) and properties do not cast when they are used from
-    outside. Modules that `eqx.tree_at` puts in fall under the rules from then on.
+    The leaves do not change. Attributes, paths, `isinstance`, `eqx.tree_at`, `eqx.partition`,
+    serialisation and pickling work as before. A leaf that is read (`model.weight`) has its storage
+    dtype (see `policy.cast_to_param`), because only a call casts. Properties, and methods whose
+    names start with an underscore (except `__call__`), do not cast when they are used from outside.
+    The rules also apply to modules that `eqx.tree_at` puts in later.
 
     Args:
         model: An `eqx.Module`.
-        policy: What to pair it with; None takes the policy off again.
+        policy: The policy to pair it with; None takes the policy off again.
 
     Returns:
-        The model, of the same leaves; where nothing changes, the model that came in. Two models of
-        one structure, paired with equal policies, have one structure again.
+        The model, with the same leaves; the given model itself if nothing changes. Two models of
+        one structure that are paired with equal policies have equal structures.
 
     Raises:
-        ValueError: If the model is no `eqx.Module`, is paired with another policy, or has a module
-            inside that is paired with a policy of its own; if a rule matches no module of the
-            model, or only modules that rules in front of it take. At a call: if a method returns a
-            module of the model's own class, whose parameters would be those that were cast.
+        ValueError: If the model is not an `eqx.Module`, is paired with another policy, or holds a
+            module that is paired with a policy of its own; if a rule matches no module of the
+            model, or only modules that an earlier rule matches. At a call: if a method returns a
+            module of the model's own class, because its parameters would be the cast ones.
     """
     policy = checked_policy(policy)
     if not isinstance(model, eqx.Module):
         raise ValueError(
             f"model is a {type(model).__name__}: only an eqx.Module can be paired with a policy, "
-            "since it is its methods that cast. Pair the modules in it one by one, or hand the "
+            "because its methods do the casting. Pair the modules in it one by one, or give the "
             "policy to the engine (filter_clipped_grad(..., policy=policy)), which takes any tree."
         )
     if policy is None:
-        paired = _unpaired(model)
+        paired = rebuild(model, _ANY, on_module=lambda module, _: _as_class(module, None))
     else:
         agreed_policy(model, policy)
         paired = _paired(model, policy)
@@ -95,7 +93,7 @@ def agreed_policy(model: PyTree[Any], policy: Policy | None) -> Policy | None:
         if casts is not None:
             found.append((path, casts))
 
-    rebuild(model, _ANY, collect, lambda module, _: module, _leave_alone)
+    rebuild(model, _ANY, collect)
     for path, casts in found:
         if casts.policy is not None and path:
             raise ValueError(
@@ -172,7 +170,6 @@ def _casts_of(module: object) -> Casts | None:
 
 def _rule_of(path: str, module: eqx.Module) -> ModuleRule | None:
     """For `rebuild`: the rule that a module was matched by when the model around it was paired."""
-    del path
     casts = _casts_of(module)
     return None if casts is None else casts.rule
 
@@ -185,13 +182,14 @@ def _paired(model: eqx.Module, policy: Policy) -> eqx.Module:
     """The model with every module casting by itself, and the policy at the root."""
     rules, precision = rules_of(policy), policy.matmul_precision
 
-    def pair(module: eqx.Module, role: Role) -> eqx.Module:
-        return _as_class(module, _casts_for(module, role, precision))
+    def pair(module: eqx.Module, governed: Governed) -> eqx.Module:
+        casts = _casts_for(module, governed, precision)
+        if not governed.path:
+            own, outputs = governed.own, policy.output_dtype
+            casts = Casts(governed.compute, outputs, own, own, precision, policy)
+        return _as_class(module, casts)
 
-    whole = rebuild(model, policy.compute_dtype, rules, pair, _leave_alone)
-    rule = rules("", model)
-    compute = policy.compute_dtype if rule is None else rule.compute_dtype
-    return _as_class(whole, Casts(compute, policy.output_dtype, rule, rule, precision, policy))
+    return rebuild(model, policy.compute_dtype, rules, pair)
 
 
 def _entered(
@@ -213,41 +211,25 @@ def _entered(
         compute: the dtype that needs no casts any more.
     """
 
-    def enter(module: eqx.Module, role: Role) -> eqx.Module:
-        apart = role.rule is not None or role.compute != compute
-        return _as_class(module, _casts_for(module, role, precision) if apart else None)
+    def enter(module: eqx.Module, governed: Governed) -> eqx.Module:
+        apart = governed.own is not None or governed.compute != compute
+        return _as_class(module, _casts_for(module, governed, precision) if apart else None)
 
     return rebuild(model, around, matched, enter, cast_leaf)
-
-
-def _unpaired(model: T) -> T:
-    def part(module: eqx.Module, role: Role) -> eqx.Module:
-        del role
-        return _as_class(module, None)
-
-    return rebuild(model, _ANY, _no_rule, part, _leave_alone)
 
 
 _ANY = np.dtype(np.float32)  # where nothing is cast
 
 
-def _no_rule(path: str, module: eqx.Module) -> None:
-    del path, module
-
-
-def _leave_alone(leaf: Any, place: Place) -> Any:
-    del place
-    return leaf
-
-
-def _casts_for(module: eqx.Module, role: Role, precision: MatmulPrecision) -> Casts | None:
+def _casts_for(module: eqx.Module, governed: Governed, precision: MatmulPrecision) -> Casts | None:
     """What a module inside a model has to cast; None where it has no calls of its own."""
     cls = _original(module)
     # Equinox's wrappers (of jit, vmap, bound methods) hand on to what they hold.
     is_wrapper = cls.__module__.startswith("equinox._") or not _methods(cls)
-    if cls is eqx.nn.StateIndex or (is_wrapper and role.rule is None):
+    if cls is eqx.nn.StateIndex or (is_wrapper and governed.own is None):
         return None  # State looks its entries up by modules of exactly that class
-    return Casts(*role, precision, None)
+    compute, around = governed.compute, governed.around
+    return Casts(compute, around, governed.own, governed.rule, precision, None)
 
 
 # Classes that cast.
@@ -305,11 +287,11 @@ def _method_that_casts(name: str, method: Any) -> Callable[..., Any]:
     def call(self: eqx.Module, /, *args: Any, **kwargs: Any) -> Any:
         casts = _casts_of(self)
         assert casts is not None
-        args, kwargs = cast_floats((args, kwargs), casts.compute, _is_apart)
+        args, kwargs = _cast_values((args, kwargs), casts.compute)
         with matmul_precision(casts.precision), governed_by(casts.governing):
             outputs = getattr(_inside(self, casts), name)(*args, **kwargs)
         _refuse_own_class(outputs, _original(self), name)
-        return cast_floats(outputs, casts.outputs, _is_apart)
+        return _cast_values(outputs, casts.outputs)
 
     return call
 
@@ -321,6 +303,13 @@ def _inside(module: eqx.Module, casts: Casts) -> eqx.Module:
     else:  # by the rules again, as the model may have been changed since it was paired
         around, matched = casts.policy.compute_dtype, rules_of(casts.policy)
     return _as_class(_entered(module, around, matched, casts.precision, casts.compute), None)
+
+
+def _cast_values(values: T, dtype: np.dtype[Any]) -> T:
+    """Casts what enters or leaves a call, but for state and modules that cast by themselves."""
+    return jax.tree.map(
+        lambda x: x if _is_apart(x) else cast_floats(x, dtype), values, is_leaf=_is_apart
+    )
 
 
 def _is_apart(x: object) -> bool:

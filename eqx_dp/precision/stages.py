@@ -6,7 +6,7 @@ differentiation, `scan`, `jit` and `shard_map`. `check_precision` reads them.
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 from urllib.parse import quote, unquote
 
 import jax
@@ -33,7 +33,7 @@ Stage: TypeAlias = Literal[
 """
 
 _PREFIX = "eqx_dp."
-_MARK = re.compile(r"eqx_dp\.(cast|probe|loss|norm|sum|microbatches|devices|draw|bits|noise)\b")
+_MARK = re.compile(rf"eqx_dp\.({'|'.join(get_args(Stage))})\b")
 _RULE = re.compile(r"eqx_dp\.rule\[([^\]]*)\]")
 
 

@@ -1,7 +1,6 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from .arguments import whole_number
-from .clipped_sum import ClippedSum
 from .keys import Secret, digest, fold_text, key_from_secret
 from .noise import GaussianPrivatizerState, gaussian_privatizer
 from .plan import NeighboringRelation, PrivacyPlan
@@ -10,7 +9,6 @@ from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
 
 __all__ = [
     "OVERFLOW_PROBABILITY",
-    "ClippedSum",
     "GaussianPrivatizerState",
     "NeighboringRelation",
     "PoissonSampler",

@@ -1,15 +1,15 @@
-"""Accounting: what dp_accounting is asked, how finely, and with how much noise it is satisfied."""
+"""Accounting: what dp_accounting is asked, and at which discretization."""
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import privacy_loss_distribution as pld
 
-# How far one example can move a sum of gradients that are each at most 1 in norm.
+# How far one example can move a sum of gradients, each of them at most 1 in norm.
 SENSITIVITY_OF_UNIT_NORM = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: 1.0,
     NeighboringRelation.REPLACE_ONE: 2.0,
@@ -62,16 +62,18 @@ def event_of(run: Run, noise_multiplier: float) -> dp_accounting.DpEvent:
     if run.relation is not NeighboringRelation.REPLACE_ONE:
         gaussian = dp_accounting.GaussianDpEvent(per_norm_bound)
         return dp_accounting.SelfComposedDpEvent(gaussian, run.steps)
-    # Of a bare Gaussian event, accountants by privacy loss distributions take it that replacement
-    # moves two gradients, and those by Renyi divergences that it moves one. A sampled event means
-    # two to the former, and the latter refuse it. All steps together are one mechanism of less
-    # noise (Dong et al. 2022, corollary 3.3), which makes them as cheap as the bare event.
+    # Accountants by privacy loss distributions read a bare Gaussian event as two gradients that
+    # move, those by Renyi divergences as one. A sampled event means two to the former, and the
+    # latter refuse it. All steps together are one mechanism of less noise (Dong et al. 2022,
+    # corollary 3.3), so that it costs no more than the bare event.
     gaussian = dp_accounting.GaussianDpEvent(per_norm_bound / math.sqrt(run.steps))
     return dp_accounting.PoissonSampledDpEvent(1.0, gaussian)
 
 
-# Privacy loss grows with the inverse square of the noise: below this it leaves the range of floats.
-_LEAST_ACCOUNTED_NOISE = 1e-3
+# Losses grow with the inverse square of the noise: with less than this they exceed all floats.
+LEAST_NOISE = 1e-3
+# dp_accounting takes e to the power of an interval, too.
+WIDEST_INTERVAL = 500.0
 
 
 # A progress bar asks for the same figure at every refresh.
@@ -80,83 +82,69 @@ def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
     """Epsilon of a run, what float64 may lose of delta paid for: infinite if that is all of it."""
     if run.steps == 0:
         return 0.0
-    left = delta - run.steps * ROUNDING_DELTA
-    if noise_multiplier < _LEAST_ACCOUNTED_NOISE or left <= 0:
+    if noise_multiplier < LEAST_NOISE:
         return math.inf
-    interval = _discretization(run, noise_multiplier)
-    accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
-    accountant.compose(event_of(run, noise_multiplier))
-    return float(accountant.get_epsilon(left))
+    interval = discretization(run, noise_multiplier)
+    return epsilon_at(run, noise_multiplier, delta_left(run, delta), interval)
 
 
-def _discretization(run: Run, noise_multiplier: float) -> float:
-    """How finely privacy losses are told apart; any value gives a true bound.
+def epsilon_at(
+    run: Run, noise_multiplier: float, left: float, interval: float, *, in_stages: bool = False
+) -> float:
+    """Epsilon at a discretization, to the last bit what PLDAccountant gives for `event_of`.
 
-    dp_accounting's own 1e-4 is kept wherever epsilon is of use. Its work grows with the range of
-    losses, though: that of one mechanism (about 1 / noise_multiplier^2) and that of the whole run.
-    Where those run into the hundreds, epsilon does too, and the interval grows along.
+    Args:
+        run: Of at least one step.
+        noise_multiplier: At least `LEAST_NOISE`.
+        left: By `delta_left`.
+        interval: Of the discretization.
+        in_stages: Composes in two stages, which is faster for many steps: dp_accounting bounds the
+            range of a sum of many losses far too widely. Not to the last bit then.
+    """
+    if left <= 0 or interval > WIDEST_INTERVAL:
+        return math.inf
+    if run.sampling_prob == 1:
+        accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
+        return float(accountant.compose(event_of(run, noise_multiplier)).get_epsilon(left))
+    losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
+    if not in_stages:
+        composed = pld.identity(interval).compose(losses.self_compose(run.steps))
+        return float(composed.get_epsilon_for_delta(left))
+    first = math.isqrt(run.steps)
+    times, rest = divmod(run.steps, first)
+    composed = losses.self_compose(first, 1e-15 / times).self_compose(times)
+    if rest:
+        composed = composed.compose(losses.self_compose(rest))
+    return float(composed.get_epsilon_for_delta(left))
+
+
+def delta_left(run: Run, delta: float) -> float:
+    """What is left of delta after what float64 may lose of it."""
+    return delta - run.steps * ROUNDING_DELTA
+
+
+# They take PLDAccountant most of the time, and are the same for other numbers of steps.
+@functools.lru_cache(maxsize=4)
+def _losses_of_step(
+    step: Run, noise_multiplier: float, interval: float
+) -> pld.PrivacyLossDistribution:
+    """Privacy losses of one sampled step, in dp_accounting's terms: those of `event_of`."""
+    return pld.from_gaussian_mechanism(
+        noise_multiplier * SENSITIVITY_OF_UNIT_NORM[step.relation],
+        value_discretization_interval=interval,
+        sampling_prob=step.sampling_prob,
+        neighboring_relation=step.relation,
+    )
+
+
+def discretization(run: Run, noise_multiplier: float) -> float:
+    """The width of the intervals that a plan's privacy losses are counted in.
+
+    Any width gives a true bound. dp_accounting's default is 1e-4. Its work grows with the range of
+    the losses: that of one mechanism (about 1 / noise_multiplier^2) and that of the run. Where they
+    are in the hundreds, epsilon is too, and the intervals are wider.
     """
     # Without sampling, all steps are accounted for as one Gaussian mechanism of less noise.
     of_one = (1 if run.sampling_prob < 1 else run.steps) / noise_multiplier**2
     of_all = run.steps * run.sampling_prob**2 / noise_multiplier**2
     return 1e-4 * max(1.0, of_one / 10, of_all / 1000)
-
-
-# Calibration.
-
-_MOST_NOISE = 1e15
-# Relative to the noise multiplier.
-_CALIBRATION_TOLERANCE = 1e-4
-
-
-def least_noise(run: Run, delta: float, budget: float) -> float:
-    """The least noise multiplier, to 1e-4 of it, that keeps a run within a budget of epsilon."""
-
-    def epsilon_at(noise_multiplier: float) -> float:
-        return epsilon_of(run, noise_multiplier, delta)
-
-    # What the textbook bound asks for (Dwork and Roth 2014, appendix A) if sampling scaled it by q.
-    of_one = math.sqrt(2 * math.log(1.25 / delta)) / budget
-    guess = run.sampling_prob * math.sqrt(run.steps) * of_one
-    enough = _enough_noise(epsilon_at, max(1.0, guess), budget)
-    little = max(enough / 2, _LEAST_ACCOUNTED_NOISE)
-    interval = _discretization(run, little)
-    # Searched on a logarithmic scale, where one tolerance suits large and small noise alike.
-    log_noise = dp_accounting.calibrate_dp_mechanism(
-        lambda: PLDAccountant(run.relation, value_discretization_interval=interval),
-        lambda log_noise: event_of(run, math.exp(log_noise)),
-        budget,
-        delta - run.steps * ROUNDING_DELTA,
-        dp_accounting.ExplicitBracketInterval(math.log(little), math.log(enough)),
-        tol=_CALIBRATION_TOLERANCE,
-    )
-    noise_multiplier = math.exp(log_noise)
-    # The search and the plan may discretize a little differently, and the plan's word counts.
-    while epsilon_at(noise_multiplier) > budget:
-        noise_multiplier *= 1 + _CALIBRATION_TOLERANCE
-    return noise_multiplier
-
-
-def _enough_noise(epsilon_at: Callable[[float], float], guess: float, budget: float) -> float:
-    """A noise multiplier that meets the budget and half of which does not.
-
-    Searched from where epsilon is moderate: accounting for very little noise is slow.
-    """
-    noise_multiplier = guess
-    while epsilon_at(noise_multiplier) > budget:
-        noise_multiplier *= 2
-        if noise_multiplier > _MOST_NOISE:
-            raise ValueError(
-                f"epsilon {budget:g} is out of reach: a noise multiplier of {_MOST_NOISE:g} does "
-                "not meet it. Take a larger epsilon or delta, or fewer steps."
-            )
-    while epsilon_at(noise_multiplier / 2) <= budget:
-        noise_multiplier /= 2
-        if epsilon_at(_LEAST_ACCOUNTED_NOISE) <= budget:
-            raise ValueError(
-                f"epsilon {budget:g} is met with hardly any noise (a noise multiplier of "
-                f"{_LEAST_ACCOUNTED_NOISE:g}), which protects no one: epsilon is too large, or "
-                "delta not well below steps x sampling_prob. Ask for less, or give "
-                "noise_multiplier yourself."
-            )
-    return noise_multiplier

@@ -1,4 +1,4 @@
-"""From a secret to keys: one for each purpose and each run, and none of them tells another."""
+"""Keys from a secret: one for each purpose and each run, and none of them reveals another."""
 
 import hashlib
 import operator
@@ -15,25 +15,26 @@ Secret: TypeAlias = SupportsIndex | bytes
 
 
 def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
-    """Makes a key of the generator's full width out of a secret of any length.
+    """Makes a key of the generator's full width from a secret of any length.
 
-    `jax.random.key(seed)` keeps 32 bits of a seed and cannot take more than 63. This takes all of
-    them: `dp.key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
-    `secrets.token_bytes(32)`, say.
+    `jax.random.key(seed)` keeps 32 bits of a seed and refuses more than 63. This keeps all of them:
+    `dp.key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
+    `secrets.token_bytes(32)`.
 
     **Guarantee.** Every bit of the secret enters the key, by BLAKE2b (RFC 7693). The key is the
-    same on every machine. Different purposes give keys that do not tell each other, as far as
+    same on every machine. The key for one purpose does not reveal the key for another, as far as
     BLAKE2b hides its input. A key of threefry has 64 bits: a longer secret makes it no harder to
     guess.
 
     Args:
         secret: A number of at least 0, or bytes that are not empty. The number 5 and the byte 5 are
             different secrets.
-        purpose: What the key is for; no purpose is one purpose.
+        *purpose: What the key is for: texts. Different texts give different keys; no text at all
+            counts as one purpose.
 
     Returns:
-        A typed key of the threefry generator, whatever `jax_default_prng_impl` says: noise then is
-        the same on any number of devices.
+        A typed key of the threefry generator, regardless of `jax_default_prng_impl`, so that noise
+        is the same on any number of devices.
 
     Raises:
         ValueError: If the secret is negative, empty, or neither a number nor bytes.
@@ -43,24 +44,14 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
 
 
 def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
-    """Folds a text of any length into a key, by the 64 bits of its hash.
-
-    Args:
-        key: One key, of any generator; may be traced.
-        text: What tells the result from the keys of other texts; not secret.
-    """
+    """Folds a public text of any length into a key of any generator, by 64 bits of its hash."""
     for word in _words(text):
         key = jax.random.fold_in(key, word)
     return key
 
 
 def fold_texts(key: PRNGKeyArray, texts: Sequence[str | bytes]) -> list[PRNGKeyArray]:
-    """Folds each of several texts into one key: what `fold_text` gives for each, in one go.
-
-    Args:
-        key: As for `fold_text`.
-        texts: As many as keys are wanted.
-    """
+    """Folds each of several texts into one key: a key a text, as `fold_text` gives them."""
     if not texts or not is_threefry(key):  # keys of others may not be the same under vmap
         return [fold_text(key, text) for text in texts]
     first, second = np.stack([_words(text) for text in texts], axis=1)
@@ -81,15 +72,9 @@ def _words(text: str | bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 def digest(secret: Secret, purpose: Iterable[str | bytes], *, size: int) -> bytes:
-    """Hashes a secret with what it is for.
+    """Hashes a secret with the texts that say what it is for, into so many bytes (at most 64).
 
-    Args:
-        secret: As for `key_from_secret`.
-        purpose: Texts; where one ends and the next begins matters.
-        size: Bytes to be returned, at most 64.
-
-    Raises:
-        ValueError: As for `key_from_secret`.
+    Where one text ends and the next begins matters. Refuses a secret as `key_from_secret` does.
     """
     hashed = hashlib.blake2b(digest_size=size)
     texts = [public_bytes("purpose", text) for text in purpose]

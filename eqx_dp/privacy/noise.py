@@ -1,7 +1,8 @@
 """Gaussian noise on a clipped sum of gradients."""
 
 import collections
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 import jax
@@ -54,42 +55,43 @@ def gaussian_privatizer(
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
-    The gradients are to be a *sum* of clipped per-example gradients, as `filter_clipped_grad`
-    returns it, and this is to be the first that happens to it: `optax.chain(gaussian_privatizer(
-    ...), optax.adam(...))`. All that follows is post-processing and costs no privacy.
+    The gradients are a *sum* of clipped per-example gradients, as `filter_clipped_grad` returns it.
+    Noise comes first in the chain: `optax.chain(gaussian_privatizer(...), optax.adam(...))`. All
+    that follows is post-processing and costs no privacy.
 
-    Noise is drawn in the policy's noise dtype, scaled in it, and added in the wider of it and the
-    gradient's dtype, in which the result comes back: nothing is narrowed. Without a policy the
+    Noise is drawn and scaled in the policy's noise dtype. It is added in the wider of that and the
+    gradient's dtype, which is also the result's: nothing is narrowed. Without a policy the
     accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's. The
-    numbers are those of `jax.random.normal` for the leaf's key; float32 ones are computed where
-    they are added, in one kernel a leaf, once, however many operations read the noisy leaf, and
-    (but for leaves of short rows on a CPU) no array of noise is held.
+    numbers are those of `jax.random.normal` for the leaf's key. float32 ones are computed once, in
+    one kernel a leaf, where they are added, and (but for leaves of short rows on a CPU) no array of
+    noise is held.
 
-    The noise of a leaf is a pure function of (key, `run`, step, the leaf's path in the tree, its
-    shape), each folded into the key with 64 bits of its hash, but for the step, with its 32 bits. A
-    run resumed from a saved state repeats its noise and releases nothing twice. Leaves of one tree
-    have paths of their own, and so independent noise, however the tree is divided: one privatizer
-    may serve several groups of `optax.multi_transform`, `optax.partition` or `optax.masked`.
+    The noise of a leaf is a pure function of the key, `run`, the step, the leaf's path in the tree
+    and its shape. The step is folded into the key with its 32 bits, the others with 64 bits of
+    their hashes. A run that is resumed from a saved state repeats its noise, so that nothing is
+    released twice. Leaves of one tree have different paths, and so independent noise, however the
+    tree is divided: one privatizer may serve several groups of `optax.multi_transform`,
+    `optax.partition` or `optax.masked`.
 
     Two runs with the same key and the same `run` get the same noise. It cancels in the difference
-    of their models, which undoes the privacy of both. The same goes for a second `init` within a
-    run: it starts over at step 0, and needs a `run` or a key of its own.
+    of their models, and neither is private any more. A second `init` within a run starts over at
+    step 0, with the same effect: it needs a `run` or a key of its own.
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
     sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
     accounted for. The guarantee holds for real numbers and a secret key, as far as the generator's
-    numbers for keys that differ are independent. What falls short of that:
-    numbers of finite precision are discrete, and their low bits can give away more than the theory
-    says (Mironov 2012); a float32 normal is at most about 5.4 in size; and JAX's generator
-    (threefry, unless configured otherwise) is not cryptographic.
+    numbers for different keys are independent. In practice numbers of finite precision are
+    discrete, and their low bits can give away more than the theory says (Mironov 2012); a float32
+    normal is at most about 5.4 in size; and JAX's generator (threefry, unless configured otherwise)
+    is not cryptographic.
 
     | case | what happens |
     |---|---|
-    | `stddev` is 0 | gradients come back as they are, bit for bit and in their own dtype |
+    | `stddev` is 0 | gradients are returned unchanged, bit for bit and in their own dtype |
     | leaf is None (not trained) | stays None and uses no key |
-    | leaf has no entries | comes back with none |
-    | gradient is NaN or infinite | so is the result: clip before |
+    | leaf has no entries | is returned without entries |
+    | gradient is NaN or infinite | the result is, too: clip before |
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | two leaves whose paths read the same (keys of a dictionary with one `repr`) | refused |
@@ -103,21 +105,21 @@ def gaussian_privatizer(
     Args:
         stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
             array: it is part of the compiled program.
-        key: A secret, and not used elsewhere: a number of any size or bytes, of which
-            `key_from_secret(key, "noise")` makes a key; or one key, of `key_from_secret` or
-            `jax.random.key` (which keeps 32 bits of its seed: few enough to try them all).
+        key: A secret that is not used elsewhere: a number of any size or bytes, from which
+            `key_from_secret(key, "noise")` makes a key; or one key, from `key_from_secret` or
+            `jax.random.key` (which keeps 32 bits of its seed: an attacker can try all of them).
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
-        sharding: Where noise lives: as the rules say of accumulators. The updates' tree is then
-            that of the model that the rules speak of.
-        run: What tells this run from others with the same key; public. `PrivacyPlan.privatizer`
+        sharding: The noise is placed where the rules place accumulators. The updates must then
+            have the tree of the model that the rules describe.
+        run: A text that is different for each run with this key; public. `PrivacyPlan.privatizer`
             puts the plan and the norm bound in front of it.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
 
     Raises:
-        ValueError: If `stddev` is negative, not finite or traced, `key` is not one key or
-            secret, or `sharding` is not rules, or does not go with the key's generator. From
+        ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
+            secret; `sharding` is not rules, or the key's generator does not allow sharding. From
             `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
             range of the noise dtype.
     """
@@ -145,9 +147,10 @@ def gaussian_privatizer(
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
         _check_told_apart([path for path, _ in leaves])
         gradients = [_checked_gradient(leaf, path, policy) for path, leaf in leaves]
-        keys = _leaf_keys(step_key, leaves)
+        texts = [f"{leaf.shape} {jax.tree_util.keystr(path)}" for path, leaf in leaves]
+        keys = fold_texts(step_key, texts)
         noisy = [
-            _add_noise(gradient, scale, key, policy, rules and _Place(rules, path))
+            _add_noise(gradient, scale, policy, _draw_of(rules, path, key))
             for (path, _), gradient, key in zip(leaves, gradients, keys, strict=True)
         ]
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
@@ -156,68 +159,58 @@ def gaussian_privatizer(
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
-def _leaf_keys(
-    step_key: PRNGKeyArray, leaves: Sequence[tuple[tuple[Any, ...], Any]]
-) -> list[PRNGKeyArray]:
-    return fold_texts(
-        step_key, [f"{leaf.shape} {jax.tree_util.keystr(path)}" for path, leaf in leaves]
-    )
-
-
 def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
     times = collections.Counter(jax.tree_util.keystr(path) for path in paths)
     twins = [path for path, count in times.items() if count > 1]
     if twins:
         raise ValueError(
             f"several gradients have the path {twins[0]}, and would get the same noise. Give the "
-            "nodes of the tree keys that read differently."
+            "nodes of the tree keys whose printed forms differ."
         )
 
 
-class _Place(NamedTuple):
-    """Where the noise of one leaf lives."""
+def _draw_of(
+    rules: ShardingRules | None, path: tuple[Any, ...], key: PRNGKeyArray
+) -> Callable[[tuple[int, ...], Any], Array]:
+    """Draws a leaf's standard normal numbers, by shape and dtype: each on the device it is for."""
+    if rules is None:
+        return functools.partial(normal_on_one_device, key)
 
-    rules: ShardingRules
-    path: tuple[Any, ...]
-
-    def normal(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Standard normal numbers, each drawn on the device that it is for."""
-        rules = self.rules
-        spec = rules.accumulator_spec(rules.spec(self.path, shape), shape)
+    def draw(shape: tuple[int, ...], dtype: Any) -> Array:
+        spec = rules.accumulator_spec(rules.spec(path, shape), shape)
         sharding = rules.on_axes(spec, AxisType.Explicit) if rules.is_explicit else None
         return rules.place(normal(key, shape, dtype, out_sharding=sharding), spec)
+
+    return draw
 
 
 def _add_noise(
     gradient: Float[Array, "*shape"],
     stddev: float,
-    key: PRNGKeyArray,
     policy: Policy | None,
-    place: _Place | None,
+    draw: Callable[[tuple[int, ...], Any], Array],
 ) -> Float[Array, "*shape"]:
     if stddev == 0:
         return gradient
-    sum_dtype = jnp.promote_types(
-        gradient.dtype, jnp.float32 if policy is None else policy.noise_dtype
-    )
+    least = jnp.float32 if policy is None else policy.noise_dtype
+    sum_dtype = jnp.promote_types(gradient.dtype, least)
     noise_dtype = sum_dtype if policy is None else policy.noise_dtype
     _check_range(stddev, noise_dtype)
-    draw = normal_on_one_device if place is None else place.normal
     with stage("draw"):
-        noise = jnp.asarray(stddev, noise_dtype) * draw(key, gradient.shape, noise_dtype)
+        noise = jnp.asarray(stddev, noise_dtype) * draw(gradient.shape, noise_dtype)
     with stage("noise"):
         noisy = gradient.astype(sum_dtype) + noise.astype(sum_dtype)
     return _computed_once(noisy)
 
 
 def _computed_once(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `x`, bit for bit, as what XLA computes once, however many operations read it.
+    """Returns `x`, bit for bit. XLA computes it once, however many operations read it.
 
-    XLA repeats an operation that it takes for cheap in every kernel that reads the result: threefry
-    is many of those, and Adam's moments and update are three kernels. A division it takes for
-    costly, and does not repeat. This one is by 1, entry by entry, which XLA does not know: a number
-    with its lowest bit set is not 0. What generates machine code does know, and leaves it out. A
-    barrier (`jax.lax.optimization_barrier`) is gone, on a CPU, before kernels are formed.
+    XLA repeats cheap operations in every kernel that reads their result, and takes threefry for
+    cheap; Adam's moments and update are three kernels. It does not repeat divisions. This one is by
+    1, which XLA does not know: a number with its lowest bit set is not 0. What generates machine
+    code does know, and leaves it out. `jax.lax.optimization_barrier` does not help on a CPU, where
+    it is removed before kernels are formed.
     """
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, integer)
@@ -257,15 +250,14 @@ def _static_stddev(stddev: SupportsFloat) -> float:
             "stddev must be a Python or numpy number, known before the step is compiled; found the "
             f"JAX array of shape {stddev.shape}. Pass float(stddev), outside of jit."
         )
-    value = real_number(
+    return real_number(
         "stddev",
         stddev,
+        lambda real: real >= 0,
+        "at least 0 (no noise)",
         advice=" It is noise multiplier times sensitivity, and the sensitivity is infinite without "
         "a finite clip norm: set l2_clip_norm.",
     )
-    if value < 0:
-        raise ValueError(f"stddev must be at least 0 (no noise); found {value}.")
-    return value
 
 
 def _check_range(stddev: float, dtype: Any) -> None:

@@ -1,8 +1,8 @@
-"""Standard normal numbers of a threefry key, each computed from its place in the array alone.
+"""Standard normal numbers of a threefry key, each computed from its position in the array alone.
 
 `jax.random.normal` on a CPU encrypts whole arrays of counters, round by round in a loop, and keeps
-them in memory. Here the same arithmetic is written out operation by operation: a compiler makes one
-kernel of it and of what the numbers are used for, and holds no array of them.
+them in memory. Here the same arithmetic is written out operation by operation. A compiler makes one
+kernel of it and of what uses the numbers, and holds no array of them.
 """
 
 import functools
@@ -31,12 +31,12 @@ def normal(
     *,
     out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
-    """Draws what `jax.random.normal` draws, for the price of one kernel and no memory beside it.
+    """Draws what `jax.random.normal` draws, in one kernel and without memory beside the result.
 
     **Guarantee.** The numbers are those of `jax.random.normal(key, shape, dtype)`, bit for bit, on
-    any number of devices. An entry follows from the key and its place in the array: threefry2x32
+    any number of devices. An entry follows from the key and its position in the array: threefry2x32
     with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", doi
-    10.1145/2063384.2063405) encrypts the 64 bits of its place; the two words of the result are
+    10.1145/2063384.2063405) encrypts the 64 bits of its position; the two words of the result are
     joined by exclusive or; 23 bits of that make a number u, uniform between -1 and 1 (neither
     included), and the entry is sqrt(2) * erf_inv(u).
 
@@ -45,8 +45,8 @@ def normal(
     | `dtype` is not float32 | drawn by `jax.random.normal` itself |
     | the key's generator is not threefry2x32 | the same |
     | `jax_threefry_partitionable` is off | the same; an entry then depends on the whole shape |
-    | more than 2**32 entries, places of more than 32 bits | the same |
-    | no dimensions | one number, that of place 0 |
+    | more than 2**32 entries, positions of more than 32 bits | the same |
+    | no dimensions | one number, that of position 0 |
     | no entries | an empty array |
     | a raw key (`jax.random.PRNGKey`) | the numbers of the typed key with the same words |
     | `vmap` over keys | each key's numbers are those that it gives alone |
@@ -74,22 +74,17 @@ def normal_on_one_device(
     """Draws what `normal` draws, fast for every shape, where the array lives on one device.
 
     On a CPU, XLA computes several entries of a row at a time. Rows of a few entries (the kernels of
-    convolutions) and vectors of odd length take 12 to 16 ns a number so, others 2. Such leaves are
-    drawn in rows of 1,024, which a branch that is always taken keeps from being computed in the
-    leaf's own shape; 4 bytes an entry are held until the noise is added.
+    convolutions) and vectors of odd length are slow: 12 to 16 ns a number, and 2 for others. Such
+    leaves are drawn in rows of 1,024. A branch that is always taken keeps XLA from computing them
+    in the leaf's own shape; 4 bytes an entry are held until the noise is added.
 
     **Guarantee.** As that of `normal`: bit for bit the same numbers.
-
-    Args:
-        key: As for `normal`, and so the others.
-        shape: Of the result.
-        dtype: Of the result.
     """
     if not (_is_written_out(key, shape, dtype) and _is_slow(shape)):
         return normal(key, shape, dtype)
     words, size = jax.random.key_data(key), math.prod(shape)
     rows = (-(-size // _ROW), _ROW)
-    # True for any word, which the compiler does not know.
+    # True for any word, but the compiler does not know it.
     always = (words[0] | 1) != 0
     drawn = jax.lax.cond(
         always,
@@ -108,7 +103,7 @@ def _is_slow(shape: tuple[int, ...]) -> bool:
 
 
 def is_partitionable() -> bool:
-    """Whether a number that threefry draws depends on its place in the array alone."""
+    """Whether a number that threefry draws depends on its position in the array alone."""
     return bool(cast(Any, jax.config).jax_threefry_partitionable)
 
 
@@ -122,21 +117,17 @@ def _is_written_out(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> bo
 def _normal_of_threefry(
     words: UInt32[Array, " 2"], *, shape: tuple[int, ...]
 ) -> Float[Array, "..."]:
-    high, low = threefry2x32((words[0], words[1]), (np.uint32(0), places(shape)))
+    high, low = threefry2x32((words[0], words[1]), (np.uint32(0), positions(shape)))
     with stage("bits"):
         bits = high ^ low
     return _normal_of_bits(bits)
 
 
-def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Numbers the entries of an array, row by row: the low word of their places.
-
-    Args:
-        shape: Of at most 2**32 entries, so that every high word is 0.
-    """
+def positions(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """Numbers the entries of an array, at most 2**32, row by row: low words of their positions."""
     found, stride = jnp.zeros(shape, jnp.uint32), 1
     for dimension, length in reversed([*enumerate(shape)]):
-        if length > 1:  # else the place does not depend on it, and the stride may need 33 bits
+        if length > 1:  # else the position does not depend on it, and the stride may need 33 bits
             along = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
             found = found + along * np.uint32(stride)
         stride *= length
@@ -146,16 +137,9 @@ def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
 def threefry2x32(
     key: tuple[Any, Any], counter: tuple[Any, Any]
 ) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
-    """Encrypts counters by threefry2x32 with 20 rounds.
+    """Encrypts counters by threefry2x32 with 20 rounds; all are given as two words of uint32.
 
     Salmon et al. 2011; the rotations and the parity are those of the authors' Random123.
-
-    Args:
-        key: Its two words, uint32.
-        counter: Their two words, uint32.
-
-    Returns:
-        The two words of the results.
     """
     schedule = (*key, key[0] ^ key[1] ^ _PARITY)
     x, y = counter[0] + schedule[0], counter[1] + schedule[1]

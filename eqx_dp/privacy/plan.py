@@ -12,59 +12,51 @@ from jaxtyping import PRNGKeyArray
 
 from ..precision import Policy
 from ..sharding import ShardingRules
-from .accounting import (
-    ROUNDING_DELTA,
-    Run,
-    check_relation,
-    epsilon_of,
-    event_of,
-    least_noise,
-)
-from .arguments import (
-    checked_delta,
-    checked_noise_multiplier,
-    real_number,
-    sampling_probability,
-    whole_number,
-)
-from .clipped_sum import ClippedSum, SampledSum, agreed_with, checked_sensitivity
+from .accounting import ROUNDING_DELTA, Run, check_relation, epsilon_of, event_of
+from .arguments import real_number, sampling_probability, whole_number
+from .calibration import least_noise
 from .keys import Secret, public_bytes
 from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
 from .sample_size import Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
+from .sensitivity import HasSensitivity, TakesSamples, agreed_with, checked_sensitivity
 
 _MOST_STEPS = 2**53
+_DELTA_WANTED = (
+    "between 0 and 1, both excluded (well below 1 / number of examples to mean anything)"
+)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PrivacyPlan:
-    """How a training run samples and how much noise it adds: all that its privacy depends on.
+    """The sampling and the noise of a training run: everything that its privacy depends on.
 
     A plan decides once what has to agree everywhere. `sampler` and `privatizer` take their numbers
     from it, and `epsilon` accounts for exactly those: `steps` steps, each of which draws examples
     by Poisson sampling and releases the sum of their clipped gradients plus Gaussian noise. All
     accounting is that of dp_accounting, by privacy loss distributions (Koskela et al. 2020;
-    Doroshenko et al. 2022), rounded so that epsilon is never too small. What float64 may round the
-    other way, up to 2^-51 of delta a step, is taken from delta first.
+    Doroshenko et al. 2022), rounded so that epsilon is never too small. float64 may round the other
+    way, by at most 2^-51 of delta a step; so much is taken from delta first.
 
     **Noise multiplier** is standard deviation / sensitivity. The sensitivity is `l2_norm_bound`
     of the gradients where an example is added, removed or zeroed out, and twice that where it is
-    replaced by any other. dp_accounting's privacy loss distributions divide by the norm bound, and
-    count for themselves that replacement moves two gradients; so `GaussianDpEvent` gets twice the
-    noise multiplier for `REPLACE_ONE`. Without sampling (probability 1) one noise multiplier
-    therefore means one and the same epsilon under every relation.
+    replaced by any other. dp_accounting divides by the norm bound instead, and counts for itself
+    that replacement moves two gradients: `GaussianDpEvent` gets twice the noise multiplier for
+    `REPLACE_ONE`. Without sampling (probability 1) one noise multiplier therefore means the same
+    epsilon under every relation.
 
     **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, the seed and
     key being secret, is (`epsilon(k)`, `delta`)-differentially private under
     `neighboring_relation`, up to what finite precision falls short of (see `gaussian_privatizer`).
-    `delta` is the total: batches that overflow are paid for out of it (`overflow_delta`). A run of
-    more steps than `steps` is outside the plan, and `epsilon` refuses to speak of it.
+    `delta` is the total: it pays for batches that overflow, too (`overflow_delta`). A run of more
+    steps than `steps` is outside the plan, and `epsilon` refuses it.
 
     | case | what happens |
     |---|---|
     | `noise_multiplier` is 0 | epsilon is infinite (after 0 steps it is 0) |
     | `noise_multiplier` below 0.001 | epsilon is given as infinite: too large to be computed |
+    | epsilon is in the tens of millions or beyond | the same |
     | `sampling_prob` is 1 | plain composition of Gaussian mechanisms |
     | `delta` is at most 2^-51 a step (4.4e-16) | refused: float64 cannot tell it from 0 |
     | `delta` is at least 1 / number of examples | `sampler` warns |
@@ -73,13 +65,13 @@ class PrivacyPlan:
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
         steps: How many steps the run may take, at least 1.
         noise_multiplier: Noise standard deviation / sensitivity, at least 0 and finite.
-        delta: Total delta of the whole run, in (0, 1); to be well below 1 / number of examples.
+        delta: Total delta of the run, in (0, 1). Choose it well below 1 / number of examples.
         neighboring_relation: Which data sets are neighbors: `ADD_OR_REMOVE_ONE`, `REPLACE_ONE`,
             or `REPLACE_SPECIAL` (an example is zeroed out).
 
     Raises:
-        ValueError: If a number is not of its kind or out of its range, the relation is none of the
-            three, or `delta` is too small for that many steps.
+        ValueError: If a number has the wrong type or is out of its range, the relation is none of
+            the three, or `delta` is too small for that many steps.
     """
 
     sampling_prob: float
@@ -101,8 +93,10 @@ class PrivacyPlan:
         checked = {
             "sampling_prob": sampling_probability(sampling_prob),
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
-            "noise_multiplier": checked_noise_multiplier(noise_multiplier),
-            "delta": checked_delta(delta),
+            "noise_multiplier": real_number(
+                "noise_multiplier", noise_multiplier, lambda real: real >= 0, "at least 0"
+            ),
+            "delta": real_number("delta", delta, lambda real: 0 < real < 1, _DELTA_WANTED),
             "neighboring_relation": neighboring_relation,
         }
         for name, value in checked.items():
@@ -110,8 +104,8 @@ class PrivacyPlan:
         rounding = self.steps * ROUNDING_DELTA
         if self.delta - self.overflow_delta() <= rounding:
             raise ValueError(
-                f"delta must exceed {rounding:g}, what accounting in float64 may lose of it in "
-                f"{self.steps} steps ({ROUNDING_DELTA:g} a step), and a thousandth more; found "
+                f"delta must exceed {rounding:g} by more than a thousandth: accounting in float64 "
+                f"may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). Found "
                 f"{self.delta:g}. Take a larger delta or fewer steps."
             )
 
@@ -125,26 +119,24 @@ class PrivacyPlan:
         steps: SupportsIndex,
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     ) -> "PrivacyPlan":
-        """Finds the plan with the least noise that keeps to a privacy budget.
+        """Finds the plan with the least noise that stays within a privacy budget.
 
         Args:
-            epsilon: The budget, which `plan.epsilon()` does not exceed.
+            epsilon: The budget: `plan.epsilon()` is at most this.
             delta: As for the plan.
             sampling_prob: As for the plan.
             steps: As for the plan.
             neighboring_relation: As for the plan.
 
         Returns:
-            The plan, with a noise multiplier within a factor of 1.0002 of the least that does; of
-            1.01 where delta is less than some 10 times what float64 may lose of it.
+            The plan. Its noise multiplier is at most 1.0002 times the least that keeps to the
+            budget; 1.01 times where delta is less than some 10 times what float64 may lose of it.
 
         Raises:
             ValueError: If epsilon is not a finite number above 0, another argument is refused as
-                for the plan itself, or the budget is out of reach or is met by hardly any noise.
+                for the plan itself, the budget cannot be met, or hardly any noise meets it.
         """
-        budget = real_number("epsilon", epsilon)
-        if budget <= 0:
-            raise ValueError(f"epsilon must be greater than 0; found {budget}.")
+        budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation)
         left = draft.delta - draft.overflow_delta()
         return dataclasses.replace(
@@ -154,31 +146,31 @@ class PrivacyPlan:
     def epsilon(self, steps: SupportsIndex | None = None) -> float:
         """Epsilon of the first steps of the run, at the plan's delta.
 
-        Depends on the plan alone, not on data: it is public and may be shown while training.
+        It depends on the plan and not on data, so it is public and may be shown while training.
 
         Args:
-            steps: How many steps have been taken, from 0 to the plan's `steps`; None for them all.
+            steps: How many steps have been taken, from 0 to the plan's `steps`; None for all of
+                them.
 
         Returns:
             Epsilon: 0 for no steps, infinite without noise.
 
         Raises:
-            ValueError: If `steps` is no such number.
+            ValueError: If `steps` is not a whole number in that range.
         """
         run = self._run(self._steps_taken(steps))
         return epsilon_of(run, self.noise_multiplier, self.delta - self.overflow_delta(run.steps))
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
-        """What `epsilon` accounts for, in dp_accounting's terms (overflow is not part of it).
+        """The event that `epsilon` accounts for, for dp_accounting (without overflow).
 
         Args:
             steps: As for `epsilon`.
 
         Returns:
             An event for dp_accounting's accountants, made with the plan's neighboring relation.
-            Each reads it right or refuses it: `PLDAccountant` reads all; `RdpAccountant` refuses
-            those for `REPLACE_ONE`, for which it knows no Poisson sampling, and would read half the
-            sensitivity from a Gaussian mechanism without sampling.
+            `PLDAccountant` reads it right. `RdpAccountant` refuses it for `REPLACE_ONE`, under
+            which it knows no Poisson sampling, and else reads it right.
 
         Raises:
             ValueError: As for `epsilon`.
@@ -192,49 +184,19 @@ class PrivacyPlan:
 
     @property
     def overflow_probability(self) -> float:
-        """The probability tau that a batch is cut is at most this: what the sampler is given.
+        """An upper bound tau on the probability that a batch is cut; the sampler keeps to it.
 
-        A thousandth of delta over all steps, and never more than 1e-12 a step.
+        It is a thousandth of delta over all steps, and at most 1e-12 a step.
         """
         return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
 
     def overflow_delta(self, steps: SupportsIndex | None = None) -> float:
         """The part of delta that pays for batches cut to their capacity.
 
-        It is tau = `overflow_probability` a step: at most a thousandth of delta in all.
-
-        Accounting knows Poisson sampling without a cut. Why tau a step makes up for the cut:
-
-        Let P and Q be the releases of one step for neighboring data sets, x the example in which
-        they differ (absent, replaced or zeroed out on the other side), and B the draw from all the
-        others, the same on both sides. From P, of total mass 1, take away every B that does not fit
-        both batches, and the fraction q = `sampling_prob` of every B that fits but leaves no room
-        for x. With a capacity of c on both sides this is Pr(|B| > c) + q Pr(|B| = c): the
-        probability that a batch with x overflows, so at most tau. (Adding an example may raise the
-        capacity from c to c' > c; but then every B that fits c leaves room for x in c', and only
-        Pr(|B| > c) is taken away: at most tau, too.)
-
-        What is left of P is no worse, at every order of the hockey-stick divergence, than the
-        mechanism without a cut, held against the part of Q that comes from the same B. Where B has
-        room for x, both sides are just what that mechanism releases given B. Where it has none, P
-        keeps 1 - q of one Gaussian, and Q holds at least as much of the same one: nothing is told.
-        Mixing over B makes it no worse, since the divergence is jointly convex; nor does the rest
-        of Q, which only lowers the divergence. Mass is taken from P alone, and that is why no
-        factor of e^epsilon appears. What is kept of a batch that is cut, and how that is chosen,
-        never enters: all cuts are in what is taken from P, or in the rest of Q.
-
-        On several hosts a draw fits if every host has room for its part of it, and leaves room for
-        x if the host that owns x has room for one more; all else above stands as it is. Where x is
-        replaced or zeroed out, hosts own the same examples on both sides, and once more the
-        probability that a batch with x overflows is taken away. Where x is absent on one side, the
-        borders between hosts lie elsewhere there, and a draw from the others may fit either side
-        and not the other. What is taken away is then at most the probability that a batch overflows
-        on the one side plus that on the other; capacities on several hosts leave each of the two no
-        more than tau / 2, by the union bound over hosts (`PoissonSampler`).
-
-        Such measures of mass below 1 compose adaptively as distributions do (Zhu et al. 2022,
-        theorem 10, whose proof does not need total mass 1). From k steps of P at most k tau is
-        taken away, and delta bears it.
+        It is tau = `overflow_probability` a step: at most a thousandth of delta in all. Accounting
+        knows sampling without a cut. If k steps without a cut are (epsilon, delta)-differentially
+        private, k steps with it are (epsilon, delta + k tau)-differentially private; `overflow.md`
+        beside this module has the proof.
 
         Args:
             steps: As for `epsilon`.
@@ -259,21 +221,21 @@ class PrivacyPlan:
     ) -> PoissonSampler:
         """The sampler that draws this plan's batches, or one host's part of them.
 
-        Epsilon is the same for any number of hosts. Another plan draws another sample from the same
-        seed, independent of this one's.
+        Epsilon is the same for any number of hosts. With the same seed, another plan draws an
+        independent sample.
 
         Args:
             num_examples: How many examples the data set holds (on all hosts together).
             seed: Secret, a number of any size or bytes, and the same on every host; see
                 `PoissonSampler`.
-            pad_to: Batches have a multiple of this many places (on each host).
+            pad_to: Batches have a multiple of this many slots (on each host).
             hosts: How many hosts draw, `jax.process_count()`.
-            host: Which of them this one is, `jax.process_index()`.
-            run: What tells this run from others with the same plan and seed; public.
+            host: The index of this host, `jax.process_index()`.
+            run: A text that is different for each run with this plan and seed; public.
 
         Returns:
-            A `PoissonSampler` with the plan's `sampling_prob` and `overflow_probability`, which
-            refuses steps beyond the plan's.
+            A `PoissonSampler` with the plan's `sampling_prob` and `overflow_probability`. It raises
+            an error for steps beyond the plan's.
 
         Raises:
             ValueError: As for `PoissonSampler`.
@@ -297,7 +259,7 @@ class PrivacyPlan:
 
     def privatizer(
         self,
-        grad_fn: ClippedSum,
+        grad_fn: HasSensitivity,
         key: PRNGKeyArray | Secret,
         policy: Policy | None = None,
         sharding: ShardingRules | None = None,
@@ -306,11 +268,11 @@ class PrivacyPlan:
     ) -> optax.GradientTransformation:
         """The noise that this plan accounts for, for the gradients of one function.
 
-        Another plan, norm bound or policy gives other noise from the same key, independent of this.
+        With the same key, another plan, norm bound or policy gives independent noise.
 
-        Where the plan samples (`sampling_prob` below 1), `grad_fn` from now on refuses calls
-        without `is_padding_example`: the sampler's padding has index -1, and the last example would
-        count in every such slot.
+        If the plan samples (`sampling_prob` below 1), this call also changes `grad_fn`: from now on
+        it refuses calls without `is_padding_example`. The sampler's padding has index -1, so
+        without the mask the last example would count in every padding slot.
 
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
@@ -318,21 +280,22 @@ class PrivacyPlan:
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
-            run: What tells this run from others with the same plan and key; public.
+            run: A text that is different for each run with this plan and key; public.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity.
 
         Raises:
             ValueError: If `grad_fn` is no such function, or was made with another policy or other
-                sharding rules; if the sensitivity is not finite, or not what the norm bound
-                implies under the plan's neighboring relation; and as for `gaussian_privatizer`.
+                sharding rules; if the sensitivity is not finite, or differs from the one that the
+                norm bound implies under the plan's neighboring relation; and as for
+                `gaussian_privatizer`.
         """
-        if not isinstance(cast(object, grad_fn), ClippedSum):
+        if not isinstance(cast(object, grad_fn), HasSensitivity):
             raise ValueError(
                 "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad "
-                "returned, before it is wrapped in jit or anything else: only that knows its "
-                f"sensitivity; found a {type(grad_fn).__name__}."
+                "returned, before it is wrapped in jit or anything else: a wrapped function does "
+                f"not tell its sensitivity; found a {type(grad_fn).__name__}."
             )
         policy = agreed_with(grad_fn, "policy", policy)
         sharding = agreed_with(grad_fn, "sharding", sharding)
@@ -341,12 +304,12 @@ class PrivacyPlan:
         privatizer = gaussian_privatizer(
             stddev=stddev, key=key, policy=policy, sharding=sharding, run=told_apart
         )
-        if self.sampling_prob < 1 and isinstance(grad_fn, SampledSum):
+        if self.sampling_prob < 1 and isinstance(grad_fn, TakesSamples):
             grad_fn.expect_samples(self.sampling)
         return privatizer
 
     def to_json(self) -> str:
-        """Writes the plan as JSON, from which `from_json` gives an equal plan back."""
+        """Writes the plan as JSON; `from_json` reads an equal plan from it."""
         return written(dataclasses.asdict(self))
 
     @classmethod
@@ -377,13 +340,13 @@ class PrivacyPlan:
     def _steps_taken(self, steps: SupportsIndex | None) -> int:
         if steps is None:
             return self.steps
-        taken = whole_number("steps", steps, least=0, most=_MOST_STEPS)
-        if taken > self.steps:
-            raise ValueError(
-                f"steps must be at most {self.steps}, for which the plan was made; found {taken}. "
-                "For a longer run make a new plan, before the run starts."
-            )
-        return taken
+        return whole_number(
+            "steps",
+            steps,
+            least=0,
+            most=self.steps,
+            advice=" For a longer run make a new plan, before the run starts.",
+        )
 
 
 def _warn_of_large_delta(delta: float, num_examples: int) -> None:
@@ -393,8 +356,8 @@ def _warn_of_large_delta(delta: float, num_examples: int) -> None:
     # samplers of one run (`make_step` makes some) do not repeat it.
     warnings.warn(
         f"delta is {delta:g}, and 1 / num_examples is {1 / num_examples:g} ({num_examples} "
-        "examples): to publish one of them at random, in full, would meet such a delta. Make a "
-        "plan with a delta well below 1 / num_examples.",
+        "examples): such a delta allows a program to publish one example at random, in full. Make "
+        "a plan with a delta well below 1 / num_examples.",
         UserWarning,
         stacklevel=1,
     )

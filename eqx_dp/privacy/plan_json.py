@@ -1,6 +1,7 @@
 """A plan's fields, read from JSON and written to it."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -43,9 +44,8 @@ def fields_of(text: str, names: list[str]) -> dict[str, Any]:
 
 def _json_object(text: str) -> dict[str, Any]:
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twins = sorted({key for key in keys if keys.count(key) > 1})
-        if twins:
+        times = Counter(key for key, _ in pairs)
+        if twins := sorted(key for key, count in times.items() if count > 1):
             raise ValueError(f"there more than once in a plan in JSON: {', '.join(twins)}.")
         return dict(pairs)
 

@@ -25,12 +25,10 @@ class Sampling:
     overflow_probability: float
 
     def of(self, slots: int) -> "SampleSize":
-        """The sample that a batch of so many slots was made for.
+        """The sample that a batch of so many slots was made for, the capacity of a sampler.
 
-        Args:
-            slots: The capacity of a sampler with these probabilities; from it alone follows, up to
-                what the capacity was rounded up by, how large the data set is. Where hardly ever an
-                example is drawn, it is the largest for which that capacity will do.
+        It tells how large the data set is, but for what the capacity was rounded up by. Where
+        hardly ever an example is drawn, this is the largest data set that this capacity is for.
         """
         if self.sampling_prob == 1:
             return SampleSize(slots, slots, 1.0)
@@ -64,13 +62,10 @@ class SampleSize:
         return self.num_examples * self.sampling_prob
 
     def microbatches(self, size: int, slots: int | None = None) -> float:
-        """The expected number of microbatches that hold an example, if examples come first.
+        """The expected number of microbatches of a size that hold an example, if those come first.
 
-        It is the sum over k of the probability that there are more than k x `size` examples.
-
-        Args:
-            size: Examples in a microbatch.
-            slots: The first slots of the batch, if not all: those of the first device.
+        It is the sum over k of the probability that there are more than k x `size` examples. With
+        `slots`, only so many of the batch's first slots count: those of the first device.
         """
         return float(np.sum(self._tails[:slots:size]))
 

@@ -14,76 +14,74 @@ from .keys import Secret, checked_secret, digest, public_bytes
 from .sources import checked_source, drawn_from
 
 OVERFLOW_PROBABILITY = 1e-12
-"""The probability, a step, that more examples are drawn than there is room for: the most of it."""
+"""The largest probability, a step, that more examples are drawn than a batch has room for."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PoissonSampler:
-    """Draws a fresh batch a step: every example takes part with the same probability, on its own.
+    """Draws a fresh batch a step: every example takes part with one probability, independently.
 
-    A batch is a pure function of `(seed, run, num_examples, sampling_prob, step)`, by BLAKE2b. No
-    step needs another: step 1,000 is drawn without the 999 before it, and a run that is killed and
-    resumed sees the same batches again. (The same means under the same release of numpy, which may
-    change its streams between releases.) Where any of the five differs, batches are independent, as
-    far as Philox's streams for keys that differ are.
+    A batch is a pure function of `(seed, run, num_examples, sampling_prob, step)`, by BLAKE2b. Step
+    1,000 is drawn without the 999 before it, and a run that is killed and resumed sees the same
+    batches again (under the same release of numpy, which may change its streams between releases).
+    Where any of the five differs, batches are independent, as far as Philox's streams for different
+    keys are.
 
     The draw is exact Poisson sampling in two parts: how many examples, binomially distributed, and
-    then that many distinct examples, uniformly. Time and memory are those of a batch, whatever the
+    then that many different examples, uniformly. Time and memory are those of a batch, whatever the
     size of the data set.
 
     Batches have one static shape, `capacity`, so that a compiled step is compiled once. It is the
     smallest multiple of `pad_to` that a step overflows with probability at most
-    `overflow_probability`, and at least `pad_to`. Places left over are padding.
+    `overflow_probability`, and at least `pad_to`. Slots left over are padding.
 
     **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
-    batch is that part of the draw. All make the same draw, from the same seed and step, and so need
-    not talk: together they hold just what one host would (but for cuts), one Poisson sample, and a
-    run may be resumed on another number of hosts. Every part has the same `capacity`, found from
-    numbers that the hosts share: here it is the smallest multiple of `pad_to` that the largest
-    stretch overflows with probability at most `overflow_probability / (2 * hosts)`. (The factor of
-    2 is for neighboring data sets, whose borders between hosts lie elsewhere:
-    `PrivacyPlan.overflow_delta`.) Every host makes the whole draw, in the time and memory of all
-    hosts' batches together.
+    batch is that part of the draw. All hosts make the same draw from the same seed and step, so
+    that they need not communicate. Together they hold what one host would (but for cuts), and a run
+    may be resumed on another number of hosts. Every part has the same `capacity`: the smallest
+    multiple of `pad_to` that the largest stretch overflows with probability at most
+    `overflow_probability / (2 * hosts)`. (The factor of 2 is for neighboring data sets, whose
+    borders between hosts lie elsewhere: `PrivacyPlan.overflow_delta`.) The whole draw takes every
+    host the time and memory of all hosts' batches together.
 
     **Guarantee.** Privacy amplification by Poisson sampling (Abadi et al. 2016, section 3; Zhu and
-    Wang 2019) holds for the batches before they are cut to `capacity`; the probability of a cut
-    has to be added to delta, as `PrivacyPlan` does. It holds only as long as **the seed is secret**
-    and hard to guess: who knows it, knows which examples were in which batch. Take it from the
-    system (`secrets.randbits(128)` or `secrets.token_bytes(32)`) and keep it like the data. It may
-    be the secret that the run's noise is made of, too. Philox is a good generator of numbers, not a
-    cryptographic one.
+    Wang 2019) holds for the batches before they are cut to `capacity`; delta has to pay for the
+    probability of a cut, as that of `PrivacyPlan` does. It holds only as long as **the seed is
+    secret** and hard to guess: with the seed, anyone can tell which examples were in which batch.
+    Take it from the system (`secrets.randbits(128)` or `secrets.token_bytes(32)`) and keep it like
+    the data. The run's noise may be made of the same secret. Philox is a good generator of numbers,
+    not a cryptographic one.
 
-    **Not private.** Batches, and how many examples they hold, are drawn without noise. They are
-    for the training step alone, not to be published or logged.
+    **Not private.** Batches, and the number of examples in them, are drawn without noise. Use them
+    in the training step alone; do not publish or log them.
 
     | case | what happens |
     |---|---|
     | no example is drawn | a batch of padding |
     | more are drawn than there is room for | a uniformly random `capacity` of them is kept |
-    | so on one of several hosts | the same with its own part, independently of the other hosts |
+    | the same on one of several hosts | the same with its part, independently of other hosts |
     | more than `hosts * capacity` are drawn | as many, uniformly random, are kept and divided |
     | `sampling_prob` is 1 | every batch holds every example (that the host owns) once |
     | `pad_to` exceeds `num_examples` | `capacity` is `pad_to` |
-    | `capacity` would be 0 (hardly ever an example) | it is `pad_to` |
+    | `capacity` would be 0 (an example is hardly ever drawn) | it is `pad_to` |
     | `hosts` does not divide `num_examples` | some hosts own one example more than the others |
     | `hosts` exceeds `num_examples` | some own nothing: their batches are all padding |
 
     Args:
-        num_examples: How many examples the data set holds, from 1 to 2**53 (up to where counts are
-            exact as floats).
+        num_examples: How many examples the data set holds, from 1 to 2**53.
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
         seed: Secret, see above: a number of at least 0, or bytes; of any length.
         pad_to: `capacity` is a multiple of this, such as microbatch size times devices (those of
             one host).
         steps: How many steps are accounted for; `batch` refuses later ones. None for no limit.
-        hosts: How many hosts draw, `jax.process_count()`. All that is said above holds if all of
-            them have the same arguments, but for `host`.
+        hosts: How many hosts draw, `jax.process_count()`. All must have the same arguments, but for
+            `host`.
         host: Which of them this one is, from 0: `jax.process_index()`.
         overflow_probability: With which a step may overflow at most, above 0 and below 1.
         run: What tells this run from others with the same seed; public.
 
     Raises:
-        ValueError: If an argument is not a number of its kind, or out of its range.
+        ValueError: If an argument has the wrong type or is out of its range.
     """
 
     num_examples: int
@@ -118,7 +116,12 @@ class PoissonSampler:
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
             "hosts": hosts,
             "host": _checked_host(host, hosts),
-            "overflow_probability": _checked_overflow(overflow_probability),
+            "overflow_probability": real_number(
+                "overflow_probability",
+                overflow_probability,
+                lambda real: 0 < real < 1,
+                "between 0 and 1, both excluded (delta pays for it, so it must be far below delta)",
+            ),
             "run": public_bytes("run", run),
         }
         for name, value in checked.items():
@@ -126,9 +129,9 @@ class PoissonSampler:
 
     @functools.cached_property
     def capacity(self) -> int:
-        """Places in every batch, the same on every host.
+        """Slots in every batch, the same on every host.
 
-        Follows from `num_examples`, and is as public as that is.
+        It follows from `num_examples` and the other arguments, and shows no more than they do.
         """
         most_owned = -(-self.num_examples // self.hosts)
         tau = self.overflow_probability / (1 if self.hosts == 1 else 2 * self.hosts)
@@ -150,13 +153,13 @@ class PoissonSampler:
             step: Which step, counted from 0.
 
         Returns:
-            `(indices, is_padding_example)`, both on the host and of length `capacity`. First the
-            positions of the examples drawn, distinct and in increasing order (a data set on disk is
-            then read forward); behind them padding, with index -1. **Not private.** Indexing with
-            -1 picks the last example: hand the mask on, as `is_padding_example`, or that example
-            counts once a padding place and its privacy is lost. On several hosts, too, positions
-            are those in the whole data set, all of them in `owned`; a host that holds no more than
-            those examples finds them `owned.start` places further to the front.
+            `(indices, is_padding_example)`, both on the host and of length `capacity`. First come
+            the positions of the examples drawn, distinct and in increasing order (a data set on
+            disk is then read forward), then padding, with index -1. **Not private.** Indexing with
+            -1 picks the last example: pass the mask on, as `is_padding_example`, or that example
+            counts in every padding slot and its privacy is lost. Positions are those in the whole
+            data set on several hosts, too, all of them in `owned`; a host that holds these examples
+            alone subtracts `owned.start`.
 
         Raises:
             ValueError: If `step` is not a whole number from 0 to 2**64 - 1, or not below `steps`.
@@ -175,7 +178,7 @@ class PoissonSampler:
     def take(
         self, step: SupportsIndex, *sources: PyTree[Any]
     ) -> tuple[tuple[PyTree[Any], ...], Bool[np.ndarray, "capacity"]]:
-        """The examples of one step's batch, with the mask that says which places are padding.
+        """The examples of one step's batch, with the mask that says which slots are padding.
 
         ```python
         (x, y), is_padding_example = sampler.take(t, xs, ys)
@@ -184,17 +187,17 @@ class PoissonSampler:
         Args:
             step: As for `batch`.
             *sources: Numpy or JAX arrays, or trees of them, that hold the examples of the whole
-                data set along their leading axis. Of a memory-mapped file no more is read than the
-                examples drawn.
+                data set along their leading axis. Only the examples drawn are read from a
+                memory-mapped file.
 
         Returns:
             `(examples, is_padding_example)`: a tuple with one entry a source, of its structure,
-            kind and dtypes, with `capacity` places in front; and the mask. In places that are
+            kind and dtypes, with `capacity` slots in front; and the mask. In slots that are
             padding stand zeros. **Not private.**
 
         Raises:
-            ValueError: As for `batch`; if there is no source, or one holds something else than
-                arrays, or another number of examples than `num_examples`.
+            ValueError: As for `batch`; if there is no source, or a source holds something other
+                than arrays, or another number of examples than `num_examples`.
         """
         if not sources:
             raise ValueError("take needs at least one source of examples behind the step.")
@@ -205,13 +208,8 @@ class PoissonSampler:
         return examples, is_padding_example
 
     def _generator(self, step: int) -> np.random.Generator:
-        what_for = (
-            "eqx_dp sample",
-            self.run,
-            str(self.num_examples),
-            self.sampling_prob.hex(),
-            str(step),
-        )
+        numbers = str(self.num_examples), self.sampling_prob.hex(), str(step)
+        what_for = ("eqx_dp sample", self.run, *numbers)
         key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
         return np.random.Generator(np.random.Philox(key=key))
 
@@ -220,13 +218,13 @@ class PoissonSampler:
         # A uniform subset of a uniform subset is a uniform subset: to cut is to draw fewer.
         kept = min(drawn, self.hosts * self.capacity)
         # Floyd's algorithm up to a twentieth of the examples, a partial shuffle of them all beyond:
-        # either way no more than a constant a place.
+        # either way no more than a constant a slot.
         chosen = generator.choice(self.num_examples, size=kept, replace=False, shuffle=False)
         mine = self._of_owned(chosen)
         if len(mine) <= self.capacity:
             return mine
-        # As chosen they are in no random order. All that are, not mine alone, are put into one:
-        # hosts have the same generator, and would else cut the same places of their parts.
+        # They are chosen in no random order. All are permuted, not mine alone: hosts have the same
+        # generator, and would cut the same slots of their parts.
         return self._of_owned(generator.permutation(chosen))[: self.capacity]
 
     def _of_owned(self, indices: Int64[np.ndarray, "all"]) -> Int64[np.ndarray, "part"]:
@@ -238,19 +236,9 @@ def _checked_host(value: object, hosts: int) -> int:
     if host >= hosts:
         raise ValueError(
             f"host must be below {hosts}, the number of hosts (they are counted from 0, as by "
-            f"jax.process_index()); found {host}. Is hosts, as by jax.process_count(), right?"
+            f"jax.process_index()); found {host}. Check hosts, which is jax.process_count()."
         )
     return host
-
-
-def _checked_overflow(value: object) -> float:
-    probability = real_number("overflow_probability", value)
-    if not 0 < probability < 1:
-        raise ValueError(
-            "overflow_probability must be between 0 and 1, both excluded (it comes out of delta, "
-            f"and so has to be far below it); found {probability}."
-        )
-    return probability
 
 
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import conv_general_dilated_p
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Their programs speak of blocks of memory, in a layout of their own.
-_LEFT_ALONE = ("pallas_call",)
+from .inside import open_jaxpr, with_programs
 
 
 def channels_last(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
@@ -44,49 +43,26 @@ class _Rewriting:
     def program(self, program: Any) -> Any:
         """A program, open or closed, with all that it calls; itself if there is nothing to do."""
         if program not in self._done:
-            # In JAX 0.11 a closed program is an open one with constants, and both are one class.
-            is_open = getattr(program, "jaxpr", program) is program
-            self._done[program] = self._open(program) if is_open else self._closed(program)
+            self._done[program] = self._rewritten(program)
         return self._done[program]
 
-    def _closed(self, program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-        jaxpr = self.program(program.jaxpr)
-        return program if jaxpr is program.jaxpr else jex_core.ClosedJaxpr(jaxpr, program.consts)
-
-    def _open(self, jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
-        equations = [new for equation in jaxpr.eqns for new in self._of_equation(equation)]
-        if all(map(_is, equations, jaxpr.eqns)):
-            return jaxpr
-        return jaxpr.replace(eqns=equations)
+    def _rewritten(self, program: Any) -> Any:
+        jaxpr = open_jaxpr(program)
+        # In JAX 0.11 a closed program is an open one with constants, and both are one class.
+        if jaxpr is not program:
+            new = self.program(jaxpr)
+            return program if new is jaxpr else jex_core.ClosedJaxpr(new, program.consts)
+        rewritten = [new for equation in jaxpr.eqns for new in self._of_equation(equation)]
+        is_same = all(new is old for new, old in zip(rewritten, jaxpr.eqns, strict=False))
+        return jaxpr if is_same else jaxpr.replace(eqns=rewritten)
 
     def _of_equation(self, equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn]:
         if equation.primitive is conv_general_dilated_p:
             return _moved(equation)
-        if equation.primitive.name in _LEFT_ALONE:
-            return [equation]
-        params = {name: self._of_param(value) for name, value in equation.params.items()}
+        params = with_programs(equation, self.program)
         if all(params[name] is value for name, value in equation.params.items()):
             return [equation]
         return [equation.replace(params=params)]
-
-    def _of_param(self, value: Any) -> Any:
-        """A parameter of an equation, with the programs in it rewritten."""
-        match value:
-            case jex_core.ClosedJaxpr() | jex_core.Jaxpr():
-                return self.program(value)
-            case tuple():
-                programs = list(map(self._of_param, value))
-                if all(map(_is, programs, value)):
-                    return value
-                # A linear solve names its programs.
-                named = hasattr(value, "_fields")
-                return type(value)(*programs) if named else tuple(programs)
-            case _:
-                return value
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _moved(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:

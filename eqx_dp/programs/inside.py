@@ -5,8 +5,8 @@ a loop, a branch and a shard_map. It was written for JAX 0.10 and 0.11, whose pa
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax.extend.core as jex_core
 from jax.extend.core import primitives as jax_primitives
@@ -27,7 +27,7 @@ _WRAPPERS: dict[jex_core.Primitive, tuple[Wrapper, str]] = {
 
 
 # JAX gives no object for these.
-_CUSTOM_VMAP, _SHARD_MAP = "custom_vmap_call", "shard_map"
+_CUSTOM_VMAP, _SHARD_MAP, _PALLAS = "custom_vmap_call", "shard_map", "pallas_call"
 
 HOLDERS = frozenset(
     {primitive.name for primitive in _WRAPPERS}
@@ -117,7 +117,7 @@ class ShardMap(NamedTuple):
         num_devices: how many there are along them.
         in_specs: how operands are cut, one a operand.
         out_specs: how results are put together.
-        check_vma: as `jax.shard_map` was told.
+        check_vma: as `jax.shard_map` was given it.
     """
 
     body: jex_core.ClosedJaxpr
@@ -201,6 +201,39 @@ def open_jaxpr(program: Any) -> jex_core.Jaxpr:
 def programs_of(equation: jex_core.JaxprEqn) -> list[jex_core.Jaxpr]:
     """All programs among an equation's parameters, whatever they are for."""
     return [open_jaxpr(program) for program in jex_core.jaxprs_in_params(equation.params)]
+
+
+def equations(program: Any) -> Iterator[jex_core.JaxprEqn]:
+    """All equations of a program, each before those of the programs among its parameters."""
+    for equation in open_jaxpr(program).eqns:
+        yield equation
+        for inner in programs_of(equation):
+            yield from equations(inner)
+
+
+def with_programs(equation: jex_core.JaxprEqn, changed: Callable[[Any], Any]) -> dict[str, Any]:
+    """An equation's parameters with other programs in them.
+
+    Args:
+        equation: any. A Pallas kernel stays as it is: it speaks of blocks of memory.
+        changed: from each program to another, open or closed as it is.
+    """
+    if equation.primitive.name == _PALLAS:
+        return equation.params
+    return {name: _changed(value, changed) for name, value in equation.params.items()}
+
+
+def _changed(value: Any, changed: Callable[[Any], Any]) -> Any:
+    if isinstance(value, jex_core.ClosedJaxpr | jex_core.Jaxpr):
+        return changed(value)
+    if not isinstance(value, tuple):
+        return value
+    before = cast("tuple[Any, ...]", value)
+    after = [_changed(one, changed) for one in before]
+    if all(new is old for new, old in zip(after, before, strict=True)):
+        return value
+    # A linear solve names its programs.
+    return type(value)(*after) if hasattr(value, "_fields") else tuple(after)
 
 
 def _arity(params: dict[str, Any]) -> tuple[int, int]:

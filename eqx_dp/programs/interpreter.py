@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex_core
+import numpy as np
 from jax.extend import source_info_util
 
 from .inside import Cond, Scan, While, closed
@@ -44,8 +45,10 @@ def interpret(
 
 
 def literal_value(literal: jex_core.Literal) -> Any:
-    """The number that a literal stands for."""
-    return literal.val
+    """The number that a literal stands for, of the context at hand."""
+    value = literal.val
+    # An array would keep its type, which speaks of the mesh that it was made under.
+    return value.view() if isinstance(value, np.ndarray) else value
 
 
 def settled(
@@ -72,17 +75,12 @@ def settled(
 def at(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
     """The context of an equation's line and named scopes.
 
-    What is evaluated in it is told in errors and profiles as the equation is. A scope around a
+    Errors and profiles name the same line for what is evaluated in it. A scope around a
     jitted function, a scan or a jax.checkpoint is known to that equation alone.
     """
     said = equation.source_info
     scopes = source_info_util.current_name_stack() + said.name_stack
     return source_info_util.user_context(said.traceback, name_stack=scopes)
-
-
-def source_line(equation: jex_core.JaxprEqn) -> str:
-    """The user's line that an equation comes from, for an error."""
-    return source_info_util.summarize(equation.source_info)
 
 
 def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
@@ -104,8 +102,15 @@ def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return run(*values.values())
 
 
-# An equation that holds programs, put together again from functions. Each function may give
-# something beside the program's results, which comes out beside the equation's.
+def bound(equation: jex_core.JaxprEqn, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation with other parameters, in the context at hand."""
+    primitive = equation.primitive
+    found: Any = primitive.bind(*inputs, **primitive.get_bind_params(params))
+    return list(found) if primitive.multiple_results else [found]
+
+
+# An equation that holds programs, put together again from functions. Each function `run` may find
+# something beside the program's results: trees of arrays, which come out beside the equation's.
 
 
 def rematerialised(
@@ -114,14 +119,9 @@ def rematerialised(
     inputs: list[Any],
     given: Extra,
 ) -> tuple[list[Any], Any]:
-    """A `jax.checkpoint` of another function of the same operands.
+    """A `jax.checkpoint` of another function, of its operands and of what is given beside.
 
-    Args:
-        equation: the `jax.checkpoint`.
-        run: from the operands, and what is given beside, to results, and what is found beside:
-            that is saved.
-        inputs: the operands.
-        given: what is given beside.
+    What the function finds beside its results is saved.
     """
     params = equation.params
     again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
@@ -135,18 +135,10 @@ def scanned(
     inputs: list[Any],
     given: Any = None,
 ) -> tuple[list[Any], Any]:
-    """A scan of another body with the same carry and slices.
+    """A scan of another body, of a step's operands and of its slices of what is given beside.
 
-    Args:
-        equation: the scan.
-        scan: what is inside it.
-        run: from constants, carry and slices of a step, and what is given beside, to carry and
-            slices, and what is found beside.
-        inputs: the scan's operands. Constants may be anything, for they are closed over.
-        given: trees of arrays whose slices are given beside.
-
-    Returns:
-        The results, and what was found beside, all steps stacked.
+    Constants among the operands may be anything, for they are closed over. What the steps find
+    beside their results comes out stacked.
     """
     consts, carry, slices = scan.split(inputs)
 
@@ -172,14 +164,7 @@ def looped(
     inputs: list[Any],
     carried: Any,
 ) -> tuple[list[Any], Any]:
-    """A while loop of another body, its condition as it was.
-
-    Args:
-        loop: what is inside the equation.
-        run: from the body's constants and the carry, and what is carried beside, to both after it.
-        inputs: the equation's operands.
-        carried: what is carried beside.
-    """
+    """A while loop of another body, of its operands and of what is carried beside."""
     of_condition, of_body, carry = loop.split(inputs)
     goes_on: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(loop.condition)
 
@@ -197,13 +182,7 @@ def switched(
     run: Callable[[jex_core.ClosedJaxpr, list[Any]], tuple[list[Any], Any]],
     inputs: list[Any],
 ) -> tuple[list[Any], Any]:
-    """A choice between other functions of the same operands.
-
-    Args:
-        cond: what is inside the equation.
-        run: from a branch and the operands to results, and what is found beside.
-        inputs: the equation's operands.
-    """
+    """A choice between other functions, each of a branch and the operands."""
     index, *operands = inputs
     branches = [
         lambda *operands, branch=branch: run(branch, list(operands)) for branch in cond.branches

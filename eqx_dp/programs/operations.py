@@ -15,6 +15,7 @@ from .inside import (
     Scan,
     ShardMap,
     While,
+    equations,
     inside,
     open_jaxpr,
     programs_of,
@@ -30,35 +31,34 @@ def matmul_flops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
     `while_loop` once (how often it runs is not known), a `cond` as its largest branch, and a
     `shard_map` for all of its devices.
     """
-    return sum(map(_of_equation, open_jaxpr(program).eqns))
+    return sum(map(equation_flops, open_jaxpr(program).eqns))
 
 
 def primitives(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> frozenset[str]:
     """The names of all primitives in a program."""
-    found: set[str] = set()
-    for equation in open_jaxpr(program).eqns:
-        found.add(equation.primitive.name)
-        found.update(*map(primitives, programs_of(equation)))
-    return frozenset(found)
+    return frozenset(equation.primitive.name for equation in equations(program))
 
 
 def loops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> Iterator[str]:
     """Names the loops of a program: every scan of more than one step, every while."""
-    for equation in open_jaxpr(program).eqns:
-        inner = inside(equation)
-        if isinstance(inner, Scan) and inner.length > 1:
-            yield f"a scan of {inner.length} steps"
-        elif isinstance(inner, While):
-            yield "a while_loop"
-        for held in programs_of(equation):
-            yield from loops(held)
+    for equation in equations(program):
+        match inside(equation):
+            case Scan(length=length) if length > 1:
+                yield f"a scan of {length} steps"
+            case While():
+                yield "a while_loop"
+            case _:
+                pass
 
 
-def _of_equation(equation: jex_core.JaxprEqn) -> int:
+def equation_flops(equation: jex_core.JaxprEqn) -> int:
+    """Those of one equation, and of all that it holds."""
     if equation.primitive is dot_general_p:
         return _contraction(equation)
     if equation.primitive is conv_general_dilated_p:
         return _convolution(equation)
+    if equation.primitive.name == "ragged_dot_general":
+        return _ragged(equation)
     match inside(equation):
         case Call(body=body) | LinearSolve(solve=body):
             return matmul_flops(body)
@@ -79,6 +79,13 @@ def _contraction(equation: jex_core.JaxprEqn) -> int:
     left: Any = equation.invars[0].aval
     result: Any = equation.outvars[0].aval
     return 2 * math.prod(result.shape) * math.prod(left.shape[axis] for axis in contracted)
+
+
+def _ragged(equation: jex_core.JaxprEqn) -> int:
+    """As if every row met one group."""
+    left: Any = equation.invars[0].aval
+    result: Any = equation.outvars[0].aval
+    return 2 * math.prod(result.shape) * left.shape[-1]
 
 
 def _convolution(equation: jex_core.JaxprEqn) -> int:

@@ -1,8 +1,9 @@
 """Sharding rules, applied outside of the boundary between a batch and its examples."""
 
+from .axes import axes_of
 from .boundary import Argument, agreed, check_context, example_program, inside, over_devices
-from .retrace import constraints_of
-from .rules import ShardingRules, axes_of, checked_rules
+from .constraints import constraints_of
+from .rules import ShardingRules, checked_rules
 
 __all__ = [
     "Argument",

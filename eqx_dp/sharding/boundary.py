@@ -12,8 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ..precision import stage
-from .retrace import Retrace, Twin
-from .rules import ShardingRules, axes_of
+from .axes import axes_of, only
+from .batch_of_two import BatchOfTwo
+from .retrace import Retrace
+from .rules import ShardingRules
 
 
 class Argument(NamedTuple):
@@ -77,38 +79,58 @@ def example_program(
     try:
         one = trace(1)
         with inside(rules) as mesh:
-            twin = Twin(
-                one.jaxpr, lambda: trace(2).jaxpr if is_batched else one.jaxpr, rules.examples
-            )
-            retrace = Retrace(rules, mesh, twin, lambda: _outside(rules, context))
+            batch_of_two = BatchOfTwo(rules.examples)
+            batch_of_two.add(one.jaxpr, lambda: [(trace(2) if is_batched else one).jaxpr])
+            retrace = Retrace(rules, mesh, batch_of_two, lambda: _outside(rules, context))
 
             def of_one(*values: Any) -> list[Any]:
                 values = tuple(
                     jnp.expand_dims(x, 0) if is_batched and a.has_examples else x
                     for x, a in zip(values, arguments, strict=True)
                 )
-                return retrace.run(one.jaxpr, one.consts, values)
+                return retrace.run(one, values)
 
             return jax.make_jaxpr(of_one)(*(argument.struct for argument in arguments))
     except Exception as error:
-        told, traced_on = str(error), "a batch of one" if is_batched else "one example"
-        if rules.is_explicit and any(word in told for word in _OF_MESHES):
-            raise ValueError(
-                f"On Explicit axes, the loss cannot be traced on {traced_on}: {told} There "
-                f"the example axes {rules.examples} have length one, the others their own. A "
-                "dimension that carries examples cannot be spread over an axis that the rules do "
-                "not name: take the axis out of the spec, or add it to ShardingRules(examples=...)."
-                " A sharding of the real mesh cannot be met: pass the PartitionSpec alone "
-                "(jax.sharding.reshard(x, P('data'))). Arrays that live on the mesh come in with "
-                "the model or the batch, not by closure."
-            ) from error
-        if "evenly divide" in told:
-            raise ValueError(
-                f"The loss cannot be traced on {traced_on}: {told} A jit with in_shardings or "
-                "out_shardings, or a device_put, insists on whole shards; constrain with "
-                "jax.lax.with_sharding_constraint instead, which does not."
-            ) from error
+        explanation = _explained(error, rules, "a batch of one" if is_batched else "one example")
+        if explanation:
+            raise ValueError(explanation) from error
         raise
+
+
+_OF_MESHES = ("evenly divide", "Context mesh", "context mesh", "should match", "AbstractMesh")
+
+
+def _explained(error: Exception, rules: ShardingRules, traced_on: str) -> str | None:
+    """What an error of JAX's about meshes or lengths means for a loss; None of any other."""
+    text = str(error)
+    is_bare = isinstance(error, AssertionError) and not text  # so JAX says it, under jax.set_mesh
+    if rules.is_explicit and (is_bare or "lowering_platforms" in text):
+        return (
+            f"On Explicit axes, the loss cannot be traced on {traced_on}: "
+            f"{text or 'an assertion fails, one of JAX or of the loss.'} JAX fails where the loss "
+            "computes something at once, as jax.ensure_compile_time_eval does (and so Equinox's "
+            f"enumerations, and diffrax), since the example axes {rules.examples} have length one "
+            "while it is traced. Make the mesh's axes Auto: jax.make_mesh(..., axis_types=...)."
+        )
+    if rules.is_explicit and any(word in text for word in _OF_MESHES):
+        return (
+            f"On Explicit axes, the loss cannot be traced on {traced_on}: {text} While it is "
+            f"traced, the example axes {rules.examples} have length one, the others keep "
+            "theirs. A dimension that carries examples cannot be spread over an axis that the "
+            "rules do not name: take the axis out of the spec, or add it to "
+            "ShardingRules(examples=...). A sharding of the real mesh cannot be applied: pass "
+            "the PartitionSpec alone (jax.sharding.reshard(x, P('data'))), and no mesh to "
+            "jax.shard_map. Pass arrays that live on the mesh with the model or the batch; do not "
+            "close over them."
+        )
+    if "evenly divide" in text:
+        return (
+            f"The loss cannot be traced on {traced_on}: {text} A jit with in_shardings or "
+            "out_shardings, or a device_put, needs dimensions that the devices divide; use "
+            "jax.lax.with_sharding_constraint instead, which does not."
+        )
+    return None
 
 
 def _meet_unbound_axes(
@@ -152,9 +174,6 @@ def _meet_unbound_axes(
             traced(1, False)
 
 
-_OF_MESHES = ("evenly divide", "Context mesh", "context mesh", "should match", "AbstractMesh")
-
-
 def check_context(rules: ShardingRules) -> None:
     """Refuses a mesh in context with which the rules cannot be applied.
 
@@ -173,20 +192,19 @@ def check_context(rules: ShardingRules) -> None:
         return
     if AxisType.Manual in context.axis_types:
         raise ValueError(
-            "Sharding rules were given inside a shard_map: they make one of their own, over "
+            "Sharding rules were given inside a shard_map: they make a shard_map themselves, over "
             f"{rules.examples}. Call the clipped gradient outside of shard_map, or leave the rules "
             "out and sum over the axes yourself."
         )
     its_own = rules.mesh.abstract_mesh
-    if (context.axis_names, context.axis_sizes, context.axis_types) != (
-        its_own.axis_names,
-        its_own.axis_sizes,
-        its_own.axis_types,
+    if any(
+        getattr(context, name) != getattr(its_own, name)
+        for name in ("axis_names", "axis_sizes", "axis_types")
     ):
         raise ValueError(
-            f"The mesh in context is {dict(context.shape)} with axes {context.axis_types}, that of "
-            f"the sharding rules {dict(its_own.shape)} with axes {its_own.axis_types}. Use one "
-            "mesh for both."
+            f"The mesh in context is {dict(context.shape)} with axes {context.axis_types}; the "
+            f"mesh of the sharding rules is {dict(its_own.shape)} with axes {its_own.axis_types}. "
+            "Use one mesh for both."
         )
 
 
@@ -227,14 +245,8 @@ def _traceable(
         struct = jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
     if not rules.is_explicit:
         return struct
-    types = dict(zip(rules.mesh.axis_names, rules.mesh.axis_types, strict=True))
-    typed = PartitionSpec(
-        *(
-            tuple(axis for axis in axes_of(entry) if types[axis] is AxisType.Explicit) or None
-            for entry in spec
-        )
-    )
-    return struct.update(sharding=NamedSharding(mesh or _mesh_of(rules, 1), typed))
+    spec = rules.on_axes(spec, AxisType.Explicit).spec
+    return struct.update(sharding=NamedSharding(mesh or _mesh_of(rules, 1), spec))
 
 
 def over_devices(
@@ -262,12 +274,12 @@ def over_devices(
         The sums over all examples, and the per-example values, examples in front.
     """
     mesh = inner_mesh(rules)
-    is_divided = len(rules.mesh.axis_names) > len(rules.examples)
+    others = set(rules.mesh.axis_names) - set(rules.examples)
 
     def keep(x: Array, spec: PartitionSpec) -> Array:
-        if not is_divided:
+        if not others:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _only(spec, rules, False)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, only(spec, others)))
 
     def on_device(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
         shared = [keep(x, spec) for x, spec in zip(shared, shared_specs, strict=True)]
@@ -280,33 +292,22 @@ def over_devices(
         on_device,
         mesh=None if rules.is_explicit else rules.mesh,
         in_specs=(PartitionSpec(), rules.example_spec),
-        out_specs=([_only(spec, rules, True) for spec in sum_specs], rules.example_spec),
+        out_specs=([only(spec, rules.examples) for spec in sum_specs], rules.example_spec),
         axis_names=set(rules.examples),
         check_vma=False,
     )
-    places = (
+    shardings = (
         [NamedSharding(rules.mesh, spec) for spec in sum_specs],
         NamedSharding(rules.mesh, rules.example_spec),
     )
 
     def run(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
         if rules.is_explicit:
-            on_auto_axes: Any = jax.sharding.auto_axes(mapped, out_sharding=places)
+            on_auto_axes: Any = jax.sharding.auto_axes(mapped, out_sharding=shardings)
             return on_auto_axes(shared, examples)
-        return jax.lax.with_sharding_constraint(mapped(shared, examples), places)
+        return jax.lax.with_sharding_constraint(mapped(shared, examples), shardings)
 
     return jax.jit(run)(shared, examples)
-
-
-def _only(spec: PartitionSpec, rules: ShardingRules, example_axes: bool) -> PartitionSpec:
-    """A spec's example axes alone, or the others alone."""
-    return PartitionSpec(
-        *(
-            tuple(axis for axis in axes_of(entry) if (axis in rules.examples) is example_axes)
-            or None
-            for entry in spec
-        )
-    )
 
 
 def _longer_than_one(rules: ShardingRules) -> tuple[str, ...]:
@@ -328,23 +329,23 @@ def agreed(rules: ShardingRules, trips: Int[Array, ""]) -> Array:
 
 def _reduced(sums: list[Array], specs: list[PartitionSpec], rules: ShardingRules) -> list[Array]:
     """Sums over the example axes; where a sum is to be spread over them, each gets its part."""
-    whole: dict[int, Array] = {}
-    parts: dict[int, Array] = {}
     longer = _longer_than_one(rules)
-    for index, (x, spec) in enumerate(zip(sums, specs, strict=True)):
-        dimensions = [
-            tuple(axis for axis in axes_of(entry) if axis in longer)
-            for entry in _only(spec, rules, True)
-        ]
-        over = tuple(axis for axes in dimensions for axis in axes)
-        if not over:
-            whole[index] = x
-            continue
-        rest = tuple(axis for axis in longer if axis not in over)
-        x = jax.lax.psum(x, rest) if rest else x
-        for dimension, axes in enumerate(dimensions):
-            if axes:
-                x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
-        parts[index] = x
-    whole = jax.lax.psum(whole, longer) if longer else whole
-    return [parts[index] if index in parts else whole[index] for index in range(len(sums))]
+    if not longer:
+        return sums
+    spread = [list(map(axes_of, only(spec, longer))) for spec in specs]
+    whole = [x for x, dimensions in zip(sums, spread, strict=True) if not any(dimensions)]
+    summed = iter(jax.lax.psum(whole, longer))
+    return [
+        _scattered(x, dimensions, longer) if any(dimensions) else next(summed)
+        for x, dimensions in zip(sums, spread, strict=True)
+    ]
+
+
+def _scattered(x: Array, dimensions: list[tuple[str, ...]], longer: tuple[str, ...]) -> Array:
+    """A sum over devices of which each keeps a part, cut along dimensions by the axes of each."""
+    rest = tuple(axis for axis in longer if not any(axis in axes for axes in dimensions))
+    x = jax.lax.psum(x, rest) if rest else x
+    for dimension, axes in enumerate(dimensions):
+        if axes:
+            x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    return x

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import equinox as eqx
@@ -15,13 +15,11 @@ from jaxtyping import Array, PyTree
 
 from ..paths import dotted, matches
 from ..shown import shown
+from .axes import PathRule, axes_of, axes_text, example_axes, only, path_rules
 
 T = TypeVar("T")
 
 Accumulators: TypeAlias = Literal["params", "examples"]
-
-PathRule: TypeAlias = tuple[str, PartitionSpec]
-"""A pattern of paths in the model's tree, and where the arrays that it describes live."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -29,11 +27,11 @@ class ShardingRules:
     """Declares where a training step's arrays live on a mesh.
 
     Rules are applied outside of the boundary between a batch and its examples: each device works
-    on its own examples, and one reduction an accumulator and step, in the accumulate dtype, sums
-    what they contribute. Over the other axes of the mesh (model parallelism) the compiler divides
-    the work as the parameters' specs and the loss's own constraints say.
+    on its own examples, and one reduction for each accumulator and step, in the accumulate dtype,
+    sums over devices. Over the other axes of the mesh (model parallelism) the compiler divides the
+    work by the parameters' specs and the loss's own constraints.
 
-    Rules are static: they compare and hash by value, and hold no arrays.
+    Rules are static values: they are compared and hashed by value, and hold no arrays.
 
     ```python
     mesh = jax.make_mesh((4, 2), ("data", "model"))
@@ -49,17 +47,17 @@ class ShardingRules:
         params: pairs of a path pattern and a `PartitionSpec` for the model's arrays. Paths are
             dotted, `blocks.3.attention.query_proj.weight`; in a pattern `*` stands for
             anything within one part, `**` for any number of parts. The first match wins; an array
-            that nothing matches is replicated.
-        accumulators: where sums of gradients, and so the returned gradients, noise, and the state
-            of an optimizer made for them, live: `"params"`, with their parameter; `"examples"`,
-            spread over the example axes as well (ZeRO, Rajbhandari et al. 2020, stage 2), along the
-            first dimension that these axes divide and that is not spread already. Where there is no
-            such dimension, with the parameter.
+            that no pattern matches is replicated.
+        accumulators: where sums of gradients live, and so the returned gradients, the noise, and
+            the state of an optimizer made for them. `"params"`: where their parameter lives.
+            `"examples"`: spread over the example axes as well (ZeRO, Rajbhandari et al. 2020, stage
+            2), along the first dimension that these axes divide and that is not spread already;
+            where the parameter lives if there is no such dimension.
 
     Raises:
-        ValueError: an axis that the mesh lacks, or that is named twice; no example axes; something
-            that is no mesh, pattern or `PartitionSpec`; a mesh with Manual axes; a dimension
-            spread over Auto and Explicit axes together.
+        ValueError: an axis does not exist in the mesh, or is named twice; there are no example
+            axes; an argument is not a mesh, a pattern or a `PartitionSpec`; the mesh has Manual
+            axes; a dimension is spread over Auto and Explicit axes together.
     """
 
     mesh: Mesh
@@ -88,8 +86,8 @@ class ShardingRules:
                 "gradient makes the shard_map over the example axes itself."
             )
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "examples", _example_axes(mesh, examples))
-        object.__setattr__(self, "params", _path_rules(mesh, params))
+        object.__setattr__(self, "examples", example_axes(mesh, examples))
+        object.__setattr__(self, "params", path_rules(mesh, params))
         object.__setattr__(self, "accumulators", accumulators)
 
     @property
@@ -104,7 +102,7 @@ class ShardingRules:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether an axis of the mesh is Explicit: arrays then carry their sharding in the type."""
+        """Whether an axis of the mesh is Explicit: array types then include the sharding."""
         return AxisType.Explicit in self.mesh.axis_types
 
     def specs(self, model: PyTree[Any]) -> PyTree[PartitionSpec | None]:
@@ -117,8 +115,8 @@ class ShardingRules:
             A tree of `PartitionSpec`, None where the model has no array.
 
         Raises:
-            ValueError: a pattern that matches nothing; a spec that is longer than an array's rank,
-                or spreads a dimension over axes that do not divide it.
+            ValueError: a pattern matches nothing; a spec is longer than an array's rank, or spreads
+                a dimension over axes that do not divide it.
         """
         arrays = [
             (dotted(path), leaf)
@@ -136,9 +134,7 @@ class ShardingRules:
                 f"matches. {_listed([name for name, _ in arrays])} A pattern describes the whole "
                 "path, and '**', between dots, stands for any number of parts."
             )
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.spec(path, leaf.shape) if _has_shape(leaf) else None, model
-        )
+        return _specs_of(self.spec, model)
 
     def spec(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The spec of one array.
@@ -180,26 +176,24 @@ class ShardingRules:
         """Where the gradients of a model live.
 
         Args:
-            gradients: a tree as of the model, None where it is not trained, so that a pattern may
-                match nothing here.
+            gradients: a tree like the model, None where it is not trained. A pattern may match
+                nothing here.
 
         Raises:
             ValueError: as [`spec`][].
         """
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: (
-                self.accumulator_spec(self.spec(path, leaf.shape), leaf.shape)
-                if _has_shape(leaf)
-                else None
-            ),
-            gradients,
+        return _specs_of(
+            lambda path, shape: self.accumulator_spec(self.spec(path, shape), shape), gradients
         )
 
     def shard(self, model: T) -> T:
         """Places a model's arrays as the rules for parameters say.
 
         Under `jit` it constrains them, so that an updated model stays where it was. With several
-        processes each gives the whole array, the same in all.
+        processes, every process passes the whole array, with the same values.
+
+        Args:
+            model: any tree; leaves that are no arrays stay as they are.
 
         Raises:
             ValueError: as [`specs`][].
@@ -210,8 +204,11 @@ class ShardingRules:
         """Places a copy of a model's arrays as accumulators live.
 
         `optimizer.init(rules.shard_accumulators(params))` makes an optimizer's state that lives
-        where gradients do, which matters with `accumulators="examples"`. Not under `jit`:
-        there, zeros on Auto axes do not live where the array does that they are made like.
+        where gradients live, which matters with `accumulators="examples"`. Do not call it under
+        `jit`: there, `zeros_like` on Auto axes does not keep the sharding of its argument.
+
+        Args:
+            params: what is trained, as `grad_fn.trainable(model)`: None elsewhere.
 
         Raises:
             ValueError: as [`spec`][].
@@ -221,18 +218,18 @@ class ShardingRules:
     def shard_batch(self, batch: T) -> T:
         """Spreads a batch over the example axes, along every leading axis.
 
-        With several processes each gives its own part of the batch, all parts of one length, and
-        gets the whole, of which it holds its part.
+        With several processes, every process passes its own part of the batch; all parts have one
+        length. Each gets the whole batch, of which it holds its part.
 
         Args:
             batch: a tree of arrays with examples along their leading axes.
 
         Raises:
-            ValueError: a leaf that is no array or has no leading axis; examples that the devices do
-                not divide (the error says which `pad_to` would do).
+            ValueError: a leaf is not an array or has no leading axis; the devices do not divide
+                the number of examples (the message names a `pad_to` that works).
         """
 
-        def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        def spread(path: tuple[Any, ...], leaf: Any) -> Any:
             name = f"batch{jax.tree_util.keystr(path)}"
             if not _is_placeable(leaf) or _is_no_number(leaf.dtype):
                 found = leaf.dtype if _is_placeable(leaf) else type(leaf).__name__
@@ -247,13 +244,16 @@ class ShardingRules:
             self._check_divides(leaf.shape[0], parts, name)
             return self.place(leaf, self.example_spec) if is_whole else self._joined(leaf)
 
-        return cast(T, jax.tree_util.tree_map_with_path(place, batch))
+        return cast(T, jax.tree_util.tree_map_with_path(spread, batch))
 
     def check_examples(self, num_examples: int) -> None:
         """Refuses a number of examples that the example axes do not divide.
 
+        Args:
+            num_examples: how many examples a batch has.
+
         Raises:
-            ValueError: it says which `pad_to` would do.
+            ValueError: the axes do not divide it; the message names a `pad_to` that works.
         """
         self._check_divides(num_examples, self.num_shards, "The batch")
 
@@ -261,14 +261,11 @@ class ShardingRules:
         if num_examples % parts:
             raise ValueError(
                 f"{name} has {num_examples} examples, which do not divide over the {parts} devices "
-                f"of {self._told_axes()}. Pad it: a sampler with pad_to={parts} gives a multiple "
-                f"(plan.sampler(..., pad_to={parts})), here {-(-num_examples // parts) * parts}, "
-                "and is_padding_example marks what was filled up."
+                f"of {axes_text(self.examples, 'example ')}. Pad it: a sampler with pad_to={parts} "
+                f"gives a multiple (plan.sampler(..., pad_to={parts})), here "
+                f"{-(-num_examples // parts) * parts}, and is_padding_example marks the slots that "
+                "were added."
             )
-
-    def _told_axes(self) -> str:
-        names = ", ".join(map(repr, self.examples))
-        return f"the example ax{'es' if len(self.examples) > 1 else 'is'} {names}"
 
     def local_shards(self) -> int:
         """How many parts of the examples the devices of this process hold."""
@@ -278,16 +275,18 @@ class ShardingRules:
         return int(np.sum(np.any(of_devices == jax.process_index(), axis=others)))
 
     def _place(self, tree: PyTree[Any], specs: PyTree[PartitionSpec | None]) -> PyTree[Any]:
-        # A spec is a leaf, None where there is no array.
-        leaves, structure = jax.tree.flatten(tree)
-        flat = structure.flatten_up_to(specs)
-        return structure.unflatten(
-            leaf if spec is None or not _is_placeable(leaf) else self.place(leaf, spec)
-            for leaf, spec in zip(leaves, flat, strict=True)
-        )
+        def of_leaf(spec: PartitionSpec | None, leaf: Any) -> Any:
+            return leaf if spec is None or not _is_placeable(leaf) else self.place(leaf, spec)
+
+        return jax.tree.map(of_leaf, specs, tree, is_leaf=lambda spec: spec is None)
 
     def place(self, leaf: Any, spec: PartitionSpec) -> Array:
-        """Places one array; under `jit` this constrains it."""
+        """Places one array; under `jit` this constrains it.
+
+        Args:
+            leaf: the array.
+            spec: where it is to live.
+        """
         if not isinstance(leaf, jax.core.Tracer):
             leaf = jax.device_put(leaf, NamedSharding(self.mesh, spec))
         if not isinstance(leaf, jax.core.Tracer):  # else a constant, under jit
@@ -299,13 +298,16 @@ class ShardingRules:
         return leaf
 
     def on_axes(self, spec: PartitionSpec, axis_type: AxisType) -> NamedSharding:
-        """What a spec says of the mesh's axes of one type."""
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        entries = (
-            tuple(axis for axis in axes_of(entry) if types[axis] is axis_type) or None
-            for entry in spec
+        """The sharding that a spec describes over the mesh's axes of one type.
+
+        Args:
+            spec: over axes of any type.
+            axis_type: the type.
+        """
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return NamedSharding(
+            self.mesh, only(spec, [name for name, its in types if its is axis_type])
         )
-        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def _joined(self, part: Any) -> Array:
         """The whole of which every process gives its part."""
@@ -320,9 +322,9 @@ class ShardingRules:
     ) -> None:
         if len(spec) > len(shape):
             raise ValueError(
-                f"ShardingRules.params: {pattern!r} gives {_told(name)} the spec {spec}, which has "
-                f"{len(spec)} dimensions; the array has shape {shape}. Write a pattern that leaves "
-                "it out, or a rule for it in front."
+                f"ShardingRules.params: {pattern!r} gives {_array(name)} the spec {spec}, which "
+                f"has {len(spec)} dimensions; the array has shape {shape}. Write a pattern that "
+                "leaves it out, or a rule for it in front."
             )
         for dimension, entry in enumerate(spec):
             axes = axes_of(entry)
@@ -330,7 +332,7 @@ class ShardingRules:
             if shape[dimension] % parts:
                 raise ValueError(
                     f"ShardingRules.params: {pattern!r} spreads dimension {dimension} of "
-                    f"{_told(name)} over {', '.join(map(repr, axes))}, {parts} devices, which do "
+                    f"{_array(name)} over {', '.join(map(repr, axes))}, {parts} devices, which do "
                     f"not divide its length {shape[dimension]} (shape {shape}). Choose another "
                     "dimension or axis, or change the model's width."
                 )
@@ -350,11 +352,13 @@ def checked_rules(sharding: object) -> ShardingRules | None:
     )
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a `PartitionSpec` names."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+def _specs_of(
+    spec: Callable[[tuple[Any, ...], tuple[int, ...]], PartitionSpec], tree: PyTree[Any]
+) -> PyTree[PartitionSpec | None]:
+    """A tree of the specs of arrays, by path and shape; None where there is no array."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: spec(path, leaf.shape) if _has_shape(leaf) else None, tree
+    )
 
 
 def _has_shape(leaf: Any) -> bool:
@@ -378,7 +382,7 @@ def _is_whole(leaf: Any) -> bool:
     )
 
 
-def _told(name: str) -> str:
+def _array(name: str) -> str:
     return name or "the model, which is one array,"
 
 
@@ -389,77 +393,3 @@ def _listed(names: list[str]) -> str:
         return "It is one array, which has an empty path."
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"Its arrays are {', '.join(names[:8])}{more}."
-
-
-def _example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(cast(object, examples), str | tuple | list):  # a set has no order
-        raise ValueError(
-            f"examples must be an axis of the mesh or a tuple of axes, found {shown(examples)}."
-        )
-    axes = (examples,) if isinstance(examples, str) else tuple(examples)
-    if not axes:
-        raise ValueError(
-            "examples names no axis of the mesh: say which axes examples are spread over, such as "
-            "examples=('data',). An axis of one device is fine."
-        )
-    _check_axes(mesh, axes, "examples")
-    _check_alike(mesh, axes, "examples")
-    return axes
-
-
-def _path_rules(mesh: Mesh, rules: object) -> tuple[PathRule, ...]:
-    if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
-        raise ValueError(
-            f"params holds pairs (path pattern, PartitionSpec), in order, found {shown(rules)}. A "
-            "mapping's pairs are tuple(mapping.items())."
-        )
-    return tuple(_path_rule(mesh, rule) for rule in cast(Iterable[Any], rules))
-
-
-def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
-    if not (isinstance(rule, tuple | list) and len(cast(Sequence[Any], rule)) == 2):
-        raise ValueError(
-            f"params holds pairs (path pattern, PartitionSpec), found {shown(rule)}. A single pair "
-            "needs a comma behind it: params=((pattern, spec),)."
-        )
-    pattern, spec = cast(Sequence[Any], rule)
-    if not isinstance(pattern, str) or not pattern:
-        raise ValueError(
-            f"params: a path pattern is a string such as '**.weight', not {shown(pattern)}."
-        )
-    if not isinstance(spec, PartitionSpec):
-        raise ValueError(
-            f"params: {pattern!r} needs a jax.sharding.PartitionSpec, found {shown(spec)}."
-        )
-    if spec.unreduced or spec.reduced:
-        raise ValueError(f"params: {pattern!r} has {spec}; a parameter is never partly reduced.")
-    if PartitionSpec.UNCONSTRAINED in tuple(spec):
-        raise ValueError(
-            f"params: {pattern!r} has {spec}; say for each dimension where it lives, or None."
-        )
-    where = f"params, {pattern!r}: {spec}"
-    _check_axes(mesh, [axis for entry in spec for axis in axes_of(entry)], where)
-    for entry in spec:
-        _check_alike(mesh, axes_of(entry), where)
-    return pattern, spec
-
-
-def _check_axes(mesh: Mesh, axes: Sequence[Any], where: str) -> None:
-    for axis in axes:
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"{where} names the axis {axis!r}, which the mesh lacks; its axes are "
-                f"{', '.join(map(repr, mesh.axis_names))}."
-            )
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"{where} names an axis twice: {', '.join(map(repr, axes))}.")
-
-
-def _check_alike(mesh: Mesh, axes: Sequence[str], where: str) -> None:
-    # JAX holds to such a spec outside of jit; under jit it may drop the Auto axes.
-    types = {mesh.axis_types[mesh.axis_names.index(axis)] for axis in axes}
-    if len(types) > 1:
-        raise ValueError(
-            f"{where} spreads one dimension over {', '.join(map(repr, axes))}, of which some are "
-            "Auto and some Explicit. Give the axes that share a dimension one type."
-        )

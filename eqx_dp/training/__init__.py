@@ -1,12 +1,10 @@
 """A loop around sampling, clipped gradients, noise and updates that can be killed and resumed."""
 
 from .data import DataError
-from .events import Event
+from .events import Event, TensorBoard
 from .files import CheckpointError, CheckpointWarning
-from .make import make_step
-from .metrics import TensorBoard
 from .state import TrainState
-from .step import Step
+from .step import Step, make_step
 from .trainer import Trainer
 
 __all__ = [

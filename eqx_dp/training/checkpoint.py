@@ -1,23 +1,12 @@
 """Checkpoints that are whole or not there, and a statement of privacy that is true of them.
 
-A directory holds
-
-    run.json                        which run this is, and which programs it has had (`ledger.py`)
-    released_at_most.00000300       up to which step any may have been released
-    lock                            held by the process that runs (`lock.py`)
-    latest -> 00000200              the checkpoint that counts
-    privacy.json -> latest/privacy.json
-    00000100/  00000200/            checkpoints, each with
-        state/                      arrays, as orbax writes them
-        privacy.json                what was spent for them
-        run.json                    which run they belong to, as it was then
-        files.json                  SHA-256 of every file above, written last
-
-`run.json` and a checkpoint of step 0 are there before the first step is taken. A checkpoint is
-written beside (`00000200.partial`), renamed, and counts from the moment at which `latest` is turned
-to it: one atomic operation for arrays and statement together. Whatever a killed process leaves
-behind is either older, or not yet `latest` and removed, with a warning, at the next start.
-(`metrics.jsonl` and `hosts/` are there as well; a run does not need them to be resumed.)
+A checkpoint is written beside (`00000200.partial`), renamed, and counts from the moment at which
+`latest` is turned to it: one atomic operation for arrays and statement together. Whatever a killed
+process leaves behind is either older, or not yet `latest` and removed, with a warning, at the next
+start. Orbax writes the arrays, in the background and from all hosts. Its `CheckpointManager` is not
+used: it takes every folder with a number for a step of its own and rotates it away, it has nothing
+that tells whether a file was altered, and a checkpoint counts before digests and statement could be
+beside it.
 
 **Another program** (loss, optimizer, method, ...) goes on from a checkpoint only where that is
 asked for. It counts its steps from the last that the program before may have released, so that the
@@ -30,7 +19,7 @@ program that resumes a run has to give again, and which is recognised by a finge
 """
 
 import contextlib
-import os
+import json
 import secrets
 import shutil
 import warnings
@@ -45,21 +34,18 @@ from jaxtyping import Array
 
 from ..extras import extra
 from ..gradients import split_trainable
-from .arrays import leaves, named_arrays, same, with_arrays
-from .files import (
-    CheckpointError,
-    CheckpointWarning,
-    digests,
-    emptied,
-    sync,
-    write_json,
-)
+from .directory import FILES, PRIVACY, RUN, STATE, RunDirectory, record_in
+from .files import CheckpointError, CheckpointWarning, digests, sync, write_json
 from .hosts import broadcast, from_first_host, is_first_host
-from .ledger import Ledger, record_in
-from .record import as_it_became, changeable, privacy_statement, record_of
-from .resuming import Start, begun, resumed
-from .shelf import FILES, PRIVACY, RUN, STATE, Shelf
-from .state import TrainState
+from .record import (
+    Start,
+    begun,
+    changeable,
+    privacy_statement,
+    record_of,
+    resumed,
+)
+from .state import TrainState, arrays_of, named_arrays, same, with_arrays
 from .step import Step
 
 Model = TypeVar("Model")
@@ -71,40 +57,33 @@ class Checkpoints:
     Args:
         directory: made if it is not there.
         step: the run's step: what the run is.
-        keep: how many checkpoints stay, at least 2.
+        keep: how many checkpoints stay, at least 2, lest a damaged one be the end.
         identity: the run's programs, by part; from `step.identity`.
-        allow_changed: parts of the run that may be others than those of the checkpoint.
+        allow_changed: parts of the run that may be others than those of the checkpoint; a
+            ValueError if one is no part, or may not change.
 
     Attributes:
         step: as given until `restore`, which makes it that of the run: what draws samples and takes
             steps. To be replaced where a microbatch size is settled later.
         microbatch_size: that of the run which was restored, on as many devices; else None.
-
-    Raises:
-        ValueError: `keep` is below 2, or `allow_changed` names what is no part, or may not change.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: Path,
         step: Step[Any],
         keep: int = 3,
         *,
         identity: Mapping[str, str] | None = None,
         allow_changed: Iterable[str] = (),
     ):
-        if keep < 2:
-            raise ValueError(
-                f"keep must be at least 2, lest a damaged checkpoint be the end; found {keep}."
-            )
-        self.directory = Path(directory).absolute()
+        self._directory = RunDirectory(directory.absolute())
         self.step = step
         self.microbatch_size: int | None = None
         self._keep = keep
         self._identity = dict(identity or {})
         self._allowed = _checked_parts(allow_changed, changeable(self._identity))
         self._salt = secrets.token_bytes(16)
-        self._ledger, self._shelf = Ledger(self.directory), Shelf(self.directory)
         self._released = 0
         self._programs: list[dict[str, Any]] = []
         self._settle: Callable[[], None] = lambda: None
@@ -123,10 +102,8 @@ class Checkpoints:
         """The newest state that is whole; where there is none, the first, which is then recorded.
 
         Every file is compared with its digest first. A checkpoint that fails is set aside (as
-        `NUMBER.damaged`) with a warning, and the one before it is used.
-
-        Args:
-            model: as before the first step.
+        `NUMBER.damaged`) with a warning, and the one before it is used. The model is given as
+        before the first step.
 
         Raises:
             ValueError: the checkpoint belongs to another run, each difference is named; or the plan
@@ -134,15 +111,21 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none of them is whole; the directory's
                 record is damaged; nothing can be written.
         """
-        arrays = named_arrays(self.step.init(model))
-        start = Start(*from_first_host(lambda: self._start(arrays)))
-        del arrays
-        self._programs, self.microbatch_size = start.programs, start.microbatch_size
-        self.step = as_it_became(self.step, self._programs)
         state = self.step.init(model)
+        start = Start(*from_first_host(lambda: self._start(named_arrays(state))))
+        self._programs, self.microbatch_size = start.programs, start.microbatch_size
+        if len(self._programs) > 1:
+            # Sample and noise follow from what the step computes, as ever, and from all changes as
+            # well, so that a program that comes back does not repeat its noise.
+            self.step = self.step.for_run(json.dumps(self._programs, sort_keys=True))
+            state = self.step.init(model)
         if start.number is None:
-            self._record_first(state)
-            return state
+            if self.save(state, 0) and self.wait():
+                return state
+            raise CheckpointError(
+                f"The run cannot be recorded in {self._directory}, as a warning says, which has to "
+                "be before its first step. Make room, or name another directory."
+            )
         targets = {
             name: array for name, array in named_arrays(state).items() if name in start.restored
         }
@@ -152,14 +135,6 @@ class Checkpoints:
         lost = start.after - start.number
         return eqx.tree_at(lambda s: s.step, restored, restored.step + lost) if lost else restored
 
-    def _record_first(self, state: TrainState[Any]) -> None:
-        """A checkpoint of step 0: what a run that is killed soon begins with again."""
-        if not (self.save(state, 0) and self.wait()):
-            raise CheckpointError(
-                f"The run cannot be recorded in {self.directory}, as a warning says, which has to "
-                "be before its first step. Make room, or name another directory."
-            )
-
     def _arrays_of(self, number: int, targets: dict[str, Array]) -> dict[str, Array]:
         """Arrays of a checkpoint, by name, each to where an array lives that is there now."""
         shapes = jax.tree.map(
@@ -168,7 +143,7 @@ class Checkpoints:
         to = self._orbax.checkpoint_utils.construct_restore_args(shapes)
         with self._orbax.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(
-                self._shelf.path(number) / STATE,
+                self._directory.checkpoint(number) / STATE,
                 args=self._orbax.args.PyTreeRestore(shapes, restore_args=to, partial_restore=True),
             )
 
@@ -177,11 +152,11 @@ class Checkpoints:
     ) -> None:
         """Refuses a model whose untrained part is not the one that the run began with."""
         spec = self.step.filter_spec
-        parts = [leaves(split_trainable(state.model, spec)[1]) for state in (given, restored)]
+        parts = [arrays_of(split_trainable(state.model, spec)[1]) for state in (given, restored)]
         other = [name for name, leaf in parts[0].items() if not same(leaf, parts[1][name])]
         if other:
             raise ValueError(
-                f"The checkpoint of step {number} in {self.directory} belongs to another run: "
+                f"The checkpoint of step {number} in {self._directory} belongs to another run: "
                 f"model{', model'.join(other)}, which is not trained, has other values there than "
                 "in the model that was given. Give the model that the run was started with."
             )
@@ -193,17 +168,17 @@ class Checkpoints:
             self._salt = salt
             return record_of(self.step, arrays, self._identity, salt)
 
-        self._shelf.remove_unfinished()
-        numbers = self._shelf.numbers()
-        self._ledger.check_complete(numbers)
+        self._directory.remove_unfinished()
+        numbers = self._directory.numbers()
+        self._directory.check_complete(numbers)
         if not numbers:
-            return begun(self._ledger, describe(secrets.token_bytes(16)))
-        number, damaged = self._shelf.newest_whole(numbers)
-        saved = record_in(self._shelf.path(number) / RUN)
-        start, self._settle = resumed(self._ledger, describe, number, saved, self._allowed)
-        self._released = self._ledger.bound(of=saved)
-        self._shelf.point_to(number)
-        self._shelf.set_aside(damaged)
+            return begun(self._directory, describe(secrets.token_bytes(16)))
+        number, damaged = self._directory.newest_whole(numbers)
+        saved = record_in(self._directory.checkpoint(number))
+        start, self._settle = resumed(self._directory, describe, number, saved, self._allowed)
+        self._released = self._directory.bound(of=saved)
+        self._directory.point_to(number)
+        self._directory.set_aside(damaged)
         return start
 
     # Writing.
@@ -212,14 +187,11 @@ class Checkpoints:
         """Starts to save a state; returns when the state may be used up by the next step.
 
         Waits for the save before, and warns if that failed: the run goes on, and its last good
-        checkpoint stays.
-
-        Returns:
-            Whether it could be started.
+        checkpoint stays. Returns whether it could be started.
         """
         self.wait()
-        partial = self._shelf.path(number).with_suffix(".partial")
-        error = emptied(partial) if is_first_host() else None
+        partial = self._partial(number)
+        error = _emptied(partial) if is_first_host() else None
         if broadcast(int(error is not None)):  # else the other hosts would wait for the first
             self._warn_not_saved(number, error or OSError("host 0 cannot write"))
             return False
@@ -231,7 +203,10 @@ class Checkpoints:
         except Exception as error:
             self._warn_not_saved(number, error)
             return False
-        record = self._record(arrays) if is_first_host() else {}
+        record: dict[str, Any] = {}
+        if is_first_host():
+            record = record_of(self.step, arrays, self._identity, self._salt)
+            record["programs"] = self._programs
         self._pending = (number, self._writer.submit(self._commit, partial, number, record))
         return True
 
@@ -255,13 +230,12 @@ class Checkpoints:
 
     def told(self) -> str:
         """Which checkpoint the next start goes on from, in words."""
-        latest = self._shelf.latest()
+        latest = self._directory.latest()
         if latest is None:
-            return f"There is no checkpoint in {self.directory}."
-        return (
-            f"The run is saved up to step {latest}, in {self._shelf.path(latest)}. Start it again "
-            "to go on from there."
-        )
+            return f"There is no checkpoint in {self._directory}."
+        folder = self._directory.checkpoint(latest)
+        saved = f"The run is saved up to step {latest}, in {folder}."
+        return f"{saved} Start it again to go on from there."
 
     def close(self) -> bool:
         """Waits, and ends; whether the last save succeeded."""
@@ -272,13 +246,9 @@ class Checkpoints:
         return succeeded
 
     def may_release(self, number: int) -> None:
-        """Notes durably, before they are taken, that steps up to a number may be released.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Notes durably, before they are taken, that steps up to a number may be released."""
         if is_first_host():
-            self._ledger.set_bound(max(number, self._released))
+            self._directory.set_bound(max(number, self._released))
 
     def _commit(self, partial: Path, number: int, record: dict[str, Any]) -> None:
         self._checkpointer.wait_until_finished()
@@ -287,23 +257,19 @@ class Checkpoints:
         write_json(partial / PRIVACY, privacy_statement(self.step, number, self._programs))
         write_json(partial / RUN, record)
         write_json(partial / FILES, digests(partial))
-        shutil.rmtree(self._shelf.path(number), ignore_errors=True)
-        partial.rename(self._shelf.path(number))
-        sync(self.directory)
-        self._shelf.point_to(number)
-        for old in self._shelf.numbers()[self._keep :]:
-            shutil.rmtree(self._shelf.path(old))
-
-    def _record(self, arrays: dict[str, Array]) -> dict[str, Any]:
-        record = record_of(self.step, arrays, self._identity, self._salt)
-        return record | {"programs": self._programs}
+        shutil.rmtree(self._directory.checkpoint(number), ignore_errors=True)
+        partial.rename(self._directory.checkpoint(number))
+        sync(self._directory.path)
+        self._directory.point_to(number)
+        for old in self._directory.numbers()[self._keep :]:
+            shutil.rmtree(self._directory.checkpoint(old))
 
     def _warn_not_saved(self, number: int, error: Exception) -> None:
-        latest = self._shelf.latest()
-        kept = "there is none yet" if latest is None else f"it is that of step {latest}, and whole"
+        latest = self._directory.latest()
+        last = "there is none yet" if latest is None else f"it is that of step {latest}, and whole"
         warnings.warn(
-            f"The state of step {number} could not be saved in {self.directory}: {error!r}. The "
-            f"run goes on. Its last good checkpoint: {kept}.",
+            f"The state of step {number} could not be saved in {self._directory}: {error!r}. "
+            f"The run goes on. Its last good checkpoint: {last}.",
             CheckpointWarning,
             stacklevel=2,
         )
@@ -316,7 +282,21 @@ class Checkpoints:
 
     def _remove_unsaved(self) -> None:
         for number in self._unsaved if is_first_host() else ():
-            shutil.rmtree(self._shelf.path(number).with_suffix(".partial"), ignore_errors=True)
+            shutil.rmtree(self._partial(number), ignore_errors=True)
+
+    def _partial(self, number: int) -> Path:
+        """Where a checkpoint is written before it is renamed."""
+        return self._directory.checkpoint(number).with_suffix(".partial")
+
+
+def _emptied(folder: Path) -> OSError | None:
+    """Makes a new folder; what went wrong, if anything did."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return error
+    return None
 
 
 def _checked_parts(names: Iterable[Any], known: Sequence[str]) -> frozenset[str]:

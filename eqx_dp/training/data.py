@@ -2,15 +2,20 @@
 
 import copy
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int, PyTree
 
 from ..privacy import PoissonSampler
+
+Indices = Int[np.ndarray, " batch"]
+Mask = Bool[np.ndarray, " batch"]
+
+_DRAWN_AT_ONCE = 16
 
 
 @runtime_checkable
@@ -28,11 +33,11 @@ class Source(Protocol):
 
 
 class DataError(Exception):
-    """A source of examples raised an error, or gave something else than it gave before.
+    """A source of examples raised an error, or returned other shapes or dtypes than before.
 
-    The message names the source and the kind of fault. Which example it was, and what the source
-    said of it, is private: which examples a step reads is the secret that sampling rests on, and a
-    source's own words may quote them. Neither is in the message, its notes or its causes.
+    The message names the source and the kind of fault. The position of the example and the source's
+    own message are private: which examples a step reads must stay secret, and a source's message
+    may quote an example. Neither is in the message, its notes or its causes.
     """
 
     def __init__(self, message: str, details: Callable[[], str] | None = None):
@@ -43,18 +48,18 @@ class DataError(Exception):
         return type(self), self.args  # the details stay in the process
 
     def private_details(self) -> str:
-        """Which example is at fault, and what the source says of it: **private**, do not log it.
+        """The position of the example at fault, and the source's message. **Private**: do not log.
 
-        Reads the examples of the batch one by one, to find the one.
+        It reads the examples of the batch one by one, to find the example.
         """
         return "Nothing more is known." if self._details is None else self._details()
 
 
-class Batch(NamedTuple):
+class MaskedBatch(NamedTuple):
     """What a step takes: arguments of the loss with examples in front, and which are padding."""
 
     examples: tuple[PyTree[np.ndarray], ...]
-    is_padding_example: Bool[np.ndarray, " batch"]
+    is_padding_example: Mask
 
 
 class Batches:
@@ -70,7 +75,7 @@ class Batches:
     Raises:
         ValueError: `data` is no source; sources differ in length, or hold another number of
             examples than the sampler draws from.
-        DataError: as `of`.
+        DataError: a source cannot be read.
     """
 
     def __init__(self, data: Any, sampler: PoissonSampler):
@@ -92,28 +97,40 @@ class Batches:
         other._sampler = sampler
         return other
 
-    def of(self, step: int) -> Batch:
-        """Reads the batch of a step.
+    def from_step(self, start: int, stop: int) -> Generator[MaskedBatch]:
+        """Batches of the steps from `start` to below `stop`, each read while the last is used.
 
         Raises:
             DataError: a source raised an error, or gave arrays of another shape or dtype.
         """
-        indices, is_padding_example = self._sampler.batch(step)
+        draws = self._draws(start, stop)
+
+        def read_next() -> MaskedBatch | None:
+            drawn = next(draws, None)
+            return None if drawn is None else self._batch(*drawn)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-data") as reader:
+            coming = reader.submit(read_next)
+            while (batch := coming.result()) is not None:
+                coming = reader.submit(read_next)
+                yield batch
+
+    def _draws(self, start: int, stop: int) -> Iterator[tuple[Indices, Mask]]:
+        """The examples of each step, drawn for some steps at once.
+
+        Where the processor has done something else in between, a draw takes ten times as long.
+        """
+        for first in range(start, stop, _DRAWN_AT_ONCE):
+            steps = range(first, min(first + _DRAWN_AT_ONCE, stop))
+            yield from [self._sampler.batch(step) for step in steps]
+
+    def _batch(self, indices: Indices, is_padding_example: Mask) -> MaskedBatch:
         drawn = indices[~is_padding_example]
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
             found = _read(name, source, drawn, example) if len(drawn) else None
             parts.append(_padded(found, example, len(drawn), len(indices)))
-        return Batch(_arguments(parts), is_padding_example)
-
-    def from_step(self, start: int, stop: int) -> Generator[Batch]:
-        """Batches of the steps from `start` to below `stop`, each read while the last is used."""
-        with ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-data") as reader:
-            coming = reader.submit(self.of, start) if start < stop else None
-            for step in range(start + 1, stop + 1):
-                batch = cast(Any, coming).result()
-                coming = reader.submit(self.of, step) if step < stop else None
-                yield batch
+        return MaskedBatch(_arguments(parts), is_padding_example)
 
 
 def _checked_sources(data: Any, sampler: PoissonSampler) -> list[tuple[str, Source]]:
@@ -162,12 +179,7 @@ def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) 
 
 
 class _Fault(NamedTuple):
-    """What is wrong with examples.
-
-    Attributes:
-        kind: in words that say nothing of them.
-        words: and all of it, private.
-    """
+    """What is wrong with examples: its kind, which says nothing of them, and all of it, private."""
 
     kind: str
     words: str
@@ -177,15 +189,11 @@ def _attempt(
     source: Source, indices: Int[np.ndarray, " n"], like: Any
 ) -> tuple[Any, _Fault | None]:
     try:
-        found = _as_arrays(source[indices])
+        # A list is an array in the making, not a tree: data sets give columns so.
+        found = jax.tree.map(np.asarray, source[indices], is_leaf=lambda x: isinstance(x, list))
         return found, _fault(found, like, len(indices))
     except Exception as error:
         return None, _Fault(f"raised {type(error).__name__}", f"raised {error!r}")
-
-
-def _as_arrays(found: Any) -> Any:
-    # A list is an array in the making, not a tree: data sets give columns so.
-    return jax.tree.map(np.asarray, found, is_leaf=lambda x: isinstance(x, list))
 
 
 def _fault(found: Any, like: Any, length: int) -> _Fault | None:
@@ -202,18 +210,18 @@ def _fault(found: Any, like: Any, length: int) -> _Fault | None:
             return _Fault(kind, f"gave {where} of shape {leaf.shape} for {length} examples")
     if like is None:
         return None
-    if jax.tree.structure(found) != jax.tree.structure(like):
-        trees = jax.tree.structure(found), jax.tree.structure(like)
-        return _Fault(
-            "gave another tree of arrays than before", "gave {}, and {} before".format(*trees)
-        )
+    now, before = jax.tree.structure(found), jax.tree.structure(like)
+    if now != before:
+        return _Fault("gave another tree of arrays than before", f"gave {now}, and {before} before")
     for (path, leaf), first in zip(leaves, jax.tree.leaves(like), strict=True):
-        if leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype:
+        now, before = ((x.shape[1:], x.dtype) for x in (leaf, first))
+        if now != before:
             where = jax.tree_util.keystr(path) or "examples"
             return _Fault(
                 "gave examples of another shape or dtype than before",
-                f"gave {where} of shape {leaf.shape[1:]} and dtype {leaf.dtype}, and of shape "
-                f"{first.shape[1:]} and dtype {first.dtype} before",
+                "gave {} of shape {} and dtype {}, and of shape {} and dtype {} before".format(
+                    where, *now, *before
+                ),
             )
     return None
 
@@ -230,14 +238,12 @@ def _details(
 
 
 def _padded(found: Any, like: Any, count: int, length: int) -> Any:
-    """Examples behind which zeros fill what is left of a batch."""
+    """`count` examples (None where there are none), and zeros up to the length of a batch."""
 
-    def fill(example: np.ndarray, leaf: np.ndarray | None) -> np.ndarray:
+    def fill(example: np.ndarray, leaf: np.ndarray | None = None) -> np.ndarray:
         filled = np.zeros((length, *example.shape[1:]), example.dtype)
         if leaf is not None:
             filled[:count] = leaf
         return filled
 
-    if found is None:
-        return jax.tree.map(lambda example: fill(example, None), like)
-    return jax.tree.map(fill, like, found)
+    return jax.tree.map(fill, like, *([] if found is None else [found]))

@@ -28,32 +28,17 @@ def _count(mask: Mask) -> Float[Array, ""]:
     return jnp.sum(jnp.logical_not(mask), dtype=jnp.float32)
 
 
-def _loss(values: PerExample, mask: Mask) -> Float[Array, ""]:
-    return _mean(values.loss, mask)
-
-
-def _grad_norm(values: PerExample, mask: Mask) -> Float[Array, ""]:
-    return _mean(functools.reduce(jnp.hypot, jax.tree.leaves(values.grad_norm)), mask)
-
-
-def _num_examples(values: PerExample, mask: Mask) -> Float[Array, ""]:
-    del values
-    return _count(mask)
-
-
 _BY_NAME: dict[str, Callable[[PerExample, Mask], Float[Array, ""]]] = {
-    "loss": _loss,
-    "grad_norm": _grad_norm,
-    "num_examples": _num_examples,
+    "loss": lambda values, mask: _mean(values.loss, mask),
+    "grad_norm": lambda values, mask: _mean(
+        functools.reduce(jnp.hypot, jax.tree.leaves(values.grad_norm)), mask
+    ),
+    "num_examples": lambda values, mask: _count(mask),
 }
 
 
 def checked_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of what is to be disclosed, each known and once.
-
-    Raises:
-        ValueError: a name is unknown, or there twice, or `names` is one string.
-    """
+    """Names of what is to be disclosed; a ValueError if one is unknown, or there twice."""
     found: tuple[Any, ...] = (names,) if isinstance(names, str) else tuple(names)
     unknown = [name for name in found if name not in _BY_NAME]
     if unknown or len(set(found)) < len(found) or isinstance(names, str):
@@ -70,13 +55,11 @@ def disclosed(
 ) -> dict[str, Float[Array, ""]]:
     """What was asked for, from the values of single examples. **Not private.**
 
-    ============  ==================================================================
-    name          value, float32
-    ============  ==================================================================
-    loss          mean over the batch's real examples, as they are (NaN stays NaN)
-    grad_norm     mean norm of their gradients before clipping (over groups: of all)
-    num_examples  how many there are
-    ============  ==================================================================
+    | name | value, float32 |
+    |---|---|
+    | loss | mean over the batch's real examples, as they are (NaN stays NaN) |
+    | grad_norm | mean norm of their gradients before clipping (over groups: of all) |
+    | num_examples | how many there are |
     """
     if values is None:
         return {}

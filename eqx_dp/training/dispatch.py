@@ -1,6 +1,5 @@
-"""A compiled function of trees that takes little work to call, and that is not waited for."""
+"""A compiled step that takes little work to call, and that is not waited for."""
 
-import collections
 import contextlib
 import dataclasses
 import warnings
@@ -9,25 +8,22 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
-from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, Int, PyTree
 
-Kept = TypeVar("Kept")
+from ..programs import primitives
+from ..sharding import ShardingRules
+from .state import Specs, TrainState, is_gone, refuse_used_up, specs_of
+
+Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
+Model = TypeVar("Model")
 
-_MOST_UNDER_WAY = 2
 # In the names of primitives: pure_callback, io_callback, debug_callback, debug_print.
 _CALLS_HOST = ("callback", "debug_print")
 
 
 class _Rest(NamedTuple):
-    """What a tree is, but for its arrays.
-
-    Attributes:
-        structure: of the tree.
-        others: its leaves; None where there is an array.
-    """
+    """What a tree is, but for its arrays: where one is, `others` has None."""
 
     structure: Any
     others: tuple[Any, ...]
@@ -55,14 +51,43 @@ class Flat(Generic[Tree]):
 def flat(tree: Tree) -> Flat[Tree]:
     """Takes a tree apart."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays: list[Any] = []
-    others: list[Any] = []
-    for leaf in leaves:
-        is_array = eqx.is_array(leaf)
-        others.append(None if is_array else leaf)
-        if is_array:
-            arrays.append(leaf)
-    return Flat(_Rest(structure, tuple(others)), arrays)
+    arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
+    others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
+    return Flat(_Rest(structure, others), arrays)
+
+
+Carry = tuple[Any, PyTree[Any], dict[str, Any]]
+"""Model, optimizer's state, what was disclosed: the parts of a state that a step uses up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatState(Generic[Model]):
+    """A state that is taken apart, so that the next step is called in less time.
+
+    Attributes:
+        carry: all but the count of steps. Used up by the next step.
+        step: how many steps have been taken. It is not used up: to wait for it is to wait for the
+            step that has made it, also when the next one has been called.
+        specs: where its arrays live.
+    """
+
+    carry: Flat[Carry]
+    step: Int[Array, ""]
+    specs: Specs
+
+    @classmethod
+    def of(cls, state: TrainState[Model], rules: ShardingRules | None) -> "FlatState[Model]":
+        """Takes a state apart; a ValueError if an earlier step has used it up."""
+        carry = flat((state.model, state.opt_state, state.disclosed))
+        if any(map(is_gone, carry.arrays)) or is_gone(state.step):
+            refuse_used_up("state", state)
+        return cls(carry, state.step, specs_of(state, rules))
+
+    @property
+    def state(self) -> TrainState[Model]:
+        """The state, put together."""
+        model, opt_state, disclosed = self.carry.tree
+        return TrainState(model, opt_state, self.step, disclosed)
 
 
 @jax.tree_util.register_static
@@ -80,108 +105,61 @@ class _Form:
         return self is other or (isinstance(other, _Form) and self.rests == other.rests)
 
 
-class Dispatch(Generic[Kept, Tree]):
-    """`function(kept, carry) -> (carry, array)`, compiled, called without waiting for it.
+class Dispatch(Generic[Beside, Tree]):
+    """`function(beside, carry) -> (carry, array)`, compiled, called without waiting for it.
 
     As `eqx.filter_jit(function, donate="all-except-first")`: arrays are traced, all else is static,
     it is compiled once for what is static and for shapes and dtypes, and the buffers of a carry go
     to the next. `eqx.filter_jit` waits for every result, to tell what `eqx.error_if` has to say.
     This waits where a program calls the host back, as `eqx.error_if` does, and nowhere else.
-
-    Args:
-        function: of two trees.
     """
 
-    def __init__(self, function: Callable[[Kept, Tree], tuple[Tree, Array]]):
+    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Array]]):
         self._function = function
         self._jitted: Any = jax.jit(self._of_arrays, donate_argnums=2)
         self._waited_for: Any = eqx.filter_jit(function, donate="all-except-first")
         self._form: _Form | None = None
         self._calls_host: dict[Any, bool] = {}
-        self._under_way = _UnderWay()
 
-    def __call__(self, kept: Kept, carry: Flat[Tree]) -> tuple[Flat[Tree], Array]:
-        """Calls the function, once fewer than two calls are under way.
-
-        Args:
-            kept: a tree.
-            carry: of the call before, or made by `flat`. Used up.
-
-        Returns:
-            The next carry; and the array, which is there when the call has ended.
-        """
-        arguments = self._arguments(kept, carry)
+    def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Array]:
+        """The next carry, and an array that is there when the call has ended; uses up the carry."""
+        arguments = self._arguments(beside, carry)
         if self._has_to_wait(arguments):
-            tree, array = self._waited_for(kept, carry.tree)
+            tree, array = self._waited_for(beside, carry.tree)
             return flat(tree), array
-        self._under_way.make_room()
         form, arrays, array = self._jitted(*arguments)
-        self._under_way.add(array)
         return Flat(form.rests[0], arrays), array
 
-    def lower(self, kept: Kept, carry: Flat[Tree]) -> jax.stages.Lowered:
+    def lower(self, beside: Beside, carry: Flat[Tree]) -> jax.stages.Lowered:
         """Lowers the function for these arguments; nothing is computed."""
         with _unused_donations_untold():
-            return self._jitted.lower(*self._arguments(kept, carry))
+            return self._jitted.lower(*self._arguments(beside, carry))
 
-    def _arguments(self, kept: Kept, carry: Flat[Tree]) -> tuple[_Form, list[Any], list[Any]]:
-        beside, form = flat(kept), self._form
+    def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[_Form, list[Any], list[Any]]:
+        first, form = flat(beside), self._form
         # One object for equal forms, since that is compared fast.
-        if form is None or form.rests != (beside.rest, carry.rest):
-            self._form = form = _Form(beside.rest, carry.rest)
-        return form, beside.arrays, carry.arrays
+        if form is None or form.rests != (first.rest, carry.rest):
+            self._form = form = _Form(first.rest, carry.rest)
+        return form, first.arrays, carry.arrays
 
-    def _of_arrays(self, form: _Form, kept: list[Any], carry: list[Any]) -> Any:
-        arguments = (Flat(*parts).tree for parts in zip(form.rests, (kept, carry), strict=True))
+    def _of_arrays(self, form: _Form, beside: list[Any], carry: list[Any]) -> Any:
+        arguments = (Flat(*parts).tree for parts in zip(form.rests, (beside, carry), strict=True))
         tree, array = self._function(*arguments)
         result = flat(tree)
         return _Form(result.rest), result.arrays, array
 
     def _has_to_wait(self, arguments: tuple[_Form, list[Any], list[Any]]) -> bool:
-        form, kept, carry = arguments
-        program = (form, *[(array.shape, array.dtype) for array in (*kept, *carry)])
+        form, beside, carry = arguments
+        program = (form, *[(array.shape, array.dtype) for array in (*beside, *carry)])
         known = self._calls_host.get(program)
         if known is None:  # a program that is called for the first time
             traced = self._jitted.trace(*arguments)
             with _unused_donations_untold():
                 traced.lower()
-            known = self._calls_host[program] = _calls_host(traced.jaxpr.jaxpr)
+            known = self._calls_host[program] = any(
+                word in name for name in primitives(traced.jaxpr) for word in _CALLS_HOST
+            )
         return known
-
-
-class _UnderWay:
-    """The calls that have not ended: two at most, so that memory stays flat.
-
-    While one runs the host prepares the other, which begins when the first has ended.
-    """
-
-    def __init__(self) -> None:
-        self._results: collections.deque[Array] = collections.deque(maxlen=_MOST_UNDER_WAY)
-
-    def make_room(self) -> None:
-        """Waits until there is room for another call."""
-        if len(self._results) == _MOST_UNDER_WAY:
-            # What went wrong there is told to those who read the result.
-            with contextlib.suppress(Exception):
-                jax.block_until_ready(self._results.popleft())
-
-    def add(self, result: Array) -> None:
-        """Adds a call, by an array of its result that is not donated."""
-        if not isinstance(result, Tracer):
-            self._results.append(result)
-
-
-def is_gone(leaf: Any) -> bool:
-    """Whether it is an array whose buffer was donated, or deleted."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
-
-
-def _calls_host(program: jex_core.Jaxpr) -> bool:
-    return any(
-        any(word in equation.primitive.name for word in _CALLS_HOST)
-        or any(map(_calls_host, jex_core.jaxprs_in_params(equation.params)))
-        for equation in program.eqns
-    )
 
 
 @contextlib.contextmanager

@@ -1,17 +1,34 @@
-"""What a run tells those who listen to it, after every step."""
+"""What a run tells after every step, and those who listen: progress, JSON lines, TensorBoard.
 
+Nothing in it depends on the data, but for what is disclosed or evaluated.
+"""
+
+import collections
+import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 import math
-from collections.abc import Callable, Mapping
+import os
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .held import Held
+from ..extras import extra
+from .dispatch import FlatState
+from .hosts import is_first_host
 from .state import TrainState
 
 Model = TypeVar("Model")
 
-RESERVED = ("step", "seconds", "epsilon")
+# What a line of metrics holds beside what was measured.
+_RESERVED = ("step", "seconds", "epsilon")
+# As many figures of epsilon as are shown in a run: they are there when a step has been compiled.
+_AHEAD = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,27 +36,26 @@ class Event(Generic[Model]):
     """A step was taken.
 
     Attributes:
-        step: how many steps have been taken; where the run was changed into another program, with
-            those that may have been released and are lost.
-        metrics: what was measured after this step, by name: of an evaluation, or disclosed. Empty
-            after most steps.
-        seconds: since this process began the run.
-        epsilon: spent so far; None where it was not worked out.
+        step: how many steps have been taken. If the run went on as another program, steps that may
+            have been released and are lost count as well.
+        metrics: figures by name, from an evaluation or disclosed. Empty after most steps.
+        seconds: the time since this process began the run.
+        epsilon: epsilon of the steps so far; None if it was not computed after this step.
     """
 
     step: int
     metrics: Mapping[str, float]
     seconds: float
     epsilon: float | None
-    _held: Held[Model] = dataclasses.field(repr=False)
+    _flat: FlatState[Model] = dataclasses.field(repr=False)
 
     @functools.cached_property
     def state(self) -> TrainState[Model]:
-        """After the step, which may be under way still: to read an array waits for it.
+        """The state after the step. To read an array waits until the step is done.
 
-        It is used up by the next step: read it, or copy it, at once.
+        The next step uses it up: read it, or copy it, at once.
         """
-        return self._held.state
+        return self._flat.state
 
 
 Callback = Callable[[Event[Any]], bool | None]
@@ -47,11 +63,7 @@ Callback = Callable[[Event[Any]], bool | None]
 
 
 def checked_metrics(found: object) -> dict[str, float]:
-    """What an evaluation returned, as floats.
-
-    Raises:
-        ValueError: it is no mapping of names to real numbers, or takes a name that is taken.
-    """
+    """What an evaluation returned, as floats; a ValueError if that is no mapping to numbers."""
     if not isinstance(found, Mapping):
         raise ValueError(
             f"evaluate must return a mapping of names to numbers, as {{'accuracy': 0.9}}; found a "
@@ -59,10 +71,10 @@ def checked_metrics(found: object) -> dict[str, float]:
         )
     metrics: dict[str, float] = {}
     for name, value in found.items():
-        if name in RESERVED or not isinstance(name, str):
+        if name in _RESERVED or not isinstance(name, str):
             shown = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise ValueError(
-                f"evaluate must return names that are strings other than {', '.join(RESERVED)}; "
+                f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; "
                 f"found {shown}."
             )
         try:
@@ -74,6 +86,220 @@ def checked_metrics(found: object) -> dict[str, float]:
     return metrics
 
 
-def finite_or_none(value: float | None) -> float | None:
+class EpsilonAhead:
+    """Epsilon after the steps where it is told, worked out in a thread beside the steps.
+
+    It depends on the plan alone, and the steps are known from the start: the first figures are
+    worked out while the first step is compiled, and later ones long before their step.
+    """
+
+    def __init__(self, epsilon: Callable[[int], float], steps: Iterator[int]):
+        self._epsilon, self._steps = epsilon, steps
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-epsilon")
+        self._coming: collections.deque[tuple[int, Future[float]]] = collections.deque()
+        for _ in range(_AHEAD):
+            self._add_next()
+
+    def after(self, step: int) -> float | None:
+        """Epsilon after a step; None where it is not told. To be asked after every step."""
+        if not self._coming or self._coming[0][0] != step:
+            return None
+        _, figure = self._coming.popleft()
+        self._add_next()
+        return figure.result()
+
+    def _add_next(self) -> None:
+        for step in itertools.islice(self._steps, 1):
+            self._coming.append((step, self._worker.submit(self._epsilon, step)))
+
+    def close(self) -> None:
+        """Ends the thread; nobody waits for the figures that are still to come."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+# Those who listen.
+
+
+class ProgressBar:
+    """Shows steps, rate, time left, epsilon so far, and metrics as they come.
+
+    On a terminal a bar; elsewhere (a file, a pipe) a line whenever epsilon or a metric is new.
+    """
+
+    def __init__(self, start: int, stop: int, shown: bool):
+        self._stop = stop
+        self._status = "compiling"
+        self._first: tuple[int, float] | None = None
+        self._console: Any = None
+        self._bar: Any = None
+        if not shown or not is_first_host():
+            return
+        self._console = extra("rich.console").Console()
+        if self._console.is_terminal:
+            rich = extra("rich.progress")
+            self._bar = rich.Progress(
+                rich.TextColumn("training"),
+                rich.BarColumn(),
+                rich.MofNCompleteColumn(),
+                rich.TextColumn("{task.fields[rate]}"),
+                rich.TimeRemainingColumn(),
+                rich.TextColumn("{task.fields[status]}", markup=False),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(
+                "training", total=stop, completed=start, status=self._status, rate=""
+            )
+            self._bar.start()
+
+    def update(self, event: Event[Any]) -> None:
+        """Shows what an event says."""
+        if self._console is None:
+            return
+        is_news = event.epsilon is not None or bool(event.metrics)
+        if is_news:
+            self._status = _told(event)
+        rate = self._rate(event)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=event.step, rate=rate, status=self._status)
+        elif is_news:
+            told = "  ".join(filter(None, (rate, self._status)))
+            line = f"step {event.step}/{self._stop}  {told}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _rate(self, event: Event[Any]) -> str:
+        """Steps a second since the first of them, in which the step was compiled."""
+        step, seconds = self._first = self._first or (event.step, event.seconds)
+        if event.step == step:
+            return ""
+        return f"{(event.step - step) / max(event.seconds - seconds, 1e-9):.3g} steps/s"
+
+    def close(self) -> None:
+        """Leaves a terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _told(event: Event[Any]) -> str:
+    figures = {} if event.epsilon is None else {"epsilon": event.epsilon}
+    return "  ".join(
+        f"{name} {value:.4g}" for name, value in (*figures.items(), *event.metrics.items())
+    )
+
+
+class JsonLines:
+    """Writes a line of JSON for every step after which something was measured.
+
+    A line holds `step`, `seconds` (since the process began the run), `epsilon`, and the metrics by
+    name; null stands for what is not finite. What cannot be written costs a warning, and not the
+    run.
+
+    Where a run is resumed, lines of steps that it takes again are dropped first: it writes them
+    anew. So is half a line at the end, of a process that was killed. Whatever else is in the file
+    stays as it is. (Another run never comes upon it: `set_aside`.)
+    """
+
+    def __init__(self, file: str | os.PathLike[str], resumed_at: int = 0):
+        self._file = Path(file)
+        if is_first_host():
+            with _told_once(self._file):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._drop_after(resumed_at)
+
+    def __call__(self, event: Event[Any]) -> None:
+        """Writes a line, if there is something to write."""
+        if not event.metrics or not is_first_host():
+            return
+        line = {
+            "step": event.step,
+            "seconds": round(event.seconds, 3),
+            "epsilon": _finite_or_none(event.epsilon),
+        } | {name: _finite_or_none(value) for name, value in event.metrics.items()}
+        with _told_once(self._file), self._file.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def _drop_after(self, step: int) -> None:
+        if not self._file.exists():
+            return
+        lines = self._file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith(b"\n") and not _is_after(line, step)]
+        if kept == lines:
+            return
+        beside = self._file.with_name(f"{self._file.name}.partial")
+        beside.write_bytes(b"".join(kept))
+        beside.replace(self._file)
+
+
+def set_aside(file: Path) -> None:
+    """Gives metrics that another run has left a name of their own; their lines stay."""
+    if not file.is_file() or not file.stat().st_size:
+        return
+    names = (file.with_name(f"{file.stem}.before{n}{file.suffix}") for n in itertools.count(1))
+    with _told_once(file):
+        aside = next(name for name in names if not name.exists())
+        file.rename(aside)
+        warnings.warn(
+            f"{file} is of another run, which left no record; it is now {aside.name}.", stacklevel=2
+        )
+
+
+@contextlib.contextmanager
+def _told_once(file: Path) -> Generator[None, None, None]:
+    """Warns, where metrics cannot be written; once, since Python shows a warning once."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"Metrics cannot be written to {file} ({error.strerror}); the run goes on without.",
+            stacklevel=4,
+        )
+
+
+def _finite_or_none(value: float | None) -> float | None:
     """A number for JSON, which has none that are not finite."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _is_after(line: bytes, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] > step
+    except (ValueError, KeyError, TypeError):  # not a line of ours
+        return False
+
+
+class TensorBoard:
+    """A callback that writes metrics and epsilon for TensorBoard, by tensorboardX.
+
+    Args:
+        folder: the folder that TensorBoard reads; it is made if it does not exist.
+
+    Raises:
+        MissingExtra: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._writer: Any = None
+        self._folder = Path(folder)
+        if is_first_host():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # Not a SummaryWriter: it writes in a thread, and loses what a process writes last.
+            writers = extra("tensorboardX.event_file_writer", name="tensorboard")
+            self._writer = writers.EventsWriter(str(self._folder / "events"))
+
+    def __call__(self, event: Event[Any]) -> None:
+        """Writes an event's figures.
+
+        Args:
+            event: its metrics and its epsilon are written.
+        """
+        if self._writer is None or not event.metrics:
+            return
+        epsilon = {} if event.epsilon is None else {"epsilon": event.epsilon}
+        events = extra("tensorboardX.proto.event_pb2", name="tensorboard")
+        summaries = extra("tensorboardX.summary", name="tensorboard")
+        with _told_once(self._folder):
+            for name, value in (*event.metrics.items(), *epsilon.items()):
+                summary = summaries.scalar(name, value)
+                self._writer.write_event(
+                    events.Event(step=event.step, wall_time=time.time(), summary=summary)
+                )
+            self._writer.flush()

@@ -19,11 +19,7 @@ _IS_FUNCTION = re.compile(r"\w+_fn\b")
 def checked_extra(
     optimizer: optax.GradientTransformation, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What an optimizer's update is given beside, by name.
-
-    Raises:
-        ValueError: a value is no array and no number; the optimizer takes none.
-    """
+    """What an optimizer's update is given beside, by name; refuses what it does not take."""
     found = {} if extra is None else dict(extra)
     for name, value in found.items():
         leaves = jax.tree.leaves(value)
@@ -46,11 +42,7 @@ def updated(
     params: PyTree[Any],
     extra: Mapping[str, Any],
 ) -> tuple[PyTree[Any], PyTree[Any]]:
-    """An optimizer's update, with what it wants beside.
-
-    Raises:
-        ValueError: `extra` lacks what the update wants, or the update evaluates a loss by itself.
-    """
+    """An optimizer's update, with what it wants beside; refuses one that evaluates a loss."""
     update = optax.with_extra_args_support(optimizer).update
     try:
         return update(grads, state, params, **extra)
@@ -73,8 +65,8 @@ def updated(
         given = ", ".join(f"{name!r}: ..." for name in wanted)
         raise ValueError(
             f"The optimizer's update wants {', '.join(map(repr, wanted))}. Hand it over at every "
-            f"step: {_HOW.format(given)}. It must be public, such as a loss on held-out data: what "
-            "is worked out from the batch is private, and no noise covers it."
+            f"step: {_HOW.format(given)}. It must be public, such as a loss on held-out data: a "
+            "value computed from the batch is private, and no noise covers it."
         ) from error
 
 

@@ -3,17 +3,16 @@
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged, or could not be written."""
+    """A run goes on, and something in its directory was damaged, changed, or not written."""
 
 
 class CheckpointError(Exception):
-    """A directory, or all checkpoints in it, cannot be used."""
+    """The directory of a run, or every checkpoint in it, cannot be used."""
 
 
 def problem_of(path: Path, listed: str) -> str | None:
@@ -53,23 +52,8 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def emptied(folder: Path) -> OSError | None:
-    """Makes a new folder; what went wrong, if anything did."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return error
-    return None
-
-
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ValueError: it is none.
-        OSError: it cannot be read.
-    """
+    """Reads a JSON object; a ValueError if it is none."""
     try:
         found = json.loads(file.read_bytes())
     except RecursionError:
@@ -88,11 +72,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def turn_link(link: Path, target: str) -> None:
-    """Makes a link point to something else, in one atomic operation.
-
-    Raises:
-        FileExistsError: it is a folder.
-    """
+    """Makes a link point to something else, in one atomic operation; refuses a folder."""
     if link.is_symlink() and os.readlink(link) == target:
         return
     if link.is_dir() and not link.is_symlink():

@@ -1,24 +1,25 @@
-"""What a run computes, as text: the programs of its loss and of its optimizer."""
+"""What a run computes, as text, and what follows from its seed and from that text."""
 
-import json
+import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
-from ..gradients import ClippedGrad, Prepared
-from ..precision import Policy
-from ..privacy import PrivacyPlan
+from ..gradients import Prepared
+from ..privacy import Secret, digest, key_from_secret
 from ..sharding import ShardingRules, inside
 from .extra import updated
-from .parameters import Parameters
 from .program_text import program_text
+
+_ROOT = "make_step"
 
 
 class Texts(NamedTuple):
@@ -37,81 +38,15 @@ def texts_of(
 ) -> Texts:
     """What a step computes: the same on any number of devices, for any length of batch.
 
-    Args:
-        prepared: a call of the clipped gradient, with arrays or under a trace.
-        rules: the sharding rules of the gradient.
-        optimizer: without noise.
-        params: as the optimizer sees them.
-        extra: what its update is given beside.
-
-    Raises:
-        ValueError: `extra` lacks what the update wants.
+    It is that of a prepared call of the clipped gradient, and of an optimizer without noise, for
+    parameters as it sees them. A ValueError if `extra` lacks what its update wants.
     """
-    task = prepared.task
+    traced = prepared.traced
     with nullcontext() if rules is None else inside(rules):
-        loss = f"trained: {len(task.params)}\n{program_text(task.program.jaxpr)}"
+        loss = f"trained: {len(traced.params)}\n{program_text(traced.program.jaxpr)}"
     shapes = jax.tree.map(shape_of, params)
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, task.accumulate_dtype), shapes)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, traced.accumulate_dtype), shapes)
     return Texts(loss, _optimizer_text(optimizer, shapes, grads, jax.tree.map(shape_of, extra)))
-
-
-def texts_of_shapes(
-    grad_fn: ClippedGrad[Any],
-    optimizer: optax.GradientTransformation,
-    parameters: Parameters,
-    model: PyTree[Any],
-    batch: PyTree[Any],
-    extra: Mapping[str, Any],
-    *,
-    takes_key: bool,
-) -> Texts:
-    """As `texts_of`, of arrays or shapes of arrays: a call is traced, on as few examples as can be.
-
-    Args:
-        grad_fn: the clipped gradient.
-        optimizer: without noise.
-        parameters: how they are stored.
-        model: arrays or shapes.
-        batch: of any length.
-        extra: what the optimizer's update is given beside.
-        takes_key: whether the loss can be given a key.
-    """
-    rules = parameters.rules
-    length = 1 if rules is None else rules.num_shards
-
-    def of(model: Any, batch: Any, extra: Any) -> Texts:
-        model = parameters.stored(model)
-        key = jax.random.key(0) if takes_key else None
-        prepared = grad_fn.prepare(model, batch, key, jnp.zeros(length, bool))
-        wide = parameters.wide(grad_fn.trainable(model))
-        return texts_of(prepared, rules, optimizer, wide, extra)
-
-    model, extra = (jax.tree.map(shape_of, tree) for tree in (model, extra))
-    batch = jax.tree.map(lambda leaf: shape_of(leaf, length), batch)
-    return eqx.filter_eval_shape(of, model, batch, extra)
-
-
-def known_text(
-    plan: PrivacyPlan,
-    num_examples: int,
-    policy: Policy | None,
-    l2_clip_norm: PyTree[Any],
-    rescale_to_unit_norm: bool,
-    method: str,
-) -> str:
-    """What tells runs apart before there is a model."""
-    norms = jax.tree_util.tree_leaves_with_path(l2_clip_norm)
-    known = {
-        "plan": plan.to_json(),
-        "num_examples": num_examples,
-        "policy": None if policy is None else str(policy),
-        "l2_clip_norm": {
-            jax.tree_util.keystr(path): float(norm) for path, norm in norms if not callable(norm)
-        },
-        "rescale_to_unit_norm": rescale_to_unit_norm,
-        "method": method,
-    }
-    return json.dumps(known)
 
 
 def probe_text(optimizer: optax.GradientTransformation) -> str:
@@ -166,9 +101,7 @@ def _traced(function: Callable[..., Any], *args: Any) -> tuple[str, Any, Any]:
 def shape_of(leaf: Any, length: int | None = None) -> Any:
     """An array's shape, with the dtype that it has in a computation; anything else as it is.
 
-    Args:
-        leaf: an array, its shape, or anything else.
-        length: what to put in place of the length of its first axis.
+    The first axis is of the given length, if one is given.
     """
     if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return leaf
@@ -176,3 +109,35 @@ def shape_of(leaf: Any, length: int | None = None) -> Any:
     return jax.ShapeDtypeStruct(
         shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
     )
+
+
+# A run has one seed; everything random in it has a stream of its own that follows from it.
+
+
+def key_of(seed: Secret, stream: Literal["noise", "loss"], run: str = "") -> PRNGKeyArray:
+    """The root key of a stream, for one run."""
+    return key_from_secret(seed, _ROOT, stream, run)
+
+
+def keyed_digest(seed: Secret, *texts: str) -> str:
+    """Tells whether texts are the same, to those who know the seed alone.
+
+    Others learn nothing: not what the texts say, guessed or not, and not the seed.
+    """
+    return digest(_slow(seed, b"eqx_dp: keyed digest"), texts, size=16).hex()
+
+
+def fingerprint(seed: Secret, salt: bytes) -> str:
+    """Tells whether two runs have the same seed, and does not tell the seed."""
+    return _slow(seed, salt)[:16].hex()
+
+
+@functools.lru_cache(maxsize=16)
+def _slow(seed: Secret, salt: bytes) -> bytes:
+    """A hash of a seed.
+
+    A seed is often a small number, and a plain hash of it would be undone by trying them all:
+    scrypt (RFC 7914) makes each try take some 50 ms and 16 MiB.
+    """
+    secret = digest(seed, (_ROOT, "fingerprint"), size=64)
+    return hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=32)

@@ -10,7 +10,7 @@ import enum
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -20,16 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
-from ..programs import Call, evaluated, inside, interpret
-
-# These say where a value lives, and leave the value as it is.
-_PLACINGS = frozenset(
-    {"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast", "device_put"}
+from ..programs import (
+    PLACEMENTS,
+    RULE_PARAMS,
+    Call,
+    evaluated,
+    has_rules,
+    inside,
+    interpret,
+    literal_value,
 )
-_OF_PLACES = ("sharding", "mesh", "layout")
-_PLACES = (Mesh, AbstractMesh, Sharding, PartitionSpec, jax.Device)
-# Python functions that stand for programs: those are traced, and written in their place.
-_RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
+
+# Of a parameter that speaks of devices, by its name or its type, nothing is written.
+_OF_DEVICES = ("sharding", "mesh", "layout")
+_DEVICES = (Mesh, AbstractMesh, Sharding, PartitionSpec, jax.Device)
 
 
 def program_text(program: jex_core.ClosedJaxpr) -> str:
@@ -79,7 +83,7 @@ class _Writer:
 
     def _equation(self, equation: jex_core.JaxprEqn, operands: list[str]) -> list[str]:
         name = equation.primitive.name
-        if name in _PLACINGS:
+        if name in PLACEMENTS:
             return operands
         match inside(equation):
             case Call("jit", body):  # says nothing of its own: the text is the same without
@@ -94,9 +98,9 @@ class _Writer:
 
     def _params(self, equation: jex_core.JaxprEqn) -> Iterator[str]:
         for name, value in sorted(equation.params.items()):
-            if name not in _RULES and not any(word in name for word in _OF_PLACES):
+            if name not in RULE_PARAMS and not any(word in name for word in _OF_DEVICES):
                 yield f"{name}={self._text(value)}"
-        if self._with_rules and _RULES & equation.params.keys():
+        if self._with_rules and has_rules(equation):
             yield f"rule={_rule(equation)}"
 
     def _text(self, value: Any) -> str:
@@ -114,7 +118,7 @@ class _Writer:
                 return f"{type(value).__name__}.{value.name}"
             case None | bool() | int() | float() | complex() | str() | bytes():
                 return repr(value)
-            case _ if isinstance(value, _PLACES):
+            case _ if isinstance(value, _DEVICES):
                 return "None"  # as on a single device
             case Mapping():
                 found = cast("Mapping[Any, Any]", value)
@@ -167,47 +171,34 @@ def _name(value: Any) -> str:
 
 
 def _rule(equation: jex_core.JaxprEqn) -> str:
-    """The program of a custom_jvp's or custom_vjp's derivative: of JAX's own, and of the user's.
+    """The program of an equation's derivative, by its rule: one of JAX's own, or the user's.
 
     Rules inside of it are left out: a rule may well call the function that it belongs to.
     """
     variables = [v for v in equation.invars if not isinstance(v, jex_core.Literal)]
-    is_float = [_is_float(variable) for variable in variables]
-    structs = [_struct(variable) for variable in variables]
-    floats = [struct for struct, is_one in zip(structs, is_float, strict=True) if is_one]
-    rest = [struct for struct, is_one in zip(structs, is_float, strict=True) if not is_one]
+    is_pulled_back = "bwd" in equation.params
 
-    def of_floats(rest: list[Any]) -> Callable[..., list[Any]]:
-        def evaluate(*floats: Any) -> list[Any]:
-            each = {True: iter(floats), False: iter(rest)}
-            known = iter([next(each[is_one]) for is_one in is_float])
-            inputs = [
-                v.val if isinstance(v, jex_core.Literal) else next(known) for v in equation.invars
-            ]
-            found = zip(equation.outvars, evaluated(equation, inputs), strict=True)
-            return [result for variable, result in found if _is_float(variable)]
+    def evaluate(*values: Any) -> list[Any]:
+        known = iter(values)
+        inputs = [
+            literal_value(v) if isinstance(v, jex_core.Literal) else next(known)
+            for v in equation.invars
+        ]
+        return evaluated(equation, inputs)
 
-        return evaluate
-
-    def derivative(floats: list[Any], rest: list[Any], along: list[Any]) -> Any:
-        if "bwd" in equation.params:
-            results, pull_back = jax.vjp(of_floats(rest), *floats)
+    def derivative(values: list[Any], along: list[Any]) -> Any:
+        if is_pulled_back:
+            results, pull_back = jax.vjp(evaluate, *values)
             return results, pull_back(along)
-        return jax.jvp(of_floats(rest), floats, along)
+        return jax.jvp(evaluate, values, along)
 
-    of_results = [_struct(v) for v in equation.outvars if _is_float(v)]
-    along = of_results if "bwd" in equation.params else floats
+    along = equation.outvars if is_pulled_back else variables
     try:
-        traced = jax.make_jaxpr(derivative)(floats, rest, along)
+        traced = jax.make_jaxpr(derivative)(
+            [variable.aval for variable in variables],
+            [cast(Any, variable.aval).to_tangent_aval() for variable in along],
+        )
     except Exception:  # the user's Python code, here without what it is otherwise called in
-        rules = sorted(_RULES & equation.params.keys())
+        rules = sorted(RULE_PARAMS & equation.params.keys())
         return str([_name(getattr(equation.params[rule], "f", rule)) for rule in rules])
     return _closed(traced.jaxpr, traced.consts, with_rules=False)
-
-
-def _is_float(variable: Any) -> bool:
-    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-
-
-def _struct(variable: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)

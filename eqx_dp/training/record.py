@@ -1,22 +1,22 @@
-"""What a run is, so that it is resumed as the same run, and the statement of its privacy."""
+"""What a run is, how it is resumed as that run or as another, and the statement of its privacy."""
 
 import hashlib
 import importlib.metadata
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 from jaxtyping import Array
 
+from .directory import FORMAT, VERSION, RunDirectory
+from .events import set_aside
+from .files import CheckpointWarning
 from .step import Step
 
-T = TypeVar("T")
-
-_FORMAT = "eqx_dp.run"
-_VERSION = 2
 _DIGEST = re.compile("[0-9a-f]{32,}")
 
 # What a record says beside what the run is.
@@ -27,12 +27,7 @@ _CHANGEABLE = ("policy", "l2_clip_norm", "rescale_to_unit_norm", "disclose")
 
 
 class Difference(NamedTuple):
-    """In what two records differ.
-
-    Attributes:
-        part: of the run, as `allow_changed` names it.
-        line: where, and what was found.
-    """
+    """In what two records differ: the part of a run, as `allow_changed` names it; and in words."""
 
     part: str
     line: str
@@ -43,23 +38,17 @@ def record_of(
 ) -> dict[str, Any]:
     """A run, as JSON's types: what may not change unasked, and what may ("made_by").
 
-    Args:
-        step: the run's step.
-        arrays: what is saved, by name.
-        identity: of the step, with the run's model and data: its programs, by part.
-        salt: of the seed's fingerprint.
+    `arrays` are saved, `identity` is the step's for the run's model and data, and `salt` is that of
+    the seed's fingerprint.
     """
+    settings = step.settings
     return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "plan": json.loads(step.plan.to_json()),
-        "policy": None if step.policy is None else str(step.policy),
+        "format": FORMAT,
+        "version": VERSION,
+        "plan": json.loads(settings["plan"]),
+        "policy": settings["policy"],
         "is_unsafe": step.policy is not None and step.policy.unsafe,
-        "l2_clip_norm": {
-            jax.tree_util.keystr(path): _number(norm)
-            for path, norm in jax.tree_util.tree_leaves_with_path(step.l2_clip_norm)
-            if not callable(norm)
-        },
+        "l2_clip_norm": {name: _number(x) for name, x in settings["l2_clip_norm"].items()},
         "rescale_to_unit_norm": step.rescale_to_unit_norm,
         "num_examples": step.num_examples,
         "disclose": list(step.disclose),
@@ -78,47 +67,11 @@ def record_of(
     }
 
 
-_OF_PROGRAM = {"starts_after", "begins_from", "digest", "disclose", "is_unsafe"}
-_PARTS = {
-    "plan": dict,
-    "seed": dict,
-    "identity": dict,
-    "arrays": dict,
-    "programs": list,
-    "made_by": dict,
-}
-
-
-def problem_of_record(record: Mapping[str, Any]) -> str | None:
-    """Why something read from a file is no record that this release knows; None if it is one."""
-    if record.get("format") != _FORMAT:
-        return f"its format is not {_FORMAT}"
-    if record.get("version") != _VERSION:
-        return (
-            f"it is of version {record.get('version')}, and this release of eqx_dp reads version "
-            f"{_VERSION}"
-        )
-    for name, kind in _PARTS.items():
-        if not isinstance(record.get(name), kind):
-            return f"its {name!r} is missing, or no {kind.__name__}"
-    try:
-        salt_of(record)
-        microbatch_of(record)
-        missing = [_OF_PROGRAM - program.keys() for program in record["programs"]]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"it is damaged: {type(error).__name__} ({error})"
-    if not record["programs"] or any(missing):
-        return "its 'programs' are not all there"
-    return None
-
-
 def program_of(record: Mapping[str, Any], starts_after: int, begins_from: int) -> dict[str, Any]:
     """An entry of a record's "programs": what a run was from some step on.
 
-    Args:
-        record: of the run as that program makes it.
-        starts_after: how many steps may have been released before.
-        begins_from: the checkpoint whose model it goes on with; fewer, if steps were lost.
+    Up to `starts_after` steps may have been released before. It goes on with the model of the
+    checkpoint `begins_from`, which is of fewer steps, if some were lost.
     """
     compared = {key: value for key, value in record.items() if key not in (*_BESIDE, "seed")}
     return {
@@ -128,36 +81,6 @@ def program_of(record: Mapping[str, Any], starts_after: int, begins_from: int) -
         "disclose": record["disclose"],
         "is_unsafe": record["is_unsafe"],
     }
-
-
-def as_it_became(step: Step[T], programs: Sequence[Mapping[str, Any]]) -> Step[T]:
-    """The step with the sample and noise of its newest program.
-
-    They follow from what the step computes, as ever. Where the program was changed they follow from
-    all changes as well, so that a program that comes back does not repeat its noise.
-    """
-    if len(programs) == 1:
-        return step
-    return step.for_run(json.dumps(programs, sort_keys=True))
-
-
-def goes_on_after(
-    programs: Sequence[Mapping[str, Any]], saved: Mapping[str, Any], number: int
-) -> int | None:
-    """After how many steps the newest program goes on from a checkpoint, bit for bit.
-
-    Args:
-        programs: the run's.
-        saved: record of the checkpoint.
-        number: its step.
-
-    Returns:
-        None where it is no state that this program ever had.
-    """
-    if saved["programs"] == programs:
-        return number
-    newest = programs[-1]
-    return newest["starts_after"] if newest["begins_from"] == number else None
 
 
 def microbatch_of(record: Mapping[str, Any]) -> int | None:
@@ -170,11 +93,6 @@ def microbatch_of(record: Mapping[str, Any]) -> int | None:
     )
     size = made_by["microbatch_size"]
     return size if is_alike and isinstance(size, int) else None  # not settled: "auto"
-
-
-def salt_of(record: Mapping[str, Any]) -> bytes:
-    """The salt of a record's fingerprint."""
-    return bytes.fromhex(record["seed"]["salt"])
 
 
 def changeable(identity: Mapping[str, str]) -> tuple[str, ...]:
@@ -194,50 +112,45 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Di
     """In which ways a saved run is another run than the current one."""
     # Digests of programs are keyed by the seed, and tell nothing where that is another.
     beside = _BESIDE if saved["seed"] == current["seed"] else (*_BESIDE, "identity")
-    keep = [key for key in dict.fromkeys((*saved, *current)) if key not in beside]
-    return [found for key in keep for found in _compared_part(key, saved, current)]
-
-
-def forbidden(found: Iterable[Difference], allowed: Iterable[str]) -> list[Difference]:
-    """Those differences with which a run cannot go on: not allowed, or never allowed."""
-    may_change = set(allowed) - set(_FIXED)
-    return [difference for difference in found if difference.part not in may_change]
-
-
-def _compared_part(
-    key: str, saved: Mapping[str, Any], current: Mapping[str, Any]
-) -> Iterator[Difference]:
-    one, other = saved.get(key), current.get(key)
-    if key == "seed":
-        if one != other:
-            yield Difference(key, "seed: the checkpoint was made with another seed")
-        return
-    if key not in ("identity", "arrays"):
-        for line in _compared(key, one, other):
-            yield Difference(key, line)
-        return
-    one, other = dict(one or {}), dict(other or {})
+    one, other = (_facts(record, beside) for record in (saved, current))
+    found: list[Difference] = []
     for name in dict.fromkeys((*one, *other)):
-        part = name if key == "identity" else part_of_array(name)
-        for line in _compared(name, one.get(name), other.get(name)):
-            yield Difference(part, line)
+        part = (one.get(name) or other[name])[0]
+        was, now = (facts.get(name, (part, None))[1] for facts in (one, other))
+        if was == now:
+            continue
+        if _DIGEST.fullmatch(str(was)):
+            line = f"{name}: the checkpoint was made with another {name}"
+        else:
+            was, now = ("nothing" if value is None else value for value in (was, now))
+            line = f"{name}: {was} in the checkpoint, {now} in this run"
+        found.append(Difference(part, line))
+    return found
 
 
-def _compared(name: str, saved: Any, current: Any) -> Iterator[str]:
-    if saved == current:
+def _facts(record: Mapping[str, Any], beside: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """What a record says, by name, with the part of the run that it belongs to."""
+    facts: dict[str, tuple[str, Any]] = {}
+    for key in [key for key in record if key not in beside]:
+        if key == "identity":
+            facts |= {name: (name, value) for name, value in record[key].items()}
+        elif key == "arrays":
+            facts |= {name: (part_of_array(name), value) for name, value in record[key].items()}
+        elif key == "seed":
+            facts[key] = (key, record[key]["scrypt"])
+        else:
+            facts |= {name: (key, value) for name, value in _single(key, record[key])}
+    return facts
+
+
+def _single(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The single values of nested mappings, by path."""
+    if not isinstance(value, Mapping):
+        yield name, value
         return
-    if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        for key in dict.fromkeys((*saved, *current)):
-            separator = "" if str(key).startswith(("[", ".")) or not key else "."
-            yield from _compared(f"{name}{separator}{key}", saved.get(key), current.get(key))
-    elif _DIGEST.fullmatch(str(saved)):
-        yield f"{name}: the checkpoint was made with another {name}"
-    else:
-        yield f"{name}: {_said(saved)} in the checkpoint, {_said(current)} in this run"
-
-
-def _said(value: Any) -> str:
-    return "nothing" if value is None else str(value)
+    for key, inner in cast("Mapping[str, Any]", value).items():
+        separator = "" if key.startswith(("[", ".")) or not key else "."
+        yield from _single(f"{name}{separator}{key}", inner)
 
 
 def _number(value: Any) -> float | str:
@@ -250,13 +163,8 @@ def privacy_statement(
 ) -> dict[str, Any]:
     """What has been spent by a number of steps, what it covers and what it does not.
 
-    Follows from the plan and the number of steps alone: nothing in it depends on the data. Steps
+    It depends on the plan, the number of steps and the run's programs, and not on the data. Steps
     that may have been released, and that the model does not come from, count.
-
-    Args:
-        step: the run's step.
-        steps_done: up to the checkpoint that the statement belongs to.
-        programs: what the run was, from step to step.
     """
     plan = step.plan
     disclosed = dict.fromkeys(name for program in programs for name in program["disclose"])
@@ -290,3 +198,133 @@ def privacy_statement(
         "covers": covers,
         "does_not_cover": not_covered,
     }
+
+
+# Where a run goes on: as the program that it was, or as another where that is asked for.
+
+
+class Start(NamedTuple):
+    """From where a process goes on, as all hosts have to know it: JSON's types.
+
+    Attributes:
+        number: of the checkpoint; None for a run that begins.
+        after: how many steps count as taken.
+        programs: of the run, the one that goes on included.
+        restored: names of the arrays that come from the checkpoint; others are new.
+        microbatch_size: with which the checkpoint was made, on as many devices; else None.
+    """
+
+    number: int | None
+    after: int
+    programs: list[dict[str, Any]]
+    restored: list[str]
+    microbatch_size: int | None
+
+
+def begun(directory: RunDirectory, record: Mapping[str, Any]) -> Start:
+    """Records a run that has no checkpoint yet."""
+    set_aside(directory.path / "metrics.jsonl")  # of another run
+    programs = [program_of(record, 0, 0)]
+    directory.write_record({**record, "programs": programs})
+    return Start(None, 0, programs, [], None)
+
+
+def resumed(
+    directory: RunDirectory,
+    describe: Callable[[bytes], dict[str, Any]],
+    number: int,
+    saved: Mapping[str, Any],
+    allowed: Iterable[str],
+) -> tuple[Start, Callable[[], None]]:
+    """How a run goes on from a checkpoint, and how to record that, before its first step.
+
+    | this program, beside the newest of the run | the checkpoint | what happens |
+    |---|---|---|
+    | the same | is its own, or the one that it began from | it goes on, bit for bit |
+    | the same | older, since the newer ones are damaged | counts as another |
+    | another | any | refused, unless each difference is allowed |
+
+    Another program goes on from the checkpoint with fresh noise and sample. Its steps are counted
+    from the last that may have been released.
+
+    Args:
+        directory: of the run.
+        describe: the record of this program, for the salt of the seed's fingerprint.
+        number: of the newest checkpoint that is whole.
+        saved: its record.
+        allowed: the parts of a run that may have changed.
+
+    Returns:
+        From where it goes on; and what writes that down, and says it, where the program is another:
+        to be called once nothing else can refuse the run. (A ValueError refuses it here.)
+    """
+    record = directory.record()
+    current = describe(bytes.fromhex(record["seed"]["salt"]))
+    found = differences(record, current)
+    may_change = set(allowed) - set(_FIXED)
+    if refused := [x.line for x in found if x.part not in may_change]:
+        raise ValueError(_refusal(directory, number, refused, record, current))
+    programs: list[dict[str, Any]] = record["programs"]
+    newest, steps = programs[-1], current["plan"]["steps"]
+    is_same = not found and (saved["programs"] == programs or newest["begins_from"] == number)
+    if is_same:  # bit for bit: from a state that this program had
+        after = number if saved["programs"] == programs else newest["starts_after"]
+    else:
+        after = max(number, directory.bound(of=current))
+        programs = [*programs, program_of(current, after, number)]
+        if after >= steps:
+            raise ValueError(
+                f"The run in {directory} cannot go on as another program: {after} of the plan's "
+                f"{steps} steps may have been released already, and none is left. (A process that "
+                "is killed may have released all steps up to its next save; one that ends by "
+                "itself leaves an exact count.) Resume with what the run was started with: it "
+                "takes the steps again that are not saved."
+            )
+
+    def settle() -> None:
+        if not is_same:
+            directory.write_record(current | {"programs": programs})
+            _warn(directory, number, after, [x.line for x in found])
+
+    changed = {x.part for x in differences({**saved, "identity": {}}, {**current, "identity": {}})}
+    restored = [name for name in current["arrays"] if part_of_array(name) not in changed]
+    return Start(number, after, programs, restored, microbatch_of(saved)), settle
+
+
+def _refusal(
+    directory: RunDirectory,
+    number: int,
+    lines: Sequence[str],
+    record: Mapping[str, Any],
+    current: Mapping[str, Any],
+) -> str:
+    was, now = ("eqx_dp {eqx_dp} and JAX {jax}".format(**x["made_by"]) for x in (record, current))
+    if was != now:
+        lines = [*lines, f"made by {was}, which may trace another program than {now}"]
+    return (
+        f"The checkpoint of step {number} in {directory} belongs to another run:"
+        f"{_listed(lines)}\nResume with what the run was started with; or start another run, in "
+        "another directory and WITH ANOTHER SEED; or name the parts that may change, "
+        f"Trainer(..., allow_changed=(...)), of {', '.join(changeable(current['identity']))}: the "
+        "run then goes on with fresh noise, and every step that it may have released counts."
+    )
+
+
+def _warn(directory: RunDirectory, number: int, after: int, lines: Sequence[str]) -> None:
+    why = (
+        f"as another program:{_listed(lines)}\n"
+        if lines
+        else "anew, because the checkpoint that its program began from is damaged. "
+    )
+    lost = f"Steps {number + 1} to {after} may have been released, and count. "
+    warnings.warn(
+        f"The run in {directory} goes on from its checkpoint of step {number}, {why}"
+        f"{lost if after > number else ''}The next is step {after + 1}, with fresh sample and "
+        "noise.",
+        CheckpointWarning,
+        stacklevel=2,
+    )
+
+
+def _listed(lines: Iterable[str]) -> str:
+    return "".join(f"\n  {line}" for line in lines)

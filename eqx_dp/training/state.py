@@ -1,20 +1,25 @@
-"""What a run carries from step to step, and where on a mesh it stays."""
+"""What a run carries from step to step: where it lives, and what of it is saved."""
 
 import dataclasses
-from typing import Any, Generic, TypeVar
+import functools
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..precision import Policy
+from ..privacy import GaussianPrivatizerState
 from ..sharding import ShardingRules, axes_of
-from .dispatch import is_gone
 
 Model = TypeVar("Model")
 T = TypeVar("T")
+
+Specs = tuple[PartitionSpec | None, ...]
+"""Where the arrays of a state live, one a leaf; empty without sharding rules."""
 
 
 class TrainState(eqx.Module, Generic[Model]):
@@ -22,11 +27,11 @@ class TrainState(eqx.Module, Generic[Model]):
 
     Attributes:
         model: the model as it is stored, in the policy's params dtype.
-        opt_state: of the noise and the optimizer. **Secret**: it holds the key of the noise (which
-            checkpoints leave out).
+        opt_state: the state of the noise and of the optimizer. **Secret**: it holds the key of the
+            noise (checkpoints do not).
         step: how many steps have been taken.
-        disclosed: what the last step disclosed of its batch, by name; empty unless the step was
-            asked to. **Not private.**
+        disclosed: the figures that the last step disclosed of its batch, by name; empty without
+            `disclose`. **Not private.**
     """
 
     model: Model
@@ -42,10 +47,44 @@ class Unrecorded:
     steps: int = 0
 
 
+class Parameters(NamedTuple):
+    """In which dtypes, and where, a step stores and updates parameters.
+
+    They are stored in the policy's params dtype, and updated in its accumulate dtype.
+    """
+
+    policy: Policy | None
+    rules: ShardingRules | None
+
+    def stored(self, model: Model) -> Model:
+        """A copy of the model as it is stored."""
+        model = copied(model)
+        model = model if self.policy is None else self.policy.cast_to_param(model)
+        return model if self.rules is None else self.rules.shard(model)
+
+    def wide(self, params: PyTree[Any]) -> PyTree[Any]:
+        """Trained parameters as wide as their gradients, and where those live."""
+        params = params if self.policy is None else self.policy.cast_to_accumulate(params)
+        return params if self.rules is None else self.rules.shard_accumulators(params)
+
+    def updated(self, model: Model, updates: PyTree[Array | None]) -> Model:
+        """The model, stored again, after an update in the wide dtype."""
+
+        def add(update: Array | None, leaf: Any) -> Any:
+            # Added in the wider dtype, then rounded once to what is stored.
+            return leaf if update is None else (leaf + update).astype(leaf.dtype)
+
+        after = cast(Model, jax.tree.map(add, updates, model, is_leaf=lambda x: x is None))
+        return after if self.rules is None else self.rules.shard(after)
+
+
+# Buffers that a step uses up.
+
+
 def copied(tree: T) -> T:
     """The same values, each array in a buffer of its own.
 
-    Optimizers may keep a parameter, or one array twice. A step donates every buffer of its state,
+    Optimizers may hold a parameter, or one array twice. A step donates every buffer of its state,
     and the same one cannot be donated twice.
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -55,17 +94,13 @@ def copied(tree: T) -> T:
     return structure.unflatten(leaves)
 
 
+def is_gone(leaf: Any) -> bool:
+    """Whether it is an array whose buffer was donated, or deleted."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
 def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
-    """Refuses arrays whose buffers an earlier step has taken.
-
-    Args:
-        name: of the argument.
-        tree: its value.
-
-    Raises:
-        ValueError: the buffer of an array is gone.
-    """
-
+    """Raises a ValueError if an earlier step has taken a buffer of a tree; `name` is for it."""
     if not any(map(is_gone, jax.tree.leaves(tree))):
         return
     gone = [
@@ -82,27 +117,27 @@ def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
     )
 
 
+# Where a state lives on a mesh.
+
+
 def on_mesh(state: T, rules: ShardingRules) -> T:
     """Puts all of a state on the mesh, in the form in which a step will give it back.
 
-    What no rule has placed (counters, keys) is replicated. Else a step would find it on one device
-    the first time and on all of them the second, and be compiled twice; as it would for a spec that
+    What no rule names (counters, keys) is replicated. Else a step would find it on one device the
+    first time and on all of them the second, and be compiled twice; as it would for a spec that
     says the same in other words.
     """
 
-    def place(leaf: Any) -> Any:
+    def put(leaf: Any) -> Any:
         if not eqx.is_array(leaf):
             return leaf
         return jax.device_put(leaf, NamedSharding(rules.mesh, _spec_of(leaf, rules)))
 
-    return jax.tree.map(place, state)
+    return jax.tree.map(put, state)
 
 
-def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> tuple[PartitionSpec | None, ...]:
-    """The spec of each array of a state; none without rules.
-
-    None of an array that is being traced on Auto axes: nothing says where it is.
-    """
+def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> Specs:
+    """The spec of each array; None of one that is traced on Auto axes, where nothing says it."""
     if rules is None:
         return ()
     return tuple(
@@ -111,7 +146,7 @@ def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> tuple[Partition
     )
 
 
-def kept_at(state: T, specs: tuple[PartitionSpec | None, ...], rules: ShardingRules | None) -> T:
+def constrained(state: T, specs: Specs, rules: ShardingRules | None) -> T:
     """Under `jit`: constrains a new state's arrays to where the old one's were.
 
     The compiler would choose for itself on Auto axes, and compile once more for what it chose.
@@ -120,36 +155,83 @@ def kept_at(state: T, specs: tuple[PartitionSpec | None, ...], rules: ShardingRu
         return state
     arrays, static = eqx.partition(state, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
-    kept = [
+    leaves = [
         leaf if spec is None or _is_key(leaf) else rules.place(leaf, spec)
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    return eqx.combine(structure.unflatten(kept), static)
+    return eqx.combine(structure.unflatten(leaves), static)
 
 
 def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
-    """Where an array is, as a compiled step would write it.
+    is_explicit = rules.is_explicit
+    sharding = jax.typeof(leaf).sharding if is_explicit else getattr(leaf, "sharding", None)
+    return _written(sharding, leaf.ndim, rules.mesh, is_explicit)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every array at every step
+def _written(sharding: Any, ndim: int, mesh: Mesh, is_explicit: bool) -> PartitionSpec:
+    """The spec of a sharding, as a compiled step would write it.
 
     Types on Explicit axes have an entry for every dimension; on Auto axes, specs name no axes of
     length one and end with the last dimension that is spread.
     """
-    sharding = jax.typeof(leaf).sharding if rules.is_explicit else getattr(leaf, "sharding", None)
-    mesh = rules.mesh.abstract_mesh if rules.is_explicit else rules.mesh
     entries: list[Any] = []
-    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+    own_mesh = mesh.abstract_mesh if is_explicit else mesh
+    if isinstance(sharding, NamedSharding) and sharding.mesh == own_mesh:
         entries = list(sharding.spec)
-    if rules.is_explicit:
-        return PartitionSpec(*entries, *[None] * (leaf.ndim - len(entries)))
-    entries = [_spreading(entry, rules) for entry in entries]
+    if is_explicit:
+        return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
+    for index, entry in enumerate(entries):
+        axes = tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1)
+        entries[index] = axes if len(axes) > 1 else next(iter(axes), None)
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
 
 
-def _spreading(entry: Any, rules: ShardingRules) -> Any:
-    """A dimension's entry without axes of length one."""
-    axes = tuple(axis for axis in axes_of(entry) if rules.mesh.shape[axis] > 1)
-    return axes if len(axes) > 1 else next(iter(axes), None)
+# What is saved.
+
+
+def named_arrays(state: TrainState[Any]) -> dict[str, Array]:
+    """What is saved of a state: its arrays by path, keys as numbers, without the noise's key."""
+
+    def is_noise(node: object) -> bool:
+        return isinstance(node, GaussianPrivatizerState)
+
+    state = jax.tree.map(
+        lambda node: node._replace(key=None) if is_noise(node) else node, state, is_leaf=is_noise
+    )
+    return {name: _numbers(leaf) for name, leaf in arrays_of(state).items()}
+
+
+def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainState[Model]:
+    """The state with its arrays replaced by saved ones."""
+
+    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
+        found = arrays.get(jax.tree_util.keystr(path)) if eqx.is_array(leaf) else None
+        if found is None:
+            return leaf
+        if _is_key(leaf):
+            return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
+        return found
+
+    return jax.tree_util.tree_map_with_path(replaced, state)
+
+
+def arrays_of(tree: PyTree[Any]) -> dict[str, Any]:
+    """The arrays of a tree, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def same(one: Array, other: Array) -> bool:
+    """Whether two arrays hold the same values; NaN is the same as NaN."""
+    one, other = _numbers(one), _numbers(other)
+    return bool(jnp.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact)))
+
+
+def _numbers(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _is_key(leaf: Any) -> bool:

@@ -2,35 +2,38 @@
 
 import dataclasses
 import functools
-import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, NamedTuple, SupportsIndex, TypeVar, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 
-from ..gradients import ClippedGrad, FilterSpec, PerExample, takes_key
+from ..gradients import FilterSpec, PerExample
 from ..precision import Policy, agreed_policy
-from ..privacy import GaussianPrivatizerState, PoissonSampler, PrivacyPlan, fold_text
+from ..privacy import GaussianPrivatizerState, PrivacyPlan, Secret, fold_text
 from ..sharding import ShardingRules
-from .disclosure import disclosed
-from .dispatch import Dispatch, is_gone
+from .disclosure import checked_names, disclosed
+from .dispatch import Carry, Dispatch, FlatState
 from .extra import checked_extra, updated
-from .held import Carry, Held
-from .identity import Texts, known_text, probe_text, texts_of, texts_of_shapes
-from .parameters import Parameters
-from .seeds import fingerprint, keyed_digest
-from .state import TrainState, Unrecorded, copied, kept_at, on_mesh, refuse_used_up
+from .identity import texts_of
+from .settings import MicrobatchSize, StepSettings
+from .state import (
+    Specs,
+    TrainState,
+    constrained,
+    copied,
+    is_gone,
+    on_mesh,
+    refuse_used_up,
+)
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
-MicrobatchSize = int | None | Literal["auto"]
 
 
 class _Arguments(NamedTuple):
@@ -40,28 +43,26 @@ class _Arguments(NamedTuple):
     mask: Any
     extra: dict[str, Any]
     loss_root: PRNGKeyArray | None
-    specs: tuple[PartitionSpec | None, ...]
+    specs: Specs
     step: Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Step(Generic[Model]):
+class Step(StepSettings[Model]):
     """A compiled step of private training, made by [`make_step`][].
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
-    batches of `step.sampler()`. A call **uses up** the state that it is given: its buffers are
-    donated to the next one. Copy what is still needed. A state that was used up is refused.
+    batches of `step.sampler()`. A call **uses up** its state: the buffers are donated to the next
+    state. Copy what is still needed. A state that was used up is refused.
 
-    What two steps with one seed have in common is said at [`make_step`][]. Neither seed nor keys
-    are in the text of a step, in an error, or in the program that is compiled.
+    [`make_step`][] says what two steps with one seed have in common. Neither seed nor keys are in
+    the printed form of a step, in an error, or in the compiled program.
 
     Attributes:
         plan: what sampling, noise and accounting follow.
         num_examples: in the data set.
         grad_fn: the clipped gradient.
-        method: as it was given.
-        l2_clip_norm: as it was given.
-        rescale_to_unit_norm: as it was given.
+        policy: as it was given, and so `sharding`, `method`, `l2_clip_norm` and
+            `rescale_to_unit_norm`.
         disclose: what each batch discloses although no plan accounts for it.
         microbatch_size: how many examples a device processes at once; "auto" until
             `with_microbatch_size` says.
@@ -70,148 +71,38 @@ class Step(Generic[Model]):
         unrecorded: what trainers without a directory took of its steps.
     """
 
-    plan: PrivacyPlan
-    num_examples: int
-    grad_fn: ClippedGrad[Any]
-    method: str
-    l2_clip_norm: PyTree[Any]
-    rescale_to_unit_norm: bool
-    disclose: tuple[str, ...]
-    microbatch_size: MicrobatchSize
-    filter_spec: FilterSpec
-    run: str
-    unrecorded: Unrecorded
-    _loss: Callable[..., Any]
-    _noise: optax.GradientTransformation
-    _update: optax.GradientTransformation
-    _loss_root: PRNGKeyArray
-    _seed: int | bytes
-    _make: Callable[[MicrobatchSize, str], "Step[Model]"]
-
-    @property
-    def policy(self) -> Policy | None:
-        """The policy that the step was made with."""
-        return self.grad_fn.policy
-
-    @property
-    def sharding(self) -> ShardingRules | None:
-        """The sharding rules that the step was made with."""
-        return self.grad_fn.sharding
-
-    def mesh(self) -> AbstractContextManager[Any]:
-        """The rules' mesh as a context, for what works on a state; the step enters it itself."""
-        rules = self.sharding
-        if rules is None:
-            return nullcontext()
-        try:
-            return jax.set_mesh(rules.mesh)
-        except ValueError:  # while a step is traced inside of another program: no devices are named
-            return jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh)
-
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """The noise, and behind it the optimizer."""
-        return optax.chain(self._noise, self._update)
-
-    def sampler(
-        self,
-        model: Model | None = None,
-        /,
-        *batch: PyTree[Any],
-        extra: Mapping[str, Any] | None = None,
-    ) -> PoissonSampler:
-        """The sampler of the plan's batches: with sharding rules, of this host's part of them.
-
-        Runs with the same seed that differ get other batches, too: `sampler(model, *batch)` tells
-        runs apart as `identity` does, the noise as well. `sampler()` knows no model, and tells
-        them apart by all that the step was made with but the loss: plan, data-set size, policy,
-        clip norms, method, and an optimizer that can be tried on two parameters that are not the
-        model's (one that asks for the model's own tree cannot). One run uses one of the two forms.
-
-        Args:
-            model: arrays or shapes of arrays; or none, and no batch.
-            *batch: as for the step, of any length: the data set itself will do. Only dtypes and the
-                shapes of one example count.
-            extra: as for the step.
-        """
-        if model is None:
-            text = f"{self._known}\n{probe_text(self._update)}"
-        else:
-            text = "\n".join((self._known, *self._texts(model, batch, extra)))
-        run = json.dumps(["make_step", self.run, keyed_digest(self._seed, text)])
-        rules = self.sharding
-        if rules is None:
-            return self.plan.sampler(self.num_examples, self._seed, run=run)
-        hosts, host = jax.process_count(), jax.process_index()
-        return self.plan.sampler(
-            self.num_examples, self._seed, rules.local_shards(), hosts, host, run=run
-        )
-
-    def identity(
-        self, model: Model, /, *batch: PyTree[Any], extra: Mapping[str, Any] | None = None
-    ) -> dict[str, str]:
-        """What a run of this step computes: to be kept, and compared when the run is resumed.
-
-        The same in every process, on any devices, hosts and mesh, at any microbatch size. Nothing
-        is computed: the loss and the optimizer are traced once.
-
-        | name | value | another one for |
-        |---|---|---|
-        | "loss" | 32 hex digits | the program of one example's loss and its derivative rules, the \
-values that it closes over, the model's architecture, what is trained, dtypes |
-        | "optimizer" | 32 hex digits | the program of its first state and of its update, with the \
-numbers that it was made with |
-        | "method" | text | another `method` |
-
-        Digests are keyed by the seed (scrypt, RFC 7914; BLAKE2b, RFC 7693): who does not know it
-        cannot try out what a loss may have closed over. The values of the model do not count, nor
-        does the code of a callback. Another release of JAX or of a library may write the same
-        mathematics as another program.
-
-        Args:
-            model: arrays or shapes of arrays, before or while it is trained.
-            *batch: as for the step, of any length; only dtypes and the shapes of one example count.
-            extra: as for the step.
-
-        Raises:
-            ValueError: as the step.
-        """
-        texts = self._texts(model, batch, extra)
-        digests = {name: keyed_digest(self._seed, text) for name, text in texts._asdict().items()}
-        return {**digests, "method": self.method}
-
-    def secret_id(self, salt: bytes) -> str:
-        """Tells one seed from another without telling the seed (scrypt, RFC 7914)."""
-        return fingerprint(self._seed, salt)
-
     def with_microbatch_size(self, size: int | None) -> "Step[Model]":
-        """The same step, with other microbatches."""
-        return self._make(size, self.run)
+        """The same step, with other microbatches.
+
+        Args:
+            size: how many examples a device processes at once; None for the engine's choice.
+        """
+        return dataclasses.replace(self, microbatch_size=size)
 
     def for_run(self, run: str) -> "Step[Model]":
-        """The same step with a sample, noise and keys for the loss of its own.
+        """The same step, with another sample, other noise and other keys for the loss.
 
         Args:
-            run: what tells this run from others with the same seed. It takes the place of an
-                earlier text; empty, the step is as `make_step` made it. Not secret.
+            run: a text that is different for each run with this seed; not secret. It replaces an
+                earlier text. With an empty text the step is as `make_step` made it.
         """
-        return self._make(self.microbatch_size, run)
+        return dataclasses.replace(self, run=run)
 
     def init(self, model: Model) -> TrainState[Model]:
-        """The state before the first step; none of its arrays is the caller's own.
+        """The state before the first step; its arrays are copies.
 
         Args:
             model: the model, of any float dtype, on any device.
 
         Raises:
             ValueError: the model is paired with another policy than the step's; a sharding rule
-                does not fit it; nothing in it is trained.
+                does not fit the model; nothing in the model is trained.
         """
         refuse_used_up("model", model)
         if agreed_policy(model, self.policy) != self.policy:
             raise ValueError(
-                "The model is paired with a policy and the step has none, so that its noise would "
-                "be drawn as without a policy. Give the policy to make_step as well."
+                "The model is paired with a policy and the step has none, so its noise would be "
+                "drawn without a policy. Give the policy to make_step as well."
             )
         with self.mesh():
             model = self._parameters.stored(model)
@@ -225,7 +116,11 @@ numbers that it was made with |
             return state if self.sharding is None else on_mesh(state, self.sharding)
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
-        """Puts this host's part of a batch, examples in front, where the step wants it."""
+        """Puts this host's part of a batch where the step wants it.
+
+        Args:
+            batch: arrays with examples in front.
+        """
         if self.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self.mesh():
@@ -239,47 +134,48 @@ numbers that it was made with |
         is_padding_example: Mask,
         extra: Mapping[str, Any] | None = None,
     ) -> TrainState[Model]:
-        """Takes a step: clipped gradient, noise, update. Compiled once for a shape of batch.
+        """Takes a step: clipped gradient, noise, update. Compiled once for each shape of batch.
 
         Args:
-            state: of the step before. Used up.
+            state: the state after the step before. It is used up.
             *batch: arrays, or trees of arrays, with examples along their leading axes.
-            is_padding_example: True where a slot holds no real example, as the sampler says.
-            extra: what the optimizer's update takes beside gradients and parameters, numbers or
-                arrays by name: `{"value": v}` for `optax.contrib.reduce_on_plateau`, say. **Public
-                values alone**, such as a loss on held-out data: they steer what is released, and no
-                noise covers them. The same names at every step.
+            is_padding_example: True where a slot holds no real example: the sampler's mask.
+            extra: more arguments of the optimizer's update, numbers or arrays by name, for instance
+                `{"value": v}` for `optax.contrib.reduce_on_plateau`. **Public values only**, such
+                as a loss on held-out data: they change what is released, and no noise covers them.
+                The same names at every step.
 
         Raises:
-            ValueError: as `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
-                `batch` was used up by an earlier step; `extra` is not what the optimizer takes.
+            ValueError: as for `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
+                `batch` was used up by an earlier step; the optimizer does not take `extra`.
         """
-        held = Held.of(state, self.sharding)
+        flat = FlatState.of(state, self.sharding)
         refuse_used_up("batch", batch)
-        after = self.next(held, batch, is_padding_example, extra).state
+        after = self.next(flat, batch, is_padding_example, extra).state
         # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
         return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
 
     def next(
         self,
-        held: Held[Model],
+        flat: FlatState[Model],
         batch: tuple[PyTree[Any], ...],
         mask: Mask,
         extra: Mapping[str, Any] | None = None,
-    ) -> Held[Model]:
+    ) -> FlatState[Model]:
         """As a call of the step that is not waited for, for a loop that reads the state rarely.
 
         Args:
-            held: the state before, by `Held.of` or of the step before. Used up.
+            flat: the state before, by `FlatState.of` or of the step before. Used up.
             batch: in memory that nobody writes to.
-            mask: `is_padding_example`; it and `extra` are as for a call.
+            mask: `is_padding_example`.
+            extra: as for a call.
         """
-        if any(map(is_gone, held.carry.arrays)):
-            refuse_used_up("state", held.state)
-        arguments = self._arguments(batch, mask, extra, held)
+        if any(map(is_gone, flat.carry.arrays)):
+            refuse_used_up("state", flat.state)
+        arguments = self._arguments(batch, mask, extra, flat)
         with self.mesh():
-            carry, count = self._taken(arguments, held.carry)
-        return Held(carry, count, held.specs)
+            carry, count = self._taken(arguments, flat.carry)
+        return FlatState(carry, count, flat.specs)
 
     def lower(
         self,
@@ -289,51 +185,53 @@ numbers that it was made with |
         is_padding_example: Any,
         extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments; nothing is computed."""
-        held = Held.of(state, self.sharding)
-        arguments = self._arguments(batch, is_padding_example, extra, held)
+        """Lowers the step for these arguments; nothing is computed.
+
+        Args:
+            state: arrays or shapes of arrays; not used up. So the others.
+            *batch: as for a call.
+            is_padding_example: as for a call.
+            extra: as for a call.
+        """
+        flat = FlatState.of(state, self.sharding)
+        arguments = self._arguments(batch, is_padding_example, extra, flat)
         with self.mesh():
-            return self._taken.lower(arguments, held.carry)
+            return self._taken.lower(arguments, flat.carry)
 
     def _arguments(
         self,
         batch: tuple[PyTree[Any], ...],
         mask: Any,
         extra: Mapping[str, Any] | None,
-        held: Held[Model],
+        flat: FlatState[Model],
     ) -> _Arguments:
         if mask is None:
             raise ValueError(
                 "is_padding_example is None. A sampled batch has padding, whose index is -1: "
-                "without the mask the last example would count once a padding slot. Hand on the "
-                "mask that sampler.take or sampler.batch gives; for a batch without padding, "
+                "without the mask the last example would count in every padding slot. Hand on the "
+                "mask that sampler.take or sampler.batch returns; for a batch without padding, "
                 "np.zeros(length, bool)."
             )
         if self.microbatch_size == "auto":
             raise ValueError(
-                'microbatch_size is "auto", which a Trainer settles before its first step; '
-                "outside of one, take step.with_microbatch_size(size)."
+                'microbatch_size is "auto", which a Trainer replaces by a number before its first '
+                "step; without a Trainer, take step.with_microbatch_size(size)."
             )
         return _Arguments(
             batch,
             mask,
             checked_extra(self._update, extra),
             self._loss_root if self._takes_key(len(batch)) else None,
-            held.specs,
-            held.step,
+            flat.specs,
+            flat.step,
         )
-
-    @functools.cached_property
-    def _takes_key(self) -> Callable[[int], bool]:
-        """By the number of parts that a batch has."""
-        return functools.cache(lambda parts: takes_key(self._loss, 1 + parts)[0])
 
     @functools.cached_property
     def _taken(self) -> Dispatch[_Arguments, Carry]:
         def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
             model, opt_state, shown = carry
             state = self._next(TrainState(model, opt_state, arguments.step, shown), arguments)
-            state = kept_at(state, arguments.specs, self.sharding)
+            state = constrained(state, arguments.specs, self.sharding)
             return (state.model, state.opt_state, state.disclosed), state.step
 
         return Dispatch(take)
@@ -369,32 +267,119 @@ numbers that it was made with |
         )
         return grads, after._replace(key=state.key)
 
-    @functools.cached_property
-    def _known(self) -> str:
-        """What tells runs apart before there is a model."""
-        return known_text(
-            self.plan,
-            self.num_examples,
-            self.policy,
-            self.l2_clip_norm,
-            self.rescale_to_unit_norm,
-            self.method,
-        )
 
-    def _texts(
-        self, model: Model, batch: tuple[PyTree[Any], ...], extra: Mapping[str, Any] | None
-    ) -> Texts:
-        """What a call computes, from the shapes of its arguments alone."""
-        extra, takes = checked_extra(self._update, extra), self._takes_key(len(batch))
-        with self.mesh():
-            return texts_of_shapes(
-                self.grad_fn, self._update, self._parameters, model, batch, extra, takes_key=takes
-            )
+def make_step(
+    loss: Callable[Concatenate[Model, ...], Any],
+    optimizer: optax.GradientTransformation,
+    plan: PrivacyPlan,
+    *,
+    num_examples: SupportsIndex,
+    seed: Secret,
+    l2_clip_norm: PyTree[Any],
+    policy: Policy | None = None,
+    sharding: ShardingRules | None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    microbatch_size: MicrobatchSize = None,
+    method: str = "auto",
+    disclose: Iterable[str] = (),
+) -> Step[Model]:
+    """Makes one jitted step of private training from a loss, an optimizer and a plan.
 
-    @property
-    def _parameters(self) -> Parameters:
-        return Parameters(self.policy, self.sharding)
+    ```python
+    step = dp.make_step(
+        loss, optax.adam(1e-3), plan, num_examples=len(xs), seed=seed, l2_clip_norm=1.0
+    )
+    state, sampler = step.init(model), step.sampler(model, xs, ys)
+    for t in range(plan.steps):
+        indices, is_padding_example = sampler.batch(t)
+        state = step(state, xs[indices], ys[indices], is_padding_example=is_padding_example)
+    ```
 
-    def _wide(self, model: Model) -> PyTree[Any]:
-        """The trained parameters as the optimizer sees them."""
-        return self._parameters.wide(self.grad_fn.trainable(model))
+    A step is the sum of clipped gradients (see `filter_clipped_grad`) divided by the expected batch
+    size, the plan's noise, and the optimizer's update. The optimizer gets gradients and parameters
+    in the accumulate dtype; the sum of parameter and update is rounded once, to the dtype that the
+    parameter is stored in. With sharding rules all arrays stay where the rules put them.
+
+    **Guarantee.** Sample, noise and the loss's own keys of step t are functions of the seed, of
+    the run's identity, and of t, from separate streams. So a run that is repeated, from its start
+    or from any of its states, repeats itself and releases nothing twice. The models of all steps
+    together are `plan.epsilon()`-differentially private, if batches come from `step.sampler()`, the
+    seed is secret, and nothing is disclosed.
+
+    **Two runs with one seed** have independent noise (up to 64 bits of a hash) if their identities
+    differ. The identity is a hash (BLAKE2b) of what this table lists:
+
+    | they differ in | noise, keys of the loss | `sampler(model, *batch)` | `sampler()` |
+    |---|---|---|---|
+    | plan, `num_examples`, `policy`, clip norms, `rescale_to_unit_norm`, `method` | independent | \
+independent | independent |
+    | program of the optimizer: rates, schedules, weight decay | independent | independent | \
+independent, if it runs on any two arrays |
+    | program of the loss: constants, derivative rules, the model's architecture, `filter_spec` | \
+independent | independent | **the same** |
+    | the text of `for_run` | independent | independent | independent |
+    | starting values of the model, examples of a data set of equal size, values in `extra`, the \
+code of a callback, a state whose values were set by hand | **the same** | the same | the same |
+    | microbatch size, sharding, mesh, devices, hosts, `disclose` | the same | the same except for \
+padding | the same except for padding |
+
+    So take another seed for another data set, and for another starting model: if two runs have the
+    same noise, the difference of their models shows private data without noise. If two runs have
+    the same sample and independent noise, each keeps its own epsilon, but the two together do not
+    compose as independent runs do.
+
+    | case | what happens |
+    |---|---|
+    | nothing is sampled, or all is padding | only noise moves the model |
+    | an example's loss or gradient is not finite | it adds exactly zero |
+    | `plan.noise_multiplier` is 0 | no noise; epsilon is infinite |
+    | the same, and `l2_clip_norm` is `inf` | ordinary, non-private training |
+
+    Args:
+        loss: the loss of one example, `loss(model, *example)`, or with `key=...`: it then gets a
+            separate key for each example and step.
+        optimizer: an optax optimizer, without noise. Its update gets the parameters (for weight
+            decay) and the step's `extra`. Its state may share arrays with the model or within
+            itself, because `init` copies. An optimizer that evaluates losses or gradients by itself
+            (a line search, `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would
+            cover these.
+        plan: sampling, noise, accounting.
+        num_examples: the number of examples in the data set, on all hosts together; it is public.
+        seed: **secret** (`secrets.randbits(128)`, or bytes): a number of at least 0 of any size, or
+            bytes of any length, the same on all hosts. For one data set and one starting model; see
+            the table above.
+        l2_clip_norm: as for `filter_clipped_grad`.
+        policy: as for `filter_clipped_grad`; it also holds for the noise.
+        sharding: as for `filter_clipped_grad`; it also holds for noise and optimizer state.
+        filter_spec: which leaves are trained.
+        keep_batch_dim: whether `loss` is written for a batch; it then gets batches of one.
+        rescale_to_unit_norm: as for `filter_clipped_grad`.
+        microbatch_size: as for `filter_clipped_grad`; or "auto": a Trainer then finds the largest
+            microbatch that fits into the memory of a device.
+        method: as for `filter_clipped_grad`.
+        disclose: names of figures of each batch that are shown although no plan accounts for them:
+            "loss", "grad_norm", "num_examples". **Not private.**
+
+    Raises:
+        ValueError: `num_examples` or `seed` is not a whole number in its range; a name in
+            `disclose` is unknown; and as for `filter_clipped_grad` and `plan.privatizer`.
+    """
+    sampler = plan.sampler(num_examples, seed)  # checks both
+    return Step(
+        plan=plan,
+        num_examples=sampler.num_examples,
+        l2_clip_norm=l2_clip_norm,
+        policy=policy,
+        sharding=sharding,
+        filter_spec=filter_spec,
+        rescale_to_unit_norm=rescale_to_unit_norm,
+        microbatch_size=microbatch_size,
+        method=method,
+        disclose=checked_names(disclose),
+        _loss=loss,
+        _update=optimizer,
+        _keep_batch_dim=keep_batch_dim,
+        _seed=sampler.seed,
+    )

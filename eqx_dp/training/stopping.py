@@ -7,6 +7,9 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+import jax
+from jax.experimental import multihost_utils
+
 _TOLD = (
     b"\neqx_dp: interrupted; the step is finished and saved. A second Ctrl-C ends the run at once,"
     b" without saving.\n"
@@ -18,18 +21,21 @@ class StopSignal:
 
     A second signal of the kind ends the process at once; at an interactive prompt a second Ctrl-C
     raises `KeyboardInterrupt`. Outside of the main thread, where Python hears no signals, it does
-    nothing; nor does it hear a Ctrl-C for which the program has a handler of its own.
+    nothing; nor does it hear a Ctrl-C for which the program has a handler of its own. On several
+    hosts JAX hears of SIGTERM (and must not be cut), and SIGINT ends a host at once.
 
     Args:
-        heard: False for a context that leaves signals alone.
+        can_save: whether there is a directory; else signals are left alone.
 
     Attributes:
-        asked: the signal that has come; None before.
+        asked: the signal that this process has heard; None before.
     """
 
-    def __init__(self, heard: bool = True) -> None:
+    def __init__(self, can_save: bool) -> None:
         self.asked: int | None = None
-        self._heard = heard and threading.current_thread() is threading.main_thread()
+        self._is_alone = jax.process_count() == 1
+        is_main = threading.current_thread() is threading.main_thread()
+        self._heard = can_save and self._is_alone and is_main
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -58,17 +64,18 @@ class StopSignal:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    def leave(self, is_saved: bool, said: str) -> NoReturn:
-        """Ends the run as the signal asks.
+    def asked_after(self, step: int) -> bool:
+        """Whether to stop after a step: one answer for all hosts, at the same step.
 
-        Args:
-            is_saved: whether the state was.
-            said: which checkpoint a resume will use.
-
-        Raises:
-            KeyboardInterrupt: after Ctrl-C.
-            SystemExit: else, with status 0 if the state was saved, or 1.
+        Several hosts hear of SIGTERM by JAX's preemption service, which names a step that none of
+        them has passed.
         """
+        if self._is_alone:
+            return self.asked is not None
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def leave(self, is_saved: bool, said: str) -> NoReturn:
+        """Ends the run: after Ctrl-C with these words, else with status 0 if it was saved, or 1."""
         if self.asked == signal.SIGINT:
             raise KeyboardInterrupt(said)
         raise SystemExit(0 if is_saved else 1)

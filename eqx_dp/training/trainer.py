@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Generic, SupportsIndex, TypeVar
@@ -10,19 +10,17 @@ from typing import Any, Generic, SupportsIndex, TypeVar
 import jax
 import numpy as np
 
+from ..planning import largest_microbatch, read_compiled
 from ..privacy import whole_number
 from .checkpoint import Checkpoints
 from .data import Batches
-from .events import Callback, Event, checked_metrics
-from .fitting import fitted
-from .foreseen import ForeseenEpsilon
-from .held import Held
-from .hosts import HostWatch, any_host_asked_to_stop, hears_signals
-from .lock import claimed
-from .metrics import JsonLines
-from .progress import ProgressBar
+from .directory import claimed
+from .dispatch import FlatState
+from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
+from .hosts import broadcast, watched
+from .identity import Texts
 from .state import TrainState
-from .step import Step
+from .step import Mask, Step
 from .stopping import StopSignal
 
 Model = TypeVar("Model")
@@ -35,34 +33,35 @@ class Trainer(Generic[Model]):
     """Runs a step over a data set: `state = dp.Trainer(step, data, directory="run").run(model)`.
 
     **What is written and shown** depends on the plan, on the number of steps, and on what
-    `evaluate` returns, which is to work on public or held-out data: by default nothing that depends
-    on the private data, but for how long steps take. A step that was made with `disclose` adds what
-    that names.
+    `evaluate` returns; `evaluate` must use public or held-out data. By default nothing depends on
+    the private data, except for the time that steps take. A step that was made with `disclose` adds
+    the figures that it names.
 
-    **A run that ends is resumed** by the same program: where `directory` holds a checkpoint, `run`
-    goes on from it, with the batches, keys and noise that it would have had, and ends with the same
-    parameters, bit for bit, on the same devices. On another number of devices or hosts it ends with
-    the same up to rounding. The examples have to be the same as well, which nothing compares.
+    **A run that ended is resumed** by the same program. If `directory` holds a checkpoint, `run`
+    goes on from it, with the batches, keys and noise that the run would have had, and ends with the
+    same parameters, bit for bit, on the same devices. On another number of devices or hosts it ends
+    with the same parameters up to rounding. The examples must be the same as well; nothing compares
+    them.
 
-    **Another program** (another learning rate, loss, optimizer, method, clip norm) is refused, each
-    difference named, unless `allow_changed` names the parts. It then goes on with the model of the
-    last checkpoint, and with the optimizer's state if that is of the same shapes; sample and noise
-    are fresh. A step that was released counts, whether or not it was saved: the count goes on from
-    the last step that may have been, which `released_at_most.NUMBER` in the directory says. After
-    a run that ended by itself that is exact; a killed one may have released all up to its next
-    save. So the run takes fewer steps, and epsilon is that of all of them.
+    **Another program** (another learning rate, loss, optimizer, method, clip norm) is refused, with
+    the name of each difference, unless `allow_changed` names the parts. The run then goes on with
+    the model of the last checkpoint, and with the optimizer's state if it has the same shapes;
+    sample and noise are fresh. Every step that may have been released counts, saved or not: the
+    count goes on from the number in the name of the file `released_at_most.NUMBER`. That number is
+    exact after a run that ended by itself; a killed run may have released all steps up to its next
+    save. So the run takes fewer steps, and epsilon is that of all steps that count.
 
     | event | what happens |
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
     | SIGTERM, to any host | the step is finished, saved, and all hosts exit with status 0 |
-    | Ctrl-C, with a directory, on one host | as SIGTERM, and `KeyboardInterrupt` says where |
+    | Ctrl-C, with a directory, on one host | as SIGTERM; `KeyboardInterrupt` names the checkpoint |
     | Ctrl-C again | the process ends at once, as if it was killed |
     | a checkpoint cannot be written | a `CheckpointWarning`; the run goes on |
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
     | nothing can be written before the first step | `CheckpointError` |
     | another plan, data-set size, seed, model | refused; differences are named |
-    | another program | the same, unless `allow_changed` says otherwise |
+    | another program | the same, unless `allow_changed` names the part |
     | another run is under way in the directory | `CheckpointError` |
     | there is no directory, and `run` is called again | refused |
     | one of several hosts is lost | the others say so, and end with a status other than 0 |
@@ -71,35 +70,36 @@ class Trainer(Generic[Model]):
 
     Args:
         step: what `dp.make_step` made.
-        data: a source of examples, or a tuple of sources, one an argument of the loss. A source has
-            a length and is indexed by an array of integers: numpy arrays, memory-mapped files, data
-            sets with fast random access. The next batch is read while a step is under way. On
+        data: a source of examples, or a tuple of sources, one for each argument of the loss. A
+            source has a length and is indexed by an array of integers: numpy arrays, memory-mapped
+            files, data sets with fast random access. The next batch is read while a step runs. On
             several hosts each reads only the examples that `step.sampler().owned` names, by their
             positions in the whole data set.
-        directory: for checkpoints, `privacy.json` and `metrics.jsonl`; the same on all hosts. None
-            to keep nothing.
+        directory: the folder of checkpoints, `privacy.json` and `metrics.jsonl`; the same on all
+            hosts. None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
-        keep: how many checkpoints stay.
-        allow_changed: parts of the run that may be others than those of the checkpoint: "loss",
+        keep: how many checkpoints are kept.
+        allow_changed: parts of the run that may differ from those of the checkpoint: "loss",
             "optimizer", "method", "policy", "l2_clip_norm", "rescale_to_unit_norm", "disclose".
-        evaluate: `evaluate(model)` returns numbers by name. The model is as it is stored: cast it
-            to compute as the policy says, and with sharding rules put data beside it by
-            `step.place`.
+        evaluate: `evaluate(model)` returns numbers by name. It gets the model as it is stored: cast
+            it to the compute dtype if the policy asks for it, and with sharding rules place data on
+            the mesh by `step.place`.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
-        callbacks: called after every step with an `Event`; one that returns True ends the run.
-        progress: whether to show how far the run is.
-        extra: `extra(steps_done, model)` returns what the optimizer's update wants beside gradients
-            and parameters, by name, before every step: `{"value": v}` for
-            `optax.contrib.reduce_on_plateau`, say. **Public values alone**, and the same ones for
-            the same arguments, so that a run that is resumed repeats itself.
-        device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default what
-            the device says that it has. A run that is resumed on as many devices keeps to the size
-            that it had.
+        callbacks: each is called after every step with an `Event`, and ends the run by returning
+            True.
+        progress: whether to show a progress bar.
+        extra: `extra(steps_done, model)` is called before every step and returns more arguments of
+            the optimizer's update, by name, for instance `{"value": v}` for
+            `optax.contrib.reduce_on_plateau`. **Public values only**, and the same values for the
+            same arguments, so that a run that is resumed repeats itself.
+        device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default the
+            memory that the device reports. A run that is resumed on as many devices keeps its
+            microbatch.
 
     Raises:
-        ValueError: a number is out of its range; `data` is no source, or is not as long as the step
-            was told.
+        ValueError: a number is out of its range; `data` is not a source, or its length is not the
+            step's `num_examples`.
         DataError: a source cannot be read.
     """
 
@@ -139,20 +139,21 @@ class Trainer(Generic[Model]):
         """Trains, from the start or from the last checkpoint.
 
         Args:
-            model: as before the first step, whether or not there is a checkpoint.
-            steps: stop when so many have been taken, counted from the start; by default the plan's.
+            model: the model before the first step, also if there is a checkpoint.
+            steps: the number of steps, counted from the start, after which the run stops; by
+                default the plan's.
 
         Returns:
             The last state; `.model` is the trained model.
 
         Raises:
-            ValueError: as `step.init`; `steps` exceeds the plan's; the checkpoint belongs to
+            ValueError: as for `step.init`; `steps` exceeds the plan's; the checkpoint belongs to
                 another run; the plan has no steps left for another program; without a directory,
-                this trainer's step has been trained with before.
+                a trainer has used this step before.
             CheckpointError: no checkpoint in the directory is whole; another run is under way
                 there; nothing can be written there before the first step.
             DataError: a source fails.
-            SystemExit: with status 0, after SIGTERM, or 1 if the state could not be saved then.
+            SystemExit: after SIGTERM, with status 0, or 1 if the state could not be saved.
             KeyboardInterrupt: after Ctrl-C.
         """
         plan, directory = self._step.plan, self._directory
@@ -161,28 +162,29 @@ class Trainer(Generic[Model]):
         )
         with (
             claimed(directory),
-            StopSignal(heard=directory is not None and hears_signals()) as signal,
+            StopSignal(can_save=directory is not None) as signal,
             self._step.mesh(),
-            HostWatch(directory) as watch,
+            watched(directory) as stepped,
         ):
             if directory is None:
                 self._refuse_to_begin_again()
-                state = self._step.init(model)
-                return self._loop(self._step, state, stop, None, signal, watch)
+                state, texts = self._step.init(model), self._texts(model)
+                return self._loop(self._step, state, texts, stop, None, signal, stepped)
             self._trace(model)
+            texts = self._texts(model)
             with closing(
                 Checkpoints(
                     directory,
                     self._step,
                     self._keep,
-                    identity=self._step.identity(
-                        model, *self._batches.example, extra=self._extra_of(0, model)
-                    ),
+                    identity=self._step.identity_of(texts),
                     allow_changed=self._allow_changed,
                 )
             ) as checkpoints:
                 state = checkpoints.restore(model)
-                state = self._loop(checkpoints.step, state, stop, checkpoints, signal, watch)
+                state = self._loop(
+                    checkpoints.step, state, texts, stop, checkpoints, signal, stepped
+                )
                 is_saved = checkpoints.finish(int(state.step))
                 if signal.asked:  # after the last step
                     signal.leave(is_saved, checkpoints.told())
@@ -192,9 +194,9 @@ class Trainer(Generic[Model]):
         taken = self._step.unrecorded.steps
         if taken:
             raise ValueError(
-                f"This trainer has no directory, and its step has taken steps 1 to {taken}, which "
-                "nothing can go on from: to begin again would release them twice, with the same "
-                "noise. Give the trainer a directory, and `run` goes on; or make a step with "
+                f"This trainer has no directory, and its step has taken steps 1 to {taken}, of "
+                "which no state is kept: to begin again would release them twice, with the same "
+                "noise. Give the trainer a directory, so that `run` can go on; or make a step with "
                 "another seed."
             )
 
@@ -210,63 +212,97 @@ class Trainer(Generic[Model]):
         extra = self._extra_of(0, model)
         step.lower(step.init(model), *examples, is_padding_example=mask, extra=extra)
 
+    def _texts(self, model: Model) -> Texts:
+        """What a step computes; it is traced for that."""
+        return self._step.texts(model, self._batches.example, self._extra_of(0, model))
+
     def _loop(
         self,
         step: Step[Model],
         state: TrainState[Model],
+        texts: Texts,
         stop: int,
         checkpoints: Checkpoints | None,
         signal: StopSignal,
-        watch: HostWatch,
+        stepped: Callable[[int], None],
     ) -> TrainState[Model]:
         start, began = int(state.step), time.monotonic()
-        listeners = self._listeners(start)
-        held = Held.of(state, step.sharding)
-        sampler = step.sampler(
-            state.model,
-            *self._batches.example,
-            extra=self._extra_of(start, state.model),
-        )
-        before_last = held.step
+        listeners = self._callbacks
+        if self._directory is not None:
+            listeners = (JsonLines(self._directory / "metrics.jsonl", start), *listeners)
+        flat = FlatState.of(state, step.sharding)
+        before_last = flat.step
         with (
-            ProgressBar(start, stop, self._progress) as bar,
-            ForeseenEpsilon(
-                step.plan.epsilon, lambda done: self._told_after(done, stop), start
-            ) as epsilons,
-            closing(self._batches.drawn_by(sampler).from_step(start, stop)) as batches,
+            closing(ProgressBar(start, stop, self._progress)) as bar,
+            closing(EpsilonAhead(step.plan.epsilon, self._told_after(start, stop))) as epsilons,
+            closing(
+                self._batches.drawn_by(step.sampler_of(texts)).from_step(start, stop)
+            ) as batches,
         ):
             for done, batch in enumerate(batches, start + 1):
                 # While one step is under way the next is prepared, and memory stays flat.
                 jax.block_until_ready(before_last)
                 # Without rules a step takes numpy's arrays as they are, which is faster.
                 examples, mask = batch if step.sharding is None else step.place(batch)
-                extra = self._extra_of(done - 1, held.state.model) if self._extra else {}
-                if done == start + 1:
+                extra = self._extra_of(done - 1, flat.state.model) if self._extra else {}
+                if done == start + 1 and step.microbatch_size == "auto":
                     known = None if checkpoints is None else checkpoints.microbatch_size
-                    step = fitted(
-                        step, held.state, examples, mask, extra, self._device_memory, known
+                    step = step.with_microbatch_size(
+                        known or self._largest_size(step, flat.state, examples, mask, extra)
                     )
                     if checkpoints is not None:
                         checkpoints.step = step
-                if checkpoints is not None and (done == start + 1 or self._is_saved_at(done - 1)):
-                    checkpoints.may_release(min(stop, self._next_save(done)))
                 if checkpoints is None:
                     self._step.unrecorded.steps = done
-                before_last = held.step
-                held = step.next(held, examples, mask, extra)
-                watch.stepped(done)
-                event = self._event(held, done, stop, time.monotonic() - began, epsilons)
+                elif done == start + 1 or self._is_saved_at(done - 1):
+                    next_save = -(-done // self._save_every) * self._save_every
+                    checkpoints.may_release(min(stop, next_save))
+                before_last = flat.step
+                flat = step.next(flat, examples, mask, extra)
+                stepped(done)
+                event = self._event(flat, done, stop, time.monotonic() - began, epsilons)
                 bar.update(event)
                 ends = [listener(event) is True for listener in listeners]
-                is_asked = any_host_asked_to_stop(signal.asked is not None, done)
+                is_asked = signal.asked_after(done)
                 is_over = is_asked or any(ends) or done == stop
                 if checkpoints is not None and (is_over or self._is_saved_at(done)):
-                    is_saved = checkpoints.save(jax.block_until_ready(held.state), done)
+                    is_saved = checkpoints.save(jax.block_until_ready(flat.state), done)
                     if is_asked:
                         signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
                 if is_over:
                     break
-            return jax.block_until_ready(held.state)
+            return jax.block_until_ready(flat.state)
+
+    def _largest_size(
+        self,
+        step: Step[Model],
+        state: TrainState[Model],
+        batch: tuple[Any, ...],
+        mask: Mask,
+        extra: Mapping[str, Any],
+    ) -> int:
+        """The largest microbatch that fits into the memory of a device; nothing is run for it."""
+        memory = self._device_memory
+        limit = (
+            _device_memory()
+            if memory is None
+            else whole_number("memory", memory, least=1, most=2**60)
+        )
+
+        def bytes_of(size: int) -> int:
+            sized = step.with_microbatch_size(size)
+            lowered = sized.lower(state, *batch, is_padding_example=mask, extra=extra)
+            found = read_compiled(lowered.compile())
+            if found is None:
+                raise ValueError(
+                    'microbatch_size is "auto", and the compiler of this platform does not say '
+                    "what memory a program takes. Give a number."
+                )
+            return found.total
+
+        parts = 1 if step.sharding is None else step.sharding.num_shards
+        size = largest_microbatch(bytes_of, limit, len(mask) // parts)
+        return broadcast(size)  # hosts may have different amounts free
 
     def _extra_of(self, done: int, model: Model) -> Mapping[str, Any]:
         """What the optimizer's update takes beside, in the step after so many."""
@@ -275,35 +311,38 @@ class Trainer(Generic[Model]):
     def _is_saved_at(self, done: int) -> bool:
         return done % self._save_every == 0
 
-    def _next_save(self, done: int) -> int:
-        """The step after which is saved, at or after another."""
-        return -(-done // self._save_every) * self._save_every
-
-    def _listeners(self, start: int) -> list[Callback]:
-        if self._directory is None:
-            return list(self._callbacks)
-        return [JsonLines(self._directory / "metrics.jsonl", start), *self._callbacks]
-
     def _event(
         self,
-        held: Held[Model],
+        flat: FlatState[Model],
         done: int,
         stop: int,
         seconds: float,
-        epsilons: ForeseenEpsilon,
+        epsilons: EpsilonAhead,
     ) -> Event[Model]:
         metrics: dict[str, float] = {}
         if self._step.disclose:
-            metrics |= {name: float(value) for name, value in held.state.disclosed.items()}
+            metrics |= {name: float(value) for name, value in flat.state.disclosed.items()}
         is_due = done % self._evaluate_every == 0 or done == stop
         if self._evaluate is not None and is_due:
-            metrics |= checked_metrics(self._evaluate(held.state.model))
-        return Event(done, metrics, seconds, epsilons.after(done), held)
+            metrics |= checked_metrics(self._evaluate(flat.state.model))
+        return Event(done, metrics, seconds, epsilons.after(done), flat)
 
-    def _told_after(self, done: int, stop: int) -> int | None:
-        """The next step after which epsilon is shown, or told beside what is measured."""
+    def _told_after(self, done: int, stop: int) -> Iterator[int]:
+        """The steps after which epsilon is shown, or told beside what is measured."""
         is_measured = self._evaluate is not None or bool(self._step.disclose)
-        shown = [max(1, self._step.plan.steps // _TIMES_SHOWN)] if self._progress else []
-        every = [*shown, self._evaluate_every] if is_measured else shown
-        found = [(done // steps + 1) * steps for steps in every] + [stop] * is_measured
-        return min((step for step in found if done < step <= stop), default=None)
+        every = [max(1, self._step.plan.steps // _TIMES_SHOWN)] if self._progress else []
+        every += [self._evaluate_every] if is_measured else []
+        while True:
+            found = [(done // steps + 1) * steps for steps in every] + [stop] * is_measured
+            done = min((step for step in found if done < step <= stop), default=stop + 1)
+            if done > stop:
+                return
+            yield done
+
+
+def _device_memory() -> int:
+    """Bytes of a device, or on a CPU an equal part of what is free, for each of its devices."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()

@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients.gram import Terms, gram_norms, row_norms
+from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms
 from tests import models
 from tests.gradients.engine import surveys
 
+pytestmark = pytest.mark.optimized
+
 METHODS = ["per_example", "book_keeping", "ghost"]
+
+
+def lengths(*usual, slow):
+    """Numbers of terms: each is a program of its own, so that some are left to the slow tests."""
+    return [*usual, *(pytest.param(length, marks=pytest.mark.slow) for length in slow)]
 
 
 def added(grads):
@@ -120,7 +127,7 @@ def test_at_the_clip_norm_itself(method):
 
 @pytest.fixture
 def ghost(monkeypatch):
-    surveys.force(monkeypatch, "ghost")
+    surveys.force(monkeypatch, "inner_products")
 
 
 def shares(loss, model, attacks, policy=None):
@@ -193,7 +200,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("time", [1, 2, 33, 256])
+@pytest.mark.parametrize("time", lengths(2, 256, slow=[1, 33]))
 def test_ghost_norms_under_attack(time, ghost):
     attacks = {}
     for kind in HOSTILE:
@@ -205,7 +212,7 @@ def test_ghost_norms_under_attack(time, ghost):
         assert (share[kind] >= (0.9999 if time < 256 else 0.999)).all(), kind
 
 
-@pytest.mark.parametrize("time", [2, 7, 33, 100, 256, 2048])
+@pytest.mark.parametrize("time", lengths(7, 100, 2048, slow=[2, 33, 256]))
 def test_every_rounding_the_same_way(time, ghost):
     """Many constants: some of them have all of a long sum's roundings go up."""
     attacks = {"equal": (float32(*equal_tokens(time, 200, seed=1)), 0.1)}
@@ -219,7 +226,8 @@ def test_bounds_hold_for_sums_term_by_term(time):
     x, g = (np.array(x, np.float32) for x in equal_tokens(time, 200, seed=2))
     bounds = jax.jit(
         lambda x, g: jax.lax.map(
-            lambda one: gram_norms([Terms(one[0][None, None], one[1][None, None])])[1][0], (x, g)
+            lambda one: gram_norms([OuterProducts(one[0][None, None], one[1][None, None])])[1][0],
+            (x, g),
         )
     )(x, g)
     products = x[:, :, 0] * g[:, :, 0]
@@ -227,7 +235,7 @@ def test_bounds_hold_for_sums_term_by_term(time):
     assert (added * np.sqrt(8 * 5) <= np.asarray(bounds, np.float64)).all()
 
 
-@pytest.mark.parametrize("time", [33, 256, 1024])
+@pytest.mark.parametrize("time", lengths(256, slow=[33, 1024]))
 def test_bounds_of_rows_hold_for_sums_term_by_term(time):
     """All lookups are of one row, and their values equal."""
     _, g = (np.array(x, np.float32) for x in equal_tokens(time, 200 if time < 1000 else 20, seed=3))
@@ -261,7 +269,7 @@ def looked_up(table, rows, g):
     return jnp.sum(table[rows] * g)
 
 
-@pytest.mark.parametrize("time", [1, 2, 33, 256])
+@pytest.mark.parametrize("time", lengths(1, 256, slow=[2, 33]))
 def test_lookups_under_attack(time, ghost):
     """Of one row again and again, and of several; the values of one row cancel."""
     attacks = {}
@@ -288,7 +296,7 @@ def tied(table, rows, g, x, h):
     return jnp.sum(table[rows] * g) + jnp.sum((x @ table.T) * h)
 
 
-@pytest.mark.parametrize("time", [1, 33, 256])
+@pytest.mark.parametrize("time", lengths(33, slow=[1, 256]))
 def test_tied_weights_under_attack(time, ghost):
     """A table that is looked up, and contracted with what takes the same entries back."""
     rng = np.random.default_rng(time)

@@ -11,6 +11,8 @@ import pytest
 from tests import models, oracle
 from tests.gradients import jitted
 
+pytestmark = pytest.mark.optimized
+
 
 def bits(tree):
     """Every bit of every array: -0.0 and 0.0 differ, and so do two NaNs of different making."""

@@ -9,7 +9,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
-from eqx_dp.gradients import choice
+from eqx_dp.gradients import choice, described
 from tests import models
 
 
@@ -29,7 +29,7 @@ def test_a_row_for_every_trainable_leaf():
         if hasattr(leaf, "dtype")
     ]
     assert [row.path for row in found.rows] == paths
-    assert {row.way for row in found.rows} <= {"ghost", "kept"}
+    assert {row.way for row in found.rows} <= {"inner_products", "kept"}
     assert all(row.kinds and row.reason and row.flops > 0 and row.bytes > 0 for row in found.rows)
     assert {kind for row in found.rows for kind in row.kinds} >= {"convolution", "contraction"}
 
@@ -52,7 +52,7 @@ def test_what_no_site_describes_and_what_is_not_used():
     case = models.Case("exp", model, lambda m, x: jnp.sum(jnp.exp(m["a"]) * x), models.mlp().draw)
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0)
     whole, unused = dp.explain(grad_fn, model, jnp.ones((2, 3))).rows
-    assert (whole.way, whole.reason) == ("whole", "no kind of site knows 'exp'")
+    assert (whole.way, whole.reason) == ("whole", "no kind of use knows 'exp'")
     assert (unused.way, unused.reason) == ("unused", "the loss does not depend on it")
 
 
@@ -71,7 +71,7 @@ def test_auto_goes_by_what_an_example_holds(monkeypatch):
     some = explained(models.mlp())
     assert (some.method, some.microbatch_size) == ("book_keeping", 2)
 
-    monkeypatch.setattr(choice, "_memory", lambda: 100)
+    monkeypatch.setattr(choice, "device_memory", lambda: 100)
     found = explained(models.mlp())
     assert found.method == "ghost"
     assert "too much to hold" in str(found)
@@ -98,6 +98,43 @@ def test_shapes_and_a_steps_own_arguments_will_do():
     of_shapes = dp.explain(grad_fn, *eqx.filter_eval_shape(lambda *args: args, case.model, *batch))
     padding = jnp.zeros(4, bool)
     assert of_shapes == dp.explain(grad_fn, case.model, *batch, is_padding_example=padding)
+
+
+@pytest.mark.parametrize("preset", ["float32", "mixed_float16"])
+def test_a_call_is_described_by_shapes_that_outlive_the_trace(preset):
+    """The planner reads them when tracing is over: a tracer among them would be one that leaked."""
+    case, policy = models.cnn(), dp.load_policy(preset)
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=policy)
+    call = described(grad_fn, case.model, case.batch(4))
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(call))
+    assert not any(isinstance(x, jax.core.Tracer) for x in call.traced.consts)
+    assert {str(x.dtype) for x in call.traced.params} == {str(policy.compute_dtype)}
+    assert {str(x.dtype) for x in call.sums} == {"float32"}
+    trained = jax.tree.leaves(eqx.filter(case.model, eqx.is_inexact_array))
+    assert [x.shape for x in call.traced.params] == [x.shape for x in trained]
+
+
+def test_a_variant_differs_in_what_it_is_told():
+    case = models.mlp()
+    grad_fn = dp.filter_value_and_clipped_grad(
+        case.loss, l2_clip_norm=1.0, method="ghost", microbatch_size=3, normalize_by=2.0
+    )
+    batch = case.batch(4)
+    for options in ({}, {"method": "per_example"}, {"microbatch_size": 2}):
+        other = grad_fn.variant(**options)
+        call = described(other, case.model, batch)
+        expected = {"method": "ghost", "microbatch_size": 3} | options
+        assert call.choice.method == expected["method"]
+        assert call.choice.microbatch_size == expected["microbatch_size"]
+        assert other.l2_norm_bound == grad_fn.l2_norm_bound
+    _, grads = grad_fn(case.model, *batch)
+    for one, two in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(grad_fn.variant()(case.model, *batch)), strict=True
+    ):
+        assert jnp.array_equal(one, two)
+    for options in ({"method": "best"}, {"microbatch_size": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            grad_fn.variant(**options)
 
 
 def test_what_filter_clipped_grad_did_not_return():

@@ -207,7 +207,13 @@ def test_a_while_loop_that_each_example_leaves_by_itself_goes_on_working():
     neighbours_differ_by_one(loss)
 
 
-@pytest.mark.parametrize("solver", [diffrax.Tsit5(), diffrax.Kvaerno3()], ids=["tsit5", "kvaerno3"])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(diffrax.Tsit5(), id="tsit5"),
+        pytest.param(diffrax.Kvaerno3(), id="kvaerno3", marks=pytest.mark.slow),
+    ],
+)
 def test_differential_equations_go_on_working(solver):
     def loss(params, x):
         solution = diffrax.diffeqsolve(

@@ -6,6 +6,8 @@ import pytest
 
 from eqx_dp.gradients.clip import norm_error, norms
 
+pytestmark = pytest.mark.optimized
+
 norm = jax.jit(norms)
 
 

@@ -12,12 +12,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from dp_accounting import NeighboringRelation
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import eqx_dp as dp
 from tests import models, oracle
+
+pytestmark = pytest.mark.optimized
 
 
 class Setting(NamedTuple):

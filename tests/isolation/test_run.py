@@ -140,6 +140,9 @@ APART = {
     "collective of its own": mapped(
         lambda x: jax.vmap(lambda row: row - lax.pmean(row, "rows"), axis_name="rows")(x)
     ),
+    "collective of its own, over as many": lambda x: jax.vmap(
+        lambda column: lax.psum(column, "columns"), in_axes=2, out_axes=None, axis_name="columns"
+    )(x[:, :2]),
     "triangular solve": mapped(
         lambda x: (
             jsp.linalg.solve_triangular(LOWER, x, lower=True),
@@ -165,8 +168,12 @@ MEET = {
     "reduce_sum": lambda x: x - x.sum(0, keepdims=True),
     "reduce_max": lambda x: x / x.max(),
     "argmax": lambda x: x[:, 0, 0] + jnp.argmax(x[:, 0, 0]),
+    "psum": lambda x: jax.vmap(
+        lambda one: lax.psum(one, "examples"), axis_name="examples", out_axes=None)(x[:, 0]),
     "cumsum": lambda x: jnp.cumsum(x, 0),
     "sort": lambda x: jnp.sort(x, 0),
+    "approx_top_k": lambda x: lax.approx_max_k(x[:, 0].T, 4)[0].T,
+    "top_k": lambda x: lax.top_k(x[:, 0].T, 4)[0].T,
     "rev": lambda x: x[::-1],
     "concatenate": lambda x: jnp.roll(x, 1, 0),
     "pad": lambda x: jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1],

@@ -13,6 +13,8 @@ from eqx_dp.programs import matmul_flops
 from tests import models
 from tests.benchmarks import rows
 
+pytestmark = pytest.mark.optimized
+
 BATCH = 16
 SIZES = (48, 32, 32, 10)  # of the MLP
 PAIRS = tuple(itertools.pairwise(SIZES))

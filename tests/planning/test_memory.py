@@ -14,6 +14,8 @@ import eqx_dp as dp
 from eqx_dp.planning import TransformerShape, plan_memory
 from tests import models
 
+pytestmark = pytest.mark.optimized
+
 
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -9,7 +9,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.precision import checked_policy
-from eqx_dp.precision.policy import float_dtype, one_of
+from eqx_dp.precision.refusals import float_dtype, one_of
 
 SECRET = 12.34375
 WEIGHTS = jnp.full((3, 3), SECRET)

@@ -17,9 +17,11 @@ from scipy import special
 
 import eqx_dp as dp
 from eqx_dp.privacy import normals
-from eqx_dp.privacy.normals import normal, normal_on_one_device, places, threefry2x32
+from eqx_dp.privacy.normals import normal, normal_on_one_device, positions, threefry2x32
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
+
+pytestmark = pytest.mark.optimized
 
 KEY = jax.random.key(20240607, impl="threefry2x32")
 
@@ -55,7 +57,7 @@ def test_known_answers_of_threefry2x32(key, counter, expected):
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (1, 4), (3, 1, 2), (2, 1, 3, 1, 2)])
 def test_places_count_row_by_row(shape):
     expected = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
-    assert_same_bits(places(shape), expected)
+    assert_same_bits(positions(shape), expected)
 
 
 @pytest.mark.parametrize("shape", [(2**32,), (2**16, 2**16), (1, 2**31, 1, 2), (2**30, 2, 2)])
@@ -68,7 +70,7 @@ def test_places_of_as_many_entries_as_32_bits_count(shape):
     @jax.jit
     def found():
         slices = [tuple(slice(i, i + 1) for i in entry) for entry in entries]
-        return jnp.concatenate([places(shape)[entry].ravel() for entry in slices])
+        return jnp.concatenate([positions(shape)[entry].ravel() for entry in slices])
 
     assert found.lower().compile().memory_analysis().temp_size_in_bytes < 2**20
     np.testing.assert_array_equal(found(), np.ravel_multi_index(np.transpose(entries), shape))

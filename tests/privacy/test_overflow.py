@@ -1,4 +1,4 @@
-"""The argument of `PrivacyPlan.overflow_delta`, put to numbers.
+"""The argument of `eqx_dp/privacy/overflow.md`, put to numbers.
 
 One step on a small data set of scalars, with a batch far too small: the densities of its release
 can be written out, cut batches included. What the plan claims of overflow, with the probability
@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+
+pytestmark = pytest.mark.optimized
 
 X = np.linspace(-12.0, 12.0, 6001)
 # A kink of slope s costs the trapezoidal rule s dx^2 / 8, and here s stays below 40.

@@ -22,6 +22,8 @@ from eqx_dp.programs import channels_last
 from tests import models
 from tests.sharding.losses import mesh_of
 
+pytestmark = pytest.mark.optimized
+
 METHODS = ["per_example", "book_keeping", "ghost", "auto"]
 
 

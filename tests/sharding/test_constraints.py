@@ -1,10 +1,13 @@
 """What a loss may say about sharding, where, and what is refused."""
 
+import contextlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -349,6 +352,32 @@ def test_a_sharding_of_the_real_mesh_on_explicit_axes():
 
     with pytest.raises(ValueError, match="pass the PartitionSpec alone"):
         gradient(loss, "explicit")
+
+
+@pytest.mark.parametrize("with_mesh", [True, False])
+def test_what_is_computed_at_once_on_explicit_axes(with_mesh):
+    def loss(w, x):
+        with jax.ensure_compile_time_eval():
+            two = jnp.sqrt(jnp.asarray(4.0))
+        return two * jnp.sum(x @ w)
+
+    mesh = mesh_of("explicit", data=8)
+    rules = dp.ShardingRules(mesh)
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules)
+    with (
+        jax.set_mesh(mesh) if with_mesh else contextlib.nullcontext(),
+        pytest.raises(ValueError, match=r"(?s)computes something at once.*axes Auto"),
+    ):
+        grad_fn(WEIGHT, rules.shard_batch(X))
+
+
+def test_a_memory_layout():
+    def loss(w, x):
+        layout = Format(Layout((2, 1, 0)), NamedSharding(mesh_of("auto", data=4, model=2), P()))
+        return jnp.sum(jax.lax.with_sharding_constraint(x, layout) @ w)
+
+    with pytest.raises(ValueError, match="memory layout"):
+        gradient(loss)
 
 
 def test_constraints_without_rules():

@@ -5,8 +5,12 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from tests.sharding.host import train
+
+# Noise is compared bit for bit with that of processes of their own.
+pytestmark = pytest.mark.optimized
 
 
 def free_port():

@@ -15,8 +15,8 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.training.checkpoint import Checkpoints
-from eqx_dp.training.seeds import key_of
-from eqx_dp.training.shelf import Shelf
+from eqx_dp.training.directory import RunDirectory
+from eqx_dp.training.identity import key_of
 from tests.training import runs
 from tests.training.runs import SEED, XS, YS, assert_agrees, assert_same, leaves, make, small_model
 
@@ -408,14 +408,14 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "_commit", slow)
     checkpoints, state = Checkpoints(tmp_path, STEP), STEP.init(small_model())
     checkpoints.save(state, 1)
-    assert Shelf(tmp_path).latest() is None
+    assert RunDirectory(tmp_path).latest() is None
     threading.Timer(0.2, release.set).start()
     checkpoints.save(state, 2)
     assert seen[:2] == [("begins", 1), ("ends", 1)]
-    assert Shelf(tmp_path).latest() == 1
+    assert RunDirectory(tmp_path).latest() == 1
     assert checkpoints.close()
     assert seen[2:] == [("begins", 2), ("ends", 2)]
-    assert Shelf(tmp_path).latest() == 2
+    assert RunDirectory(tmp_path).latest() == 2
 
 
 def test_metrics_have_each_step_once(tmp_path):

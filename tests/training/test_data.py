@@ -73,7 +73,7 @@ def test_sources(name, tmp_path):
     make, values = SOURCES[name]
     batches = Batches(make(tmp_path), sampler())
     for step in range(2):
-        batch = batches.of(step)
+        batch = next(batches.from_step(step, step + 1))
         wanted = jax.tree.map(lambda value, step=step: expected(value, step), values)
         assert jax.tree.structure(batch.examples) == jax.tree.structure(wanted)
         for found, rows in zip(
@@ -88,7 +88,7 @@ def test_nothing_is_read_for_padding():
     source = Source(lambda i: XS[i] + 1)
     batches = Batches(source, sampler())
     source.asked.clear()
-    batch = batches.of(0)
+    batch = next(batches.from_step(0, 1))
     indices, mask = sampler().batch(0)
     assert mask.any()
     (asked,) = source.asked
@@ -102,7 +102,7 @@ def test_an_empty_draw_reads_nothing():
     source = Source(lambda i: {"x": XS[i], "label": np.arange(NUM_EXAMPLES)[i]})
     batches = Batches(source, rare)
     source.asked.clear()
-    batch = batches.of(0)
+    batch = next(batches.from_step(0, 1))
     assert source.asked == []
     assert batch.is_padding_example.all()
     assert batch.examples[0]["x"].shape == (rare.capacity, 4)
@@ -115,7 +115,7 @@ def test_a_host_reads_only_what_it_owns():
     source = Source(lambda i: XS[i])
     batches = Batches(source, mine)
     for step in range(5):
-        batches.of(step)
+        next(batches.from_step(step, step + 1))
     assert set(np.concatenate(source.asked).tolist()) <= set(mine.owned)
 
 
@@ -135,6 +135,17 @@ def test_the_next_batch_is_read_while_a_step_runs():
         if step < 3:
             assert reads[step + 1].wait(timeout=60)
     assert next(count) == 4  # and no further
+
+
+def test_batches_of_a_run_are_those_of_its_steps():
+    """Whatever is drawn ahead; and no more is read than the next batch."""
+    source = Source(lambda i: XS[i])
+    batches = Batches(source, sampler())
+    for step, batch in enumerate(batches.from_step(5, 50), 5):
+        np.testing.assert_array_equal(batch.is_padding_example, sampler().batch(step)[1])
+        np.testing.assert_array_equal(batch.examples[0], expected(XS, step))
+        assert len(source.asked) <= 1 + (step - 5 + 1) + 1  # the first was of an example
+    assert step == 49
 
 
 def test_a_run_overlaps_reading_with_its_steps(tmp_path):
@@ -195,7 +206,7 @@ def test_a_fault_is_told_without_the_example(bad, kind, said):
     source = Source(lambda i: bad(XS[i], i) if culprit in i else XS[i])
     batches = Batches((good, source), sampler())
     with pytest.raises(dp.DataError) as caught:
-        batches.of(1)
+        next(batches.from_step(1, 2))
     assert f"data[1], a Source: the source {kind}" in str(caught.value)
     assert not re.search(r"\d", str(caught.value).replace("data[1]", ""))
     details = caught.value.private_details()
@@ -233,7 +244,7 @@ def test_a_fault_of_a_batch_as_a_whole_does_not_tell_how_many_there_are():
     source = Source(lambda i: XS[i] if len(i) == 1 else XS[i][:-1])
     count = np.sum(~sampler().batch(0)[1])
     with pytest.raises(dp.DataError) as caught:
-        Batches(source, sampler()).of(0)
+        next(Batches(source, sampler()).from_step(0, 1))
     assert str(count) not in str(caught.value)
     assert f"{count} indices together" in caught.value.private_details()
 

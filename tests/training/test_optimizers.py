@@ -72,8 +72,18 @@ def taken(step, state, extra=None):
     return step(state, XS[:8], YS[:8], is_padding_example=mask, extra=extra)
 
 
+# One of each kind; what else optax offers is left to the slow tests.
+USUAL = {*AROUND, *PUBLIC_VALUE, "adafactor", "adagrad", "adam", "adamw", "lion", "muon", "sgd"}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted({*offered(), *AROUND}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in USUAL else pytest.mark.slow)
+        for name in sorted({*offered(), *AROUND})
+    ],
+)
 def test_two_steps_of_every_optimizer(name):
     """The second with the state of the first, in buffers of its own and of the same types."""
     step = make(optimizer=made(name))

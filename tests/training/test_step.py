@@ -30,7 +30,7 @@ def key_of(step, stream, *batch):
 
     By the step's own text of that, whose wording is nobody's concern: what hangs together is.
     """
-    text = "\n".join((step._known, *step._texts(small_model(), batch, None)))
+    text = "\n".join((step._known, *step.texts(small_model(), batch, None)))
     return fold_text(key_from_secret(SEED, "make_step", stream, ""), text)
 
 

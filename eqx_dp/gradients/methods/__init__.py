@@ -1,7 +1,7 @@
 """Ways to the sum of clipped per-example gradients, one file a method."""
 
 from . import book_keeping, ghost, per_example
-from .contract import ClippedSum, Method, Task
+from .contract import ClippedSum, Method, TracedLoss
 
 METHODS: dict[str, Method] = {
     "book_keeping": book_keeping.clipped_sum,
@@ -9,4 +9,4 @@ METHODS: dict[str, Method] = {
     "per_example": per_example.clipped_sum,
 }
 
-__all__ = ["METHODS", "ClippedSum", "Method", "Task"]
+__all__ = ["METHODS", "ClippedSum", "Method", "TracedLoss"]

@@ -14,46 +14,47 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
-from ..loss_scale import seed
-from ..taps import Place, evaluate
-from .contract import ClippedSum, Task, clip_and_sum, held_gradient
+from ..loss_scale import loss_cotangent
+from ..taps import Address, evaluate
+from .contract import ClippedSum, TracedLoss, clip_and_sum, held_gradient
 
 
 def clipped_sum(
-    task: Task, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    task: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
 ) -> ClippedSum:
-    """Sums clipped gradients from the inputs and the cotangents of every site.
+    """Sums clipped gradients from the inputs and the cotangents of every use.
 
     Guarantee: as that of the method `per_example`.
     """
     with stage("probe"):
         scales = task.loss_scale(task.params, task.frozen, examples)
-    loss, aux, kept, cotangents, grads = run_apart(
+    loss, aux, residuals, cotangents, grads = run_apart(
         jax.vmap(functools.partial(_backward, task)), task.program.jaxpr.jaxpr, examples, scales
     )
     with stage("norm"):
         leaves = [
-            held_gradient(task, leaf, kept, cotangents, grads, len(loss))
+            held_gradient(task, leaf, residuals, cotangents, grads, len(loss))
             for leaf in range(len(task.params))
         ]
     return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)
 
 
 def _backward(
-    task: Task, example: list[Array], scale: Float[Array, ""] | None
-) -> tuple[Array, list[Array], dict[Place, Any], dict[Place, Array], dict[int, Array]]:
-    """One example's loss, aux, what its sites keep, their cotangents, and gradients of the rest."""
+    task: TracedLoss, example: list[Array], scale: Float[Array, ""] | None
+) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Array], dict[int, Array]]:
+    """One example's loss, aux, residuals, cotangents of its uses, and gradients of the rest."""
 
     def run(
-        taps: dict[Place, Array], whole: dict[int, Array]
-    ) -> tuple[Array, tuple[list[Array], dict[Place, Any]]]:
+        taps: dict[Address, Array], whole: dict[int, Array]
+    ) -> tuple[Array, tuple[list[Array], dict[Address, Any]]]:
         params = [whole.get(leaf, value) for leaf, value in enumerate(task.params)]
+        inputs = [*params, *task.frozen, *example]
         with stage("loss"):
-            loss, aux, kept = evaluate(task.program, task.found, params, task.frozen, example, taps)
-        return loss, (aux, kept)
+            loss, aux, residuals = evaluate(task.program, task.uses.at, inputs, taps)
+        return loss, (aux, residuals)
 
-    taps = {place: jnp.zeros(s.tap.shape, s.tap.dtype) for place, s in task.found.sites.items()}
-    whole = {leaf: task.params[leaf] for leaf in task.found.whole}
-    loss, pullback, (aux, kept) = jax.vjp(run, taps, whole, has_aux=True)
-    cotangents, grads = pullback(seed(loss, scale))
-    return loss, aux, kept, cotangents, grads
+    taps = {at: jnp.zeros(use.result.shape, use.result.dtype) for at, use in task.uses.at.items()}
+    whole = {leaf: task.params[leaf] for leaf in task.uses.whole}
+    loss, pullback, (aux, residuals) = jax.vjp(run, taps, whole, has_aux=True)
+    cotangents, grads = pullback(loss_cotangent(loss, scale))
+    return loss, aux, residuals, cotangents, grads

@@ -12,18 +12,18 @@ from ...precision import stage
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
 from ..cost import LeafCost
-from ..leaves import LeafGradient, from_per_example, leaf_gradient
+from ..leaves import LeafForm, LeafGradient, from_per_example, leaf_gradient
 from ..loss_scale import LossScaling
 from ..program import Program
-from ..taps import Place, Survey
+from ..taps import Address, Uses
 
 
-class Task(NamedTuple):
+class TracedLoss(NamedTuple):
     """What stays the same from microbatch to microbatch.
 
     Attributes:
         program: the loss of one example.
-        found: the uses of every trainable leaf.
+        uses: those of every trainable leaf.
         params: the trainable leaves, in the compute dtype.
         frozen: the other arrays of the model.
         clipping: the clip norms.
@@ -34,7 +34,7 @@ class Task(NamedTuple):
     """
 
     program: Program
-    found: Survey
+    uses: Uses
     params: list[Array]
     frozen: list[Array]
     clipping: Clipping
@@ -49,7 +49,9 @@ class Task(NamedTuple):
         probe = self.loss_scale.probe
         return [*self.program.jaxpr.consts, *(probe.program.jaxpr.consts if probe else ())]
 
-    def with_arrays(self, params: list[Array], frozen: list[Array], consts: list[Array]) -> "Task":
+    def with_arrays(
+        self, params: list[Array], frozen: list[Array], consts: list[Array]
+    ) -> "TracedLoss":
         """The same task with other arrays: those that live on one device."""
         own = len(self.program.jaxpr.consts)
         scaling, program = self.loss_scale, self.program.with_consts(consts[:own])
@@ -66,8 +68,7 @@ class Task(NamedTuple):
 
     def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
         """Shape of a trainable leaf, with the accumulate dtype."""
-        # Unlike a shape made anew, this keeps the mesh axes along which the leaf varies.
-        return jax.eval_shape(lambda x: x.astype(self.accumulate_dtype), self.params[leaf])
+        return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
 
 
 class ClippedSum(NamedTuple):
@@ -86,15 +87,15 @@ class ClippedSum(NamedTuple):
     aux: list[Array]
 
 
-Method: TypeAlias = Callable[[Task, list[Array], Bool[Array, " batch"]], ClippedSum]
+Method: TypeAlias = Callable[[TracedLoss, list[Array], Bool[Array, " batch"]], ClippedSum]
 """`method(task, examples, is_padding_example)`; the leaves of examples have examples in front."""
 
 
 def held_gradient(
-    task: Task,
+    task: TracedLoss,
     leaf: int,
-    kept: dict[Place, Any],
-    cotangents: dict[Place, Any],
+    residuals: dict[Address, Any],
+    cotangents: dict[Address, Any],
     grads: dict[int, Array],
     num_examples: int,
 ) -> LeafGradient:
@@ -103,20 +104,19 @@ def held_gradient(
     Args:
         task: what is done.
         leaf: which leaf.
-        kept: what each site keeps, examples in front.
-        cotangents: the cotangent of each site's result, likewise.
+        residuals: of each use, examples in front.
+        cotangents: of each use's result, likewise.
         grads: each example's gradient of the leaves that are `whole`.
         num_examples: the batch.
     """
-    way, parameter, dtype = task.costs[leaf].way, task.accumulated(leaf), task.accumulate_dtype
+    way, shape, dtype = task.costs[leaf].way, task.params[leaf].shape, task.accumulate_dtype
     if way == "whole":
         return from_per_example(grads[leaf].astype(dtype))
     if way == "unused":
-        return from_per_example(jnp.zeros((num_examples, *parameter.shape), dtype))
-    sites = [
-        (site, kept[place], cotangents[place].astype(dtype)) for place, site in task.found.of(leaf)
-    ]
-    return leaf_gradient(parameter, sites, way, dtype)
+        return from_per_example(jnp.zeros((num_examples, *shape), dtype))
+    uses = task.uses.of[leaf]
+    form = LeafForm(shape, tuple(uses.values()), way, dtype)
+    return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses])
 
 
 class Clip(NamedTuple):
@@ -135,7 +135,7 @@ class Clip(NamedTuple):
 
 
 def clip(
-    task: Task,
+    task: TracedLoss,
     norms: list[Float[Array, " batch"]],
     bounds: list[Float[Array, " batch"]],
     loss: Float[Array, " batch"],
@@ -182,7 +182,7 @@ def clip(
 
 
 def clip_and_sum(
-    task: Task,
+    task: TracedLoss,
     leaves: list[LeafGradient],
     loss: Float[Array, " batch"],
     aux: list[Array],
@@ -195,8 +195,8 @@ def clip_and_sum(
     the clip norm (`clip_factors` has the proof, from the bounds that `leaves` gives), and
     exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
     finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf's way is
-    `ghost`: nearer to the end of the range products lose digits to underflow, which no relative
-    bound makes up for; `gram_norms` says how many.)
+    `inner_products`: nearer to the end of the range products lose digits to underflow, which no
+    relative bound makes up for; `gram.md` says how many.)
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
     with stage("norm"):

@@ -6,12 +6,12 @@ from jaxtyping import Array, Bool, Float
 from ...isolation import run_apart
 from ...precision import stage
 from ..leaves import from_per_example
-from ..loss_scale import seed
-from .contract import ClippedSum, Task, clip_and_sum
+from ..loss_scale import loss_cotangent
+from .contract import ClippedSum, TracedLoss, clip_and_sum
 
 
 def clipped_sum(
-    task: Task, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    task: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
 ) -> ClippedSum:
     """Maps the gradient of one example over a microbatch, clips, and sums.
 
@@ -27,7 +27,7 @@ def clipped_sum(
                 return task.program(params, task.frozen, example)
 
         loss, pullback, aux = jax.vjp(loss_of, task.params, has_aux=True)
-        (grads,) = pullback(seed(loss, scale))
+        (grads,) = pullback(loss_cotangent(loss, scale))
         return loss, grads, aux
 
     with stage("probe"):

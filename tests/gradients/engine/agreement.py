@@ -1,4 +1,4 @@
-"""The methods that work on sites, against the oracle."""
+"""The methods that work on uses, against the oracle."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+import pytest
 
 import eqx_dp as dp
 from tests import oracle
@@ -29,6 +30,11 @@ def clip_norms(case: Case, size: int, by_leaf: bool) -> Any:
 
 
 METHODS = ("book_keeping", "ghost")
+
+# Where the uses of a parameter are in question: both methods find them with the same code.
+EACH_METHOD = pytest.mark.parametrize(
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)]
+)
 
 
 def check(

@@ -1,4 +1,4 @@
-"""One parameter, used as a test likes, and its gradient from its sites in float64."""
+"""One parameter, used as a test likes, and its gradient from its uses in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from eqx_dp.gradients.leaves import has_ghost, leaf_gradient
-from eqx_dp.gradients.taps import Survey, evaluate
-from tests.gradients.engine.surveys import COMPILER_OPTIONS, traced
+from eqx_dp.gradients.cross_terms import overlaps
+from eqx_dp.gradients.leaves import LeafForm, leaf_gradient
+from eqx_dp.gradients.taps import Uses, evaluate
+from tests.gradients.engine.surveys import traced
 
 NUM_EXAMPLES = 3
 FACTORS = np.array([0.5, 3.0, 2.0])
@@ -32,8 +33,8 @@ def check(
     kinds: list[str],
     ghost: bool,
     roundoff: float = 1e-16,
-) -> Survey:
-    """Asserts that sites of the given kinds, each way, give JAX's own gradient.
+) -> Uses:
+    """Asserts that uses of the given kinds, each way, give JAX's own gradient.
 
     Args:
         use: `use(parameter, *data)`, of one example; any shape.
@@ -55,26 +56,26 @@ def check(
         one = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch)
         program, found = traced(loss, jnp.asarray(parameter), True, one)
         assert found.whole == {}
-        sites = found.of(0)
-        assert [site.kind.name for _, site in sites] == kinds
-        assert has_ghost([site for _, site in sites]) == ghost
-        shape = jax.ShapeDtypeStruct(parameter.shape, np.dtype(np.float64))
+        uses = found.of[0]
+        assert [use.kind.name for use in uses.values()] == kinds
+        assert (overlaps(tuple(uses.values()), parameter.shape) is not None) == ghost
 
         def backward(parameter: Array, example: list[Array]) -> tuple[Array, Any, Any]:
             def run(taps: Any) -> tuple[Array, Any]:
-                value, _, kept = evaluate(program, found, [parameter], [], example, taps)
-                return value, kept
+                value, _, residuals = evaluate(program, found.at, [parameter, *example], taps)
+                return value, residuals
 
-            taps = {place: jnp.zeros(site.tap.shape, site.tap.dtype) for place, site in sites}
-            value, pullback, kept = jax.vjp(run, taps, has_aux=True)
-            return value, kept, pullback(jnp.ones(()))[0]
+            taps = {at: jnp.zeros(use.result.shape, use.result.dtype) for at, use in uses.items()}
+            value, pullback, residuals = jax.vjp(run, taps, has_aux=True)
+            return value, residuals, pullback(jnp.ones(()))[0]
 
         def everything(parameter: Array, *batch: Array) -> Any:
-            values, kept, cotangents = jax.vmap(backward, (None, 0))(parameter, list(batch))
-            uses = [(site, kept[place], cotangents[place]) for place, site in sites]
+            values, residuals, cotangents = jax.vmap(backward, (None, 0))(parameter, list(batch))
+            met = [(residuals[at], cotangents[at]) for at in uses]
             results = {}
-            for way in ("kept", "ghost") if ghost else ("kept",):
-                leaf = leaf_gradient(shape, uses, way, np.dtype(np.float64))
+            for way in ("kept", "inner_products") if ghost else ("kept",):
+                form = LeafForm(parameter.shape, tuple(uses.values()), way, np.dtype(np.float64))
+                leaf = leaf_gradient(form, met)
                 results[way] = (
                     leaf.norm,
                     leaf.bound,
@@ -83,7 +84,7 @@ def check(
             truth = jax.vmap(jax.value_and_grad(loss), (None, *[0] * len(batch)))
             return values, results, truth(parameter, *batch)
 
-        jitted = jax.jit(everything, compiler_options=COMPILER_OPTIONS)
+        jitted = jax.jit(everything)
         values, results, (true_values, grads) = jitted(parameter, *batch)
         close = 1e4 * roundoff
         np.testing.assert_allclose(values, true_values, rtol=close, atol=close)

@@ -9,32 +9,27 @@ import pytest
 
 from eqx_dp.gradients import clipped_grad
 from eqx_dp.gradients.cost import LeafCost
-from eqx_dp.gradients.leaves import has_ghost
+from eqx_dp.gradients.cross_terms import overlaps
 from eqx_dp.gradients.program import Inputs, Options, Program, trace
-from eqx_dp.gradients.taps import Survey, survey
+from eqx_dp.gradients.taps import Uses, find_uses
 from tests.models import Case
-
-# XLA is asked to compile fast, not well: most of a test's time is compilation.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 
 def traced(
     fun: Callable[..., Any], model: Any, filter_spec: Any, one: tuple[Any, ...]
-) -> tuple[Program, Survey]:
-    """One example's loss and its sites; `one` holds shapes without the examples' axis."""
+) -> tuple[Program, Uses]:
+    """One example's loss and the uses in it; `one` holds shapes without the examples' axis."""
     params, rest = eqx.partition(model, filter_spec)
     frozen, static = eqx.partition(rest, eqx.is_array)
     inputs = Inputs(params, frozen, static, one, None, None)
     program = trace(fun, Options(False, False, None, None), inputs)
-    return program, survey(program, inputs.structs, len(jax.tree.leaves(params)))
+    return program, find_uses(program, len(jax.tree.leaves(params)))
 
 
 def surveyed(
     fun: Callable[..., Any], model: Any, *batch: Any, filter_spec: Any = eqx.is_inexact_array
-) -> tuple[list[str], Survey]:
-    """The paths of the trainable leaves, and the survey."""
+) -> tuple[list[str], Uses]:
+    """The paths of the trainable leaves, and their uses."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     _, found = traced(fun, model, filter_spec, one)
     params = eqx.filter(model, filter_spec)
@@ -43,28 +38,27 @@ def surveyed(
 
 
 def whole(case: Case) -> dict[str, str]:
-    """The leaves that no site describes, with the reason."""
+    """The leaves that no uses describe, with the reason."""
     paths, found = surveyed(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
     return {paths[leaf]: reason for leaf, reason in found.whole.items()}
 
 
 def kinds(case: Case) -> dict[str, list[str]]:
-    """The kinds of every leaf's sites, in the order of the program."""
+    """The kinds of every leaf's uses, in the order of the program."""
     paths, found = surveyed(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
-    return {path: [site.kind.name for _, site in found.of(i)] for i, path in enumerate(paths)}
+    return {path: [use.kind.name for use in found.of[i].values()] for i, path in enumerate(paths)}
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Takes one way to every leaf's norm, where there is a choice, whatever it costs."""
     leaf_cost = clipped_grad.leaf_cost
 
-    def forced(found: Survey, leaf: int, parameter: Any) -> LeafCost:
+    def forced(found: Uses, leaf: int, parameter: Any) -> LeafCost:
         cost = leaf_cost(found, leaf, parameter)
-        if cost.way not in ("ghost", "kept"):
+        if cost.way not in ("inner_products", "kept"):
             return cost
-        shape = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
-        possible = has_ghost([site for _, site in found.of(leaf)], shape)
-        return cost._replace(way="ghost" if way == "ghost" and possible else "kept")
+        possible = overlaps(tuple(found.of[leaf].values()), parameter.shape) is not None
+        return cost._replace(way=way if possible else "kept")
 
     monkeypatch.setattr(clipped_grad, "leaf_cost", forced)
 
@@ -76,5 +70,5 @@ def freshly_jitted(grad_fn: Callable[..., Any], model: Any) -> Callable[..., Any
     def call(arrays: Any, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return grad_fn(eqx.combine(arrays, static), *batch, **named)
 
-    jitted = jax.jit(call, compiler_options=COMPILER_OPTIONS)
+    jitted = jax.jit(call)
     return lambda *batch, **named: jitted(arrays, batch, named)

@@ -11,25 +11,25 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import choice, outline
-from eqx_dp.gradients.choice import Batch, Example, Work, choose
+from eqx_dp.gradients import choice, described
+from eqx_dp.gradients.choice import DeviceBatch, Work, choose
 from eqx_dp.gradients.cost import LeafCost
-from eqx_dp.planning.step import private_step
+from eqx_dp.planning.step import planned_step
 from eqx_dp.privacy import PoissonSampler, SampleSize, Sampling
 from tests import models
 
-GHOST = LeafCost(("contraction",), "ghost", 1e3, 1e4, 100, "")
+GHOST = LeafCost(("contraction",), "inner_products", 1e3, 1e4, 100, "")
 KEPT = LeafCost(("contraction",), "kept", 1e3, 1e4, 100, "")
 
 
 def batch_of(num_examples, prob):
     slots = PoissonSampler(num_examples, prob, seed=1).capacity
-    return Batch(slots, Sampling(prob, 1e-12).of(slots))
+    return DeviceBatch(slots, Sampling(prob, 1e-12).of(slots))
 
 
 def chosen(batch, *, cost=GHOST, entries=10_000, flops=1e6, method="auto", size=None):
     params = [jnp.zeros(entries)]
-    return choose([cost], params, Example(flops, 10), batch, method, size)
+    return choose([cost], params, flops, 10, batch, method, size)
 
 
 def work_by_hand(sample, slots, flops, entries, size):
@@ -59,10 +59,10 @@ def probability(sample, slots, drawn):
 @pytest.mark.parametrize(
     "batch",
     [
-        Batch(20, SampleSize(20, 24, 0.3)),
-        Batch(5, SampleSize(20, 24, 0.3)),  # the first of four devices
-        Batch(9, SampleSize(9, 9, 1.0)),
-        Batch(20),
+        DeviceBatch(20, SampleSize(20, 24, 0.3)),
+        DeviceBatch(5, SampleSize(20, 24, 0.3)),  # the first of four devices
+        DeviceBatch(9, SampleSize(9, 9, 1.0)),
+        DeviceBatch(20),
     ],
     ids=str,
 )
@@ -117,7 +117,8 @@ def test_no_more_is_held_than_fits(monkeypatch, prob):
             assert size <= max(2, room)  # two at once, where one fits
         most = max(2, 2 ** int(math.log2(room)))
         assert (
-            chosen(Batch(batch.slots), entries=10**6).microbatch_size == most or batch.slots <= room
+            chosen(DeviceBatch(batch.slots), entries=10**6).microbatch_size == most
+            or batch.slots <= room
         )
 
 
@@ -126,32 +127,32 @@ def test_room_for_a_batch_of_another_platform(monkeypatch):
     stats = {"bytes_limit": 100 * GHOST.bytes}
     device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert chosen(Batch(1000)).microbatch_size == 32
+    assert chosen(DeviceBatch(1000)).microbatch_size == 32
     assert (chosen(batch_of(1000, 0.5)).microbatch_size or 1000) <= 32
     passes = chosen(batch_of(1000, 0.5), method="ghost", size=8).work.passes
     assert passes > 1e9
     stats["bytes_limit"] = GHOST.bytes
-    assert chosen(Batch(1000)).method == "ghost"
+    assert chosen(DeviceBatch(1000)).method == "ghost"
 
 
 @pytest.mark.parametrize("sample", [None, SampleSize(20, 24, 0.3)])
 @pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 @pytest.mark.parametrize("size", [None, 1, 7, 400])
 def test_what_was_asked_for_is_kept(method, size, sample):
-    found = chosen(Batch(20, sample), method=method, size=size)
+    found = chosen(DeviceBatch(20, sample), method=method, size=size)
     assert (found.method, found.microbatch_size) == (method, size)
     assert found.reason == "as asked for"
-    assert chosen(Batch(20, sample), size=7).microbatch_size == 7
+    assert chosen(DeviceBatch(20, sample), size=7).microbatch_size == 7
 
 
 def test_methods_by_what_is_formed():
-    assert chosen(Batch(4), cost=GHOST).method == "book_keeping"
-    assert chosen(Batch(4), cost=KEPT).method == "per_example"
+    assert chosen(DeviceBatch(4), cost=GHOST).method == "book_keeping"
+    assert chosen(DeviceBatch(4), cost=KEPT).method == "per_example"
 
 
 @pytest.mark.parametrize("sample", [None, SampleSize(0, 0, 0.3)])
 def test_a_batch_without_slots(sample):
-    found = chosen(Batch(0, sample))
+    found = chosen(DeviceBatch(0, sample))
     assert found.microbatch_size is None
     assert (found.work.gradient, found.work.padding, found.work.passes) == (0, 0, 0)
 
@@ -213,8 +214,8 @@ def test_the_planner_and_the_step_that_runs():
     expected = dp.explain(grad_fn, CASE.model, *batch).microbatch_size
     assert 1 < expected < SLOTS
     assert dp.plan_memory(grad_fn, CASE.model, *batch, compiled=False).microbatch_size == expected
-    assert outline(grad_fn, CASE.model, batch).microbatch_size == expected
-    step = private_step(grad_fn, CASE.model, batch, optax.sgd(1.0), None, None, None)
+    assert described(grad_fn, CASE.model, batch).at_once == expected
+    step = planned_step(grad_fn, CASE.model, batch, optax.sgd(1.0), None)
     assert sizes_run(step.trace().jaxpr) == {expected}
     arrays, static = eqx.partition(CASE.model, eqx.is_array)
     running = jax.make_jaxpr(

@@ -64,7 +64,7 @@ def test_two_uses_have_cross_terms():
         normal(4, 4),
         examples(3, 4),
         kinds=["contraction", "contraction"],
-        ghost=False,
+        ghost=True,
     )
 
 
@@ -75,7 +75,7 @@ def test_opposite_uses_cancel():
         normal(1, 1),
         examples(1, 1),
         kinds=["contraction", "contraction"],
-        ghost=False,
+        ghost=True,
     )
 
 
@@ -85,5 +85,5 @@ def test_a_table_tied_to_the_output():
         normal(5, 3),
         (examples(4) * 10).astype("int32") % 5,
         kinds=["lookup", "contraction"],
-        ghost=False,
+        ghost=True,
     )

@@ -5,10 +5,11 @@ import pytest
 from tests.gradients.engine import agreement, layers, surveys
 
 
+@agreement.EACH_METHOD
 @pytest.mark.parametrize("name", layers.ALL)
-def test_agrees_with_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch):
-    surveys.force(monkeypatch, "ghost")
-    agreement.check(layers.case(name), by_leaf=True)
+def test_agrees_with_the_oracle(name: str, method: str, monkeypatch: pytest.MonkeyPatch):
+    surveys.force(monkeypatch, "inner_products")
+    agreement.check(layers.case(name), by_leaf=True, methods=[method])
 
 
 # Where there is a choice of ways; site by site both are compared in the tests of the kinds.

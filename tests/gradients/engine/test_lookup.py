@@ -76,7 +76,7 @@ def test_two_lookups_of_one_table():
         normal(4, 3),
         ROWS % 4,
         kinds=["lookup", "lookup"],
-        ghost=False,
+        ghost=True,
     )
 
 

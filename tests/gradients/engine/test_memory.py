@@ -8,6 +8,8 @@ import pytest
 import eqx_dp as dp
 from tests.benchmarks.rows import gpt_stacked
 
+pytestmark = pytest.mark.optimized
+
 SIZES = {"batch": 8, "length": 32, "width": 32, "depth": 3, "vocabulary": 64}
 
 
@@ -31,6 +33,7 @@ def temporary_bytes(grad, row):
     return lowered(grad, row).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.optimized
 def test_ghost_has_the_memory_of_ordinary_training():
     """With its layers under scan and rematerialised, where book_keeping has thrice as much."""
     row = gpt_stacked(**SIZES)

@@ -22,11 +22,11 @@ def test_what_is_whole(make):
     assert set(surveys.whole(make())) == expected.get(make, set())
 
 
-def test_tied_weights_have_two_sites():
+def test_tied_weights_have_two_uses():
     assert surveys.kinds(models.stacked_gpt())[".embedding.weight"] == ["lookup", "contraction"]
 
 
-def test_what_is_frozen_has_no_sites():
+def test_what_is_frozen_has_no_uses():
     kinds = surveys.kinds(models.low_rank_gpt())
     assert len(kinds) == 4
     assert set(map(tuple, kinds.values())) == {("contraction",)}

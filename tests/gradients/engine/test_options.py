@@ -1,4 +1,4 @@
-"""Every option of the clipped gradient, by the methods that work on sites."""
+"""Every option of the clipped gradient, by the methods that work on uses."""
 
 import equinox as eqx
 import jax
@@ -171,10 +171,10 @@ def bits(tree):
 @pytest.mark.parametrize(
     ("make", "way", "method"),
     [
-        (models.vision_transformer, "ghost", "book_keeping"),
-        (models.gru, "ghost", "book_keeping"),
+        (models.vision_transformer, "inner_products", "book_keeping"),
+        (models.gru, "inner_products", "book_keeping"),
         (shared.cnn, "kept", "book_keeping"),
-        (models.vision_transformer, "ghost", "ghost"),
+        (models.vision_transformer, "inner_products", "ghost"),
         (models.gru, "kept", "ghost"),
         (shared.cnn, "kept", "ghost"),
     ],
@@ -249,7 +249,7 @@ def tokens_by_weight(model, x, g):
 
 
 @METHODS
-@pytest.mark.parametrize("way", ["ghost", "kept"])
+@pytest.mark.parametrize("way", ["inner_products", "kept"])
 def test_scales_of_the_gradient(way, method, monkeypatch):
     surveys.force(monkeypatch, way)
     rng = np.random.default_rng(0)

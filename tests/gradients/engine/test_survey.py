@@ -37,19 +37,19 @@ def in_while(w, x):
 
 
 CASES = {
-    "cond": (in_cond, "no kind of site knows 'cond'"),
-    "while": (in_while, "no kind of site knows 'while'"),
-    "nonlinear": (lambda w, x: jnp.exp(w["a"]) * x, "no kind of site knows 'exp'"),
-    "power": (lambda w, x: w["a"] ** 2 * x, "no kind of site knows 'integer_pow'"),
-    "custom_vjp": (lambda w, x: doubled(w["a"], x), "no kind of site knows 'custom_vjp_call'"),
-    "custom_jvp": (lambda w, x: tripled(w["a"], x), "no kind of site knows 'custom_jvp_call'"),
+    "cond": (in_cond, "no kind of use knows 'cond'"),
+    "while": (in_while, "no kind of use knows 'while'"),
+    "nonlinear": (lambda w, x: jnp.exp(w["a"]) * x, "no kind of use knows 'exp'"),
+    "power": (lambda w, x: w["a"] ** 2 * x, "no kind of use knows 'integer_pow'"),
+    "custom_vjp": (lambda w, x: doubled(w["a"], x), "no kind of use knows 'custom_vjp_call'"),
+    "custom_jvp": (lambda w, x: tripled(w["a"], x), "no kind of use knows 'custom_jvp_call'"),
     "stopped": (
         lambda w, x: w["a"] * x + lax.stop_gradient(w["a"]) * x**2,
-        "no kind of site knows 'stop_gradient'",
+        "no kind of use knows 'stop_gradient'",
     ),
     "concatenated": (
         lambda w, x: jnp.sin(jnp.concatenate([w["a"], x])),
-        "no kind of site knows 'concatenate'",
+        "no kind of use knows 'concatenate'",
     ),
     "squared": (lambda w, x: w["a"] * w["a"] * x, "it meets another parameter"),
     "carried": (
@@ -117,7 +117,7 @@ def test_a_leaf_is_whole_if_any_use_is():
     def use(w, x):
         return w["a"] * x + jnp.exp(w["a"])
 
-    assert surveys.whole(case_of(use)) == {"['a']": "no kind of site knows 'exp'"}
+    assert surveys.whole(case_of(use)) == {"['a']": "no kind of use knows 'exp'"}
     assert surveys.kinds(case_of(use))["['a']"] == []
     agreement.check(case_of(use), by_leaf=True)
 

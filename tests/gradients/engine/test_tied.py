@@ -10,7 +10,7 @@ from jax import lax
 
 import eqx_dp as dp
 from eqx_dp.gradients.cost import leaf_cost
-from eqx_dp.gradients.leaves import has_ghost
+from eqx_dp.gradients.cross_terms import overlaps
 from tests.gradients.engine import agreement, models, surveys
 from tests.models import Case
 
@@ -59,7 +59,7 @@ def convolved_twice(w, x, t):
     return convolve(jnp.sin(convolve(x)))
 
 
-# How a parameter is used, its shape, the kinds of its sites, and whether ghost is the way there.
+# How a parameter is used, its shape, the kinds of its uses, and whether ghost is the way there.
 CASES = {
     "embedding": (tied, (WORDS, WIDTH), "lookup contraction"),
     "embedding_layers": (tied_as_layers, (WORDS, WIDTH), "lookup contraction"),
@@ -135,10 +135,7 @@ def ghosts(case):
     paths, found = surveys.surveyed(case.loss, case.model, *case.batch(2))
     leaves = jax.tree.leaves(eqx.filter(case.model, eqx.is_inexact_array))
     return {
-        path: has_ghost(
-            [site for _, site in found.of(i)],
-            jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype),
-        )
+        path: overlaps(tuple(found.of[i].values()), leaves[i].shape) is not None
         for i, path in enumerate(paths)
     }
 
@@ -148,7 +145,7 @@ def test_agrees_with_the_oracle(name, monkeypatch):
     case = case_of(name)
     assert surveys.kinds(case)["['w']"] == CASES[name][2].split()
     assert ghosts(case)["['w']"]
-    surveys.force(monkeypatch, "ghost")
+    surveys.force(monkeypatch, "inner_products")
     agreement.check(case, by_leaf=True)
 
 
@@ -156,9 +153,9 @@ def test_a_stacked_transformer(monkeypatch):
     """The embedding is the head; between them a scan of checkpoints."""
     case = models.stacked_gpt()
     assert ghosts(case)[".embedding.weight"]
-    surveys.force(monkeypatch, "ghost")
+    surveys.force(monkeypatch, "inner_products")
     agreement.check(case, size=4, by_leaf=True)
-    assert costs(case)[".embedding.weight"].way == "ghost"
+    assert costs(case)[".embedding.weight"].way == "inner_products"
 
 
 # Uses that overlap in a way that has no name: those are added up, as they ever were.
@@ -193,7 +190,7 @@ def test_what_is_said_of_a_tied_embedding():
         dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0), case.model, *case.batch(3)
     ).rows
     assert row.kinds == ("lookup", "contraction")
-    assert row.way == "ghost"
+    assert row.way == "inner_products"
     assert row.reason == "2 uses, 8 steps: their inner products are cheaper than 54 entries"
 
 
@@ -212,15 +209,15 @@ def test_many_steps_are_added_up():
 
 
 def test_only_lookups_never_form_the_table():
-    assert costs(case_of("lookups"))["['w']"].way == "ghost"
+    assert costs(case_of("lookups"))["['w']"].way == "inner_products"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "convolution"])
 def test_ghost_is_chosen(name):
-    """Nothing is held but what sites keep (the kernel is too small for that to pay)."""
+    """Nothing is held but what uses keep (the kernel is too small for that to pay)."""
     case = case_of(name)
     cost = costs(case)["['w']"]
     _, found = surveys.surveyed(case.loss, case.model, *case.batch(2))
-    held = jax.tree.leaves([(site.tap, site.kept) for _, site in found.of(1)])
-    assert cost.way == "ghost"
+    held = jax.tree.leaves([(use.result, use.residuals) for use in found.of[1].values()])
+    assert cost.way == "inner_products"
     assert cost.bytes == sum(4 * shape.size for shape in held)

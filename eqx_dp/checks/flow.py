@@ -1,0 +1,171 @@
+"""Facts about values, followed through a program: from those about its inputs to its results'."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax.extend.core as jex_core
+
+from ..programs import (
+    Call,
+    Cond,
+    LinearSolve,
+    Scan,
+    ShardMap,
+    While,
+    inside,
+    interpret,
+    programs_of,
+    settled,
+    source_line,
+)
+
+Fact = TypeVar("Fact")
+
+
+class Context(NamedTuple):
+    """What is around an equation.
+
+    Attributes:
+        scope: the name stack, that of the programs around included.
+        line: the source line.
+        times: how often an equation runs here, as far as shapes tell.
+        is_final: False while the facts about a loop's carry are still being found.
+    """
+
+    scope: str = ""
+    line: str = "unknown"
+    times: int = 1
+    is_final: bool = True
+
+    def at(self, equation: jex_core.JaxprEqn) -> "Context":
+        """What is around an equation; JAX's own functions know no line inside."""
+        info = equation.source_info
+        line = source_line(equation) if info.traceback is not None else ""
+        return self._replace(scope=f"{self.scope}/{info.name_stack}", line=line or self.line)
+
+
+class Flow(abc.ABC, Generic[Fact]):
+    """Follows facts through calls, loops, branches, derivative rules and `shard_map`.
+
+    What a fact is, and what an equation makes of those about its operands, is up to a subclass.
+    What steers a choice or a loop is told of nothing that is made there. Of a choice all branches
+    count, and of a `while` loop one step.
+
+    Attributes:
+        nothing: what is known of constants and literals.
+    """
+
+    nothing: Fact
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[Fact]] = {}
+
+    @abc.abstractmethod
+    def joined(self, facts: Sequence[Fact]) -> Fact:
+        """What is known of a value that may be any of several, or is made of all of them.
+
+        There are finitely many facts above any, so that those about a loop's carry settle.
+        """
+
+    @abc.abstractmethod
+    def equation(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        """What is known of the results of an equation that holds no program."""
+
+    @abc.abstractmethod
+    def carried(self, context: Context, variable: Any, fact: Fact) -> None:
+        """Is told what a loop carries from step to step."""
+
+    def program(
+        self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Fact], context: Context
+    ) -> list[Fact]:
+        """What is known of a program's results."""
+        if context.is_final:
+            return self._equations(jaxpr, inputs, context)
+        # Loops within loops are gone round many times, mostly with nothing new.
+        key = jaxpr, tuple(inputs), context.scope, context.line
+        if key not in self._known:
+            self._known[key] = self._equations(jaxpr, inputs, context)
+        return self._known[key]
+
+    def _equations(
+        self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Fact], context: Context
+    ) -> list[Fact]:
+        return interpret(
+            jaxpr,
+            [self.nothing] * len(jaxpr.constvars),
+            inputs,
+            lambda equation, inputs: self._equation(context.at(equation), equation, inputs),
+            lambda _: self.nothing,
+        )
+
+    def _equation(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        match inside(equation):
+            case Call(body=body):
+                return self.program(body.jaxpr, inputs, context)
+            case ShardMap() as spread:  # on so many devices, each with shapes of its own
+                context = context._replace(times=context.times * spread.num_devices)
+                return self.program(spread.body.jaxpr, inputs, context)
+            case Scan() as scan:
+                context = context._replace(times=context.times * scan.length)
+                return self._loop(context, scan.body.jaxpr, *scan.split(inputs))
+            case While() as loop:
+                of_condition, of_body, carry = loop.split(inputs)
+                carry = self._loop(context, loop.body.jaxpr, of_body, carry, [])
+                self.program(loop.condition.jaxpr, [*of_condition, *carry], context)
+                return carry
+            case Cond() as cond:
+                found = [self.program(b.jaxpr, inputs[1:], context) for b in cond.branches]
+                return [self.joined(facts) for facts in zip(*found, strict=True)]
+            case LinearSolve() as system:
+                return self.program(system.solve.jaxpr, system.split(inputs), context)
+            case None:
+                return self._primitive(context, equation, inputs)
+
+    def _primitive(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        """An equation with no program inside, or with programs that `inside` does not know.
+
+        One that looks like the program of a call is taken for it. Else nothing is known of them,
+        and all results descend from all operands. The program of a scatter says only how two
+        numbers are put together.
+        """
+        programs = programs_of(equation)
+        if not programs or "update_jaxpr" in equation.params:
+            return self.equation(context, equation, inputs)
+        sizes = (len(equation.invars), len(equation.outvars))
+        if [(len(inner.invars), len(inner.outvars)) for inner in programs] == [sizes]:
+            return self.program(programs[0], inputs, context)
+        everything = self.joined(inputs)
+        for inner in programs:
+            results = self.program(inner, [everything] * len(inner.invars), context)
+            everything = self.joined([everything, *results])
+        return [everything] * len(equation.outvars)
+
+    def _loop(
+        self,
+        context: Context,
+        body: jex_core.Jaxpr,
+        consts: list[Fact],
+        carry: list[Fact],
+        slices: list[Fact],
+    ) -> list[Fact]:
+        """Goes round a loop until nothing new is learned of what it carries, and once more."""
+        size, before = len(carry), context._replace(is_final=False)
+
+        def step(carry: list[Fact], context: Context) -> list[Fact]:
+            return self.program(body, [*consts, *carry, *slices], context)
+
+        carry = settled(
+            lambda carry: step(carry, before)[:size], carry, lambda a, b: self.joined([a, b])
+        )
+        results = step(carry, context)
+        if context.is_final:
+            for variable, fact in zip(body.invars[len(consts) :], carry, strict=False):
+                self.carried(context, variable, fact)
+        return [*carry, *results[size:]]

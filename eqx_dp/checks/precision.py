@@ -1,0 +1,134 @@
+"""`check_precision`: a whole training step is checked against its policy, on its traced program."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.extend.core as jex_core
+
+from ..precision import Policy, checked_policy
+from .feedback import next_arguments
+from .flow import Context
+from .precision_flow import NOTHING, Facts, PrecisionFlow
+from .precision_report import PrecisionReport
+
+
+def check_precision(
+    fn: Callable[..., Any], *args: Any, policy: Policy, **kwargs: Any
+) -> PrecisionReport:
+    """Checks a whole training step against a policy: clipped gradient, noise, update and all.
+
+    The step is traced, on shapes alone, and its program is read equation by equation, through
+    `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing
+    is compiled or computed. In a test:
+
+    ```python
+    dp.check_precision(step, model, opt_state, *batch, policy=policy).raise_if_violated()
+    ```
+
+    | stage | declared | what is checked |
+    |---|---|---|
+    | forward, backward | compute | matrix products and convolutions inside the loss |
+    | the same | `matmul_precision` | they keep at least its digits of float32 |
+    | module rule | compute of a rule | at least one operation runs under each rule |
+    | clip norm | accumulate | norms of single gradients, and clip factors |
+    | sum over examples | accumulate | the weighted sum |
+    | sum over microbatches | accumulate | its addition to the total, and what a loop carries |
+    | sum over devices | accumulate | every reduction of the clipped sum over a mesh axis |
+    | between clip and noise | accumulate | every value that the clipped sum goes through |
+    | noise draw | noise | the random bits, and every value from them to the addition |
+    | noise addition | noise | the sum with the noise in it |
+
+    Accumulate and noise dtypes are lower limits: wider dtypes are accepted.
+
+    Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
+    layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
+    of parameters to their storage dtype) is post-processing and not checked. The pass by which a
+    `per_example` loss scale is chosen is counted (`loss scale probe`) and not
+    checked, since it changes no gradient.
+
+    Inside a module that a rule of the policy matches, forward and backward are checked against
+    the rule's dtype; everywhere else against the policy's, also where such a module's parameter is
+    read and used outside of the module. A rule under which nothing runs is a violation: the step
+    was built without it, or does not call the modules that it is for.
+
+    A clipped sum can also lose digits without a narrow dtype. Between clip and noise these count:
+
+    | what happens to the sum | a violation if |
+    |---|---|
+    | a matrix product or convolution of float32 | it is not at the highest precision |
+    | the same by a `DotAlgorithm` | its operands or sums have fewer digits than their dtypes |
+    | arithmetic on its bits, or on integers made of it | it drops bits: and, or, shifts, division |
+    | a cast to integers | they have fewer bits than the accumulate dtype has digits |
+    | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
+    | `jax.debug` callbacks, and others that return nothing | never |
+    | it is kept in the step's state | any of this happens in a later call |
+
+    For the last, a result that holds an un-noised sum is taken to come back in the next call as the
+    argument at its place: `state` of `step(model, state, *batch)` that returns `(model,
+    state)`, of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and
+    callbacks are checked for the noise as they are for the sum. Functions that take floats
+    apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the
+    power of two in their place.
+
+    What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
+    of which a note speaks alone; a reduction over devices of sums to each of which noise was added
+    before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
+    argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
+    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
+    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
+    in another function); one that goes through a mutable reference; what a compiler makes of the
+    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
+    what a sum goes through after a dither of one's own is not checked. Of a `while`
+    loop one step is counted, of a `cond` all branches.
+
+    Args:
+        fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.
+        *args: its arguments: any trees of arrays, or of `jax.ShapeDtypeStruct` in their place, and
+            of anything else. They must be sharded as in training, in the same mesh context (a step
+            of `make_step` enters its own).
+        policy: the declared policy; usually the one that the step was built with.
+        **kwargs: more of its arguments, by name (`is_padding_example`).
+
+    Returns:
+        A [`PrecisionReport`][]: `ok`, `violations`, `summary`; `str()` is a table.
+
+    Raises:
+        ValueError: the function calls no part of the engine, so there is nothing to check; or
+            `policy` is not a policy.
+    """
+    declared = checked_policy(policy)
+    if declared is None:
+        raise ValueError("policy is None: give the policy that the step was built with.")
+    program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
+    flow, outputs = _followed(program.jaxpr, declared, next_arguments(args, kwargs, results))
+    if not flow.stages:
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        raise ValueError(
+            f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
+            "nor a privatizer. Pass the whole training step."
+        )
+    flow.idle_rules()
+    notes: list[str] = []
+    if declared.unsafe:
+        notes.append("the policy is unsafe: the privacy guarantee does not hold")
+    if "sum" not in flow.stages:
+        notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
+    if any(facts.clipped for facts in outputs):
+        notes.append("a clipped sum, or what is made of it, is returned without noise")
+    return PrecisionReport(declared, tuple(flow.violations), flow.operations, tuple(notes))
+
+
+def _followed(
+    program: jex_core.Jaxpr, policy: Policy, returns: list[list[int]]
+) -> tuple[PrecisionFlow, list[Facts]]:
+    """Goes through call after call, until no un-noised sum comes back that had not before."""
+    inputs = [NOTHING] * len(program.invars)
+    while True:
+        flow = PrecisionFlow(policy)
+        outputs = flow.program(program, inputs, Context())
+        back = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
+        before = {i for i, facts in enumerate(inputs) if facts.clipped}
+        if back <= before:
+            return flow, outputs
+        inputs = [Facts(clipped=i in back | before) for i in range(len(inputs))]

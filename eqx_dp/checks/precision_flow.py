@@ -1,0 +1,391 @@
+"""What of a step's values precision depends on, and what each equation is checked for."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.extend.core.primitives import convert_element_type_p, scatter_add_p, select_n_p
+
+from ..precision import ModuleRule, Policy
+from ..precision.stages import is_backward, rules_at, stage_of
+from ..programs import equation_flops, named
+from .flow import Context, Flow
+from .precision_report import Operation, Violation
+from .products import CONTRACTIONS, narrowest_inside
+from .results import bits_dropped, width_of_result
+from .widths import Width, width_of, width_of_number
+
+_STAGES = {
+    "probe": "loss scale probe",
+    "norm": "clip norm",
+    "sum": "sum over examples",
+    "microbatches": "sum over microbatches",
+    "devices": "sum over devices",
+    "draw": "noise draw",
+    "noise": "noise addition",
+}
+_OF_MODEL = ("cast", "probe", "loss")  # what is computed from a model
+_ACCUMULATING = ("norm", "sum", "microbatches", "devices")
+
+_ADDITIONS = named("add add_any sub scatter-add")
+# What puts noise beside a sum, for a later equation to add up.
+_JOINS = named("concatenate stack dynamic_update_slice")
+_SUMS = CONTRACTIONS | _ADDITIONS | named("reduce_sum")
+_ARITHMETIC = _SUMS | named(
+    """mul div sqrt rsqrt square integer_pow pow exp log exp2 expm1 log1p cbrt logistic tanh erf
+    reduce_prod cumprod cumsum cumlogsumexp reduce_window_sum reduce_precision
+    select_and_scatter_add"""
+)
+_DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
+_COLLECTIVE_SUMS = named("psum psum_invariant unreduced_psum reduce_scatter")
+_COLLECTIVES = _COLLECTIVE_SUMS | named(
+    "all_gather all_gather_invariant all_to_all ppermute pmax pmin"
+)
+# These hand on several values side by side.
+_SIDE_BY_SIDE = _COLLECTIVES | named("optimization_barrier device_put pvary")
+# Digits of float32 that a contraction keeps, as `matmul_precision` says.
+_KEPT = {"default": 7, "tensorfloat32": 10, "highest": 23}
+
+
+class Draw(NamedTuple):
+    """Random bits that a program asks for.
+
+    Attributes:
+        line: the source line.
+        bits: how many for each number.
+        size: how many numbers.
+    """
+
+    line: str
+    bits: int
+    size: int
+
+
+class Narrowest(NamedTuple):
+    """The narrowest floating-point format that a value went through, and the line where it did."""
+
+    width: Width
+    line: str
+
+
+class Facts(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        clipped: whether a sum of clipped gradients is in it that has no noise yet.
+        draws: the random bits that it descends from; none where `clipped`.
+        narrowest: what it went through since the draws; None without any, or without a float yet.
+    """
+
+    clipped: bool = False
+    draws: frozenset[Draw] = frozenset()
+    narrowest: Narrowest | None = None
+
+    def through(self, width: Width | None, line: str) -> "Facts":
+        """The facts about a value of the given width that is made of one with these."""
+        if not self.draws or width is None:
+            return self
+        if self.narrowest and not width.key < self.narrowest.width.key:
+            return self
+        return self._replace(narrowest=Narrowest(width, line))
+
+
+NOTHING = Facts()
+
+
+class _Case(NamedTuple):
+    """One equation, and what is known where it stands."""
+
+    context: Context
+    equation: jex_core.JaxprEqn
+    inputs: list[Facts]
+    stage: str | None
+
+
+class PrecisionFlow(Flow[Facts]):
+    """Follows clipped sums and noise through a step, and checks every equation against a policy.
+
+    Attributes:
+        violations: each once, in the order in which they were found.
+        stages: those that were met.
+    """
+
+    nothing = NOTHING
+
+    def __init__(self, policy: Policy):
+        super().__init__()
+        self.violations: dict[Violation, None] = {}
+        self.stages: set[str] = set()
+        self._counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        self._rules_met: set[str] = set()
+        self._policy = policy
+        self._compute = _width(policy.compute_dtype)
+        self._accumulate = _width(policy.accumulate_dtype)
+        self._noise = _width(policy.noise_dtype)
+        self._rules = {rule.match: rule for rule in policy.modules}
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What runs in which dtype, sorted."""
+        return tuple(sorted(Operation(*k[:3], *found, k[3]) for k, found in self._counts.items()))
+
+    def joined(self, facts: Sequence[Facts]) -> Facts:
+        """Of what a clipped sum is in, nothing else is known."""
+        found = [one for one in facts if one.clipped] or list(facts)
+        narrowest = [one.narrowest for one in found if one.narrowest is not None]
+        return Facts(
+            any(one.clipped for one in found),
+            frozenset[Draw]().union(*(one.draws for one in found)),
+            min(narrowest, key=lambda one: (one.width.key, one.line), default=None),
+        )
+
+    def equation(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Facts]
+    ) -> list[Facts]:
+        """Checks one equation, and says what is known of its results."""
+        name, stage, count = equation.primitive.name, stage_of(context.scope), len(equation.outvars)
+        case = _Case(context, equation, inputs, stage)
+        if stage is not None:
+            self.stages.add(stage)
+        if stage == "loss" and self._rules:
+            self._rules_met.update(rules_at(context.scope))
+        if context.is_final:
+            if name in CONTRACTIONS:
+                self._contraction(case)
+            if stage in _ACCUMULATING:
+                self._accumulates(case, stage)
+            if name in _COLLECTIVES:
+                self._collective(case)
+        if stage in _OF_MODEL:  # whatever sums were added to it
+            return [NOTHING] * count
+        if name in _DRAWS or stage == "bits":
+            return [_drawn(context, equation)] * count
+        if stage == "sum":
+            return [Facts(clipped=True)] * count
+        noise = _noise_added(case)
+        if noise is not None:
+            if context.is_final:
+                self._addition(case, noise)
+            if _is_everywhere(equation):
+                return [NOTHING]
+        return self._passed_on(case)
+
+    def carried(self, context: Context, variable: Any, fact: Facts) -> None:
+        """Checks a total that microbatches are added to: it is wide."""
+        width = _width_of(variable) if fact.clipped else None
+        shown, how = _STAGES["microbatches"], " carried by a loop"
+        self._at_least(self._accumulate, width, shown, context.line, how)
+
+    def idle_rules(self) -> None:
+        """Checks, once all is seen, that some module of the loss runs under each rule."""
+        for rule in self._policy.modules if "loss" in self.stages else ():
+            if rule.match not in self._rules_met:
+                declared = f"{rule.match}={rule.compute_dtype}"
+                found = "no call of a module under this rule"
+                self._violation("module rule", declared, found, "anywhere in the loss")
+
+    def _violation(self, stage: str, declared: str, found: str, line: str) -> None:
+        self.violations[Violation(stage, declared, found, line)] = None
+
+    def _at_least(
+        self, declared: Width, width: Width | None, stage: str, line: str, how: str = ""
+    ) -> None:
+        """Refuses what is narrower than declared."""
+        if width is not None and width.narrower(declared):
+            self._violation(stage, declared.name, width.name + how, line)
+
+    def _count(
+        self, context: Context, kind: str, stage: str, dtype: str, amount: int, line: str
+    ) -> None:
+        key = kind, stage, dtype, line
+        amounts, times = self._counts.get(key, (0, 0))
+        self._counts[key] = amounts + amount * context.times, times + context.times
+
+    def _contraction(self, case: _Case) -> None:
+        equation, scope = case.equation, case.context.scope
+        operands = [w for v in equation.invars[:2] if (w := _width_of(v)) is not None]
+        if len(operands) < 2:  # of integers
+            return
+        shown = _STAGES.get(case.stage or "", "outside of the engine")
+        if case.stage == "loss":
+            known = [self._rules[m] for m in rules_at(scope) if m in self._rules]
+            rule = known[-1] if known else None  # of the innermost module
+            shown = "backward" if is_backward(scope) else "forward"
+            self._runs_as_declared(case, operands, rule, shown)
+            self._is_as_precise(case, shown)
+            shown += "" if rule is None else f" in {rule.match}"
+        flops = equation_flops(equation)
+        self._count(case.context, "contraction", shown, _product_of(operands), flops, "")
+
+    def _runs_as_declared(
+        self, case: _Case, operands: list[Width], rule: ModuleRule | None, shown: str
+    ) -> None:
+        """A contraction in the loss is in the compute dtype.
+
+        Going back through a contraction that was asked for a wide result, JAX itself mixes the
+        compute dtype with the wider one: there, one side has to be in it.
+        """
+        equation, line = case.equation, case.context.line
+        if any(jnp.issubdtype(_dtype(v), jnp.complexfloating) for v in equation.invars):
+            return  # there is no complex number of half precision
+        declared = self._compute if rule is None else _width(rule.compute_dtype)
+        name = declared.name + ("" if rule is None else f" (in {rule.match})")
+        widths = [*operands, _width_of(equation.outvars[0])]
+        narrower = [width.name for width in widths if width and width.narrower(declared)]
+        as_declared = [operand.name == declared.name for operand in operands]
+        if narrower:
+            self._violation(shown, name, f"{narrower[0]}, narrower", line)
+        elif not (any(as_declared) if shown == "backward" else all(as_declared)):
+            self._violation(shown, name, f"{_product_of(operands)}, wider", line)
+
+    def _is_as_precise(self, case: _Case, shown: str) -> None:
+        """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
+        inside = narrowest_inside(case.equation)
+        if inside is None:
+            return
+        precision = self._policy.matmul_precision
+        of_float32 = any(_dtype(v) == jnp.float32 for v in case.equation.invars[:2])
+        if not of_float32 or inside.digits < _KEPT[precision]:
+            declared = f"matmul_precision {precision}"
+            self._violation(shown, declared, inside.name, case.context.line)
+
+    def _accumulates(self, case: _Case, stage: str) -> None:
+        """Between the gradients of single examples and their sum, what is computed is wide."""
+        equation, line, shown = case.equation, case.context.line, _STAGES[stage]
+        name, before = equation.primitive.name, None
+        if equation.primitive is convert_element_type_p:
+            before = _width_of(equation.invars[0])
+        narrows = before is not None and not before.narrower(self._accumulate)
+        for variable in equation.outvars:
+            width = width_of_result(equation, variable)
+            if width is None:
+                continue
+            if name in _SUMS and stage in ("sum", "microbatches"):
+                kind, size = "sum over examples", _size(variable)
+                self._count(case.context, kind, shown, width.name, size, line)
+            if narrows or name in _ARITHMETIC:
+                self._at_least(self._accumulate, width, shown, line)
+
+    def _collective(self, case: _Case) -> None:
+        """Where devices add up clipped sums, they do it wide."""
+        name, line = case.equation.primitive.name, case.context.line
+        for variable, facts in zip(case.equation.invars, case.inputs, strict=True):
+            width = _width_of(variable)
+            if width is None:
+                continue
+            is_ours = facts.clipped or case.stage == "devices"
+            shown = f"{name}: {_STAGES['devices'] if is_ours else 'other'}"
+            self._count(case.context, "collective", shown, width.name, _size(variable), line)
+            if facts.clipped and name in _COLLECTIVE_SUMS:
+                self._at_least(self._accumulate, width, _STAGES["devices"], line)
+
+    def _addition(self, case: _Case, noise: Facts) -> None:
+        """Noise is drawn, scaled and added wide."""
+        variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
+        width = _width_of(variable)
+        if width is not None:
+            self._count(case.context, shown, shown, width.name, _size(variable), line)
+            self._at_least(self._noise, width, shown, line)
+        narrowest, shown = noise.narrowest, _STAGES["draw"]
+        for draw in sorted(noise.draws):
+            dtype = f"{draw.bits} bits" if narrowest is None else narrowest.width.name
+            self._count(case.context, "draw", shown, dtype, draw.size, draw.line)
+            if draw.bits <= self._noise.digits:
+                found = f"{draw.bits} random bits a number"
+                self._violation(shown, self._noise.name, found, draw.line)
+        if narrowest is not None:
+            self._at_least(self._noise, narrowest.width, shown, narrowest.line)
+
+    def _passed_on(self, case: _Case) -> list[Facts]:
+        """What is known of results that descend from operands.
+
+        A clipped sum that came in as wide as declared must not be made narrower. (Inside the
+        engine's own stages, `_accumulates` is the judge.)
+        """
+        context, equation, found, _ = case
+        is_watched = context.is_final and case.stage not in _ACCUMULATING
+        is_watched = is_watched and self._has_wide_sum(case)
+        if equation.primitive is select_n_p and any(facts != NOTHING for facts in found[1:]):
+            # A choice descends from what there is to choose, if anything is known of that.
+            found = found[1:]
+        if equation.primitive.name not in _SIDE_BY_SIDE or len(found) != len(equation.outvars):
+            found = [self.joined(found)] * len(equation.outvars)
+        results: list[Facts] = []
+        for variable, facts in zip(equation.outvars, found, strict=True):
+            width = width_of_result(equation, variable)
+            if is_watched and facts.clipped:
+                lost = bits_dropped(equation, variable)
+                if width is not None and width.narrower(self._accumulate):
+                    lost = width.name
+                if lost is not None:
+                    declared = self._accumulate.name
+                    self._violation("between clip and noise", declared, lost, context.line)
+            results.append(facts.through(width, context.line))
+        return results
+
+    def _has_wide_sum(self, case: _Case) -> bool:
+        """Whether an equation is given a clipped sum as wide as declared, or in wide integers."""
+        widths = [width_of_number(_dtype(variable)) for variable in case.equation.invars]
+        return any(
+            facts.clipped and width is not None and not width.narrower(self._accumulate)
+            for facts, width in zip(case.inputs, widths, strict=True)
+        )
+
+
+def _drawn(context: Context, equation: jex_core.JaxprEqn) -> Facts:
+    variable = equation.outvars[-1]  # of several, the first is the generator's next state
+    bits = equation.params.get("bit_width", 8 * _dtype(variable).itemsize)
+    return Facts(draws=frozenset({Draw(context.line, int(bits), _size(variable))}))
+
+
+def _noise_added(case: _Case) -> Facts | None:
+    """What is known of the noise, where an equation adds some to a sum, or puts it beside one.
+
+    Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
+    """
+    _, equation, inputs, stage = case
+    if equation.primitive.name not in _ADDITIONS | _JOINS or _width_of(equation.outvars[0]) is None:
+        return None
+    drawn = [
+        facts
+        for facts, variable in zip(inputs, equation.invars, strict=True)
+        if facts.draws and not facts.clipped and _width_of(variable) is not None
+    ]
+    if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
+        return drawn[0]
+    return None
+
+
+def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
+    """Whether an equation that adds noise to a sum adds it to every entry."""
+    if equation.primitive is scatter_add_p:
+        return _shape(equation.invars[0]) == _shape(equation.invars[2])
+    return equation.primitive.name not in _JOINS
+
+
+def _product_of(operands: list[Width]) -> str:
+    return " x ".join(dict.fromkeys(operand.name for operand in operands))
+
+
+def _dtype(variable: Any) -> Any:
+    return getattr(variable.aval, "dtype", None)
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
+
+
+def _size(variable: Any) -> int:
+    return math.prod(_shape(variable))
+
+
+def _width(dtype: Any) -> Width:
+    width = width_of(dtype)
+    assert width is not None
+    return width
+
+
+def _width_of(variable: Any) -> Width | None:
+    return width_of(_dtype(variable))

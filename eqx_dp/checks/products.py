@@ -1,0 +1,95 @@
+"""How precise a matrix product or a convolution is, whatever the dtype of its result says.
+
+Accelerators round float32 operands unless a program asks for more: at JAX's default precision to
+bfloat16 (TPU) or TensorFloat32 (NVIDIA). An algorithm by name rounds to what it is named for.
+"""
+
+from typing import Any
+
+import jax.extend.core as jex_core
+from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
+
+from ..programs import named
+from .widths import Width, width_of
+
+CONTRACTIONS = named("dot_general conv_general_dilated ragged_dot_general")
+
+# What an operand is rounded to, as algorithms are named; ANY_F8 is given the better of two worlds.
+_FORMATS = {
+    "ANY": Width("float8", 3, 5),
+    "F16": Width("float16", 10, 5),
+    "BF16": Width("bfloat16", 7, 8),
+    "TF32": Width("TensorFloat32", 10, 8),
+    "F32": Width("float32", 23, 8),
+    "F64": Width("float64", 52, 11),
+}
+# Into how many parts of that format an algorithm takes an operand apart.
+_PARTS = {"X3": 2, "X6": 3, "X9": 3}
+# What float32 may become at each precision; at the highest it is kept.
+_FLOAT32_AT = {Precision.DEFAULT: _FORMATS["BF16"], Precision.HIGH: _FORMATS["TF32"]}
+
+
+def narrowest_inside(equation: jex_core.JaxprEqn) -> Width | None:
+    """What a contraction rounds to on its way, narrower than its operands and its result show.
+
+    | a product of float32 | digits that are kept |
+    |---|---|
+    | without a precision, or at the default | 7, of bfloat16 |
+    | at high precision | 10, of TensorFloat32 |
+    | at the highest | all |
+    | by `BF16_BF16_F32_X3` | 15, of two bfloat16 parts |
+    | by `BF16_BF16_F32_X6` or `_X9` | all, of three (X6 is TPU's highest precision) |
+    | by `TF32_TF32_F32_X3` | 21, of two TensorFloat32 parts |
+    | by another algorithm | those it is named for |
+    | where imprecise accumulation is allowed | half of the accumulator's |
+
+    Returns:
+        The narrowest such format; None where nothing is lost, and of what is no contraction.
+    """
+    if equation.primitive.name not in CONTRACTIONS:
+        return None
+    shown_by: list[Any] = [*equation.invars[:2], *equation.outvars]
+    before = [width_of(variable.aval.dtype) for variable in shown_by]
+    inside = _inside(equation.params["precision"], before)
+    lost = [
+        width
+        for width, shown in zip(inside, before, strict=False)
+        if width is not None and shown is not None and width.narrower(shown)
+    ]
+    return min(lost, key=lambda width: width.key, default=None)
+
+
+def _inside(precision: Any, shown: list[Width | None]) -> list[Width | None]:
+    """The two operands and their sums as they are inside; None where they are as they show."""
+    match precision:
+        case DotAlgorithm():
+            left = _in_parts(width_of(precision.lhs_precision_type), precision.lhs_component_count)
+            right = _in_parts(width_of(precision.rhs_precision_type), precision.rhs_component_count)
+            sums = width_of(precision.accumulation_type)
+            name, imprecise = "a DotAlgorithm", precision.allow_imprecise_accumulation
+        case DotAlgorithmPreset() if precision != DotAlgorithmPreset.DEFAULT:
+            operand, *rest = precision.name.split("_")
+            left = right = _in_parts(_FORMATS[operand], _PARTS.get(rest[-1], 1))
+            sums = width_of(precision.accumulation_type)
+            name, imprecise = precision.name, "FAST" in rest
+        case _:
+            pair = precision if isinstance(precision, tuple) else (Precision.DEFAULT,) * 2
+            return [_float32_at(one, width) for one, width in zip(pair, shown, strict=False)]
+    if imprecise and sums is not None:
+        sums = sums._replace(digits=sums.digits // 2)
+    return [
+        width and width._replace(name=f"{width.name} by {name}") for width in (left, right, sums)
+    ]
+
+
+def _in_parts(width: Width | None, parts: int) -> Width | None:
+    """The parts of an operand hold all their digits together, each with a leading one."""
+    return width and width._replace(digits=parts * (width.digits + 1) - 1)
+
+
+def _float32_at(precision: Precision, width: Width | None) -> Width | None:
+    lost = _FLOAT32_AT.get(precision)
+    if lost is None or width is None or width.digits != _FORMATS["F32"].digits:
+        return None
+    name = f"{width.name} at precision {precision.name.lower()} ({lost.name} on accelerators)"
+    return lost._replace(name=name)

@@ -1,0 +1,248 @@
+"""Equinox's `filter_grad`, with the gradient of every example clipped before they are summed."""
+
+from collections.abc import Callable
+from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
+
+import equinox as eqx
+from jaxtyping import Array, PyTree
+
+from ..precision import Policy
+from ..sharding import ShardingRules
+from ..shown import shown
+from .calls import PerExample
+from .clipped_grad import ClippedGrad, gradients_alone
+from .configuration import Configuration, checked_configuration
+from .trained import FilterSpec
+
+# Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
+_Aux = TypeVar("_Aux")
+
+
+class ClippingOptions(TypedDict, total=False):
+    """The options of both functions, for type checkers; [`filter_clipped_grad`][] explains them."""
+
+    l2_clip_norm: Required[PyTree[Any]]
+    policy: Policy | None
+    sharding: ShardingRules | None
+    filter_spec: FilterSpec
+    keep_batch_dim: bool
+    rescale_to_unit_norm: bool
+    normalize_by: float | int
+    microbatch_size: int | None
+    method: str
+
+
+@overload
+def filter_clipped_grad(
+    fun: Callable[..., Any], *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
+) -> ClippedGrad[PyTree[Array]]: ...
+@overload
+def filter_clipped_grad(
+    fun: Callable[..., tuple[Any, _Aux]],
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[ClippingOptions],
+) -> ClippedGrad[tuple[PyTree[Array], _Aux]]: ...
+@overload
+def filter_clipped_grad(
+    *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
+) -> Callable[[Callable[..., Any]], ClippedGrad[PyTree[Array]]]: ...
+@overload
+def filter_clipped_grad(
+    *, has_aux: Literal[True], **options: Unpack[ClippingOptions]
+) -> Callable[[Callable[..., tuple[Any, _Aux]]], ClippedGrad[tuple[PyTree[Array], _Aux]]]: ...
+def filter_clipped_grad(
+    fun: Callable[..., Any] | None = None,
+    *,
+    l2_clip_norm: PyTree[Any],
+    policy: Policy | None = None,
+    sharding: ShardingRules | None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float | int = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> Any:
+    """Creates a function that sums the clipped gradients of a batch's examples.
+
+    It belongs to Equinox's `filter_*` family: the gradient is taken with respect to the trainable
+    leaves of the first argument. Use it as a call or as a decorator:
+
+    ```python
+    @dp.filter_clipped_grad(l2_clip_norm=1.0)
+    def grad_fn(model, x, y):  # one example
+        return jnp.square(model(x) - y).sum()
+
+    grads = grad_fn(model, xs, ys)  # a batch
+    ```
+
+    Guarantee: the result is a sum over examples, divided by the public `normalize_by`. What one
+    example adds depends on that example (and its key) alone; its L2 norm is at most
+    `l2_norm_bound`: the clip factor comes from an upper bound on the true norm, rounding
+    included. A gradient is clipped right at any scale that its own dtype holds (after the loss
+    scale: in float16 an entry beyond 65504 / loss scale is infinite).
+
+    | example | adds |
+    |---|---|
+    | norm at most the clip norm | its gradient |
+    | larger norm | its gradient, scaled to the clip norm |
+    | gradient zero | zero |
+    | loss or gradient NaN or infinite | exactly zero; its norm is reported as it is |
+    | norm beyond the accumulate dtype's range | exactly zero; its norm is reported as infinite |
+    | clip norm / norm below the normal range | exactly zero |
+    | padding, whatever the slot holds | exactly zero; its values are reported as zero |
+    | none (empty batch, or all padding) | the result is zero; padding is not computed |
+
+    Args:
+        fun: `fun(model, *example)` or `fun(model, *example, key=...)`: the loss of one example,
+            a real scalar, or a pair `(loss, aux)`. The model comes first.
+        l2_clip_norm: the clip norm C >= 0 (`inf`: no clipping), or a tree of them: a prefix of
+            the trainable parameters' tree, each number bounding the gradient of the leaves below it
+            (per-layer clipping).
+        policy: which dtype each stage uses. Parameters and float inputs enter the loss in the
+            compute dtype; the loss is cast to the output dtype; norms, factors and sums are in the
+            accumulate dtype. Module rules give single modules another compute dtype. A model that
+            is paired with a policy (`apply_policy`) brings it to the call. Give the policy here as
+            well: `plan.privatizer` runs before there is a model and would otherwise draw noise
+            without a policy. Without a policy the model runs in the dtypes that it has, and sums
+            are float32, or float64 if a trainable leaf is float64.
+        sharding: which axes of a mesh examples, parameters and sums are spread over. Every device
+            then runs the method on its part of the batch, and one reduction sums over devices. The
+            loss's own sharding constraints are moved outside the per-example boundary. None for one
+            device, or for a loss without sharding constraints.
+        filter_spec: which leaves are trained, as in `eqx.partition`: a function of a leaf, or a
+            tree prefix of booleans. Other leaves cost no gradient and are None in the result. A
+            function selects nothing in an `eqx.nn.State` (running statistics), nor the initial
+            values in an `eqx.nn.StateIndex`; True in a tree does.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        keep_batch_dim: whether `fun` is written for a batch. It then gets batches of one, and aux
+            leaves that start with that axis of length one lose it.
+        rescale_to_unit_norm: divide each clipped gradient by its clip norm, so that the learning
+            rate does not depend on the clip norm.
+        normalize_by: a public number > 0 that the sum is divided by, for instance the expected
+            batch size. Never the number of examples that were sampled, which is private.
+        microbatch_size: how many examples are processed at once. None means all of them, or, with
+            the method `"auto"`, the engine's choice. It changes memory and time but not the result
+            (except for rounding), and need not divide the batch.
+        method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
+            the inputs and cotangents of each use of a parameter), `"ghost"` (two passes, with the
+            memory of ordinary training), `"per_example"` (per-example gradients side by side), or
+            `"auto"`. `"auto"` takes book-keeping if that saves work, else `"per_example"`, and
+            `"ghost"` if one example would hold too much memory; it also chooses the microbatch
+            unless `microbatch_size` is given.
+
+    Returns:
+        A [`ClippedGrad`][], called as
+        `grad_fn(model, *batch, key=None, is_padding_example=None)`. It returns the gradients: the
+        model's tree, in the accumulate dtype, None where not trained; with `has_aux` a pair
+        `(gradients, aux)`, where aux has examples along the leading axis (**not private**). Its
+        `l2_norm_bound` and `sensitivity(neighboring_relation)` are what noise is calibrated to.
+
+    Raises:
+        ValueError: here or at the call, for: an option out of its range; a loss that is not a real
+            scalar, returns its gradient, is written for a batch (without `keep_batch_dim`), needs a
+            collective over the batch (`eqx.nn.BatchNorm`), or needs a key that is not given; a key
+            or an `eqx.nn.State` in the batch; a State in aux, or one that is closed over and
+            written; no batch, or leading axes that differ; nothing trainable; a tree of clip norms
+            that does not fit the model; a model that is paired with another policy; a module rule
+            without effect on the model.
+    """
+    configuration = checked_configuration(
+        l2_clip_norm,
+        rescale_to_unit_norm,
+        policy,
+        sharding,
+        has_aux,
+        keep_batch_dim,
+        normalize_by,
+        microbatch_size,
+        method,
+    )
+    return _wrap(fun, filter_spec, configuration, _with_aux if has_aux else gradients_alone)
+
+
+@overload
+def filter_value_and_clipped_grad(
+    fun: Callable[..., Any], *, has_aux: bool = False, **options: Unpack[ClippingOptions]
+) -> ClippedGrad[tuple[PerExample, PyTree[Array]]]: ...
+@overload
+def filter_value_and_clipped_grad(
+    *, has_aux: bool = False, **options: Unpack[ClippingOptions]
+) -> Callable[[Callable[..., Any]], ClippedGrad[tuple[PerExample, PyTree[Array]]]]: ...
+def filter_value_and_clipped_grad(
+    fun: Callable[..., Any] | None = None,
+    *,
+    l2_clip_norm: PyTree[Any],
+    policy: Policy | None = None,
+    sharding: ShardingRules | None = None,
+    filter_spec: FilterSpec = eqx.is_inexact_array,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float | int = 1.0,
+    microbatch_size: int | None = None,
+    method: str = "auto",
+) -> Any:
+    """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
+
+    Args:
+        fun: as for [`filter_clipped_grad`][], and so are all the others.
+        l2_clip_norm: the clip norm, or a tree of them.
+        policy: what dtype each stage uses.
+        sharding: on which axes of a mesh examples, parameters and sums are spread.
+        filter_spec: which leaves are trained.
+        has_aux: whether `fun` returns `(loss, aux)`.
+        keep_batch_dim: whether `fun` is written for a batch.
+        rescale_to_unit_norm: divide each clipped gradient by its clip norm.
+        normalize_by: a public number > 0 that the sum is divided by.
+        microbatch_size: how many examples are processed at once.
+        method: `"auto"`, `"book_keeping"`, `"ghost"` or `"per_example"`.
+
+    Returns:
+        A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The
+        sensitivity is that of the gradients alone: the per-example values are **not private**.
+
+    Raises:
+        ValueError: as [`filter_clipped_grad`][].
+    """
+    configuration = checked_configuration(
+        l2_clip_norm,
+        rescale_to_unit_norm,
+        policy,
+        sharding,
+        has_aux,
+        keep_batch_dim,
+        normalize_by,
+        microbatch_size,
+        method,
+    )
+    return _wrap(fun, filter_spec, configuration, _with_values)
+
+
+def _with_aux(per_example: PerExample, grads: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Any]]:
+    return grads, per_example.aux
+
+
+def _with_values(per_example: PerExample, grads: PyTree[Array]) -> tuple[PerExample, PyTree[Array]]:
+    return per_example, grads
+
+
+def _wrap(
+    fun: Callable[..., Any] | None,
+    filter_spec: FilterSpec,
+    configuration: Configuration,
+    finish: Callable[[PerExample, PyTree[Array]], Any],
+) -> Any:
+    """Wraps a loss, or makes the decorator that will."""
+
+    def wrap(fun: Callable[..., Any]) -> Any:
+        if not callable(fun) or isinstance(fun, ClippedGrad):
+            raise ValueError(
+                "The first argument must be the loss, fun(model, *example), not yet "
+                f"differentiated; found {shown(fun)}."
+            )
+        return eqx.module_update_wrapper(ClippedGrad(fun, filter_spec, configuration, finish))
+
+    return wrap if fun is None else wrap(fun)

@@ -1,0 +1,252 @@
+"""Uses whose cotangents become norms or weighted sums within the backward pass, and are forgotten.
+
+Both of a leaf are found by one program, which is traced once for all uses that are equal.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float
+
+from ...isolation import sum_over_examples
+from ...precision import stage
+from ...programs import evaluated
+from ..clip import norm_error, norms
+from ..leaves import (
+    LeafForm,
+    LeafGradient,
+    Way,
+    from_per_example,
+    leaf_gradient,
+    per_example_gradients,
+)
+from ..microbatches import over_microbatches
+from ..taps import tapped
+from ..uses import ParamUse
+from .contract import TracedLoss
+
+
+class Ask(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        is_measuring: norms, or weighted sums.
+        factors: the weights; of one example, or of a batch.
+    """
+
+    is_measuring: Bool[Array, ""]
+    factors: Float[Array, "*batch"]
+
+
+class Found(NamedTuple):
+    """What a cotangent becomes; the one that is not asked for is zero. As a tap it is zero.
+
+    Attributes:
+        measured: the norm of an example's gradient, and a bound on that of what is added of it.
+        total: the weighted sum of all gradients.
+    """
+
+    measured: Float[Array, "*slices 2"]
+    total: Float[Array, "*view"]
+
+
+class Formed(NamedTuple):
+    """The same where an example's gradient is small beside what the use meets.
+
+    Attributes:
+        gradient: one example's own gradient.
+    """
+
+    gradient: Float[Array, "*view"]
+
+
+class Known(NamedTuple):
+    """What is known of a use.
+
+    Attributes:
+        use: the use.
+        group: of clip norms, the one of its leaf.
+        form: how the gradient with respect to the operand is found, in one iteration of the scans
+            around. None where the cotangent is held, as it alone does not tell what there is to
+            know of the leaf: there are several uses, or one that does not keep norms, or one that
+            meets all of its leaf at every step of a scan.
+        is_small: whether each example's gradient is formed, and leaves the backward pass.
+    """
+
+    use: ParamUse
+    group: int
+    form: LeafForm | None = None
+    is_small: bool = False
+
+
+def known_of(task: TracedLoss, leaf: int, use: ParamUse) -> Known:
+    """What is known of a use of a leaf."""
+    way, group = task.costs[leaf].way, task.groups[leaf]
+    if len(task.uses.of[leaf]) > 1 or not use.view.is_isometric or "time" in use.scans:
+        return Known(use, group)
+    here = use.inside()
+    is_small = way == "kept" and 8 * math.prod(here.view.shape) <= _met(here)
+    form = LeafForm(here.view.shape, (here,), way, task.accumulate_dtype)
+    return Known(use, group, form, is_small)
+
+
+def _met(use: ParamUse) -> int:
+    """Entries of all that one example meets at a use, in one iteration of the scans around."""
+    arrays = jax.tree.leaves((use.result, use.residuals))
+    return sum(math.prod(x.shape[len(use.scans) :]) for x in arrays)
+
+
+def at_use(
+    known: Known, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any, asked: list[Ask]
+) -> tuple[Array, Any]:
+    """The result of a use, whose cotangent becomes that of the tap."""
+    use = known.use
+    if known.form is None:
+        return tapped(use, equation, inputs, tap, asked)
+    (result,) = evaluated(equation, inputs)
+    residuals = use.kind.residuals(use.operation, use.operand, inputs)
+    return _watched(known, result, tap, residuals, asked[known.group]), ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask) -> Array:
+    """The result of a use as it is; from its cotangent follows that of the tap.
+
+    It depends on the tap, which every example has its own of: the cotangent of what all examples
+    share would be summed over them before it comes here.
+    """
+    del known, residuals, asked
+    zero = tap.measured if isinstance(tap, Found) else tap.gradient
+    return result + zero.reshape(-1)[0].astype(result.dtype)
+
+
+def _watched_forward(
+    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask
+) -> tuple[Array, Any]:
+    return _watched(known, result, tap, residuals, asked), (residuals, asked)
+
+
+def _watched_backward(known: Known, held: Any, cotangent: Array) -> tuple[Any, ...]:
+    residuals, asked = held
+    assert known.form is not None
+    if known.is_small:
+        return cotangent, _formed(known.form, residuals, cotangent), None, None
+    return cotangent, _of_batch(known.form)(residuals, cotangent, asked), None, None
+
+
+_watched.defvjp(_watched_forward, _watched_backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _formed(form: LeafForm, residuals: Any, cotangent: Array) -> Formed:
+    """One example's gradient."""
+    met = jax.tree.map(lambda x: x[None], (residuals, cotangent))
+    with stage("norm"):
+        return Formed(per_example_gradients(form, [met])[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_batch(form: LeafForm) -> Callable[[Any, Array, Ask], Found]:
+    """From what one example meets and is asked for to norms and weighted sum.
+
+    It speaks of one example, as everything inside of `vmap`, but sums over all of them: the total
+    has no examples in front.
+    """
+
+    @sum_over_examples
+    def of_batch(residuals: Any, cotangent: Array, asked: Ask) -> Found:
+        batch = len(asked.factors)
+        several = at_once(form.way, form.shape, form.uses, batch)
+        met = residuals, cotangent
+        return ask(lambda met: leaf_gradient(form, [met]), form.shape, met, asked, several)
+
+    @custom_vmap
+    def of_one(residuals: Any, cotangent: Array, asked: Ask) -> Found:
+        met = residuals, cotangent, asked.factors
+        residuals, cotangent, factors = jax.tree.map(lambda x: x[None], met)
+        found = of_batch(residuals, cotangent, Ask(asked.is_measuring, factors))
+        return Found(found.measured[0], found.total)
+
+    @of_one.def_vmap
+    def _(size: int, is_mapped: list[Any], *values: Any) -> tuple[Found, Found]:
+        residuals, cotangent, asked = jax.tree.map(
+            lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape)),
+            values,
+            tuple(is_mapped),
+        )
+        asked = asked._replace(is_measuring=values[2].is_measuring)
+        is_mapped_out: Any = Found(cast(Any, True), cast(Any, False))
+        return of_batch(residuals, cotangent, asked), is_mapped_out
+
+    return of_one
+
+
+def ask(
+    gradient: Callable[[Any], LeafGradient],
+    shape: tuple[int, ...],
+    met: Any,
+    asked: Ask,
+    several: int,
+) -> Found:
+    """The norms, or the weighted sum, whichever is asked for; the other is zero.
+
+    Args:
+        gradient: from what some examples meet to their gradients.
+        shape: of the sum.
+        met: what all of them meet, examples in front of every array.
+        asked: what for.
+        several: of how many examples gradients are found at once.
+    """
+    flat, structure = jax.tree.flatten((asked.factors, met))
+
+    def step(values: list[Array], is_padding: Array) -> tuple[Array, Array]:
+        factors, met = structure.unflatten(values)
+
+        def measure() -> tuple[Array, Array]:
+            with stage("norm"):
+                leaf = gradient(met)
+            return jnp.zeros(shape, factors.dtype), jnp.stack([leaf.norm, leaf.bound], axis=-1)
+
+        def add() -> tuple[Array, Array]:
+            with stage("norm"):
+                leaf = gradient(met)
+            with stage("sum"):
+                total = leaf.sum(factors, (factors > 0) & ~is_padding)
+            return total, jnp.zeros((len(factors), 2), factors.dtype)
+
+        return jax.lax.cond(asked.is_measuring, measure, add)
+
+    total, measured = over_microbatches(step, flat, None, len(asked.factors), several)
+    return Found(measured, total)
+
+
+@jax.jit
+def ask_formed(grads: Float[Array, "batch *shape"], asked: Ask) -> Found:
+    """The same of gradients that are there."""
+    return ask(from_per_example, grads.shape[1:], grads, asked, len(grads))
+
+
+def of_slices(measured: Float[Array, "batch *slices 2"]) -> Float[Array, "batch 2"]:
+    """Norm and bound of a stacked parameter from those of its slices."""
+    batch = measured.shape[0]
+    with stage("norm"):
+        norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
+    error = norm_error(math.prod(measured.shape[1:-1]), measured.dtype)
+    return jnp.stack([norm, bound * (1 + error)], axis=-1)
+
+
+def at_once(way: Way, shape: tuple[int, ...], uses: tuple[ParamUse, ...], batch: int) -> int:
+    """Of how many examples gradients are formed at once: they take a quarter of what they meet.
+
+    A divisor of their number, since to fill up the last part everything would have to be copied.
+    """
+    if way == "inner_products":
+        return batch
+    fitting = batch * sum(map(_met, uses)) // max(4 * math.prod(shape), 1)
+    return max(n for n in range(1, batch + 1) if batch % n == 0 and n <= max(fitting, 1))

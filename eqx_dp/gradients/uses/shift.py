@@ -1,0 +1,30 @@
+"""`add` and `sub`: biases, learned positions."""
+
+from typing import Any
+
+import jax.extend.core as jex_core
+from jax.extend.core.primitives import add_jaxvals_p, add_p, sub_p
+from jaxtyping import Array
+
+from .use import Operation, sum_to
+
+name = "shift"
+
+
+def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
+    """A sum with data, or a difference."""
+    del operand
+    return equation.primitive in (add_p, add_jaxvals_p, sub_p)
+
+
+def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
+    """Nothing: the cotangent says it all."""
+    del operation, operand, inputs
+    return ()
+
+
+def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
+    """The cotangent, negative where the parameter was taken away."""
+    del residuals
+    taken_away = operation.primitive == sub_p.name and operand == 1
+    return sum_to(operation, operand, -cotangent if taken_away else cotangent)

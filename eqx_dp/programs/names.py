@@ -1,0 +1,36 @@
+"""Primitives by name. What JAX gives no object for stands in one list, which a test holds."""
+
+from jax.extend.core import primitives as jax_primitives
+
+_WITH_OBJECT = frozenset(
+    value.name for name, value in vars(jax_primitives).items() if name.endswith("_p")
+)
+
+WITHOUT_OBJECT = frozenset(
+    """
+    addupdate all_gather_invariant buffer_callback call_exported custom_vmap_call ffi_call geqp3
+    geqrf io_callback layout_constraint log2 lu_pivots_to_permutation mulhi nonbatchable
+    nondifferentiable_backward one_minus_square optimization_barrier ormqr pallas_call pbroadcast
+    philox2x32 philox4x32 psum_invariant pure_callback pvary ragged_dot_general random_clone
+    random_unwrap random_wrap reduce_scatter reshard scatter-sub select_if_vmap shard_map split
+    stack symmetric_product threefry4x32 tile tpu_custom_call triton_kernel_call unreduced_psum
+    unstack unvmap_all unvmap_any unvmap_max vprim
+    """.split()  # noqa: SIM905
+)
+"""The names that `jax.extend.core.primitives` has no object for, in all JAX that is supported."""
+
+
+def named(text: str) -> frozenset[str]:
+    """A set of primitives, by name.
+
+    Args:
+        text: names with spaces between them.
+
+    Raises:
+        ImportError: JAX has no primitive of a name, and it is not in the list of the others.
+    """
+    names = frozenset(text.split())
+    unknown = names - _WITH_OBJECT - WITHOUT_OBJECT
+    if unknown:
+        raise ImportError(f"JAX has no primitives of these names any more: {sorted(unknown)}.")
+    return names

@@ -1,0 +1,43 @@
+"""What an equation says about where its values live on a mesh."""
+
+from typing import Any
+
+import jax.extend.core as jex_core
+from jax.extend.core.primitives import device_put_p, jit_p, sharding_constraint_p
+from jax.sharding import NamedSharding
+
+_RESHARD, _PVARY = "reshard", "pvary"  # JAX gives no object for these
+
+PLACEMENTS = frozenset({sharding_constraint_p.name, device_put_p.name, _RESHARD, _PVARY})
+"""The primitives that say where a value lives, and leave the value as it is."""
+
+
+def shardings(equation: jex_core.JaxprEqn) -> dict[int, Any]:
+    """The shardings that an equation demands, as the user wrote them.
+
+    Returns:
+        The sharding for the position of an operand, or of a result: those come after the operands.
+    """
+    params, results = equation.params, len(equation.invars)
+    if equation.primitive is sharding_constraint_p:
+        return {results: params["sharding"]}
+    if equation.primitive.name == _RESHARD:
+        return {results: params["dst_sharding"]}
+    if equation.primitive is device_put_p:
+        found = enumerate(params["devices"], results)
+    elif equation.primitive is jit_p:
+        found = enumerate([*params["in_shardings"], *params["out_shardings"]])
+    else:
+        return {}
+    return {i: sharding for i, sharding in found if isinstance(sharding, NamedSharding)}
+
+
+def result_sharding(equation: jex_core.JaxprEqn) -> NamedSharding | None:
+    """Where an equation says that its one result goes, as an einsum with `out_sharding` does.
+
+    On Explicit axes JAX fills it in by itself, too.
+    """
+    if len(equation.outvars) != 1:
+        return None
+    named = (value for value in equation.params.values() if isinstance(value, NamedSharding))
+    return next(named, None)

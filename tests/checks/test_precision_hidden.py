@@ -1,0 +1,242 @@
+"""check_precision finds digits of a sum, or of its noise, that are lost and no dtype shows it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.lax import DotAlgorithm, DotAlgorithmPreset
+
+import eqx_dp as dp
+from eqx_dp.precision import stage
+
+pytestmark = pytest.mark.optimized
+
+MIXED = dp.load_policy("mixed_bfloat16")
+BF16, F32, U16, U32 = jnp.bfloat16, jnp.float32, jnp.uint16, jnp.uint32
+X = jax.ShapeDtypeStruct((4, 3), F32)
+LEAF = jax.ShapeDtypeStruct((3,), F32)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def summed(x):
+    with stage("sum"):
+        return jnp.sum(x, 0)
+
+
+def found(step, policy=MIXED):
+    report = dp.check_precision(step, X, KEY, policy=policy)
+    assert all("test_precision_hidden.py:" in row.where for row in report.violations)
+    return {(row.stage, row.declared, row.found) for row in report.violations}
+
+
+def between(change):
+    """What is found of a step that changes the sum before it adds noise."""
+    return found(lambda x, key: change(summed(x)) + jax.random.normal(key, (3,)))
+
+
+def of_noise(change):
+    """What is found of a step that changes the noise before it adds it."""
+    return found(lambda x, key: summed(x) + change(jax.random.normal(key, (3,))))
+
+
+# Products.
+
+
+def product(precision, preferred=None, matrix=None):
+    def apply(g):
+        numbers = ((1,), (0,)), ((), ())
+        left = jnp.eye(3) if matrix is None else matrix
+        made = lax.dot_general(
+            left, g, numbers, precision=precision, preferred_element_type=preferred
+        )
+        return made.astype(F32)
+
+    return apply
+
+
+def convolution(precision):
+    def apply(g):
+        kernel = jnp.ones((1, 1, 1))
+        return lax.conv_general_dilated(g[None, None], kernel, (1,), "SAME", precision=precision)[
+            0, 0
+        ]
+
+    return apply
+
+
+HALVES = DotAlgorithm(F32, F32, F32, allow_imprecise_accumulation=True)
+LESS = {
+    None: "float32 at precision default (bfloat16 on accelerators)",
+    "default": "float32 at precision default (bfloat16 on accelerators)",
+    "high": "float32 at precision high (TensorFloat32 on accelerators)",
+    ("highest", "high"): "float32 at precision high (TensorFloat32 on accelerators)",
+    DotAlgorithmPreset.DEFAULT: "float32 at precision default (bfloat16 on accelerators)",
+    DotAlgorithmPreset.BF16_BF16_F32: "bfloat16 by BF16_BF16_F32",
+    DotAlgorithmPreset.BF16_BF16_F32_X3: "bfloat16 by BF16_BF16_F32_X3",
+    DotAlgorithmPreset.TF32_TF32_F32: "TensorFloat32 by TF32_TF32_F32",
+    DotAlgorithmPreset.TF32_TF32_F32_X3: "TensorFloat32 by TF32_TF32_F32_X3",
+    DotAlgorithmPreset.ANY_F8_ANY_F8_F32: "float8 by ANY_F8_ANY_F8_F32",
+    DotAlgorithm(F32, BF16, F32): "bfloat16 by a DotAlgorithm",
+    HALVES: "float32 by a DotAlgorithm",
+}
+ENOUGH = (
+    "highest",
+    DotAlgorithmPreset.F32_F32_F32,
+    DotAlgorithmPreset.BF16_BF16_F32_X6,
+    DotAlgorithmPreset.BF16_BF16_F32_X9,
+    DotAlgorithm(BF16, BF16, F32, 3, 3, 6),
+)
+
+
+@pytest.mark.parametrize(("precision", "name"), LESS.items(), ids=str)
+def test_a_product_that_rounds_its_operands(precision, name):
+    def over_examples(x, key):
+        with stage("sum"):
+            total = product(precision, matrix=jnp.ones((3, 4)))(x)[0]
+        return total + jax.random.normal(key, (3,))
+
+    assert between(product(precision)) == {("between clip and noise", "float32", name)}
+    assert of_noise(product(precision)) == {("noise draw", "float32", name)}
+    assert found(over_examples) == {("sum over examples", "float32", name)}
+
+
+@pytest.mark.parametrize("precision", ENOUGH, ids=str)
+def test_no_alarm_on_a_product_that_keeps_its_operands(precision):
+    assert between(product(precision)) == of_noise(product(precision)) == set()
+    with jax.default_matmul_precision("highest"):
+        assert between(lambda g: jnp.eye(3) @ g) == set()
+
+
+def test_a_product_that_is_asked_for_a_narrow_result():
+    assert between(product("highest", BF16)) == {("between clip and noise", "float32", "bfloat16")}
+
+
+def test_a_convolution_of_a_sum():
+    assert between(convolution("highest")) == set()
+    assert between(convolution(None)) == {("between clip and noise", "float32", LESS[None])}
+
+
+def test_a_sum_of_narrow_operands_is_as_wide_as_its_result():
+    def step(x, key, precision=None):
+        with stage("sum"):
+            ones = jnp.ones((3, 4), BF16)
+            total = product(precision, F32, ones)(x.astype(BF16))[0]
+        return total + jax.random.normal(key, (3,))
+
+    def imprecise(x, key):
+        return step(x, key, DotAlgorithm(BF16, BF16, F32, allow_imprecise_accumulation=True))
+
+    cast = ("sum over examples", "float32", "bfloat16")  # of x, by the step itself
+    assert found(step) == {cast}
+    assert found(imprecise) == {cast, (*cast[:2], "float32 by a DotAlgorithm")}
+
+
+@pytest.mark.parametrize("precision", ["default", "tensorfloat32", "highest"])
+def test_products_of_the_loss_by_algorithms(precision):
+    digits = {"default": 7, "tensorfloat32": 10, "highest": 23}[precision]
+    policy = dp.parse_policy(f"p=f32,c=f32,matmul_precision={precision}")
+
+    def stages(algorithm):
+        def step(x, key):
+            with stage("loss"):
+                x = product(algorithm, matrix=jnp.ones((4, 4)))(x)
+            return summed(x) + jax.random.normal(key, (3,))
+
+        return {(row[0], row[1]) for row in found(step, policy)}
+
+    violation = {("forward", f"matmul_precision {precision}")}
+    for algorithm, kept in (
+        (DotAlgorithmPreset.ANY_F8_ANY_F8_F32, 3),
+        (DotAlgorithmPreset.BF16_BF16_F32, 7),
+        (DotAlgorithm(BF16, BF16, F32), 7),
+        (DotAlgorithmPreset.TF32_TF32_F32, 10),
+        (DotAlgorithmPreset.BF16_BF16_F32_X3, 15),
+        (DotAlgorithmPreset.BF16_BF16_F32_X6, 23),
+    ):
+        assert stages(algorithm) == (violation if kept < digits else set())
+
+
+# Bits.
+
+
+def bits_of(change):
+    return lambda g: lax.bitcast_convert_type(change(lax.bitcast_convert_type(g, U32)), F32)
+
+
+def upper_half(g):
+    halves = lax.bitcast_convert_type(g, U16)
+    return lax.bitcast_convert_type(halves.at[..., 0].set(0), F32)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "names"),
+    [
+        (bits_of(lambda b: b & U32(0xFFFF0000)), {"and"}),
+        (bits_of(lambda b: b | U32(0xFFFF)), {"or"}),
+        (bits_of(lambda b: (b >> 16) << 16), {"shift_right_logical", "shift_left"}),
+        (bits_of(lambda b: b // U32(2**16) * U32(2**16)), {"div"}),
+        (bits_of(lambda b: b - b % U32(2**16)), {"rem"}),
+        (lambda g: ((g * 2**20).astype(jnp.int32) >> 16).astype(F32), {"shift_right_arithmetic"}),
+    ],
+)
+def test_a_bit_mask_on_a_sum(narrow, names):
+    rows = between(narrow)
+    assert {row[:2] for row in rows} == {("between clip and noise", "float32")}
+    assert {row[2].removeprefix("u") for row in rows} == {
+        f"int32, bits dropped by {name}" for name in names
+    }
+
+
+def test_halves_of_the_bits_of_a_sum():
+    assert between(upper_half) == {("between clip and noise", "float32", "uint16")}
+
+
+def test_no_alarm_on_bits_that_are_kept():
+    assert between(bits_of(lambda b: ~b ^ U32(3))) == set()
+    fixed = lambda g: (jnp.round(g * 2**20).astype(jnp.int32) + 3).astype(F32) / 2**20  # noqa: E731
+    assert between(fixed) == set()
+    # Integers and truth values that only say where a sum is what.
+    assert between(lambda g: jnp.where((g > 0) & jnp.isfinite(g), g, 0.0)) == set()
+    assert between(lambda g: g[jnp.argsort(g)][jnp.arange(3) % 2]) == set()
+
+
+def test_integers_narrower_than_a_wide_sum():
+    def step(x, key):
+        fixed = (summed(x.astype(jnp.float64)) * 2**20).astype(jnp.int32)
+        return fixed.astype(jnp.float64) + jax.random.normal(key, (3,), jnp.float64)
+
+    with jax.enable_x64(True):
+        rows = found(step, dp.load_policy("float64"))
+    assert ("between clip and noise", "float64", "int32") in rows
+
+
+# What nothing is known of.
+
+
+def foreign(name):
+    return {
+        "pure_callback": lambda g: jax.pure_callback(lambda g: g, LEAF, g),
+        "io_callback": lambda g: io_callback(lambda g: g, LEAF, g),
+        "ffi_call": lambda g: jax.ffi.ffi_call("somewhere", LEAF)(g),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["pure_callback", "io_callback", "ffi_call"])
+def test_what_comes_out_of_a_callback(name):
+    what = f"result of {name}, of which nothing is known"
+    assert between(foreign(name)) == {("between clip and noise", "float32", what)}
+    assert of_noise(foreign(name)) == {("noise draw", "float32", what)}
+    # After the noise, all is post-processing.
+    after = lambda x, key: foreign(name)(summed(x) + jax.random.normal(key, (3,)))  # noqa: E731
+    assert found(after) == set()
+
+
+def test_no_alarm_on_callbacks_that_return_nothing():
+    def looked_at(g):
+        jax.debug.print("{}", g)
+        jax.debug.callback(lambda g: None, g)
+        io_callback(lambda g: None, None, g)
+        return g
+
+    assert between(looked_at) == of_noise(looked_at) == set()
