@@ -142,8 +142,14 @@ def with_a_failing_source(directory, channel, at):
         return str(error)
 
 
+def _hear_interrupts():
+    """As in a terminal: what a shell starts in the background ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def interrupted(directory, channel):
     """Ended by Ctrl-C; returns what the error says."""
+    _hear_interrupts()
     try:
         train(directory, channel, save_every=1000, callback=lambda event: time.sleep(0.05))
     except KeyboardInterrupt as error:
@@ -152,6 +158,7 @@ def interrupted(directory, channel):
 
 def interrupted_twice(directory, channel):
     """The second Ctrl-C comes while the step that the first one waits for is not over."""
+    _hear_interrupts()
     train(directory, channel, save_every=2, callback=lambda event: time.sleep(event.step // 5 * 60))
 
 
