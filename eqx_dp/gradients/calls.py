@@ -11,6 +11,7 @@ from .choice import Choice
 from .configuration import Configuration
 from .cost import LeafCost
 from .examples import Examples
+from .marks import Mark, in_one_equation
 from .methods import METHODS, TracedLoss
 from .microbatches import over_microbatches
 
@@ -133,15 +134,42 @@ def specs_of(
     return CallSpecs(of_params, of_frozen, sums, [*of_params, *of_frozen, *examples.specs()])
 
 
-def run(prepared: Prepared, configuration: Configuration) -> tuple[PerExample, list[Array]]:
+def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
+    """Sums the clipped gradients of a batch; in a traced program that is one marked equation."""
+    traced, examples = prepared.traced, prepared.examples
+    shared = traced.params, traced.frozen, traced.consts
+    clipping = traced.clipping
+    mark = Mark(
+        clipping.bounds,
+        tuple(traced.groups),
+        tuple(param.ndim for param in traced.params),
+        len(jax.tree.leaves(shared)),
+        len(jax.tree.leaves(examples.batch)),
+        examples.keys is not None,
+        examples.is_padding_example is not None,
+        examples.num_examples,
+    )
+
+    def function(operands: Any) -> tuple[list[Array], PerExample]:
+        (params, frozen, consts), *batch = operands
+        here = traced.with_arrays(params, frozen, consts)
+        its_own = examples._replace(batch=batch[0], keys=batch[1], is_padding_example=batch[2])
+        return _spread(prepared._replace(traced=here, examples=its_own), configuration)
+
+    batch = examples.batch, examples.keys, examples.is_padding_example
+    return in_one_equation(mark, function, (shared, *batch))
+
+
+def _spread(
+    prepared: Prepared, configuration: Configuration
+) -> tuple[list[Array], PerExample]:
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
     traced, examples, choice, _, specs, _ = prepared
     rules = configuration.sharding
     if rules is None or specs is None:
-        sums, per_example = _on_device(
+        return _on_device(
             traced, configuration, choice, examples.leaves, examples.is_padding_example
         )
-        return per_example, sums
 
     # All arrays go in as arguments: what is closed over would not be spread.
     consts, num_params = traced.consts, len(traced.params)
@@ -154,7 +182,7 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[PerExample, l
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
         return _on_device(here, configuration, choice, leaves, padding)
 
-    sums, per_example = over_devices(
+    return over_devices(
         function,
         rules,
         [*traced.params, *traced.frozen, *consts],
@@ -162,7 +190,6 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[PerExample, l
         [*examples.leaves, *mask],
         specs.sums,
     )
-    return per_example, sums
 
 
 def _on_device(

@@ -35,9 +35,12 @@ class Clipping(NamedTuple):
 
         Groups are orthogonal, so their bounds add in squares.
         """
-        if self.rescale_to_unit_norm:
-            return math.sqrt(len(self.clip_norms))
-        return math.hypot(*self.clip_norms)
+        return math.hypot(*self.bounds)
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The same for each group."""
+        return (1.0,) * len(self.clip_norms) if self.rescale_to_unit_norm else self.clip_norms
 
     def groups(self, params: PyTree[Array]) -> list[int]:
         """Finds the group of every leaf of `params`, in the order of its leaves.

@@ -185,7 +185,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         Args:
             prepared: what [`prepare`][] of the same function returned.
         """
-        per_example, sums = run(prepared, self._configuration)
+        sums, per_example = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
 
