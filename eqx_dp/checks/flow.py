@@ -13,6 +13,7 @@ from ..programs import (
     Scan,
     ShardMap,
     While,
+    closed,
     inside,
     interpret,
     programs_of,
@@ -31,18 +32,25 @@ class Context(NamedTuple):
         line: the source line.
         times: how often an equation runs here, as far as shapes tell.
         is_final: False while the facts about a loop's carry are still being found.
+        path: the equations that led here and the one at hand, which tells apart two calls of one
+            program.
     """
 
     scope: str = ""
     line: str = "unknown"
     times: int = 1
     is_final: bool = True
+    path: tuple[int, ...] = ()
 
     def at(self, equation: jex_core.JaxprEqn) -> "Context":
         """What is around an equation; JAX's own functions know no line inside."""
         info = equation.source_info
         line = source_line(equation) if info.traceback is not None else ""
-        return self._replace(scope=f"{self.scope}/{info.name_stack}", line=line or self.line)
+        return self._replace(
+            scope=f"{self.scope}/{info.name_stack}",
+            line=line or self.line,
+            path=(*self.path, id(equation)),
+        )
 
 
 class Flow(abc.ABC, Generic[Fact]):
@@ -74,55 +82,62 @@ class Flow(abc.ABC, Generic[Fact]):
     ) -> list[Fact]:
         """What is known of the results of an equation that holds no program."""
 
-    @abc.abstractmethod
     def carried(self, context: Context, variable: Any, fact: Fact) -> None:
         """Is told what a loop carries from step to step."""
+        del context, variable, fact
+
+    def constant(self, value: Any) -> Fact:
+        """What is known of a constant or a literal."""
+        del value
+        return self.nothing
 
     def program(
-        self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Fact], context: Context
+        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Fact], context: Context
     ) -> list[Fact]:
         """What is known of a program's results."""
         if context.is_final:
-            return self._equations(jaxpr, inputs, context)
+            return self.equations(program, inputs, context)
         # Loops within loops are gone round many times, mostly with nothing new.
-        key = jaxpr, tuple(inputs), context.scope, context.line
+        key = program.jaxpr, tuple(inputs), context.scope, context.line
         if key not in self._known:
-            self._known[key] = self._equations(jaxpr, inputs, context)
+            self._known[key] = self.equations(program, inputs, context)
         return self._known[key]
 
-    def _equations(
-        self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Fact], context: Context
+    def equations(
+        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Fact], context: Context
     ) -> list[Fact]:
+        """The same, equation by equation."""
         return interpret(
-            jaxpr,
-            [self.nothing] * len(jaxpr.constvars),
+            program.jaxpr,
+            [self.constant(value) for value in program.consts],
             inputs,
-            lambda equation, inputs: self._equation(context.at(equation), equation, inputs),
-            lambda _: self.nothing,
+            lambda equation, inputs: self.holder(context.at(equation), equation, inputs),
+            lambda literal: self.constant(literal.val),
         )
 
-    def _equation(
+    def holder(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
     ) -> list[Fact]:
+        """What is known of an equation's results, whatever it holds."""
         match inside(equation):
             case Call(body=body):
-                return self.program(body.jaxpr, inputs, context)
+                return self.program(body, inputs, context)
             case ShardMap() as spread:  # on so many devices, each with shapes of its own
                 context = context._replace(times=context.times * spread.num_devices)
-                return self.program(spread.body.jaxpr, inputs, context)
+                return self.program(spread.body, inputs, context)
             case Scan() as scan:
                 context = context._replace(times=context.times * scan.length)
-                return self._loop(context, scan.body.jaxpr, *scan.split(inputs))
+                return self._loop(context, scan.body, *scan.split(inputs))
             case While() as loop:
                 of_condition, of_body, carry = loop.split(inputs)
-                carry = self._loop(context, loop.body.jaxpr, of_body, carry, [])
-                self.program(loop.condition.jaxpr, [*of_condition, *carry], context)
+                carry = self._loop(context, loop.body, of_body, carry, [])
+                self.program(loop.condition, [*of_condition, *carry], context)
                 return carry
             case Cond() as cond:
-                found = [self.program(b.jaxpr, inputs[1:], context) for b in cond.branches]
+                found = [self.program(branch, inputs[1:], context) for branch in cond.branches]
                 return [self.joined(facts) for facts in zip(*found, strict=True)]
             case LinearSolve() as system:
-                return self.program(system.solve.jaxpr, system.split(inputs), context)
+                return self.program(system.solve, system.split(inputs), context)
             case None:
                 return self._primitive(context, equation, inputs)
 
@@ -140,17 +155,17 @@ class Flow(abc.ABC, Generic[Fact]):
             return self.equation(context, equation, inputs)
         sizes = (len(equation.invars), len(equation.outvars))
         if [(len(inner.invars), len(inner.outvars)) for inner in programs] == [sizes]:
-            return self.program(programs[0], inputs, context)
+            return self.program(closed(programs[0]), inputs, context)
         everything = self.joined(inputs)
         for inner in programs:
-            results = self.program(inner, [everything] * len(inner.invars), context)
+            results = self.program(closed(inner), [everything] * len(inner.invars), context)
             everything = self.joined([everything, *results])
         return [everything] * len(equation.outvars)
 
     def _loop(
         self,
         context: Context,
-        body: jex_core.Jaxpr,
+        body: jex_core.ClosedJaxpr,
         consts: list[Fact],
         carry: list[Fact],
         slices: list[Fact],
@@ -166,6 +181,6 @@ class Flow(abc.ABC, Generic[Fact]):
         )
         results = step(carry, context)
         if context.is_final:
-            for variable, fact in zip(body.invars[len(consts) :], carry, strict=False):
+            for variable, fact in zip(body.jaxpr.invars[len(consts) :], carry, strict=False):
                 self.carried(context, variable, fact)
         return [*carry, *results[size:]]

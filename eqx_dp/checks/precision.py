@@ -101,7 +101,7 @@ def check_precision(
     if declared is None:
         raise ValueError("policy is None: give the policy that the step was built with.")
     program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    flow, outputs = _followed(program.jaxpr, declared, next_arguments(args, kwargs, results))
+    flow, outputs = _followed(program, declared, next_arguments(args, kwargs, results))
     if not flow.stages:
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise ValueError(
@@ -120,10 +120,10 @@ def check_precision(
 
 
 def _followed(
-    program: jex_core.Jaxpr, policy: Policy, returns: list[list[int]]
+    program: jex_core.ClosedJaxpr, policy: Policy, returns: list[list[int]]
 ) -> tuple[PrecisionFlow, list[Facts]]:
     """Goes through call after call, until no un-noised sum comes back that had not before."""
-    inputs = [NOTHING] * len(program.invars)
+    inputs = [NOTHING] * len(program.jaxpr.invars)
     while True:
         flow = PrecisionFlow(policy)
         outputs = flow.program(program, inputs, Context())

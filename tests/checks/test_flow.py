@@ -33,7 +33,7 @@ class Origins(Flow[frozenset[int]]):
 
 
 def followed(function, *inputs):
-    program = jax.make_jaxpr(function)(*inputs).jaxpr
+    program = jax.make_jaxpr(function)(*inputs)
     flow = Origins()
     results = flow.program(program, [frozenset({i}) for i in range(len(inputs))], Context())
     return flow, [set(fact) for fact in results]
