@@ -6,7 +6,7 @@ plan ties sampling, noise and accounting together. See README.md for a tour.
 
 from importlib.metadata import version
 
-from .checks import PrecisionReport, check_precision
+from .checks import PrecisionReport, PrivacyReport, check_precision, check_privacy
 from .gradients import (
     ClippedGrad,
     Explanation,
@@ -75,6 +75,7 @@ __all__ = [
     "Policy",
     "PrecisionReport",
     "PrivacyPlan",
+    "PrivacyReport",
     "ShardingRules",
     "Step",
     "TensorBoard",
@@ -84,6 +85,7 @@ __all__ = [
     "apply_policy",
     "available_policies",
     "check_precision",
+    "check_privacy",
     "describe",
     "explain",
     "filter_clipped_grad",

@@ -2,5 +2,7 @@
 
 from .precision import check_precision
 from .precision_report import PrecisionReport
+from .privacy import check_privacy
+from .privacy_report import PrivacyReport
 
-__all__ = ["PrecisionReport", "check_precision"]
+__all__ = ["PrecisionReport", "PrivacyReport", "check_precision", "check_privacy"]

@@ -1,7 +1,7 @@
 """Facts about values, followed through a program: from those about its inputs to its results'."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.extend.core as jex_core
@@ -24,6 +24,18 @@ from ..programs import (
 Fact = TypeVar("Fact")
 
 
+class Loop(NamedTuple):
+    """A loop around an equation.
+
+    Attributes:
+        path: where it is.
+        length: how many turns it takes; None if that is not known.
+    """
+
+    path: Hashable
+    length: int | None
+
+
 class Context(NamedTuple):
     """What is around an equation.
 
@@ -34,6 +46,7 @@ class Context(NamedTuple):
         is_final: False while the facts about a loop's carry are still being found.
         path: the equations that led here and the one at hand, which tells apart two calls of one
             program.
+        loops: around it, outermost first.
     """
 
     scope: str = ""
@@ -41,6 +54,7 @@ class Context(NamedTuple):
     times: int = 1
     is_final: bool = True
     path: tuple[int, ...] = ()
+    loops: tuple[Loop, ...] = ()
 
     def at(self, equation: jex_core.JaxprEqn) -> "Context":
         """What is around an equation; JAX's own functions know no line inside."""
@@ -51,6 +65,11 @@ class Context(NamedTuple):
             line=line or self.line,
             path=(*self.path, id(equation)),
         )
+
+    def turn(self, length: int | None) -> "Context":
+        """What is around the body of the loop at hand."""
+        loops = (*self.loops, Loop(self.path, length))
+        return self._replace(times=self.times * (length or 1), loops=loops)
 
 
 class Flow(abc.ABC, Generic[Fact]):
@@ -126,11 +145,10 @@ class Flow(abc.ABC, Generic[Fact]):
                 context = context._replace(times=context.times * spread.num_devices)
                 return self.program(spread.body, inputs, context)
             case Scan() as scan:
-                context = context._replace(times=context.times * scan.length)
-                return self._loop(context, scan.body, *scan.split(inputs))
+                return self._loop(context.turn(scan.length), scan.body, *scan.split(inputs))
             case While() as loop:
                 of_condition, of_body, carry = loop.split(inputs)
-                carry = self._loop(context, loop.body, of_body, carry, [])
+                carry = self._loop(context.turn(None), loop.body, of_body, carry, [])
                 self.program(loop.condition, [*of_condition, *carry], context)
                 return carry
             case Cond() as cond:

@@ -5,6 +5,7 @@ from .calls import PerExample, Prepared
 from .clipped_grad import ClippedGrad
 from .cost import num_steps
 from .explain import Explanation, checked_grad_fn, described, explain
+from .marks import Mark, mark_of
 from .program import takes_key
 from .trained import FilterSpec, split_trainable
 
@@ -12,6 +13,7 @@ __all__ = [
     "ClippedGrad",
     "Explanation",
     "FilterSpec",
+    "Mark",
     "PerExample",
     "Prepared",
     "checked_grad_fn",
@@ -19,6 +21,7 @@ __all__ = [
     "explain",
     "filter_clipped_grad",
     "filter_value_and_clipped_grad",
+    "mark_of",
     "num_steps",
     "split_trainable",
     "takes_key",

@@ -1,5 +1,6 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
+from .accounting import SENSITIVITY_OF_UNIT_NORM
 from .arguments import whole_number
 from .keys import Secret, digest, fold_text, key_from_secret
 from .noise import GaussianPrivatizerState, gaussian_privatizer
@@ -13,6 +14,7 @@ __all__ = [
     "NeighboringRelation",
     "PoissonSampler",
     "PrivacyPlan",
+    "SENSITIVITY_OF_UNIT_NORM",
     "SampleSize",
     "Sampling",
     "Secret",

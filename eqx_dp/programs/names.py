@@ -8,7 +8,8 @@ _WITH_OBJECT = frozenset(
 
 WITHOUT_OBJECT = frozenset(
     """
-    addupdate all_gather_invariant buffer_callback call_exported custom_vmap_call ffi_call geqp3
+    addupdate all_gather_invariant buffer_callback call_exported custom_vmap_call debug_callback
+    debug_print ffi_call geqp3
     geqrf io_callback layout_constraint log2 lu_pivots_to_permutation mulhi nonbatchable
     nondifferentiable_backward one_minus_square optimization_barrier ormqr pallas_call pbroadcast
     philox2x32 philox4x32 psum_invariant pure_callback pvary ragged_dot_general random_clone

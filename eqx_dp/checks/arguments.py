@@ -1,0 +1,130 @@
+"""Which arrays among a step's arguments hold private data, as a user says it."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.tree_util import DictKey, SequenceKey, keystr, tree_leaves_with_path
+from jaxtyping import PyTree
+
+from ..shown import shown
+
+
+class Argument(NamedTuple):
+    """An array among a step's arguments.
+
+    Attributes:
+        names: its dotted paths: by position, and by the name of the parameter.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it holds random keys."""
+        return jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key)
+
+
+def traceable(tree: PyTree[Any]) -> PyTree[Any]:
+    """The same with shapes in place of numpy arrays, which would be constants of the program."""
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(of, tree)
+
+
+def arguments_of(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Argument]:
+    """All arrays, in the order in which the traced program takes them."""
+    parameters = _parameters(fn)
+    arrays = eqx.filter(
+        (tuple(args), dict(kwargs)), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    )
+    found: list[Argument] = []
+    for (where, at, *rest), leaf in tree_leaves_with_path(arrays):
+        assert isinstance(where, SequenceKey)
+        heads = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
+        if where.idx == 0 and at.idx < len(parameters):
+            heads.append(parameters[at.idx])
+        tail = keystr(tuple(rest), simple=True, separator=".")
+        names = tuple(f"{head}.{tail}" if tail else head for head in heads)
+        found.append(Argument(names, tuple(leaf.shape), leaf.dtype))
+    return found
+
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional]
+
+
+def private_among(
+    arguments: Sequence[Argument], private: object, args: Sequence[Any]
+) -> list[bool]:
+    """For each array whether it is private.
+
+    Args:
+        arguments: all arrays.
+        private: positions and names, or a tree prefix of the arguments with a bool at each leaf.
+        args: the arguments by position.
+
+    Raises:
+        ValueError: nothing is named, or what is none of the arguments.
+    """
+    if isinstance(private, int | str) and not isinstance(private, bool):
+        private = (private,)
+    entries: list[Any] = list(private) if isinstance(private, Iterable) else [private]
+    if entries and all(isinstance(x, int | str) and not isinstance(x, bool) for x in entries):
+        found = [any(_is_under(a, str(entry)) for entry in entries) for a in arguments]
+        idle = [e for e in entries if not any(_is_under(a, str(e)) for a in arguments)]
+        if idle:
+            known = ", ".join(dict.fromkeys(a.names[-1].split(".")[0] for a in arguments))
+            raise ValueError(
+                f"private names {shown(idle[0])}, under which the step has no array. Its arguments "
+                f"with arrays are: {known}. Give positions, names, or dotted paths that begin with "
+                "one of them."
+            )
+        return found
+    return _by_prefix(private, args, arguments)
+
+
+def _is_under(argument: Argument, entry: str) -> bool:
+    return any(f"{name}.".startswith(f"{entry}.") for name in argument.names)
+
+
+def _by_prefix(private: Any, args: Sequence[Any], arguments: Sequence[Argument]) -> list[bool]:
+    how = (
+        "private must say which arguments hold private data: positions (private=(2, 3)), names "
+        "(private=('xs', 'ys')), or a tree prefix of the arguments by position with True or False "
+        "at each leaf"
+    )
+    if not isinstance(private, tuple | list) or not private:
+        raise ValueError(f"{how}; found {shown(private)}.")
+    leaves = jax.tree.leaves(private)
+    if not leaves or not all(isinstance(leaf, bool) for leaf in leaves):
+        raise ValueError(f"{how}; found {shown(private)}.")
+    arrays = eqx.filter(
+        tuple(args), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    )
+    try:
+        flags = jax.tree.leaves(jax.tree.broadcast(tuple(private), arrays))
+    except ValueError as error:
+        raise ValueError(f"{how}; the tree is no prefix of the arguments. {error}") from error
+    found = [*flags, *[False] * (len(arguments) - len(flags))]
+    if not any(found):
+        raise ValueError(f"{how}; it says False everywhere.")
+    return found

@@ -1,0 +1,384 @@
+"""Public arithmetic, as far as keys, whole numbers and bounds of entries are concerned."""
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from ..isolation import shape_of
+from ..programs import named
+from .terms import UNKNOWN, Affine, Again, Each, Key, Listed, Root, Span, Step, Term, number, plus
+from .values import Public
+
+_MOST_LISTED = 4096
+_LARGE = 64
+
+Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Public]], Public | None]
+"""From an equation and its operands to term and bounds of its result; None where nothing is known."""
+
+
+def constant(value: Any) -> Public:
+    """A constant or a literal."""
+    dtype, shape = jnp.result_type(value), np.shape(value)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        words = np.asarray(jax.random.key_data(value))
+        root = Root(("constant", words.tobytes()))
+        return Public(_keys(root, shape))
+    if not math.prod(shape) or not (
+        jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    ):
+        return Public()
+    array = np.asarray(value)
+    is_large = array.size > _LARGE
+    if np.iscomplexobj(array):
+        return Public(is_constant=is_large)
+    low, high = float(array.min()), float(array.max())
+    term: Term | None = None
+    if array.dtype.kind in "iu":
+        if array.ndim == 0:
+            term = number(int(array))
+        elif array.ndim == 1 and array.size <= _MOST_LISTED:
+            term = Listed(tuple(map(int, array)))
+    is_known = math.isfinite(low) and math.isfinite(high)
+    return Public(term, *((low, high) if is_known else ()), is_constant=is_large)
+
+
+def argument(name: Hashable, shape: tuple[int, ...], is_key: bool, is_new: bool) -> Public:
+    """A public argument; `is_new` if another call is given another."""
+    root = Root(("argument", name), frozenset({"calls"} if is_new else ()))
+    return Public(_keys(root, shape) if is_key else root)
+
+
+def _keys(root: Root, shape: tuple[int, ...]) -> Key:
+    path = tuple(Span(0, length) for length in shape)
+    return Key(root, path, tuple((dim,) for dim in range(len(shape))))
+
+
+def result(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    """Term and bounds of an equation's results; what it is made of is added by the caller."""
+    rule = _RULES.get(equation.primitive.name)
+    found = (None if rule is None else rule(equation, inputs)) or Public()
+    dtype = _dtype(equation.outvars[0])
+    if jnp.issubdtype(dtype, jnp.integer):  # which goes round at its ends
+        info = jnp.iinfo(dtype)
+        if not info.min <= found.low <= found.high <= info.max:
+            return Public(found.term)
+    return found
+
+
+def varies(term: Term | Step | None) -> frozenset[Hashable]:
+    """The loops in whose turns a term may change."""
+    match term:
+        case Root(_, loops):
+            return loops
+        case Affine(base):
+            return varies(base)
+        case Each(loop, inner):
+            return varies(inner) | {loop}
+        case Again(loop, steps, _):
+            return frozenset({loop}).union(*map(varies, steps))
+        case Key():
+            return varies(term.root).union(*map(varies, term.path))
+        case _:
+            return frozenset()
+
+
+def _size(variable: Any) -> int:
+    return math.prod(shape_of(variable))
+
+
+def _bounds(low: float, high: float, term: Term | None = None) -> Public | None:
+    if math.isnan(low) or math.isnan(high):
+        return None if term is None else Public(term)
+    return Public(term, low, high)
+
+
+def _same(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    return inputs[0]
+
+
+def _bounds_alone(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    value = inputs[0]
+    if equation.primitive.name == "abs":
+        return _bounds(value.least, value.largest)
+    return _bounds(value.low, value.high)
+
+
+def _converted(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    value, dtype = inputs[0], _dtype(equation.outvars[0])
+    if jnp.issubdtype(dtype, jnp.integer) and math.isfinite(value.low) and value.low < 0:
+        is_kept = not jnp.issubdtype(dtype, jnp.unsignedinteger)
+        return value if is_kept else Public(value.term)
+    return value if jnp.issubdtype(dtype, jnp.integer) else replace(value, term=None)
+
+
+def _laid_out(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    """A reshape, squeeze or broadcast: dimensions of length one come and go."""
+    value = inputs[0]
+    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    term = value.term
+    if isinstance(term, Key):
+        term = _keys_laid_out(equation, term, before, after)
+    elif term is not None and math.prod(before) != math.prod(after):
+        term = None if math.prod(before) != 1 else term
+    elif isinstance(term, Root) and before != after and math.prod(before) > 1:
+        term = Root(("laid out", term.name, after), term.varies)
+    return replace(value, term=term)
+
+
+def _keys_laid_out(
+    equation: jex_core.JaxprEqn, key: Key, before: tuple[int, ...], after: tuple[int, ...]
+) -> Term | None:
+    words = int(key.is_words)
+    name = equation.primitive.name
+    if name == "broadcast_in_dim":
+        at = {dim: i for i, dim in enumerate(equation.params["broadcast_dimensions"])}
+        along = tuple(
+            key.along[at[dim]] if dim in at and at[dim] < len(key.along) else ()
+            for dim in range(len(after) - words)
+        )
+        return key._replace(along=along)
+    kept = [along for along, length in zip(key.along, before, strict=False) if length != 1]
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    left = iter(kept)
+    along = tuple(() if length == 1 else next(left) for length in after[: len(after) - words])
+    return key._replace(along=along)
+
+
+def _cut(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    value, params = inputs[0], equation.params
+    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    starts: list[Any] = []
+    if "start_indices" in params:
+        if set(params["strides"] or ()) - {1}:
+            return replace(value, term=None)
+        starts = [number(int(start)) for start in params["start_indices"]]
+    else:
+        starts = [one.term for one in inputs[1:]]
+    term = value.term
+    for dim, (length, taken, start) in enumerate(zip(before, after, starts, strict=True)):
+        if length != taken and term is not None:
+            term = _part(term, dim, taken, start)
+    return replace(value, term=term)
+
+
+def _part(term: Term, dim: int, taken: int, start: Any) -> Term | None:
+    """So many entries along a dimension."""
+    is_known = isinstance(start, Span) and start.stop == start.start + 1
+    if isinstance(term, Key):
+        if dim >= len(term.along):
+            return None
+        if is_known:
+            return term.part(dim, start.start, start.start + taken)
+        path = list(term.path)
+        for at in term.along[dim]:  # the key of a number that is a term itself
+            step = path[at]
+            chosen = plus(start, 1, step.start) if isinstance(step, Span) and taken == 1 else None
+            path[at] = UNKNOWN if chosen is None else chosen
+        return term._replace(path=tuple(path))
+    if isinstance(term, Span) and is_known:
+        return Span(term.start + start.start, term.start + start.start + taken)
+    if isinstance(term, Listed) and is_known:
+        part = Listed(term.values[start.start : start.start + taken])
+        return number(part.values[0]) if taken == 1 else part
+    if isinstance(term, Root) and start is not None and not isinstance(start, Key):
+        return Root(("part", term.name, dim, taken, start), term.varies | varies(start))
+    return None
+
+
+def _iota(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    shape, dim = equation.params["shape"], equation.params["dimension"]
+    term = Span(0, shape[0]) if len(shape) == 1 else None
+    return Public(term, 0.0, float(shape[dim] - 1))
+
+
+def _scaled_term(a: Public, b: Public, slope: int) -> Term | None:
+    """`a + slope * b`, where one of them is a known number."""
+    one, other = a.term, b.term
+    if isinstance(one, Key) or isinstance(other, Key):
+        return None
+    if isinstance(other, Span) and other.stop == other.start + 1:
+        return plus(one, 1, slope * other.start)
+    if isinstance(one, Span) and one.stop == one.start + 1:
+        return plus(other, slope, one.start)
+    return None
+
+
+def _sum(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    a, b = inputs
+    if equation.primitive.name == "sub":
+        return _bounds(a.low - b.high, a.high - b.low, _scaled_term(a, b, -1))
+    return _bounds(a.low + b.low, a.high + b.high, _scaled_term(a, b, 1))
+
+
+def _product(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    a, b = inputs
+    ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+    term: Term | None = None
+    for one, other in ((a.term, b.term), (b.term, a.term)):
+        if isinstance(one, Span) and one.stop == one.start + 1 and not isinstance(other, Key):
+            term = plus(other, one.start, 0)
+    if any(map(math.isnan, ends)):
+        return None if term is None else Public(term)
+    return _bounds(min(ends), max(ends), term)
+
+
+def _quotient(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    a, b = inputs
+    if b.least == 0 or not jnp.issubdtype(_dtype(equation.outvars[0]), jnp.floating):
+        return None
+    ends = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
+    return None if any(map(math.isnan, ends)) else _bounds(min(ends), max(ends))
+
+
+def _negative(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    term = inputs[0].term
+    term = None if isinstance(term, Key) else plus(term, -1, 0)
+    return _bounds(-inputs[0].high, -inputs[0].low, term)
+
+
+def _extreme(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    take = max if equation.primitive.name == "max" else min
+    return _bounds(take(x.low for x in inputs), take(x.high for x in inputs))
+
+
+def _root(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    value = inputs[0]
+    return _bounds(math.sqrt(value.low), math.sqrt(value.high)) if value.low >= 0 else None
+
+
+def _power(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    value, y = inputs[0], equation.params.get("y", 2)
+    if value.low < 0 or y < 0 or value.high > 1e100:
+        return None
+    return _bounds(value.low**y, value.high**y)
+
+
+def _compared(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    a, b = inputs
+    is_certain = {
+        "lt": (a.high < b.low, a.low >= b.high),
+        "le": (a.high <= b.low, a.low > b.high),
+        "gt": (a.low > b.high, a.high <= b.low),
+        "ge": (a.low >= b.high, a.high < b.low),
+        "eq": (a.low == a.high == b.low == b.high, a.high < b.low or b.high < a.low),
+        "ne": (a.high < b.low or b.high < a.low, a.low == a.high == b.low == b.high),
+    }
+    yes, no = is_certain[equation.primitive.name]
+    return _bounds(float(yes), float(yes)) if yes or no else None
+
+
+def _joined_bits(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    """Unsigned numbers with a known bit set are not zero."""
+    if not jnp.issubdtype(_dtype(equation.outvars[0]), jnp.unsignedinteger):
+        return None
+    return _bounds(max(1.0 if x.low == x.high > 0 else 0.0 for x in inputs), math.inf)
+
+
+def _selected(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
+    which, *cases = inputs
+    if which.low == which.high and 0 <= which.low < len(cases):
+        return cases[int(which.low)]
+    # A counter that stops at the largest number of its dtype is a counter, for all that matters.
+    dtype = _dtype(equation.outvars[0])
+    if jnp.issubdtype(dtype, jnp.integer):
+        most = float(jnp.iinfo(dtype).max)
+        left = [case for case in cases if case.low != most]
+        if len(left) == 1 and left[0].term is not None:
+            return Public(left[0].term)
+    low, high = min(case.low for case in cases), max(case.high for case in cases)
+    terms = {case.term for case in cases}
+    return _bounds(low, high, terms.pop() if len(terms) == 1 else None)
+
+
+def _wrapped(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    rank = len(shape_of(equation.outvars[0]))
+    match inputs[0].term:
+        case Key() as key:
+            return Public(key._replace(is_words=False))
+        case Root() as root if root != UNKNOWN:
+            return Public(_keys(root, shape_of(equation.outvars[0])))
+        case Each(loop, Root() as root):
+            inner = _keys(root, shape_of(equation.outvars[0]))
+            step = Each(loop, Root(("rows", root.name), root.varies))
+            along = tuple(tuple(i + 1 for i in dims) for dims in inner.along)
+            return Public(Key(root, (step, *inner.path), along))
+        case Listed(values) if rank == 0:
+            return Public(Key(Root(("constant", values))))
+        case _:
+            return Public(Key(UNKNOWN, (), ((),) * rank))
+
+
+def _unwrapped(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    term = inputs[0].term
+    return Public(term._replace(is_words=True) if isinstance(term, Key) else None)
+
+
+def _folded(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    key, data = inputs[0].term, inputs[1].term
+    shape = shape_of(equation.outvars[0])
+    if not isinstance(key, Key) or isinstance(data, Key):
+        return Public(Key(UNKNOWN, (), ((),) * len(shape)))
+    step: Step = UNKNOWN if data is None else data
+    along = key.along if len(key.along) == len(shape) else ((),) * len(shape)
+    if shape_of(equation.invars[1]):
+        along = tuple((*dims, len(key.path)) for dims in along)
+    return Public(Key(key.root, (*key.path, step), along))
+
+
+def _split(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    key, lengths = inputs[0].term, equation.params["shape"]
+    if not isinstance(key, Key):
+        return Public(Key(UNKNOWN, (), ((),) * len(shape_of(equation.outvars[0]))))
+    steps = tuple(Span(0, length) for length in lengths)
+    along = tuple((len(key.path) + i,) for i in range(len(lengths)))
+    return Public(Key(key.root, (*key.path, *steps), (*key.along, *along)))
+
+
+def _seeded(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
+    seed = inputs[0].term
+    step = UNKNOWN if seed is None or isinstance(seed, Key) else seed
+    return Public(Key(Root(("seeds",)), (step,)))
+
+
+_BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
+    (
+        _same,
+        named(
+            """copy sharding_constraint layout_constraint reshard stop_gradient name pvary pbroadcast
+            random_clone"""
+        ),
+    ),
+    (_bounds_alone, named("rev transpose abs reduce_max reduce_min")),
+    (_converted, named("convert_element_type")),
+    (_laid_out, named("reshape squeeze broadcast_in_dim")),
+    (_cut, named("slice dynamic_slice")),
+    (_iota, named("iota")),
+    (_sum, named("add sub")),
+    (_product, named("mul")),
+    (_quotient, named("div")),
+    (_negative, named("neg")),
+    (_extreme, named("max min")),
+    (_root, named("sqrt")),
+    (_power, named("integer_pow square")),
+    (_compared, named("lt le gt ge eq ne")),
+    (_joined_bits, named("or")),
+    (_selected, named("select_n")),
+    (_wrapped, named("random_wrap")),
+    (_unwrapped, named("random_unwrap")),
+    (_folded, named("random_fold_in")),
+    (_split, named("random_split")),
+    (_seeded, named("random_seed")),
+)
+
+_RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in names}
+
+
+def _dtype(variable: Any) -> Any:
+    return variable.aval.dtype

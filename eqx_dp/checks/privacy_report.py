@@ -1,0 +1,175 @@
+"""What `check_privacy` found, and how it is shown."""
+
+import html
+import json
+import math
+from typing import Any, NamedTuple
+
+from ..privacy import PrivacyPlan
+from ..tables import aligned
+
+
+class Finding(NamedTuple):
+    """One thing that breaks a rule, or of which it cannot be decided whether it does.
+
+    Attributes:
+        rule: `"release"`, `"noise"`, `"side door"`, `"fresh noise"`, `"examples apart"` or
+            `"padding"`.
+        found: what the program does.
+        where: the source line.
+        advice: what to do.
+        is_decided: whether it breaks the rule for certain.
+    """
+
+    rule: str
+    found: str
+    where: str
+    advice: str
+    is_decided: bool = True
+
+
+class Release(NamedTuple):
+    """Noise on clipped sums that have no clipped sum in common with other releases.
+
+    Attributes:
+        outputs: what of the results is made of it, as dotted paths.
+        sensitivity: the L2 norm by which one example moves it at most, in the unit of the noise.
+        stddev: the least standard deviation of the noise on an entry.
+        noise_multiplier: the noise by the sensitivity, over all of its arrays; at least.
+        times: how often a call does it.
+        where: the source lines of the noise.
+    """
+
+    outputs: tuple[str, ...]
+    sensitivity: float
+    stddev: float
+    noise_multiplier: float
+    times: int
+    where: tuple[str, ...]
+
+
+class PrivacyReport(NamedTuple):
+    """What `check_privacy` found; its `str` is a table.
+
+    Attributes:
+        plan: what the step was checked against; None if there is no plan.
+        violations: what breaks a rule.
+        undecided: what may break one: the check cannot tell.
+        releases: what leaves the step through noise.
+        kept: results that private data is in, and that come back as arguments of the next call.
+            They must not be published, nor what is made of them.
+        disclosed: results that were disclosed by name. No plan accounts for them.
+        noise_multiplier: of all releases of a step together; infinite without any.
+        steps: how many steps of the plan a call takes.
+        notes: what the check takes for granted.
+    """
+
+    plan: PrivacyPlan | None
+    violations: tuple[Finding, ...]
+    undecided: tuple[Finding, ...]
+    releases: tuple[Release, ...]
+    kept: tuple[str, ...]
+    disclosed: tuple[str, ...]
+    noise_multiplier: float
+    steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing breaks a rule, and nothing is undecided."""
+        return not self.violations and not self.undecided
+
+    def raise_if_violated(self) -> None:
+        """Does nothing if `ok`.
+
+        Raises:
+            ValueError: if not; the message is the table.
+        """
+        if not self.ok:
+            raise ValueError(f"The step is not private as planned.\n{self}")
+
+    def to_json(self) -> str:
+        """Everything in the report, as JSON. Infinite numbers are written as texts."""
+        found: dict[str, Any] = {
+            "ok": self.ok,
+            "plan": None if self.plan is None else json.loads(self.plan.to_json()),
+            "violations": [finding._asdict() for finding in self.violations],
+            "undecided": [finding._asdict() for finding in self.undecided],
+            "releases": [_finite(release._asdict()) for release in self.releases],
+            "kept": self.kept,
+            "disclosed": self.disclosed,
+            "noise_multiplier": _number(self.noise_multiplier),
+            "steps": self.steps,
+            "notes": self.notes,
+        }
+        return json.dumps(found, indent=2)
+
+    def __str__(self) -> str:
+        lines = [self._headline(), *(f"note: {note}" for note in self.notes)]
+        for name, findings in (("violation", self.violations), ("undecided", self.undecided)):
+            for finding in findings:
+                lines += ["", f"{name}, {finding.rule}: {finding.found}", f"  at {finding.where}"]
+                lines.append(f"  {finding.advice}")
+        if self.kept:
+            lines += ["", "kept, not noised (comes back in the next call; do not publish):"]
+            lines += [f"  {name}" for name in self.kept]
+        if self.disclosed:
+            lines += ["", f"disclosed, without noise: {', '.join(self.disclosed)}"]
+        if self.releases:
+            lines += ["", *aligned(self._rows())]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
+        body = "".join(f"<tr>{row}</tr>" for row in rows) if self.releases else ""
+        text = html.escape(str(self._replace(releases=())))
+        return f"<pre>{text}</pre><table>{body}</table>"
+
+    def _headline(self) -> str:
+        counts = [
+            f"{len(found)} {name}{'s' * (len(found) != 1 and name == 'violation')}"
+            for found, name in ((self.violations, "violation"), (self.undecided, "undecided"))
+            if found
+        ]
+        found = ", ".join(counts) or "private as planned"
+        if self.plan is None:
+            return f"{found}; no plan was given to check against"
+        planned = f"{self.plan.noise_multiplier:.6g} planned"
+        return f"{found}: noise multiplier {_shown(self.noise_multiplier)}, {planned}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        head = ("released", "sensitivity", "noise", "noise multiplier", "times a call", "where")
+        return [
+            head,
+            *(
+                (
+                    _few(release.outputs),
+                    f"{release.sensitivity:.4g}",
+                    f"{release.stddev:.4g}",
+                    _shown(release.noise_multiplier),
+                    str(release.times),
+                    _few(release.where),
+                )
+                for release in self.releases
+            ),
+        ]
+
+
+def _few(names: tuple[str, ...]) -> str:
+    rest = len(names) - 2
+    return ", ".join(names[:2]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _shown(multiplier: float) -> str:
+    return "none" if math.isinf(multiplier) else f"{multiplier:.6g}"
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _number(value) if isinstance(value, float) else value
+        for name, value in fields.items()
+    }

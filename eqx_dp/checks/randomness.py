@@ -1,0 +1,196 @@
+"""From random bits to normal numbers: which distribution arithmetic makes of them.
+
+JAX makes a normal number of random bits so: as many as the mantissa has digits become that of a
+number between 1 and 2; an affine map takes it to between -1 and 1; the inverse of the error
+function makes it normal with variance 1/2. Each step is told here by what it computes, and not by
+the name of a function.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from ..isolation import shape_of
+from ..programs import named
+from .values import Public, Random, Value
+
+Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Random | None]
+
+# Entries stay entries, and each stays independent of the others.
+_KEEPS = named(
+    """reshape squeeze transpose rev copy sharding_constraint layout_constraint reshard
+    stop_gradient name pvary pbroadcast optimization_barrier slice split dynamic_slice unstack"""
+)
+_CUTS = named("slice split dynamic_slice unstack")
+
+
+def _kept(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    value = inputs[0]
+    if not isinstance(value, Random) or equation.primitive.name not in _CUTS:
+        return value if isinstance(value, Random) else None
+    starts, before = equation.params.get("start_indices"), shape_of(equation.invars[0])
+    if starts is None or len(before) != 1 or set(equation.params.get("strides") or ()) - {1}:
+        return value
+    start = (value.part or (0, before[0]))[0] + int(starts[0])
+    return replace(value, part=(start, start + shape_of(equation.outvars[0])[0]))
+
+
+def parts(equation: jex_core.JaxprEqn, whole: Random) -> list[Random]:
+    """The results of an equation that cuts a vector into several."""
+    first, found = (whole.part or (0, 0))[0], list[Random]()
+    for variable in equation.outvars:
+        shape = shape_of(variable)
+        part = (first, first + shape[0]) if len(shape) == 1 else None
+        first += shape[0] if shape else 1
+        found.append(replace(whole, part=part))
+    return found
+
+
+def _converted(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    value = inputs[0]
+    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in _dtypes(equation))
+    return value if isinstance(value, Random) and floats else None
+
+
+def _shifted(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    match inputs:
+        case [Random(kind="bits") as value, Public(low=low, high=high)] if low == high:
+            return replace(value, kind="mantissa", low=value.low - low)
+        case _:
+            return None
+
+
+def _with_exponent(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    match inputs:
+        case [Random(kind="mantissa") as value, Public(low=low, high=high)] if low == high:
+            return replace(value, kind="one to two", high=low)
+        case [Public(), Random()]:
+            return _with_exponent(equation, inputs[::-1])
+        case _:
+            return None
+
+
+def _as_float(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    value, dtype = inputs[0], _dtypes(equation)[1]
+    if not isinstance(value, Random) or value.kind != "one to two":
+        return None
+    if not jnp.issubdtype(dtype, jnp.floating) or value.low != jnp.finfo(dtype).nmant:
+        return None
+    one = np.ones((), dtype).view(np.dtype(f"uint{8 * np.dtype(dtype).itemsize}"))
+    if value.high != float(one):
+        return None
+    return replace(value, kind="uniform", low=1.0, high=2.0)
+
+
+def _added(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    sign = -1 if equation.primitive.name == "sub" else 1
+    match inputs:
+        case [Random(kind="uniform") as value, Public(low=low, high=high)] if low == high:
+            return replace(value, low=value.low + sign * low, high=value.high + sign * low)
+        case [Public(), Random(kind="uniform")] if sign == 1:
+            return _added(equation, inputs[::-1])
+        case [Random(kind="normal") as one, Random(kind="normal") as other]:
+            if one.draws & other.draws:
+                return None
+            stddev = math.hypot(one.high, other.high)
+            return Random(one.draws | other.draws, "normal", 0.0, stddev)
+        case _:
+            return None
+
+
+def _multiplied(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    match inputs:
+        case [Random() as value, Public() as factor] | [Public() as factor, Random() as value]:
+            pass
+        case _:
+            return None
+    if _grows(equation, inputs.index(value)):
+        return None
+    if value.kind == "normal":
+        return replace(value, high=value.high * factor.least)
+    if value.kind == "uniform" and factor.low == factor.high >= 0:
+        return replace(value, low=value.low * factor.low, high=value.high * factor.low)
+    return None
+
+
+def _divided(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    match inputs:
+        case [Random(kind="normal") as value, Public() as divisor] if divisor.largest > 0:
+            return None if _grows(equation, 0) else replace(value, high=value.high / divisor.largest)
+        case _:
+            return None
+
+
+def _negated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    value = inputs[0]
+    return value if isinstance(value, Random) and value.kind == "normal" else None
+
+
+def _at_least(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    match inputs:
+        case [Random(kind="uniform") as value, Public(high=high)] if high <= value.low:
+            return value
+        case [Public(), Random()]:
+            return _at_least(equation, inputs[::-1])
+        case _:
+            return None
+
+
+def _erf_inv(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    value = inputs[0]
+    if not isinstance(value, Random) or value.kind != "uniform":
+        return None
+    # The least number above -1 is excluded or not: by some 1e-3 in half precision.
+    error = 4 * float(jnp.finfo(_dtypes(equation)[0]).eps)
+    if abs(value.low + 1) > error or abs(value.high - 1) > error:
+        return None
+    return Random(value.draws, "normal", 0.0, math.sqrt(0.5))
+
+
+def _joined(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    found = [value for value in inputs if isinstance(value, Random) and value.kind == "normal"]
+    draws = [draw for value in found for draw in value.draws]
+    if len(found) < len(inputs) or len(set(draws)) < len(draws):
+        return None
+    return Random(frozenset(draws), "normal", 0.0, min(value.high for value in found))
+
+
+def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    value = inputs[0]
+    return value if isinstance(value, Random) and not _grows(equation, 0) else None
+
+
+_BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
+    (_kept, _KEEPS),
+    (_converted, named("convert_element_type")),
+    (_shifted, named("shift_right_logical")),
+    (_with_exponent, named("or")),
+    (_as_float, named("bitcast_convert_type")),
+    (_added, named("add sub add_any")),
+    (_multiplied, named("mul")),
+    (_divided, named("div")),
+    (_negated, named("neg")),
+    (_at_least, named("max")),
+    (_erf_inv, named("erf_inv")),
+    (_joined, named("concatenate stack")),
+    (_repeated, named("broadcast_in_dim")),
+)
+
+RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in names}
+"""The distribution of a primitive's result, by its name; of others nothing is known."""
+
+
+def _grows(equation: jex_core.JaxprEqn, operand: int) -> bool:
+    """Whether one number stands at several places of the result."""
+    before, after = equation.invars[operand], equation.outvars[0]
+    return math.prod(shape_of(before)) != math.prod(shape_of(after))
+
+
+def _dtypes(equation: jex_core.JaxprEqn) -> list[Any]:
+    variables: list[Any] = [equation.invars[0], equation.outvars[0]]
+    return [variable.aval.dtype for variable in variables]

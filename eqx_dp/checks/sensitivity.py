@@ -1,0 +1,179 @@
+"""What arithmetic does to the sensitivity of a clipped sum."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from ..isolation import shape_of
+from ..programs import named
+from .values import Public, Sum, Value, added, either, side_by_side
+from .widths import width_of
+
+Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Sum | None]
+"""From an equation and its operands to what is known of its results; None for nothing."""
+
+UNKNOWN_SCALE = "it is multiplied by a value that is no constant of the program"
+
+# An entry moves by no more than that of the operand, and each entry of the result has its own.
+_KEEPS = named(
+    """reshape squeeze transpose rev copy slice dynamic_slice sharding_constraint
+    layout_constraint reshard neg abs stop_gradient name pvary pbroadcast split unstack real
+    convert_element_type optimization_barrier"""
+)
+
+
+def _kept(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    value = inputs[0]
+    return value if isinstance(value, Sum) and not _narrows(equation) else None
+
+
+def _narrows(equation: jex_core.JaxprEqn) -> bool:
+    before, after = (
+        width_of(getattr(v.aval, "dtype", None))
+        for v in (equation.invars[0], equation.outvars[0])
+    )
+    return before is not None and (after is None or after.narrower(before))
+
+
+def _multiplied(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    match inputs:
+        case [Sum() as value, Public() as factor] | [Public() as factor, Sum() as value]:
+            grown = _growth(equation, equation.invars[inputs.index(value)])
+            return value.scaled(factor.largest * grown, UNKNOWN_SCALE)
+        case _:
+            return None
+
+
+def _divided(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    match inputs:
+        case [Sum() as value, Public() as divisor]:
+            grown = _growth(equation, equation.invars[0])
+            scale = grown / divisor.least if divisor.least else math.inf
+            return value.scaled(scale, UNKNOWN_SCALE)
+        case _:
+            return None
+
+
+def _summed(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    return added(
+        value.scaled(_growth(equation, variable))
+        for value, variable in zip(inputs, equation.invars, strict=True)
+        if isinstance(value, Sum)
+    )
+
+
+def _bounded(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    """Maximum, minimum: no entry moves further than that of the operand."""
+    sums = [value for value in inputs if isinstance(value, Sum)]
+    return sums[0].scaled(1, is_tight=False) if len(sums) == 1 else None
+
+
+def _selected(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    if not isinstance(inputs[0], Public):
+        return None
+    return either(value for value in inputs[1:] if isinstance(value, Sum))
+
+
+def _joined(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    return side_by_side(value for value in inputs if isinstance(value, Sum))
+
+
+def _updated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    if not all(isinstance(value, Public) for value in inputs[2:]):
+        return None
+    return side_by_side(value for value in inputs[:2] if isinstance(value, Sum))
+
+
+def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    value = inputs[0]
+    if not isinstance(value, Sum):
+        return None
+    return value.scaled(_growth(equation, equation.invars[0]))
+
+
+def _reduced(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    """A sum of n entries moves by at most sqrt(n) times the norm (Cauchy and Schwarz)."""
+    value = inputs[0]
+    if not isinstance(value, Sum):
+        return None
+    n = _size(equation.invars[0]) / max(1, _size(equation.outvars[0]))
+    return value.scaled(math.sqrt(n), is_tight=n == 1)
+
+
+def _accumulated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    value = inputs[0]
+    if not isinstance(value, Sum):
+        return None
+    n = shape_of(equation.invars[0])[equation.params["axis"]]
+    return value.scaled(float(n), is_tight=n == 1)
+
+
+def _extreme(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    value = inputs[0]
+    return value.scaled(1, is_tight=False) if isinstance(value, Sum) else None
+
+
+def _product(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    """By a matrix whose norm is at most that of all its entries together (Frobenius)."""
+    match inputs:
+        case [Sum() as value, Public() as matrix, *_] | [Public() as matrix, Sum() as value, *_]:
+            entries = _size(equation.invars[inputs.index(matrix)])
+            norm = matrix.largest * math.sqrt(entries)
+            return value.scaled(norm, UNKNOWN_SCALE, is_tight=False)
+        case _:
+            return None
+
+
+def _padded(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    value, filling = inputs
+    return value if isinstance(value, Sum) and isinstance(filling, Public) else None
+
+
+def _power(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    value = inputs[0]
+    return value if isinstance(value, Sum) and equation.params["y"] == 1 else None
+
+
+_BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
+    (_kept, _KEEPS),
+    (_multiplied, named("mul")),
+    (_divided, named("div")),
+    (_summed, named("add sub add_any")),
+    (_bounded, named("max min clamp")),
+    (_selected, named("select_n")),
+    (_joined, named("concatenate stack")),
+    (_updated, named("dynamic_update_slice")),
+    (_repeated, named("broadcast_in_dim tile")),
+    (_reduced, named("reduce_sum")),
+    (_accumulated, named("cumsum")),
+    (_extreme, named("reduce_max reduce_min")),
+    (_product, named("dot_general")),
+    (_padded, named("pad")),
+    (_power, named("integer_pow")),
+)
+
+RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in names}
+"""What is known of the results of a primitive, by its name; of others nothing is."""
+
+
+def is_rounded(equation: jex_core.JaxprEqn) -> bool:
+    """Whether an equation only rounds its operand to fewer digits."""
+    name = equation.primitive.name
+    return name == "reduce_precision" or (name == "convert_element_type" and _narrows(equation))
+
+
+def _growth(equation: jex_core.JaxprEqn, variable: Any) -> float:
+    """How much longer an array gets by being repeated, as arithmetic does it."""
+    return math.sqrt(_size(equation.outvars[0]) / max(1, _size(variable)))
+
+
+def _size(variable: Any) -> int:
+    return math.prod(shape_of(variable))
+
+
+def is_float(variable: Any) -> bool:
+    """Whether a variable holds real floating-point numbers."""
+    return jnp.issubdtype(getattr(variable.aval, "dtype", None), jnp.floating)

@@ -1,0 +1,335 @@
+"""Public whole numbers and random keys as terms: which are equal, and which are surely different.
+
+A key is a root and a path: what was folded in, or which key of a split was taken. Splitting a
+threefry key is folding in 0, 1, 2, ..., so both are one kind of step. Two keys of one root are
+independent if their paths part at some step; if one path begins with the other, bits are drawn from
+a key that is also split. (Up to collisions of the generator, as everywhere in JAX.)
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple, TypeAlias
+
+
+class Root(NamedTuple):
+    """A value of which nothing is known but that it is itself.
+
+    Attributes:
+        name: what tells it apart: an argument, a constant, what a loop carries; None of nothing.
+        varies: the loops in whose turns it may be another.
+    """
+
+    name: Hashable
+    varies: frozenset[Hashable] = frozenset()
+
+
+UNKNOWN = Root(None)
+
+
+class Span(NamedTuple):
+    """Any of the whole numbers from `start` up to `stop`; as an array, all of them in order."""
+
+    start: int
+    stop: int
+
+
+class Listed(NamedTuple):
+    """Any of several whole numbers; as an array, all of them in order."""
+
+    values: tuple[int, ...]
+
+
+class Affine(NamedTuple):
+    """`slope * base + offset`."""
+
+    base: "Root | Each"
+    slope: int
+    offset: int
+
+
+class Each(NamedTuple):
+    """The entry of an array that a loop is at.
+
+    Attributes:
+        loop: the loop.
+        entries: of the array.
+    """
+
+    loop: Hashable
+    entries: "Span | Listed | Root"
+
+
+class Again(NamedTuple):
+    """The steps that a loop's key takes from turn to turn, as often as it has done.
+
+    Attributes:
+        loop: the loop.
+        steps: those of one turn.
+        is_done: whether the loop has ended.
+    """
+
+    loop: Hashable
+    steps: "tuple[Step, ...]"
+    is_done: bool
+
+
+Number: TypeAlias = Root | Span | Listed | Affine | Each
+"""A term for a whole number, or for an array of them."""
+
+Step: TypeAlias = Number | Again
+
+
+class Key(NamedTuple):
+    """A key, or an array of keys.
+
+    Attributes:
+        root: what it was made from: an argument, a constant, or what is not known.
+        path: the steps from there.
+        along: for each dimension of an array, the steps that differ along it.
+        is_words: whether it is given as words, which stand along a last dimension.
+    """
+
+    root: Root
+    path: tuple[Step, ...] = ()
+    along: tuple[tuple[int, ...], ...] = ()
+    is_words: bool = False
+
+    def part(self, dim: int, start: int, stop: int) -> "Key":
+        """Some of an array's keys."""
+        path = list(self.path)
+        for at in self.along[dim]:
+            path[at] = entries(path[at], start, stop)
+        return self._replace(path=tuple(path))
+
+    def at_turn(self, loop: Hashable) -> "Key":
+        """The key, or the array of keys, that a loop over the first dimension is at."""
+        path = list(self.path)
+        for at in self.along[0]:
+            step = path[at]
+            path[at] = Each(loop, step) if isinstance(step, Span | Listed | Root) else UNKNOWN
+        return self._replace(path=tuple(path), along=self.along[1:])
+
+
+Term: TypeAlias = Number | Key
+
+
+class Turns(NamedTuple):
+    """What is known of a number that changes from turn to turn of a loop, or from call to call.
+
+    Attributes:
+        loop: the loop.
+        start: its first value.
+        change: what a turn adds.
+        length: how many turns there are; None if that is not known.
+    """
+
+    loop: Hashable
+    start: Number | None
+    change: int
+    length: int | None
+
+
+Counters: TypeAlias = Mapping[Hashable, Turns]
+"""By the name of a root."""
+
+
+def number(value: int) -> Span:
+    """A constant."""
+    return Span(value, value + 1)
+
+
+def entries(step: Step, start: int, stop: int) -> Step:
+    """Some of the numbers of an array."""
+    match step:
+        case Span(first, _):
+            return Span(first + start, first + stop)
+        case Listed(values) if stop - start == 1:
+            return number(values[start])
+        case Listed(values):
+            return Listed(values[start:stop])
+        case Root(name, _):
+            return Root((name, start, stop), step.varies)
+        case _:
+            return UNKNOWN
+
+
+def plus(term: Number | None, slope: int, offset: int) -> Number | None:
+    """`slope * term + offset`."""
+    match term:
+        case Span(start, stop) if slope == 1:
+            return Span(start + offset, stop + offset)
+        case Span(start, stop) if stop == start + 1:
+            return number(slope * start + offset)
+        case Span(start, stop):
+            return Listed(tuple(slope * value + offset for value in range(start, stop)))
+        case Listed(values):
+            return Listed(tuple(slope * value + offset for value in values))
+        case Affine(base, its_slope, its_offset):
+            return _affine(base, slope * its_slope, slope * its_offset + offset)
+        case Root() | Each():
+            return _affine(term, slope, offset)
+        case None:
+            return None
+
+
+def _affine(base: Root | Each, slope: int, offset: int) -> Number:
+    if slope == 0:
+        return number(offset)
+    return base if (slope, offset) == (1, 0) else Affine(base, slope, offset)
+
+
+def _parts(term: Number) -> tuple[Root | Each, int, int] | None:
+    if isinstance(term, Affine):
+        return term
+    return (term, 1, 0) if isinstance(term, Root | Each) else None
+
+
+def differ(a: Step, b: Step, counters: Counters) -> bool | None:
+    """Whether two numbers are never equal, in whatever turns of their loops.
+
+    Returns:
+        True if they differ in all turns, False if they are equal in some; None if it is not known.
+    """
+    if isinstance(a, Again) or isinstance(b, Again):
+        return None
+    found = [_values(term) for term in (a, b)]
+    if found[0] is not None and found[1] is not None:
+        return not {value % 2**32 for value in found[0]} & {value % 2**32 for value in found[1]}
+    one, other = _parts(a), _parts(b)
+    if one is None or other is None or one[:2] != other[:2] or one[0] == UNKNOWN:
+        return None
+    base, slope, offset = one
+    if offset == other[2]:
+        return False
+    turns = counters.get(base.name) if isinstance(base, Root) else None
+    if isinstance(base, Each):
+        return None
+    change = 0 if turns is None else slope * turns.change
+    return change == 0 or (offset - other[2]) % change != 0
+
+
+def _values(term: Number) -> range | tuple[int, ...] | None:
+    match term:
+        case Span(start, stop):
+            return range(start, stop)
+        case Listed(values):
+            return values
+        case Each(_, Span() | Listed() as inner):
+            return _values(inner)
+        case _:
+            return None
+
+
+def paths_part(a: tuple[Step, ...], b: tuple[Step, ...], counters: Counters) -> bool | None:
+    """Whether two paths from one root part, so that what is drawn from the ends is independent.
+
+    Returns:
+        True if they part in all turns of all loops, False if they are equal or one goes on from the
+        other; None if it is not known.
+    """
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if isinstance(x, Again) and isinstance(y, Again) and x[:2] == y[:2]:
+            tails = a[i + 1 :], b[i + 1 :]
+            return _after_again(x, y, tails, counters)
+        if isinstance(x, Again) or isinstance(y, Again):
+            # After any number of turns, none included, the first step has to be another one.
+            its_own = [_first_steps(path[i:]) for path in (a, b)]
+            parted = [differ(p, q, counters) for p in its_own[0] for q in its_own[1]]
+            return True if all(parted) and all(its_own) else None
+        found = differ(x, y, counters)
+        if found is not False:
+            return found
+    return False
+
+
+def _after_again(
+    a: Again, b: Again, tails: tuple[tuple[Step, ...], tuple[Step, ...]], counters: Counters
+) -> bool | None:
+    """Both have taken the same steps, as often or one more often than the other."""
+    if a.is_done and b.is_done:
+        return paths_part(*tails, counters)
+    found: list[bool | None] = []
+    if a.is_done == b.is_done:  # in the same turn
+        found.append(paths_part(*tails, counters))
+    for done, tail in ((b.is_done, tails[0]), (a.is_done, tails[1])):
+        if done or a.is_done == b.is_done:  # one turn or more behind the other
+            found.append(paths_part(tail, a.steps, counters))
+    if all(found):
+        return True
+    return False if False in found else None
+
+
+def _first_steps(path: tuple[Step, ...]) -> list[Step]:
+    """The steps that a path may begin with; none if it may be empty."""
+    if not path:
+        return []
+    if not isinstance(path[0], Again):
+        return [path[0]]
+    later = _first_steps(path[1:])
+    return [*_first_steps(path[0].steps), *later] if later else []
+
+
+def is_new_each_turn(key: Key, loop: Hashable, counters: Counters) -> bool | None:
+    """Whether keys differ, and are independent, between any two turns of a loop, or two calls.
+
+    Returns:
+        True if so; False if all turns have the same key; None if it is not known.
+    """
+    for i, step in enumerate(key.path):
+        if isinstance(step, Again) and step.loop == loop:
+            return paths_part(step.steps, key.path[i + 1 :], counters)
+        if not isinstance(step, Again) and _is_new_number(step, loop, counters):
+            return True
+    steps = [key.root, *key.path]
+    return None if any(_may_change(step, loop) for step in steps) else False
+
+
+def _is_new_number(term: Number, loop: Hashable, counters: Counters) -> bool:
+    parts = _parts(term)
+    if parts is None:
+        return False
+    base = parts[0]
+    if isinstance(base, Each):
+        if base.loop == loop:  # of an argument's entries it is assumed that they differ
+            return not isinstance(base.entries, Listed) or len(set(base.entries.values)) == len(
+                base.entries.values
+            )
+        return False
+    turns = counters.get(base.name)
+    if turns is None:
+        return False
+    if turns.loop == loop:
+        return turns.change != 0
+    # A counter of a loop inside of this one, which starts where the last time has ended.
+    start = None if turns.start is None else _parts(turns.start)
+    outer = counters.get(start[0].name) if start and isinstance(start[0], Root) else None
+    if start is None or outer is None or outer.loop != loop or turns.length is None:
+        return False
+    return abs(start[1] * outer.change) >= abs(turns.change * turns.length)
+
+
+def _may_change(term: Step, loop: Hashable) -> bool:
+    """Whether a term hangs on what a loop changes, or on what nothing is known of."""
+    match term:
+        case Again(its_loop, steps, _):
+            return its_loop == loop or any(_may_change(step, loop) for step in steps)
+        case Each(its_loop, inner):
+            return its_loop == loop or _may_change(inner, loop)
+        case Affine(base):
+            return _may_change(base, loop)
+        case Root():
+            return term == UNKNOWN or loop in term.varies
+        case _:
+            return False
+
+
+def independent(a: Key, b: Key, counters: Counters) -> bool | None:
+    """Whether what is drawn with two keys is independent, in whatever turns of their loops.
+
+    Different arguments and different constants are taken for keys that have nothing in common.
+
+    Returns:
+        As `paths_part`.
+    """
+    if a.root == b.root:
+        return paths_part(a.path, b.path, counters)
+    return None if UNKNOWN in (a.root, b.root) else True
