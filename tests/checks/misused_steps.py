@@ -1,0 +1,3 @@
+"""Training steps with one fault each, in an otherwise honest step."""
+
+MISUSED = {}
