@@ -1,3 +1,1243 @@
-"""Training steps with one fault each, in an otherwise honest step."""
+"""Training steps with one fault each, in a step that is otherwise private as its plan says.
+
+Where one example's part in a release can be worked out by hand, the true noise multiplier is given.
+"""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from dp_accounting import NeighboringRelation
+from jax.experimental import io_callback
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from tests.checks.privacy_steps import (
+    EXPECTED,
+    OPTIMIZER,
+    PLAN,
+    SECRET,
+    SLOTS,
+    STDDEV,
+    added,
+    beside,
+    by_hand,
+    clipped,
+    data,
+    dropout_loss,
+    first_state,
+    listed,
+    mlp,
+    next_key,
+    noised_by,
+    scaled,
+    sliced,
+    squared_error,
+    updated,
+    with_noise,
+)
+from tests.sharding.losses import mesh_of
 
 MISUSED = {}
+
+
+def misused(*rules, says="", decided=True, kept=False):
+    """Enters a misuse that breaks one of some rules; `says` is in the report."""
+    return listed(MISUSED, rules=rules, says=says, decided=decided, kept=kept)
+
+
+UNBOUNDED = "unbounded"
+
+
+# Too little noise, or none. The plan's noise multiplier is 1.2.
+
+
+@misused("release")
+def no_noise():
+    return noised_by(lambda grads, key: grads)
+
+
+@misused("release")
+def noise_of_deviation_zero():
+    return noised_by(lambda grads, key: with_noise(grads, key, 0.0))
+
+
+@misused("noise", says="0.6")
+def noise_of_half_the_plan():
+    return noised_by(lambda grads, key: with_noise(grads, key, STDDEV / 2))
+
+
+@misused("noise", says="0.3")
+def noise_for_a_mean_on_a_sum():
+    """The noise is divided by the expected batch size, and the gradient is not."""
+    return noised_by(with_noise, clipped(normalize_by=1.0))
+
+
+@misused("noise", says="0.6")
+def noise_without_the_clip_norm():
+    return noised_by(with_noise, clipped(l2_clip_norm=2.0))
+
+
+@misused("noise", says="0.6")
+def noise_of_add_or_remove_under_replace_one():
+    relation = NeighboringRelation.REPLACE_ONE
+    plan = dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier, 1e-5, relation)
+    return noised_by(with_noise, plan=plan)
+
+
+@misused("noise", says="0.12")
+def gradient_scaled_before_the_noise():
+    return noised_by(lambda grads, key: with_noise(scaled(10.0, grads), key))
+
+
+@misused("noise", says="0.6")
+def noise_scaled_down_after_the_draw():
+    def noisy(grads, key):
+        noise = with_noise(jax.tree.map(jnp.zeros_like, grads), key)
+        return added(grads, scaled(0.5, noise))
+
+    return noised_by(noisy)
+
+
+@misused("noise", says="0.36")
+def noise_of_the_variance():
+    """The standard deviation is 0.3, and its square is taken for it."""
+    return noised_by(lambda grads, key: with_noise(grads, key, STDDEV**2))
+
+
+@misused("noise", says="0.3")
+def one_noise_for_four_gradients_of_a_batch():
+    losses = [
+        clipped(lambda model, x, y, i=i: squared_error(model, x, y) ** (1 + i)) for i in range(4)
+    ]
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = added(*(grad_fn(model, x, y, is_padding_example=mask) for grad_fn in losses))
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("noise", says="0.3")
+def one_noise_for_four_augmentations_of_a_batch():
+    """Added up in a scan, each with a key of its own."""
+    grad_fn = clipped(dropout_loss)
+
+    def step(model, state, x, y, mask):
+        carried, noise_key, loss_key = jax.random.split(state.key, 3)
+
+        def add(total, key):
+            return added(total, grad_fn(model, x, y, key=key, is_padding_example=mask)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, grad_fn.trainable(model))
+        total, _ = jax.lax.scan(add, zeros, jax.random.split(loss_key, 4))
+        return updated(model, state._replace(key=carried), with_noise(total, noise_key))
+
+    return by_hand(step)
+
+
+@misused("noise", says="0.3")
+def accumulated_over_overlapping_slices():
+    """Four slices of five slots, which all hold the slots 3 and 4."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        parts = []
+        for start in range(4):
+            x_part, y_part, mask_part = (leaf[start : start + 5] for leaf in (x, y, mask))
+            parts.append(grad_fn(model, x_part, y_part, is_padding_example=mask_part))
+        return updated(model, state, with_noise(added(*parts), key))
+
+    return by_hand(step)
+
+
+@misused("noise", decided=False)
+def accumulated_over_overlapping_slices_in_a_loop():
+    """Slices of four slots that move by one: a slot is in up to four of them."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+
+        def add(i, total):
+            x_part, y_part, mask_part = sliced((x, y, mask), i, 4)
+            return added(total, grad_fn(model, x_part, y_part, is_padding_example=mask_part))
+
+        zeros = jax.tree.map(jnp.zeros_like, grad_fn.trainable(model))
+        total = jax.lax.fori_loop(0, 5, add, zeros)
+        return updated(model, state, with_noise(total, key))
+
+    return by_hand(step)
+
+
+@misused("noise", "examples apart", decided=False)
+def batch_handed_on_twice():
+    """A batch is concatenated with itself: every example counts twice."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        x, y, mask = (jnp.concatenate([leaf, leaf]) for leaf in (x, y, mask))
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("noise", "examples apart", decided=False)
+def examples_repeated_by_a_gather():
+    """Every slot is filled with the first two examples."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        index = jnp.arange(SLOTS) % 2
+        grads = grad_fn(model, x[index], y[index], is_padding_example=mask[index])
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("noise", says="0.84")
+def two_releases_of_one_gradient():
+    """Two chains add noise to the same gradient, each from a key of its own: z / sqrt(2)."""
+    grad_fn = clipped()
+    chains = [
+        optax.chain(PLAN.privatizer(grad_fn, key=dp.key_from_secret(SECRET, name)), OPTIMIZER)
+        for name in ("first", "second")
+    ]
+
+    def step(models, states, x, y, mask):
+        grads = grad_fn(models[0], x, y, is_padding_example=mask)
+        taken = [chain.update(grads, state) for chain, state in zip(chains, states, strict=True)]
+        models = [eqx.apply_updates(m, u) for m, (u, _) in zip(models, taken, strict=True)]
+        return models, [state for _, state in taken]
+
+    states = [chain.init(grad_fn.trainable(mlp())) for chain in chains]
+    return by_hand(step, model=[mlp(), mlp()], state=states)
+
+
+@misused("noise", says="0.84")
+def two_losses_with_the_noise_of_one():
+    """Each of two releases has the plan's noise multiplier, together they have z / sqrt(2)."""
+    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+
+    def step(model, state, x, y, mask):
+        keys = jax.random.split(state.key, 3)
+        one = with_noise(first(model, x, y, is_padding_example=mask), keys[0])
+        other = with_noise(second(model, x, y, is_padding_example=mask), keys[1])
+        return updated(model, state._replace(key=keys[2]), added(one, other))
+
+    return by_hand(step)
+
+
+@misused("noise", says="0.6")
+def epoch_that_takes_one_batch_four_times():
+    """Four steps on one sample: z / sqrt(4), where the plan counts a fresh sample each."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def epoch(params, state, x, y, mask):
+        def step(carry, _):
+            params, state = carry
+            key, state = next_key(state)
+            grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
+            return updated(params, state, with_noise(grads, key)), None
+
+        return jax.lax.scan(step, (params, state), None, length=4)[0]
+
+    return by_hand(epoch, model=params, state=first_state(params))
+
+
+# Noise that is no independent Gaussian for each number.
+
+
+@misused("release")
+def noise_on_some_leaves_only():
+    def noisy(grads, key):
+        layers = with_noise(grads.layers[:1], key)
+        return eqx.tree_at(lambda tree: tree.layers, grads, (*layers, *grads.layers[1:]))
+
+    return noised_by(noisy)
+
+
+@misused("release", "noise", decided=False)
+def noise_on_some_numbers_only():
+    """Half of each leaf gets none."""
+
+    def noisy(grads, key):
+        noise = with_noise(jax.tree.map(jnp.zeros_like, grads), key)
+        return jax.tree.map(lambda g, n: g.at[::2].add(n[::2]), grads, noise)
+
+    return noised_by(noisy)
+
+
+@misused("noise", "fresh noise")
+def one_number_of_noise_for_a_leaf():
+    """The differences of a leaf's numbers have no noise."""
+
+    def noisy(grads, key):
+        leaves, structure = jax.tree.flatten(grads)
+        keys = jax.random.split(key, len(leaves))
+        return structure.unflatten(
+            leaf + STDDEV * jax.random.normal(own, ())
+            for leaf, own in zip(leaves, keys, strict=True)
+        )
+
+    return noised_by(noisy)
+
+
+@misused("noise", "fresh noise")
+def one_row_of_noise_for_a_matrix():
+    def noisy(grads, key):
+        leaves, structure = jax.tree.flatten(grads)
+        keys = jax.random.split(key, len(leaves))
+        return structure.unflatten(
+            leaf + STDDEV * jax.random.normal(own, leaf.shape[-1:])
+            for leaf, own in zip(leaves, keys, strict=True)
+        )
+
+    return noised_by(noisy)
+
+
+def drawn_by(draw):
+    """An otherwise honest step whose noise is `draw(key, shape)`, of standard deviation 1."""
+
+    def noisy(grads, key):
+        leaves, structure = jax.tree.flatten(grads)
+        keys = jax.random.split(key, len(leaves))
+        return structure.unflatten(
+            leaf + STDDEV * draw(own, leaf.shape) for leaf, own in zip(leaves, keys, strict=True)
+        )
+
+    return noised_by(noisy)
+
+
+@misused("noise", "release", decided=False)
+def uniform_noise():
+    return drawn_by(lambda key, shape: math.sqrt(3) * jax.random.uniform(key, shape, minval=-1))
+
+
+@misused("noise", "release", decided=False)
+def laplace_noise():
+    return drawn_by(lambda key, shape: jax.random.laplace(key, shape) / math.sqrt(2))
+
+
+@misused("noise", "release", decided=False)
+def normal_noise_cut_at_two_deviations():
+    return drawn_by(lambda key, shape: jax.random.truncated_normal(key, -2.0, 2.0, shape))
+
+
+@misused("noise", "release", decided=False)
+def normal_noise_in_absolute_value():
+    return drawn_by(lambda key, shape: jnp.abs(jax.random.normal(key, shape)))
+
+
+@misused("noise", "release", decided=False)
+def normal_noise_masked_by_the_gradient():
+    """Zeros of the gradient stay zeros."""
+
+    def noisy(grads, key):
+        return jax.tree.map(lambda g, n: jnp.where(g == 0, 0, n), grads, with_noise(grads, key))
+
+    return noised_by(noisy)
+
+
+# What is not linear, between the clipped sum and the noise.
+
+
+def before_the_noise(change):
+    """A step that does something to the clipped sum first."""
+    return noised_by(lambda grads, key: with_noise(change(grads), key))
+
+
+@misused("noise", "release", says=UNBOUNDED)
+def sign_before_the_noise():
+    return before_the_noise(lambda grads: jax.tree.map(jnp.sign, grads))
+
+
+@misused("noise", "release", says=UNBOUNDED)
+def square_before_the_noise():
+    return before_the_noise(lambda grads: jax.tree.map(jnp.square, grads))
+
+
+@misused("noise", "release", says=UNBOUNDED)
+def normalized_before_the_noise():
+    return before_the_noise(
+        lambda grads: jax.tree.map(lambda leaf: leaf / optax.global_norm(grads), grads)
+    )
+
+
+@misused("noise", "release", decided=False)
+def rounded_before_the_noise():
+    """To bfloat16: a small change of one example can move a number by a whole step of rounding."""
+
+    def rounded(leaf):
+        return leaf.astype(jnp.bfloat16).astype(jnp.float32)
+
+    return before_the_noise(lambda grads: jax.tree.map(rounded, grads))
+
+
+@misused("noise", "release", says=UNBOUNDED)
+def divided_by_the_number_of_real_examples():
+    grad_fn = clipped(normalize_by=1.0)
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        number = jnp.maximum(1, jnp.sum(~mask))
+        grads = jax.tree.map(lambda leaf: leaf / number, grads)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("noise", "release", says=UNBOUNDED)
+def adam_before_the_noise():
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        updates, opt = OPTIMIZER.update(grads, state.opt)
+        return eqx.apply_updates(model, with_noise(updates, key)), state._replace(opt=opt)
+
+    return by_hand(step)
+
+
+@misused("noise", "release", "side door", decided=False)
+def multi_steps_before_the_noise():
+    """The sum over two steps is in the state, and one noise is for both."""
+    grad_fn = clipped()
+    noise = PLAN.privatizer(grad_fn, key=SECRET)
+    optimizer = optax.MultiSteps(optax.chain(noise, OPTIMIZER), 2, use_grad_mean=False)
+
+    def step(model, state, x, y, mask):
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        updates, state = optimizer.update(grads, state, grad_fn.trainable(model))
+        return eqx.apply_updates(model, updates), state
+
+    return by_hand(step, state=optimizer.init(grad_fn.trainable(mlp())))
+
+
+@misused("noise", "release", decided=False)
+def momentum_before_the_noise():
+    """The average of gradients without noise is in the state, and every step releases it anew."""
+    grad_fn = clipped()
+
+    def step(model, states, x, y, mask):
+        average, state = states
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        average = added(scaled(0.9, average), grads)
+        model, state = updated(model, state, with_noise(average, key))
+        return model, (average, state)
+
+    average = jax.tree.map(jnp.zeros_like, clipped().trainable(mlp()))
+    return by_hand(step, state=(average, first_state()))
+
+
+@misused("noise", "release", says=UNBOUNDED)
+def inner_step_without_noise():
+    """The gradient is clipped and noised, but at a model that private data has moved."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        inner = grad_fn(model, x, y, is_padding_example=mask)
+        ahead = eqx.apply_updates(model, scaled(-0.1, inner))
+        grads = grad_fn(ahead, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("noise", "release", says=UNBOUNDED)
+def ordinary_gradient_with_noise():
+    """No clipping at all."""
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+
+        def mean_loss(model):
+            losses = jax.vmap(squared_error, (None, 0, 0))(model, x, y)
+            return jnp.sum(jnp.where(mask, 0, losses)) / EXPECTED
+
+        return updated(model, state, with_noise(eqx.filter_grad(mean_loss)(model), key))
+
+    return by_hand(step)
+
+
+@misused("noise", "release")
+def clip_norm_of_infinity():
+    return noised_by(with_noise, clipped(l2_clip_norm=math.inf))
+
+
+# Noise that is seen, or taken away.
+
+
+@misused("noise", "release", "fresh noise", decided=False)
+def noise_taken_away_again():
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        noise = with_noise(jax.tree.map(jnp.zeros_like, grads), key)
+        noisy = added(grads, noise)
+        return updated(model, state, jax.tree.map(lambda a, b: a - b, noisy, noise))
+
+    return by_hand(step)
+
+
+@misused("noise", "release", "fresh noise", decided=False)
+def noise_returned_beside():
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        noise = with_noise(jax.tree.map(jnp.zeros_like, grads), key)
+        return *updated(model, state, added(grads, noise)), noise
+
+    return by_hand(step)
+
+
+@misused("noise", "fresh noise")
+def one_noise_on_two_sums():
+    """The difference of the two has no noise."""
+    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        one = first(model, x, y, is_padding_example=mask)
+        other = second(model, x, y, is_padding_example=mask)
+        noise = with_noise(jax.tree.map(jnp.zeros_like, one), key, STDDEV * math.sqrt(2))
+        return *updated(model, state, added(one, noise)), added(other, noise)
+
+    return by_hand(step)
+
+
+# Keys.
+
+
+@misused("fresh noise", says="key")
+def one_key_for_all_leaves():
+    def noisy(grads, key):
+        return jax.tree.map(lambda g: g + STDDEV * jax.random.normal(key, g.shape), grads)
+
+    return noised_by(noisy)
+
+
+@misused("fresh noise", says="key")
+def one_key_for_two_losses():
+    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        deviation = STDDEV * math.sqrt(2)
+        one = with_noise(first(model, x, y, is_padding_example=mask), key, deviation)
+        other = with_noise(second(model, x, y, is_padding_example=mask), key, deviation)
+        return *updated(model, state, one), other
+
+    return by_hand(step)
+
+
+@misused("fresh noise", says="key")
+def constant_key():
+    return noised_by(lambda grads, key: with_noise(grads, jax.random.key(0)))
+
+
+@misused("fresh noise", says="key")
+def key_of_the_state_not_advanced():
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        _, key = jax.random.split(state.key)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("fresh noise", says="key")
+def counter_not_advanced():
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        noisy = with_noise(grads, jax.random.fold_in(state.key, state.step))
+        model, after = updated(model, state, noisy)
+        return model, after._replace(step=state.step)
+
+    return by_hand(step)
+
+
+@misused("fresh noise", says="key", decided=False)
+def counter_that_repeats():
+    """The number of the step is folded in modulo 2: every second step has the same noise."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        key = jax.random.fold_in(state.key, state.step % 2)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("fresh noise", says="key", decided=False)
+def key_drawn_from_and_carried():
+    """The key of the noise is the one that the next step splits."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        carried, _ = jax.random.split(state.key)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        flat, restore = ravel_pytree(grads)
+        noisy = restore(flat + STDDEV * jax.random.normal(carried, flat.shape))
+        model, state = updated(model, state, noisy)
+        return model, state._replace(key=carried)
+
+    return by_hand(step)
+
+
+@misused("fresh noise", says="key")
+def key_drawn_from_and_split():
+    def noisy(grads, key):
+        leaves, structure = jax.tree.flatten(grads)
+        keys = [key, *jax.random.split(key, len(leaves) - 1)]
+        return structure.unflatten(
+            leaf + STDDEV * jax.random.normal(own, leaf.shape)
+            for leaf, own in zip(leaves, keys, strict=True)
+        )
+
+    return noised_by(noisy)
+
+
+@misused("fresh noise", says="key")
+def key_of_the_loss_for_the_noise():
+    grad_fn = clipped(dropout_loss)
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, key=key, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("fresh noise")
+def privatizer_started_anew_in_every_step():
+    grad_fn = clipped()
+    noise = PLAN.privatizer(grad_fn, key=SECRET)
+
+    def step(model, state, x, y, mask):
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        noisy, _ = noise.update(grads, noise.init(grads))
+        return updated(model, state, noisy)
+
+    return by_hand(step)
+
+
+@misused("fresh noise")
+def state_of_the_privatizer_thrown_away():
+    grad_fn = clipped()
+    noise = PLAN.privatizer(grad_fn, key=SECRET)
+
+    def step(model, states, x, y, mask):
+        noise_state, state = states
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        noisy, _ = noise.update(grads, noise_state)
+        model, state = updated(model, state, noisy)
+        return model, (noise_state, state)
+
+    return by_hand(step, state=(noise.init(clipped().trainable(mlp())), first_state()))
+
+
+def epoch_with_noise(key_of):
+    """An epoch under scan; `key_of(state)` gives a step's key and the state behind it."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def epoch(params, state, xs, ys, masks):
+        outer, state = next_key(state)
+
+        def step(carry, batch):
+            params, state = carry
+            x, y, mask = batch
+            key, state = key_of(outer, state)
+            grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
+            return updated(params, state, with_noise(grads, key)), None
+
+        return jax.lax.scan(step, (params, state), (xs, ys, masks))[0]
+
+    batches = tuple(jnp.stack([leaf] * 3) for leaf in data())
+    return by_hand(epoch, model=params, state=first_state(params), batch=batches)
+
+
+@misused("fresh noise", says="key")
+def epoch_with_one_key_for_all_steps():
+    return epoch_with_noise(lambda outer, state: (outer, state))
+
+
+@misused("fresh noise", says="key")
+def epoch_whose_carried_key_does_not_move():
+    return epoch_with_noise(lambda outer, state: (jax.random.split(state.key)[1], state))
+
+
+# What leaves a step beside the release.
+
+
+@misused("release")
+def mean_loss_returned():
+    return beside(lambda given: given.values.loss.mean())
+
+
+@misused("release")
+def losses_of_examples_returned():
+    return beside(lambda given: given.values.loss)
+
+
+@misused("release")
+def mean_gradient_norm_returned():
+    return beside(lambda given: given.values.grad_norm.mean())
+
+
+@misused("release")
+def number_of_examples_returned():
+    return beside(lambda given: jnp.sum(~given.mask))
+
+
+@misused("release")
+def mean_of_inputs_returned():
+    return beside(lambda given: given.x.mean(axis=0))
+
+
+@misused("release")
+def a_label_returned():
+    return beside(lambda given: given.y[0])
+
+
+@misused("release")
+def largest_number_of_the_gradient_returned():
+    """Its position alone."""
+    return beside(lambda given: jnp.argmax(jnp.abs(given.grads.layers[0].weight)))
+
+
+@misused("release")
+def early_stopping_flag_returned():
+    return beside(lambda given: given.values.loss.mean() < 0.1)
+
+
+@misused("release")
+def sum_without_noise_returned():
+    return beside(lambda given: given.grads)
+
+
+@misused("release")
+def clipped_share_returned():
+    """How many gradients were longer than the clip norm, to tune it."""
+    return beside(lambda given: jnp.mean(given.values.grad_norm > 1.0))
+
+
+@misused("release")
+def more_than_what_is_disclosed_returned():
+    case = beside(lambda given: {"loss": given.values.loss.mean(), "x": given.x[0]})
+    return case._replace(disclose=("loss",))
+
+
+@misused("release")
+def aux_returned():
+    def loss(model, x, y):
+        return squared_error(model, x, y), model(x)
+
+    grad_fn = clipped(loss, has_aux=True)
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads, predictions = grad_fn(model, x, y, is_padding_example=mask)
+        return *updated(model, state, with_noise(grads, key)), predictions
+
+    return by_hand(step)
+
+
+@misused("release")
+def batch_norm_statistics_returned():
+    return beside(lambda given: (given.x.mean(axis=0), given.x.var(axis=0)))
+
+
+def changed_by_loss(change):
+    """A step whose noisy gradient goes through `change(mean loss, noisy)`."""
+    grad_fn = dp.filter_value_and_clipped_grad(
+        squared_error, l2_clip_norm=1.0, normalize_by=EXPECTED
+    )
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        values, grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, change(values.loss.mean(), with_noise(grads, key)))
+
+    return by_hand(step)
+
+
+@misused("release")
+def learning_rate_from_the_loss():
+    return changed_by_loss(lambda loss, noisy: scaled(1 / (1 + loss), noisy))
+
+
+@misused("release")
+def update_selected_by_the_loss():
+    """Without a branch: `jnp.where` leaves the update out if the loss is high."""
+    return changed_by_loss(
+        lambda loss, noisy: jax.tree.map(lambda g: jnp.where(loss > 10.0, 0, g), noisy)
+    )
+
+
+@misused("release")
+def new_model_chosen_by_private_loss():
+    """The better of two noisy models on the private batch: the choice is no release."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        after, state = updated(model, state, with_noise(grads, key))
+        losses = [jnp.sum(jax.vmap(squared_error, (None, 0, 0))(m, x, y)) for m in (model, after)]
+        chosen = jax.tree.map(
+            lambda a, b: jnp.where(losses[0] < losses[1], a, b) if eqx.is_array(a) else a,
+            model,
+            after,
+        )
+        return chosen, state
+
+    return by_hand(step)
+
+
+# What stays in the state without noise.
+
+
+@misused("release", kept=True)
+def batch_kept_in_the_state():
+    grad_fn = clipped()
+
+    def step(model, states, x, y, mask):
+        _, state = states
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        model, state = updated(model, state, with_noise(grads, key))
+        return model, (x, state)
+
+    return by_hand(step, state=(jnp.zeros((SLOTS, 4)), first_state()))
+
+
+@misused("release", kept=True)
+def sum_without_noise_kept_in_the_state():
+    grad_fn = clipped()
+
+    def step(model, states, x, y, mask):
+        _, state = states
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        model, state = updated(model, state, with_noise(grads, key))
+        return model, (grads, state)
+
+    grads = jax.tree.map(jnp.zeros_like, clipped().trainable(mlp()))
+    return by_hand(step, state=(grads, first_state()))
+
+
+@misused("release", "noise", decided=False)
+def last_gradient_used_in_the_next_step():
+    """The model is moved by the gradient of the step before, which had no noise."""
+    grad_fn = clipped()
+
+    def step(model, states, x, y, mask):
+        last, state = states
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        model, state = updated(model, state, added(with_noise(grads, key), last))
+        return model, (grads, state)
+
+    last = jax.tree.map(jnp.zeros_like, clipped().trainable(mlp()))
+    return by_hand(step, state=(last, first_state()))
+
+
+@misused("release", "noise", "examples apart", decided=False)
+def running_mean_used_in_the_next_step():
+    """A batch norm by hand: inputs are shifted by a mean over earlier batches, without noise."""
+    grad_fn = clipped()
+
+    def step(model, states, x, y, mask):
+        mean, state = states
+        key, state = next_key(state)
+        grads = grad_fn(model, x - mean, y, is_padding_example=mask)
+        model, state = updated(model, state, with_noise(grads, key))
+        return model, (0.9 * mean + 0.1 * x.mean(axis=0), state)
+
+    return by_hand(step, state=(jnp.zeros(4), first_state()))
+
+
+# Side doors.
+
+
+@misused("side door")
+def loss_printed():
+    def change(loss, noisy):
+        jax.debug.print("loss {}", loss)
+        return noisy
+
+    return changed_by_loss(change)
+
+
+@misused("side door")
+def loss_of_an_example_printed():
+    """Inside of the loss that the engine differentiates."""
+
+    def loss(model, x, y):
+        value = squared_error(model, x, y)
+        jax.debug.print("loss {}", value)
+        return value
+
+    return noised_by(with_noise, clipped(loss))
+
+
+@misused("side door")
+def gradient_norm_logged():
+    """By `jax.debug.callback`, without noise."""
+    log = []
+
+    def noisy(grads, key):
+        jax.debug.callback(log.append, optax.global_norm(grads))
+        return with_noise(grads, key)
+
+    return noised_by(noisy)
+
+
+@misused("side door")
+def inputs_written_by_io_callback():
+    grad_fn, log = clipped(), []
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        io_callback(log.append, None, x[0], ordered=True)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("side door")
+def loss_sent_through_pure_callback():
+    """What comes back is used; what the host does with the loss is not known."""
+
+    def change(loss, noisy):
+        zero = jax.pure_callback(lambda loss: 0 * loss, jax.ShapeDtypeStruct((), loss.dtype), loss)
+        return jax.tree.map(lambda leaf: leaf + zero, noisy)
+
+    return changed_by_loss(change)
+
+
+@misused("side door")
+def loss_checked_by_error_if():
+    """The run stops if the mean loss is not finite."""
+
+    def change(loss, noisy):
+        return eqx.error_if(noisy, ~jnp.isfinite(loss), "the loss is not finite")
+
+    return changed_by_loss(change)
+
+
+@misused("side door", "release")
+def loop_as_long_as_the_gradient_is_large():
+    """Halves the gradient until it is short: the trip count depends on private data."""
+
+    def noisy(grads, key):
+        short = jax.lax.while_loop(
+            lambda tree: optax.global_norm(tree) > 0.1, lambda tree: scaled(0.5, tree), grads
+        )
+        return with_noise(short, key)
+
+    return noised_by(noisy)
+
+
+@misused("side door", "release")
+def steps_as_many_as_there_are_examples():
+    """The optimizer takes a step with the noisy gradient for each real example."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def step(params, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
+        noisy = with_noise(grads, key)
+        return jax.lax.fori_loop(
+            0, jnp.sum(~mask), lambda _, carry: updated(*carry, noisy), (params, state)
+        )
+
+    return by_hand(step, model=params, state=first_state(params))
+
+
+@misused("side door", "release")
+def update_skipped_when_the_loss_is_high():
+    return changed_by_loss(
+        lambda loss, noisy: jax.lax.cond(loss > 10.0, lambda: scaled(0.0, noisy), lambda: noisy)
+    )
+
+
+@misused("side door", "release")
+def step_of_the_scan_skipped_when_no_example_is_there():
+    """An empty batch adds no noise: that it was empty is seen."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = jax.lax.cond(
+            jnp.all(mask),
+            lambda: jax.tree.map(jnp.zeros_like, grad_fn.trainable(model)),
+            lambda: with_noise(grad_fn(model, x, y, is_padding_example=mask), key),
+        )
+        return updated(model, state, grads)
+
+    return by_hand(step)
+
+
+@misused("side door", "release", "noise", decided=False)
+def noise_chosen_by_the_number_of_examples():
+    """Of two amounts of noise, each of which is enough."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        deviation = jnp.where(jnp.sum(~mask) > 4, STDDEV, 2 * STDDEV)
+        return updated(model, state, with_noise(grads, key, deviation))
+
+    return by_hand(step)
+
+
+@misused("side door", "fresh noise", "release", decided=False)
+def key_from_private_data():
+    """The noise's key is a hash of the batch: the same batch has the same noise."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key = jax.random.fold_in(state.key, jnp.sum(x).astype(jnp.int32))
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+# Examples that meet before they are clipped.
+
+
+def prepared_by(prepare):
+    """An otherwise honest step on `prepare(x, y, key)`."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        carried, noise_key, key = jax.random.split(state.key, 3)
+        x, y = prepare(x, y, key)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state._replace(key=carried), with_noise(grads, noise_key))
+
+    return by_hand(step)
+
+
+@misused("examples apart")
+def batch_standardized_by_its_own_mean():
+    return prepared_by(lambda x, y, key: ((x - x.mean(axis=0)) / (x.std(axis=0) + 1e-3), y))
+
+
+@misused("examples apart")
+def inputs_scaled_by_their_largest():
+    return prepared_by(lambda x, y, key: (x / jnp.max(jnp.abs(x)), y))
+
+
+@misused("examples apart")
+def mixed_up_examples():
+    """Mixup: each example is averaged with another one."""
+
+    def mixup(x, y, key):
+        other, share = jax.random.permutation(key, SLOTS), 0.7
+        return share * x + (1 - share) * x[other], share * y + (1 - share) * y[other]
+
+    return prepared_by(mixup)
+
+
+@misused("examples apart")
+def examples_averaged_with_their_neighbors():
+    return prepared_by(lambda x, y, key: (0.5 * (x + jnp.roll(x, 1, axis=0)), y))
+
+
+@misused("examples apart")
+def differences_of_examples():
+    return prepared_by(lambda x, y, key: (x - x[:1], y))
+
+
+@misused("examples apart", decided=False)
+def examples_sorted():
+    """Each column by itself: slots hold numbers of several examples."""
+    return prepared_by(lambda x, y, key: (jnp.sort(x, axis=0), y))
+
+
+@misused("examples apart")
+def running_sum_of_examples():
+    return prepared_by(lambda x, y, key: (jnp.cumsum(x, axis=0), y))
+
+
+@misused("examples apart")
+def all_examples_in_every_slot():
+    """Attention over the batch: each slot sees all others."""
+
+    def attend(x, y, key):
+        return jax.nn.softmax(x @ x.T) @ x, y
+
+    return prepared_by(attend)
+
+
+@misused("examples apart", "padding", "noise", decided=False)
+def mask_from_other_examples():
+    """Examples far from the mean of the batch are left out: others decide whether one counts."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        far = jnp.abs(x - x.mean(axis=0)).max(axis=1) > 3
+        grads = grad_fn(model, x, y, is_padding_example=mask | far)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("examples apart", "noise", "release", decided=False)
+def loss_that_closes_over_the_batch():
+    """The mean of all targets is in the loss of each example, past the engine's arguments."""
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        center = y.mean(axis=0)
+        grad_fn = clipped(lambda model, x, y: squared_error(model, x, y - center))
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+# Padding.
+
+
+@misused("padding", says="mask")
+def mask_not_handed_on():
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        del mask
+        key, state = next_key(state)
+        return updated(model, state, with_noise(grad_fn(model, x, y), key))
+
+    return by_hand(step)
+
+
+@misused("padding", says="mask")
+def mask_not_handed_on_to_one_of_two_losses():
+    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = added(first(model, x, y, is_padding_example=mask), second(model, x, y))
+        return updated(model, state, with_noise(grads, key, 2 * STDDEV))
+
+    return by_hand(step)
+
+
+# Data and devices.
+
+
+@misused("release", "noise", "padding", "examples apart", decided=False)
+def private_data_closed_over():
+    """The batch is a constant of the program, and no argument."""
+    grad_fn = clipped()
+    x, y, _ = data()
+
+    def step(model, state, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step, batch=data()[2:], private=(2,))
+
+
+EVERYWHERE = P()
+
+
+def on_devices(of_a_device, out_specs=EVERYWHERE):
+    """A step whose noisy gradient is `of_a_device(grads, key)`, by shard_map on eight devices."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_array)
+
+    def mapped(model, key, x, y, mask):
+        return of_a_device(grad_fn(model, x, y, is_padding_example=mask), key)
+
+    specs = (P(), P(), P("data"), P("data"), P("data"))
+    mapped = jax.shard_map(
+        mapped,
+        mesh=mesh_of("auto", data=8),
+        in_specs=specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+    def step(params, state, x, y, mask):
+        key, state = next_key(state)
+        return mapped(eqx.combine(params, static), key, x, y, mask), state
+
+    return by_hand(step, model=params, state=first_state(params))
+
+
+@misused("noise", says="0.424", decided=False)
+def an_eighth_of_the_noise_on_each_device():
+    """Independent noises add up by variance: eight of deviation s / 8 have s / sqrt(8)."""
+
+    def noisy(grads, key):
+        own = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        return jax.lax.psum(with_noise(grads, own, STDDEV / 8), "data")
+
+    return on_devices(noisy)
+
+
+@misused("fresh noise", "noise", "release", decided=False)
+def one_noise_for_the_sums_of_all_devices():
+    """Each device returns a sum of its own, and all have the same noise: differences have none."""
+
+    def noisy(grads, key):
+        return jax.tree.map(lambda leaf: leaf[None], with_noise(grads, key))
+
+    return on_devices(noisy, P("data"))
+
+
+@misused("release", "noise", decided=False)
+def noise_on_the_first_device_alone():
+    """The sums of the other devices are returned as they are."""
+
+    def noisy(grads, key):
+        first = jax.lax.axis_index("data") == 0
+        noise = with_noise(jax.tree.map(jnp.zeros_like, grads), key)
+        return jax.tree.map(lambda g, n: (g + jnp.where(first, n, 0))[None], grads, noise)
+
+    return on_devices(noisy, P("data"))
+
+
+@misused("noise", says="0.15")
+def mean_over_devices_for_a_sum():
+    """The noise is that of a mean over eight devices, and the gradients are summed."""
+
+    def noisy(grads, key):
+        return with_noise(jax.lax.psum(grads, "data"), key, STDDEV / 8)
+
+    return on_devices(noisy)
