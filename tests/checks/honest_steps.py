@@ -25,6 +25,7 @@ from tests.checks.privacy_steps import (
     STDDEV,
     WIDTH,
     State,
+    absolute_error,
     added,
     beside,
     by_hand,
@@ -37,6 +38,8 @@ from tests.checks.privacy_steps import (
     mlp,
     next_key,
     noised_by,
+    on_devices,
+    prepared_by,
     scaled,
     sliced,
     squared_error,
@@ -635,10 +638,6 @@ def accumulated_over_a_mapped_axis():
 # Several losses, several models.
 
 
-def absolute_error(model, x, y):
-    return jnp.sum(jnp.abs(model(x) - y))
-
-
 @honest
 def two_losses_with_a_noise_each():
     """Two releases of noise multiplier z sqrt(2) are together one of z."""
@@ -1053,19 +1052,6 @@ def privatizer_with_a_standard_deviation():
 # What may be done to examples before the engine: to each by itself, or by public numbers.
 
 
-def prepared_by(prepare, loss=squared_error, batch=None, **named):
-    """An honest step by hand on `prepare(x, y, mask, key)`, which gives the same three."""
-    grad_fn = clipped(loss)
-
-    def step(model, state, x, y, mask):
-        carried, noise_key, key = jax.random.split(state.key, 3)
-        x, y, mask = prepare(x, y, mask, key)
-        grads = grad_fn(model, x, y, is_padding_example=mask)
-        return updated(model, state._replace(key=carried), with_noise(grads, noise_key))
-
-    return by_hand(step, batch=batch, **named)
-
-
 @honest
 def examples_augmented():
     def augment(x, key):
@@ -1157,56 +1143,31 @@ def tree_of_examples():
 # Devices.
 
 
-def on_devices(reduced, stddev=STDDEV):
-    """A step by hand on eight devices, by shard_map; `reduced(grads)` sums over them."""
-    mesh = mesh_of("auto", data=8)
-    grad_fn = clipped()
+def noised_outside(stddev):
+    def finish(params, state, result, key):
+        return updated(params, state, with_noise(result, key, stddev))
 
-    def of_a_device(model, x, y, mask):
-        return reduced(grad_fn(model, x, y, is_padding_example=mask))
-
-    specs = (P(), P("data"), P("data"), P("data"))
-    mapped = jax.shard_map(of_a_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    params, static = eqx.partition(mlp(), eqx.is_array)
-
-    def step(params, state, x, y, mask):
-        key, state = next_key(state)
-        grads = mapped(eqx.combine(params, static), x, y, mask)
-        return updated(params, state, with_noise(grads, key, stddev))
-
-    return by_hand(step, model=params, state=first_state(params))
+    return finish
 
 
 @honest
 def summed_over_devices():
-    return on_devices(lambda grads: jax.lax.psum(grads, "data"))
+    return on_devices(lambda grads, key: jax.lax.psum(grads, "data"), noised_outside(STDDEV))
 
 
 @honest
 def averaged_over_devices():
     """A mean over eight devices has an eighth of the sensitivity, and so of the noise."""
-    return on_devices(lambda grads: jax.lax.pmean(grads, "data"), STDDEV / 8)
+    return on_devices(lambda grads, key: jax.lax.pmean(grads, "data"), noised_outside(STDDEV / 8))
 
 
 @honest
 def noise_on_every_device_alike():
     """Each device sums over all of them and adds the same noise, so that all have one result."""
-    mesh = mesh_of("auto", data=8)
-    grad_fn = clipped()
-
-    def of_a_device(model, key, x, y, mask):
-        grads = grad_fn(model, x, y, is_padding_example=mask)
-        return with_noise(jax.lax.psum(grads, "data"), key)
-
-    specs = (P(), P(), P("data"), P("data"), P("data"))
-    mapped = jax.shard_map(of_a_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    params, static = eqx.partition(mlp(), eqx.is_array)
-
-    def step(params, state, x, y, mask):
-        key, state = next_key(state)
-        return updated(params, state, mapped(eqx.combine(params, static), key, x, y, mask))
-
-    return by_hand(step, model=params, state=first_state(params))
+    return on_devices(
+        lambda grads, key: with_noise(jax.lax.psum(grads, "data"), key),
+        lambda params, state, result, key: updated(params, state, result),
+    )
 
 
 @honest
@@ -1231,7 +1192,7 @@ def rules_and_the_plan_by_hand():
 @honest
 def loss_under_checkpoint():
     def loss(model, x, y):
-        return jnp.sum((jax.checkpoint(model)(x) - y) ** 2)
+        return jnp.sum((eqx.filter_checkpoint(model)(x) - y) ** 2)
 
     return chained(loss=loss, method="ghost")
 

@@ -22,6 +22,7 @@ from tests.checks.privacy_steps import (
     SECRET,
     SLOTS,
     STDDEV,
+    absolute_error,
     added,
     beside,
     by_hand,
@@ -33,13 +34,14 @@ from tests.checks.privacy_steps import (
     mlp,
     next_key,
     noised_by,
+    on_devices,
+    prepared_by,
     scaled,
     sliced,
     squared_error,
     updated,
     with_noise,
 )
-from tests.sharding.losses import mesh_of
 
 MISUSED = {}
 
@@ -225,7 +227,7 @@ def two_releases_of_one_gradient():
 @misused("noise", says="0.84")
 def two_losses_with_the_noise_of_one():
     """Each of two releases has the plan's noise multiplier, together they have z / sqrt(2)."""
-    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+    first, second = clipped(), clipped(absolute_error)
 
     def step(model, state, x, y, mask):
         keys = jax.random.split(state.key, 3)
@@ -511,7 +513,7 @@ def noise_returned_beside():
 @misused("noise", "fresh noise")
 def one_noise_on_two_sums():
     """The difference of the two has no noise."""
-    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+    first, second = clipped(), clipped(absolute_error)
 
     def step(model, state, x, y, mask):
         key, state = next_key(state)
@@ -536,7 +538,7 @@ def one_key_for_all_leaves():
 
 @misused("fresh noise", says="key")
 def one_key_for_two_losses():
-    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+    first, second = clipped(), clipped(absolute_error)
 
     def step(model, state, x, y, mask):
         key, state = next_key(state)
@@ -1036,27 +1038,19 @@ def key_from_private_data():
 # Examples that meet before they are clipped.
 
 
-def prepared_by(prepare):
-    """An otherwise honest step on `prepare(x, y, key)`."""
-    grad_fn = clipped()
-
-    def step(model, state, x, y, mask):
-        carried, noise_key, key = jax.random.split(state.key, 3)
-        x, y = prepare(x, y, key)
-        grads = grad_fn(model, x, y, is_padding_example=mask)
-        return updated(model, state._replace(key=carried), with_noise(grads, noise_key))
-
-    return by_hand(step)
+def mixed_by(mix):
+    """An otherwise honest step on `mix(x, y, key)`, which gives other examples."""
+    return prepared_by(lambda x, y, mask, key: (*mix(x, y, key), mask))
 
 
 @misused("examples apart")
 def batch_standardized_by_its_own_mean():
-    return prepared_by(lambda x, y, key: ((x - x.mean(axis=0)) / (x.std(axis=0) + 1e-3), y))
+    return mixed_by(lambda x, y, key: ((x - x.mean(axis=0)) / (x.std(axis=0) + 1e-3), y))
 
 
 @misused("examples apart")
 def inputs_scaled_by_their_largest():
-    return prepared_by(lambda x, y, key: (x / jnp.max(jnp.abs(x)), y))
+    return mixed_by(lambda x, y, key: (x / jnp.max(jnp.abs(x)), y))
 
 
 @misused("examples apart")
@@ -1067,28 +1061,28 @@ def mixed_up_examples():
         other, share = jax.random.permutation(key, SLOTS), 0.7
         return share * x + (1 - share) * x[other], share * y + (1 - share) * y[other]
 
-    return prepared_by(mixup)
+    return mixed_by(mixup)
 
 
 @misused("examples apart")
 def examples_averaged_with_their_neighbors():
-    return prepared_by(lambda x, y, key: (0.5 * (x + jnp.roll(x, 1, axis=0)), y))
+    return mixed_by(lambda x, y, key: (0.5 * (x + jnp.roll(x, 1, axis=0)), y))
 
 
 @misused("examples apart")
 def differences_of_examples():
-    return prepared_by(lambda x, y, key: (x - x[:1], y))
+    return mixed_by(lambda x, y, key: (x - x[:1], y))
 
 
 @misused("examples apart", decided=False)
 def examples_sorted():
     """Each column by itself: slots hold numbers of several examples."""
-    return prepared_by(lambda x, y, key: (jnp.sort(x, axis=0), y))
+    return mixed_by(lambda x, y, key: (jnp.sort(x, axis=0), y))
 
 
 @misused("examples apart")
 def running_sum_of_examples():
-    return prepared_by(lambda x, y, key: (jnp.cumsum(x, axis=0), y))
+    return mixed_by(lambda x, y, key: (jnp.cumsum(x, axis=0), y))
 
 
 @misused("examples apart")
@@ -1098,7 +1092,7 @@ def all_examples_in_every_slot():
     def attend(x, y, key):
         return jax.nn.softmax(x @ x.T) @ x, y
 
-    return prepared_by(attend)
+    return mixed_by(attend)
 
 
 @misused("examples apart", "padding", "noise", decided=False)
@@ -1146,7 +1140,7 @@ def mask_not_handed_on():
 
 @misused("padding", says="mask")
 def mask_not_handed_on_to_one_of_two_losses():
-    first, second = clipped(), clipped(lambda model, x, y: jnp.sum(jnp.abs(model(x) - y)))
+    first, second = clipped(), clipped(absolute_error)
 
     def step(model, state, x, y, mask):
         key, state = next_key(state)
@@ -1173,31 +1167,16 @@ def private_data_closed_over():
     return by_hand(step, batch=data()[2:], private=(2,))
 
 
-EVERYWHERE = P()
+def taken(params, state, result, key):
+    del key
+    return updated(params, state, result)
 
 
-def on_devices(of_a_device, out_specs=EVERYWHERE):
-    """A step whose noisy gradient is `of_a_device(grads, key)`, by shard_map on eight devices."""
-    grad_fn = clipped()
-    params, static = eqx.partition(mlp(), eqx.is_array)
-
-    def mapped(model, key, x, y, mask):
-        return of_a_device(grad_fn(model, x, y, is_padding_example=mask), key)
-
-    specs = (P(), P(), P("data"), P("data"), P("data"))
-    mapped = jax.shard_map(
-        mapped,
-        mesh=mesh_of("auto", data=8),
-        in_specs=specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
-
-    def step(params, state, x, y, mask):
-        key, state = next_key(state)
-        return mapped(eqx.combine(params, static), key, x, y, mask), state
-
-    return by_hand(step, model=params, state=first_state(params))
+def shown(params, state, result, key):
+    """The sums of all devices, side by side, are returned beside the next model."""
+    del key
+    total = jax.tree.map(lambda leaf: leaf.sum(axis=0), result)
+    return *updated(params, state, total), result
 
 
 @misused("noise", says="0.424", decided=False)
@@ -1208,7 +1187,7 @@ def an_eighth_of_the_noise_on_each_device():
         own = jax.random.fold_in(key, jax.lax.axis_index("data"))
         return jax.lax.psum(with_noise(grads, own, STDDEV / 8), "data")
 
-    return on_devices(noisy)
+    return on_devices(noisy, taken)
 
 
 @misused("fresh noise", "noise", "release", decided=False)
@@ -1218,7 +1197,7 @@ def one_noise_for_the_sums_of_all_devices():
     def noisy(grads, key):
         return jax.tree.map(lambda leaf: leaf[None], with_noise(grads, key))
 
-    return on_devices(noisy, P("data"))
+    return on_devices(noisy, shown, P("data"))
 
 
 @misused("release", "noise", decided=False)
@@ -1230,7 +1209,7 @@ def noise_on_the_first_device_alone():
         noise = with_noise(jax.tree.map(jnp.zeros_like, grads), key)
         return jax.tree.map(lambda g, n: (g + jnp.where(first, n, 0))[None], grads, noise)
 
-    return on_devices(noisy, P("data"))
+    return on_devices(noisy, shown, P("data"))
 
 
 @misused("noise", says="0.15")
@@ -1240,4 +1219,4 @@ def mean_over_devices_for_a_sum():
     def noisy(grads, key):
         return with_noise(jax.lax.psum(grads, "data"), key, STDDEV / 8)
 
-    return on_devices(noisy)
+    return on_devices(noisy, taken)

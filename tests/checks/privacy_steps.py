@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import eqx_dp as dp
+from tests.sharding.losses import mesh_of
 
 SLOTS, WIDTH, CLASSES = 8, 4, 2
 NUM_EXAMPLES = 8
@@ -66,6 +68,10 @@ def mlp() -> eqx.nn.MLP:
 
 def squared_error(model, x, y):
     return jnp.sum((model(x) - y) ** 2)
+
+
+def absolute_error(model, x, y):
+    return jnp.sum(jnp.abs(model(x) - y))
 
 
 def dropout_loss(model, x, y, *, key):
@@ -207,6 +213,55 @@ def beside(shown_of: Callable[[Given], Any], **named) -> Case:
         return *updated(model, state, noisy), shown
 
     return by_hand(step, **named)
+
+
+def prepared_by(prepare: Callable[..., Any], **named) -> Case:
+    """An honest step by hand on `prepare(x, y, mask, key)`, which gives the first three again."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        carried, noise_key, key = jax.random.split(state.key, 3)
+        x, y, mask = prepare(x, y, mask, key)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state._replace(key=carried), with_noise(grads, noise_key))
+
+    return by_hand(step, **named)
+
+
+EVERYWHERE = P()
+
+
+def on_devices(
+    of_a_device: Callable[[Any, Array], Any],
+    finish: Callable[..., Any],
+    out_specs: P = EVERYWHERE,
+) -> Case:
+    """A step by hand on eight devices, by shard_map.
+
+    `of_a_device(grads, key)` gets the clipped sum of one device's examples; `finish(params, state,
+    result, key)` is what the step makes of its result, placed by `out_specs`.
+    """
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_array)
+
+    def part(params, key, x, y, mask):
+        model = eqx.combine(params, static)
+        return of_a_device(grad_fn(model, x, y, is_padding_example=mask), key)
+
+    # Unchecked, a gradient stays on its device.
+    mapped = jax.shard_map(
+        part,
+        mesh=mesh_of("auto", data=8),
+        in_specs=(P(), P(), P("data"), P("data"), P("data")),
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+    def step(params, state, x, y, mask):
+        key, state = next_key(state)
+        return finish(params, state, mapped(params, key, x, y, mask), key)
+
+    return by_hand(step, model=params, state=first_state(params))
 
 
 def listed(cases: dict[str, Callable[[], Case]], **known: Any) -> Callable[..., Any]:
