@@ -51,6 +51,19 @@ class Case(NamedTuple):
     kept: bool = False
 
 
+def plan_under(relation, **more):
+    return dp.PrivacyPlan(
+        **{
+            "sampling_prob": 0.5,
+            "steps": 10,
+            "noise_multiplier": 1.2,
+            "delta": 1e-5,
+            "neighboring_relation": relation,
+            **more,
+        }
+    )
+
+
 class State(NamedTuple):
     """What a step by hand carries beside the model."""
 
@@ -85,6 +98,33 @@ def data() -> tuple[Array, Array, Array]:
     x = random.normal(size=(SLOTS, WIDTH)).astype(np.float32)
     y = random.normal(size=(SLOTS, CLASSES)).astype(np.float32)
     return jnp.asarray(x), jnp.asarray(y), jnp.arange(SLOTS) >= 5
+
+
+def clip_norms_by_layer(model):
+    """As a tree prefix: another clip norm for each layer."""
+    prefix = jax.tree.map(lambda _: None, model)
+    return eqx.tree_at(lambda m: m.layers, prefix, (0.5, 2.0), is_leaf=lambda x: x is None)
+
+
+class LoRA(eqx.Module):
+    """A linear layer, and beside it a product of two thin matrices."""
+
+    base: eqx.nn.Linear
+    down: jax.Array
+    up: jax.Array
+
+    def __call__(self, x):
+        return self.base(x) + self.up @ (self.down @ x)
+
+
+def lora():
+    base = eqx.nn.Linear(WIDTH, CLASSES, key=jax.random.key(0))
+    return LoRA(base, jax.random.normal(jax.random.key(1), (1, WIDTH)), jnp.zeros((CLASSES, 1)))
+
+
+def adapters(model):
+    spec = jax.tree.map(lambda _: False, model)
+    return eqx.tree_at(lambda m: (m.down, m.up), spec, (True, True))
 
 
 # A step of make_step.
@@ -186,6 +226,22 @@ def noised_by(noisy_of: Callable[[Any, Array], Any], grad_fn=None, **named) -> C
     return by_hand(step, **named)
 
 
+def chained(*behind, loss=squared_error, plan=PLAN, model=None, takes_key=False, **options):
+    """A step by hand whose optimizer is a chain: the plan's noise, and what stands behind it."""
+    grad_fn = clipped(loss, **options)
+    optimizer = optax.chain(plan.privatizer(grad_fn, key=SECRET), *(behind or [OPTIMIZER]))
+    model = mlp() if model is None else model
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state) if takes_key else (None, state)
+        grads = grad_fn(model, x, y, key=key, is_padding_example=mask)
+        updates, opt = optimizer.update(grads, state.opt, grad_fn.trainable(model))
+        return eqx.apply_updates(model, updates), state._replace(opt=opt, step=state.step + 1)
+
+    state = State(optimizer.init(grad_fn.trainable(model)), jax.random.key(4), jnp.zeros((), int))
+    return by_hand(step, model=model, state=state, plan=plan)
+
+
 class Given(NamedTuple):
     """What is at hand in an honest step by hand, for a step that returns something beside."""
 
@@ -276,3 +332,14 @@ def listed(cases: dict[str, Callable[[], Case]], **known: Any) -> Callable[..., 
         return named
 
     return enter
+
+
+def misuse(
+    cases: dict[str, Callable[[], Case]],
+    *rules: str,
+    says: str = "",
+    decided: bool = True,
+    kept: bool = False,
+) -> Callable[..., Any]:
+    """Enters a misuse that breaks one of some rules; see `Case`."""
+    return listed(cases, rules=rules, says=says, decided=decided, kept=kept)
