@@ -16,7 +16,6 @@ from .terms import UNKNOWN, Affine, Again, Each, Key, Listed, Root, Span, Step, 
 from .values import Public
 
 _MOST_LISTED = 4096
-_LARGE = 64
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Public]], Public | None]
 """From an equation and its operands to term and bounds of its result; None where nothing is known."""
@@ -34,7 +33,7 @@ def constant(value: Any) -> Public:
     ):
         return Public()
     array = np.asarray(value)
-    is_large = array.size > _LARGE
+    is_large = array.ndim > 0
     if np.iscomplexobj(array):
         return Public(is_constant=is_large)
     low, high = float(array.min()), float(array.max())

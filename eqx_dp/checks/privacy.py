@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -22,13 +22,14 @@ from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport, Release
 from .releases import (
     Group,
+    Noised,
     groups,
     is_another_sample,
     noise_multiplier,
     sensitivity_by_noise,
 )
 from .terms import Affine, Key, Root, Turns
-from .values import Private, Public, Random, Sum, Value
+from .values import Path, Private, Public, Random, Sum, Value
 
 
 @runtime_checkable
@@ -123,8 +124,8 @@ is another one; keys change from turn to turn of a loop and from call to call |
             its leaves. The mask and the indices of a sample are private, too. For a step of
             `make_step` it is known.
         plan: what the noise is held against; for a step of `make_step` it is known.
-        disclose: patterns of dotted paths of results (`"2"`, `"**.loss"`) that are released without
-            noise knowingly.
+        disclose: patterns of dotted paths of results, or of their ends (`"2"`, `"loss"`), that are
+            released without noise knowingly.
         **kwargs: more arguments, by name.
 
     Returns:
@@ -136,7 +137,8 @@ is another one; keys change from turn to turn of a loop and from call to call |
             no plan.
     """
     if isinstance(fn, TrainsPrivately):
-        private = (*range(1, len(args)), *kwargs) if private is None else private
+        if private is None:
+            private = (*range(1, len(args)), *(name for name in kwargs if name != "extra"))
         plan = fn.plan if plan is None else plan
         disclose = (*disclose, *(f"disclosed.{name}" for name in fn.disclose))
     if plan is not None and not isinstance(plan, PrivacyPlan):
@@ -152,7 +154,11 @@ is another one; keys change from turn to turn of a loop and from call to call |
     patterns = _checked_patterns(disclose, names)
     returns = next_arguments(args, kwargs, results)
     step = _Step(program, arguments, is_private, names, returns, _in_state(results))
-    return _report(step, _followed(step), plan, patterns)
+    reports = (_report(step, call, plan, patterns) for call in _calls(step))
+    report = next(reports)
+    for later in reports:
+        report = later if report.ok else report
+    return report
 
 
 def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
@@ -170,12 +176,17 @@ def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
 def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, ...]:
     patterns = (disclose,) if isinstance(disclose, str) else tuple(disclose)
     for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
+        if not any(_names(pattern, name) for name in names):
             raise ValueError(
                 f"disclose names {shown(pattern)}, which is none of the results. Results are: "
                 f"{', '.join(names[:20])}{' and more' if len(names) > 20 else ''}."
             )
     return patterns
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Whether a pattern describes a dotted path, or its end."""
+    return matches(pattern, name) or matches(f"**.{pattern}", name)
 
 
 def _in_state(results: PyTree[Any]) -> list[bool]:
@@ -196,19 +207,35 @@ class _Step(NamedTuple):
     in_state: list[bool]
 
 
-class _Followed(NamedTuple):
-    """What was found of a step, in a call of which arguments are as an earlier call left them."""
+class _Call(NamedTuple):
+    """What was found of a call of a step, of which arguments are as earlier calls left them.
+
+    Attributes:
+        flow: through the step.
+        results: of the call.
+        before: the results of the call before.
+        keys: what keys among the arguments become.
+    """
 
     flow: PrivacyFlow
     results: list[Value]
-    calls: Calls
+    before: list[Value]
+    keys: Calls
+
+    @property
+    def releases(self) -> dict[Path, Noised]:
+        """Those that leave the step."""
+        public = [value for value in self.results if isinstance(value, Public)]
+        leaving = self.flow.shown.union(*(value.releases for value in public))
+        return {path: one for path, one in self.flow.releases.items() if path in leaving}
 
 
-def _followed(step: _Step) -> _Followed:
-    """Goes through call after call, until nothing new comes back."""
+def _calls(step: _Step) -> Iterator[_Call]:
+    """Call after call, until nothing new comes back."""
     back: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     counters: dict[Hashable, Turns] = {}
+    before: list[Value] | None = None
     while True:
         flow = PrivacyFlow()
         flow.counters.update(counters)
@@ -217,6 +244,11 @@ def _followed(step: _Step) -> _Followed:
             for i, argument in enumerate(step.arguments)
         ]
         results = flow.program(step.program, inputs, Context())
+        keys, now, counting = _next_call(step, inputs, results)
+        if now != fixed or counting != counters:
+            fixed, counters = now, counting
+            continue
+        yield _Call(flow, results, before or results, keys)
         kept = {
             i
             for value, at in zip(results, step.returns, strict=True)
@@ -224,10 +256,9 @@ def _followed(step: _Step) -> _Followed:
             for i in at
             if not step.is_private[i]
         }
-        calls, now, counting = _calls(step, inputs, results)
-        if kept <= back and now == fixed and counting == counters:
-            return _Followed(flow, results, calls)
-        back, fixed, counters = back | kept, now, counting
+        if kept <= back:
+            return
+        before, back = results, back | kept
 
 
 def _input(i: int, argument: Argument, is_private: bool, is_back: bool, is_fixed: bool) -> Value:
@@ -239,7 +270,7 @@ def _input(i: int, argument: Argument, is_private: bool, is_back: bool, is_fixed
     return numbers.argument(argument.names[-1], argument.shape, argument.is_key, not is_fixed)
 
 
-def _calls(
+def _next_call(
     step: _Step, inputs: list[Value], results: list[Value]
 ) -> tuple[Calls, frozenset[int], dict[Hashable, Turns]]:
     """What keys and counters among the arguments are in the next call."""
@@ -268,33 +299,26 @@ def _calls(
 
 
 def _report(
-    step: _Step, followed: _Followed, plan: PrivacyPlan | None, disclose: tuple[str, ...]
+    step: _Step, call: _Call, plan: PrivacyPlan | None, disclose: tuple[str, ...]
 ) -> PrivacyReport:
-    flow = followed.flow
-    found = [*flow.found]
-    leaving, kept, disclosed = _outputs(step, followed, disclose)
-    found += leaving
-    found += _unhidden(flow)
-    multiplier, steps, releases = _releases(step, followed, plan)
-    found += _against_plan(flow, plan, multiplier, steps)
-    fresh, notes = fresh_noise(
-        flow.releases, flow.draws, flow.of_losses, flow.counters, followed.calls
-    )
-    found += fresh
+    flow, releases = call.flow, call.releases
+    leaving, kept, disclosed = _outputs(step, call, disclose)
+    multiplier, steps, released = _releases(step, call, plan)
+    fresh, notes = fresh_noise(releases, flow.draws, flow.of_losses, flow.counters, call.keys)
+    found = [*leaving, *flow.found, *_against_plan(call, plan, multiplier, steps), *fresh]
     for line in flow.unmasked:
         if plan is not None and plan.sampling_prob < 1:
             found.append(_no_mask(line))
         elif plan is None:
             notes.append(f"the engine is given no mask at {line}: no row may be padding")
-    if plan is not None and multiplier > plan.noise_multiplier * (1 + _TOLERANCE) < math.inf:
-        if releases:
-            notes.append("there is more noise than the plan accounts for")
+    if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
+        notes.append("there is more noise than the plan accounts for")
     found = list(dict.fromkeys(found))
     return PrivacyReport(
         plan,
         tuple(finding for finding in found if finding.is_decided),
         tuple(finding for finding in found if not finding.is_decided),
-        releases,
+        released,
         kept,
         disclosed,
         multiplier,
@@ -317,50 +341,77 @@ def _no_mask(line: str) -> Finding:
 
 
 def _outputs(
-    step: _Step, followed: _Followed, disclose: tuple[str, ...]
+    step: _Step, call: _Call, disclose: tuple[str, ...]
 ) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
     """Results that are no releases: those that break the rule, those kept, those disclosed."""
-    flow, leaving = followed.flow, defaultdict[tuple[str, str], list[str]](list)
+    leaving = defaultdict[Finding, list[str]](list)
     kept, disclosed = list[str](), list[str]()
-    hiding = {draw for release in flow.releases.values() for draw in release.draws}
-    for name, value, at, in_state in zip(
-        step.names, followed.results, step.returns, step.in_state, strict=True
-    ):
+    hiding = {draw for release in call.releases.values() for draw in release.draws}
+    for i, (name, value) in enumerate(zip(step.names, call.results, strict=True)):
         if isinstance(value, Public | Random):
             raw = value.noise if isinstance(value, Public) else value.draws
             if raw & hiding:
-                leaving["the noise that hides a clipped sum is in it", ""].append(name)
-        elif any(matches(pattern, name) for pattern in disclose):
+                leaving[_leaves("the noise that hides a clipped sum is in it")].append(name)
+        elif any(_names(pattern, name) for pattern in disclose):
             disclosed.append(name)
-        elif at and in_state and not flow.models & {i for i in at if not step.is_private[i]}:
+        elif call.flow.models & set(step.returns[i]):
+            before = call.before[i]  # which tells why
+            leaving[_how(before if isinstance(before, Private | Sum) else value)].append(name)
+        elif step.returns[i] and step.in_state[i] and not _is_to_be_hidden(value):
             kept.append(name)
         else:
             leaving[_how(value)].append(name)
+    if kept and not call.releases and not leaving:
+        how = "private data is in it, and nothing is released through noise"
+        leaving[_leaves(how)].extend(kept)
     findings = [
-        Finding(
-            "release",
-            f"{_listed(names)}: {how}",
-            where or "in the results",
-            "Add the plan's noise to the clipped sum before anything else is made of it "
-            "(plan.privatizer, first in the chain); leave out what is private, or name it in "
-            "disclose= if it may be known.",
-        )
-        for (how, where), names in leaving.items()
+        finding._replace(found=f"{_listed(names)}: {finding.found}")
+        for finding, names in leaving.items()
     ]
     return findings, tuple(kept), tuple(disclosed)
 
 
-def _how(value: Value) -> tuple[str, str]:
+def _is_to_be_hidden(value: Private | Sum) -> bool:
+    """Whether noise was added, in vain."""
+    return isinstance(value, Private) and value.noised is not None
+
+
+def _leaves(how: str, where: str = "") -> Finding:
+    return Finding(
+        "release",
+        how,
+        where or "the results",
+        "Add the plan's noise to the clipped sum before anything else is made of it "
+        "(plan.privatizer, first in the chain); leave out what is private, or name it in disclose= "
+        "if it may be known.",
+    )
+
+
+def _how(value: Private | Sum) -> Finding:
     if not isinstance(value, Private):
-        return "a clipped sum is in it, without noise", ""
-    return {
+        return _leaves("a clipped sum is in it, without noise")
+    how = {
         "data": "private data is in it",
         "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
         "rounded": "a clipped sum is in it that was rounded before any noise",
         "kept": "private data of an earlier call is in it",
         "mixed": "it is made of a clipped sum whose sensitivity is not known",
         "noise known": "the noise of a release is taken off again",
-    }[value.reason], value.where
+    }[value.reason]
+    if value.noised is None or value.reason in ("mixed", "noise known"):
+        return _leaves(how, value.where)
+    stddev, line = value.noised
+    is_unbounded = value.reason == "nonlinear"
+    bound = "unbounded" if is_unbounded else "not known"
+    made = ", and it was not made by filter_clipped_grad" if value.reason == "data" else ""
+    return Finding(
+        "noise",
+        f"noise of standard deviation {stddev:.4g} was added, but the noise multiplier is {bound}: "
+        f"{how}{made} (at {value.where or line})",
+        line,
+        "Add the noise to the clipped sum itself, first in the chain.",
+        is_decided=is_unbounded,
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -368,88 +419,65 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _unhidden(flow: PrivacyFlow) -> list[Finding]:
-    """Noise on what has no known sensitivity."""
-    found: list[Finding] = []
-    for value, stddev, line in flow.unhidden.values():
-        if value.reason in ("mixed", "noise known"):
-            continue  # found already
-        why = {
-            "data": "it was not made by the engine (filter_clipped_grad)",
-            "nonlinear": "the clipped sum went through something nonlinear before",
-            "rounded": "the clipped sum was rounded before",
-            "kept": "it was kept over calls",
-        }[value.reason]
-        is_unbounded = value.reason == "nonlinear"
-        bound = "unbounded" if is_unbounded else "not known"
-        found.append(
-            Finding(
-                "noise",
-                f"noise of standard deviation {stddev:.4g} is added to what has no known "
-                f"sensitivity: {why} (at {value.where or line}); the noise multiplier is {bound}",
-                line,
-                "Add the noise to the clipped sum itself, first in the chain.",
-                is_decided=is_unbounded,
-            )
-        )
-    return found
-
-
 def _releases(
-    step: _Step, followed: _Followed, plan: PrivacyPlan | None
+    step: _Step, call: _Call, plan: PrivacyPlan | None
 ) -> tuple[float, int, tuple[Release, ...]]:
     """Noise by sensitivity of all releases together, how many steps they are, and each group."""
-    flow = followed.flow
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
-    moved = SENSITIVITY_OF_UNIT_NORM[relation]
-    found = [(group, sensitivity_by_noise(group, flow.releases, flow.sources)) for group in
-             groups(flow.releases)]
-    rows_of = [
-        _row(step, followed, group, noise_multiplier([one], flow.sources) / moved)
-        for group, one in found
-    ]
-    total = noise_multiplier([one for _, one in found], flow.sources) / moved
-    return total, max((row.times for row in rows_of), default=1), tuple(rows_of)
+    moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], call.flow.sources
+    by_call: defaultdict[frozenset[Hashable], list[Group]] = defaultdict(list)
+    for group in groups(call.releases):  # clip norms of one call are one release
+        by_call[frozenset(source[0] for source in group.sources)].append(group)  # pyright: ignore
+    found = {
+        name: [sensitivity_by_noise(group, call.releases, sources) for group in those]
+        for name, those in by_call.items()
+    }
+    released = tuple(
+        _row(step, call, those, noise_multiplier(found[name], sources) / moved)
+        for name, those in by_call.items()
+    )
+    total = noise_multiplier([one for those in found.values() for one in those], sources) / moved
+    return total, max((row.times for row in released), default=1), released
 
 
-def _row(step: _Step, followed: _Followed, group: Group, multiplier: float) -> Release:
-    flow = followed.flow
+def _row(step: _Step, call: _Call, those: list[Group], multiplier: float) -> Release:
+    paths = {path for group in those for path in group.releases}
     outputs = tuple(
         name
-        for name, value in zip(step.names, followed.results, strict=True)
-        if isinstance(value, Public) and value.releases & set(group.releases)
+        for name, value in zip(step.names, call.results, strict=True)
+        if isinstance(value, Public) and value.releases & paths
     )
-    parts = [flow.releases[path] for path in group.releases]
+    parts = [call.releases[path] for path in paths]
     stddev = min(part.stddev for part in parts)
     sensitivity = stddev / multiplier if multiplier else math.inf
-    where = tuple(dict.fromkeys(part.line for part in parts))
-    cuts = [flow.sources[source].cuts for source in group.sources]
-    loops = {loop for part in parts for loop in part.loops}
+    where = tuple(sorted({part.line for part in parts}))
+    cuts = [call.flow.sources[source].cuts for group in those for source in group.sources]
     turns = [
         loop.length or 0
-        for loop in loops
+        for loop in {loop for part in parts for loop in part.loops}
         if all(is_another_sample(cut, loop.path) for cut in cuts)
     ]
     return Release(outputs, sensitivity, stddev, multiplier, math.prod(turns), where)
 
 
 def _against_plan(
-    flow: PrivacyFlow, plan: PrivacyPlan | None, multiplier: float, steps: int
+    call: _Call, plan: PrivacyPlan | None, multiplier: float, steps: int
 ) -> list[Finding]:
     found: list[Finding] = []
-    lines = " and ".join(dict.fromkeys(r.line for r in flow.releases.values()))
-    for release in flow.releases.values():
-        unclipped = [t for t in release.value.terms if math.isinf(flow.sources[t.source].bound)]
-        if unclipped:
+    releases = call.releases.values()
+    lines = " and ".join(dict.fromkeys(release.line for release in releases))
+    for release in releases:
+        bounds = [call.flow.sources[term.source].bound for term in release.value.terms]
+        if math.inf in bounds:
             advice = "Set a finite l2_clip_norm."
             text = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
             found.append(Finding("noise", text, release.line, advice))
         elif not release.is_known:
             found.append(_not_known(release.value.why, release.line))
-    if plan is None or not flow.releases or found:
+    if plan is None or not releases or found:
         return found
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        is_tight = all(release.value.is_tight for release in flow.releases.values())
+        is_tight = all(release.value.is_tight for release in releases)
         least = "" if is_tight else "at least "
         found.append(
             Finding(

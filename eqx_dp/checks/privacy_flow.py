@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jex_core
 from jax.extend.core.primitives import dynamic_slice_p
@@ -16,7 +16,7 @@ from . import loops, numbers, randomness, rows, sensitivity
 from .doors import DOORS, Doors
 from .flow import Context, Flow
 from .privacy_report import Finding
-from .releases import Drawn, Noised, Source
+from .releases import Drawn, Noised, Source, joint_bound
 from .terms import UNKNOWN, Affine, Key, Root, Term, Turns
 from .values import (
     Cut,
@@ -38,20 +38,6 @@ _SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
 _ADDITIONS = named("add sub add_any")
 
 
-class Unhidden(NamedTuple):
-    """Noise that is added to a private value whose sensitivity is not known.
-
-    Attributes:
-        value: what it is added to.
-        stddev: of the noise.
-        line: where it is added.
-    """
-
-    value: Private
-    stddev: float
-    line: str
-
-
 class PrivacyFlow(Flow[Value]):
     """Follows private data, noise and keys, and notes what happens to them.
 
@@ -60,11 +46,11 @@ class PrivacyFlow(Flow[Value]):
         draws: random bits, by where they are drawn.
         of_losses: keys that the engine gives to losses.
         releases: noise that is added to clipped sums, by where.
-        unhidden: noise that is added to anything else that is private.
         counters: numbers that count the turns of loops.
         found: what breaks a rule, each once.
         unmasked: lines where the engine is called without a mask.
         models: numbers of arguments that came back private, and that the engine's model holds.
+        shown: releases that leave the program beside its results.
     """
 
     nothing = Public()
@@ -75,12 +61,13 @@ class PrivacyFlow(Flow[Value]):
         self.draws: dict[Path, Drawn] = {}
         self.of_losses: dict[Path, Drawn] = {}
         self.releases: dict[Path, Noised] = {}
-        self.unhidden: dict[Path, Unhidden] = {}
         self.counters: dict[Hashable, Turns] = {}
         self.found: dict[Finding, None] = {}
         self.unmasked: dict[str, None] = {}
         self.models: set[int] = set()
+        self.shown: frozenset[Path] = Nothing
         self._noise_of: dict[Path, frozenset[Path]] = {}
+        self._releases_seen: dict[Path, Noised] = {}
         self._made: dict[Hashable, int] = {}
         self._lengths: dict[str, int] = {}
 
@@ -160,6 +147,8 @@ class PrivacyFlow(Flow[Value]):
             self._door(context, equation, inputs)
         if name in OPERAND_BY_OPERAND:
             return inputs
+        if not count:
+            return []
         if any(isinstance(value, Private) for value in inputs):
             return self._private(context, equation, inputs)
         if any(isinstance(value, Sum) for value in inputs):
@@ -208,12 +197,16 @@ class PrivacyFlow(Flow[Value]):
     ) -> list[Value]:
         rule = randomness.RULES.get(equation.primitive.name)
         found = None if rule is None else rule(equation, inputs)
+        if found is not None and equation.primitive.name == "mul":
+            if any(isinstance(x, Public) and x.low == x.high == 0 for x in inputs):
+                return [Public(low=0.0, high=0.0)]
         public = [x if isinstance(x, Public) else loops.as_public(x) for x in inputs]
         if found is None:
             return self._public(context, equation, public)
         beside = _made_of([x for x in inputs if isinstance(x, Public)])
         if beside.noise or beside.releases:
-            return self._public(context, equation, public)
+            again = self._more_noise(context, equation, inputs)
+            return self._public(context, equation, public) if again is None else [again]
         if len(equation.outvars) > 1:
             return list(randomness.parts(equation, found))
         return [found]
@@ -229,24 +222,27 @@ class PrivacyFlow(Flow[Value]):
             return self._release(context, sums[0], noise[0])
         if noise or any(isinstance(x, Public) and x.noise for x in inputs):
             if is_addition and context.is_final:
-                self._other_noise(context)
+                is_repeated = noise[0].kind == "repeated" or not _are_alike(equation)
+                self._other_noise(context, is_repeated)
             return _unknown(inputs, "nonlinear", context.line)
         if name in _SUMS_OF_DEVICES and len(inputs) == 1:
             return self._sum_of_devices(equation, sums[0])
         rule = sensitivity.RULES.get(name)
         found = None if rule is None else rule(equation, inputs)
         if found is not None:
-            return found
+            is_same = name in sensitivity.ENTRY_BY_ENTRY
+            return found if is_same else replace(found, apart_along=None)
         is_rounded = sensitivity.is_rounded(equation)
         return _unknown(inputs, "rounded" if is_rounded else "nonlinear", context.line)
 
     def _release(self, context: Context, value: Sum, noise: Random) -> Public:
         path = context.path
         self._noise_of[path] = noise.draws
+        self._releases_seen[path] = noised = Noised(
+            value, noise.stddev, noise.draws, noise.part, context.line, context.loops
+        )
         if context.is_final:
-            self.releases[path] = Noised(
-                value, noise.stddev, noise.draws, noise.part, context.line, context.loops
-            )
+            self.releases[path] = noised
             self._check_turns(context, noise)
             if value.spread:
                 self._note(
@@ -256,7 +252,23 @@ class PrivacyFlow(Flow[Value]):
                     "Sum over the devices first (jax.lax.psum), and add the noise once.",
                     is_decided=False,
                 )
-        return Public(releases=frozenset({path}))
+        return Public(releases=frozenset({path}), noised=path)
+
+    def _more_noise(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
+    ) -> Public | None:
+        """Independent noise on top of a release is one release with both; None of anything else."""
+        noise = next(value for value in inputs if isinstance(value, Random))
+        noisy = [x.noised for x in inputs if isinstance(x, Public) and x.noised is not None]
+        if equation.primitive.name not in _ADDITIONS or not noisy or noise.kind != "normal":
+            return None
+        first = self._releases_seen[noisy[0]]
+        if first.draws & noise.draws or not _are_alike(equation):
+            return None
+        both = Random(
+            first.draws | noise.draws, "normal", 0.0, math.hypot(first.stddev, noise.stddev)
+        )
+        return self._release(context, first.value, both)
 
     def _check_turns(self, context: Context, noise: Random) -> None:
         """A loop that adds noise drawn outside of it adds the same noise in each turn."""
@@ -270,14 +282,16 @@ class PrivacyFlow(Flow[Value]):
                     "Draw the noise inside the loop, with a key of each turn's own.",
                 )
 
-    def _other_noise(self, context: Context) -> None:
+    def _other_noise(self, context: Context, is_repeated: bool) -> None:
         self._note(
             "noise",
-            "what is added to the clipped sum is random, and not independent normal noise",
+            "one random number is added to several entries of the clipped sum"
+            if is_repeated
+            else "what is added to the clipped sum is random, and not independent normal noise",
             context.line,
             "Only independent normal numbers, one an entry, are accounted for: take "
             "plan.privatizer, or jax.random.normal of the leaf's shape times a constant.",
-            is_decided=False,
+            is_decided=is_repeated,
         )
 
     def _private(
@@ -285,9 +299,9 @@ class PrivacyFlow(Flow[Value]):
     ) -> list[Value]:
         noise = [value for value in inputs if isinstance(value, Random)]
         whole = _unknown(inputs, None, context.line)
-        if noise and equation.primitive.name in _ADDITIONS and context.is_final:
-            self.unhidden[context.path] = Unhidden(whole, noise[0].stddev, context.line)
-        if any(isinstance(value, Sum) for value in inputs) or noise:
+        if noise and equation.primitive.name in _ADDITIONS and whole.noised is None:
+            whole = replace(whole, noised=(noise[0].stddev, context.line))
+        if any(isinstance(value, Sum) for value in inputs):
             return [replace(whole, rows=frozenset(), cuts=frozenset())] * len(equation.outvars)
         before = {row.axis for value in inputs if isinstance(value, Private) for row in value.rows}
         results: list[Value] = []
@@ -334,6 +348,9 @@ class PrivacyFlow(Flow[Value]):
     def _door(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: Sequence[Value] = ()
     ) -> None:
+        if context.is_final:
+            public = [value for value in inputs if isinstance(value, Public)]
+            self.shown |= Nothing.union(*(value.releases for value in public))
         if not context.is_final or (
             inputs and not any(isinstance(value, Private | Sum) for value in inputs)
         ):
@@ -380,8 +397,8 @@ class PrivacyFlow(Flow[Value]):
                 key = value.term if isinstance(value, Public) else None
                 key = key if isinstance(key, Key) else Key(UNKNOWN)
                 self.of_losses[context.path] = Drawn(key, context.line, context.loops)
+        self._check_constants(context, batch)
         if not private:
-            self._check_constants(context, batch)
             return [_made_of([x for x in inputs if isinstance(x, Public)])] * count
         examples = self._examples(context, mark, batch, mask)
         if examples is None or not self._has_public_model(context, shared):
@@ -468,7 +485,7 @@ class PrivacyFlow(Flow[Value]):
             self._note(
                 "release",
                 "the model that the engine differentiates is not released: private data is in it "
-                "without noise, so the clipped sum moves without a bound",
+                "without noise, so the noise multiplier of its clipped sum is unbounded",
                 context.line,
                 "Add the plan's noise to every clipped sum before it reaches the model, or "
                 "anything else that the loss reads.",
@@ -489,7 +506,33 @@ class PrivacyFlow(Flow[Value]):
             return [self.joined([which, *facts]) for facts in zip(*found, strict=True)]
         if isinstance(which, Random) or which.noise:
             return [self.joined([which, *facts]) for facts in zip(*found, strict=True)]
-        return [self.either(facts) for facts in zip(*found, strict=True)]
+        return [self.either(facts) for facts in zip(*self._one_source(context, found), strict=True)]
+
+    def _one_source(self, context: Context, found: list[list[Value]]) -> list[list[Value]]:
+        """Of sums that different branches make, as one clipped sum with the largest bound."""
+        names = [
+            {term.source for value in values if isinstance(value, Sum) for term in value.terms}
+            for values in found
+        ]
+        known = [name for some in names for name in some]
+        if len(set(map(frozenset, names))) == 1 or not all(name in self.sources for name in known):
+            return found
+        bounds = [joint_bound(values, self.sources) for values in found]
+        sources = [self.sources[name] for name in known]
+        cuts = frozenset[Cut].intersection(*(source.cuts for source in sources))
+        self.sources[context.path, "either"] = Source(max(bounds), cuts, context.line)
+        return [
+            [
+                replace(
+                    value,
+                    terms=frozenset({Linear((context.path, "either"), frozenset({i}), 1.0)}),
+                )
+                if isinstance(value, Sum)
+                else value
+                for i, value in enumerate(values)
+            ]
+            for values in found
+        ]
 
     def _steered(self, context: Context, what: str) -> None:
         if context.is_final:
@@ -586,7 +629,7 @@ class PrivacyFlow(Flow[Value]):
             case Random():
                 return replace(value, turns=value.turns | {context.path}, part=None)
             case Sum():
-                return value
+                return replace(value, turns=value.turns | {context.path}, apart_along=None)
 
     def _stacked(self, value: Value, context: Context, length: int) -> Value:
         """The results of all turns, side by side."""
@@ -603,7 +646,11 @@ class PrivacyFlow(Flow[Value]):
                     for name in names
                     if name in self.sources
                 )
-                return value if has_own else value.scaled(math.sqrt(length))
+                if has_own:
+                    return replace(value, turns=value.turns - {loop}, apart_along=0)
+                is_cut = loop in value.turns
+                whole = value if is_cut else value.scaled(math.sqrt(length))
+                return replace(whole, turns=value.turns - {loop}, apart_along=None)
             case Private():
                 own = [cut for cut in value.cuts if cut.start == loop]
                 stacked = {row._replace(dim=row.dim + 1) for row in value.rows}
@@ -666,9 +713,14 @@ def _unknown(inputs: Sequence[Value], reason: Reason | None, line: str) -> Priva
     """A value made of others of which at least one is private."""
     private = [value for value in inputs if isinstance(value, Private)]
     arguments = frozenset[int]().union(*(value.arguments for value in private))
-    known = [value for value in private if value.reason != "data"] or private
-    if any(isinstance(value, Sum) for value in inputs) and not known:
-        return Private(reason=reason or "nonlinear", where=line)
-    if known and (reason is None or known[0].reason != "data"):
-        return replace(known[0], rows=frozenset(), cuts=frozenset(), arguments=arguments)
-    return Private(reason=reason or "nonlinear", where=line, arguments=arguments)
+    noised = next((value.noised for value in private if value.noised is not None), None)
+    has_sum = any(isinstance(value, Sum) for value in inputs)
+    known = [value for value in private if value.reason != "data"]
+    if not known and not has_sum and reason is None:
+        known = private
+    if known:
+        whole = replace(known[0], rows=frozenset(), cuts=frozenset())
+        return replace(whole, arguments=arguments, noised=noised)
+    return Private(
+        reason=reason or "nonlinear", where=line, arguments=arguments, noised=noised
+    )

@@ -92,6 +92,8 @@ def _added(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
     match inputs:
         case [Random(kind="uniform") as value, Public(low=low, high=high)] if low == high:
             return replace(value, low=value.low + sign * low, high=value.high + sign * low)
+        case [Random(kind="normal") as value, Public()] | [Public(), Random(kind="normal") as value]:
+            return None if _grows(equation, inputs.index(value)) else value
         case [Public(), Random(kind="uniform")] if sign == 1:
             return _added(equation, inputs[::-1])
         case [Random(kind="normal") as one, Random(kind="normal") as other]:
@@ -110,8 +112,8 @@ def _multiplied(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | No
         case _:
             return None
     if _grows(equation, inputs.index(value)):
-        return None
-    if value.kind == "normal":
+        return replace(value, kind="repeated") if value.kind == "normal" else None
+    if value.kind in ("normal", "repeated"):
         return replace(value, high=value.high * factor.least)
     if value.kind == "uniform" and factor.low == factor.high >= 0:
         return replace(value, low=value.low * factor.low, high=value.high * factor.low)
@@ -162,7 +164,9 @@ def _joined(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
 
 def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
     value = inputs[0]
-    return value if isinstance(value, Random) and not _grows(equation, 0) else None
+    if isinstance(value, Random) and _grows(equation, 0):
+        return replace(value, kind="repeated") if value.kind == "normal" else None
+    return value if isinstance(value, Random) else None
 
 
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (

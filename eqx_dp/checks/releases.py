@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .flow import Loop
 from .rows import apart
 from .terms import Key
-from .values import Cut, Linear, Path, Sum
+from .values import Cut, Linear, Path, Sum, Value
 
 
 class Source(NamedTuple):
@@ -66,7 +66,7 @@ class Noised(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Releases that the same clipped sums are in.
+    """Releases that have clipped sums in common.
 
     Attributes:
         releases: where they are.
@@ -121,7 +121,11 @@ def _ratio(term: Linear, release: Noised) -> float:
 
 def _repeats(release: Noised, source: Source) -> float:
     """How often a release is made of the same rows."""
-    once = [loop for loop in release.loops if not is_another_sample(source.cuts, loop.path)]
+    once = [
+        loop
+        for loop in release.loops
+        if loop.path not in release.value.turns and not is_another_sample(source.cuts, loop.path)
+    ]
     return math.prod(math.inf if loop.length is None else loop.length for loop in once)
 
 
@@ -173,13 +177,14 @@ def _together(
     return found
 
 
-def total_bound(value: Sum, sources: Mapping[Hashable, Source]) -> float:
-    """The sensitivity of a sum where an example is added or removed."""
-    names = [term.source for term in value.terms]
-    return max(
-        (
-            sum(t.scale * sources[t.source].bound for t in value.terms if t.source in together)
-            for together in _together([*dict.fromkeys(names)], sources)
-        ),
-        default=0.0,
-    )
+def joint_bound(values: Sequence[Value], sources: Mapping[Hashable, Source]) -> float:
+    """The most that one example moves several sums together, in L2 norm."""
+    squares: defaultdict[tuple[Hashable, int], float] = defaultdict(float)
+    for value in values:
+        for term in value.terms if isinstance(value, Sum) else ():
+            for leaf in term.leaves:
+                squares[term.source, leaf] += term.scale**2
+    scales: defaultdict[Hashable, float] = defaultdict(float)
+    for (source, _), square in squares.items():
+        scales[source] = max(scales[source], math.sqrt(square))
+    return sum(scale * sources[source].bound for source, scale in scales.items())

@@ -16,6 +16,7 @@ from jax.extend.core.primitives import (
 )
 
 from ..isolation import Apart, Dependence, Follow, Mixed, Shared, shape_of
+from .terms import Listed
 from .values import Cut, Private, Public, Rows, Value
 
 
@@ -168,6 +169,9 @@ def _looked_up(
     )
     if not is_of_rows:
         return None
+    indices = index.term if isinstance(index, Public) else None
+    if isinstance(indices, Listed) and len(set(indices.values)) < len(indices.values):
+        return frozenset(), frozenset()  # a row that is taken twice counts twice
     looked_up = [dim for dim in range(len(after)) if dim not in numbers.offset_dims]
     rows = {
         row._replace(dim=int(numbers.offset_dims[row.dim - 1])) for row in value.rows if row.dim

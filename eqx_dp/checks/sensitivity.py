@@ -99,6 +99,8 @@ def _reduced(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     value = inputs[0]
     if not isinstance(value, Sum):
         return None
+    if tuple(equation.params["axes"]) == (value.apart_along,):
+        return value  # an example is in one entry alone
     n = _size(equation.invars[0]) / max(1, _size(equation.outvars[0]))
     return value.scaled(math.sqrt(n), is_tight=n == 1)
 
@@ -157,6 +159,10 @@ _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
 
 RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in names}
 """What is known of the results of a primitive, by its name; of others nothing is."""
+
+
+ENTRY_BY_ENTRY = named("convert_element_type neg mul div copy sharding_constraint")
+"""These leave the dimensions of a sum as they are."""
 
 
 def is_rounded(equation: jex_core.JaxprEqn) -> bool:

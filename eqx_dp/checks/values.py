@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from .terms import Key, Term
@@ -24,7 +24,8 @@ class Public:
         releases: those that it is made of.
         noise: draws of random numbers that it is made of, and that hide nothing in it.
         words: the keys whose words it is made of.
-        is_constant: whether it is made of large constants of the program.
+        is_constant: whether it is made of arrays that are constants of the program.
+        noised: the release that it is, with nothing else done to it; None if it is not one.
     """
 
     term: Term | None = None
@@ -34,6 +35,7 @@ class Public:
     noise: frozenset[Path] = Nothing
     words: frozenset[Key] = frozenset()
     is_constant: bool = False
+    noised: Path | None = None
 
     @property
     def largest(self) -> float:
@@ -46,7 +48,9 @@ class Public:
         return 0.0 if self.low <= 0 <= self.high else min(abs(self.low), abs(self.high))
 
 
-Distribution: TypeAlias = Literal["bits", "mantissa", "one to two", "uniform", "normal"]
+Distribution: TypeAlias = Literal[
+    "bits", "mantissa", "one to two", "uniform", "normal", "repeated"
+]
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Random:
     Attributes:
         draws: where they were drawn.
         kind: bits as they were drawn; bits below a mantissa's; the bits of a number between 1 and
-            2; uniform between `low` and `high`; normal around 0.
+            2; uniform between `low` and `high`; normal around public values; the same with one
+            number at several entries.
         low: of uniform numbers. Of bits, how many there are.
         high: of uniform numbers. Of normal ones, the least standard deviation of an entry.
         part: which entries of a vector they are, where it was cut: (start, stop).
@@ -99,12 +104,16 @@ class Sum:
         is_tight: whether the bound is reached by some data, as far as is known.
         why: why a scale is infinite.
         spread: the mesh axes along which devices hold sums over rows of their own.
+        turns: the loops that have other entries in each turn.
+        apart_along: the dimension along which entries are sums over rows of their own, if any is.
     """
 
     terms: frozenset[Linear]
     is_tight: bool = True
     why: str = ""
     spread: frozenset[str] = frozenset()
+    turns: frozenset[Hashable] = frozenset()
+    apart_along: int | None = None
 
     def scaled(self, factor: float, why: str = "", is_tight: bool = True) -> "Sum":
         """Through a map whose norm is at most `factor`."""
@@ -112,7 +121,7 @@ class Sum:
             return replace(self, is_tight=self.is_tight and is_tight)
         terms = frozenset(term._replace(scale=term.scale * factor) for term in self.terms)
         why = self.why or (why if math.isinf(factor) else "")
-        return Sum(terms, self.is_tight and is_tight, why, self.spread)
+        return replace(self, terms=terms, is_tight=self.is_tight and is_tight, why=why)
 
 
 def added(sums: Iterable[Sum]) -> Sum:
@@ -157,7 +166,8 @@ def _of(scales: Mapping[tuple[Hashable, frozenset[int]], float], sums: list[Sum]
     terms = frozenset(Linear(*key, scale) for key, scale in scales.items())
     why = next((one.why for one in sums if one.why), "")
     spread = frozenset[str]().union(*(one.spread for one in sums))
-    return Sum(terms, all(one.is_tight for one in sums), why, spread)
+    turns = frozenset[Hashable].intersection(*(one.turns for one in sums))
+    return Sum(terms, all(one.is_tight for one in sums), why, spread, turns)
 
 
 class Rows(NamedTuple):
@@ -203,13 +213,15 @@ class Private:
         reason: data as it came in; a nonlinear function of a clipped sum, and so on.
         where: the line that made it so.
         arguments: numbers of arguments that it came back as, from an earlier call.
+        noised: noise that was added to it, standard deviation and line; None without.
     """
 
     rows: frozenset[Rows] = frozenset()
     cuts: frozenset[Cut] = frozenset()
     reason: Reason = "data"
     where: str = ""
-    arguments: frozenset[int] = field(default=frozenset())
+    arguments: frozenset[int] = frozenset()
+    noised: tuple[float, str] | None = None
 
 
 Value: TypeAlias = Public | Random | Sum | Private
