@@ -17,6 +17,8 @@ from .values import Public
 
 _MOST_LISTED = 4096
 
+ZERO = number(0)
+
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Public]], Public | None]
 """From an equation and its operands to term and bounds of its result; None where nothing is known."""
 
@@ -68,6 +70,28 @@ def result(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
         if not info.min <= found.low <= found.high <= info.max:
             return Public(found.term)
     return found
+
+
+def is_given(term: Term | Step | None) -> bool:
+    """Whether whole numbers are those of an argument, or surely differ from each other."""
+    match term:
+        case Span():
+            return True
+        case Listed(values):
+            return len(set(values)) == len(values)
+        case Affine(base):
+            return is_given(base)
+        case Each(_, inner):
+            return is_given(inner)
+        case Root(name):
+            return isinstance(name, tuple) and _is_of_argument(name)
+        case _:
+            return False
+
+
+def _is_of_argument(name: tuple[Any, ...]) -> bool:
+    inside = name[0] in ("laid out", "part", "rows") and isinstance(name[1], tuple)
+    return name[0] == "argument" or (inside and _is_of_argument(name[1]))
 
 
 def varies(term: Term | Step | None) -> frozenset[Hashable]:

@@ -157,7 +157,9 @@ is another one; keys change from turn to turn of a loop and from call to call |
     reports = (_report(step, call, plan, patterns) for call in _calls(step))
     report = next(reports)
     for later in reports:
-        report = later if report.ok else report
+        if report.violations:
+            break
+        report = report if later.ok else later
     return report
 
 
@@ -354,6 +356,8 @@ def _outputs(
                 leaving[_leaves("the noise that hides a clipped sum is in it")].append(name)
         elif any(_names(pattern, name) for pattern in disclose):
             disclosed.append(name)
+        elif isinstance(value, Private) and value.reason == "mixed":
+            continue  # found where the engine is called
         elif call.flow.models & set(step.returns[i]):
             before = call.before[i]  # which tells why
             leaving[_how(before if isinstance(before, Private | Sum) else value)].append(name)
@@ -395,8 +399,9 @@ def _how(value: Private | Sum) -> Finding:
         "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
         "rounded": "a clipped sum is in it that was rounded before any noise",
         "kept": "private data of an earlier call is in it",
-        "mixed": "it is made of a clipped sum whose sensitivity is not known",
+        "mixed": "it is made of a clipped sum of unknown sensitivity",
         "noise known": "the noise of a release is taken off again",
+        "taken": "private data is in it",
     }[value.reason]
     if value.noised is None or value.reason in ("mixed", "noise known"):
         return _leaves(how, value.where)

@@ -17,7 +17,7 @@ from .doors import DOORS, Doors
 from .flow import Context, Flow
 from .privacy_report import Finding
 from .releases import Drawn, Noised, Source, joint_bound
-from .terms import UNKNOWN, Affine, Key, Root, Term, Turns
+from .terms import UNKNOWN, Affine, Key, Root, Term, Turns, plus
 from .values import (
     Cut,
     Linear,
@@ -170,10 +170,8 @@ class PrivacyFlow(Flow[Value]):
             return [Private(reason="noise known", where=context.line)] * len(equation.outvars)
         found = numbers.result(equation, inputs) if len(equation.outvars) == 1 else Public()
         words = made.words
-        if equation.primitive.name == "random_unwrap" and isinstance(found.term, Key):
-            words = frozenset({found.term})
-        elif isinstance(found.term, Key):
-            words = frozenset[Key]()
+        if isinstance(found.term, Key):
+            words = frozenset({found.term} if found.term.is_words else ())
         if found.term is None and not words:
             found = replace(found, term=self._value_number(equation, inputs))
         whole = replace(made, term=found.term, low=found.low, high=found.high, words=words)
@@ -189,8 +187,19 @@ class PrivacyFlow(Flow[Value]):
         what: Hashable = equation.primitive.name, params, terms
         if None in terms or UNKNOWN in terms:
             what = id(equation)
+        elif equation.primitive.name == "select_n" and self._counts_from_the_end(*terms):
+            return terms[1]
         number = self._made.setdefault(what, len(self._made))
         return Root(("made", number), frozenset[Hashable]().union(*map(numbers.varies, terms)))
+
+    def _counts_from_the_end(self, which: Term, index: Term, *others: Term) -> bool:
+        """Whether a selection only makes a negative index one from the end, as jnp indexing does."""
+        if not isinstance(which, Root) or isinstance(index, Key) or len(others) != 1:
+            return False
+        negative = self._made.get(("lt", (), (index, numbers.ZERO)))
+        after = others[0] if isinstance(others[0], Affine) else None
+        moved = after is not None and plus(index, 1, after.offset) == after
+        return which.name == ("made", negative) and moved
 
     def _random(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
@@ -301,6 +310,8 @@ class PrivacyFlow(Flow[Value]):
         whole = _unknown(inputs, None, context.line)
         if noise and equation.primitive.name in _ADDITIONS and whole.noised is None:
             whole = replace(whole, noised=(noise[0].stddev, context.line))
+        if whole.reason == "taken" and any(isinstance(x, Private) and x.rows for x in inputs):
+            whole = replace(whole, reason="data", where=context.line)
         if any(isinstance(value, Sum) for value in inputs):
             return [replace(whole, rows=frozenset(), cuts=frozenset())] * len(equation.outvars)
         before = {row.axis for value in inputs if isinstance(value, Private) for row in value.rows}
@@ -308,7 +319,9 @@ class PrivacyFlow(Flow[Value]):
         for kept, cuts in rows.moved(equation, inputs, self._places(equation, inputs)):
             is_lost = whole.reason == "data" and len({row.axis for row in kept}) < len(before)
             where = context.line if is_lost else whole.where
-            results.append(replace(whole, rows=kept, cuts=cuts, where=where))
+            is_taken = is_lost and rows.may_repeat(equation, inputs)
+            reason = "taken" if is_taken else whole.reason
+            results.append(replace(whole, rows=kept, cuts=cuts, where=where, reason=reason))
         return results
 
     def _places(self, equation: jex_core.JaxprEqn, inputs: list[Value]) -> rows.Places:
@@ -402,7 +415,10 @@ class PrivacyFlow(Flow[Value]):
             return [_made_of([x for x in inputs if isinstance(x, Public)])] * count
         examples = self._examples(context, mark, batch, mask)
         if examples is None or not self._has_public_model(context, shared):
-            return [_unknown(private, "mixed", context.line)] * count
+            back = frozenset[int]().union(
+                *(value.arguments for value in private if isinstance(value, Private))
+            )
+            return [Private(reason="mixed", where=context.line, arguments=back)] * count
         own, cuts = examples
         if not mark.has_mask and context.is_final:
             self.unmasked[context.line] = None
@@ -453,28 +469,36 @@ class PrivacyFlow(Flow[Value]):
                 if row.dim == 0 and row.inner == 1 and row.count == mark.num_examples
             ]
             if not own:
-                where = value.where if isinstance(value, Private) else context.line
-                self._meet(context, "rows of the data meet before the engine clips", where)
+                self._meet(context, value)
                 return None
             axes.append(own[0])
         of_batch = axes[: len(axes) - len([x for x in mask if isinstance(x, Private)])]
         names = {row.axis for row in of_batch or axes}
         if len(names) > 1:
-            self._meet(context, "the engine's arguments hold rows of different examples", "")
+            self._meet(context, None)
             return None
         cuts = frozenset[Cut].intersection(
             *(value.cuts for value in private if isinstance(value, Private))
         )
         return axes[0], cuts
 
-    def _meet(self, context: Context, found: str, where: str) -> None:
+    def _meet(self, context: Context, value: Value | None) -> None:
+        found, where, is_decided = "the engine's arguments hold rows of other examples", "", True
+        if isinstance(value, Private) and value.reason == "taken":
+            found = "rows are taken by indices that the step computes: one may be taken twice"
+            where, is_decided = value.where, False
+        elif value is not None:
+            found = "rows of the data meet before the engine clips"
+            where = value.where if isinstance(value, Private) else ""
         if context.is_final:
             self._note(
                 "examples apart",
                 found,
                 where or context.line,
-                "What one example adds to the clipped sum must depend on that example alone. Use "
-                "constants that are known without the data, or work within the example.",
+                "What one example adds to the clipped sum must depend on that example alone, and "
+                "count once. Use constants that are known without the data, work within the "
+                "example, and pass the sampler's indices as an argument.",
+                is_decided,
             )
 
     def _has_public_model(self, context: Context, shared: list[Value]) -> bool:

@@ -16,7 +16,7 @@ from jax.extend.core.primitives import (
 )
 
 from ..isolation import Apart, Dependence, Follow, Mixed, Shared, shape_of
-from .terms import Listed
+from .numbers import is_given
 from .values import Cut, Private, Public, Rows, Value
 
 
@@ -169,8 +169,7 @@ def _looked_up(
     )
     if not is_of_rows:
         return None
-    indices = index.term if isinstance(index, Public) else None
-    if isinstance(indices, Listed) and len(set(indices.values)) < len(indices.values):
+    if isinstance(index, Public) and not is_given(index.term):
         return frozenset(), frozenset()  # a row that is taken twice counts twice
     looked_up = [dim for dim in range(len(after)) if dim not in numbers.offset_dims]
     rows = {
@@ -189,6 +188,13 @@ def _looked_up(
                     axis, cuts = own[0].axis, cuts | index.cuts
                 rows.add(Rows(axis, at, 1, after[at]))
     return frozenset(rows), frozenset(cuts)
+
+
+def may_repeat(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
+    """Whether an equation takes rows by public indices, of which some may be equal."""
+    index = inputs[1] if len(inputs) > 1 else None
+    is_lookup = equation.primitive is gather_p and isinstance(index, Public)
+    return is_lookup and not is_given(index.term)
 
 
 def _reshaped(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozenset[Rows]]:

@@ -200,7 +200,9 @@ class Cut(NamedTuple):
     stop: int | None
 
 
-Reason: TypeAlias = Literal["data", "nonlinear", "kept", "mixed", "rounded", "noise known"]
+Reason: TypeAlias = Literal[
+    "data", "nonlinear", "kept", "mixed", "rounded", "noise known", "taken"
+]
 
 
 @dataclass(frozen=True)
