@@ -49,7 +49,8 @@ def arguments_of(
     """All arrays, in the order in which the traced program takes them."""
     parameters = _parameters(fn)
     arrays = eqx.filter(
-        (tuple(args), dict(kwargs)), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+        (tuple(args), dict(kwargs)),
+        lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct),
     )
     found: list[Argument] = []
     for (where, at, *rest), leaf in tree_leaves_with_path(arrays):

@@ -47,6 +47,7 @@ class Context(NamedTuple):
         path: the equations that led here and the one at hand, which tells apart two calls of one
             program.
         loops: around it, outermost first.
+        branches: around it: where the choice is, and the number of the branch.
     """
 
     scope: str = ""
@@ -55,6 +56,7 @@ class Context(NamedTuple):
     is_final: bool = True
     path: tuple[int, ...] = ()
     loops: tuple[Loop, ...] = ()
+    branches: tuple[tuple[Hashable, int], ...] = ()
 
     def at(self, equation: jex_core.JaxprEqn) -> "Context":
         """What is around an equation; JAX's own functions know no line inside."""

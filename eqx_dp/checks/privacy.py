@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -21,8 +21,8 @@ from .freshness import Calls, fresh_noise
 from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport, Release
 from .releases import (
-    Group,
     Noised,
+    alternatives,
     groups,
     is_another_sample,
     noise_multiplier,
@@ -150,7 +150,9 @@ is another one; keys change from turn to turn of a loop and from call to call |
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     except jax.errors.JAXTypeError as error:
         return _untraceable(error, plan)
-    names = [dotted(path) or "the result" for path, _ in jax.tree_util.tree_leaves_with_path(results)]
+    names = [
+        dotted(path) or "the result" for path, _ in jax.tree_util.tree_leaves_with_path(results)
+    ]
     patterns = _checked_patterns(disclose, names)
     returns = next_arguments(args, kwargs, results)
     step = _Step(program, arguments, is_private, names, returns, _in_state(results))
@@ -354,6 +356,9 @@ def _outputs(
             raw = value.noise if isinstance(value, Public) else value.draws
             if raw & hiding:
                 leaving[_leaves("the noise that hides a clipped sum is in it")].append(name)
+            elif isinstance(value, Public) and not step.returns[i] and _tells_noise(call, value):
+                how = "the noise that hides a clipped sum can be drawn again with this key"
+                leaving[_leaves(how)].append(name)
         elif any(_names(pattern, name) for pattern in disclose):
             disclosed.append(name)
         elif isinstance(value, Private) and value.reason == "mixed":
@@ -373,6 +378,17 @@ def _outputs(
         for finding, names in leaving.items()
     ]
     return findings, tuple(kept), tuple(disclosed)
+
+
+def _tells_noise(call: _Call, value: Public) -> bool:
+    """Whether a key of the noise is in a result, or one that it is made from."""
+    hiding = {draw for release in call.releases.values() for draw in release.draws}
+    keys = [*value.words, *([value.term] if isinstance(value.term, Key) else [])]
+    return any(
+        key.root == drawn.key.root and drawn.key.path[: len(key.path)] == key.path
+        for key in keys
+        for drawn in (call.flow.draws[path] for path in hiding if path in call.flow.draws)
+    )
 
 
 def _is_to_be_hidden(value: Private | Sum) -> bool:
@@ -430,33 +446,33 @@ def _releases(
     """Noise by sensitivity of all releases together, how many steps they are, and each group."""
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
     moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], call.flow.sources
-    by_call: defaultdict[frozenset[Hashable], list[Group]] = defaultdict(list)
+
+    def multiplier(releases: Mapping[Path, Noised]) -> float:
+        found = [sensitivity_by_noise(group, releases, sources) for group in groups(releases)]
+        return noise_multiplier(found, sources) / moved
+
+    by_call: defaultdict[frozenset[Hashable], dict[Path, Noised]] = defaultdict(dict)
     for group in groups(call.releases):  # clip norms of one call are one release
-        by_call[frozenset(source[0] for source in group.sources)].append(group)  # pyright: ignore
-    found = {
-        name: [sensitivity_by_noise(group, call.releases, sources) for group in those]
-        for name, those in by_call.items()
-    }
-    released = tuple(
-        _row(step, call, those, noise_multiplier(found[name], sources) / moved)
-        for name, those in by_call.items()
-    )
-    total = noise_multiplier([one for those in found.values() for one in those], sources) / moved
+        those = {path: call.releases[path] for path in group.releases}
+        by_call[frozenset(source[0] for source in group.sources)].update(those)  # pyright: ignore
+    released = tuple(_row(step, call, those, multiplier(those)) for those in by_call.values())
+    total = min(map(multiplier, alternatives(call.releases)))
     return total, max((row.times for row in released), default=1), released
 
 
-def _row(step: _Step, call: _Call, those: list[Group], multiplier: float) -> Release:
-    paths = {path for group in those for path in group.releases}
+def _row(
+    step: _Step, call: _Call, releases: Mapping[Path, Noised], multiplier: float
+) -> Release:
     outputs = tuple(
         name
         for name, value in zip(step.names, call.results, strict=True)
-        if isinstance(value, Public) and value.releases & paths
+        if isinstance(value, Public) and value.releases & releases.keys()
     )
-    parts = [call.releases[path] for path in paths]
+    parts = releases.values()
     stddev = min(part.stddev for part in parts)
     sensitivity = stddev / multiplier if multiplier else math.inf
     where = tuple(sorted({part.line for part in parts}))
-    cuts = [call.flow.sources[source].cuts for group in those for source in group.sources]
+    cuts = [call.flow.sources[term.source].cuts for part in parts for term in part.value.terms]
     turns = [
         loop.length or 0
         for loop in {loop for part in parts for loop in part.loops}

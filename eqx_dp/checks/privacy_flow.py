@@ -220,9 +220,7 @@ class PrivacyFlow(Flow[Value]):
             return list(randomness.parts(equation, found))
         return [found]
 
-    def _sum(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
-    ) -> Value:
+    def _sum(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]) -> Value:
         name = equation.primitive.name
         noise = [value for value in inputs if isinstance(value, Random)]
         sums = [value for value in inputs if isinstance(value, Sum)]
@@ -248,7 +246,13 @@ class PrivacyFlow(Flow[Value]):
         path = context.path
         self._noise_of[path] = noise.draws
         self._releases_seen[path] = noised = Noised(
-            value, noise.stddev, noise.draws, noise.part, context.line, context.loops
+            value,
+            noise.stddev,
+            noise.draws,
+            noise.part,
+            context.line,
+            context.loops,
+            context.branches,
         )
         if context.is_final:
             self.releases[path] = noised
@@ -342,9 +346,7 @@ class PrivacyFlow(Flow[Value]):
 
         return rows.Places(index, changing - {"calls"}, own_turn)
 
-    def _drawn(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
-    ) -> Value:
+    def _drawn(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]) -> Value:
         public = [value for value in inputs if isinstance(value, Public)]
         keys = [value.term for value in public if isinstance(value.term, Key)]
         words = frozenset[Key]().union(*(value.words for value in public))
@@ -524,7 +526,14 @@ class PrivacyFlow(Flow[Value]):
         if isinstance(which, Public) and which.low == which.high:
             index = min(max(int(which.low), 0), len(branches) - 1)
             return self.program(branches[index], operands, context)
-        found = [self.program(branch, operands, context) for branch in branches]
+        found = [
+            self.program(
+                branch,
+                operands,
+                context._replace(branches=(*context.branches, (context.path, i))),
+            )
+            for i, branch in enumerate(branches)
+        ]
         if isinstance(which, Private | Sum):
             self._steered(context, "which branch is taken")
             return [self.joined([which, *facts]) for facts in zip(*found, strict=True)]
@@ -745,6 +754,4 @@ def _unknown(inputs: Sequence[Value], reason: Reason | None, line: str) -> Priva
     if known:
         whole = replace(known[0], rows=frozenset(), cuts=frozenset())
         return replace(whole, arguments=arguments, noised=noised)
-    return Private(
-        reason=reason or "nonlinear", where=line, arguments=arguments, noised=noised
-    )
+    return Private(reason=reason or "nonlinear", where=line, arguments=arguments, noised=noised)

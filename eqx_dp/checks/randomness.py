@@ -92,7 +92,10 @@ def _added(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
     match inputs:
         case [Random(kind="uniform") as value, Public(low=low, high=high)] if low == high:
             return replace(value, low=value.low + sign * low, high=value.high + sign * low)
-        case [Random(kind="normal") as value, Public()] | [Public(), Random(kind="normal") as value]:
+        case [Random(kind="normal") as value, Public()] | [
+            Public(),
+            Random(kind="normal") as value,
+        ]:
             return None if _grows(equation, inputs.index(value)) else value
         case [Public(), Random(kind="uniform")] if sign == 1:
             return _added(equation, inputs[::-1])
@@ -123,7 +126,9 @@ def _multiplied(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | No
 def _divided(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
     match inputs:
         case [Random(kind="normal") as value, Public() as divisor] if divisor.largest > 0:
-            return None if _grows(equation, 0) else replace(value, high=value.high / divisor.largest)
+            return (
+                None if _grows(equation, 0) else replace(value, high=value.high / divisor.largest)
+            )
         case _:
             return None
 

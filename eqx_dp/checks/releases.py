@@ -50,6 +50,7 @@ class Noised(NamedTuple):
         part: which of their numbers, where a vector was cut.
         line: where it is added.
         loops: around it, outermost first.
+        branches: around it: where the choice is, and the number of the branch.
     """
 
     value: Sum
@@ -58,6 +59,7 @@ class Noised(NamedTuple):
     part: tuple[int, int] | None
     line: str
     loops: tuple[Loop, ...]
+    branches: tuple[tuple[Hashable, int], ...]
 
     @property
     def is_known(self) -> bool:
@@ -75,6 +77,29 @@ class Group(NamedTuple):
 
     releases: tuple[Path, ...]
     sources: tuple[Hashable, ...]
+
+
+def alternatives(releases: Mapping[Path, Noised]) -> list[dict[Path, Noised]]:
+    """The releases of a call, for each way in which its branches may be taken.
+
+    Of more than six choices all branches count at once.
+    """
+    choices: defaultdict[Hashable, set[int]] = defaultdict(set)
+    for release in releases.values():
+        for choice, branch in release.branches:
+            choices[choice].add(branch)
+    several = {choice: branches for choice, branches in choices.items() if len(branches) > 1}
+    if len(several) > 6:
+        return [dict(releases)]
+    return [
+        {
+            path: release
+            for path, release in releases.items()
+            if all(taken.get(choice, branch) == branch for choice, branch in release.branches)
+        }
+        for branches in itertools.product(*several.values())
+        for taken in [dict(zip(several, branches, strict=True))]
+    ]
 
 
 def groups(releases: Mapping[Path, Noised]) -> list[Group]:

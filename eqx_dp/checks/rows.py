@@ -220,7 +220,9 @@ def _reshaped(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozense
                 axis = ("split", own[olds[0]].axis, sizes, i)
                 rows.add(Rows(axis, dim, 1, after[dim]))
         elif len(news) == 1:
-            rows.add(Rows(_together([own[d] for d in olds if d in own]), news[0], 1, after[news[0]]))
+            rows.add(
+                Rows(_together([own[d] for d in olds if d in own]), news[0], 1, after[news[0]])
+            )
     return [frozenset(rows) or _followed(equation, inputs)[0]]
 
 
@@ -233,9 +235,7 @@ def _together(rows: list[Rows]) -> Hashable:
     return axes[0] if len(axes) == 1 else ("together", tuple(axes))
 
 
-def _groups(
-    before: tuple[int, ...], after: tuple[int, ...]
-) -> list[tuple[list[int], list[int]]]:
+def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """The fewest dimensions of two shapes that hold the same entries, in order."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0

@@ -32,8 +32,7 @@ def _kept(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
 
 def _narrows(equation: jex_core.JaxprEqn) -> bool:
     before, after = (
-        width_of(getattr(v.aval, "dtype", None))
-        for v in (equation.invars[0], equation.outvars[0])
+        width_of(getattr(v.aval, "dtype", None)) for v in (equation.invars[0], equation.outvars[0])
     )
     return before is not None and (after is None or after.narrower(before))
 

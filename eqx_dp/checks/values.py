@@ -48,9 +48,7 @@ class Public:
         return 0.0 if self.low <= 0 <= self.high else min(abs(self.low), abs(self.high))
 
 
-Distribution: TypeAlias = Literal[
-    "bits", "mantissa", "one to two", "uniform", "normal", "repeated"
-]
+Distribution: TypeAlias = Literal["bits", "mantissa", "one to two", "uniform", "normal", "repeated"]
 
 
 @dataclass(frozen=True)
@@ -200,9 +198,7 @@ class Cut(NamedTuple):
     stop: int | None
 
 
-Reason: TypeAlias = Literal[
-    "data", "nonlinear", "kept", "mixed", "rounded", "noise known", "taken"
-]
+Reason: TypeAlias = Literal["data", "nonlinear", "kept", "mixed", "rounded", "noise known", "taken"]
 
 
 @dataclass(frozen=True)

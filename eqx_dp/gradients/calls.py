@@ -160,9 +160,7 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], 
     return in_one_equation(mark, function, (shared, *batch))
 
 
-def _spread(
-    prepared: Prepared, configuration: Configuration
-) -> tuple[list[Array], PerExample]:
+def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
     traced, examples, choice, _, specs, _ = prepared
     rules = configuration.sharding

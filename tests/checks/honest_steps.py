@@ -715,6 +715,73 @@ def noise_in_two_parts():
 
 
 @honest
+def noisy_copies_with_as_much_more_noise():
+    """Four copies side by side have twice the sensitivity of one."""
+
+    def noisy(grads, key):
+        copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (4, *leaf.shape)), grads)
+        noisy = with_noise(copies, key, 2 * STDDEV)
+        return jax.tree.map(lambda leaf: leaf.mean(axis=0), noisy)
+
+    return noised_by(noisy)
+
+
+@honest
+def noise_in_both_branches():
+    """Twice as much in the first steps."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        noisy = jax.lax.cond(
+            state.step < 3,
+            lambda: with_noise(grads, key, 2 * STDDEV),
+            lambda: with_noise(grads, key),
+        )
+        return updated(model, state, noisy)
+
+    return by_hand(step)
+
+
+@honest
+def noise_behind_a_barrier():
+    def noisy(grads, key):
+        grads = jax.lax.optimization_barrier(grads)
+        return jax.lax.optimization_barrier(with_noise(grads, key))
+
+    return noised_by(noisy)
+
+
+@honest
+def sum_reshaped_before_the_noise():
+    """Transposed, padded with zeros, cast to where it is: what moves no number further."""
+
+    def noisy(grads, key):
+        turned = jax.tree.map(lambda leaf: jnp.pad(leaf.T, 1).astype(jnp.float32), grads)
+        noisy = with_noise(turned, key)
+        return jax.tree.map(lambda leaf: leaf[(slice(1, -1),) * leaf.ndim].T, noisy)
+
+    return noised_by(noisy)
+
+
+@honest
+def optimizer_run_in_a_public_loop():
+    """As often as the caller says, all with one noisy gradient."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def step(params, state, x, y, mask, times):
+        key, state = next_key(state)
+        grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
+        noisy = with_noise(grads, key)
+        return jax.lax.fori_loop(0, times, lambda _, c: updated(*c, noisy), (params, state))
+
+    batch = (*data(), jnp.asarray(3))
+    return by_hand(step, model=params, state=first_state(params), batch=batch)
+
+
+@honest
 def noise_taken_away():
     def noisy(grads, key):
         noise = with_noise(jax.tree.map(jnp.zeros_like, grads), key)

@@ -63,7 +63,7 @@ def noise_of_half_the_plan():
     return noised_by(lambda grads, key: with_noise(grads, key, STDDEV / 2))
 
 
-@misused("noise", says="0.3")
+@misused("noise", says="0.24")
 def noise_for_a_mean_on_a_sum():
     """The noise is divided by the expected batch size, and the gradient is not."""
     return noised_by(with_noise, clipped(normalize_by=1.0))
@@ -95,9 +95,9 @@ def noise_scaled_down_after_the_draw():
     return noised_by(noisy)
 
 
-@misused("noise", says="0.36")
+@misused("noise", says="0.288")
 def noise_of_the_variance():
-    """The standard deviation is 0.3, and its square is taken for it."""
+    """The standard deviation is 0.24, and its square is taken for it."""
     return noised_by(lambda grads, key: with_noise(grads, key, STDDEV**2))
 
 
@@ -245,6 +245,133 @@ def epoch_that_takes_one_batch_four_times():
         return jax.lax.scan(step, (params, state), None, length=4)[0]
 
     return by_hand(epoch, model=params, state=first_state(params))
+
+
+@misused("noise", says="0.6")
+def four_noisy_copies_averaged():
+    """A gradient is released four times, and the mean of them has half of the noise."""
+
+    def noisy(grads, key):
+        copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (4, *leaf.shape)), grads)
+        return jax.tree.map(lambda leaf: leaf.mean(axis=0), with_noise(copies, key))
+
+    return noised_by(noisy)
+
+
+@misused("noise")
+def two_gradients_in_one_vector():
+    """Side by side they have sqrt(2) times the sensitivity of one."""
+    first, second = clipped(), clipped(absolute_error)
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        both = (
+            first(model, x, y, is_padding_example=mask),
+            second(model, x, y, is_padding_example=mask),
+        )
+        flat, restore = ravel_pytree(both)
+        noisy = restore(flat + STDDEV * jax.random.normal(key, flat.shape))
+        return updated(model, state, added(*noisy))
+
+    return by_hand(step)
+
+
+@misused("noise", decided=False)
+def multiplied_by_a_matrix_before_the_noise():
+    """A matrix of ones moves a vector by up to 4 times its length."""
+
+    def noisy(grads, key):
+        def spread(leaf):
+            return jnp.ones((len(leaf), len(leaf))) @ leaf
+
+        return with_noise(jax.tree.map(spread, grads), key)
+
+    return noised_by(noisy)
+
+
+@misused("noise", decided=False)
+def running_sum_of_numbers_before_the_noise():
+    def noisy(grads, key):
+        return with_noise(jax.tree.map(lambda leaf: jnp.cumsum(leaf, axis=0), grads), key)
+
+    return noised_by(noisy)
+
+
+@misused("noise", decided=False)
+def scaled_by_an_argument_before_the_noise():
+    """A public number, but any: what it is decides how much noise there is."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask, scale):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(scaled(scale, grads), key))
+
+    return by_hand(step, batch=(*data(), jnp.asarray(1.0)))
+
+
+@misused("noise", decided=False)
+def noise_that_fades():
+    """Less of it in each step, and less than the plan's from the second one on."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key, STDDEV * 0.9**state.step))
+
+    return by_hand(step)
+
+
+@misused("noise", "release", decided=False)
+def noise_in_proportion_to_the_gradient():
+    return noised_by(lambda grads, key: with_noise(grads, key, STDDEV * optax.global_norm(grads)))
+
+
+@misused("noise", "release")
+def no_noise_in_the_first_steps():
+    """By a branch on the public number of the step."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        noisy = jax.lax.cond(state.step < 3, lambda: grads, lambda: with_noise(grads, key))
+        return updated(model, state, noisy)
+
+    return by_hand(step)
+
+
+@misused("noise", "release", decided=False)
+def no_noise_in_the_first_steps_by_where():
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        deviation = jnp.where(state.step < 3, 0.0, STDDEV)
+        return updated(model, state, with_noise(grads, key, deviation))
+
+    return by_hand(step)
+
+
+@misused("noise", decided=False)
+def as_many_releases_as_the_caller_says():
+    """A loop over one batch whose length is an argument."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def step(params, state, x, y, mask, times):
+        def once(_, carry):
+            params, state = carry
+            key, state = next_key(state)
+            grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
+            return updated(params, state, with_noise(grads, key))
+
+        return jax.lax.fori_loop(0, times, once, (params, state))
+
+    batch = (*data(), jnp.asarray(2))
+    return by_hand(step, model=params, state=first_state(params), batch=batch)
 
 
 # Noise that is no independent Gaussian for each number.
@@ -450,6 +577,28 @@ def inner_step_without_noise():
     return by_hand(step)
 
 
+@misused("noise", "release", says=UNBOUNDED)
+def local_steps_before_the_noise():
+    """Four steps on parts of the batch without noise, then noise on how far the model has gone."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def step(params, state, x, y, mask):
+        key, state = next_key(state)
+
+        def local(params, part):
+            x, y, mask = part
+            grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
+            return added(params, scaled(-0.1, grads)), None
+
+        parts = jax.tree.map(lambda leaf: leaf.reshape(4, 2, *leaf.shape[1:]), (x, y, mask))
+        moved, _ = jax.lax.scan(local, params, parts)
+        gone = jax.tree.map(lambda before, after: before - after, params, moved)
+        return updated(params, state, with_noise(gone, key))
+
+    return by_hand(step, model=params, state=first_state(params))
+
+
 @misused("noise", "release", decided=False)
 def ordinary_gradient_with_noise():
     """No clipping at all."""
@@ -512,6 +661,38 @@ def one_noise_on_two_sums():
         other = second(model, x, y, is_padding_example=mask)
         noise = with_noise(jax.tree.map(jnp.zeros_like, one), key, STDDEV * math.sqrt(2))
         return *updated(model, state, added(one, noise)), added(other, noise)
+
+    return by_hand(step)
+
+
+@misused("noise", "fresh noise")
+def one_noise_for_a_stack_of_sums():
+    """Under vmap over two sums, with one key for both."""
+    first, second = clipped(), clipped(absolute_error)
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        sums = jax.tree.map(
+            lambda *leaves: jnp.stack(leaves),
+            first(model, x, y, is_padding_example=mask),
+            second(model, x, y, is_padding_example=mask),
+        )
+        deviation = STDDEV * math.sqrt(2)
+        noisy = jax.vmap(lambda grads: with_noise(grads, key, deviation))(sums)
+        return updated(model, state, jax.tree.map(lambda leaf: leaf[0] - leaf[1], noisy))
+
+    return by_hand(step)
+
+
+@misused("noise", "fresh noise", "release", decided=False)
+def key_of_the_noise_returned():
+    """Whoever has the key draws the noise again, and takes it away."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return *updated(model, state, with_noise(grads, key)), key
 
     return by_hand(step)
 
@@ -613,6 +794,54 @@ def key_drawn_from_and_split():
     return noised_by(noisy)
 
 
+def by_key_of_leaf(key_of):
+    """A step whose leaves get noise from `key_of(key, position of the leaf)`."""
+
+    def noisy(grads, key):
+        leaves, structure = jax.tree.flatten(grads)
+        return structure.unflatten(
+            leaf + STDDEV * jax.random.normal(key_of(key, i), leaf.shape)
+            for i, leaf in enumerate(leaves)
+        )
+
+    return noised_by(noisy)
+
+
+@misused("fresh noise", says="key")
+def numbers_that_repeat_folded_in():
+    """The first leaf and the third get one key."""
+    return by_key_of_leaf(lambda key, i: jax.random.fold_in(key, i % 2))
+
+
+@misused("fresh noise", says="key", decided=False)
+def split_and_fold_in_of_one_key():
+    """With JAX's default generator, `split(key)[i]` is `fold_in(key, i)`."""
+    return by_key_of_leaf(
+        lambda key, i: jax.random.split(key)[i] if i < 2 else jax.random.fold_in(key, i - 2)
+    )
+
+
+@misused("fresh noise", says="key", decided=False)
+def two_splits_of_one_key():
+    """In two and in three parts: the first two of both are the same."""
+    return by_key_of_leaf(lambda key, i: jax.random.split(key, 2 + i // 2)[i % 2])
+
+
+@misused("fresh noise", says="key", decided=False)
+def counters_that_meet():
+    """The second noise of a step is the first one of the next step."""
+    first, second = clipped(), clipped(absolute_error)
+
+    def step(model, state, x, y, mask):
+        deviation = STDDEV * math.sqrt(2)
+        key, later = (jax.random.fold_in(state.key, state.step + i) for i in range(2))
+        one = with_noise(first(model, x, y, is_padding_example=mask), key, deviation)
+        other = with_noise(second(model, x, y, is_padding_example=mask), later, deviation)
+        return updated(model, state, added(one, other))
+
+    return by_hand(step)
+
+
 @misused("fresh noise", says="key")
 def key_of_the_loss_for_the_noise():
     grad_fn = clipped(dropout_loss)
@@ -682,3 +911,24 @@ def epoch_with_one_key_for_all_steps():
 @misused("fresh noise", says="key")
 def epoch_whose_carried_key_does_not_move():
     return epoch_with_noise(lambda outer, state: (jax.random.split(state.key)[1], state))
+
+
+@misused("fresh noise", says="key")
+def epoch_with_copies_of_one_key():
+    """The keys of all steps are handed to the scan, and are all the same."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def epoch(params, state, xs, ys, masks):
+        key, state = next_key(state)
+
+        def step(carry, batch):
+            x, y, mask, key = batch
+            grads = grad_fn(eqx.combine(carry[0], static), x, y, is_padding_example=mask)
+            return updated(*carry, with_noise(grads, key)), None
+
+        keys = jnp.broadcast_to(key, len(xs))
+        return jax.lax.scan(step, (params, state), (xs, ys, masks, keys))[0]
+
+    batches = tuple(jnp.stack([leaf] * 3) for leaf in data())
+    return by_hand(epoch, model=params, state=first_state(params), batch=batches)

@@ -6,12 +6,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests.checks.misused_noise_steps import NOISE
 from tests.checks.privacy_steps import (
+    CLASSES,
     EXPECTED,
     SLOTS,
     STDDEV,
@@ -75,6 +77,35 @@ def a_label_returned():
 def largest_number_of_the_gradient_returned():
     """Its position alone."""
     return beside(lambda given: jnp.argmax(jnp.abs(given.grads.layers[0].weight)))
+
+
+@misused("release")
+def training_accuracy_returned():
+    """Of the noisy model, on the private batch."""
+    return beside(
+        lambda given: jnp.mean(
+            jax.vmap(given.model)(given.x).argmax(axis=1) == given.y.argmax(axis=1)
+        )
+    )
+
+
+@misused("release")
+def public_table_read_at_a_private_place():
+    """Only public numbers are returned; which one, private data says."""
+    table = jnp.arange(2.0)
+    return beside(lambda given: table[given.y[0].argmax()])
+
+
+@misused("release", decided=False)
+def sum_hidden_in_a_reference():
+    """The sum is written to a mutable array, and read from it again."""
+
+    def shown(given):
+        reference = jax.new_ref(jnp.zeros(CLASSES))
+        reference[...] = given.grads.layers[-1].bias
+        return reference[...]
+
+    return beside(shown)
 
 
 @misused("release")
@@ -164,6 +195,28 @@ def new_model_chosen_by_private_loss():
         return chosen, state
 
     return by_hand(step)
+
+
+@misused("release", "side door")
+def rate_reduced_when_the_training_loss_is_flat():
+    """`reduce_on_plateau` on the mean loss of the private batch."""
+    plateau = optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1))
+    grad_fn = dp.filter_value_and_clipped_grad(
+        squared_error, l2_clip_norm=1.0, normalize_by=EXPECTED
+    )
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        values, grads = grad_fn(model, x, y, is_padding_example=mask)
+        updates, opt = plateau.update(
+            with_noise(grads, key),
+            state.opt,
+            grad_fn.trainable(model),
+            value=values.loss.mean(),
+        )
+        return eqx.apply_updates(model, updates), state._replace(opt=opt)
+
+    return by_hand(step, state=first_state(optimizer=plateau))
 
 
 # What stays in the state without noise.
@@ -463,6 +516,40 @@ def loss_that_closes_over_the_batch():
         center = y.mean(axis=0)
         grad_fn = clipped(lambda model, x, y: squared_error(model, x, y - center))
         grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+def weighted_error(model, x, y, weight):
+    return weight * squared_error(model, x, y)
+
+
+@misused("examples apart")
+def classes_balanced_by_the_batch():
+    """Each example is weighted by how many of its class are in the batch."""
+    grad_fn = clipped(weighted_error)
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        classes = jax.nn.one_hot(y.argmax(axis=1), CLASSES)
+        weight = 1 / (classes @ classes.sum(axis=0))
+        grads = grad_fn(model, x, y, weight, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step)
+
+
+@misused("examples apart", "noise", "release", decided=False)
+def hardest_examples_chosen():
+    """If one of the four hardest is taken away, another one steps in: two change."""
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        losses = jnp.where(mask, -1, jax.vmap(squared_error, (None, 0, 0))(model, x, y))
+        _, hardest = jax.lax.top_k(losses, 4)
+        grads = grad_fn(model, x[hardest], y[hardest], is_padding_example=mask[hardest])
         return updated(model, state, with_noise(grads, key))
 
     return by_hand(step)

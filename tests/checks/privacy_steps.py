@@ -19,7 +19,7 @@ import eqx_dp as dp
 from tests.sharding.losses import mesh_of
 
 SLOTS, WIDTH, CLASSES = 8, 4, 2
-NUM_EXAMPLES = 8
+NUM_EXAMPLES = 10
 SECRET = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
 
 PLAN = dp.PrivacyPlan(sampling_prob=0.5, steps=10, noise_multiplier=1.2, delta=1e-5)
