@@ -509,7 +509,7 @@ def public_metrics_beside():
 
 @honest
 def norm_of_the_noisy_gradient_beside():
-    return beside(lambda given: optax.global_norm(given.noisy))
+    return beside(lambda given: optax.tree.norm(given.noisy))
 
 
 @honest
@@ -531,7 +531,7 @@ def public_value_checked():
     def step(model, state, x, y, mask):
         key, state = next_key(state)
         noisy = with_noise(grad_fn(model, x, y, is_padding_example=mask), key)
-        norm = optax.global_norm(noisy)
+        norm = optax.tree.norm(noisy)
         noisy = eqx.error_if(noisy, ~jnp.isfinite(norm), "the noisy gradient is not finite")
         return updated(model, state, noisy)
 
@@ -542,7 +542,7 @@ def public_value_checked():
 def public_value_printed():
     def noisy(grads, key):
         noisy = with_noise(grads, key)
-        jax.debug.print("norm of the noisy gradient {}", optax.global_norm(noisy))
+        jax.debug.print("norm of the noisy gradient {}", optax.tree.norm(noisy))
         return noisy
 
     return noised_by(noisy)
@@ -567,7 +567,7 @@ def skipped_by_the_noisy_norm():
 
     def noisy(grads, key):
         noisy = with_noise(grads, key)
-        large = optax.global_norm(noisy) > 100.0
+        large = optax.tree.norm(noisy) > 100.0
         return jax.lax.cond(large, lambda: scaled(0.0, noisy), lambda: noisy)
 
     return noised_by(noisy)

@@ -53,7 +53,7 @@ def no_noise():
     return noised_by(lambda grads, key: grads)
 
 
-@misused("release")
+@misused("release", "noise")
 def noise_of_deviation_zero():
     return noised_by(lambda grads, key: with_noise(grads, key, 0.0))
 
@@ -325,7 +325,7 @@ def noise_that_fades():
 
 @misused("noise", "release", decided=False)
 def noise_in_proportion_to_the_gradient():
-    return noised_by(lambda grads, key: with_noise(grads, key, STDDEV * optax.global_norm(grads)))
+    return noised_by(lambda grads, key: with_noise(grads, key, STDDEV * optax.tree.norm(grads)))
 
 
 @misused("noise", "release")
@@ -489,7 +489,7 @@ def square_before_the_noise():
 @misused("noise", "release", says=UNBOUNDED)
 def normalized_before_the_noise():
     return before_the_noise(
-        lambda grads: jax.tree.map(lambda leaf: leaf / optax.global_norm(grads), grads)
+        lambda grads: jax.tree.map(lambda leaf: leaf / optax.tree.norm(grads), grads)
     )
 
 

@@ -312,7 +312,7 @@ def gradient_norm_logged():
     log = []
 
     def noisy(grads, key):
-        jax.debug.callback(log.append, optax.global_norm(grads))
+        jax.debug.callback(log.append, optax.tree.norm(grads))
         return with_noise(grads, key)
 
     return noised_by(noisy)
@@ -358,7 +358,7 @@ def loop_as_long_as_the_gradient_is_large():
 
     def noisy(grads, key):
         short = jax.lax.while_loop(
-            lambda tree: optax.global_norm(tree) > 0.1, lambda tree: scaled(0.5, tree), grads
+            lambda tree: optax.tree.norm(tree) > 0.1, lambda tree: scaled(0.5, tree), grads
         )
         return with_noise(short, key)
 
