@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey, keystr, tree_leaves_with_path
 from jaxtyping import PyTree
@@ -29,7 +30,7 @@ class Argument(NamedTuple):
     @property
     def is_key(self) -> bool:
         """Whether it holds random keys."""
-        return jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key)
+        return jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
 
 
 def traceable(tree: PyTree[Any]) -> PyTree[Any]:

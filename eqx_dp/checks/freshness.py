@@ -2,10 +2,9 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
-from .flow import Loop
 from .privacy_report import Finding
 from .releases import Drawn, Noised
 from .terms import Counters, Key, independent, is_new_each_turn, paths_part
@@ -130,7 +129,14 @@ def _each_other(
     for path, drawn in hiding.items():
         for other_path, other in others.items():
             is_done = other_path in hiding and other_path <= path
-            if path == other_path or is_done or (drawn.key, other.key) in seen:
+            is_other_branch = any(
+                choice == at and branch != taken
+                for choice, branch in drawn.branches
+                for at, taken in other.branches
+            )
+            if path == other_path or is_done or is_other_branch:
+                continue
+            if (drawn.key, other.key) in seen:
                 continue
             is_apart = independent(drawn.key, other.key, counters)
             if is_apart:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -142,8 +142,8 @@ def sums_of_turns(
 ) -> tuple[dict[Hashable, Sum], dict[Hashable, Sum]]:
     """The sums that a loop carries: in any turn, and after the last.
 
-    A turn makes of carried sums `c` and its own clipped sums `d` the sums `A c + d`. Where each
-    turn has rows of its own, an example is in one turn alone, and the largest counts.
+    A turn makes of carried sums `c` and its own clipped sums `d` the sums `A c + d`. Where turns
+    go over the parts of one batch, an example is in one turn alone.
     """
     names = {place.name: place for place in places if isinstance(place.symbol, Sum)}
     now = {name: _scales(place.start) for name, place in names.items()}
@@ -187,9 +187,12 @@ def _turned(
             own[term[:2]] = own.get(term[:2], 0.0) + term.scale
     for key, scale in own.items():
         source = sources.get(key[0])
-        has_own_rows = source is not None and any(cut.start == loop for cut in source.cuts)
+        is_part = source is not None and any(cut.start == loop for cut in source.cuts)
         old = before.get(key, 0.0)
-        before[key] = max(old, scale) if has_own_rows else old + scale
+        if is_part and (old == 0 or math.isclose(old, scale, rel_tol=1e-9)):
+            before[key] = scale  # the same factor for all parts of a batch
+        else:
+            before[key] = old + scale * (2 if is_part else 1)
     return before
 
 

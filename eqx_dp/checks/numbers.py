@@ -20,7 +20,7 @@ _MOST_LISTED = 4096
 ZERO = number(0)
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Public]], Public | None]
-"""From an equation and its operands to term and bounds of its result; None where nothing is known."""
+"""From an equation and its operands to term and bounds of its result, if these are known."""
 
 
 def constant(value: Any) -> Public:
@@ -45,8 +45,9 @@ def constant(value: Any) -> Public:
             term = number(int(array))
         elif array.ndim == 1 and array.size <= _MOST_LISTED:
             term = Listed(tuple(map(int, array)))
-    is_known = math.isfinite(low) and math.isfinite(high)
-    return Public(term, *((low, high) if is_known else ()), is_constant=is_large)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return Public(term, is_constant=is_large)
+    return Public(term, low, high, is_constant=is_large)
 
 
 def argument(name: Hashable, shape: tuple[int, ...], is_key: bool, is_new: bool) -> Public:
@@ -83,15 +84,23 @@ def is_given(term: Term | Step | None) -> bool:
             return is_given(base)
         case Each(_, inner):
             return is_given(inner)
-        case Root(name):
-            return isinstance(name, tuple) and _is_of_argument(name)
+        case _:
+            return is_of_argument(term)
+
+
+def is_of_argument(term: Term | Step | None) -> bool:
+    """Whether whole numbers are those of an argument."""
+    match term:
+        case Root((("laid out" | "part" | "rows"), inner, *_), _):
+            return is_of_argument(Root(inner))
+        case Root(("argument", *_), _):
+            return True
+        case Affine(base):
+            return is_of_argument(base)
+        case Each(_, inner):
+            return is_of_argument(inner)
         case _:
             return False
-
-
-def _is_of_argument(name: tuple[Any, ...]) -> bool:
-    inside = name[0] in ("laid out", "part", "rows") and isinstance(name[1], tuple)
-    return name[0] == "argument" or (inside and _is_of_argument(name[1]))
 
 
 def varies(term: Term | Step | None) -> frozenset[Hashable]:
@@ -109,10 +118,6 @@ def varies(term: Term | Step | None) -> frozenset[Hashable]:
             return varies(term.root).union(*map(varies, term.path))
         case _:
             return frozenset()
-
-
-def _size(variable: Any) -> int:
-    return math.prod(shape_of(variable))
 
 
 def _bounds(low: float, high: float, term: Term | None = None) -> Public | None:
@@ -374,8 +379,8 @@ _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
     (
         _same,
         named(
-            """copy sharding_constraint layout_constraint reshard stop_gradient name pvary pbroadcast
-            random_clone"""
+            """copy sharding_constraint layout_constraint reshard stop_gradient name pvary
+            pbroadcast random_clone"""
         ),
     ),
     (_bounds_alone, named("rev transpose abs reduce_max reduce_min")),

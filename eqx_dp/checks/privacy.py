@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -23,13 +23,14 @@ from .privacy_report import Finding, PrivacyReport, Release
 from .releases import (
     Noised,
     alternatives,
+    batches,
     groups,
     is_another_sample,
     noise_multiplier,
     sensitivity_by_noise,
 )
 from .terms import Affine, Key, Root, Turns
-from .values import Path, Private, Public, Random, Sum, Value
+from .values import Cut, Path, Private, Public, Random, Sum, Value
 
 
 @runtime_checkable
@@ -68,14 +69,14 @@ def check_privacy(
 
     Each value is public, private, a clipped sum with its sensitivity, or made of releases. The
     engine (`filter_clipped_grad`) makes clipped sums and shows their bounds in the program. Linear
-    arithmetic on them changes the sensitivity by a factor that is known. Independent normal noise of
-    standard deviation s turns a sum of sensitivity S into a release of noise multiplier s / S.
+    arithmetic on them changes the sensitivity by a factor that is known. Independent normal noise
+    of standard deviation s turns a sum of sensitivity S into a release of noise multiplier s / S.
     What is made of releases alone is post-processing.
 
     | rule | what is checked |
     |---|---|
-    | release | a result that private data is in is a release, or named in `disclose`, or is carried \
-on in the state: then it is listed as kept, and must not be published |
+    | release | a result that private data is in is a release, or named in `disclose`, or carried on \
+in the state: then it is listed as kept, and must not be published |
     | noise | the noise multiplier of all releases of a step together, from the numbers in the \
 program, and how many steps a call takes, are at least as the plan has them |
     | side door | no private value goes into a callback, a print, `eqx.error_if` or a mutable \
@@ -136,12 +137,13 @@ is another one; keys change from turn to turn of a loop and from call to call |
         ValueError: `private` is missing, or names nothing; `disclose` matches no result; `plan` is
             no plan.
     """
-    if isinstance(fn, TrainsPrivately):
+    made = cast(object, fn)
+    if isinstance(made, TrainsPrivately):
         if private is None:
             private = (*range(1, len(args)), *(name for name in kwargs if name != "extra"))
-        plan = fn.plan if plan is None else plan
-        disclose = (*disclose, *(f"disclosed.{name}" for name in fn.disclose))
-    if plan is not None and not isinstance(plan, PrivacyPlan):
+        plan = made.plan if plan is None else plan
+        disclose = (*disclose, *(f"disclosed.{name}" for name in made.disclose))
+    if plan is not None and not isinstance(cast(object, plan), PrivacyPlan):
         raise ValueError(f"plan must be a PrivacyPlan or None; found {shown(plan)}.")
     args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)
@@ -447,22 +449,28 @@ def _releases(
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
     moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], call.flow.sources
 
-    def multiplier(releases: Mapping[Path, Noised]) -> float:
+    def once(releases: Mapping[Path, Noised]) -> float:
         found = [sensitivity_by_noise(group, releases, sources) for group in groups(releases)]
-        return noise_multiplier(found, sources) / moved
+        return noise_multiplier(found) / moved
+
+    def multiplier(releases: Mapping[Path, Noised]) -> float:
+        return min(map(once, alternatives(releases)))
 
     by_call: defaultdict[frozenset[Hashable], dict[Path, Noised]] = defaultdict(dict)
+    by_batch: defaultdict[frozenset[Cut], dict[Path, Noised]] = defaultdict(dict)
     for group in groups(call.releases):  # clip norms of one call are one release
         those = {path: call.releases[path] for path in group.releases}
         by_call[frozenset(source[0] for source in group.sources)].update(those)  # pyright: ignore
-    released = tuple(_row(step, call, those, multiplier(those)) for those in by_call.values())
-    total = min(map(multiplier, alternatives(call.releases)))
-    return total, max((row.times for row in released), default=1), released
+        for path, release in those.items():
+            by_batch[batches(release, sources)][path] = release
+    table = [_row(step, call, those, multiplier(those)) for those in by_call.values()]
+    if len(set().union(*by_batch)) == len(by_batch) == sum(map(len, by_batch)):  # a step each
+        total = min(map(multiplier, by_batch.values()), default=math.inf)
+        return total, sum(row.times for row in table), tuple(table)
+    return multiplier(call.releases), max((row.times for row in table), default=1), tuple(table)
 
 
-def _row(
-    step: _Step, call: _Call, releases: Mapping[Path, Noised], multiplier: float
-) -> Release:
+def _row(step: _Step, call: _Call, releases: Mapping[Path, Noised], multiplier: float) -> Release:
     outputs = tuple(
         name
         for name, value in zip(step.names, call.results, strict=True)

@@ -17,7 +17,7 @@ from .doors import DOORS, Doors
 from .flow import Context, Flow
 from .privacy_report import Finding
 from .releases import Drawn, Noised, Source, joint_bound
-from .terms import UNKNOWN, Affine, Key, Root, Term, Turns, plus
+from .terms import UNKNOWN, Affine, Each, Key, Root, Term, Turns, plus
 from .values import (
     Cut,
     Linear,
@@ -187,28 +187,28 @@ class PrivacyFlow(Flow[Value]):
         what: Hashable = equation.primitive.name, params, terms
         if None in terms or UNKNOWN in terms:
             what = id(equation)
-        elif equation.primitive.name == "select_n" and self._counts_from_the_end(*terms):
+        elif equation.primitive.name == "select_n" and self._counts_from_the_end(terms):
             return terms[1]
         number = self._made.setdefault(what, len(self._made))
         return Root(("made", number), frozenset[Hashable]().union(*map(numbers.varies, terms)))
 
-    def _counts_from_the_end(self, which: Term, index: Term, *others: Term) -> bool:
-        """Whether a selection only makes a negative index one from the end, as jnp indexing does."""
-        if not isinstance(which, Root) or isinstance(index, Key) or len(others) != 1:
-            return False
-        negative = self._made.get(("lt", (), (index, numbers.ZERO)))
-        after = others[0] if isinstance(others[0], Affine) else None
-        moved = after is not None and plus(index, 1, after.offset) == after
-        return which.name == ("made", negative) and moved
+    def _counts_from_the_end(self, terms: Sequence[Term | None]) -> bool:
+        """Whether a selection only makes a negative index one from the end, as indexing does."""
+        match terms:
+            case [Root(("made", number), _), (Root() | Each()) as index, Affine() as after]:
+                is_negative = self._made.get(("lt", (), (index, numbers.ZERO))) == number
+                return is_negative and after == plus(index, 1, after.offset)
+            case _:
+                return False
 
     def _random(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
     ) -> list[Value]:
         rule = randomness.RULES.get(equation.primitive.name)
         found = None if rule is None else rule(equation, inputs)
-        if found is not None and equation.primitive.name == "mul":
-            if any(isinstance(x, Public) and x.low == x.high == 0 for x in inputs):
-                return [Public(low=0.0, high=0.0)]
+        zeros = [x for x in inputs if isinstance(x, Public) and x.low == x.high == 0]
+        if zeros and equation.primitive.name == "mul":
+            return [Public(low=0.0, high=0.0)]
         public = [x if isinstance(x, Public) else loops.as_public(x) for x in inputs]
         if found is None:
             return self._public(context, equation, public)
@@ -333,16 +333,16 @@ class PrivacyFlow(Flow[Value]):
         index: Hashable = id(equation) if None in terms else tuple(terms)
         changing = frozenset[Hashable]().union(*map(numbers.varies, terms))
 
-        def own_turn(dim: int, length: int) -> Hashable | None:
+        def own_turn(dim: int, length: int, whole: int) -> Hashable | None:
             if equation.primitive is not dynamic_slice_p:
                 return None
             base, slope = terms[dim], 1
             if isinstance(base, Affine):
                 base, slope = base.base, base.slope
             turns = self.counters.get(base.name) if isinstance(base, Root) else None
-            if turns is None or abs(slope * turns.change) < length:
+            if turns is None or slope * turns.change != length:
                 return None
-            return turns.loop
+            return turns.loop if (turns.length or 0) * length == whole else None
 
         return rows.Places(index, changing - {"calls"}, own_turn)
 
@@ -353,7 +353,7 @@ class PrivacyFlow(Flow[Value]):
         keys = keys or list(words)
         key = keys[0] if len(keys) == 1 else Key(UNKNOWN)
         if context.is_final:
-            self.draws[context.path] = Drawn(key, context.line, context.loops)
+            self.draws[context.path] = Drawn(key, context.line, context.loops, context.branches)
         draws = frozenset({context.path})
         if equation.primitive.name == "random_bits" or stage_of(context.scope) == "bits":
             bits = equation.params.get("bit_width", 8 * equation.outvars[0].aval.dtype.itemsize)  # pyright: ignore
@@ -411,7 +411,9 @@ class PrivacyFlow(Flow[Value]):
             for value in keys:
                 key = value.term if isinstance(value, Public) else None
                 key = key if isinstance(key, Key) else Key(UNKNOWN)
-                self.of_losses[context.path] = Drawn(key, context.line, context.loops)
+                self.of_losses[context.path] = Drawn(
+                    key, context.line, context.loops, context.branches
+                )
         self._check_constants(context, batch)
         if not private:
             return [_made_of([x for x in inputs if isinstance(x, Public)])] * count
@@ -468,7 +470,7 @@ class PrivacyFlow(Flow[Value]):
             own = [
                 row
                 for row in (value.rows if isinstance(value, Private) else ())
-                if row.dim == 0 and row.inner == 1 and row.count == mark.num_examples
+                if row.dim == 0 and row.inner == 1 and row.num_rows == mark.num_examples
             ]
             if not own:
                 self._meet(context, value)
@@ -482,7 +484,7 @@ class PrivacyFlow(Flow[Value]):
         cuts = frozenset[Cut].intersection(
             *(value.cuts for value in private if isinstance(value, Private))
         )
-        return axes[0], cuts
+        return axes[0], rows.of_batch(cuts, axes[0])
 
     def _meet(self, context: Context, value: Value | None) -> None:
         found, where, is_decided = "the engine's arguments hold rows of other examples", "", True
@@ -720,7 +722,7 @@ class PrivacyFlow(Flow[Value]):
     def _unknown_program(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
     ) -> list[Value]:
-        """Nothing is known of what it makes; a kernel or a reduction by a function of the user's."""
+        """Nothing is known of what it makes: a kernel, or a reduction by the user's function."""
         if equation.primitive.name in DOORS:
             self._door(context, equation, inputs)
         return [self.joined(inputs)] * len(equation.outvars)

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .flow import Loop
-from .rows import apart
 from .terms import Key
 from .values import Cut, Linear, Path, Sum, Value
 
@@ -33,11 +32,13 @@ class Drawn(NamedTuple):
         key: that they are drawn with.
         line: where.
         loops: around it, outermost first.
+        branches: around it: where the choice is, and the number of the branch.
     """
 
     key: Key
     line: str
     loops: tuple[Loop, ...]
+    branches: tuple[tuple[Hashable, int], ...] = ()
 
 
 class Noised(NamedTuple):
@@ -118,24 +119,64 @@ def groups(releases: Mapping[Path, Noised]) -> list[Group]:
 
 def sensitivity_by_noise(
     group: Group, releases: Mapping[Path, Noised], sources: Mapping[Hashable, Source]
-) -> dict[Hashable, float]:
-    """How far one example moves each clipped sum of a group, in units of the noise put on it.
+) -> float:
+    """How far one example moves the releases of a group, in units of the noise put on them.
 
     A leaf u with |u| <= C that is released as a_i u plus noise of standard deviation s_i, for
     several i, moves by at most sqrt(sum (a_i / s_i)^2) C; leaves of one sum share C, so that the
     largest counts. A release that a loop repeats, of the same rows of the data, counts each time.
+
+    An example that is added or removed moves all rows behind it by one, for a sampler gives rows
+    without gaps. A sum over all slices of a batch does not see that. A part of them loses one
+    example and gains another: it moves twice as far.
     """
-    found: dict[Hashable, float] = {}
-    for source in group.sources:
-        squares: defaultdict[int, float] = defaultdict(float)
-        for release in (releases[path] for path in group.releases):
-            for term in release.value.terms:
-                if term.source == source:
-                    ratio = _ratio(term, release) ** 2 * _repeats(release, sources[source])
-                    for leaf in term.leaves:
-                        squares[leaf] += ratio
-        found[source] = math.sqrt(max(squares.values(), default=0.0)) * sources[source].bound
-    return found
+    found = {source: _of_source(source, group, releases, sources) for source in group.sources}
+    total, parts = 0.0, defaultdict[Hashable, list[tuple[Cut, float]]](list)
+    for source, moved in found.items():
+        cuts = [cut for cut in sources[source].cuts if isinstance(cut.start, int)]
+        if len(cuts) == 1:
+            parts[cuts[0].axis].append((cuts[0], moved))
+        else:
+            total += moved * (2 if cuts else 1)
+    for axis, cut in parts.items():
+        moved = [each for _, each in cut]
+        is_even = max(moved) <= min(moved) * (1 + 1e-6)
+        is_whole = is_even and _are_all([one for one, _ in cut], _length(axis))
+        total += max(moved) if is_whole else 2 * sum(moved)
+    return total
+
+
+def _of_source(
+    source: Hashable,
+    group: Group,
+    releases: Mapping[Path, Noised],
+    sources: Mapping[Hashable, Source],
+) -> float:
+    squares: defaultdict[int, float] = defaultdict(float)
+    for release in (releases[path] for path in group.releases):
+        for term in release.value.terms:
+            if term.source == source:
+                ratio = _ratio(term, release) ** 2 * _repeats(release, sources[source])
+                for leaf in term.leaves:
+                    squares[leaf] += ratio
+    return math.sqrt(max(squares.values(), default=0.0)) * sources[source].bound
+
+
+def _are_all(cuts: list[Cut], length: int | None) -> bool:
+    """Whether slices make up an axis, none of it twice."""
+    ends = sorted((cut.start, cut.stop) for cut in cuts if isinstance(cut.start, int))
+    starts, stops = [start for start, _ in ends], [stop for _, stop in ends]
+    return [*starts, length] == [0, *stops]
+
+
+def _length(axis: Hashable) -> int | None:
+    match axis:
+        case ("axis", _, int() as length):
+            return length
+        case ("split", _, tuple() as sizes, int() as i):
+            return sizes[i]  # pyright: ignore
+        case _:
+            return None
 
 
 def _ratio(term: Linear, release: Noised) -> float:
@@ -145,61 +186,39 @@ def _ratio(term: Linear, release: Noised) -> float:
 
 
 def _repeats(release: Noised, source: Source) -> float:
-    """How often a release is made of the same rows."""
-    once = [
-        loop
-        for loop in release.loops
-        if loop.path not in release.value.turns and not is_another_sample(source.cuts, loop.path)
-    ]
-    return math.prod(math.inf if loop.length is None else loop.length for loop in once)
+    """How often a release is made of the same batch; four times as often, if of parts of it."""
+    found = 1.0
+    for loop in release.loops:
+        if loop.path in release.value.turns or is_another_sample(source.cuts, loop.path):
+            continue
+        is_part = any(cut.start == loop.path for cut in source.cuts)
+        found *= (math.inf if loop.length is None else loop.length) * (4 if is_part else 1)
+    return found
 
 
 def is_another_sample(cuts: Iterable[Cut], loop: Hashable) -> bool:
-    """Whether each turn of a loop works on other rows of the data, or on another sample of them."""
-    return any(cut.start in (loop, ("sample", loop)) for cut in cuts)
+    """Whether each turn of a loop works on another batch, and not on a part of one."""
+    return any(cut.start == ("sample", loop) for cut in cuts)
 
 
-def noise_multiplier(
-    found: Sequence[dict[Hashable, float]], sources: Mapping[Hashable, Source]
-) -> float:
+def batches(release: Noised, sources: Mapping[Hashable, Source]) -> frozenset[Cut]:
+    """Which of several batches a release is made of; none where there is but one."""
+    return frozenset(
+        cut
+        for term in release.value.terms
+        for cut in sources[term.source].cuts
+        if isinstance(cut.start, tuple) and cut.start[:1] == ("batch",)
+    )
+
+
+def noise_multiplier(found: Sequence[float]) -> float:
     """Noise by sensitivity, over several groups of releases.
 
     Several Gaussian mechanisms on one example are one, whose squared sensitivities in units of the
-    noise add up (Dong, Roth and Su 2019, corollary 3.3). Of sums over rows that have nothing in
-    common, an example is in one.
+    noise add up (Dong, Roth and Su 2019, corollary 3.3).
     """
-    largest = 0.0
-    for together in _together([*{source for group in found for source in group}], sources):
-        squares = [sum(group.get(source, 0.0) for source in together) ** 2 for group in found]
-        largest = max(largest, math.sqrt(sum(squares)))
+    largest = math.hypot(*found)
     return 1 / largest if largest else math.inf
-
-
-_MANY = 12
-
-
-def _together(
-    names: list[Hashable], sources: Mapping[Hashable, Source]
-) -> list[tuple[Hashable, ...]]:
-    """The largest sets of clipped sums that one example may be in."""
-    if len(names) > _MANY and not any(
-        apart(sources[a].cuts, sources[b].cuts) for a, b in itertools.combinations(names[:_MANY], 2)
-    ):
-        return [tuple(names)]
-    found: list[tuple[Hashable, ...]] = []
-    for name in names:
-        fits = [
-            (*one, name)
-            for one in found
-            if not any(apart(sources[name].cuts, sources[other].cuts) for other in one)
-        ]
-        part = [
-            tuple(o for o in one if not apart(sources[name].cuts, sources[o].cuts)) for one in found
-        ]
-        found = [one for one in found if (*one, name) not in fits] + fits
-        found += [(*one, name) for one in part if (*one, name) not in fits]
-        found = [one for one in {*found, (name,)} if not any(set(one) < set(o) for o in found)]
-    return found
 
 
 def joint_bound(values: Sequence[Value], sources: Mapping[Hashable, Source]) -> float:

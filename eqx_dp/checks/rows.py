@@ -1,6 +1,5 @@
 """How rows of private data stay apart on their way to the engine."""
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from jax.extend.core.primitives import (
 )
 
 from ..isolation import Apart, Dependence, Follow, Mixed, Shared, shape_of
-from .numbers import is_given
+from .numbers import is_given, is_of_argument
 from .values import Cut, Private, Public, Rows, Value
 
 
@@ -31,14 +30,15 @@ class Places(NamedTuple):
     """Where an equation cuts an array, or looks up what is in it, by public indices.
 
     Attributes:
-        index: what they are: equal for equal indices.
+        indices: what they are: equal for equal indices.
         loops: those in which they change from turn to turn.
-        own_turn: from a dimension and a length to the loop in whose turns the cuts never overlap.
+        own_turn: from a dimension, the length of what is cut and its own, to the loop whose turns
+            cut it into parts, one after the other.
     """
 
-    index: Hashable
+    indices: Hashable
     loops: frozenset[Hashable]
-    own_turn: Callable[[int, int], Hashable | None]
+    own_turn: Callable[[int, int, int], Hashable | None]
 
 
 def moved(
@@ -62,22 +62,32 @@ def sliced(rows: frozenset[Rows], loop: Hashable) -> tuple[frozenset[Rows], froz
     return frozenset(row._replace(dim=row.dim - 1) for row in rows if row.dim), cuts
 
 
-def apart(a: frozenset[Cut], b: frozenset[Cut]) -> bool:
-    """Whether no row is in both."""
-    return any(
-        one.axis == other.axis
-        and isinstance(one.start, int)
-        and isinstance(other.start, int)
-        and (one.stop or 0) <= other.start
-        for x, y in ((a, b), (b, a))
-        for one, other in itertools.product(x, y)
+def of_batch(cuts: frozenset[Cut], own: Rows) -> frozenset[Cut]:
+    """Cuts as the engine's examples see them, which stand along one axis.
+
+    What cuts another axis chooses a batch, among several that stand side by side.
+    """
+    return frozenset(
+        cut
+        if _root(cut.axis) == _root(own.axis)
+        else Cut(cut.axis, ("batch", cut.start, cut.stop), None)
+        if isinstance(cut.start, int)
+        else Cut(cut.axis, ("sample", cut.start), None)
+        for cut in cuts
     )
+
+
+def _root(axis: Any) -> Hashable:
+    """The axis of an argument that another one was made from."""
+    if axis[0] == "axis":
+        return axis
+    return tuple(map(_root, axis[1])) if axis[0] == "together" else _root(axis[1])
 
 
 def _followed(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozenset[Rows]]:
     """By the rules that the engine itself follows examples by, axis by axis."""
     axes = {
-        (row.axis, row.count)
+        (row.axis, row.num_rows)
         for value in inputs
         if isinstance(value, Private)
         for row in value.rows
@@ -134,14 +144,15 @@ def _sliced(
         if before[row.dim] == after[row.dim]:
             rows.add(row)
             continue
-        if row.inner != 1 or row.count != before[row.dim]:
+        if row.inner != 1 or row.num_rows != before[row.dim]:
             continue
         length = after[row.dim]
         if starts is None or strides is not None:  # somewhere
-            where = places.index if starts is None else (starts[row.dim], strides[row.dim])
+            where = (starts[row.dim], strides[row.dim]) if starts and strides else places.indices
             axis: Hashable = ("taken", row.axis, where, length)
-            loop = places.own_turn(row.dim, length) if starts is None else None
-            cuts |= _samples(row.axis, places) if loop is None else {Cut(row.axis, loop, None)}
+            loop = places.own_turn(row.dim, length, row.num_rows) if starts is None else None
+            windows = ("windows", row.axis, length)
+            cuts |= _samples(row.axis, places) if loop is None else {Cut(windows, loop, None)}
         else:
             start = int(starts[row.dim])
             axis = ("cut", row.axis, start, start + length)
@@ -152,7 +163,7 @@ def _sliced(
 
 def _samples(axis: Hashable, places: Places) -> set[Cut]:
     """What is taken in each turn of a loop is another sample of the rows."""
-    return {Cut(axis, ("sample", loop), None) for loop in places.loops}
+    return {Cut(axis, ("sample", loop), None) for loop in places.loops} or {Cut(axis, 0, 0)}
 
 
 def _looked_up(
@@ -178,9 +189,10 @@ def _looked_up(
     cuts = set[Cut]()
     for row in value.rows:
         if row.dim == 0:
-            cuts |= _samples(row.axis, places)
+            if not isinstance(index, Public) or not is_of_argument(index.term) or places.loops:
+                cuts |= _samples(row.axis, places)
             for dim, at in enumerate(looked_up):
-                axis: Hashable = ("taken", row.axis, places.index, dim)
+                axis: Hashable = ("taken", row.axis, places.indices, dim)
                 if isinstance(index, Private):  # what belongs to an index belongs to its row
                     own = [row for row in index.rows if row.dim == dim]
                     if len(own) != 1:
@@ -193,8 +205,9 @@ def _looked_up(
 def may_repeat(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
     """Whether an equation takes rows by public indices, of which some may be equal."""
     index = inputs[1] if len(inputs) > 1 else None
-    is_lookup = equation.primitive is gather_p and isinstance(index, Public)
-    return is_lookup and not is_given(index.term)
+    if equation.primitive is not gather_p or not isinstance(index, Public):
+        return False
+    return not is_given(index.term)
 
 
 def _reshaped(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozenset[Rows]]:
@@ -208,7 +221,7 @@ def _reshaped(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozense
         own = {
             row.dim: row
             for row in value.rows
-            if row.dim in olds and row.inner == 1 and row.count == before[row.dim]
+            if row.dim in olds and row.inner == 1 and row.num_rows == before[row.dim]
         }
         if not olds or set(own) < {dim for dim in olds if before[dim] > 1}:
             continue
@@ -265,8 +278,8 @@ def on_devices(value: Value, spec: Any, lengths: Mapping[str, int]) -> Value:
         axes = _axes(spec, row.dim)
         if axes:
             cuts.add(Cut(row.axis, ("devices", axes), None))
-            count = row.count // math.prod(lengths[axis] for axis in axes)
-            found.add(row._replace(axis=("devices", row.axis, axes), count=count))
+            count = row.num_rows // math.prod(lengths[axis] for axis in axes)
+            found.add(row._replace(axis=("devices", row.axis, axes), num_rows=count))
         else:
             found.add(row)
     return replace(value, rows=frozenset(found), cuts=frozenset(cuts))
@@ -282,8 +295,8 @@ def off_devices(value: Value, spec: Any, lengths: Mapping[str, int]) -> Value:
         if not axes:
             found.add(row)
         elif isinstance(axis, tuple) and axis[0] == "devices" and axis[2] == axes:
-            count = row.count * math.prod(lengths[axis] for axis in axes)
-            found.add(row._replace(axis=axis[1], count=count))
+            count = row.num_rows * math.prod(lengths[axis] for axis in axes)
+            found.add(row._replace(axis=axis[1], num_rows=count))
     return replace(value, rows=frozenset(found))
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 
 from ..isolation import shape_of
 from ..programs import named
@@ -181,4 +182,5 @@ def _size(variable: Any) -> int:
 
 def is_float(variable: Any) -> bool:
     """Whether a variable holds real floating-point numbers."""
-    return jnp.issubdtype(getattr(variable.aval, "dtype", None), jnp.floating)
+    dtype: Any = getattr(variable.aval, "dtype", np.dtype(bool))
+    return jnp.issubdtype(dtype, jnp.floating)

@@ -174,14 +174,14 @@ class Rows(NamedTuple):
     Attributes:
         axis: which rows they are: equal for arrays whose rows belong together.
         dim: the dimension.
-        inner: entry `i` belongs to row `i // inner % count`.
-        count: how many rows there are.
+        inner: entry `i` belongs to row `i // inner % num_rows`.
+        num_rows: how many rows there are.
     """
 
     axis: Hashable
     dim: int
     inner: int
-    count: int
+    num_rows: int
 
 
 class Cut(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 from jax.extend.core.primitives import jit_p
 from jaxtyping import Array, PyTree

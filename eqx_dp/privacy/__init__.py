@@ -10,11 +10,11 @@ from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
 
 __all__ = [
     "OVERFLOW_PROBABILITY",
+    "SENSITIVITY_OF_UNIT_NORM",
     "GaussianPrivatizerState",
     "NeighboringRelation",
     "PoissonSampler",
     "PrivacyPlan",
-    "SENSITIVITY_OF_UNIT_NORM",
     "SampleSize",
     "Sampling",
     "Secret",

@@ -133,7 +133,7 @@ def one_noise_for_four_augmentations_of_a_batch():
     return by_hand(step)
 
 
-@misused("noise", says="0.3")
+@misused("noise")
 def accumulated_over_overlapping_slices():
     """Four slices of five slots, which all hold the slots 3 and 4."""
     grad_fn = clipped()

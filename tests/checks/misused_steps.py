@@ -96,7 +96,7 @@ def public_table_read_at_a_private_place():
     return beside(lambda given: table[given.y[0].argmax()])
 
 
-@misused("release", decided=False)
+@misused("release", "side door", decided=False)
 def sum_hidden_in_a_reference():
     """The sum is written to a mutable array, and read from it again."""
 
