@@ -6,9 +6,21 @@ from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from .privacy_report import Finding
+from .record import Record
 from .releases import Drawn, Noised
-from .terms import Counters, Key, independent, is_new_each_turn, paths_part
-from .values import Path
+from .terms import (
+    SEEDS,
+    Affine,
+    Counters,
+    Key,
+    Listed,
+    Root,
+    Span,
+    independent,
+    is_new_each_turn,
+    paths_part,
+)
+from .values import SOME, Path
 
 _ADVICE = (
     "Derive it from a key that is used nowhere else, with the step folded in (plan.privatizer does "
@@ -29,13 +41,10 @@ class Calls(NamedTuple):
 
 
 def fresh_noise(
-    releases: Mapping[Path, Noised],
-    draws: Mapping[Path, Drawn],
-    of_losses: Mapping[Path, Drawn],
-    counters: Counters,
-    calls: Calls,
+    releases: Mapping[Path, Noised], record: Record, calls: Calls
 ) -> tuple[list[Finding], list[str]]:
     """What speaks against the noise being new, and what is taken for granted."""
+    draws, counters = record.draws, record.counters
     hiding = {
         path: draws[path]
         for release in releases.values()
@@ -45,7 +54,8 @@ def fresh_noise(
     found = [*_same_noise_twice(releases)]
     for drawn in hiding.values():
         found += _each_turn(drawn, counters, calls)
-    found += _each_other(hiding, draws, of_losses, counters)
+        found += _secret(drawn, counters)
+    found += _each_other(hiding, draws, record.of_losses, counters)
     given = {d.key.root.name: d for d in hiding.values() if d.key.root.name in calls.given}
     notes = [
         f"argument {name[1]} is taken for a key that is another one in each call"
@@ -75,7 +85,26 @@ def _same_noise_twice(releases: Mapping[Path, Noised]) -> list[Finding]:
 
 
 def _overlap(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
-    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
+    if a is None or b is None or SOME in (a, b):
+        return True
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _secret(drawn: Drawn, counters: Counters) -> list[Finding]:
+    """A key that is made of numbers that all may know hides nothing."""
+    seed = drawn.key.path[0] if drawn.key.root == SEEDS else None
+    base = seed.base if isinstance(seed, Affine) else seed
+    is_known = isinstance(base, Span | Listed) or (isinstance(base, Root) and base.name in counters)
+    if not is_known:
+        return []
+    return [
+        Finding(
+            "fresh noise",
+            "the noise's key is made in the step from a number that is not secret",
+            drawn.line,
+            f"Who knows the number can take the noise off again. {_ADVICE}",
+        )
+    ]
 
 
 def _each_turn(drawn: Drawn, counters: Counters, calls: Calls) -> list[Finding]:

@@ -6,9 +6,21 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+from .numbers import differs
 from .releases import Source
-from .terms import Again, Each, Key, Listed, Root, Span, Turns, plus
-from .values import Linear, Nothing, Private, Public, Random, Sum, Value
+from .terms import UNKNOWN, Again, Each, Key, Listed, Root, Span, Turns, plus
+from .values import (
+    Linear,
+    Nothing,
+    Private,
+    Public,
+    Random,
+    Sum,
+    Value,
+    as_public,
+    either,
+    made_of,
+)
 
 Scales: TypeAlias = dict[tuple[Hashable, frozenset[int]], float]
 
@@ -52,14 +64,19 @@ def _symbol(name: Hashable, values: Sequence[Value]) -> Value:
         return Private(reason=private[0].reason, where=private[0].where, arguments=arguments)
     sums = [value for value in values if isinstance(value, Sum)]
     if sums:
-        if any(isinstance(value, Random) for value in values):
+        noisy = [value for value in values if isinstance(value, Public) and value.noise]
+        if noisy or any(isinstance(value, Random) for value in values):
             return Private(reason="nonlinear")
-        term = Linear(name, frozenset({0}), 1.0)
-        spread = frozenset[str]().union(*(one.spread for one in sums))
-        return Sum(frozenset({term}), True, "", spread)
+        public = made_of([value for value in values if isinstance(value, Public)])
+        whole = either(sums)
+        return Sum(
+            frozenset({Linear(name, frozenset({0}), 1.0)}),
+            spread=whole.spread,
+            releases=whole.releases | public.releases,
+        )
     loop: Hashable = name[1] if isinstance(name, tuple) else name
     root = Root(name, frozenset({loop}))
-    public = [value if isinstance(value, Public) else as_public(value) for value in values]
+    public = [as_public(value) for value in values if isinstance(value, Public | Random)]
     first = public[0].term
     is_key = isinstance(first, Key)
     term = Key(root, (), ((),) * len(first.along), first.is_words) if is_key else root
@@ -69,12 +86,6 @@ def _symbol(name: Hashable, values: Sequence[Value]) -> Value:
         noise=Nothing.union(*(value.noise for value in public)),
         words=frozenset[Key]().union(*(value.words for value in public)),
     )
-
-
-def as_public(value: Value) -> Public:
-    """Random numbers of which nothing is known but where they were drawn."""
-    assert isinstance(value, Random)
-    return Public(noise=value.draws)
 
 
 class Ways(NamedTuple):
@@ -166,7 +177,13 @@ def sums_of_turns(
             break
         before, now = now, later
         most = {name: _most(most[name], later[name]) for name in later}
-    inside = {name: _as_sum(names[name], most.get(name, {})) for name in names}
+    inside = {
+        name: replace(
+            _as_sum(names[name], most.get(name, {})),
+            kept_in=frozenset() if names[name].stays else frozenset({loop}),
+        )
+        for name in names
+    }
     done = {name: _as_sum(names[name], now.get(name, {})) for name in names}
     return inside, done
 
@@ -223,16 +240,20 @@ def _as_sum(place: Carried, scales: Scales) -> Sum:
     why = "" if is_known else "a loop adds to it, and for how many turns is not known"
     start = place.start
     is_tight = start.is_tight if isinstance(start, Sum) else True
-    return Sum(terms, is_tight, why, place.symbol.spread)
+    return Sum(terms, is_tight, why, place.symbol.spread, releases=place.symbol.releases)
 
 
-def turn_of(value: Public, loop: Hashable) -> Public:
-    """What a turn of a loop sees of a public array that it goes over."""
-    match value.term:
-        case Key() as key if key.along:
-            term = key.at_turn(loop)
-        case (Span() | Listed() | Root()) as entries:
-            term = Each(loop, entries)
+def turn_of(value: Public, loop: Hashable, length: int) -> Public:
+    """What a turn of a loop sees of a public array that it goes over, of so many entries."""
+    term = value.term
+    match term:
+        case Key() if term.along and not term.along[0]:  # copies of one key
+            term = term.at_turn(loop)
+        case Key() if term.along:
+            is_of_differing = any(differs(term.path[at], length) for at in term.along[0])
+            term = term.at_turn(loop) if is_of_differing else Key(UNKNOWN)
+        case Span() | Listed() | Root() if differs(term, length):
+            term = Each(loop, term)
         case _:
             term = None
     return replace(value, term=term)

@@ -12,7 +12,21 @@ import numpy as np
 
 from ..isolation import shape_of
 from ..programs import named
-from .terms import UNKNOWN, Affine, Again, Each, Key, Listed, Root, Span, Step, Term, number, plus
+from .terms import (
+    SEEDS,
+    UNKNOWN,
+    Affine,
+    Again,
+    Each,
+    Key,
+    Listed,
+    Root,
+    Span,
+    Step,
+    Term,
+    number,
+    plus,
+)
 from .values import Public
 
 _MOST_LISTED = 4096
@@ -103,6 +117,25 @@ def is_of_argument(term: Term | Step | None) -> bool:
             return False
 
 
+def all_differ(key: Key, lengths: tuple[int, ...]) -> bool:
+    """Whether an array of keys holds no key twice."""
+    return len(key.along) == len(lengths) and all(
+        any(differs(key.path[at], length) for at in dims)
+        for dims, length in zip(key.along, lengths, strict=True)
+    )
+
+
+def differs(step: Step, length: int) -> bool:
+    """Whether so many whole numbers are those of an argument, or surely differ."""
+    match step:
+        case Span(start, stop):
+            return stop - start == length
+        case Listed(values):
+            return len(set(values)) == len(values) == length
+        case _:
+            return is_of_argument(step)
+
+
 def varies(term: Term | Step | None) -> frozenset[Hashable]:
     """The loops in whose turns a term may change."""
     match term:
@@ -138,11 +171,17 @@ def _bounds_alone(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public |
 
 
 def _converted(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
-    value, dtype = inputs[0], _dtype(equation.outvars[0])
-    if jnp.issubdtype(dtype, jnp.integer) and math.isfinite(value.low) and value.low < 0:
-        is_kept = not jnp.issubdtype(dtype, jnp.unsignedinteger)
-        return value if is_kept else Public(value.term)
-    return value if jnp.issubdtype(dtype, jnp.integer) else replace(value, term=None)
+    value, before, dtype = inputs[0], _dtype(equation.invars[0]), _dtype(equation.outvars[0])
+    if dtype == jnp.bool_:
+        return Public(None, float(value.least > 0), float(value.largest > 0))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return replace(value, term=None)
+    if not jnp.issubdtype(before, jnp.integer):  # towards zero
+        if not (math.isfinite(value.low) and math.isfinite(value.high)):
+            return Public()
+        return Public(None, float(math.floor(value.low)), float(math.ceil(value.high)))
+    is_wider = jnp.iinfo(dtype).bits >= min(32, jnp.iinfo(before).bits)
+    return value if is_wider else replace(value, term=None)
 
 
 def _laid_out(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
@@ -192,6 +231,10 @@ def _cut(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     term = value.term
     for dim, (length, taken, start) in enumerate(zip(before, after, starts, strict=True)):
         if length != taken and term is not None:
+            if len(inputs) > 1 and not 0 <= inputs[1 + dim].low <= inputs[1 + dim].high <= (
+                length - taken
+            ):
+                start = UNKNOWN  # it may be moved to where there are entries
             term = _part(term, dim, taken, start)
     return replace(value, term=term)
 
@@ -215,7 +258,7 @@ def _part(term: Term, dim: int, taken: int, start: Any) -> Term | None:
     if isinstance(term, Listed) and is_known:
         part = Listed(term.values[start.start : start.start + taken])
         return number(part.values[0]) if taken == 1 else part
-    if isinstance(term, Root) and start is not None and not isinstance(start, Key):
+    if isinstance(term, Root) and start not in (None, UNKNOWN) and not isinstance(start, Key):
         return Root(("part", term.name, dim, taken, start), term.varies | varies(start))
     return None
 
@@ -290,6 +333,8 @@ def _power(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
 
 def _compared(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
     a, b = inputs
+    if jnp.issubdtype(_dtype(equation.invars[0]), jnp.inexact):
+        return None  # bounds are not rounded as the program rounds
     is_certain = {
         "lt": (a.high < b.low, a.low >= b.high),
         "le": (a.high <= b.low, a.low > b.high),
@@ -330,9 +375,9 @@ def _wrapped(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     match inputs[0].term:
         case Key() as key:
             return Public(key._replace(is_words=False))
-        case Root() as root if root != UNKNOWN:
+        case Root() as root if is_of_argument(root):
             return Public(_keys(root, shape_of(equation.outvars[0])))
-        case Each(loop, Root() as root):
+        case Each(loop, Root() as root) if is_of_argument(root):
             inner = _keys(root, shape_of(equation.outvars[0]))
             step = Each(loop, Root(("rows", root.name), root.varies))
             along = tuple(tuple(i + 1 for i in dims) for dims in inner.along)
@@ -355,7 +400,10 @@ def _folded(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
         return Public(Key(UNKNOWN, (), ((),) * len(shape)))
     step: Step = UNKNOWN if data is None else data
     along = key.along if len(key.along) == len(shape) else ((),) * len(shape)
-    if shape_of(equation.invars[1]):
+    of_data = shape_of(equation.invars[1])
+    if of_data:
+        if of_data != shape or len(shape) != 1:
+            step = UNKNOWN
         along = tuple((*dims, len(key.path)) for dims in along)
     return Public(Key(key.root, (*key.path, step), along))
 
@@ -372,7 +420,7 @@ def _split(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
 def _seeded(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     seed = inputs[0].term
     step = UNKNOWN if seed is None or isinstance(seed, Key) else seed
-    return Public(Key(Root(("seeds",)), (step,)))
+    return Public(Key(SEEDS, (step,)))
 
 
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (

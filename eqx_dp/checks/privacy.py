@@ -1,36 +1,21 @@
 """`check_privacy`: a training step is checked against its plan, on its traced program."""
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
 from jaxtyping import PyTree
 
-from ..paths import dotted, matches
-from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
+from ..paths import dotted
+from ..privacy import PrivacyPlan
 from ..shown import shown
-from . import numbers, rows
-from .arguments import Argument, arguments_of, private_among, traceable
+from .arguments import arguments_of, private_among, traceable
+from .calls import TracedStep, calls_of
 from .feedback import next_arguments
-from .flow import Context
-from .freshness import Calls, fresh_noise
-from .privacy_flow import PrivacyFlow
-from .privacy_report import Finding, PrivacyReport, Release
-from .releases import (
-    Noised,
-    alternatives,
-    batches,
-    groups,
-    is_another_sample,
-    noise_multiplier,
-    sensitivity_by_noise,
-)
-from .terms import Affine, Key, Root, Turns
-from .values import Cut, Path, Private, Public, Random, Sum, Value
+from .privacy_report import Finding, PrivacyReport
+from .verdict import names_it, report_on
 
 
 @runtime_checkable
@@ -75,8 +60,8 @@ def check_privacy(
 
     | rule | what is checked |
     |---|---|
-    | release | a result that private data is in is a release, or named in `disclose`, or carried on \
-in the state: then it is listed as kept, and must not be published |
+    | release | a result that private data is in is a release, is named in `disclose`, or goes on in \
+the state: then it is listed as kept, and must not be published |
     | noise | the noise multiplier of all releases of a step together, from the numbers in the \
 program, and how many steps a call takes, are at least as the plan has them |
     | side door | no private value goes into a callback, a print, `eqx.error_if` or a mutable \
@@ -157,8 +142,8 @@ is another one; keys change from turn to turn of a loop and from call to call |
     ]
     patterns = _checked_patterns(disclose, names)
     returns = next_arguments(args, kwargs, results)
-    step = _Step(program, arguments, is_private, names, returns, _in_state(results))
-    reports = (_report(step, call, plan, patterns) for call in _calls(step))
+    step = TracedStep(program, arguments, is_private, names, returns, _in_state(results))
+    reports = (report_on(step, call, plan, patterns) for call in calls_of(step))
     report = next(reports)
     for later in reports:
         if report.violations:
@@ -182,7 +167,7 @@ def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
 def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, ...]:
     patterns = (disclose,) if isinstance(disclose, str) else tuple(disclose)
     for pattern in patterns:
-        if not any(_names(pattern, name) for name in names):
+        if not any(names_it(pattern, name) for name in names):
             raise ValueError(
                 f"disclose names {shown(pattern)}, which is none of the results. Results are: "
                 f"{', '.join(names[:20])}{' and more' if len(names) > 20 else ''}."
@@ -190,348 +175,8 @@ def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, .
     return patterns
 
 
-def _names(pattern: str, name: str) -> bool:
-    """Whether a pattern describes a dotted path, or its end."""
-    return matches(pattern, name) or matches(f"**.{pattern}", name)
-
-
 def _in_state(results: PyTree[Any]) -> list[bool]:
     """Whether each result is inside of something that may be a state, and not one of several."""
     is_several = type(results) in (tuple, list)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(results)]
     return [len(path) > 1 or not is_several for path in paths]
-
-
-class _Step(NamedTuple):
-    """A traced step, with what is known of its arguments and results."""
-
-    program: jex_core.ClosedJaxpr
-    arguments: list[Argument]
-    is_private: list[bool]
-    names: list[str]
-    returns: list[list[int]]
-    in_state: list[bool]
-
-
-class _Call(NamedTuple):
-    """What was found of a call of a step, of which arguments are as earlier calls left them.
-
-    Attributes:
-        flow: through the step.
-        results: of the call.
-        before: the results of the call before.
-        keys: what keys among the arguments become.
-    """
-
-    flow: PrivacyFlow
-    results: list[Value]
-    before: list[Value]
-    keys: Calls
-
-    @property
-    def releases(self) -> dict[Path, Noised]:
-        """Those that leave the step."""
-        public = [value for value in self.results if isinstance(value, Public)]
-        leaving = self.flow.shown.union(*(value.releases for value in public))
-        return {path: one for path, one in self.flow.releases.items() if path in leaving}
-
-
-def _calls(step: _Step) -> Iterator[_Call]:
-    """Call after call, until nothing new comes back."""
-    back: frozenset[int] = frozenset()
-    fixed: frozenset[int] = frozenset()
-    counters: dict[Hashable, Turns] = {}
-    before: list[Value] | None = None
-    while True:
-        flow = PrivacyFlow()
-        flow.counters.update(counters)
-        inputs = [
-            _input(i, argument, step.is_private[i], i in back, i in fixed)
-            for i, argument in enumerate(step.arguments)
-        ]
-        results = flow.program(step.program, inputs, Context())
-        keys, now, counting = _next_call(step, inputs, results)
-        if now != fixed or counting != counters:
-            fixed, counters = now, counting
-            continue
-        yield _Call(flow, results, before or results, keys)
-        kept = {
-            i
-            for value, at in zip(results, step.returns, strict=True)
-            if isinstance(value, Private | Sum)
-            for i in at
-            if not step.is_private[i]
-        }
-        if kept <= back:
-            return
-        before, back = results, back | kept
-
-
-def _input(i: int, argument: Argument, is_private: bool, is_back: bool, is_fixed: bool) -> Value:
-    if is_private:
-        return Private(rows.of_argument(argument.shape))
-    if is_back:
-        where = f"argument {argument.names[-1]}, from an earlier call"
-        return Private(reason="kept", where=where, arguments=frozenset({i}))
-    return numbers.argument(argument.names[-1], argument.shape, argument.is_key, not is_fixed)
-
-
-def _next_call(
-    step: _Step, inputs: list[Value], results: list[Value]
-) -> tuple[Calls, frozenset[int], dict[Hashable, Turns]]:
-    """What keys and counters among the arguments are in the next call."""
-    after: defaultdict[int, list[Value]] = defaultdict(list)
-    for value, at in zip(results, step.returns, strict=True):
-        for i in at:
-            after[i].append(value)
-    steps: dict[Hashable, tuple[Any, ...]] = {}
-    fixed, given, counting = set[int](), set[Hashable](), dict[Hashable, Turns]()
-    for i, value in enumerate(inputs):
-        term = value.term if isinstance(value, Public) else None
-        root = term.root if isinstance(term, Key) else term
-        if not isinstance(root, Root):
-            continue
-        if not after[i]:
-            given.add(root.name)
-            continue
-        terms = [new.term if isinstance(new, Public) else None for new in after[i]]
-        if all(new == term for new in terms):
-            fixed.add(i)
-        elif isinstance(terms[0], Affine) and terms[0][:2] == (root, 1):
-            counting[root.name] = Turns("calls", None, terms[0].offset, None)
-        elif isinstance(terms[0], Key) and terms[0].root.name == root.name:
-            steps[root.name] = terms[0].path
-    return Calls(steps, frozenset(given)), frozenset(fixed), counting
-
-
-def _report(
-    step: _Step, call: _Call, plan: PrivacyPlan | None, disclose: tuple[str, ...]
-) -> PrivacyReport:
-    flow, releases = call.flow, call.releases
-    leaving, kept, disclosed = _outputs(step, call, disclose)
-    multiplier, steps, released = _releases(step, call, plan)
-    fresh, notes = fresh_noise(releases, flow.draws, flow.of_losses, flow.counters, call.keys)
-    found = [*leaving, *flow.found, *_against_plan(call, plan, multiplier, steps), *fresh]
-    for line in flow.unmasked:
-        if plan is not None and plan.sampling_prob < 1:
-            found.append(_no_mask(line))
-        elif plan is None:
-            notes.append(f"the engine is given no mask at {line}: no row may be padding")
-    if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
-        notes.append("there is more noise than the plan accounts for")
-    found = list(dict.fromkeys(found))
-    return PrivacyReport(
-        plan,
-        tuple(finding for finding in found if finding.is_decided),
-        tuple(finding for finding in found if not finding.is_decided),
-        released,
-        kept,
-        disclosed,
-        multiplier,
-        steps,
-        tuple(notes),
-    )
-
-
-_TOLERANCE = 1e-4
-
-
-def _no_mask(line: str) -> Finding:
-    return Finding(
-        "padding",
-        "the plan samples, and the engine is given no mask",
-        line,
-        "A sampled batch has padding, whose index is -1: without the mask the last example counts "
-        "in every padding slot. Hand on is_padding_example=.",
-    )
-
-
-def _outputs(
-    step: _Step, call: _Call, disclose: tuple[str, ...]
-) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
-    """Results that are no releases: those that break the rule, those kept, those disclosed."""
-    leaving = defaultdict[Finding, list[str]](list)
-    kept, disclosed = list[str](), list[str]()
-    hiding = {draw for release in call.releases.values() for draw in release.draws}
-    for i, (name, value) in enumerate(zip(step.names, call.results, strict=True)):
-        if isinstance(value, Public | Random):
-            raw = value.noise if isinstance(value, Public) else value.draws
-            if raw & hiding:
-                leaving[_leaves("the noise that hides a clipped sum is in it")].append(name)
-            elif isinstance(value, Public) and not step.returns[i] and _tells_noise(call, value):
-                how = "the noise that hides a clipped sum can be drawn again with this key"
-                leaving[_leaves(how)].append(name)
-        elif any(_names(pattern, name) for pattern in disclose):
-            disclosed.append(name)
-        elif isinstance(value, Private) and value.reason == "mixed":
-            continue  # found where the engine is called
-        elif call.flow.models & set(step.returns[i]):
-            before = call.before[i]  # which tells why
-            leaving[_how(before if isinstance(before, Private | Sum) else value)].append(name)
-        elif step.returns[i] and step.in_state[i] and not _is_to_be_hidden(value):
-            kept.append(name)
-        else:
-            leaving[_how(value)].append(name)
-    if kept and not call.releases and not leaving:
-        how = "private data is in it, and nothing is released through noise"
-        leaving[_leaves(how)].extend(kept)
-    findings = [
-        finding._replace(found=f"{_listed(names)}: {finding.found}")
-        for finding, names in leaving.items()
-    ]
-    return findings, tuple(kept), tuple(disclosed)
-
-
-def _tells_noise(call: _Call, value: Public) -> bool:
-    """Whether a key of the noise is in a result, or one that it is made from."""
-    hiding = {draw for release in call.releases.values() for draw in release.draws}
-    keys = [*value.words, *([value.term] if isinstance(value.term, Key) else [])]
-    return any(
-        key.root == drawn.key.root and drawn.key.path[: len(key.path)] == key.path
-        for key in keys
-        for drawn in (call.flow.draws[path] for path in hiding if path in call.flow.draws)
-    )
-
-
-def _is_to_be_hidden(value: Private | Sum) -> bool:
-    """Whether noise was added, in vain."""
-    return isinstance(value, Private) and value.noised is not None
-
-
-def _leaves(how: str, where: str = "") -> Finding:
-    return Finding(
-        "release",
-        how,
-        where or "the results",
-        "Add the plan's noise to the clipped sum before anything else is made of it "
-        "(plan.privatizer, first in the chain); leave out what is private, or name it in disclose= "
-        "if it may be known.",
-    )
-
-
-def _how(value: Private | Sum) -> Finding:
-    if not isinstance(value, Private):
-        return _leaves("a clipped sum is in it, without noise")
-    how = {
-        "data": "private data is in it",
-        "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
-        "rounded": "a clipped sum is in it that was rounded before any noise",
-        "kept": "private data of an earlier call is in it",
-        "mixed": "it is made of a clipped sum of unknown sensitivity",
-        "noise known": "the noise of a release is taken off again",
-        "taken": "private data is in it",
-    }[value.reason]
-    if value.noised is None or value.reason in ("mixed", "noise known"):
-        return _leaves(how, value.where)
-    stddev, line = value.noised
-    is_unbounded = value.reason == "nonlinear"
-    bound = "unbounded" if is_unbounded else "not known"
-    made = ", and it was not made by filter_clipped_grad" if value.reason == "data" else ""
-    return Finding(
-        "noise",
-        f"noise of standard deviation {stddev:.4g} was added, but the noise multiplier is {bound}: "
-        f"{how}{made} (at {value.where or line})",
-        line,
-        "Add the noise to the clipped sum itself, first in the chain.",
-        is_decided=is_unbounded,
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _releases(
-    step: _Step, call: _Call, plan: PrivacyPlan | None
-) -> tuple[float, int, tuple[Release, ...]]:
-    """Noise by sensitivity of all releases together, how many steps they are, and each group."""
-    relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
-    moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], call.flow.sources
-
-    def once(releases: Mapping[Path, Noised]) -> float:
-        found = [sensitivity_by_noise(group, releases, sources) for group in groups(releases)]
-        return noise_multiplier(found) / moved
-
-    def multiplier(releases: Mapping[Path, Noised]) -> float:
-        return min(map(once, alternatives(releases)))
-
-    by_call: defaultdict[frozenset[Hashable], dict[Path, Noised]] = defaultdict(dict)
-    by_batch: defaultdict[frozenset[Cut], dict[Path, Noised]] = defaultdict(dict)
-    for group in groups(call.releases):  # clip norms of one call are one release
-        those = {path: call.releases[path] for path in group.releases}
-        by_call[frozenset(source[0] for source in group.sources)].update(those)  # pyright: ignore
-        for path, release in those.items():
-            by_batch[batches(release, sources)][path] = release
-    table = [_row(step, call, those, multiplier(those)) for those in by_call.values()]
-    if len(set().union(*by_batch)) == len(by_batch) == sum(map(len, by_batch)):  # a step each
-        total = min(map(multiplier, by_batch.values()), default=math.inf)
-        return total, sum(row.times for row in table), tuple(table)
-    return multiplier(call.releases), max((row.times for row in table), default=1), tuple(table)
-
-
-def _row(step: _Step, call: _Call, releases: Mapping[Path, Noised], multiplier: float) -> Release:
-    outputs = tuple(
-        name
-        for name, value in zip(step.names, call.results, strict=True)
-        if isinstance(value, Public) and value.releases & releases.keys()
-    )
-    parts = releases.values()
-    stddev = min(part.stddev for part in parts)
-    sensitivity = stddev / multiplier if multiplier else math.inf
-    where = tuple(sorted({part.line for part in parts}))
-    cuts = [call.flow.sources[term.source].cuts for part in parts for term in part.value.terms]
-    turns = [
-        loop.length or 0
-        for loop in {loop for part in parts for loop in part.loops}
-        if all(is_another_sample(cut, loop.path) for cut in cuts)
-    ]
-    return Release(outputs, sensitivity, stddev, multiplier, math.prod(turns), where)
-
-
-def _against_plan(
-    call: _Call, plan: PrivacyPlan | None, multiplier: float, steps: int
-) -> list[Finding]:
-    found: list[Finding] = []
-    releases = call.releases.values()
-    lines = " and ".join(dict.fromkeys(release.line for release in releases))
-    for release in releases:
-        bounds = [call.flow.sources[term.source].bound for term in release.value.terms]
-        if math.inf in bounds:
-            advice = "Set a finite l2_clip_norm."
-            text = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
-            found.append(Finding("noise", text, release.line, advice))
-        elif not release.is_known:
-            found.append(_not_known(release.value.why, release.line))
-    if plan is None or not releases or found:
-        return found
-    if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        is_tight = all(release.value.is_tight for release in releases)
-        least = "" if is_tight else "at least "
-        found.append(
-            Finding(
-                "noise",
-                f"the noise multiplier is {least}{multiplier:.6g}, and the plan accounts for "
-                f"{plan.noise_multiplier:.6g}",
-                lines,
-                "The standard deviation must be noise multiplier x sensitivity of all that is "
-                "released in a step together: plan.privatizer(grad_fn, key) sets it for one sum. "
-                "For k sums of one batch with a noise each, multiply each by sqrt(k).",
-                is_tight,
-            )
-        )
-    if steps > plan.steps:
-        text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
-        found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
-    return found
-
-
-def _not_known(why: str, line: str) -> Finding:
-    reason = why or "the noise has no standard deviation that is a constant of the program"
-    return Finding(
-        "noise",
-        f"the noise multiplier is not known: {reason}",
-        line,
-        "Give factors and standard deviations as Python numbers, so that they are constants.",
-        is_decided=False,
-    )

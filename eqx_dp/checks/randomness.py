@@ -17,37 +17,46 @@ import numpy as np
 
 from ..isolation import shape_of
 from ..programs import named
-from .values import Public, Random, Value
+from .values import SOME, Public, Random, Value
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Random | None]
 
 # Entries stay entries, and each stays independent of the others.
 _KEEPS = named(
-    """reshape squeeze transpose rev copy sharding_constraint layout_constraint reshard
-    stop_gradient name pvary pbroadcast optimization_barrier slice split dynamic_slice unstack"""
+    """reshape squeeze copy sharding_constraint layout_constraint reshard stop_gradient name pvary
+    pbroadcast"""
 )
-_CUTS = named("slice split dynamic_slice unstack")
+_MOVES = named("transpose rev slice split dynamic_slice unstack")
 
 
 def _kept(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
     value = inputs[0]
-    if not isinstance(value, Random) or equation.primitive.name not in _CUTS:
-        return value if isinstance(value, Random) else None
-    starts, before = equation.params.get("start_indices"), shape_of(equation.invars[0])
-    if starts is None or len(before) != 1 or set(equation.params.get("strides") or ()) - {1}:
-        return value
-    start = (value.part or (0, before[0]))[0] + int(starts[0])
+    return value if isinstance(value, Random) else None
+
+
+def _moved(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+    """Some of the numbers, or all in another order; of slices of a vector it is known which."""
+    value = inputs[0]
+    if not isinstance(value, Random):
+        return None
+    before = shape_of(equation.invars[0])
+    is_slice = equation.primitive.name == "slice" and len(before) == 1
+    if not is_slice or value.part == SOME or set(equation.params["strides"] or ()) - {1}:
+        return replace(value, part=SOME)
+    start = (value.part or (0, before[0]))[0] + int(equation.params["start_indices"][0])
     return replace(value, part=(start, start + shape_of(equation.outvars[0])[0]))
 
 
-def parts(equation: jex_core.JaxprEqn, whole: Random) -> list[Random]:
+def parts(equation: jex_core.JaxprEqn, before: Random) -> list[Random]:
     """The results of an equation that cuts a vector into several."""
-    first, found = (whole.part or (0, 0))[0], list[Random]()
+    is_vector = len(shape_of(equation.invars[0])) == 1 and equation.primitive.name == "split"
+    if not is_vector or before.part == SOME:
+        return [replace(before, part=SOME)] * len(equation.outvars)
+    first, found = (before.part or (0, 0))[0], list[Random]()
     for variable in equation.outvars:
-        shape = shape_of(variable)
-        part = (first, first + shape[0]) if len(shape) == 1 else None
-        first += shape[0] if shape else 1
-        found.append(replace(whole, part=part))
+        (length,) = shape_of(variable)
+        found.append(replace(before, part=(first, first + length)))
+        first += length
     return found
 
 
@@ -164,7 +173,7 @@ def _joined(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
     draws = [draw for value in found for draw in value.draws]
     if len(found) < len(inputs) or len(set(draws)) < len(draws):
         return None
-    return Random(frozenset(draws), "normal", 0.0, min(value.high for value in found))
+    return Random(frozenset(draws), "normal", 0.0, min(value.high for value in found), SOME)
 
 
 def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
@@ -176,6 +185,7 @@ def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None
 
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
     (_kept, _KEEPS),
+    (_moved, _MOVES),
     (_converted, named("convert_element_type")),
     (_shifted, named("shift_right_logical")),
     (_with_exponent, named("or")),

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..isolation import shape_of
 from ..programs import named
-from .values import Public, Sum, Value, added, either, side_by_side
+from .values import Public, Sum, Value, added, side_by_side
 from .widths import width_of
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Sum | None]
@@ -74,7 +74,7 @@ def _bounded(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
 def _selected(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     if not isinstance(inputs[0], Public):
         return None
-    return either(value for value in inputs[1:] if isinstance(value, Sum))
+    return side_by_side(value for value in inputs[1:] if isinstance(value, Sum))
 
 
 def _joined(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
@@ -161,8 +161,15 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in nam
 """What is known of the results of a primitive, by its name; of others nothing is."""
 
 
-ENTRY_BY_ENTRY = named("convert_element_type neg mul div copy sharding_constraint")
-"""These leave the dimensions of a sum as they are."""
+_ENTRY_BY_ENTRY = named("convert_element_type neg mul div copy sharding_constraint")
+
+
+def is_entry_by_entry(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
+    """Whether all entries of a sum are multiplied by one number, and stay where they are."""
+    public = [value for value in inputs if isinstance(value, Public)]
+    is_even = all(value.low == value.high for value in public)
+    shapes = {shape_of(v) for v in (equation.invars[0], equation.outvars[0])}
+    return equation.primitive.name in _ENTRY_BY_ENTRY and is_even and len(shapes) == 1
 
 
 def is_rounded(equation: jex_core.JaxprEqn) -> bool:

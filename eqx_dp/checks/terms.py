@@ -24,6 +24,9 @@ class Root(NamedTuple):
 
 UNKNOWN = Root(None)
 
+SEEDS = Root("seeds")
+"""The root of keys that a step makes of numbers; each number is a step from there."""
+
 
 class Span(NamedTuple):
     """Any of the whole numbers from `start` up to `stop`; as an array, all of them in order."""
@@ -47,7 +50,7 @@ class Affine(NamedTuple):
 
 
 class Each(NamedTuple):
-    """The entry of an array that a loop is at.
+    """The entry of an array that a loop is at. No two entries are equal.
 
     Attributes:
         loop: the loop.
@@ -105,7 +108,9 @@ class Key(NamedTuple):
         path = list(self.path)
         for at in self.along[0]:
             step = path[at]
-            path[at] = Each(loop, step) if isinstance(step, Span | Listed | Root) else UNKNOWN
+            path[at] = UNKNOWN
+            if isinstance(step, Span | Listed | Root) and step != UNKNOWN:
+                path[at] = Each(loop, step)
         return self._replace(path=tuple(path), along=self.along[1:])
 
 
@@ -289,11 +294,7 @@ def _is_new_number(term: Number, loop: Hashable, counters: Counters) -> bool:
         return False
     base = parts[0]
     if isinstance(base, Each):
-        if base.loop == loop:  # of an argument's entries it is assumed that they differ
-            return not isinstance(base.entries, Listed) or len(set(base.entries.values)) == len(
-                base.entries.values
-            )
-        return False
+        return base.loop == loop
     turns = counters.get(base.name)
     if turns is None:
         return False
@@ -330,6 +331,6 @@ def independent(a: Key, b: Key, counters: Counters) -> bool | None:
     Returns:
         As `paths_part`.
     """
-    if a.root == b.root:
+    if a.root == b.root and a.root != UNKNOWN:
         return paths_part(a.path, b.path, counters)
-    return None if UNKNOWN in (a.root, b.root) else True
+    return None if {UNKNOWN, SEEDS} & {a.root, b.root} else True

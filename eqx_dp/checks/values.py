@@ -1,7 +1,7 @@
 """What `check_privacy` knows of a value: public, random, a sum of bounded sensitivity, private."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -51,6 +51,10 @@ class Public:
 Distribution: TypeAlias = Literal["bits", "mantissa", "one to two", "uniform", "normal", "repeated"]
 
 
+SOME = (-1, -1)
+"""Entries of a vector of which it is not known which they are."""
+
+
 @dataclass(frozen=True)
 class Random:
     """Independent random numbers, entry by entry, that nothing else is in.
@@ -62,7 +66,8 @@ class Random:
             number at several entries.
         low: of uniform numbers. Of bits, how many there are.
         high: of uniform numbers. Of normal ones, the least standard deviation of an entry.
-        part: which entries of a vector they are, where it was cut: (start, stop).
+        part: which entries of a vector they are, where it was cut: (start, stop). None for all of
+            them; `SOME` for what is not known.
         turns: the loops that have other entries in each turn.
     """
 
@@ -104,6 +109,8 @@ class Sum:
         spread: the mesh axes along which devices hold sums over rows of their own.
         turns: the loops that have other entries in each turn.
         apart_along: the dimension along which entries are sums over rows of their own, if any is.
+        releases: those that it is made of as well.
+        kept_in: the loops that carry it from turn to turn.
     """
 
     terms: frozenset[Linear]
@@ -112,6 +119,8 @@ class Sum:
     spread: frozenset[str] = frozenset()
     turns: frozenset[Hashable] = frozenset()
     apart_along: int | None = None
+    releases: frozenset[Path] = Nothing
+    kept_in: frozenset[Hashable] = frozenset()
 
     def scaled(self, factor: float, why: str = "", is_tight: bool = True) -> "Sum":
         """Through a map whose norm is at most `factor`."""
@@ -165,7 +174,15 @@ def _of(scales: Mapping[tuple[Hashable, frozenset[int]], float], sums: list[Sum]
     why = next((one.why for one in sums if one.why), "")
     spread = frozenset[str]().union(*(one.spread for one in sums))
     turns = frozenset[Hashable].intersection(*(one.turns for one in sums))
-    return Sum(terms, all(one.is_tight for one in sums), why, spread, turns)
+    return Sum(
+        terms,
+        all(one.is_tight for one in sums),
+        why,
+        spread,
+        turns,
+        releases=Nothing.union(*(one.releases for one in sums)),
+        kept_in=frozenset[Hashable]().union(*(one.kept_in for one in sums)),
+    )
 
 
 class Rows(NamedTuple):
@@ -223,3 +240,33 @@ class Private:
 
 
 Value: TypeAlias = Public | Random | Sum | Private
+
+
+def made_of(inputs: Sequence[Public]) -> Public:
+    """A public value that is made of others."""
+    return Public(
+        releases=Nothing.union(*(value.releases for value in inputs)),
+        noise=Nothing.union(*(value.noise for value in inputs)),
+        words=frozenset[Key]().union(*(value.words for value in inputs)),
+        is_constant=any(value.is_constant for value in inputs),
+    )
+
+
+def unknown(inputs: Sequence[Value], reason: Reason | None, line: str) -> Private:
+    """A value made of others of which at least one is private."""
+    private = [value for value in inputs if isinstance(value, Private)]
+    arguments = frozenset[int]().union(*(value.arguments for value in private))
+    noised = next((value.noised for value in private if value.noised is not None), None)
+    has_sum = any(isinstance(value, Sum) for value in inputs)
+    known = [value for value in private if value.reason != "data"]
+    if not known and not has_sum and reason is None:
+        known = private
+    if known:
+        whole = replace(known[0], rows=frozenset(), cuts=frozenset())
+        return replace(whole, arguments=arguments, noised=noised)
+    return Private(reason=reason or "nonlinear", where=line, arguments=arguments, noised=noised)
+
+
+def as_public(value: Public | Random) -> Public:
+    """Random numbers of which nothing is known but where they were drawn."""
+    return value if isinstance(value, Public) else Public(noise=value.draws)

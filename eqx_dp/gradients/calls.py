@@ -148,6 +148,7 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], 
         examples.keys is not None,
         examples.is_padding_example is not None,
         examples.num_examples,
+        len(traced.params) + 1 + len(clipping.bounds) + traced.program.aux.num_leaves,
     )
 
     def function(operands: Any) -> tuple[list[Array], PerExample]:

@@ -29,6 +29,7 @@ class Mark(NamedTuple):
         has_keys: whether there are keys.
         has_mask: whether there is a mask.
         num_examples: the length of the batch, padding included.
+        num_results: how many results there are, values of single examples included.
     """
 
     bounds: tuple[float, ...]
@@ -39,6 +40,7 @@ class Mark(NamedTuple):
     has_keys: bool
     has_mask: bool
     num_examples: int
+    num_results: int
 
     @property
     def num_operands(self) -> int:

@@ -1,0 +1,77 @@
+"""What is noted on the way through a step: clipped sums, draws, releases, findings."""
+
+from collections.abc import Hashable, Sequence
+
+import jax.extend.core as jex_core
+
+from .flow import Context
+from .privacy_report import Finding
+from .releases import Drawn, Noised, Source
+from .terms import Turns
+from .values import Nothing, Path, Private, Public, Random, Sum, Value
+
+
+class Record:
+    """What is found on the way through a step.
+
+    Attributes:
+        sources: the clipped sums of the engine's.
+        draws: random bits, by where they are drawn.
+        of_losses: keys that the engine gives to losses.
+        releases: noise that is added to clipped sums, by where.
+        counters: numbers that count the turns of loops, and the calls of the step.
+        found: what breaks a rule, each once.
+        unmasked: lines where the engine is called without a mask.
+        models: numbers of arguments that came back private, and that the engine's model holds.
+        shown: public and random values that leave the program beside its results, with lines.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[Hashable, Source] = {}
+        self.draws: dict[Path, Drawn] = {}
+        self.of_losses: dict[Path, Drawn] = {}
+        self.releases: dict[Path, Noised] = {}
+        self.counters: dict[Hashable, Turns] = {}
+        self.found: dict[Finding, None] = {}
+        self.unmasked: dict[str, None] = {}
+        self.models: set[int] = set()
+        self.shown: list[tuple[Public | Random, str]] = []
+
+    @property
+    def shown_releases(self) -> frozenset[Path]:
+        """Releases that leave the program beside its results."""
+        return Nothing.union(*(v.releases for v, _ in self.shown if isinstance(v, Public)))
+
+    def note(self, rule: str, found: str, where: str, advice: str, is_decided: bool = True) -> None:
+        """Notes what breaks a rule."""
+        self.found[Finding(rule, found, where, advice, is_decided)] = None
+
+    def door(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: Sequence[Value] = ()
+    ) -> None:
+        """Notes what leaves a program beside its results; without operands, that it is private."""
+        if not context.is_final:
+            return
+        for value in inputs:
+            if isinstance(value, Public | Random):
+                self.shown.append((value, context.line))
+        if inputs and not any(isinstance(value, Private | Sum) for value in inputs):
+            return
+        self.note(
+            "side door",
+            f"a private value goes into '{equation.primitive.name}'",
+            context.line,
+            "What a host function, a print or a check sees is seen without noise. Take it out, or "
+            "give it public values alone.",
+        )
+
+    def steered(self, context: Context, what: str) -> None:
+        """Notes what private data decides."""
+        if context.is_final:
+            self.note(
+                "side door",
+                f"private data decides {what}",
+                context.line,
+                "How long a step takes, and what it does, then tells of the data. Decide by public "
+                "values, or compute both and select (jnp.where) inside the loss.",
+            )

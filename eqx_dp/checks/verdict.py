@@ -1,0 +1,275 @@
+"""What is said of a call of a step: findings, releases, and how they stand to the plan."""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+
+from ..paths import matches
+from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
+from .calls import StepCall, TracedStep
+from .freshness import fresh_noise
+from .privacy_report import Finding, PrivacyReport, Release
+from .releases import (
+    Noised,
+    alternatives,
+    batches,
+    groups,
+    is_another_sample,
+    noise_multiplier,
+    sensitivity_by_noise,
+)
+from .terms import Key
+from .values import Cut, Path, Private, Public, Random, Sum
+
+
+def names_it(pattern: str, name: str) -> bool:
+    """Whether a pattern describes a dotted path, or its end."""
+    return matches(pattern, name) or matches(f"**.{pattern}", name)
+
+
+def report_on(
+    step: TracedStep, call: StepCall, plan: PrivacyPlan | None, disclose: tuple[str, ...]
+) -> PrivacyReport:
+    """The report on a call.
+
+    Args:
+        step: the step.
+        call: the call.
+        plan: what the noise is held against.
+        disclose: patterns of results that are disclosed.
+    """
+    record, releases = call.record, call.releases
+    leaving, kept, disclosed = _outputs(step, call, disclose)
+    multiplier, steps, released = _releases(step, call, plan)
+    fresh, notes = fresh_noise(releases, record, call.keys)
+    found = [*leaving, *record.found, *_against_plan(call, plan, multiplier, steps), *fresh]
+    for line in record.unmasked:
+        if plan is not None and plan.sampling_prob < 1:
+            found.append(_no_mask(line))
+        elif plan is None:
+            notes.append(f"the engine is given no mask at {line}: no row may be padding")
+    if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
+        notes.append("there is more noise than the plan accounts for")
+    found = list(dict.fromkeys(found))
+    return PrivacyReport(
+        plan,
+        tuple(finding for finding in found if finding.is_decided),
+        tuple(finding for finding in found if not finding.is_decided),
+        released,
+        kept,
+        disclosed,
+        multiplier,
+        steps,
+        tuple(notes),
+    )
+
+
+_TOLERANCE = 1e-4
+
+
+def _no_mask(line: str) -> Finding:
+    return Finding(
+        "padding",
+        "the plan samples, and the engine is given no mask",
+        line,
+        "A sampled batch has padding, whose index is -1: without the mask the last example counts "
+        "in every padding slot. Hand on is_padding_example=.",
+    )
+
+
+def _outputs(
+    step: TracedStep, call: StepCall, disclose: tuple[str, ...]
+) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
+    """Results that are no releases: those that break the rule, those kept, those disclosed."""
+    leaving = defaultdict[Finding, list[str]](list)
+    kept, disclosed = list[str](), list[str]()
+    hiding = call.hiding
+    for i, (name, value) in enumerate(zip(step.names, call.results, strict=True)):
+        if isinstance(value, Public | Random):
+            raw = value.noise if isinstance(value, Public) else value.draws
+            if raw & hiding:
+                leaving[_leaves("the noise that hides a clipped sum is in it")].append(name)
+            elif isinstance(value, Public) and not step.returns[i] and _tells_noise(call, value):
+                how = "the noise that hides a clipped sum can be drawn again with this key"
+                leaving[_leaves(how)].append(name)
+        elif any(names_it(pattern, name) for pattern in disclose):
+            disclosed.append(name)
+        elif isinstance(value, Private) and value.reason == "mixed":
+            continue  # found where the engine is called
+        elif call.record.models & set(step.returns[i]):
+            before = call.before[i]  # which tells why
+            leaving[_how(before if isinstance(before, Private | Sum) else value)].append(name)
+        elif step.returns[i] and step.in_state[i] and not _is_to_be_hidden(value):
+            kept.append(name)
+        else:
+            leaving[_how(value)].append(name)
+    if kept and not call.releases and not leaving:
+        how = "private data is in it, and nothing is released through noise"
+        leaving[_leaves(how)].extend(kept)
+    for value, line in call.record.shown:
+        raw = value.noise if isinstance(value, Public) else value.draws
+        if raw & hiding or (isinstance(value, Public) and _tells_noise(call, value)):
+            how = "the noise that hides a clipped sum, or its key, goes into a host function"
+            leaving[_leaves(how, line)].append("a print or callback")
+    findings = [
+        finding._replace(found=f"{_listed(names)}: {finding.found}")
+        for finding, names in leaving.items()
+    ]
+    return findings, tuple(kept), tuple(disclosed)
+
+
+def _tells_noise(call: StepCall, value: Public) -> bool:
+    """Whether a key of the noise is in a result, or one that it is made from."""
+    draws = call.record.draws
+    keys = [*value.words, *([value.term] if isinstance(value.term, Key) else [])]
+    return any(
+        key.root == drawn.key.root and drawn.key.path[: len(key.path)] == key.path
+        for key in keys
+        for drawn in (draws[path] for path in call.hiding if path in draws)
+    )
+
+
+def _is_to_be_hidden(value: Private | Sum) -> bool:
+    """Whether noise was added, in vain."""
+    return isinstance(value, Private) and value.noised is not None
+
+
+def _leaves(how: str, where: str = "") -> Finding:
+    return Finding(
+        "release",
+        how,
+        where or "the results",
+        "Add the plan's noise to the clipped sum before anything else is made of it "
+        "(plan.privatizer, first in the chain); leave out what is private, or name it in disclose= "
+        "if it may be known.",
+    )
+
+
+def _how(value: Private | Sum) -> Finding:
+    if not isinstance(value, Private):
+        return _leaves("a clipped sum is in it, without noise")
+    how = {
+        "data": "private data is in it",
+        "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
+        "rounded": "a clipped sum is in it that was rounded before any noise",
+        "kept": "private data of an earlier call is in it",
+        "mixed": "it is made of a clipped sum of unknown sensitivity",
+        "noise known": "the noise of a release is taken off again",
+        "taken": "private data is in it",
+    }[value.reason]
+    if value.noised is None or value.reason in ("mixed", "noise known"):
+        return _leaves(how, value.where)
+    stddev, line = value.noised
+    is_unbounded = value.reason == "nonlinear"
+    bound = "unbounded" if is_unbounded else "not known"
+    made = ", and it was not made by filter_clipped_grad" if value.reason == "data" else ""
+    return Finding(
+        "noise",
+        f"noise of standard deviation {stddev:.4g} was added, but the noise multiplier is {bound}: "
+        f"{how}{made} (at {value.where or line})",
+        line,
+        "Add the noise to the clipped sum itself, first in the chain.",
+        is_decided=is_unbounded,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _releases(
+    step: TracedStep, call: StepCall, plan: PrivacyPlan | None
+) -> tuple[float, int, tuple[Release, ...]]:
+    """Noise by sensitivity of all releases together, how many steps they are, and each group."""
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
+    moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], call.record.sources
+
+    def once(releases: Mapping[Path, Noised]) -> float:
+        found = [sensitivity_by_noise(group, releases, sources) for group in groups(releases)]
+        return noise_multiplier(found) / moved
+
+    def multiplier(releases: Mapping[Path, Noised]) -> float:
+        return min(map(once, alternatives(releases)))
+
+    by_call: defaultdict[frozenset[Hashable], dict[Path, Noised]] = defaultdict(dict)
+    by_batch: defaultdict[frozenset[Cut], dict[Path, Noised]] = defaultdict(dict)
+    for group in groups(call.releases):  # clip norms of one call are one release
+        those = {path: call.releases[path] for path in group.releases}
+        by_call[frozenset(source[0] for source in group.sources)].update(those)  # pyright: ignore
+        for path, release in those.items():
+            by_batch[batches(release, sources)][path] = release
+    table = [_row(step, call, those, multiplier(those)) for those in by_call.values()]
+    if len(set().union(*by_batch)) == len(by_batch) == sum(map(len, by_batch)):  # a step each
+        total = min(map(multiplier, by_batch.values()), default=math.inf)
+        return total, sum(row.times for row in table), tuple(table)
+    return multiplier(call.releases), max((row.times for row in table), default=1), tuple(table)
+
+
+def _row(
+    step: TracedStep, call: StepCall, releases: Mapping[Path, Noised], multiplier: float
+) -> Release:
+    outputs = tuple(
+        name
+        for name, value in zip(step.names, call.results, strict=True)
+        if isinstance(value, Public) and value.releases & releases.keys()
+    )
+    parts = releases.values()
+    stddev = min(part.stddev for part in parts)
+    sensitivity = stddev / multiplier if multiplier else math.inf
+    where = tuple(sorted({part.line for part in parts}))
+    cuts = [call.record.sources[term.source].cuts for part in parts for term in part.value.terms]
+    turns = [
+        loop.length or 0
+        for loop in {loop for part in parts for loop in part.loops}
+        if all(is_another_sample(cut, loop.path) for cut in cuts)
+    ]
+    return Release(outputs, sensitivity, stddev, multiplier, math.prod(turns), where)
+
+
+def _against_plan(
+    call: StepCall, plan: PrivacyPlan | None, multiplier: float, steps: int
+) -> list[Finding]:
+    found: list[Finding] = []
+    releases = call.releases.values()
+    lines = " and ".join(dict.fromkeys(release.line for release in releases))
+    for release in releases:
+        bounds = [call.record.sources[term.source].bound for term in release.value.terms]
+        if math.inf in bounds:
+            advice = "Set a finite l2_clip_norm."
+            text = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
+            found.append(Finding("noise", text, release.line, advice))
+        elif not release.is_known:
+            found.append(_not_known(release.value.why, release.line))
+    if plan is None or not releases or found:
+        return found
+    if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
+        is_tight = all(release.value.is_tight for release in releases)
+        least = "" if is_tight else "at least "
+        found.append(
+            Finding(
+                "noise",
+                f"the noise multiplier is {least}{multiplier:.6g}, and the plan accounts for "
+                f"{plan.noise_multiplier:.6g}",
+                lines,
+                "The standard deviation must be noise multiplier x sensitivity of all that is "
+                "released in a step together: plan.privatizer(grad_fn, key) sets it for one sum. "
+                "For k sums of one batch with a noise each, multiply each by sqrt(k).",
+                is_tight,
+            )
+        )
+    if steps > plan.steps:
+        text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
+        found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
+    return found
+
+
+def _not_known(why: str, line: str) -> Finding:
+    reason = why or "the noise has no standard deviation that is a constant of the program"
+    return Finding(
+        "noise",
+        f"the noise multiplier is not known: {reason}",
+        line,
+        "Give factors and standard deviations as Python numbers, so that they are constants.",
+        is_decided=False,
+    )
