@@ -60,7 +60,7 @@ def check_privacy(
 
     | rule | what is checked |
     |---|---|
-    | release | a result that private data is in is a release, is named in `disclose`, or goes on in \
+    | release | a result that private data is in is a release, is named in `disclose`, or stays in \
 the state: then it is listed as kept, and must not be published |
     | noise | the noise multiplier of all releases of a step together, from the numbers in the \
 program, and how many steps a call takes, are at least as the plan has them |
