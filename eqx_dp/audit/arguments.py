@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
         """The examples one by one, on the host."""
         batch = [jax.tree.map(np.asarray, self.at(place)) for place in self.private]
         size = len(jax.tree.leaves(batch)[0])
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for i in range(size)]
+        return [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[i]), batch) for i in range(size)]
 
     @property
     def mask(self) -> Bool[np.ndarray, " slots"] | None:

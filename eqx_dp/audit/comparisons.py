@@ -24,13 +24,14 @@ _ZERO_OUT = {NeighboringRelation.REPLACE_SPECIAL: "zero out"}
 # How far an example's contribution may differ from the one that it makes alone: where other slots
 # are padding, examples are computed at other places of a microbatch, and round otherwise.
 _SAME_FACTOR, _SAME_SHARE = 1 / 4, 1 / 64
-_LOUD = -4096.0
+# An optimizer that takes the sign of an entry moves it with one of the two.
+_LOUD = (-4096.0, 4096.0)
 
 
 def difference(one: Arrays, other: Arrays) -> list[np.ndarray]:
     """Entry by entry, in float64."""
     with np.errstate(all="ignore"):
-        return [a.astype(np.float64) - b for a, b in zip(one, other, strict=True)]
+        return [np.asarray(a.astype(np.float64) - b) for a, b in zip(one, other, strict=True)]
 
 
 def norm(arrays: Arrays) -> float:
@@ -270,7 +271,7 @@ class Comparisons:
     def _replaced(self, name: str, present: Seen, before: list[tuple[str, Seen]]) -> None:
         """A candidate in the place of each of those before it."""
         for other, seen in before:
-            for others in seen.keys() & present.keys():
+            for others in (o for o in present if o in seen):
                 trial = self.trials.present(others, name)
                 trial = trial._replace(example=f"{other} -> {name}")
                 self._moves("replace", trial, seen[others], present[others])
@@ -288,9 +289,11 @@ class Comparisons:
         if not self.base.noise:
             return
         trial = self.trials.present("as given")
-        loud = self.subject.observed(*self.arguments.on(trial.examples, trial.mask), gain=_LOUD)
+        call = self.arguments.on(trial.examples, trial.mask)
+        loud = [self.subject.observed(*call, gain=gain) for gain in _LOUD]
         for path, where in self._moved.items():
-            if loud.outputs[path][2] == self.base.outputs[path][2] and path not in loud.counters:
+            before = self.base.outputs[path]
+            if path not in self.base.counters and all(x.outputs[path] == before for x in loud):
                 found = f"result {path or '(all)'} changes with the data, and not with the noise"
                 self.findings.add("beside the noise", found, found, where)
 

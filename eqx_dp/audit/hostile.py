@@ -35,7 +35,7 @@ def _scaled(factor: float) -> _Change:
     def scale(x: np.ndarray) -> np.ndarray:
         wide = np.complex128 if np.iscomplexobj(x) else np.float64
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return (x.astype(wide) * factor).astype(x.dtype)
+            return np.asarray(x.astype(wide) * factor).astype(x.dtype)
 
     return scale
 
@@ -72,7 +72,7 @@ _OF_INTEGERS: dict[str, _Change] = {
 _OF_BOOLEANS: dict[str, _Change] = {
     "all true": lambda x: np.ones_like(x),
     "all false": lambda x: np.zeros_like(x),
-    "not": np.logical_not,
+    "not": lambda x: np.asarray(~x),
 }
 _OF_KIND = (
     (jnp.inexact, _OF_FLOATS),
@@ -88,7 +88,7 @@ def hostile_examples(example: Example, others: Sequence[Example]) -> dict[str, E
     |---|---|
     | floating point | zero, NaN, one NaN, plus and minus infinity, the largest, lowest, smallest \
 normal and smallest subnormal number of its dtype, itself by -1, 1024, -1024, 2^40, 2^-20, 2^-70 |
-    | the same, of several | -1024 times itself, one leaf at a time |
+    | the same, of several | 1024 and -1024 times itself, one leaf at a time |
     | integer | 0, 1, the largest and the lowest of its dtype |
     | boolean | true, false, the opposite |
     | any | zeros; a copy of another example; a copy that is negated, and so cancels it |
@@ -105,7 +105,8 @@ normal and smallest subnormal number of its dtype, itself by -1, 1024, -1024, 2^
             found[name] = _changed(example, kind, change)
     floats = [path for path, leaf in _leaves(example) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     for path in floats[:_MOST_ARGUMENTS] if len(floats) > 1 else ():
-        found[f"x -1024 at {path}"] = _changed(example, jnp.inexact, _scaled(-(2.0**10)), path)
+        for factor in (1024, -1024):
+            found[f"x {factor} at {path}"] = _changed(example, jnp.inexact, _scaled(factor), path)
     for other in others[:1]:
         found["copy of another"] = other
         found["negated copy of another"] = _changed(other, jnp.inexact, _scaled(-1.0))
@@ -124,6 +125,6 @@ def _changed(example: Example, kind: Any, change: _Change, at: str | None = None
 
     def of_leaf(path: tuple[Any, ...], leaf: np.ndarray) -> np.ndarray:
         is_meant = jnp.issubdtype(leaf.dtype, kind) and at in (None, dotted(path))
-        return np.asarray(change(leaf), leaf.dtype) if is_meant else leaf
+        return change(leaf) if is_meant else leaf
 
     return jax.tree_util.tree_map_with_path(of_leaf, example)

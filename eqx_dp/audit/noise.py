@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import equinox as eqx
 import jax
 import numpy as np
 from scipy import stats
@@ -58,7 +59,8 @@ def recorded_noise(subject: Subject, arguments: Arguments, *, draws: int = DRAWS
     if subject.release is None:
         return Noise(found, draws)
     means = [np.mean(each, axis=0) for each in zip(*found, strict=True)]
-    return Noise([[x - m for x, m in zip(d, means, strict=True)] for d in found], draws - 1)
+    apart = [[np.asarray(x - m) for x, m in zip(draw, means, strict=True)] for draw in found]
+    return Noise(apart, draws - 1)
 
 
 def _coming_back(
@@ -66,7 +68,8 @@ def _coming_back(
 ) -> list[list[int]]:
     """For each array of a result, which arrays of the next call it becomes."""
     args, kwargs = call
-    of = next_arguments(args, kwargs, result)
+    shapes = jax.tree.map(_shape, eqx.filter(result, eqx.is_array))
+    of = next_arguments(args, kwargs, shapes)
     places = {**dict(enumerate(args)), **kwargs}
     owners = [place for place, tree in places.items() for _ in _arrays(tree)]
     fixed = {*arguments.private, arguments.padding}
@@ -76,7 +79,11 @@ def _coming_back(
 
 
 def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def check_noise(noise: Noise, stddev: float | None, findings: Findings) -> None:
