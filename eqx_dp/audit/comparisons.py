@@ -129,7 +129,7 @@ class Comparisons:
         size = len(trial.examples)
         if size in self._sizes and seen.compilations:
             found = f"compiled {seen.compilations} more programs"
-            self._found("compilations", found, trial, size=seen.compilations)
+            self._found("compilations", found, trial, size=float(seen.compilations))
         self._sizes.add(size)
         if seen.form != self.base.form:
             self._found("form", "what is released has another shape or dtype", trial)
@@ -271,10 +271,10 @@ class Comparisons:
     def _replaced(self, name: str, present: Seen, before: list[tuple[str, Seen]]) -> None:
         """A candidate in the place of each of those before it."""
         for other, seen in before:
-            for others in (o for o in present if o in seen):
+            for others, after in present.items():
                 trial = self.trials.present(others, name)
                 trial = trial._replace(example=f"{other} -> {name}")
-                self._moves("replace", trial, seen[others], present[others])
+                self._moves("replace", trial, seen.get(others), after)
 
     def _other_slots(self) -> None:
         """Each of the examples that were given is left out, or is another one."""

@@ -72,6 +72,10 @@ class Findings:
         else:
             self._worst[rule, kind] = *worst[:3], times
 
+    def has(self, rule: Rule) -> bool:
+        """Whether a rule was found not to hold."""
+        return any(found == rule for found, _ in self._worst)
+
     @property
     def violations(self) -> tuple[Violation, ...]:
         """A row for each kind."""

@@ -106,7 +106,9 @@ normal and smallest subnormal number of its dtype, itself by -1, 1024, -1024, 2^
     floats = [path for path, leaf in _leaves(example) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     for path in floats[:_MOST_ARGUMENTS] if len(floats) > 1 else ():
         for factor in (1024, -1024):
-            found[f"x {factor} at {path}"] = _changed(example, jnp.inexact, _scaled(factor), path)
+            found[f"x {factor} at {path}"] = _changed(
+                example, jnp.inexact, _scaled(float(factor)), path
+            )
     for other in others[:1]:
         found["copy of another"] = other
         found["negated copy of another"] = _changed(other, jnp.inexact, _scaled(-1.0))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def neighbours(
     *args: Any,
     private: Sequence[Place] | None = None,
     padding: Place | None = None,
-    sensitivity: float | None = None,
+    sensitivity: SupportsFloat | None = None,
     plan: PrivacyPlan | None = None,
     neighboring_relation: NeighboringRelation | None = None,
     release: Callable[[Any], PyTree[Any]] | None = None,
@@ -177,7 +177,8 @@ def _audited(
     notes = _notes(subject, found)
     if base.noise or (plan is not None and plan.noise_multiplier > 0):
         stddev = None if plan is None else plan.noise_multiplier * bound
-        check_noise(recorded_noise(subject, call), stddev, findings)
+        noise = recorded_noise(subject, call, on_padding=not findings.has("stopped"))
+        check_noise(noise, stddev, findings)
         if stddev is None:
             notes.append("there is no plan: how much noise there is was not checked")
     return NeighboursReport(

@@ -34,8 +34,8 @@ class Noise(NamedTuple):
     degrees: int
 
 
-def recorded_noise(subject: Subject, arguments: Arguments, *, draws: int = DRAWS) -> Noise:
-    """Calls a function several times in a row, on padding alone if it takes a mask.
+def recorded_noise(subject: Subject, arguments: Arguments, *, on_padding: bool) -> Noise:
+    """Calls a function several times in a row: on padding alone, or on the examples as given.
 
     As in training, what a call returns comes back in the next one; but for the first argument,
     usually the model, where something else comes back as well. Keys that do not come back are
@@ -44,23 +44,22 @@ def recorded_noise(subject: Subject, arguments: Arguments, *, draws: int = DRAWS
     With `release` what is released is taken for the noise, after its mean over calls.
     """
     mask = arguments.mask
-    empty = None if mask is None else np.ones_like(mask)
-    call = first = arguments.on(arguments.examples, empty)
+    mask = np.ones_like(mask) if on_padding and mask is not None else mask
+    call = first = arguments.on(arguments.examples, mask)
     found: list[list[np.ndarray]] = []
     comes_back: list[list[int]] = []
-    for times in range(draws):
-        result, sums, noise, _ = subject.call(*call)
+    for times in range(DRAWS):
+        result, _, noise, _ = subject.call(*call)
         leaves = noise if subject.release is None else jax.tree.leaves(subject.release(result))
-        del sums
         found.append([np.asarray(leaf).astype(np.float64) for leaf in leaves])
         if times == 0:
             comes_back = _coming_back(arguments, first, result, whole=subject.release is None)
         call = next_call(first, result, comes_back, times + 1)
     if subject.release is None:
-        return Noise(found, draws)
+        return Noise(found, DRAWS)
     means = [np.mean(each, axis=0) for each in zip(*found, strict=True)]
     apart = [[np.asarray(x - m) for x, m in zip(draw, means, strict=True)] for draw in found]
-    return Noise(apart, draws - 1)
+    return Noise(apart, DRAWS - 1)
 
 
 def _coming_back(

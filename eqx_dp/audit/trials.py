@@ -43,12 +43,14 @@ class Trials(NamedTuple):
 
     Attributes:
         given: the examples as they were given.
+        hostile: each of them, hostile in a way of its own.
         mask: as it was given, or None.
         slot: in which neighbors differ.
         candidates: what the slot may hold, by name.
     """
 
     given: Sequence[Example]
+    hostile: Sequence[Example]
     mask: Bool[np.ndarray, " slots"] | None
     slot: int
     candidates: dict[str, Example]
@@ -61,7 +63,7 @@ class Trials(NamedTuple):
         real = [i for i in range(len(given)) if mask is None or not mask[i]]
         slot = real[-1] if last else real[len(real) // 2]
         others = [given[i] for i in real if i != slot]
-        return cls(given, mask, slot, hostile_examples(given[slot], others))
+        return cls(given, _hostile(given), mask, slot, hostile_examples(given[slot], others))
 
     @property
     def contexts(self) -> tuple[Others, ...]:
@@ -97,7 +99,7 @@ class Trials(NamedTuple):
     def _trial(
         self, others: Others, name: str, slot: int, example: Example, *, is_padding: bool
     ) -> Trial:
-        examples = list(_hostile(self.given) if others == "hostile" else self.given)
+        examples = list(self.hostile if others == "hostile" else self.given)
         examples[slot] = example
         if self.mask is None:
             return Trial(others, name, slot, examples, None)
@@ -107,7 +109,6 @@ class Trials(NamedTuple):
 
 
 def _hostile(given: Iterable[Example]) -> list[Example]:
-    """Every example hostile in a way of its own."""
     found: list[Example] = []
     for index, example in enumerate(given):
         candidates = hostile_examples(example, ())

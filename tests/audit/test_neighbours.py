@@ -368,7 +368,7 @@ def test_bad_input(args, options, says):
         ({"release": lambda result: ()}, "floating-point arrays"),
         ({"release": lambda result: MASK}, "floating-point arrays"),
     ],
-    ids=str,
+    ids=["infinite", "zero", "relation", "no noise", "nothing released", "booleans released"],
 )
 def test_bad_options(options, says):
     with pytest.raises(ValueError, match=says):

@@ -344,7 +344,7 @@ def test_shapes_that_depend_on_the_data():
         return COMPILED(model, x[~mask], y[~mask], np.zeros(int((~mask).sum()), bool))
 
     report = audited(cut, release=released, plan=None)
-    assert rules_of(report) == {"compilations"}
+    assert rules_of(report) == {"compilations", "stopped"}  # no example is too few for it
 
 
 def test_a_branch_of_python():
