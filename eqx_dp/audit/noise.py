@@ -69,7 +69,7 @@ def _coming_back(
     args, kwargs = call
     shapes = jax.tree.map(_shape, eqx.filter(result, eqx.is_array))
     of = next_arguments(args, kwargs, shapes)
-    places = {**dict(enumerate(args)), **kwargs}
+    places = {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}  # as JAX flattens them
     owners = [place for place, tree in places.items() for _ in _arrays(tree)]
     fixed = {*arguments.private, arguments.padding}
     if not whole and any(owners[at] not in {0, *fixed} for each in of for at in each):
@@ -93,7 +93,7 @@ def check_noise(noise: Noise, stddev: float | None, findings: Findings) -> None:
     | every leaf has noise, and as much as the plan says | its squares are chi-squared: less than \
 their quantile of 1e-9 is too little |
     | it is new at every step | the same numbers at two steps |
-    | no two leaves have the same | equal or proportional numbers at the first step |
+    | no two leaves have the same | equal or proportional numbers at all steps |
 
     Args:
         noise: as recorded.
