@@ -97,20 +97,21 @@ def arguments_of(
     size = _checked_length(found)
     if padding is None:
         return found
-    found = found._replace(padding=_found(fn, args, named, padding))
-    mask = found.mask
-    if mask is None or mask.dtype != np.bool_ or mask.shape != (size,):
+    place = _found(fn, args, named, padding)
+    found = found._replace(padding=place)
+    given = found.at(place)
+    if not eqx.is_array(given) or given.dtype != jnp.bool_ or given.shape != (size,):
         raise ValueError(
             f"padding names the argument {padding!r}, which must be boolean with shape ({size},), "
-            f"True where a slot holds no real example; found {shown(mask)}."
+            f"True where a slot holds no real example; found {shown(given)}."
         )
-    if mask.all():
+    if given.all():
         raise ValueError("all slots are padding: give at least one real example to exchange.")
     return found
 
 
 def _found(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], place: object
 ) -> Place:
     """Where an argument was given: a name may stand for one that was given by position."""
     if isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(args):

@@ -375,7 +375,7 @@ def test_bad_options(options, says):
         audited(clipped, **options)
 
 
-@pytest.mark.parametrize("place", [7, -1, "z", True, 1.5])
+@pytest.mark.parametrize("place", [7, -1, "z", True])
 def test_a_place_that_is_no_argument(place):
     with pytest.raises(ValueError, match="private and padding name arguments"):
         audit.neighbours(clipped, MODEL, *BATCH, MASK, private=(1, place), sensitivity=1.0)
