@@ -242,7 +242,7 @@ class Comparisons:
         for path, rows in seen.rows.items():
             before = rows if start is None else start.rows[path]
             if not _same([np.delete(rows, trial.slot, 0)], [np.delete(before, trial.slot, 0)]):
-                self._found("examples apart", f"{path}: values of other examples change", trial)
+                self._found("examples apart", f"{path}: values of others change with one", trial)
 
     def _adds_the_same(self, name: str, present: Seen, start: Seen, absent: Seen) -> None:
         """What an example adds is the same, whatever the others are.
