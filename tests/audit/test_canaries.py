@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import equinox as eqx
@@ -88,6 +89,11 @@ def test_sources_may_be_trees_and_keep_their_dtypes():
         _, tree, label = planted.data
         assert (tree["a"].dtype, label.dtype) == (np.float32, np.int8)
         assert (tree["a"].shape, label.shape) == ((25, 2), (25,))
+
+
+@pytest.mark.parametrize("plant", [planted_images, planted_gradients])
+def test_neither_data_nor_coins_are_printed(plant):
+    assert re.fullmatch(r"\w+Canaries\(num_examples=130(, norm=1.0)?\)", repr(plant()))
 
 
 # What a row adds to the sum.
@@ -300,6 +306,14 @@ def test_a_run_with_too_little_noise_is_found(noise):
     audit = score(noise, seed=1)
     assert audit.lower > 3.2
     assert audit.exceeds_plan
+
+
+def test_the_code_in_the_docstring_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", canaries.__doc__, re.DOTALL)
+    xs, ys = DATA
+    names = {"dp": dp, "optax": optax, "xs": xs, "ys": ys, "loss": mlp_loss, "model": CASE.model}
+    plan = dp.PrivacyPlan(sampling_prob=0.1, steps=2, noise_multiplier=3.0, delta=1e-5)
+    exec(code, names | {"plan": plan, "seed": 1, "coins": 2})
 
 
 # What is shown and written.

@@ -17,14 +17,14 @@ from ...privacy import PrivacyPlan, Secret, digest, whole_number
 from ...shown import shown
 from .bounds import GUESSES, CanaryAudit, audited
 
-# With fewer, the coins may all fall the same way, and no bound would be above 0 anyway.
+# With few, all coins may fall the same way, and there would be nothing to tell apart.
 _LEAST = 20
 _AT_ONCE = 256
 # What a row holds, where it is no canary that is in (these have numbers from 0).
 _EXAMPLE, _OUT = -1, -2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Canaries:
     """A data set with canaries behind its examples; made by [`plant`][] or [`plant_gradients`][].
 
@@ -36,8 +36,8 @@ class Canaries:
             and `make_step` take this number.
     """
 
-    data: tuple[PyTree[Any], ...]
-    is_in: Bool[np.ndarray, " canaries"]
+    data: tuple[PyTree[Any], ...] = dataclasses.field(repr=False)
+    is_in: Bool[np.ndarray, " canaries"] = dataclasses.field(repr=False)
     num_examples: int
 
     def audit(
@@ -133,7 +133,7 @@ class Marked(eqx.Module):
         return self.model(*args, **named)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class GradientCanaries(Canaries):
     """Canaries that are gradients, made by [`plant_gradients`][].
 
