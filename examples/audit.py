@@ -137,7 +137,9 @@ def draw(results: list[Result], path: Path) -> None:
     axes.bar(places, upper, width=0.6, color="#2a6f97", alpha=0.3, label="plan: at most")
     for name, marker, colour in (("gradient", "^", "#c8553d"), ("loss", "o", "#444444")):
         lower = [getattr(result, name).lower for result in results]
-        axes.plot(places, lower, marker, color=colour, label=f"{name} attack: at least")
+        axes.plot(
+            places, lower, marker, color=colour, label=f"{name} attack: at least ({CONFIDENCE:.0%})"
+        )
     axes.set_xticks(places, [result.case.name.replace(", ", ",\n") for result in results])
     axes.set(
         ylabel=f"epsilon (delta = {DELTA:g})",
