@@ -1,6 +1,6 @@
-"""Attacks on a step or a clipped gradient: does one example show?"""
+"""How much one example could show: steps that are attacked, in a user's tests and in a run."""
 
-from .neighbours import neighbours
-from .neighbours_report import NeighboursReport
+from . import canaries
+from .neighbours import NeighboursReport, neighbours
 
-__all__ = ["NeighboursReport", "neighbours"]
+__all__ = ["NeighboursReport", "canaries", "neighbours"]
