@@ -31,10 +31,6 @@ class TradeOff(NamedTuple):
     true_positives: Float[np.ndarray, " corners"]
     right_guesses: float
 
-    def at(self, false_positives: float) -> float:
-        """True positives, at most, of an attack with so many false positives."""
-        return float(np.interp(false_positives, self.false_positives, self.true_positives))
-
 
 def trade_off_of(plan: PrivacyPlan, steps: int) -> TradeOff:
     """What an attack can find out, at most, from the first steps of a run.
