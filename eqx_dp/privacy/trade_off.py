@@ -6,10 +6,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from .accounting import Run, deltas_of
+from .accounting import Run, deltas_of, epsilon_of
 from .plan import PrivacyPlan
 
 _EPSILONS = 101
+# A plan may have a large delta; the curve says something of small ones as well.
+_SMALL_DELTA = 1e-6
 # Beyond it lie attacks with fewer false positives than e^-50.
 _LARGEST_EPSILON = 50.0
 
@@ -58,17 +60,17 @@ def trade_off_of(plan: PrivacyPlan, steps: int) -> TradeOff:
     """
     if steps == 0:
         return TradeOff(np.array([0.0, 1.0]), np.array([0.0, 1.0]), 0.5)
-    largest = plan.epsilon(steps)
-    if math.isinf(largest):
-        return TradeOff(np.array([0.0, 1.0]), np.array([1.0, 1.0]), 1.0)
-    epsilons = np.linspace(0.0, min(largest, _LARGEST_EPSILON), _EPSILONS)
     run = Run(plan.sampling_prob, steps, plan.neighboring_relation)
+    if math.isinf(plan.epsilon(steps)):
+        return TradeOff(np.array([0.0, 1.0]), np.array([1.0, 1.0]), 1.0)
+    largest = epsilon_of(run, plan.noise_multiplier, min(plan.delta, _SMALL_DELTA))
+    epsilons = np.unique(np.linspace(0.0, min(largest, _LARGEST_EPSILON), _EPSILONS))
     deltas = np.asarray(deltas_of(run, plan.noise_multiplier, epsilons.tolist()))
     deltas = np.minimum(deltas + plan.overflow_delta(steps), 1.0)
     # Where two lines meet that follow on each other, there is a corner; and one in its mirror.
     steep = np.abs(np.diff(deltas)) / np.diff(np.exp(epsilons))
-    flat = _least_missed(steep, epsilons, deltas)
-    corners = np.unique(np.clip(np.concatenate([[0.0, 1.0], steep, flat]), 0.0, 1.0))
+    mirrored = _least_missed(np.append(0.0, steep), epsilons, deltas)
+    corners = np.unique(np.clip(np.concatenate([[0.0, 1.0], steep, mirrored]), 0.0, 1.0))
     caught = 1.0 - _least_missed(corners, epsilons, deltas)
     return TradeOff(corners, np.maximum(caught, corners), float((1 + deltas[0]) / 2))
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .markup import Markup, joined, tag
 
@@ -16,11 +16,11 @@ class Line(NamedTuple):
     """A line of a chart.
 
     Attributes:
-        points: from left to right; the line is broken where y is None.
+        points: pairs of numbers from left to right; the line is broken where y is None.
         kind: `"main"`, `"ahead"` (what has not come to pass) or `"beside"` (to compare with).
     """
 
-    points: Sequence[tuple[float, float | None]]
+    points: Sequence[Sequence[Any]]
     kind: str = "main"
 
 
@@ -37,10 +37,10 @@ class _Scale(NamedTuple):
 
     low: float
     high: float
-    start: float
-    end: float
+    start: int
+    end: int
 
-    def __call__(self, value: float) -> str:
+    def __call__(self, value: float | int) -> str:
         share = (value - self.low) / (self.high - self.low)
         return f"{self.start + share * (self.end - self.start):.1f}"
 
@@ -54,9 +54,9 @@ def chart(says: str, x: Axis, y: Axis, lines: Sequence[Line]) -> Markup:
         y: as well.
         lines: the first is the lowest.
     """
-    points = [(a, b) for line in lines for a, b in line.points if b is not None]
-    across = _scale(x, [a for a, _ in points], _LEFT, _WIDTH - _RIGHT)
-    up = _scale(y, [b for _, b in points], _HEIGHT - _BOTTOM, _TOP)
+    points = [(float(a), float(b)) for line in lines for a, b in line.points if b is not None]
+    across = _scale(x, [a for a, _ in points], (_LEFT, _WIDTH - _RIGHT))
+    up = _scale(y, [b for _, b in points], (_HEIGHT - _BOTTOM, _TOP))
     if across is None or up is None:
         return Markup()
     return tag(
@@ -72,14 +72,14 @@ def chart(says: str, x: Axis, y: Axis, lines: Sequence[Line]) -> Markup:
     )
 
 
-def number(value: float) -> str:
+def number(value: float | int) -> str:
     """A figure for people: three or four digits that count, thousands apart."""
     if value == int(value) and abs(value) < 1e6:
         return f"{int(value):,}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def _scale(axis: Axis, values: list[float], start: float, end: float) -> _Scale | None:
+def _scale(axis: Axis, values: list[float], ends: tuple[int, int]) -> _Scale | None:
     if not values:
         return None
     low = min(values) if axis.low is None else axis.low
@@ -87,7 +87,7 @@ def _scale(axis: Axis, values: list[float], start: float, end: float) -> _Scale 
     if high - low <= 1e-9 * max(abs(low), abs(high)) or high - low < 1e-290:
         room = abs(low) / 2 or 0.5
         low, high = low - room, high + room
-    return _Scale(low, high, start, end) if math.isfinite(high - low) else None
+    return _Scale(low, high, *ends) if math.isfinite(high - low) else None
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -110,7 +110,7 @@ def _tick_up(up: _Scale, value: float) -> Markup:
     return joined(line, _label(number(value), _LEFT - 6, float(at) + 4, class_="end"))
 
 
-def _label(text: str, x: float | str, y: float, **attributes: str) -> Markup:
+def _label(text: str, x: float | int | str, y: float | int, **attributes: str) -> Markup:
     return tag("text", text, x=str(x), y=f"{y:.1f}", **attributes)
 
 
@@ -132,7 +132,7 @@ def _drawn(line: Line, across: _Scale, up: _Scale) -> Markup:
     return joined(*drawn)
 
 
-def _fewer(points: Sequence[tuple[float, float | None]]) -> Sequence[tuple[float, float | None]]:
+def _fewer(points: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
     """As many points as can be told apart, the last one among them."""
     every = -(-len(points) // _MOST_POINTS)
     return points if every <= 1 else [*points[:-1:every], points[-1]]

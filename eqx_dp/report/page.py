@@ -1,6 +1,6 @@
 """The page of a report: sections of plain sentences, charts and tables, in one file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -206,10 +206,7 @@ def _metrics(said: Mapping[str, Any]) -> list[Markup]:
         return _paragraphs("The run recorded no metrics.")
     names = list(found)
     disclosed = set(said["disclose"])
-    figures = [
-        _metric(name, found[name], name in disclosed, said["plan"]["steps"])
-        for name in names[:_MOST_METRICS]
-    ]
+    figures = [_metric(name, found[name], name in disclosed) for name in names[:_MOST_METRICS]]
     left = names[_MOST_METRICS:]
     more = [f"And {len(left):,} more, in the JSON file beside this page."] if left else []
     return [
@@ -219,9 +216,7 @@ def _metrics(said: Mapping[str, Any]) -> list[Markup]:
     ]
 
 
-def _metric(
-    name: str, points: list[tuple[int, float | None]], is_disclosed: bool, planned: int
-) -> Markup:
+def _metric(name: str, points: Sequence[Sequence[Any]], is_disclosed: bool) -> Markup:
     label, (step, value) = spaced(name), points[-1]
     last = f"After step {step:,}: {'not finite' if value is None else shown(value)}."
     told = " Disclosed by the run: epsilon does not cover it." if is_disclosed else ""

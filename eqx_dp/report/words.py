@@ -179,7 +179,8 @@ def meaning(said: Mapping[str, Any]) -> list[str]:
     return [
         f"Imagine that the model was trained twice: {_TWO_TRAININGS[_relation(said)]}. "
         "Differential privacy adds random noise to every step of both. Somebody sees what one "
-        "of them released, and has to say which of the two it was. The noise limits how well anybody can.",
+        "of them released, and has to say which of the two it was. The noise limits how well "
+        "anybody can.",
         "Epsilon is that limit. Nothing that a training releases is more than e to the power of "
         "epsilon times as likely in one of the two as in the other. If epsilon is 0, they cannot "
         f"be told apart at all. The smaller epsilon is, the stronger is the promise. {here}",
@@ -209,7 +210,7 @@ def one_attack(said: Mapping[str, Any], share: float) -> str:
     )
 
 
-def found_at(corners: Sequence[Sequence[float]], share: float) -> float:
+def found_at(corners: Sequence[Sequence[Any]], share: float) -> float:
     """True positives, at most, for a share of false positives."""
     false_positives, true_positives = np.asarray(corners).T
     return float(np.interp(share, false_positives, true_positives))

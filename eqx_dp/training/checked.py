@@ -11,20 +11,13 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ..checks import check_precision
+from ..checks import PrecisionReport, check_precision
 from .directory import CHECKS
 from .files import write_json
 from .hosts import is_first_host
 from .step import Step
-
-
-class _Report(Protocol):
-    @property
-    def violations(self) -> tuple[Any, ...]: ...
-
-    def to_json(self) -> str: ...
 
 
 def checks_of(step: Step[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -58,17 +51,17 @@ def write_checks(directory: Path, found: dict[str, Any]) -> None:
         )
 
 
-def _precision(step: Step[Any], *args: Any, **kwargs: Any) -> _Report | None:
+def _precision(step: Step[Any], *args: Any, **kwargs: Any) -> PrecisionReport | None:
     policy = step.policy
     return None if policy is None else check_precision(step, *args, policy=policy, **kwargs)
 
 
-def _privacy(step: Step[Any], *args: Any, **kwargs: Any) -> _Report | None:
+def _privacy(step: Step[Any], *args: Any, **kwargs: Any) -> PrecisionReport | None:
     """The place of `check_privacy`: nothing is checked yet."""
     return None
 
 
-def _said(name: str, check: Callable[[], _Report | None]) -> dict[str, Any] | None:
+def _said(name: str, check: Callable[[], PrecisionReport | None]) -> dict[str, Any] | None:
     try:
         report = check()
         if report is None:
