@@ -156,8 +156,9 @@ def _limits(said: Mapping[str, Any]) -> list[Markup]:
 
 def _checks(said: Mapping[str, Any]) -> list[Markup]:
     found, has_policy = said["checks"], said["policy"] is not None
+    newest = [words.NEWEST_PROGRAM] if said["programs"] > 1 else []
     return [
-        *_paragraphs(words.CHECKS),
+        *_paragraphs(words.CHECKS, *newest),
         tag("h3", "Privacy"),
         *_checked(found["privacy"], words.PRIVACY_CHECK, "It was not checked."),
         tag("h3", "Precision"),

@@ -38,6 +38,7 @@ CHECKS = (
     "adds noise. Two checks read the program of the step, before the run begins, and compare it "
     "with that."
 )
+NEWEST_PROGRAM = "They say nothing of the programs that the run had before the newest one."
 PRIVACY_CHECK = (
     "check_privacy follows the private data through the program: whatever leaves it has to have "
     "the noise that the plan accounts for."

@@ -83,6 +83,8 @@ def test_what_nobody_should_overlook_stands_at_the_top(said):
     assert "found something" in top(audit={"neighbours": {"ok": False}, "canaries": None})
     assert "Later steps, up to 8" in top(steps_released=8)
     assert "had 2 programs" in top(programs=2)
+    assert "before the newest one" in page(said, programs=2).text()
+    assert "before the newest one" not in page(said).text()
 
 
 def test_what_checks_and_audits_found_is_shown_whatever_it_is(said):
