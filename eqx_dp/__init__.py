@@ -6,6 +6,7 @@ plan ties sampling, noise and accounting together. See README.md for a tour.
 
 from importlib.metadata import version
 
+from . import audit
 from .checks import PrecisionReport, PrivacyReport, check_precision, check_privacy
 from .gradients import (
     ClippedGrad,
@@ -83,6 +84,7 @@ __all__ = [
     "Trainer",
     "TransformerShape",
     "apply_policy",
+    "audit",
     "available_policies",
     "check_precision",
     "check_privacy",

@@ -1,7 +1,6 @@
-"""How things are shown: what an error found (never a model, a key, an array's values); a table."""
+"""How things are shown: what an error found (never a model, a key, an array's values)."""
 
 import numbers
-from collections.abc import Sequence
 from typing import Any, cast
 
 import equinox as eqx
@@ -37,9 +36,3 @@ def shown(value: Any) -> str:
         return text
     kind = f"the type {value.__qualname__}" if isinstance(value, type) else ""
     return kind or f"a value of type {type(value).__name__}"
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table whose columns are as wide as their longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

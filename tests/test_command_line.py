@@ -17,6 +17,9 @@ from eqx_dp.__main__ import main
 from eqx_dp.commands import COMMANDS, bench_dtypes, bench_policies
 from eqx_dp.commands.command import x64
 from eqx_dp.commands.models import WORKLOADS
+from eqx_dp.report import page_of
+from tests.report.made import copied, trained
+from tests.training.runs import make, small_model, trainer
 
 ROOT = Path(__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -203,6 +206,58 @@ def test_gradient_error_is_relative():
     oracle = [np.array([3.0, 0.0]), np.array([[4.0]])]
     found = [np.array([3.0, 0.3]), np.array([[4.4]])]
     assert bench_policies.relative_error(found, oracle) == pytest.approx(0.1)
+
+
+# eqx-dp report
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run"))
+
+
+def test_report_writes_a_page_and_json(trained_run, tmp_path, capsys):
+    run = copied(trained_run, tmp_path / "run")
+    before = set(run.rglob("*"))
+    page, data = run / "report.html", run / "report.json"
+    for _ in range(2):  # a report is replaced
+        assert printed(capsys, "report", str(run)) == f"{page}\n{data}\n"
+    assert set(run.rglob("*")) - before == {page, data}
+    found = json.loads(data.read_text())
+    assert (found["format"], found["name"]) == ("eqx_dp.report", "run")
+    assert page.read_text() == page_of(found) + "\n"
+    trainer(run, make(policy=dp.load_policy("mixed_bfloat16"))).run(small_model())
+    assert "report.html" in printed(capsys, "report", str(run))
+    assert json.loads(data.read_text())["steps_saved"] == 10
+
+
+def test_report_goes_where_it_is_asked_to(trained_run, tmp_path, capsys):
+    page = tmp_path / "mine.html"
+    printed(capsys, "report", str(trained_run), "--output", str(page))
+    assert {file.name for file in tmp_path.iterdir()} == {"mine.html", "mine.json"}
+    assert not (trained_run / "report.html").exists()
+
+
+def test_report_refuses_in_plain_words(trained_run, tmp_path, capsys):
+    def output(name):
+        return refused(capsys, "report", str(trained_run), "--output", str(tmp_path / name))
+
+    assert "found no folder" in refused(capsys, "report", str(tmp_path / "nowhere"))
+    assert "it has no run.json" in refused(capsys, "report", str(tmp_path))
+    assert "found the ending '.pdf'; allowed: '.html'" in output("a.pdf")
+    assert "found no folder" in output("nowhere/a.html")
+    (tmp_path / "folder.html").mkdir()
+    assert "cannot be replaced" in output("folder.html")
+
+
+@pytest.mark.parametrize("name", ["run", "privacy", "checks"])
+def test_report_replaces_nothing_but_reports(trained_run, tmp_path, capsys, name):
+    """The JSON file beside `run.html` would be the record of the run."""
+    run = copied(trained_run, tmp_path / "run")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    error = refused(capsys, "report", str(run), "--output", str(run / f"{name}.html"))
+    assert f"{name}.json is there, and is no report" in error
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
 # What is refused, and what is needed.

@@ -87,6 +87,7 @@ def test_wheel_carries_the_policies_and_the_typing_marker(wheel):
         }
     assert carried == POLICIES
     assert {"eqx_dp/py.typed", "eqx_dp/privacy/overflow.md"} <= names
+    assert {"eqx_dp/report/page.html", "eqx_dp/report/page.css"} <= names
     # Nothing but the package: no tests, no second copy of the presets.
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eqx_dp"}
 

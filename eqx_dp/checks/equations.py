@@ -11,12 +11,12 @@ from jax.extend.core.primitives import dynamic_slice_p
 from ..isolation import OPERAND_BY_OPERAND, shape_of
 from ..precision.stages import stage_of
 from ..programs import named
-from . import numbers, randomness, rows, sensitivity
+from . import numbers, random_keys, randomness, rows, sensitivity
 from .doors import DOORS
 from .flow import Context, Flow
 from .record import Record
 from .releases import Drawn, Noised
-from .terms import UNKNOWN, Affine, Each, Key, Root, Term, plus
+from .terms import UNKNOWN, Affine, Each, Key, Root, Term, plus, varies
 from .values import (
     Nothing,
     Path,
@@ -117,7 +117,7 @@ class Equations(Flow[Value]):
         if equation.primitive.name == "select_n" and self._counts_from_the_end(terms):
             return terms[1]
         number = self._made.setdefault(what, len(self._made))
-        return Root(("made", number), frozenset[Hashable]().union(*map(numbers.varies, terms)))
+        return Root(("made", number), frozenset[Hashable]().union(*map(varies, terms)))
 
     def _counts_from_the_end(self, terms: Sequence[Term | None]) -> bool:
         """Whether a selection only makes a negative index one from the end, as indexing does."""
@@ -273,7 +273,7 @@ class Equations(Flow[Value]):
     def _places(self, equation: jex_core.JaxprEqn, inputs: list[Value]) -> rows.Places:
         terms = [value.term if isinstance(value, Public) else None for value in inputs[1:]]
         index: Hashable = id(equation) if None in terms else tuple(terms)
-        changing = frozenset[Hashable]().union(*map(numbers.varies, terms))
+        changing = frozenset[Hashable]().union(*map(varies, terms))
 
         def own_turn(dim: int, length: int, whole: int) -> Hashable | None:
             if equation.primitive is not dynamic_slice_p:
@@ -303,7 +303,7 @@ class Equations(Flow[Value]):
         if is_bits and not key.along:
             return Random(draws, "bits", 8.0 * variable.aval.dtype.itemsize)
         lengths = shape_of(equation.invars[0])
-        if equation.primitive.name == "random_bits" and numbers.all_differ(key, lengths):
+        if equation.primitive.name == "random_bits" and random_keys.all_differ(key, lengths):
             return Random(draws, "bits", float(equation.params["bit_width"]))
         return Public(noise=draws)
 

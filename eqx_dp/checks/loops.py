@@ -6,9 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from .numbers import differs
 from .releases import Source
-from .terms import UNKNOWN, Again, Each, Key, Listed, Root, Span, Turns, plus
+from .terms import UNKNOWN, Again, Each, Key, Listed, Root, Span, Turns, differs, plus
 from .values import (
     Linear,
     Nothing,

@@ -12,17 +12,13 @@ import numpy as np
 
 from ..isolation import shape_of
 from ..programs import named
+from . import random_keys
 from .terms import (
-    SEEDS,
     UNKNOWN,
-    Affine,
-    Again,
-    Each,
     Key,
     Listed,
     Root,
     Span,
-    Step,
     Term,
     number,
     plus,
@@ -43,7 +39,7 @@ def constant(value: Any) -> Public:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = np.asarray(jax.random.key_data(value))
         root = Root(("constant", words.tobytes()))
-        return Public(_keys(root, shape))
+        return Public(random_keys.of_root(root, shape))
     if not math.prod(shape) or not (
         jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
     ):
@@ -67,12 +63,7 @@ def constant(value: Any) -> Public:
 def argument(name: Hashable, shape: tuple[int, ...], is_key: bool, is_new: bool) -> Public:
     """A public argument; `is_new` if another call is given another."""
     root = Root(("argument", name), frozenset({"calls"} if is_new else ()))
-    return Public(_keys(root, shape) if is_key else root)
-
-
-def _keys(root: Root, shape: tuple[int, ...]) -> Key:
-    path = tuple(Span(0, length) for length in shape)
-    return Key(root, path, tuple((dim,) for dim in range(len(shape))))
+    return Public(random_keys.of_root(root, shape) if is_key else root)
 
 
 def result(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
@@ -85,72 +76,6 @@ def result(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
         if not info.min <= found.low <= found.high <= info.max:
             return Public(found.term)
     return found
-
-
-def is_given(term: Term | Step | None) -> bool:
-    """Whether whole numbers are those of an argument, or surely differ from each other."""
-    match term:
-        case Span():
-            return True
-        case Listed(values):
-            return len(set(values)) == len(values)
-        case Affine(base):
-            return is_given(base)
-        case Each(_, inner):
-            return is_given(inner)
-        case _:
-            return is_of_argument(term)
-
-
-def is_of_argument(term: Term | Step | None) -> bool:
-    """Whether whole numbers are those of an argument."""
-    match term:
-        case Root((("laid out" | "part" | "rows"), inner, *_), _):
-            return is_of_argument(Root(inner))
-        case Root(("argument", *_), _):
-            return True
-        case Affine(base):
-            return is_of_argument(base)
-        case Each(_, inner):
-            return is_of_argument(inner)
-        case _:
-            return False
-
-
-def all_differ(key: Key, lengths: tuple[int, ...]) -> bool:
-    """Whether an array of keys holds no key twice."""
-    return len(key.along) == len(lengths) and all(
-        any(differs(key.path[at], length) for at in dims)
-        for dims, length in zip(key.along, lengths, strict=True)
-    )
-
-
-def differs(step: Step, length: int) -> bool:
-    """Whether so many whole numbers are those of an argument, or surely differ."""
-    match step:
-        case Span(start, stop):
-            return stop - start == length
-        case Listed(values):
-            return len(set(values)) == len(values) == length
-        case _:
-            return is_of_argument(step)
-
-
-def varies(term: Term | Step | None) -> frozenset[Hashable]:
-    """The loops in whose turns a term may change."""
-    match term:
-        case Root(_, loops):
-            return loops
-        case Affine(base):
-            return varies(base)
-        case Each(loop, inner):
-            return varies(inner) | {loop}
-        case Again(loop, steps, _):
-            return frozenset({loop}).union(*map(varies, steps))
-        case Key():
-            return varies(term.root).union(*map(varies, term.path))
-        case _:
-            return frozenset()
 
 
 def _bounds(low: float, high: float, term: Term | None = None) -> Public | None:
@@ -190,32 +115,12 @@ def _laid_out(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     term = value.term
     if isinstance(term, Key):
-        term = _keys_laid_out(equation, term, before, after)
+        term = random_keys.laid_out(equation, term, before, after)
     elif term is not None and math.prod(before) != math.prod(after):
         term = None if math.prod(before) != 1 else term
     elif isinstance(term, Root) and before != after and math.prod(before) > 1:
         term = Root(("laid out", term.name, after), term.varies)
     return replace(value, term=term)
-
-
-def _keys_laid_out(
-    equation: jex_core.JaxprEqn, key: Key, before: tuple[int, ...], after: tuple[int, ...]
-) -> Term | None:
-    words = int(key.is_words)
-    name = equation.primitive.name
-    if name == "broadcast_in_dim":
-        at = {dim: i for i, dim in enumerate(equation.params["broadcast_dimensions"])}
-        along = tuple(
-            key.along[at[dim]] if dim in at and at[dim] < len(key.along) else ()
-            for dim in range(len(after) - words)
-        )
-        return key._replace(along=along)
-    kept = [along for along, length in zip(key.along, before, strict=False) if length != 1]
-    if [n for n in before if n != 1] != [n for n in after if n != 1]:
-        return None
-    left = iter(kept)
-    along = tuple(() if length == 1 else next(left) for length in after[: len(after) - words])
-    return key._replace(along=along)
 
 
 def _cut(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
@@ -370,59 +275,6 @@ def _selected(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
     return _bounds(low, high, terms.pop() if len(terms) == 1 else None)
 
 
-def _wrapped(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
-    rank = len(shape_of(equation.outvars[0]))
-    match inputs[0].term:
-        case Key() as key:
-            return Public(key._replace(is_words=False))
-        case Root() as root if is_of_argument(root):
-            return Public(_keys(root, shape_of(equation.outvars[0])))
-        case Each(loop, Root() as root) if is_of_argument(root):
-            inner = _keys(root, shape_of(equation.outvars[0]))
-            step = Each(loop, Root(("rows", root.name), root.varies))
-            along = tuple(tuple(i + 1 for i in dims) for dims in inner.along)
-            return Public(Key(root, (step, *inner.path), along))
-        case Listed(values) if rank == 0:
-            return Public(Key(Root(("constant", values))))
-        case _:
-            return Public(Key(UNKNOWN, (), ((),) * rank))
-
-
-def _unwrapped(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
-    term = inputs[0].term
-    return Public(term._replace(is_words=True) if isinstance(term, Key) else None)
-
-
-def _folded(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
-    key, data = inputs[0].term, inputs[1].term
-    shape = shape_of(equation.outvars[0])
-    if not isinstance(key, Key) or isinstance(data, Key):
-        return Public(Key(UNKNOWN, (), ((),) * len(shape)))
-    step: Step = UNKNOWN if data is None else data
-    along = key.along if len(key.along) == len(shape) else ((),) * len(shape)
-    of_data = shape_of(equation.invars[1])
-    if of_data:
-        if of_data != shape or len(shape) != 1:
-            step = UNKNOWN
-        along = tuple((*dims, len(key.path)) for dims in along)
-    return Public(Key(key.root, (*key.path, step), along))
-
-
-def _split(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
-    key, lengths = inputs[0].term, equation.params["shape"]
-    if not isinstance(key, Key):
-        return Public(Key(UNKNOWN, (), ((),) * len(shape_of(equation.outvars[0]))))
-    steps = tuple(Span(0, length) for length in lengths)
-    along = tuple((len(key.path) + i,) for i in range(len(lengths)))
-    return Public(Key(key.root, (*key.path, *steps), (*key.along, *along)))
-
-
-def _seeded(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
-    seed = inputs[0].term
-    step = UNKNOWN if seed is None or isinstance(seed, Key) else seed
-    return Public(Key(SEEDS, (step,)))
-
-
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
     (
         _same,
@@ -446,14 +298,12 @@ _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
     (_compared, named("lt le gt ge eq ne")),
     (_joined_bits, named("or")),
     (_selected, named("select_n")),
-    (_wrapped, named("random_wrap")),
-    (_unwrapped, named("random_unwrap")),
-    (_folded, named("random_fold_in")),
-    (_split, named("random_split")),
-    (_seeded, named("random_seed")),
 )
 
-_RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in names}
+_RULES: dict[str, Rule] = {
+    **{name: rule for rule, names in _BY_RULE for name in names},
+    **random_keys.RULES,
+}
 
 
 def _dtype(variable: Any) -> Any:

@@ -1,9 +1,13 @@
 """What `check_precision` found, and how it is printed."""
 
+import json
 from typing import NamedTuple
 
 from ..precision import Policy
 from ..tables import aligned
+
+_FORMAT = "eqx_dp.PrecisionReport"
+_VERSION = 1
 
 
 class Violation(NamedTuple):
@@ -79,6 +83,23 @@ class PrecisionReport(NamedTuple):
         """
         if not self.ok:
             raise ValueError(f"The step does not keep to its policy.\n{self}")
+
+    def to_json(self) -> str:
+        """Writes the report as JSON.
+
+        The keys are those of the attributes, and `ok`; the policy is its name and its text, and a
+        row is an object.
+        """
+        found = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "ok": self.ok,
+            "policy": {"name": self.policy.name, "text": str(self.policy)},
+            "violations": [row._asdict() for row in self.violations],
+            "summary": [row._asdict() for row in self.summary],
+            "notes": self.notes,
+        }
+        return json.dumps(found, indent=2)
 
     def __str__(self) -> str:
         count = len(self.violations)

@@ -91,6 +91,8 @@ class PrivacyReport(NamedTuple):
     def to_json(self) -> str:
         """Everything in the report, as JSON. Infinite numbers are written as texts."""
         found: dict[str, Any] = {
+            "format": "eqx_dp.PrivacyReport",
+            "version": 1,
             "ok": self.ok,
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
             "violations": [finding._asdict() for finding in self.violations],

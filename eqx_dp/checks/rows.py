@@ -15,7 +15,7 @@ from jax.extend.core.primitives import (
 )
 
 from ..isolation import Apart, Dependence, Follow, Mixed, Shared, shape_of
-from .numbers import is_given, is_of_argument
+from .terms import is_given, is_of_argument
 from .values import Cut, Private, Public, Rows, Value
 
 

@@ -334,3 +334,61 @@ def independent(a: Key, b: Key, counters: Counters) -> bool | None:
     if a.root == b.root and a.root != UNKNOWN:
         return paths_part(a.path, b.path, counters)
     return None if {UNKNOWN, SEEDS} & {a.root, b.root} else True
+
+
+def is_given(term: Term | Step | None) -> bool:
+    """Whether whole numbers are those of an argument, or surely differ from each other."""
+    match term:
+        case Span():
+            return True
+        case Listed(values):
+            return len(set(values)) == len(values)
+        case Affine(base):
+            return is_given(base)
+        case Each(_, inner):
+            return is_given(inner)
+        case _:
+            return is_of_argument(term)
+
+
+def is_of_argument(term: Term | Step | None) -> bool:
+    """Whether whole numbers are those of an argument."""
+    match term:
+        case Root((("laid out" | "part" | "rows"), inner, *_), _):
+            return is_of_argument(Root(inner))
+        case Root(("argument", *_), _):
+            return True
+        case Affine(base):
+            return is_of_argument(base)
+        case Each(_, inner):
+            return is_of_argument(inner)
+        case _:
+            return False
+
+
+def differs(step: Step, length: int) -> bool:
+    """Whether so many whole numbers are those of an argument, or surely differ."""
+    match step:
+        case Span(start, stop):
+            return stop - start == length
+        case Listed(values):
+            return len(set(values)) == len(values) == length
+        case _:
+            return is_of_argument(step)
+
+
+def varies(term: Term | Step | None) -> frozenset[Hashable]:
+    """The loops in whose turns a term may change."""
+    match term:
+        case Root(_, loops):
+            return loops
+        case Affine(base):
+            return varies(base)
+        case Each(loop, inner):
+            return varies(inner) | {loop}
+        case Again(loop, steps, _):
+            return frozenset({loop}).union(*map(varies, steps))
+        case Key():
+            return varies(term.root).union(*map(varies, term.path))
+        case _:
+            return frozenset()

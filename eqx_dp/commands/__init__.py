@@ -3,7 +3,7 @@
 To add one: write its file, and name it in `COMMANDS`.
 """
 
-from . import bench_dtypes, bench_policies, plan, show_policies
+from . import bench_dtypes, bench_policies, plan, report, show_policies
 from .command import Command
 
 COMMANDS: tuple[Command, ...] = (
@@ -11,6 +11,7 @@ COMMANDS: tuple[Command, ...] = (
     bench_dtypes.COMMAND,
     bench_policies.COMMAND,
     plan.COMMAND,
+    report.COMMAND,
 )
 
 __all__ = ["COMMANDS", "Command"]

@@ -8,7 +8,8 @@ import jax
 from jaxtyping import PyTree
 
 from ..privacy import PrivacyPlan, SampleSize
-from ..shown import aligned, shown
+from ..shown import shown
+from ..tables import aligned
 from .calls import Prepared
 from .choice import Work
 from .clipped_grad import ClippedGrad

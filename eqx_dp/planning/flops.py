@@ -13,7 +13,7 @@ from ..gradients import ClippedGrad, Prepared, described, num_steps
 from ..privacy import gaussian_privatizer
 from ..programs import loops, matmul_flops, primitives
 from ..sharding import ShardingRules, inside
-from ..shown import aligned
+from ..tables import aligned
 from .step import is_array_or_shape
 
 # For one Gaussian number by JAX's threefry, integer operations included: 115 for its bits (20

@@ -7,6 +7,7 @@ from .noise import GaussianPrivatizerState, gaussian_privatizer
 from .plan import NeighboringRelation, PrivacyPlan
 from .sample_size import SampleSize, Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
+from .trade_off import TradeOff, trade_off_of
 
 __all__ = [
     "OVERFLOW_PROBABILITY",
@@ -18,9 +19,11 @@ __all__ = [
     "SampleSize",
     "Sampling",
     "Secret",
+    "TradeOff",
     "digest",
     "fold_text",
     "gaussian_privatizer",
     "key_from_secret",
+    "trade_off_of",
     "whole_number",
 ]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import dp_accounting
@@ -104,18 +105,50 @@ def epsilon_at(
     if left <= 0 or interval > WIDEST_INTERVAL:
         return math.inf
     if run.sampling_prob == 1:
-        accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
-        return float(accountant.compose(event_of(run, noise_multiplier)).get_epsilon(left))
-    losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
+        return float(_unsampled(run, noise_multiplier, interval).get_epsilon(left))
     if not in_stages:
-        composed = pld.identity(interval).compose(losses.self_compose(run.steps))
-        return float(composed.get_epsilon_for_delta(left))
+        return float(_composed(run, noise_multiplier, interval).get_epsilon_for_delta(left))
+    losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
     first = math.isqrt(run.steps)
     times, rest = divmod(run.steps, first)
     composed = losses.self_compose(first, 1e-15 / times).self_compose(times)
     if rest:
         composed = composed.compose(losses.self_compose(rest))
     return float(composed.get_epsilon_for_delta(left))
+
+
+def deltas_of(run: Run, noise_multiplier: float, epsilons: Sequence[float]) -> list[float]:
+    """Delta of a run for each epsilon, with what float64 may lose of it, at most 1.
+
+    Args:
+        run: Of at least one step.
+        noise_multiplier: As for a plan; below `LEAST_NOISE` every delta is 1.
+        epsilons: At least 0 and finite.
+    """
+    interval = WIDEST_INTERVAL + 1
+    if noise_multiplier >= LEAST_NOISE:
+        interval = discretization(run, noise_multiplier)
+    if interval > WIDEST_INTERVAL:
+        return [1.0] * len(epsilons)
+    if run.sampling_prob == 1:
+        delta_at = _unsampled(run, noise_multiplier, interval).get_delta
+    else:
+        delta_at = _composed(run, noise_multiplier, interval).get_delta_for_epsilon
+    # One by one: for a list, dp_accounting subtracts sums that may be large and alike.
+    found = [float(delta_at(float(epsilon))) for epsilon in epsilons]
+    return [min(max(delta, 0.0) + run.steps * ROUNDING_DELTA, 1.0) for delta in found]
+
+
+def _unsampled(run: Run, noise_multiplier: float, interval: float) -> PLDAccountant:
+    """An accountant of all steps."""
+    accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
+    return accountant.compose(event_of(run, noise_multiplier))
+
+
+def _composed(run: Run, noise_multiplier: float, interval: float) -> pld.PrivacyLossDistribution:
+    """Privacy losses of all steps, which sample."""
+    losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
+    return pld.identity(interval).compose(losses.self_compose(run.steps))
 
 
 def delta_left(run: Run, delta: float) -> float:

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import platform
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 from jaxtyping import Array
 
-from .directory import FORMAT, VERSION, RunDirectory
+from .directory import FORMAT, METRICS, VERSION, RunDirectory
 from .events import set_aside
 from .files import CheckpointWarning
 from .step import Step
@@ -56,14 +57,24 @@ def record_of(
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()},
         "identity": dict(identity),
         "made_by": {
-            "eqx_dp": importlib.metadata.version("eqx-dp"),
-            "jax": jax.__version__,
+            **versions(),
             "platform": jax.default_backend(),
             "devices": jax.device_count(),
             "hosts": jax.process_count(),
             "microbatch_size": step.microbatch_size,
             "sharding": None if step.sharding is None else repr(step.sharding),
         },
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run, or a report on it, is computed with."""
+    return {
+        "eqx_dp": importlib.metadata.version("eqx-dp"),
+        "jax": jax.__version__,
+        "equinox": importlib.metadata.version("equinox"),
+        "dp_accounting": importlib.metadata.version("dp-accounting"),
+        "python": platform.python_version(),
     }
 
 
@@ -223,7 +234,7 @@ class Start(NamedTuple):
 
 def begun(directory: RunDirectory, record: Mapping[str, Any]) -> Start:
     """Records a run that has no checkpoint yet."""
-    set_aside(directory.path / "metrics.jsonl")  # of another run
+    set_aside(directory.path / METRICS)  # of another run
     programs = [program_of(record, 0, 0)]
     directory.write_record({**record, "programs": programs})
     return Start(None, 0, programs, [], None)

@@ -12,9 +12,10 @@ import numpy as np
 
 from ..planning import largest_microbatch, read_compiled
 from ..privacy import whole_number
+from .checked import checks_of, write_checks
 from .checkpoint import Checkpoints
 from .data import Batches
-from .directory import claimed
+from .directory import METRICS, claimed
 from .dispatch import FlatState
 from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
 from .hosts import broadcast, watched
@@ -66,6 +67,7 @@ class Trainer(Generic[Model]):
     | there is no directory, and `run` is called again | refused |
     | one of several hosts is lost | the others say so, and end with a status other than 0 |
     | metrics cannot be written | a warning; the run goes on |
+    | the step does not keep to its policy | the same, and `checks.json` says where |
     | a data source fails | `DataError`, which names the source |
 
     Args:
@@ -75,8 +77,8 @@ class Trainer(Generic[Model]):
             files, data sets with fast random access. The next batch is read while a step runs. On
             several hosts each reads only the examples that `step.sampler().owned` names, by their
             positions in the whole data set.
-        directory: the folder of checkpoints, `privacy.json` and `metrics.jsonl`; the same on all
-            hosts. None to keep nothing.
+        directory: the folder of checkpoints, `privacy.json`, `metrics.jsonl`, and `checks.json`,
+            what `check_precision` says of the step; the same on all hosts. None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
         keep: how many checkpoints are kept.
         allow_changed: parts of the run that may differ from those of the checkpoint: "loss",
@@ -170,7 +172,7 @@ class Trainer(Generic[Model]):
                 self._refuse_to_begin_again()
                 state, texts = self._step.init(model), self._texts(model)
                 return self._loop(self._step, state, texts, stop, None, signal, stepped)
-            self._trace(model)
+            checks = self._trace(model)
             texts = self._texts(model)
             with closing(
                 Checkpoints(
@@ -182,6 +184,7 @@ class Trainer(Generic[Model]):
                 )
             ) as checkpoints:
                 state = checkpoints.restore(model)
+                write_checks(directory, checks)
                 state = self._loop(
                     checkpoints.step, state, texts, stop, checkpoints, signal, stepped
                 )
@@ -200,8 +203,11 @@ class Trainer(Generic[Model]):
                 "another seed."
             )
 
-    def _trace(self, model: Model) -> None:
-        """Traces a step: a loss that is refused has no record, and no steps that count."""
+    def _trace(self, model: Model) -> dict[str, Any]:
+        """Traces a step: a loss that is refused has no record, and no steps that count.
+
+        Returns what the checks say of it.
+        """
         size = self._step.microbatch_size
         step = self._step.with_microbatch_size(None) if size == "auto" else self._step
         slots = step.sampler().capacity
@@ -209,8 +215,9 @@ class Trainer(Generic[Model]):
             lambda one: np.zeros((slots, *one.shape[1:]), one.dtype), self._batches.example
         )
         examples, mask = step.place((batch, np.zeros(slots, bool)))
-        extra = self._extra_of(0, model)
-        step.lower(step.init(model), *examples, is_padding_example=mask, extra=extra)
+        state, extra = step.init(model), self._extra_of(0, model)
+        step.lower(state, *examples, is_padding_example=mask, extra=extra)
+        return checks_of(step, state, *examples, is_padding_example=mask, extra=extra)
 
     def _texts(self, model: Model) -> Texts:
         """What a step computes; it is traced for that."""
@@ -229,7 +236,7 @@ class Trainer(Generic[Model]):
         start, began = int(state.step), time.monotonic()
         listeners = self._callbacks
         if self._directory is not None:
-            listeners = (JsonLines(self._directory / "metrics.jsonl", start), *listeners)
+            listeners = (JsonLines(self._directory / METRICS, start), *listeners)
         flat = FlatState.of(state, step.sharding)
         before_last = flat.step
         with (
