@@ -132,6 +132,11 @@ def _exported(
             continue
         names = frozenset(one.name for one in node.names)
         names = names if wanted is None else names & wanted
+        if node.module is None:  # rooms and files themselves
+            for name in names:
+                if f"{folder}/{name}/__init__.py" in sources:
+                    found |= _exported(f"{folder}/{name}", sources)
+            continue
         inside = f"{folder}/{node.module}"
         if f"{inside}.py" in sources:
             found |= {(f"{inside}.py", name) for name in names}

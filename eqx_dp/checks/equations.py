@@ -168,8 +168,10 @@ class Equations(Flow[Value]):
             is_same = sensitivity.is_entry_by_entry(equation, inputs)
             along = found.apart_along if is_same else None
             return replace(found, apart_along=along, releases=found.releases | public.releases)
-        is_rounded = sensitivity.is_rounded(equation)
-        return unknown(inputs, "rounded" if is_rounded else "nonlinear", context.line)
+        if sensitivity.is_rounded(equation):
+            return unknown(inputs, "rounded", context.line)
+        is_unbounded = name in sensitivity.UNBOUNDED
+        return unknown(inputs, "nonlinear" if is_unbounded else "unknown", context.line)
 
     def _release(self, context: Context, value: Sum, noise: Random) -> Public:
         path = context.path
@@ -311,7 +313,7 @@ class Equations(Flow[Value]):
         """A sum over devices. Where each has rows of its own, an example is on one of them."""
         axes = [axis for axis in equation.params["axes"] if isinstance(axis, str)]
         others = [axis for axis in axes if axis not in value.spread]
-        factor = math.prod(self.lengths.get(axis, math.inf) for axis in others)
+        factor = float(math.prod(self.lengths.get(axis, math.inf) for axis in others))
         return replace(value.scaled(factor), spread=value.spread - set(axes))
 
 

@@ -22,6 +22,7 @@ from .terms import (
     Term,
     number,
     plus,
+    varies,
 )
 from .values import Public
 

@@ -135,7 +135,7 @@ is another one; keys change from turn to turn of a loop and from call to call |
     is_private = private_among(arguments, private, args)
     try:
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    except jax.errors.JAXTypeError as error:
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         return _untraceable(error, plan)
     names = [
         dotted(path) or "the result" for path, _ in jax.tree_util.tree_leaves_with_path(results)

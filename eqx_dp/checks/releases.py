@@ -231,4 +231,4 @@ def joint_bound(values: Sequence[Value], sources: Mapping[Hashable, Source]) -> 
     scales: defaultdict[Hashable, float] = defaultdict(float)
     for (source, _), square in squares.items():
         scales[source] = max(scales[source], math.sqrt(square))
-    return sum(scale * sources[source].bound for source, scale in scales.items())
+    return sum((scale * sources[source].bound for source, scale in scales.items()), 0.0)

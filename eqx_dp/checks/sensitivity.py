@@ -87,6 +87,34 @@ def _updated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     return side_by_side(value for value in inputs[:2] if isinstance(value, Sum))
 
 
+def _scattered(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    """Each entry is that of the operand or of an update; or they are added up."""
+    if not isinstance(inputs[1], Public):
+        return None
+    sums = [value for value in (inputs[0], inputs[2]) if isinstance(value, Sum)]
+    if equation.primitive.name == "scatter":
+        return side_by_side(sums)
+    often = 1 if equation.params["unique_indices"] else _rows(equation.invars[1])
+    return added(
+        value.scaled(math.sqrt(often), is_tight=often == 1) if value is inputs[2] else value
+        for value in sums
+    )
+
+
+def _looked_up(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+    """An entry may be taken as often as there are indices."""
+    value, index = inputs
+    if not isinstance(value, Sum) or not isinstance(index, Public):
+        return None
+    often = _rows(equation.invars[1])
+    return value.scaled(math.sqrt(often), is_tight=often == 1)
+
+
+def _rows(indices: Any) -> int:
+    *rows, _ = shape_of(indices)
+    return math.prod(rows)
+
+
 def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     value = inputs[0]
     if not isinstance(value, Sum):
@@ -115,7 +143,7 @@ def _accumulated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None
 
 def _extreme(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     value = inputs[0]
-    return value.scaled(1, is_tight=False) if isinstance(value, Sum) else None
+    return value.scaled(1.0, is_tight=False) if isinstance(value, Sum) else None
 
 
 def _product(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
@@ -148,6 +176,8 @@ _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
     (_selected, named("select_n")),
     (_joined, named("concatenate stack")),
     (_updated, named("dynamic_update_slice")),
+    (_scattered, named("scatter scatter-add")),
+    (_looked_up, named("gather")),
     (_repeated, named("broadcast_in_dim tile")),
     (_reduced, named("reduce_sum")),
     (_accumulated, named("cumsum")),
@@ -170,6 +200,13 @@ def is_entry_by_entry(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
     is_even = all(value.low == value.high for value in public)
     shapes = {shape_of(v) for v in (equation.invars[0], equation.outvars[0])}
     return equation.primitive.name in _ENTRY_BY_ENTRY and is_even and len(shapes) == 1
+
+
+UNBOUNDED = named(
+    """mul div dot_general square integer_pow sqrt rsqrt pow sign round floor ceil exp exp2 expm1 log
+    cbrt eq ne lt le gt ge argmax argmin"""
+)
+"""No distance bounds how far the results of these move with a sum, where no rule speaks of them."""
 
 
 def is_rounded(equation: jex_core.JaxprEqn) -> bool:

@@ -215,7 +215,9 @@ class Cut(NamedTuple):
     stop: int | None
 
 
-Reason: TypeAlias = Literal["data", "nonlinear", "kept", "mixed", "rounded", "noise known", "taken"]
+Reason: TypeAlias = Literal[
+    "data", "nonlinear", "unknown", "kept", "mixed", "rounded", "noise known", "taken"
+]
 
 
 @dataclass(frozen=True)

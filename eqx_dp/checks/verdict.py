@@ -151,6 +151,7 @@ def _how(value: Private | Sum) -> Finding:
     how = {
         "data": "private data is in it",
         "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
+        "unknown": "a clipped sum is in it, through something of which no bound is known",
         "rounded": "a clipped sum is in it that was rounded before any noise",
         "kept": "private data of an earlier call is in it",
         "mixed": "it is made of a clipped sum of unknown sensitivity",

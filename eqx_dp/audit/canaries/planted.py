@@ -129,7 +129,12 @@ class Marked(eqx.Module):
     marks: Float[Array, " canaries"]
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Calls the model."""
+        """Calls the model.
+
+        Args:
+            *args: as the model takes them.
+            **named: as the model takes them.
+        """
         return self.model(*args, **named)
 
 
