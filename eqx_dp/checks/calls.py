@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
+from ..programs import users_line
 from . import numbers, rows
 from .arguments import Argument
 from .flow import Context
@@ -83,7 +84,7 @@ def calls_of(step: TracedStep) -> Iterator[StepCall]:
             _input(i, argument, step.is_private[i], i in back, i in fixed)
             for i, argument in enumerate(step.arguments)
         ]
-        results = flow.program(step.program, inputs, Context())
+        results = flow.program(step.program, inputs, Context(line_of=_line_of))
         keys, now, counting = _next_call(step, inputs, results)
         if now != fixed or counting != counters:
             fixed, counters = now, counting
@@ -99,6 +100,10 @@ def calls_of(step: TracedStep) -> Iterator[StepCall]:
         if kept <= back:
             return
         before, back = results, back | kept
+
+
+def _line_of(equation: jex_core.JaxprEqn, around: str) -> str:
+    return users_line(equation, around, "check_privacy")
 
 
 def _input(i: int, argument: Argument, is_private: bool, is_back: bool, is_fixed: bool) -> Value:

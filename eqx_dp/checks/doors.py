@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax.extend.core as jex_core
 
-from ..programs import Cond, While, equations, inside, named
+from ..programs import Cond, While, equations, inside, named, written_in
 from .flow import Context, Flow
 
 DOORS = named(
@@ -12,6 +12,25 @@ DOORS = named(
     tpu_custom_call triton_kernel_call call_exported swap addupdate"""
 )
 """Primitives by which a value leaves a program, or goes where it is not followed."""
+
+
+def said_of(equation: jex_core.JaxprEqn) -> tuple[str, str]:
+    """What a private value does at a door, and what to do."""
+    found = f"a private value goes into '{equation.primitive.name}'"
+    is_check = any(
+        library == "equinox" and file.endswith("_errors.py")
+        for library, file, _ in written_in(equation)
+    )
+    if is_check:
+        return f"{found}, by eqx.error_if", (
+            "Whether a run stops tells of the data. Take the check out. A solver of diffrax, "
+            "lineax or optimistix takes throw=False: an example whose loss is not finite then adds "
+            "zero. Else set the environment variable EQX_ON_ERROR=off."
+        )
+    return found, (
+        "What a host function or a print sees is seen without noise. Take it out, or give it "
+        "public values alone."
+    )
 
 
 class Doors(Flow[bool]):

@@ -93,7 +93,7 @@ class Engine:
         if context.is_final and any(isinstance(x, Public) and x.is_constant for x in batch):
             self.record.note(
                 "examples apart",
-                "the engine's examples are constants of the program, and no private argument",
+                "examples of filter_clipped_grad are constants, and no private argument",
                 context.line,
                 "Do not close over private data: pass it as an argument that private= names.",
                 is_decided=False,
@@ -126,12 +126,12 @@ class Engine:
         return axes[0], rows.of_batch(cuts, axes[0])
 
     def _meet(self, context: Context, value: Value | None) -> None:
-        found, where, is_decided = "the engine's arguments hold rows of other examples", "", True
+        found, where, is_decided = "arguments of filter_clipped_grad hold other rows", "", True
         if isinstance(value, Private) and value.reason == "taken":
             found = "rows are taken by indices that the step computes: one may be taken twice"
             where, is_decided = value.where, False
         elif value is not None:
-            found = "rows of the data meet before the engine clips"
+            found = "rows of the data meet before filter_clipped_grad clips them"
             where = value.where if isinstance(value, Private) else ""
         if context.is_final:
             self.record.note(
@@ -151,7 +151,7 @@ class Engine:
                 self.record.models |= value.arguments if isinstance(value, Private) else set()
             self.record.note(
                 "release",
-                "the model that the engine differentiates is not released: private data is in it "
+                "the model that is differentiated is not released: private data is in it "
                 "without noise, so the noise multiplier of its clipped sum is unbounded",
                 context.line,
                 "Add the plan's noise to every clipped sum before it reaches the model, or "

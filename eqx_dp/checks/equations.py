@@ -155,9 +155,9 @@ class Equations(Flow[Value]):
         if is_addition and noise[0].kind == "normal" and _are_alike(equation):
             return self._release(context, sums[0], noise[0])
         if noise or any(isinstance(x, Public) and x.noise for x in inputs):
-            if is_addition and context.is_final:
-                is_repeated = noise[0].kind == "repeated" or not _are_alike(equation)
-                self._other_noise(context, is_repeated)
+            if name in _ADDITIONS and len(sums) == 1 and context.is_final:
+                is_known = is_addition and (noise[0].kind == "repeated" or not _are_alike(equation))
+                self._other_noise(context, is_known)
             return unknown(inputs, "nonlinear", context.line)
         if name in _SUMS_OF_DEVICES and len(inputs) == 1:
             return self._sum_of_devices(equation, sums[0])

@@ -1,7 +1,7 @@
 """Facts about values, followed through a program: from those about its inputs to its results'."""
 
 import abc
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.extend.core as jex_core
@@ -48,6 +48,7 @@ class Context(NamedTuple):
             program.
         loops: around it, outermost first.
         branches: around it: where the choice is, and the number of the branch.
+        line_of: finds the source line of an equation, given that of what holds its program.
     """
 
     scope: str = ""
@@ -57,11 +58,12 @@ class Context(NamedTuple):
     path: tuple[int, ...] = ()
     loops: tuple[Loop, ...] = ()
     branches: tuple[tuple[Hashable, int], ...] = ()
+    line_of: Callable[[jex_core.JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
     def at(self, equation: jex_core.JaxprEqn) -> "Context":
         """What is around an equation; JAX's own functions know no line inside."""
         info = equation.source_info
-        line = source_line(equation) if info.traceback is not None else ""
+        line = self.line_of(equation, self.line) if info.traceback is not None else ""
         return self._replace(
             scope=f"{self.scope}/{info.name_stack}",
             line=line or self.line,

@@ -26,6 +26,11 @@ _ADVICE = (
     "Derive it from a key that is used nowhere else, with the step folded in (plan.privatizer does "
     "so), or split a key and keep one half in the state."
 )
+_NO_CONSTANT = (
+    "This key is a constant of the program. Pass the state that holds it as an argument, and take "
+    "the next state from the results. What a function closes over is no argument, and the object "
+    "of a bound method is none either."
+)
 
 
 class Calls(NamedTuple):
@@ -121,6 +126,8 @@ def _each_turn(drawn: Drawn, counters: Counters, calls: Calls) -> list[Finding]:
 
 def _not_new(drawn: Drawn, is_new: bool | None, what: str) -> Finding:
     is_decided = is_new is False
+    name = drawn.key.root.name
+    is_constant = isinstance(name, tuple) and name[:1] == ("constant",)
     may = "is" if is_decided else "may be"
     return Finding(
         "fresh noise",
@@ -129,7 +136,8 @@ def _not_new(drawn: Drawn, is_new: bool | None, what: str) -> Finding:
         if is_decided
         else f"it is not known whether the noise is another one in each {what}",
         drawn.line,
-        f"Two results with the same noise show private data by their difference. {_ADVICE}",
+        "Two results with the same noise show private data by their difference. "
+        f"{_NO_CONSTANT if is_constant else _ADVICE}",
         is_decided,
     )
 
@@ -171,13 +179,14 @@ def _each_other(
             if is_apart:
                 continue
             seen.add((drawn.key, other.key))
-            what = "the loss is given a key" if other_path[:1] == ("loss",) else "bits are drawn"
+            is_loss = other_path[:1] == ("loss",)
+            what = "the loss is given a key" if is_loss else "random numbers are drawn"
             found.append(
                 Finding(
                     "fresh noise",
-                    f"{what} at {other.line} with the noise's key, or one that goes on from it"
+                    f"{what} at {other.line}, from the key of this noise or one split from it"
                     if is_apart is False
-                    else f"{what} at {other.line}, and it is not known whether with another key",
+                    else f"{what} at {other.line}, and it is not known whether from another key",
                     drawn.line,
                     f"Noise must depend on nothing else. {_ADVICE}",
                     is_apart is False,

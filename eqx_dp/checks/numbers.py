@@ -255,9 +255,11 @@ def _compared(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
 
 def _joined_bits(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
     """Unsigned numbers with a known bit set are not zero."""
-    if not jnp.issubdtype(_dtype(equation.outvars[0]), jnp.unsignedinteger):
+    dtype = _dtype(equation.outvars[0])
+    if not jnp.issubdtype(dtype, jnp.unsignedinteger):
         return None
-    return _bounds(max(1.0 if x.low == x.high > 0 else 0.0 for x in inputs), math.inf)
+    least = max(1.0 if x.low == x.high > 0 else 0.0 for x in inputs)
+    return _bounds(least, float(jnp.iinfo(dtype).max))
 
 
 def _selected(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:

@@ -133,11 +133,12 @@ class PrivacyReport(NamedTuple):
             for found, name in ((self.violations, "violation"), (self.undecided, "undecided"))
             if found
         ]
-        found = ", ".join(counts) or "private as planned"
+        found = ", ".join(counts)
         if self.plan is None:
-            return f"{found}; no plan was given to check against"
+            return f"{found or 'no violation'}; no plan was given to check against"
         planned = f"{self.plan.noise_multiplier:.6g} planned"
-        return f"{found}: noise multiplier {_shown(self.noise_multiplier)}, {planned}"
+        multiplier = _shown(self.noise_multiplier)
+        return f"{found or 'private as planned'}: noise multiplier {multiplier}, {planned}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         head = ("released", "sensitivity", "noise", "noise multiplier", "times a call", "where")
@@ -163,6 +164,8 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 def _shown(multiplier: float) -> str:
+    if multiplier == 0:
+        return "0, or not known"
     return "none" if math.isinf(multiplier) else f"{multiplier:.6g}"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import jax.extend.core as jex_core
 
+from .doors import said_of
 from .flow import Context
 from .privacy_report import Finding
 from .releases import Drawn, Noised, Source
@@ -57,13 +58,8 @@ class Record:
                 self.shown.append((value, context.line))
         if inputs and not any(isinstance(value, Private | Sum) for value in inputs):
             return
-        self.note(
-            "side door",
-            f"a private value goes into '{equation.primitive.name}'",
-            context.line,
-            "What a host function, a print or a check sees is seen without noise. Take it out, or "
-            "give it public values alone.",
-        )
+        found, advice = said_of(equation)
+        self.note("side door", found, context.line, advice)
 
     def steered(self, context: Context, what: str) -> None:
         """Notes what private data decides."""
@@ -73,5 +69,6 @@ class Record:
                 f"private data decides {what}",
                 context.line,
                 "How long a step takes, and what it does, then tells of the data. Decide by public "
-                "values, or compute both and select (jnp.where) inside the loss.",
+                "values, or compute both and select (jnp.where) inside the loss; take out checks "
+                "(eqx.error_if).",
             )

@@ -203,8 +203,8 @@ def is_entry_by_entry(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
 
 
 UNBOUNDED = named(
-    """mul div dot_general square integer_pow sqrt rsqrt pow sign round floor ceil exp exp2 expm1 log
-    cbrt eq ne lt le gt ge argmax argmin"""
+    """mul div dot_general square integer_pow sqrt rsqrt pow sign round floor ceil exp exp2 expm1
+    log cbrt eq ne lt le gt ge argmax argmin"""
 )
 """No distance bounds how far the results of these move with a sum, where no rule speaks of them."""
 

@@ -47,7 +47,7 @@ def report_on(
         if plan is not None and plan.sampling_prob < 1:
             found.append(_no_mask(line))
         elif plan is None:
-            notes.append(f"the engine is given no mask at {line}: no row may be padding")
+            notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
     found = list(dict.fromkeys(found))
@@ -70,10 +70,11 @@ _TOLERANCE = 1e-4
 def _no_mask(line: str) -> Finding:
     return Finding(
         "padding",
-        "the plan samples, and the engine is given no mask",
+        "the plan samples, and filter_clipped_grad is given no mask",
         line,
-        "A sampled batch has padding, whose index is -1: without the mask the last example counts "
-        "in every padding slot. Hand on is_padding_example=.",
+        "Some slots of a sampled batch hold no example. Without the mask, what stands in them is "
+        "clipped and summed like an example. Give the sampler's mask to the call: "
+        "is_padding_example=mask.",
     )
 
 
@@ -82,16 +83,17 @@ def _outputs(
 ) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
     """Results that are no releases: those that break the rule, those kept, those disclosed."""
     leaving = defaultdict[Finding, list[str]](list)
-    kept, disclosed = list[str](), list[str]()
+    kept, disclosed, lines = list[str](), list[str](), list[str]()
     hiding = call.hiding
     for i, (name, value) in enumerate(zip(step.names, call.results, strict=True)):
         if isinstance(value, Public | Random):
             raw = value.noise if isinstance(value, Public) else value.draws
             if raw & hiding:
-                leaving[_leaves("the noise that hides a clipped sum is in it")].append(name)
+                how = "the noise that hides a clipped sum is in it"
+                leaving[_leaves(how, advice=_KEEP_SECRET)].append(name)
             elif isinstance(value, Public) and not step.returns[i] and _tells_noise(call, value):
                 how = "the noise that hides a clipped sum can be drawn again with this key"
-                leaving[_leaves(how)].append(name)
+                leaving[_leaves(how, advice=_KEEP_SECRET)].append(name)
         elif any(names_it(pattern, name) for pattern in disclose):
             disclosed.append(name)
         elif isinstance(value, Private) and value.reason == "mixed":
@@ -101,18 +103,21 @@ def _outputs(
             leaving[_how(before if isinstance(before, Private | Sum) else value)].append(name)
         elif step.returns[i] and step.in_state[i] and not _is_to_be_hidden(value):
             kept.append(name)
+            lines += [value.where] if isinstance(value, Private) and value.where else []
         else:
             leaving[_how(value)].append(name)
     if kept and not call.releases and not leaving:
         how = "private data is in it, and nothing is released through noise"
-        leaving[_leaves(how)].extend(kept)
+        leaving[_leaves(how, *lines[:1])].extend(kept)
+        kept = []
     for value, line in call.record.shown:
         raw = value.noise if isinstance(value, Public) else value.draws
         if raw & hiding or (isinstance(value, Public) and _tells_noise(call, value)):
             how = "the noise that hides a clipped sum, or its key, goes into a host function"
-            leaving[_leaves(how, line)].append("a print or callback")
+            found = Finding("side door", how, line, _KEEP_SECRET)
+            leaving[found].append("of a print or callback")
     findings = [
-        finding._replace(found=f"{_listed(names)}: {finding.found}")
+        finding._replace(found=f"result{'s' * (len(names) > 1)} {_listed(names)}: {finding.found}")
         for finding, names in leaving.items()
     ]
     return findings, tuple(kept), tuple(disclosed)
@@ -134,15 +139,19 @@ def _is_to_be_hidden(value: Private | Sum) -> bool:
     return isinstance(value, Private) and value.noised is not None
 
 
-def _leaves(how: str, where: str = "") -> Finding:
-    return Finding(
-        "release",
-        how,
-        where or "the results",
-        "Add the plan's noise to the clipped sum before anything else is made of it "
-        "(plan.privatizer, first in the chain); leave out what is private, or name it in disclose= "
-        "if it may be known.",
-    )
+_ADD_NOISE = (
+    "Add the plan's noise to what filter_clipped_grad returns, before anything else is made of it: "
+    "plan.privatizer stands first in the chain of the optimizer."
+)
+_LEAVE_OUT = (
+    "Leave it out of the results. If it may be known without noise, name its path in disclose=. A "
+    "mean over examples is no release either: it needs a clipped sum and noise."
+)
+_KEEP_SECRET = "Leave it out of the results: who knows the noise can subtract it."
+
+
+def _leaves(how: str, where: str = "", advice: str = _ADD_NOISE) -> Finding:
+    return Finding("release", how, where or "the results", advice)
 
 
 def _how(value: Private | Sum) -> Finding:
@@ -159,17 +168,21 @@ def _how(value: Private | Sum) -> Finding:
         "taken": "private data is in it",
     }[value.reason]
     if value.noised is None or value.reason in ("mixed", "noise known"):
-        return _leaves(how, value.where)
+        is_of_rows = value.reason in ("data", "taken")
+        where = "" if value.reason == "kept" else value.where
+        return _leaves(how, where, _LEAVE_OUT if is_of_rows else _ADD_NOISE)
     stddev, line = value.noised
     is_unbounded = value.reason == "nonlinear"
     bound = "unbounded" if is_unbounded else "not known"
     made = ", and it was not made by filter_clipped_grad" if value.reason == "data" else ""
+    is_elsewhere = value.reason != "kept" and value.where not in ("", line)
+    at = f" (at {value.where})" if is_elsewhere else ""
     return Finding(
         "noise",
         f"noise of standard deviation {stddev:.4g} was added, but the noise multiplier is {bound}: "
-        f"{how}{made} (at {value.where or line})",
+        f"{how}{made}{at}",
         line,
-        "Add the noise to the clipped sum itself, first in the chain.",
+        "Add the noise to what filter_clipped_grad returns, before anything else is made of it.",
         is_decided=is_unbounded,
     )
 
@@ -247,15 +260,21 @@ def _against_plan(
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
         is_tight = all(release.value.is_tight for release in releases)
         least = "" if is_tight else "at least "
+        stddev = min(release.stddev for release in releases)
+        sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         found.append(
             Finding(
                 "noise",
                 f"the noise multiplier is {least}{multiplier:.6g}, and the plan accounts for "
-                f"{plan.noise_multiplier:.6g}",
+                f"{plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, sensitivity of all "
+                f"releases of a step together {'' if is_tight else 'at most '}{sensitivity})",
                 lines,
-                "The standard deviation must be noise multiplier x sensitivity of all that is "
-                "released in a step together: plan.privatizer(grad_fn, key) sets it for one sum. "
-                "For k sums of one batch with a noise each, multiply each by sqrt(k).",
+                "The standard deviation must be the plan's noise multiplier times this "
+                "sensitivity. plan.privatizer(grad_fn, key) sets it for one clipped sum. For k "
+                "sums of one batch with noise each, multiply each standard deviation by sqrt(k)."
+                if is_tight
+                else "The check has only a bound on the sensitivity here. Add the noise to what "
+                "filter_clipped_grad returns, before other arithmetic.",
                 is_tight,
             )
         )

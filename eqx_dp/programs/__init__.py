@@ -28,7 +28,7 @@ from .interpreter import (
     settled,
     switched,
 )
-from .lines import own_line, source_line, written_in
+from .lines import own_line, source_line, users_line, written_in
 from .names import named
 from .operations import equation_flops, loops, matmul_flops, primitives
 from .shardings import PLACEMENTS, result_sharding, shardings
@@ -70,6 +70,7 @@ __all__ = [
     "shardings",
     "source_line",
     "switched",
+    "users_line",
     "with_programs",
     "with_rules",
     "written_in",

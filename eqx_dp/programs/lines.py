@@ -1,10 +1,13 @@
 """Where an equation was written."""
 
+import functools
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
 
@@ -26,6 +29,35 @@ def own_line(equation: jex_core.JaxprEqn) -> str:
         if not library:
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def users_line(equation: jex_core.JaxprEqn, around: str, within: str) -> str:
+    """The innermost line that is in no library; else that of a library.
+
+    Args:
+        equation: of a traced program.
+        around: the line of the equation that holds its program. JAX forgets the calls that led to a
+            branch.
+        within: the name of a function of this package: its callers are not looked at.
+    """
+    traceback: Any = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if frame.function_name == within and _is_in_library(frame.file_name):
+            break
+        if not _is_in_library(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    file, _, _ = around.rpartition(":")
+    return around if file and not _is_in_library(file) else source_line(equation)
+
+
+@functools.cache
+def _is_in_library(file_name: str) -> bool:
+    """Whether a file is installed, Python's own, or of this package."""
+    path = Path(file_name)
+    ours, python = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    folders = {ours, python, Path(jax.__file__).parent}
+    return is_installed or file_name.startswith("<frozen") or not folders.isdisjoint(path.parents)
 
 
 def written_in(equation: jex_core.JaxprEqn) -> Iterator[tuple[str, str, Any]]:

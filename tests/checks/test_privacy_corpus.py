@@ -7,8 +7,11 @@ checked.
 import pytest
 
 import eqx_dp as dp
-from tests.checks.honest_steps import HONEST
+from tests.checks.honest_steps import HONEST as STEPS
+from tests.checks.honest_visits import VISITS
 from tests.checks.misused_steps import MISUSED
+
+HONEST = STEPS | VISITS
 
 
 def report_on(case):
