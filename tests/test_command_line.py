@@ -186,6 +186,7 @@ def test_bench_policies(tmp_path, capsys):
     assert not jax.config.read("jax_enable_x64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
 def test_bench_policies_on_other_models(model):
     make, _, _ = WORKLOADS[model]

@@ -38,6 +38,7 @@ def flat(leaves):
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in leaves])
 
 
+@pytest.mark.slow
 def test_jax_contenders_agree():
     """With a frozen leaf, which travels beside what is trained."""
     row = ROWS["mlp"](**TINY["mlp"])
@@ -46,6 +47,7 @@ def test_jax_contenders_agree():
     assert_all_agree(row._replace(filter_spec=trained), JAX)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TORCH, reason="torch and opacus are not installed (the extra `peers`)")
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", ROWS)
@@ -56,6 +58,7 @@ def test_torch_contenders_agree(name):
     assert_all_agree(row, TORCH)
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys, monkeypatch):
     # One example: no microbatch sizes to try, so every contender is compiled once.
     monkeypatch.setitem(TINY, "mlp", {**TINY["mlp"], "batch": 1})

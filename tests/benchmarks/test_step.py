@@ -194,6 +194,7 @@ def test_parts_are_told_round_by_round():
     assert cells["Opacus / ours"] == "ghost: 3.00 (3.00-3.00) at whole"
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     path = tmp_path / "table.md"
     told = ["--rows", "mlp", "--tiny", "--rounds", "1", "--batches", "2"]

@@ -491,8 +491,15 @@ class Grouped(eqx.Module):
         return self.third(image).sum((1, 2))[:3]
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("kind", ["plain", "grouped"])
+@pytest.mark.parametrize(
+    ("kind", "microbatch_size"),
+    [
+        ("plain", 2),
+        ("grouped", None),
+        pytest.param("plain", None, marks=pytest.mark.slow),
+        pytest.param("grouped", 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_compiled_for_a_clipped_gradient(method, kind, microbatch_size):
     case = models.cnn()

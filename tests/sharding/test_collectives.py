@@ -50,7 +50,7 @@ def words(collective):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
-@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_sums_cross_devices_once(kind, method, microbatch_size):
     found = program(kind=kind, method=method, microbatch_size=microbatch_size).collectives
     assert {collective.name for collective in found} == {"all-reduce"}

@@ -5,9 +5,10 @@ import pytest
 from tests.gradients.engine import agreement, models, surveys
 
 
+@agreement.EACH_METHOD
 @pytest.mark.parametrize("make", models.MODELS, ids=lambda make: make.__name__)
-def test_agrees_with_the_oracle(make):
-    agreement.check(make(), size=4)
+def test_agrees_with_the_oracle(make, method):
+    agreement.check(make(), size=4, methods=[method])
 
 
 @pytest.mark.parametrize("make", models.MODELS, ids=lambda make: make.__name__)
