@@ -3,7 +3,6 @@
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -15,7 +14,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..gradients import Prepared
 from ..privacy import Secret, digest, key_from_secret
-from ..sharding import ShardingRules, inside
+from ..sharding import ShardingRules, on_device
 from .extra import updated
 from .program_text import program_text
 
@@ -42,7 +41,7 @@ def texts_of(
     parameters as it sees them. A ValueError if `extra` lacks what its update wants.
     """
     traced = prepared.traced
-    with nullcontext() if rules is None else inside(rules):
+    with on_device(rules):
         loss = f"trained: {len(traced.params)}\n{program_text(traced.program.jaxpr)}"
     shapes = jax.tree.map(shape_of, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, traced.accumulate_dtype), shapes)

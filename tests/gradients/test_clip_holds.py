@@ -9,7 +9,7 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms
 from tests import models
-from tests.gradients.engine import surveys
+from tests.gradients.engine import uses
 
 pytestmark = pytest.mark.optimized
 
@@ -127,7 +127,7 @@ def test_at_the_clip_norm_itself(method):
 
 @pytest.fixture
 def ghost(monkeypatch):
-    surveys.force(monkeypatch, "inner_products")
+    uses.force(monkeypatch, "inner_products")
 
 
 def shares(loss, model, attacks, policy=None, method="book_keeping"):

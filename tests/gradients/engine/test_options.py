@@ -9,7 +9,7 @@ import pytest
 import eqx_dp as dp
 from tests import models as shared
 from tests import oracle
-from tests.gradients.engine import models, surveys
+from tests.gradients.engine import models, uses
 
 TOLERANCES = {"mixed_bfloat16": 3e-2, "mixed_float16": 4e-3, "bfloat16": 4e-2}
 
@@ -36,7 +36,7 @@ def run(
     )
     named = {"key": key, "is_padding_example": is_padding_example}
     given = {name: value for name, value in named.items() if value is not None}
-    return surveys.freshly_jitted(grad_fn, case.model)(*batch, **given)
+    return uses.freshly_jitted(grad_fn, case.model)(*batch, **given)
 
 
 def truth_of(case, *batch, l2_clip_norm=0.3, loss=None, **options):
@@ -181,7 +181,7 @@ def bits(tree):
 )
 def test_not_finite_is_padding_bit_for_bit(make, way, method, monkeypatch):
     """In the input, in the loss, or only in the gradient of one example."""
-    surveys.force(monkeypatch, way)
+    uses.force(monkeypatch, way)
     case = make()
 
     def loss(model, *rest):
@@ -195,7 +195,7 @@ def test_not_finite_is_padding_bit_for_bit(make, way, method, monkeypatch):
 
     batch = case.batch(3)
     grad_fn = dp.filter_value_and_clipped_grad(loss, l2_clip_norm=0.3, method=method)
-    call = surveys.freshly_jitted(grad_fn, case.model)
+    call = uses.freshly_jitted(grad_fn, case.model)
     ones, zeros = jnp.ones(3), jnp.zeros(3)
     padding = jnp.array([False, True, False])
     nothing = jnp.zeros(3, bool)
@@ -251,12 +251,12 @@ def tokens_by_weight(model, x, g):
 @METHODS
 @pytest.mark.parametrize("way", ["inner_products", "kept"])
 def test_scales_of_the_gradient(way, method, monkeypatch):
-    surveys.force(monkeypatch, way)
+    uses.force(monkeypatch, way)
     rng = np.random.default_rng(0)
     model = {"dense": jnp.zeros((5, 3)), "table": jnp.zeros((3, 3))}
     x, g = rng.normal(size=(2, 6, 5)), rng.normal(size=(2, 6, 3))
     grad_fn = dp.filter_value_and_clipped_grad(tokens_by_weight, l2_clip_norm=1.0, method=method)
-    call = surveys.freshly_jitted(grad_fn, model)
+    call = uses.freshly_jitted(grad_fn, model)
     for scale in (1e-30, 1e-15, 1.0, 1e15, 1e30):
         batch = jnp.asarray(x, jnp.float32), jnp.asarray(scale * g, jnp.float32)
         truth = oracle.clipped_gradients(tokens_by_weight, model, *batch, l2_clip_norm=1.0)
