@@ -17,7 +17,7 @@ from ..privacy import gaussian_privatizer
 from ..sharding import ShardingRules
 from .command import Command, positive
 from .models import WORKLOADS, Workload, add_workload_arguments
-from .output import Table, check_output, show
+from .output import Table, add_output_arguments, check_output, show
 
 _METHODS = ("book_keeping", "ghost", "per_example")
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -49,7 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", type=positive, default=1, help="that examples are spread over (default: 1)"
     )
     parser.add_argument("--memory", type=memory, help="of a device, such as 32GB")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_output_arguments(parser, plot=False)
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -65,11 +65,7 @@ def mean_of(runs: int) -> Callable[[Callable[[], Any]], float]:
 
 
 def _turn(program: Callable[[], Any]) -> float:
-    """Median seconds of a few runs, after one that drives out what the one before left behind.
-
-    Caches are that program's own by then, as they are in training, and the threads of another
-    library have stopped waiting for work.
-    """
+    """Median seconds of a few runs, after one that fills the caches and lets threads settle."""
     once(program)
     taken: list[float] = []
     while sum(taken) < _TURN_SECONDS:
