@@ -171,6 +171,7 @@ def test_native_support_is_told_by_rate_and_program(dtype, name, ratio, widened,
 # eqx-dp bench policies
 
 
+@pytest.mark.slow
 def test_bench_policies(tmp_path, capsys):
     arguments = ("bench", "policies", "--batch", "4", "--width", "8", "--repeats", "3")
     found = as_json(capsys, *arguments, "--plot", str(tmp_path / "policies.png"))

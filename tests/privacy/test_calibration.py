@@ -77,7 +77,9 @@ EXPENSIVE = [
 ]
 
 
-@pytest.mark.parametrize("request_", EXPENSIVE)
+@pytest.mark.parametrize(
+    "request_", [README, *(pytest.param(one, marks=pytest.mark.slow) for one in EXPENSIVE[1:])]
+)
 def test_little_is_accounted_for_finely(request_, monkeypatch):
     """The plan's own discretization once or twice, and no other that is nearly as fine."""
     fine, rough = [], []

@@ -95,7 +95,9 @@ def test_places_of_as_many_entries_as_32_bits_count(shape):
         (3, 2, 1, 4, 2),
     ],
 )
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)]
+)
 def test_the_numbers_of_jax(shape, make_key):
     key = make_key(3)
     expected = jax.random.normal(key, shape, jnp.float32)

@@ -492,15 +492,18 @@ class Grouped(eqx.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "microbatch_size"),
+    ("method", "kind", "microbatch_size"),
     [
-        ("plain", 2),
-        ("grouped", None),
-        pytest.param("plain", None, marks=pytest.mark.slow),
-        pytest.param("grouped", 2, marks=pytest.mark.slow),
+        *((method, "plain", 2) for method in METHODS),
+        ("book_keeping", "grouped", None),
+        *(
+            pytest.param(method, kind, size, marks=pytest.mark.slow)
+            for method in METHODS
+            for kind, size in (("plain", None), ("grouped", None), ("grouped", 2))
+            if (method, kind, size) != ("book_keeping", "grouped", None)
+        ),
     ],
 )
-@pytest.mark.parametrize("method", METHODS)
 def test_what_is_compiled_for_a_clipped_gradient(method, kind, microbatch_size):
     case = models.cnn()
     model = case.model if kind == "plain" else Grouped(jax.random.key(0))

@@ -68,14 +68,16 @@ def test_microbatches_and_padding(make, method):
 
 
 POLICIES = [
-    (models.stacked_gpt, "mixed_bfloat16"),
-    (shared.cnn, "mixed_float16"),
-    (models.gru, "bfloat16"),
+    (models.stacked_gpt, "mixed_bfloat16", "book_keeping"),
+    (shared.cnn, "mixed_float16", "book_keeping"),
+    (models.gru, "bfloat16", "book_keeping"),
+    (shared.cnn, "mixed_float16", "ghost"),
+    pytest.param(models.stacked_gpt, "mixed_bfloat16", "ghost", marks=pytest.mark.slow),
+    pytest.param(models.gru, "bfloat16", "ghost", marks=pytest.mark.slow),
 ]
 
 
-@METHODS
-@pytest.mark.parametrize(("make", "preset"), POLICIES)
+@pytest.mark.parametrize(("make", "preset", "method"), POLICIES)
 def test_policies(make, preset, method):
     case = make()
     batch = case.batch(4)
@@ -176,7 +178,7 @@ def bits(tree):
         (shared.cnn, "kept", "book_keeping"),
         (models.vision_transformer, "inner_products", "ghost"),
         (models.gru, "kept", "ghost"),
-        (shared.cnn, "kept", "ghost"),
+        pytest.param(shared.cnn, "kept", "ghost", marks=pytest.mark.slow),
     ],
 )
 def test_not_finite_is_padding_bit_for_bit(make, way, method, monkeypatch):
