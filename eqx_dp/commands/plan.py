@@ -95,22 +95,18 @@ def _table(
     grad_fn = filter_clipped_grad(workload.loss, l2_clip_norm=1.0, policy=policy, sharding=rules)
     model: Any = policy.cast_to_param(workload.model)
     noise = gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=policy, sharding=rules)
-    step: dict[str, Any] = {"optimizer": optax.chain(noise, optax.adam(1e-3))}
-    if memory:
-        step["device_memory"] = memory
+    step: dict[str, Any] = {
+        "optimizer": optax.chain(noise, optax.adam(1e-3)),
+        "device_memory": memory,
+    }
     shape = None
     if arguments.model == "gpt":
         length, width = model.positions.shape
         shape = TransformerShape(model.blocks[0].attention.num_heads, width, length)
 
     def planned(method: str, size: int) -> MemoryPlan:
-        options: dict[str, Any] = {
-            **step,
-            "method": method,
-            "microbatch_size": size,
-            "transformer": shape,
-        }
-        return plan_memory(grad_fn, model, *workload.batch, **options)
+        here: dict[str, Any] = {"microbatch_size": size, "transformer": shape} | step
+        return plan_memory(grad_fn, model, *workload.batch, method=method, **here)
 
     def largest(method: str) -> int | str:
         try:
