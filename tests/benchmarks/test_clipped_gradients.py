@@ -91,6 +91,6 @@ def test_ratios_are_taken_round_by_round():
 
 def test_a_turn_of_several_runs_is_their_mean(monkeypatch):
     """After one run that is not timed; every batch has its turn."""
-    monkeypatch.setattr(timing, "once", lambda run: run())
+    monkeypatch.setattr(measure, "once", lambda run: run())
     runs = iter([100.0, 1.0, 2.0, 6.0])
-    assert timing.interleaved({"it": lambda: next(runs)}, 1, timing.mean_of(3)) == {"it": [3.0]}
+    assert timing.interleaved({"it": lambda: next(runs)}, 1, measure.mean_of(3)) == {"it": [3.0]}
