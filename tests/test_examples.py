@@ -64,6 +64,7 @@ def columns(output: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in row[1:]] for row in rows if row[0].strip() == first]
 
 
+@pytest.mark.slow
 def test_mixed_precision_trains_and_draws(tmp_path, fast):
     folder = tmp_path / "new folder"
     output = run(

@@ -80,7 +80,17 @@ def private(tmp_path_factory):
     )
 
 
-def test_gpt_goes_on_where_it_was_terminated(private):
+# Each run is looked at by one test: the runs take longer than the looking.
+
+
+def test_gpt(private, capsys):
+    assert_it_goes_on_where_it_was_terminated(private)
+    assert_it_spends_what_its_plan_says(private)
+    assert_it_is_spread_over_eight_devices(private)
+    assert_it_has_a_twin_without_privacy(private, capsys)
+
+
+def assert_it_goes_on_where_it_was_terminated(private):
     assert private.status == 0
     assert private.resumed_at == [3, 4]
     assert int(private.state.step) == STEPS
@@ -88,7 +98,7 @@ def test_gpt_goes_on_where_it_was_terminated(private):
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_gpt_spends_what_its_plan_says(private):
+def assert_it_spends_what_its_plan_says(private):
     for (found, plan), steps in ((private.then, 2), (statement(private.out / "gpt"), STEPS)):
         assert found["steps_done"] == steps
         assert found["epsilon"] == plan.epsilon(steps)
@@ -96,14 +106,14 @@ def test_gpt_spends_what_its_plan_says(private):
     assert plan.sampling_prob * found["num_examples"] == pytest.approx(BATCH)
 
 
-def test_gpt_is_spread_over_eight_devices(private):
+def assert_it_is_spread_over_eight_devices(private):
     weight = private.state.model.blocks.attend.weight
     assert weight.sharding.spec == P(None, "model")
     assert len(weight.sharding.device_set) == 8
     assert {shard.data.shape for shard in weight.addressable_shards} == {(1, 3 * WIDTH // 2, WIDTH)}
 
 
-def test_gpt_has_a_twin_without_privacy(private, capsys):
+def assert_it_has_a_twin_without_privacy(private, capsys):
     picture = private.out / "gpt.png"
     before = picture.read_bytes()
     gpt.main([*TINY, "--out", str(private.out), "--non-private"])
@@ -160,12 +170,22 @@ def adapted(tmp_path_factory):
     return SimpleNamespace(base=base, model=model, costs=costs, out=out)
 
 
-def test_lora_leaves_the_base_as_it_is(adapted):
+def test_lora(adapted):
+    assert_the_base_is_as_it_was(adapted)
+    assert_every_adapter_is_trained(adapted)
+    assert_adapters_change_nothing_at_first(adapted)
+    assert_only_adapters_cost_anything(adapted)
+    found, plan = statement(adapted.out / "adapted")
+    assert found["epsilon"] == plan.epsilon(STEPS) == plan.epsilon()
+    assert 0.99 < plan.epsilon() <= 1
+
+
+def assert_the_base_is_as_it_was(adapted):
     layers = [layer.base for layer in lora.linears(adapted.model)]
     assert same(eqx.tree_at(lora.linears, adapted.model, layers), adapted.base)
 
 
-def test_lora_trains_every_adapter(adapted):
+def assert_every_adapter_is_trained(adapted):
     _, key = jax.random.split(jax.random.key(0))
     before = lora.adapted(adapted.base, RANK, key)
     for layer, first in zip(lora.linears(adapted.model), lora.linears(before), strict=True):
@@ -174,13 +194,13 @@ def test_lora_trains_every_adapter(adapted):
         assert np.all(layer.down != first.down)
 
 
-def test_adapters_change_nothing_at_first(adapted):
+def assert_adapters_change_nothing_at_first(adapted):
     text = jnp.arange(8) + 60
     with_adapters = lora.adapted(adapted.base, RANK, jax.random.key(2))
     np.testing.assert_allclose(with_adapters(text), adapted.base(text), atol=1e-5)
 
 
-def test_only_adapters_cost_anything(adapted):
+def assert_only_adapters_cost_anything(adapted):
     every, few = adapted.costs
     adapters = RANK * (4 + 2 + 5 + 5) * WIDTH
     assert few.trained == adapters
@@ -189,9 +209,3 @@ def test_only_adapters_cost_anything(adapted):
         assert cost.per_example == lora.MICROBATCH * cost.trained * 4
         assert 0 <= cost.optimizer - 2 * 4 * cost.trained < 100  # two moments, and counters
     assert few.temporary < every.temporary - (every.per_example - few.per_example) / 2
-
-
-def test_lora_spends_what_its_plan_says(adapted):
-    found, plan = statement(adapted.out / "adapted")
-    assert found["epsilon"] == plan.epsilon(STEPS) == plan.epsilon()
-    assert 0.99 < plan.epsilon() <= 1

@@ -104,6 +104,7 @@ def errors_of(command: list[str], *arguments: str) -> tuple[list[dict[str, Any]]
     return report["generalDiagnostics"], report["summary"]["filesAnalyzed"]
 
 
+@pytest.mark.slow
 def test_the_examples_are_strictly_typed(pyright):
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     assert settings["typeCheckingMode"] == "strict"

@@ -6,13 +6,13 @@ import os
 import re
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..device import device_memory
+from ..precision import MatmulPrecision, matmul_precision
 from .command import Command, positive, x64
 from .output import Panel, Table, add_output_arguments, check_output, show
 from .timing import once
@@ -27,11 +27,11 @@ _FASTER, _NOT_MUCH_SLOWER = 1.2, 1 / 8
 
 
 class ProductKind(NamedTuple):
-    """A way to multiply matrices; `precision` is for `jax.default_matmul_precision`, if any."""
+    """A way to multiply matrices."""
 
     name: str
     dtype: str
-    precision: str | None = None
+    precision: MatmulPrecision = "default"
 
 
 class Measured(NamedTuple):
@@ -120,10 +120,7 @@ def _kinds() -> list[ProductKind]:
 def _product(kind: ProductKind, rows: int, columns: int) -> tuple[Callable[[], Any], str]:
     """A program that multiplies, with its matrix, and the program's text."""
     a = jax.random.normal(jax.random.key(0), (rows, columns), jnp.float32).astype(kind.dtype)
-    precision = nullcontext()
-    if kind.precision is not None:
-        precision = jax.default_matmul_precision(kind.precision)
-    with precision:
+    with matmul_precision(kind.precision):
         program = jax.jit(lambda a: a @ a.T).lower(a).compile()
     return lambda: program(a), program.as_text() or ""
 

@@ -14,13 +14,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..gradients import filter_clipped_grad
-from ..precision import Policy, available_policies, load_policy
+from ..precision import Policy, available_policies, dtypes_of, load_policy
 from ..privacy import gaussian_privatizer
 from .bench_dtypes import where
 from .command import Command, positive, x64
 from .models import WORKLOADS, Workload, add_workload_arguments
 from .output import Panel, Table, add_output_arguments, check_output, show
-from .show_policies import dtypes_of
 from .timing import interleaved, ratios
 
 _REFERENCE = "float32"
@@ -137,7 +136,7 @@ def _table(
         data.append(
             {
                 "policy": name,
-                "dtypes": dtypes_of(policy),
+                "dtypes": {stage: str(dtype) for stage, dtype in dtypes_of(policy).items()},
                 "seconds": median,
                 "time_ratio_to_float32": time._asdict(),
                 "temporary_bytes": temporary,

@@ -30,12 +30,12 @@ class Table(NamedTuple):
     panels: list[Panel]
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares `--json` and `--plot`."""
+def add_output_arguments(parser: argparse.ArgumentParser, plot: bool = True) -> None:
+    """Declares `--json`, and `--plot` where there is something to plot."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="write a picture, its kind by its ending (.png)"
-    )
+    told = "write a picture, its kind by its ending (.png)"
+    if plot:
+        parser.add_argument("--plot", metavar="FILE", type=Path, help=told)
 
 
 def check_output(arguments: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from ..privacy import gaussian_privatizer
 from ..sharding import ShardingRules
 from .command import Command, positive
 from .models import WORKLOADS, Workload, add_workload_arguments
-from .output import Table, check_output, show
+from .output import Table, add_output_arguments, check_output, show
 
 _METHODS = ("book_keeping", "ghost", "per_example")
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -49,7 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", type=positive, default=1, help="that examples are spread over (default: 1)"
     )
     parser.add_argument("--memory", type=memory, help="of a device, such as 32GB")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_output_arguments(parser, plot=False)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -95,22 +95,18 @@ def _table(
     grad_fn = filter_clipped_grad(workload.loss, l2_clip_norm=1.0, policy=policy, sharding=rules)
     model: Any = policy.cast_to_param(workload.model)
     noise = gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=policy, sharding=rules)
-    step: dict[str, Any] = {"optimizer": optax.chain(noise, optax.adam(1e-3))}
-    if memory:
-        step["device_memory"] = memory
+    step: dict[str, Any] = {
+        "optimizer": optax.chain(noise, optax.adam(1e-3)),
+        "device_memory": memory,
+    }
     shape = None
     if arguments.model == "gpt":
         length, width = model.positions.shape
         shape = TransformerShape(model.blocks[0].attention.num_heads, width, length)
 
     def planned(method: str, size: int) -> MemoryPlan:
-        options: dict[str, Any] = {
-            **step,
-            "method": method,
-            "microbatch_size": size,
-            "transformer": shape,
-        }
-        return plan_memory(grad_fn, model, *workload.batch, **options)
+        here: dict[str, Any] = {"microbatch_size": size, "transformer": shape} | step
+        return plan_memory(grad_fn, model, *workload.batch, method=method, **here)
 
     def largest(method: str) -> int | str:
         try:

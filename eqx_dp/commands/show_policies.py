@@ -5,30 +5,16 @@ from typing import Any
 
 import jax
 
-from ..precision import Policy, available_policies, load_policy
+from ..precision import Policy, available_policies, dtypes_of, load_policy
 from .command import Command
-from .output import Table, check_output, show
-
-_STAGES = ("params", "compute", "output", "accumulate", "noise")
-
-
-def dtypes_of(policy: Policy) -> dict[str, str]:
-    """A policy's five dtypes by stage."""
-    found = (
-        policy.param_dtype,
-        policy.compute_dtype,
-        policy.output_dtype,
-        policy.accumulate_dtype,
-        policy.noise_dtype,
-    )
-    return {stage: str(dtype) for stage, dtype in zip(_STAGES, found, strict=True)}
+from .output import Table, add_output_arguments, check_output, show
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a preset, or a file that ends in .toml"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_output_arguments(parser, plot=False)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -43,15 +29,15 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _listed(policies: list[Policy]) -> Table:
-    rows = [(str(policy.name), *dtypes_of(policy).values()) for policy in policies]
+    rows = [(str(policy.name), *map(str, dtypes_of(policy).values())) for policy in policies]
     notes = [f"{policy.name}: {policy.description}" for policy in policies]
     data = {"policies": [_data(policy) for policy in policies]}
-    return Table("Presets", ("policy", *_STAGES), rows, notes, data, [])
+    return Table("Presets", ("policy", *dtypes_of(policies[0])), rows, notes, data, [])
 
 
 def _in_full(policy: Policy) -> Table:
-    rows = [*dtypes_of(policy).items()]
-    rows += [
+    rows = [
+        *((stage, str(dtype)) for stage, dtype in dtypes_of(policy).items()),
         ("loss scale", _told_loss_scale(policy)),
         ("matmul precision", policy.matmul_precision),
         *((f"module {rule.match}", str(rule.compute_dtype)) for rule in policy.modules),
@@ -71,7 +57,7 @@ def _data(policy: Policy) -> dict[str, Any]:
     return {
         "name": policy.name,
         "description": policy.description,
-        "dtypes": dtypes_of(policy),
+        "dtypes": {stage: str(dtype) for stage, dtype in dtypes_of(policy).items()},
         "loss_scale": {"kind": policy.loss_scale.kind, "value": policy.loss_scale.value},
         "matmul_precision": policy.matmul_precision,
         "modules": [

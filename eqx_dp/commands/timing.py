@@ -54,22 +54,8 @@ def once(program: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def mean_of(runs: int) -> Callable[[Callable[[], Any]], float]:
-    """A turn of so many runs, after one that is not timed: for programs whose runs differ."""
-
-    def turn(program: Callable[[], Any]) -> float:
-        once(program)
-        return float(np.mean([once(program) for _ in range(runs)]))
-
-    return turn
-
-
 def _turn(program: Callable[[], Any]) -> float:
-    """Median seconds of a few runs, after one that drives out what the one before left behind.
-
-    Caches are that program's own by then, as they are in training, and the threads of another
-    library have stopped waiting for work.
-    """
+    """Median seconds of a few runs, after one that fills the caches and lets threads settle."""
     once(program)
     taken: list[float] = []
     while sum(taken) < _TURN_SECONDS:

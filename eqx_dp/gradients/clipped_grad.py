@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 
 import dp_accounting
@@ -15,7 +14,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, stage
 from ..privacy import Sampling
 from ..programs import matmul_flops
-from ..sharding import ShardingRules, inside
+from ..sharding import ShardingRules, on_device
 from ..shown import shown
 from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose
@@ -251,7 +250,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         rules = configuration.sharding
         options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
         program = trace(self._fun, options, inputs)
-        with nullcontext() if rules is None else inside(rules):
+        with on_device(rules):
             num_params = len(jax.tree.leaves(inputs.params))
             return program, find_uses(program, num_params)
 

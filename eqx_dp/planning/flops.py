@@ -1,7 +1,6 @@
 """Where the floating-point operations of a private training step go, before it runs."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +11,7 @@ from jaxtyping import PyTree
 from ..gradients import ClippedGrad, Prepared, described, num_steps
 from ..privacy import gaussian_privatizer
 from ..programs import loops, matmul_flops, primitives
-from ..sharding import ShardingRules, inside
+from ..sharding import ShardingRules, on_device
 from ..tables import aligned
 from .step import is_array_or_shape
 
@@ -207,7 +206,7 @@ def _rows(call: Prepared, rules: ShardingRules | None) -> tuple[FlopRow, ...]:
     trained = sum(x.size for x in call.sums)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
     of_one = jax.grad(lambda params, rest: program(params, [], rest)[0])
-    with nullcontext() if rules is None else inside(rules):
+    with on_device(rules):
         gradient = jax.make_jaxpr(of_one)(shapes[:num_params], shapes[num_params:])
     forward = batch * matmul_flops(program.jaxpr)
     backward = batch * matmul_flops(gradient) - forward

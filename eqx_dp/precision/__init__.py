@@ -10,6 +10,7 @@ from .policy import (
     ModuleRule,
     Policy,
     checked_policy,
+    dtypes_of,
 )
 from .stages import stage
 from .text import parse_policy
@@ -27,6 +28,7 @@ __all__ = [
     "cast_parameters",
     "checked_policy",
     "describe",
+    "dtypes_of",
     "inside_engine",
     "load_policy",
     "matmul_precision",

@@ -199,17 +199,7 @@ def _entered(
     precision: MatmulPrecision,
     compute: np.dtype[Any],
 ) -> T:
-    """The model as its own methods see it.
-
-    Parameters are cast, and no module casts but those that rules match and what is in them.
-
-    Args:
-        model: the model.
-        around: the compute dtype around it.
-        matched: the rule of every module.
-        precision: of matrix products.
-        compute: the dtype that needs no casts any more.
-    """
+    """The model, cast, as its own methods see it; only what rules match casts by itself."""
 
     def enter(module: eqx.Module, governed: Governed) -> eqx.Module:
         apart = governed.own is not None or governed.compute != compute

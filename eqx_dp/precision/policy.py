@@ -228,9 +228,7 @@ class Policy(jmp.Policy):
         return cast_floats(x, self.noise_dtype)
 
     def __str__(self) -> str:
-        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        dtypes += (self.accumulate_dtype, self.noise_dtype)
-        parts = [f"{key}={dtype}" for key, dtype in zip(DTYPE_KEYS, dtypes, strict=True)]
+        parts = [f"{key}={dtype}" for key, dtype in dtypes_of(self).items()]
         if self.loss_scale.kind == "static":
             parts.append(f"loss_scale={self.loss_scale.value:.17g}")
         elif self.loss_scale.kind != "none":
@@ -241,6 +239,12 @@ class Policy(jmp.Policy):
             parts.append("unsafe=true")
         parts += [f"module:{rule.match}={rule.compute_dtype}" for rule in self.modules]
         return ",".join(parts)
+
+
+def dtypes_of(policy: Policy) -> dict[str, np.dtype[Any]]:
+    """A policy's five dtypes, by the key that policy files have for them."""
+    fields = (f"{key.removesuffix('s')}_dtype" for key in DTYPE_KEYS)
+    return {key: getattr(policy, field) for key, field in zip(DTYPE_KEYS, fields, strict=True)}
 
 
 def _wider(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:

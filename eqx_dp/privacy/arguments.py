@@ -17,7 +17,9 @@ def whole_number(name: str, value: object, *, least: int, most: int, advice: str
     Advice is given for a number that is too large.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be a whole number; found {shown(value)} ({_kind(value)}).")
+        raise ValueError(
+            f"{name} must be a whole number; found {shown(value)} ({type(value).__name__})."
+        )
     whole = int(value)
     if whole < least:
         raise ValueError(f"{name} must be at least {least}; found {shown(whole)}.")
@@ -44,7 +46,9 @@ def real_number(
         advice: For numbers that are not finite.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a real number; found {shown(value)} ({_kind(value)}).")
+        raise ValueError(
+            f"{name} must be a real number; found {shown(value)} ({type(value).__name__})."
+        )
     try:
         real = float(value)
     except OverflowError:  # an integer beyond every float
@@ -65,7 +69,3 @@ def sampling_probability(value: object) -> float:
         "a step)"
     )
     return real_number("sampling_prob", value, lambda real: 0 < real <= 1, wanted)
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__

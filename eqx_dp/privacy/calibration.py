@@ -66,10 +66,8 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
 
 
 def _tolerance(run: Run, delta: float) -> float:
-    """How much more noise than the least is accepted, relative to it.
-
-    Where delta is not far above what float64 may lose, rounding makes epsilon jump up and down.
-    """
+    """How much more noise than the least is accepted, relative to it."""
+    # Not far above what float64 may lose, rounding makes epsilon jump up and down.
     return 1e-4 if delta_left(run, delta) > 0.9 * delta else 5e-3
 
 
@@ -107,10 +105,7 @@ def _searched(
     *,
     is_last: bool = False,
 ) -> _Point:
-    """Where epsilon is the budget, by the secant method inside a bracket.
-
-    If it is the last search, epsilon was accounted for at the result, and found within the budget.
-    """
+    """Where epsilon is the budget, and in the last search within it: secants in a bracket."""
     (at, slope), low, high, evaluation = start, -math.inf, math.inf, 0
     before: tuple[float, float] | None = None
     while True:
@@ -133,11 +128,9 @@ def _searched(
 def _slope(
     before: tuple[float, float], now: tuple[float, float], known: float, tolerance: float
 ) -> float:
-    """The slope between two evaluations; the one known where rounding may be what they show.
-
-    Epsilon falls at least with the square root of the noise multiplier.
-    """
+    """The slope between two evaluations, or the one known where rounding may show instead."""
     distance, rise = (after - earlier for earlier, after in zip(before, now, strict=True))
+    # Epsilon falls at least with the square root of the noise multiplier.
     is_of_use = abs(distance) >= tolerance and -math.inf < rise / distance < -0.3
     return rise / distance if is_of_use else known
 

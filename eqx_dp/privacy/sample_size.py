@@ -34,7 +34,7 @@ class Sampling:
             return SampleSize(slots, slots, 1.0)
 
         def overflows(num_examples: int) -> bool:
-            tail = _binomial().sf(slots, num_examples, self.sampling_prob)
+            tail = binomial().sf(slots, num_examples, self.sampling_prob)
             return float(tail) > self.overflow_probability
 
         most = int(min(slots / self.sampling_prob + 1, _MOST_EXAMPLES))
@@ -72,8 +72,9 @@ class SampleSize:
     @functools.cached_property
     def _tails(self) -> Float64[np.ndarray, "slots"]:
         """For each slot the probability that it holds an example."""
-        return _binomial().sf(np.arange(self.slots), self.num_examples, self.sampling_prob)
+        return binomial().sf(np.arange(self.slots), self.num_examples, self.sampling_prob)
 
 
-def _binomial() -> Any:
+def binomial() -> Any:
+    """scipy's distribution."""
     return cast(Any, stats.binom)  # scipy is not typed

@@ -3,14 +3,14 @@
 import bisect
 import dataclasses
 import functools
-from typing import Any, SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Int64, PyTree
-from scipy import stats
 
 from .arguments import real_number, sampling_probability, whole_number
 from .keys import Secret, checked_secret, digest, public_bytes
+from .sample_size import binomial
 from .sources import checked_source, drawn_from
 
 OVERFLOW_PROBABILITY = 1e-12
@@ -242,9 +242,7 @@ def _checked_host(value: object, hosts: int) -> int:
 
 
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:
-    binomial = cast(Any, stats.binom)  # scipy is not typed
-
     def fits(capacity: int) -> bool:
-        return float(binomial.sf(capacity, num_examples, sampling_prob)) <= tau
+        return float(binomial().sf(capacity, num_examples, sampling_prob)) <= tau
 
     return bisect.bisect_left(range(num_examples + 1), True, key=fits)

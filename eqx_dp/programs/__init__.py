@@ -1,7 +1,15 @@
 """Reading and rewriting JAX programs."""
 
 from .channels_last import channels_last
-from .derivative_rules import RULE_PARAMS, Rule, RuleOf, has_rules, with_rules
+from .derivative_rules import (
+    RULE_PARAMS,
+    Rule,
+    RuleOf,
+    has_rules,
+    is_changed_by_reading,
+    read_apart,
+    with_rules,
+)
 from .inside import (
     Call,
     Cond,
@@ -54,6 +62,7 @@ __all__ = [
     "has_rules",
     "inside",
     "interpret",
+    "is_changed_by_reading",
     "literal_value",
     "looped",
     "loops",
@@ -63,6 +72,7 @@ __all__ = [
     "own_line",
     "primitives",
     "programs_of",
+    "read_apart",
     "rematerialised",
     "result_sharding",
     "scanned",

@@ -16,13 +16,23 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from .inside import closed
+from .inside import closed, equations
 from .interpreter import literal_value
 
 JVP, FORWARD, BACKWARD = "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"
 
 RULE_PARAMS = frozenset({JVP, FORWARD, BACKWARD, "out_trees"})
 """The names of the parameters that hold derivative rules."""
+
+
+read_apart = jax.make_user_context(False)
+"""`with read_apart(True):` programs are traced that share no derivative rule with any other.
+
+To trace a rule of a `jax.custom_vjp` changes it: the equation keeps what the latest trace found,
+and nothing if the rule raised, while JAX keeps programs of earlier traces, which need theirs. And
+equations are shared, because JAX keeps the program of a jitted function. So a rule that is only
+read, for operands that JAX may never differentiate, is read in a program of its own.
+"""
 
 
 class Rule(NamedTuple):
@@ -44,6 +54,11 @@ RuleOf: TypeAlias = Callable[[jex_core.JaxprEqn], Rule]
 def has_rules(equation: jex_core.JaxprEqn) -> bool:
     """Whether an equation holds derivative rules."""
     return not RULE_PARAMS.isdisjoint(equation.params)
+
+
+def is_changed_by_reading(program: jex_core.ClosedJaxpr) -> bool:
+    """Whether a program holds rules that are to be read in a program of their own."""
+    return any(FORWARD in equation.params for equation in equations(program))
 
 
 def with_rules(equation: jex_core.JaxprEqn, changed: Callable[[RuleOf], Rule]) -> dict[str, Any]:

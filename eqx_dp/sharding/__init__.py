@@ -1,7 +1,7 @@
 """Sharding rules, applied outside of the boundary between a batch and its examples."""
 
 from .axes import axes_of
-from .boundary import Argument, agreed, check_context, example_program, inside, over_devices
+from .boundary import Argument, agreed, check_context, example_program, on_device, over_devices
 from .constraints import constraints_of
 from .rules import ShardingRules, checked_rules
 
@@ -14,6 +14,6 @@ __all__ = [
     "checked_rules",
     "constraints_of",
     "example_program",
-    "inside",
+    "on_device",
     "over_devices",
 ]

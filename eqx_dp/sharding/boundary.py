@@ -1,7 +1,7 @@
 """The boundary between a batch on a mesh and examples on a device."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -33,11 +33,10 @@ class Argument(NamedTuple):
 
 
 @contextmanager
-def inside(rules: ShardingRules) -> Generator[AbstractMesh]:
-    """Enters the context that a device's part of the work is traced in, and gives its mesh."""
-    mesh = inner_mesh(rules)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield mesh
+def on_device(rules: ShardingRules | None) -> Generator[None]:
+    """Enters the context that a device's part of the work is traced in; none without rules."""
+    with nullcontext() if rules is None else jax.sharding.use_abstract_mesh(inner_mesh(rules)):
+        yield
 
 
 def inner_mesh(rules: ShardingRules) -> AbstractMesh:
@@ -61,7 +60,8 @@ def example_program(
         is_batched: whether the loss is written for a batch; it then gets batches of one.
 
     Returns:
-        A jaxpr that takes the arguments, without an axis of examples, to be evaluated [`inside`][].
+        A jaxpr that takes the arguments, without an axis of examples, to be evaluated
+        [`on_device`][].
 
     Raises:
         ValueError: a constraint that cannot be moved, or that cannot be traced on a batch of one.
@@ -78,10 +78,12 @@ def example_program(
         _meet_unbound_axes(loss, arguments, rules, is_batched)
     try:
         one = trace(1)
-        with inside(rules) as mesh:
+        with on_device(rules):
             batch_of_two = BatchOfTwo(rules.examples)
             batch_of_two.add(one.jaxpr, lambda: [(trace(2) if is_batched else one).jaxpr])
-            retrace = Retrace(rules, mesh, batch_of_two, lambda: _outside(rules, context))
+            retrace = Retrace(
+                rules, inner_mesh(rules), batch_of_two, lambda: _outside(rules, context)
+            )
 
             def of_one(*values: Any) -> list[Any]:
                 values = tuple(

@@ -64,7 +64,7 @@ class Constraint(NamedTuple):
             f"{self.one} (in a batch of one example), at {source_line(self.equation)},"
         )
 
-    def inside(self, rules: ShardingRules) -> PartitionSpec:
+    def without_examples(self, rules: ShardingRules) -> PartitionSpec:
         """The spec without the example axes.
 
         Each device works on its own examples, so the dimensions that carry examples are spread

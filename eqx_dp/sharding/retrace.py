@@ -76,7 +76,9 @@ class Retrace(NamedTuple):
             for each in (equation, *self.batch_of_two.partners(equation))
         ]
         one, *twos = (aval.shape for aval in avals)
-        spec, *_ = [Constraint(equation, sharding, one, two).inside(self.rules) for two in twos]
+        spec, *_ = [
+            Constraint(equation, sharding, one, two).without_examples(self.rules) for two in twos
+        ]
         return spec
 
     def _spread(self, x: Any, spec: PartitionSpec | None) -> Any:

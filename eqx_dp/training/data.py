@@ -116,10 +116,7 @@ class Batches:
                 yield batch
 
     def _draws(self, start: int, stop: int) -> Iterator[tuple[Indices, Mask]]:
-        """The examples of each step, drawn for some steps at once.
-
-        Where the processor has done something else in between, a draw takes ten times as long.
-        """
+        """The examples of each step; drawing some steps at once takes a tenth of the time."""
         for first in range(start, stop, _DRAWN_AT_ONCE):
             steps = range(first, min(first + _DRAWN_AT_ONCE, stop))
             yield from [self._sampler.batch(step) for step in steps]

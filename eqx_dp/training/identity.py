@@ -3,7 +3,6 @@
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -15,7 +14,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..gradients import Prepared
 from ..privacy import Secret, digest, key_from_secret
-from ..sharding import ShardingRules, inside
+from ..sharding import ShardingRules, on_device
 from .extra import updated
 from .program_text import program_text
 
@@ -42,7 +41,7 @@ def texts_of(
     parameters as it sees them. A ValueError if `extra` lacks what its update wants.
     """
     traced = prepared.traced
-    with nullcontext() if rules is None else inside(rules):
+    with on_device(rules):
         loss = f"trained: {len(traced.params)}\n{program_text(traced.program.jaxpr)}"
     shapes = jax.tree.map(shape_of, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, traced.accumulate_dtype), shapes)
@@ -64,11 +63,7 @@ def _optimizer_text(
     grads: PyTree[jax.ShapeDtypeStruct],
     extra: Mapping[str, Any],
 ) -> str:
-    """The programs of an optimizer's first state and of its update.
-
-    A number that the optimizer was made with, such as a learning rate, is in one or the other: in
-    the update as a literal, or in the first state, from where the update reads it.
-    """
+    """The programs of an optimizer's first state and update; one of them holds its rates."""
 
     def update(grads: Any, state: Any, params: Any, extra: Any) -> Any:
         return updated(optimizer, grads, state, params, extra)
@@ -134,10 +129,6 @@ def fingerprint(seed: Secret, salt: bytes) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _slow(seed: Secret, salt: bytes) -> bytes:
-    """A hash of a seed.
-
-    A seed is often a small number, and a plain hash of it would be undone by trying them all:
-    scrypt (RFC 7914) makes each try take some 50 ms and 16 MiB.
-    """
+    """A hash of a seed that takes 50 ms and 16 MiB (scrypt, RFC 7914): small seeds can be tried."""
     secret = digest(seed, (_ROOT, "fingerprint"), size=64)
     return hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=32)

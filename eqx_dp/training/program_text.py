@@ -171,10 +171,7 @@ def _name(value: Any) -> str:
 
 
 def _rule(equation: jex_core.JaxprEqn) -> str:
-    """The program of an equation's derivative, by its rule: one of JAX's own, or the user's.
-
-    Rules inside of it are left out: a rule may well call the function that it belongs to.
-    """
+    """The program of an equation's derivative, without inner rules, which may be the same."""
     variables = [v for v in equation.invars if not isinstance(v, jex_core.Literal)]
     is_pulled_back = "bwd" in equation.params
 

@@ -22,6 +22,7 @@ from ..gradients import (
 )
 from ..precision import Policy
 from ..privacy import PoissonSampler, PrivacyPlan
+from ..programs import read_apart
 from ..sharding import ShardingRules
 from .extra import checked_extra
 from .identity import Texts, fingerprint, key_of, keyed_digest, probe_text, shape_of, texts_of
@@ -209,6 +210,11 @@ numbers that it was made with |
         self, model: Model, batch: tuple[PyTree[Any], ...], extra: Mapping[str, Any] | None
     ) -> Texts:
         """What a call computes, from the shapes of its arguments: traced on few examples."""
+        return self._texts(model, batch, checked_extra(self._update, extra))
+
+    def _texts(
+        self, model: Model, batch: tuple[PyTree[Any], ...], extra: Mapping[str, Any]
+    ) -> Texts:
         rules = self.sharding
         length = 1 if rules is None else rules.num_shards
 
@@ -218,10 +224,10 @@ numbers that it was made with |
             prepared = self.grad_fn.prepare(model, batch, key, jnp.zeros(length, bool))
             return texts_of(prepared, rules, self._update, self._wide(model), extra)
 
-        extra, takes_key = checked_extra(self._update, extra), self._takes_key(len(batch))
+        takes_key = self._takes_key(len(batch))
         model, extra = (jax.tree.map(shape_of, tree) for tree in (model, extra))
         batch = jax.tree.map(lambda leaf: shape_of(leaf, length), batch)
-        with self.mesh():
+        with self.mesh(), read_apart(True):
             return eqx.filter_eval_shape(of, model, batch, extra)
 
     @property

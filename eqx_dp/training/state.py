@@ -170,18 +170,14 @@ def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
 
 @functools.lru_cache(maxsize=4096)  # asked for every array at every step
 def _written(sharding: Any, ndim: int, mesh: Mesh, is_explicit: bool) -> PartitionSpec:
-    """The spec of a sharding, as a compiled step would write it.
-
-    Types on Explicit axes have an entry for every dimension; on Auto axes, specs name no axes of
-    length one and end with the last dimension that is spread.
-    """
+    """The spec of a sharding, as a compiled step would write it."""
     entries: list[Any] = []
     own_mesh = mesh.abstract_mesh if is_explicit else mesh
     if isinstance(sharding, NamedSharding) and sharding.mesh == own_mesh:
         entries = list(sharding.spec)
-    if is_explicit:
+    if is_explicit:  # an entry for every dimension
         return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
-    for index, entry in enumerate(entries):
+    for index, entry in enumerate(entries):  # no axes of length one, no trailing None
         axes = tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1)
         entries[index] = axes if len(axes) > 1 else next(iter(axes), None)
     while entries and entries[-1] is None:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
 from ..gradients import FilterSpec, PerExample
 from ..precision import Policy, agreed_policy
 from ..privacy import GaussianPrivatizerState, PrivacyPlan, Secret, fold_text
+from ..programs import is_changed_by_reading
 from ..sharding import ShardingRules
 from .disclosure import checked_names, disclosed
 from .dispatch import Carry, Dispatch, FlatState
@@ -240,7 +241,10 @@ class Step(StepSettings[Model]):
         prepared = self.grad_fn.prepare(state.model, given.batch, given.loss_root, given.mask)
         params = self._wide(state.model)
         # Known while the step is traced: what it is, and so what its keys are.
-        texts = texts_of(prepared, self.sharding, self._update, params, given.extra)
+        if is_changed_by_reading(prepared.traced.program.jaxpr):
+            texts = self._texts(state.model, given.batch, given.extra)
+        else:
+            texts = texts_of(prepared, self.sharding, self._update, params, given.extra)
         text = "\n".join((self._known, *texts))
         if given.loss_root is not None:
             key = fold_text(given.loss_root, text)

@@ -119,10 +119,7 @@ class Watchdog:
         sys.stderr.flush()
 
     def _latest(self) -> int | None:
-        """The checkpoint that a resume will use: the newest that counts and has all its files.
-
-        (A resume compares digests as well, for which there is no time here.)
-        """
+        """The newest checkpoint that counts and has all its files; digests would take too long."""
         try:
             counts = int(os.readlink(self._directory / "latest"))
         except (OSError, ValueError):

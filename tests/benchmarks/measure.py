@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from eqx_dp.commands.timing import Spread, interleaved, ratios
+import numpy as np
+
+from eqx_dp.commands.timing import Spread, interleaved, once, ratios
 
 from .contenders import Contender, Program
 from .rows import Row
@@ -32,6 +34,16 @@ class Result(NamedTuple):
 def ratio(result: Result, reference: Result) -> Spread:
     """Quartiles of the rounds' ratios of time: what slows down a whole round cancels."""
     return ratios(list(result.seconds), list(reference.seconds))
+
+
+def mean_of(runs: int) -> Callable[[Callable[[], Any]], float]:
+    """A turn of so many runs, after one that is not timed: for programs whose runs differ."""
+
+    def turn(program: Callable[[], Any]) -> float:
+        once(program)
+        return float(np.mean([once(program) for _ in range(runs)]))
+
+    return turn
 
 
 def at_its_best(

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from eqx_dp.commands.timing import interleaved, mean_of, ratios
+from eqx_dp.commands.timing import interleaved, ratios
 
 from . import report
 from .contenders import JAX_PRIVACY, opacus_is_installed
-from .measure import at_its_best
+from .measure import at_its_best, mean_of
 from .rows import ROWS, TINY
 from .whole_steps import Case, Run, case_of, ordinary_contender, ours, parts, peers
 

@@ -5,6 +5,7 @@ import pytest
 from tests.benchmarks import calibrating
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     path = tmp_path / "table.md"
     calibrating.main(["--repeats", "1", "--tiny", "--markdown", str(path)])

@@ -38,6 +38,7 @@ def flat(leaves):
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in leaves])
 
 
+@pytest.mark.slow
 def test_jax_contenders_agree():
     """With a frozen leaf, which travels beside what is trained."""
     row = ROWS["mlp"](**TINY["mlp"])
@@ -46,6 +47,7 @@ def test_jax_contenders_agree():
     assert_all_agree(row._replace(filter_spec=trained), JAX)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TORCH, reason="torch and opacus are not installed (the extra `peers`)")
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", ROWS)
@@ -56,6 +58,7 @@ def test_torch_contenders_agree(name):
     assert_all_agree(row, TORCH)
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys, monkeypatch):
     # One example: no microbatch sizes to try, so every contender is compiled once.
     monkeypatch.setitem(TINY, "mlp", {**TINY["mlp"], "batch": 1})
@@ -88,6 +91,6 @@ def test_ratios_are_taken_round_by_round():
 
 def test_a_turn_of_several_runs_is_their_mean(monkeypatch):
     """After one run that is not timed; every batch has its turn."""
-    monkeypatch.setattr(timing, "once", lambda run: run())
+    monkeypatch.setattr(measure, "once", lambda run: run())
     runs = iter([100.0, 1.0, 2.0, 6.0])
-    assert timing.interleaved({"it": lambda: next(runs)}, 1, timing.mean_of(3)) == {"it": [3.0]}
+    assert timing.interleaved({"it": lambda: next(runs)}, 1, measure.mean_of(3)) == {"it": [3.0]}

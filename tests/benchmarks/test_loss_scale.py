@@ -1,9 +1,12 @@
 """The command that measures what a loss scale for each example costs."""
 
+import pytest
+
 from tests.benchmarks import loss_scale
 from tests.benchmarks.rows import TINY, mlp
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     path = tmp_path / "table.md"
     told = ["--models", "mlp", "--methods", "per_example", "--repeats", "1", "--tiny"]

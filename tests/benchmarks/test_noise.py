@@ -2,10 +2,12 @@
 
 import jax
 import numpy as np
+import pytest
 
 from tests.benchmarks import noise
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     path = tmp_path / "table.md"
     noise.main(["--tiny", "--rounds", "1", "--markdown", str(path)])

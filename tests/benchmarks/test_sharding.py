@@ -1,8 +1,11 @@
 """The command that counts what a device does."""
 
+import pytest
+
 from tests.benchmarks import sharding
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     path = tmp_path / "table.md"
     sharding.main(["--cases", "perceptron", "--devices", "2", "--markdown", str(path)])

@@ -71,7 +71,7 @@ def descent(monkeypatch):
     monkeypatch.setattr(whole_steps, "OPTIMIZER", optax.sgd(0.1))
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt_lora"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_lora", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("descent")
 def test_private_steps_agree(name):
     """On batches with padding, in microbatches that do not divide them."""
@@ -194,6 +194,7 @@ def test_parts_are_told_round_by_round():
     assert cells["Opacus / ours"] == "ghost: 3.00 (3.00-3.00) at whole"
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     path = tmp_path / "table.md"
     told = ["--rows", "mlp", "--tiny", "--rounds", "1", "--batches", "2"]

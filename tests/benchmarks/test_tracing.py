@@ -1,11 +1,13 @@
 """The command that measures tracing and compiling."""
 
 import jax
+import pytest
 
 from tests.benchmarks import tracing
 from tests.benchmarks.contenders import NON_PRIVATE
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     path = tmp_path / "table.md"
     depths = (1, 2)

@@ -1,11 +1,13 @@
 """The command that measures a trainer."""
 
 import numpy as np
+import pytest
 
 from tests.benchmarks import training
 from tests.benchmarks.rows import TINY, mlp
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     path = tmp_path / "table.md"
     told = ["--rows", "small", "--tiny", "--rounds", "2"]

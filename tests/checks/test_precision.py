@@ -76,8 +76,16 @@ def by_hand(add):
 # What keeps to its policy.
 
 
-@pytest.mark.parametrize("case", [models.mlp(), models.cnn(), models.gpt()], ids=lambda c: c.name)
-@pytest.mark.parametrize("preset", dp.available_policies())
+@pytest.mark.parametrize(
+    ("case", "preset"),
+    [
+        pytest.param(case, preset, marks=pytest.mark.slow if is_slow else ())
+        for preset in dp.available_policies()
+        for case in (models.mlp(), models.cnn(), models.gpt())
+        for is_slow in [case.name == "gpt" and preset not in ("float32", "mixed_bfloat16")]
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_every_preset_passes(case, preset):
     with context(preset):
         policy = dp.load_policy(preset)
@@ -107,7 +115,10 @@ def test_every_method_passes_in_microbatches(method):
     assert not any("outside" in use.stage for use in report.summary)
 
 
-@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+@pytest.mark.parametrize(
+    "method",
+    ["book_keeping", *(pytest.param(x, marks=pytest.mark.slow) for x in ("per_example", "ghost"))],
+)
 def test_every_method_passes_through_scan_and_remat(method):
     policy = dp.parse_policy("p=f32,c=bf16,module:**.query_proj=float16,module:MLP=float32")
     report = check(*training_step(scanned_gpt(), policy, method=method), policy=policy)

@@ -12,7 +12,14 @@ REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 README = {"epsilon": 3.0, "delta": 1e-5, "sampling_prob": 0.01, "steps": 1000}
 
 
-@pytest.mark.parametrize(("request_", "expected"), calibrated.recorded()[::3])
+# One of three stands for all, and one of six in short; `calibrated --check` goes through all.
+RECORDED = calibrated.recorded()[::3]
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [*RECORDED[::2], *(pytest.param(*one, marks=pytest.mark.slow) for one in RECORDED[1::2])],
+)
 def test_noise_is_that_of_a_fine_search(request_, expected):
     calibrated.check(request_, expected)
 
@@ -70,7 +77,9 @@ EXPENSIVE = [
 ]
 
 
-@pytest.mark.parametrize("request_", EXPENSIVE)
+@pytest.mark.parametrize(
+    "request_", [README, *(pytest.param(one, marks=pytest.mark.slow) for one in EXPENSIVE[1:])]
+)
 def test_little_is_accounted_for_finely(request_, monkeypatch):
     """The plan's own discretization once or twice, and no other that is nearly as fine."""
     fine, rough = [], []

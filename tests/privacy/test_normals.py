@@ -95,7 +95,9 @@ def test_places_of_as_many_entries_as_32_bits_count(shape):
         (3, 2, 1, 4, 2),
     ],
 )
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)]
+)
 def test_the_numbers_of_jax(shape, make_key):
     key = make_key(3)
     expected = jax.random.normal(key, shape, jnp.float32)
@@ -104,6 +106,7 @@ def test_the_numbers_of_jax(shape, make_key):
     assert_same_bits(jax.jit(lambda key: normal(key, shape, jnp.float32))(key), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=5).map(tuple), st.integers(0, 2**64 - 1))
 def test_the_numbers_of_jax_for_any_shape_and_key(shape, words):
@@ -209,6 +212,7 @@ def test_which_arrays_are_drawn_in_other_rows():
     assert [shape for shape in [*SLOW, *FAST] if in_rows(KEY, shape)] == [*SLOW[:4]]
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(50, 90))
 def test_the_numbers_of_jax_for_short_rows(last, middle, first):

@@ -521,8 +521,9 @@ def uniform_subsets(times_kept, sizes):
 def test_overflow_of_a_host_is_cut_at_random(crowded):
     parts, whole = crowded
     times_kept, full, cut = np.zeros(HOSTS * OWNED), np.zeros(HOSTS, int), 0
+    together = [drawn(whole, step) for step in range(STEPS)]
     for step, (host, part) in itertools.product(range(STEPS), enumerate(parts)):
-        kept, all_drawn = drawn(part, step), drawn(whole, step)
+        kept, all_drawn = drawn(part, step), together[step]
         own = [index for index in all_drawn if index in part.owned]
         if len(all_drawn) <= HOSTS * part.capacity:
             # Nobody is cut for what others have drawn.

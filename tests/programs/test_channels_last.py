@@ -491,9 +491,19 @@ class Grouped(eqx.Module):
         return self.third(image).sum((1, 2))[:3]
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("kind", ["plain", "grouped"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind", "microbatch_size"),
+    [
+        *((method, "plain", 2) for method in METHODS),
+        ("book_keeping", "grouped", None),
+        *(
+            pytest.param(method, kind, size, marks=pytest.mark.slow)
+            for method in METHODS
+            for kind, size in (("plain", None), ("grouped", None), ("grouped", 2))
+            if (method, kind, size) != ("book_keeping", "grouped", None)
+        ),
+    ],
+)
 def test_what_is_compiled_for_a_clipped_gradient(method, kind, microbatch_size):
     case = models.cnn()
     model = case.model if kind == "plain" else Grouped(jax.random.key(0))

@@ -13,6 +13,7 @@ import eqx_dp as dp
 from tests.sharding.compiled import collectives, compiled
 from tests.sharding.losses import Says, mesh_of
 
+SLOW = pytest.mark.slow
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
 BATCH = (
     np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32),
@@ -50,7 +51,7 @@ def words(collective):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
-@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=SLOW), 2])
 def test_sums_cross_devices_once(kind, method, microbatch_size):
     found = program(kind=kind, method=method, microbatch_size=microbatch_size).collectives
     assert {collective.name for collective in found} == {"all-reduce"}
@@ -72,7 +73,10 @@ def test_over_two_example_axes():
     assert not any(collective.in_loop for collective in found)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "policy",
+    ["mixed_bfloat16", *(pytest.param(x, marks=SLOW) for x in ("mixed_float16", "bfloat16"))],
+)
 @pytest.mark.parametrize("accumulators", ["params", "examples"])
 def test_sums_cross_devices_in_the_accumulate_dtype(policy, accumulators):
     found = program(accumulators, dp.load_policy(policy), microbatch_size=2).collectives

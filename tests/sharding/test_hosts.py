@@ -5,12 +5,8 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from tests.sharding.host import train
-
-# Noise is compared bit for bit with that of processes of their own.
-pytestmark = pytest.mark.optimized
 
 
 def free_port():
@@ -19,7 +15,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def run_two_hosts(folder):
+def run_two_hosts(folder, environment):
     """What each of two hosts has seen."""
     port = free_port()
     processes = [
@@ -28,6 +24,7 @@ def run_two_hosts(folder):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=environment,
         )
         for host in range(2)
     ]
@@ -45,8 +42,8 @@ def named(found, name):
     return [found[key] for key in sorted(found) if key.startswith(name)]
 
 
-def test_two_hosts_do_what_one_does(tmp_path):
-    one, both = train(0, 1), run_two_hosts(tmp_path)
+def test_two_hosts_do_what_one_does(tmp_path, fast):
+    one, both = train(0, 1), run_two_hosts(tmp_path, fast)
     first, second = both
 
     assert named(first, "param")

@@ -132,7 +132,14 @@ def pair_of(name):
     return [step_of(**options) for options in ([{}, *DIFFERENCES[name]()])[-2:]]
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
+# The noise of all follows from one text, and so do the samples: those are compared for each name.
+NOISE = ("schedule", "constant of the loss", "derivative rule", "clip norm", "method", "seed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in NOISE else pytest.mark.slow) for name in DIFFERENCES],
+)
 def test_what_differs_in_one_thing_has_noise_of_its_own(name):
     one, other = pair_of(name)
     is_usual = len(DIFFERENCES[name]()) == 1

@@ -73,7 +73,7 @@ def taken(step, state, extra=None):
 
 
 # One of each kind; what else optax offers is left to the slow tests.
-USUAL = {*AROUND, *PUBLIC_VALUE, "adafactor", "adagrad", "adam", "adamw", "lion", "muon", "sgd"}
+USUAL = {*AROUND, *PUBLIC_VALUE, "adafactor", "adam", "muon"}
 
 
 @pytest.mark.filterwarnings("ignore")

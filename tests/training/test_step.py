@@ -353,6 +353,42 @@ def test_a_model_with_state_keeps_it():
     assert step.identity(pair, XS, YS) == step.identity(state.model, XS, YS)
 
 
+@jax.custom_vjp
+def scaled(x, scale):
+    return x * scale
+
+
+def scaled_forward(x, scale):
+    if scale.perturbed:
+        raise RuntimeError("the scale is data")
+    return x.value * scale.value, scale.value
+
+
+scaled.defvjp(scaled_forward, lambda scale, c: (c * scale, None), symbolic_zeros=True)
+
+
+def test_a_rule_for_some_operands_alone_serves_one_step_after_another():
+    # JAX keeps the program of a jitted function, and with it the rule for the next step.
+    jitted = jax.jit(scaled)
+    plan, mask = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), np.zeros(4, bool)
+    model = small_model()
+
+    sgd = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+
+    def model_by(method, function=jitted):
+        def loss(model, x, y):
+            return jnp.sum(function(model(x), y))
+
+        step = make(plan, sgd, loss, method=method)
+        state, batch = step.init(model), (XS[:4], YS[:4])
+        return step(state, *batch, is_padding_example=mask, extra={"value": 0.5}).model
+
+    expected = leaves(model_by("per_example", lambda x, scale: x * scale))
+    for method in ("book_keeping", "ghost", "per_example", "book_keeping"):
+        for one, other in zip(leaves(model_by(method)), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_without_the_mask_is_refused(unchecked):
     plan = dp.PrivacyPlan(0.2, 5, 1.0, 1e-5)
     step = dp.make_step(

@@ -20,41 +20,41 @@ from .contract import ClippedSum, TracedLoss, clip_and_sum, held_gradient
 
 
 def clipped_sum(
-    task: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    traced: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
 ) -> ClippedSum:
     """Sums clipped gradients from the inputs and the cotangents of every use.
 
     Guarantee: as that of the method `per_example`.
     """
     with stage("probe"):
-        scales = task.loss_scale(task.params, task.frozen, examples)
+        scales = traced.loss_scale(traced.params, traced.frozen, examples)
     loss, aux, residuals, cotangents, grads = run_apart(
-        jax.vmap(functools.partial(_backward, task)), task.program.jaxpr.jaxpr, examples, scales
+        jax.vmap(functools.partial(_backward, traced)), traced.program.jaxpr.jaxpr, examples, scales
     )
     with stage("norm"):
         leaves = [
-            held_gradient(task, leaf, residuals, cotangents, grads, len(loss))
-            for leaf in range(len(task.params))
+            held_gradient(traced, leaf, residuals, cotangents, grads, len(loss))
+            for leaf in range(len(traced.params))
         ]
-    return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)
+    return clip_and_sum(traced, leaves, loss, aux, scales, is_padding_example)
 
 
 def _backward(
-    task: TracedLoss, example: list[Array], scale: Float[Array, ""] | None
+    traced: TracedLoss, example: list[Array], scale: Float[Array, ""] | None
 ) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Array], dict[int, Array]]:
     """One example's loss, aux, residuals, cotangents of its uses, and gradients of the rest."""
 
     def run(
         taps: dict[Address, Array], whole: dict[int, Array]
     ) -> tuple[Array, tuple[list[Array], dict[Address, Any]]]:
-        params = [whole.get(leaf, value) for leaf, value in enumerate(task.params)]
-        inputs = [*params, *task.frozen, *example]
+        params = [whole.get(leaf, value) for leaf, value in enumerate(traced.params)]
+        inputs = [*params, *traced.frozen, *example]
         with stage("loss"):
-            loss, aux, residuals = evaluate(task.program, task.uses.at, inputs, taps)
+            loss, aux, residuals = evaluate(traced.program, traced.uses.at, inputs, taps)
         return loss, (aux, residuals)
 
-    taps = {at: jnp.zeros(use.result.shape, use.result.dtype) for at, use in task.uses.at.items()}
-    whole = {leaf: task.params[leaf] for leaf in task.uses.whole}
+    taps = {at: jnp.zeros(use.result.shape, use.result.dtype) for at, use in traced.uses.at.items()}
+    whole = {leaf: traced.params[leaf] for leaf in traced.uses.whole}
     loss, pullback, (aux, residuals) = jax.vjp(run, taps, whole, has_aux=True)
     cotangents, grads = pullback(loss_cotangent(loss, scale))
     return loss, aux, residuals, cotangents, grads

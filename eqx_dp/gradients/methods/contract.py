@@ -52,7 +52,7 @@ class TracedLoss(NamedTuple):
     def with_arrays(
         self, params: list[Array], frozen: list[Array], consts: list[Array]
     ) -> "TracedLoss":
-        """The same task with other arrays: those that live on one device."""
+        """The same loss with other arrays: those that live on one device."""
         own = len(self.program.jaxpr.consts)
         scaling, program = self.loss_scale, self.program.with_consts(consts[:own])
         if scaling.probe is not None:
@@ -88,11 +88,11 @@ class ClippedSum(NamedTuple):
 
 
 Method: TypeAlias = Callable[[TracedLoss, list[Array], Bool[Array, " batch"]], ClippedSum]
-"""`method(task, examples, is_padding_example)`; the leaves of examples have examples in front."""
+"""`method(traced, examples, is_padding_example)`; the leaves of examples have examples in front."""
 
 
 def held_gradient(
-    task: TracedLoss,
+    traced: TracedLoss,
     leaf: int,
     residuals: dict[Address, Any],
     cotangents: dict[Address, Any],
@@ -102,19 +102,19 @@ def held_gradient(
     """The gradient of one leaf, in the form that its way gives, from what is held for a batch.
 
     Args:
-        task: what is done.
+        traced: the loss.
         leaf: which leaf.
         residuals: of each use, examples in front.
         cotangents: of each use's result, likewise.
         grads: each example's gradient of the leaves that are `whole`.
         num_examples: the batch.
     """
-    way, shape, dtype = task.costs[leaf].way, task.params[leaf].shape, task.accumulate_dtype
+    way, shape, dtype = traced.costs[leaf].way, traced.params[leaf].shape, traced.accumulate_dtype
     if way == "whole":
         return from_per_example(grads[leaf].astype(dtype))
     if way == "unused":
         return from_per_example(jnp.zeros((num_examples, *shape), dtype))
-    uses = task.uses.of[leaf]
+    uses = traced.uses.of[leaf]
     form = LeafForm(shape, tuple(uses.values()), way, dtype)
     return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses])
 
@@ -135,7 +135,7 @@ class Clip(NamedTuple):
 
 
 def clip(
-    task: TracedLoss,
+    traced: TracedLoss,
     norms: list[Float[Array, " batch"]],
     bounds: list[Float[Array, " batch"]],
     loss: Float[Array, " batch"],
@@ -148,13 +148,13 @@ def clip(
     undo them is exact; what becomes too small for that is rounded away from harm, bounds up to the
     smallest normal number and factors down to zero.
     """
-    clipping, dtype = task.clipping, task.accumulate_dtype
+    clipping, dtype = traced.clipping, traced.accumulate_dtype
     tiny = jnp.finfo(dtype).tiny
 
     def by_group(values: list[Array]) -> list[Float[Array, " batch"]]:
         return [
             combined_norms(
-                [value for value, its in zip(values, task.groups, strict=True) if its == group],
+                [value for value, its in zip(values, traced.groups, strict=True) if its == group],
                 loss.shape,
                 dtype,
             )
@@ -182,7 +182,7 @@ def clip(
 
 
 def clip_and_sum(
-    task: TracedLoss,
+    traced: TracedLoss,
     leaves: list[LeafGradient],
     loss: Float[Array, " batch"],
     aux: list[Array],
@@ -200,10 +200,10 @@ def clip_and_sum(
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
     with stage("norm"):
-        clipped = clip(task, norms, bounds, loss, scales, is_padding_example)
+        clipped = clip(traced, norms, bounds, loss, scales, is_padding_example)
     with stage("sum"):
         sums = [
             leaf.sum(clipped.factors[group], clipped.contributes)
-            for leaf, group in zip(leaves, task.groups, strict=True)
+            for leaf, group in zip(leaves, traced.groups, strict=True)
         ]
     return ClippedSum(sums, loss, clipped.norms, aux)

@@ -63,7 +63,7 @@ class _Backward(NamedTuple):
 
 
 def clipped_sum(
-    task: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    traced: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
 ) -> ClippedSum:
     """Sums clipped gradients in a second pass that repeats the first.
 
@@ -78,21 +78,21 @@ def clipped_sum(
     `book_keeping`; of one that no use describes, each example's gradient.
     """
     with stage("probe"):
-        scales = task.loss_scale(task.params, task.frozen, examples)
+        scales = traced.loss_scale(traced.params, traced.frozen, examples)
 
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
         here, asked = jax.lax.optimization_barrier((examples, past[:2]))
-        backward = functools.partial(_backward, task, asked[0])
-        found = run_apart(backward, task.program.jaxpr.jaxpr, here, asked[1], scales)
+        backward = functools.partial(_backward, traced, asked[0])
+        found = run_apart(backward, traced.program.jaxpr.jaxpr, here, asked[1], scales)
         leaves = [
-            _of_leaf(task, leaf, found, Ask(asked[0], asked[1][group]))
-            for leaf, group in enumerate(task.groups)
+            _of_leaf(traced, leaf, found, Ask(asked[0], asked[1][group]))
+            for leaf, group in enumerate(traced.groups)
         ]
         norms, bounds = ([leaf.measured[:, i] for leaf in leaves] for i in range(2))
         with stage("norm"):
-            clipped = clip(task, norms, bounds, found.loss, scales, is_padding_example)
+            clipped = clip(traced, norms, bounds, found.loss, scales, is_padding_example)
         chosen = [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors]
         factors, grad_norms = jax.tree.map(
             lambda new, old: jnp.where(asked[0], new, old),
@@ -104,16 +104,18 @@ def clipped_sum(
             jnp.zeros((), bool), factors, ClippedSum(totals, found.loss, grad_norms, found.aux)
         )
 
-    batch, dtype = len(is_padding_example), task.accumulate_dtype
-    nothing = [jnp.zeros(x.shape, x.dtype) for x in map(task.accumulated, range(len(task.params)))]
-    loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in task.program.jaxpr.out_avals)
-    of_groups = [jnp.zeros(batch, dtype)] * len(task.clipping.clip_norms)
+    batch, dtype = len(is_padding_example), traced.accumulate_dtype
+    nothing = [
+        jnp.zeros(x.shape, x.dtype) for x in map(traced.accumulated, range(len(traced.params)))
+    ]
+    loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
+    of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
     start = _Pass(jnp.ones((), bool), of_groups, ClippedSum(nothing, loss, of_groups, aux))
     return jax.lax.fori_loop(0, 2, lambda _, past: once(past), start).result
 
 
 def _backward(
-    task: TracedLoss,
+    traced: TracedLoss,
     is_measuring: Bool[Array, ""],
     examples: list[Array],
     factors: list[Array],
@@ -121,18 +123,18 @@ def _backward(
 ) -> _Backward:
     """The cotangents of all taps, some of which become norms or sums on the spot."""
     known = {
-        at: known_of(task, leaf, use)
-        for leaf, uses in enumerate(task.uses.of)
+        at: known_of(traced, leaf, use)
+        for leaf, uses in enumerate(traced.uses.of)
         for at, use in uses.items()
     }
-    taps, axes = _taps(task, known, len(factors[0]))
+    taps, axes = _taps(traced, known, len(factors[0]))
 
     def one(example: list[Array], factors: list[Array], taps: dict[str, Any]) -> tuple[Any, Any]:
-        params = [taps["whole"].get(leaf, value) for leaf, value in enumerate(task.params)]
-        inputs, asked = [*params, *task.frozen, *example], [Ask(is_measuring, x) for x in factors]
+        params = [taps["whole"].get(leaf, value) for leaf, value in enumerate(traced.params)]
+        inputs, asked = [*params, *traced.frozen, *example], [Ask(is_measuring, x) for x in factors]
         with stage("loss"):
             loss, aux, residuals = evaluate(
-                task.program, known, inputs, taps["uses"], at_use, asked
+                traced.program, known, inputs, taps["uses"], at_use, asked
             )
         return loss, (aux, residuals)
 
@@ -145,7 +147,7 @@ def _backward(
 
 
 def _taps(
-    task: TracedLoss, known: dict[Address, Known], batch: int
+    traced: TracedLoss, known: dict[Address, Known], batch: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Zeros for every use, and where each has examples in front: no total has."""
     uses: dict[Address, Any] = {}
@@ -163,18 +165,18 @@ def _taps(
             uses[at] = Found(jnp.zeros((batch, *slices, 2), total.dtype), total)
             axes[at] = Found(0, None)  # pyright: ignore[reportArgumentType]
     whole = {
-        leaf: jnp.broadcast_to(task.params[leaf], (batch, *task.params[leaf].shape))
-        for leaf in task.uses.whole
+        leaf: jnp.broadcast_to(traced.params[leaf], (batch, *traced.params[leaf].shape))
+        for leaf in traced.uses.whole
     }
     return {"uses": uses, "whole": whole}, {"uses": axes, "whole": dict.fromkeys(whole, 0)}
 
 
-def _of_leaf(task: TracedLoss, leaf: int, found: _Backward, asked: Ask) -> Found:
+def _of_leaf(traced: TracedLoss, leaf: int, found: _Backward, asked: Ask) -> Found:
     """What a leaf's cotangents become, with respect to the leaf itself."""
-    shape, dtype, batch = task.params[leaf].shape, task.accumulate_dtype, len(asked.factors)
-    cotangents, uses = found.cotangents["uses"], task.uses.of[leaf]
+    shape, dtype, batch = traced.params[leaf].shape, traced.accumulate_dtype, len(asked.factors)
+    cotangents, uses = found.cotangents["uses"], traced.uses.of[leaf]
     own = None
-    if leaf in task.uses.whole:
+    if leaf in traced.uses.whole:
         own = found.cotangents["whole"][leaf].astype(dtype)
     elif not uses:  # the loss does not depend on it
         return Found(jnp.zeros((batch, 2), dtype), jnp.zeros(shape, dtype))
@@ -190,7 +192,7 @@ def _of_leaf(task: TracedLoss, leaf: int, found: _Backward, asked: Ask) -> Found
 
     def gradient(held: dict[Address, tuple[Any, Array]]) -> Any:
         residuals, its = ({at: pair[i] for at, pair in held.items()} for i in range(2))
-        return held_gradient(task, leaf, residuals, its, {}, len(its))
+        return held_gradient(traced, leaf, residuals, its, {}, len(its))
 
-    several = at_once(task.costs[leaf].way, shape, tuple(uses.values()), batch)
+    several = at_once(traced.costs[leaf].way, shape, tuple(uses.values()), batch)
     return ask(gradient, shape, held, asked, several)

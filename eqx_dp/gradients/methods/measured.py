@@ -85,14 +85,14 @@ class Known(NamedTuple):
     is_small: bool = False
 
 
-def known_of(task: TracedLoss, leaf: int, use: ParamUse) -> Known:
+def known_of(traced: TracedLoss, leaf: int, use: ParamUse) -> Known:
     """What is known of a use of a leaf."""
-    way, group = task.costs[leaf].way, task.groups[leaf]
-    if len(task.uses.of[leaf]) > 1 or not use.view.is_isometric or "time" in use.scans:
+    way, group = traced.costs[leaf].way, traced.groups[leaf]
+    if len(traced.uses.of[leaf]) > 1 or not use.view.is_isometric or "time" in use.scans:
         return Known(use, group)
     here = use.inside()
     is_small = way == "kept" and 8 * math.prod(here.view.shape) <= _met(here)
-    form = LeafForm(here.view.shape, (here,), way, task.accumulate_dtype)
+    form = LeafForm(here.view.shape, (here,), way, traced.accumulate_dtype)
     return Known(use, group, form, is_small)
 
 

@@ -11,7 +11,7 @@ from .contract import ClippedSum, TracedLoss, clip_and_sum
 
 
 def clipped_sum(
-    task: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    traced: TracedLoss, examples: list[Array], is_padding_example: Bool[Array, " batch"]
 ) -> ClippedSum:
     """Maps the gradient of one example over a microbatch, clips, and sums.
 
@@ -24,17 +24,17 @@ def clipped_sum(
     ) -> tuple[Array, list[Array], list[Array]]:
         def loss_of(params: list[Array]) -> tuple[Array, list[Array]]:
             with stage("loss"):
-                return task.program(params, task.frozen, example)
+                return traced.program(params, traced.frozen, example)
 
-        loss, pullback, aux = jax.vjp(loss_of, task.params, has_aux=True)
+        loss, pullback, aux = jax.vjp(loss_of, traced.params, has_aux=True)
         (grads,) = pullback(loss_cotangent(loss, scale))
         return loss, grads, aux
 
     with stage("probe"):
-        scales = task.loss_scale(task.params, task.frozen, examples)
+        scales = traced.loss_scale(traced.params, traced.frozen, examples)
     loss, grads, aux = run_apart(
-        jax.vmap(value_and_grad), task.program.jaxpr.jaxpr, examples, scales
+        jax.vmap(value_and_grad), traced.program.jaxpr.jaxpr, examples, scales
     )
     with stage("norm"):
-        leaves = [from_per_example(grad.astype(task.accumulate_dtype)) for grad in grads]
-    return clip_and_sum(task, leaves, loss, aux, scales, is_padding_example)
+        leaves = [from_per_example(grad.astype(traced.accumulate_dtype)) for grad in grads]
+    return clip_and_sum(traced, leaves, loss, aux, scales, is_padding_example)

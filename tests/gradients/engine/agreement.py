@@ -10,7 +10,7 @@ import pytest
 
 import eqx_dp as dp
 from tests import oracle
-from tests.gradients.engine.surveys import freshly_jitted
+from tests.gradients.engine.uses import freshly_jitted
 from tests.models import Case
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from eqx_dp.gradients.cross_terms import overlaps
 from eqx_dp.gradients.leaves import LeafForm, leaf_gradient
 from eqx_dp.gradients.taps import Uses, evaluate
-from tests.gradients.engine.surveys import traced
+from tests.gradients.engine.uses import traced
 
 NUM_EXAMPLES = 3
 FACTORS = np.array([0.5, 3.0, 2.0])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_dp.gradients.activations import activation_bytes
-from tests.gradients.engine.surveys import traced
+from tests.gradients.engine.uses import traced
 
 WEIGHT = jnp.ones((4, 4))
 EXAMPLE = (jax.ShapeDtypeStruct((4,), jnp.float32),)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.gradients.engine import agreement, layers, surveys
+from tests.gradients.engine import agreement, layers, uses
 
 
 @agreement.EACH_METHOD
 @pytest.mark.parametrize("name", layers.ALL)
 def test_agrees_with_the_oracle(name: str, method: str, monkeypatch: pytest.MonkeyPatch):
-    surveys.force(monkeypatch, "inner_products")
+    uses.force(monkeypatch, "inner_products")
     agreement.check(layers.case(name), by_leaf=True, methods=[method])
 
 
@@ -20,13 +20,13 @@ CHOICE = ("linear_tokens", "conv2d_all", "lstm_scan")
 def test_agrees_with_the_oracle_with_every_gradient_kept(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    surveys.force(monkeypatch, "kept")
+    uses.force(monkeypatch, "kept")
     agreement.check(layers.case(name), by_leaf=True)
 
 
 @pytest.mark.parametrize("name", layers.SITES)
 def test_nothing_is_whole(name: str):
     case = layers.case(name)
-    assert surveys.whole(case) == {}
+    assert uses.whole(case) == {}
     # Nor lost on the way: every parameter has a use.
-    assert all(surveys.kinds(case).values())
+    assert all(uses.kinds(case).values())

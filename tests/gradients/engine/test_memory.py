@@ -7,6 +7,7 @@ import pytest
 
 import eqx_dp as dp
 from tests.benchmarks.rows import gpt_stacked
+from tests.gradients.engine.agreement import EACH_METHOD
 
 pytestmark = pytest.mark.optimized
 
@@ -33,7 +34,7 @@ def temporary_bytes(grad, row):
     return lowered(grad, row).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.optimized
+@pytest.mark.slow
 def test_ghost_has_the_memory_of_ordinary_training():
     """With its layers under scan and rematerialised, where book_keeping has thrice as much."""
     row = gpt_stacked(**SIZES)
@@ -43,7 +44,7 @@ def test_ghost_has_the_memory_of_ordinary_training():
     assert ghost <= most * temporary_bytes(ordinary(row), row)
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "ghost"])
+@EACH_METHOD
 def test_depth_under_scan_costs_no_code(method):
     lines = []
     for depth in (2, 5):

@@ -11,7 +11,7 @@ from jax import lax
 import eqx_dp as dp
 from eqx_dp.gradients.cost import leaf_cost
 from eqx_dp.gradients.cross_terms import overlaps
-from tests.gradients.engine import agreement, models, surveys
+from tests.gradients.engine import agreement, models, uses
 from tests.models import Case
 
 TOKENS, WIDTH, WORDS = 4, 6, 9
@@ -125,14 +125,14 @@ def case_of(name, cases=CASES):
 
 def costs(case):
     """The cost of every leaf, by its path."""
-    paths, found = surveys.surveyed(case.loss, case.model, *case.batch(2))
+    paths, found = uses.uses_of(case.loss, case.model, *case.batch(2))
     leaves = jax.tree.leaves(eqx.filter(case.model, eqx.is_inexact_array))
     return {path: leaf_cost(found, i, leaves[i]) for i, path in enumerate(paths)}
 
 
 def ghosts(case):
     """Whether every leaf's norm can be had without forming its gradient."""
-    paths, found = surveys.surveyed(case.loss, case.model, *case.batch(2))
+    paths, found = uses.uses_of(case.loss, case.model, *case.batch(2))
     leaves = jax.tree.leaves(eqx.filter(case.model, eqx.is_inexact_array))
     return {
         path: overlaps(tuple(found.of[i].values()), leaves[i].shape) is not None
@@ -140,21 +140,23 @@ def ghosts(case):
     }
 
 
+@agreement.EACH_METHOD
 @pytest.mark.parametrize("name", CASES)
-def test_agrees_with_the_oracle(name, monkeypatch):
+def test_agrees_with_the_oracle(name, method, monkeypatch):
     case = case_of(name)
-    assert surveys.kinds(case)["['w']"] == CASES[name][2].split()
+    assert uses.kinds(case)["['w']"] == CASES[name][2].split()
     assert ghosts(case)["['w']"]
-    surveys.force(monkeypatch, "inner_products")
-    agreement.check(case, by_leaf=True)
+    uses.force(monkeypatch, "inner_products")
+    agreement.check(case, by_leaf=True, methods=[method])
 
 
-def test_a_stacked_transformer(monkeypatch):
+@agreement.EACH_METHOD
+def test_a_stacked_transformer(method, monkeypatch):
     """The embedding is the head; between them a scan of checkpoints."""
     case = models.stacked_gpt()
     assert ghosts(case)[".embedding.weight"]
-    surveys.force(monkeypatch, "inner_products")
-    agreement.check(case, size=4, by_leaf=True)
+    uses.force(monkeypatch, "inner_products")
+    agreement.check(case, size=4, by_leaf=True, methods=[method])
     assert costs(case)[".embedding.weight"].way == "inner_products"
 
 
@@ -217,7 +219,7 @@ def test_ghost_is_chosen(name):
     """Nothing is held but what uses keep (the kernel is too small for that to pay)."""
     case = case_of(name)
     cost = costs(case)["['w']"]
-    _, found = surveys.surveyed(case.loss, case.model, *case.batch(2))
+    _, found = uses.uses_of(case.loss, case.model, *case.batch(2))
     held = jax.tree.leaves([(use.result, use.residuals) for use in found.of[1].values()])
     assert cost.way == "inner_products"
     assert cost.bytes == sum(4 * shape.size for shape in held)

@@ -1,4 +1,4 @@
-"""Which parameters have no site, why, and that they are right all the same."""
+"""Which parameters have no use that is known, why, and that they are right all the same."""
 
 import equinox as eqx
 import jax
@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from tests import models
-from tests.gradients.engine import agreement, surveys
+from tests.gradients.engine import agreement, uses
 
 
 @jax.custom_vjp
@@ -76,7 +76,7 @@ def case_of(use):
 
     numbers = jnp.array([0.4, -0.7, 1.1])
     model = {"a": numbers, "b": jnp.cos(numbers), "unused": jnp.ones(2)}
-    return models.Case("survey", model, loss, draw)
+    return models.Case("one leaf", model, loss, draw)
 
 
 def draw(rng, size):
@@ -87,9 +87,9 @@ def draw(rng, size):
 def test_reasons(name):
     use, reason = CASES[name]
     case = case_of(use)
-    assert surveys.whole(case) == {"['a']": reason}
-    assert surveys.kinds(case)["['b']"] == ["scale"]
-    assert surveys.kinds(case)["['unused']"] == []
+    assert uses.whole(case) == {"['a']": reason}
+    assert uses.kinds(case)["['b']"] == ["scale"]
+    assert uses.kinds(case)["['unused']"] == []
 
 
 RIGHT = ("cond", "while", "custom_vjp", "stopped", "carried")
@@ -102,14 +102,14 @@ def test_whole_is_right(name):
 
 def test_the_loss_itself():
     case = models.Case("itself", jnp.array([0.4, 2.0]), lambda w, x: w[1], draw)
-    assert surveys.whole(case) == {"": "it is a result of the loss itself"}
+    assert uses.whole(case) == {"": "it is a result of the loss itself"}
     agreement.check(case)
 
 
 def test_two_parameters_that_meet():
     case = case_of(lambda w, x: (w["a"] * w["b"]) * x)
     reason = "it meets another parameter"
-    assert surveys.whole(case) == {"['a']": reason, "['b']": reason}
+    assert uses.whole(case) == {"['a']": reason, "['b']": reason}
     agreement.check(case, by_leaf=True)
 
 
@@ -117,8 +117,8 @@ def test_a_leaf_is_whole_if_any_use_is():
     def use(w, x):
         return w["a"] * x + jnp.exp(w["a"])
 
-    assert surveys.whole(case_of(use)) == {"['a']": "no kind of use knows 'exp'"}
-    assert surveys.kinds(case_of(use))["['a']"] == []
+    assert uses.whole(case_of(use)) == {"['a']": "no kind of use knows 'exp'"}
+    assert uses.kinds(case_of(use))["['a']"] == []
     agreement.check(case_of(use), by_leaf=True)
 
 
@@ -132,8 +132,8 @@ def test_data_in_cond_and_custom_rules_is_no_reason():
         return w["a"] * lax.fori_loop(0, 2, lambda i, y: jnp.tanh(y), y)
 
     case = case_of(use)
-    assert surveys.whole(case) == {}
-    assert surveys.kinds(case)["['a']"] == ["scale", "scale"]
+    assert uses.whole(case) == {}
+    assert uses.kinds(case)["['a']"] == ["scale", "scale"]
     agreement.check(case, by_leaf=True)
 
 
@@ -146,5 +146,5 @@ def test_through_jit_and_named_functions():
         a, y = inner(w["a"][:, None], x)
         return (a * y).ravel()
 
-    assert surveys.whole(case_of(use)) == {}
-    assert surveys.kinds(case_of(use))["['a']"] == ["scale"]
+    assert uses.whole(case_of(use)) == {}
+    assert uses.kinds(case_of(use))["['a']"] == ["scale"]

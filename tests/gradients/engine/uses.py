@@ -26,7 +26,7 @@ def traced(
     return program, find_uses(program, len(jax.tree.leaves(params)))
 
 
-def surveyed(
+def uses_of(
     fun: Callable[..., Any], model: Any, *batch: Any, filter_spec: Any = eqx.is_inexact_array
 ) -> tuple[list[str], Uses]:
     """The paths of the trainable leaves, and their uses."""
@@ -39,13 +39,13 @@ def surveyed(
 
 def whole(case: Case) -> dict[str, str]:
     """The leaves that no uses describe, with the reason."""
-    paths, found = surveyed(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
+    paths, found = uses_of(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
     return {paths[leaf]: reason for leaf, reason in found.whole.items()}
 
 
 def kinds(case: Case) -> dict[str, list[str]]:
     """The kinds of every leaf's uses, in the order of the program."""
-    paths, found = surveyed(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
+    paths, found = uses_of(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
     return {path: [use.kind.name for use in found.of[i].values()] for i, path in enumerate(paths)}
 
 
