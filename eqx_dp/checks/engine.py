@@ -1,17 +1,32 @@
 """Calls of the engine in a traced step: what goes in, and the clipped sums that come out."""
 
+from collections.abc import Hashable
+
 import jax.extend.core as jex_core
 
 from ..gradients import Mark
 from ..isolation import shape_of
-from ..programs import Call, inside
+from ..programs import Call, inside, open_jaxpr
 from . import rows
 from .doors import Doors
 from .flow import Context
 from .record import Record
 from .releases import Drawn, Source
 from .terms import UNKNOWN, Key
-from .values import Cut, Linear, Private, Public, Rows, Sum, Value, made_of, unknown
+from .values import (
+    Cut,
+    Linear,
+    Private,
+    Public,
+    Random,
+    Rows,
+    Sum,
+    Value,
+    as_public,
+    keys_of,
+    made_of,
+    unknown,
+)
 
 
 class Engine:
@@ -48,15 +63,18 @@ class Engine:
         private = [x for x in (*shared, *batch, *mask) if isinstance(x, Private | Sum)]
         if context.is_final:
             self._walk_loss(context, equation, inputs)
-            for value in keys:
+            held = [x for x in (*shared, *batch) if isinstance(x, Public) and _holds_keys(x)]
+            for i, value in enumerate((*keys, *held)):
                 key = value.term if isinstance(value, Public) else None
                 key = key if isinstance(key, Key) else Key(UNKNOWN)
-                self.record.of_losses[context.path] = Drawn(
+                self.record.of_losses[(*context.path, i)] = Drawn(
                     key, context.line, context.loops, context.branches
                 )
         self._check_constants(context, batch)
         if not private:
-            return [made_of([x for x in inputs if isinstance(x, Public)])] * count
+            public = [as_public(x) for x in inputs if isinstance(x, Public | Random)]
+            return [made_of(public)] * count
+        self.record.meet(context, inputs)
         examples = self._examples(context, mark, batch, mask)
         if examples is None or not self._has_public_model(context, shared):
             back = frozenset[int]().union(
@@ -73,9 +91,20 @@ class Engine:
             for axis in cut.start[1]
         )
         for group, bound in enumerate(mark.bounds):
-            self.record.sources[context.path, group] = Source(bound, cuts, context.line)
+            function: Hashable = None
+            if any(isinstance(cut.start, int) for cut in cuts):
+                body = open_jaxpr(equation.params["jaxpr"])
+                function = group, str(body), tuple(map(id, equation.invars[:end]))
+            self.record.sources[context.path, group] = Source(bound, cuts, context.line, function)
+        turning = {loop.path for loop in context.loops} & {cut.start for cut in cuts}
+        changes = made_of([x for x in (*shared, *batch) if isinstance(x, Public)]).changes
+        is_even = not turning & changes  # else parts of a batch meet other models
         sums = [
-            Sum(frozenset({Linear((context.path, group), frozenset({leaf}), 1.0)}), spread=spread)
+            Sum(
+                frozenset({Linear((context.path, group), frozenset({leaf}), 1.0)}),
+                spread=spread,
+                is_even=is_even,
+            )
             for leaf, group in enumerate(mark.groups)
         ]
         values = Private(frozenset({own}), cuts, "data", context.line)
@@ -90,7 +119,7 @@ class Engine:
         Doors(self.record.door).program(held.body, is_private, context)
 
     def _check_constants(self, context: Context, batch: list[Value]) -> None:
-        if context.is_final and any(isinstance(x, Public) and x.is_constant for x in batch):
+        if context.is_final and any(isinstance(x, Public) and 0 in x.along for x in batch):
             self.record.note(
                 "examples apart",
                 "examples of filter_clipped_grad are constants, and no private argument",
@@ -115,20 +144,21 @@ class Engine:
                 self._meet(context, value)
                 return None
             axes.append(own[0])
-        of_batch = axes[: len(axes) - len([x for x in mask if isinstance(x, Private)])]
-        names = {row.axis for row in of_batch or axes}
-        if len(names) > 1:
-            self._meet(context, None)
-            return None
         cuts = frozenset[Cut].intersection(
             *(value.cuts for value in private if isinstance(value, Private))
         )
+        if len({row.axis for row in axes}) > 1 or not rows.is_of_examples(axes[0], cuts):
+            self._meet(context, None)
+            return None
         return axes[0], rows.of_batch(cuts, axes[0])
 
     def _meet(self, context: Context, value: Value | None) -> None:
         found, where, is_decided = "arguments of filter_clipped_grad hold other rows", "", True
         if isinstance(value, Private) and value.reason == "taken":
             found = "rows are taken by indices that the step computes: one may be taken twice"
+            where, is_decided = value.where, False
+        elif isinstance(value, Private) and value.reason == "slots":
+            found = "rows are combined with constants of their slots: a row may get another slot"
             where, is_decided = value.where, False
         elif value is not None:
             found = "rows of the data meet before filter_clipped_grad clips them"
@@ -158,3 +188,7 @@ class Engine:
                 "anything else that the loss reads.",
             )
         return not private
+
+
+def _holds_keys(value: Public) -> bool:
+    return bool(value.words or keys_of(value))

@@ -23,6 +23,7 @@ from .values import (
     Private,
     Public,
     Random,
+    Rows,
     Sum,
     Value,
     as_public,
@@ -32,6 +33,9 @@ from .values import (
 
 _DRAWS = named("random_bits random_gamma rng_bit_generator rng_uniform threefry2x32")
 _SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
+_COLLECTIVES = _SUMS_OF_DEVICES | named(
+    "pmax pmin all_gather all_gather_invariant all_to_all ppermute reduce_scatter"
+)
 _ADDITIONS = named("add sub add_any")
 
 
@@ -51,6 +55,7 @@ class Equations(Flow[Value]):
         self.lengths: dict[str, int] = {}
         self._noised: dict[Path, Noised] = {}
         self._made: dict[Hashable, int] = {}
+        self._on_devices: set[Path] = set()
 
     def constant(self, value: Any) -> Value:
         """A constant or a literal."""
@@ -70,10 +75,14 @@ class Equations(Flow[Value]):
         name, count = equation.primitive.name, len(equation.outvars)
         if name in DOORS:
             self.record.door(context, equation, inputs)
+        if name in _COLLECTIVES:
+            self.put_together(context, inputs)
         if name in OPERAND_BY_OPERAND:
             return inputs
         if not count:
             return []
+        if any(isinstance(value, Private | Sum) for value in inputs):
+            self.record.meet(context, inputs)
         if any(isinstance(value, Private) for value in inputs):
             return self._private(context, equation, inputs)
         if any(isinstance(value, Sum) for value in inputs):
@@ -93,11 +102,14 @@ class Equations(Flow[Value]):
             return [Private(reason="noise known", where=context.line)] * len(equation.outvars)
         found = numbers.result(equation, inputs) if len(equation.outvars) == 1 else Public()
         words = made.words
-        if isinstance(found.term, Key):
+        if isinstance(found.term, Key) and found.term.root != UNKNOWN:
             words = frozenset({found.term} if found.term.is_words else ())
         if found.term is None and not words:
             found = replace(found, term=self._value_number(context, equation, inputs))
-        whole = replace(made, term=found.term, low=found.low, high=found.high, words=words)
+        along = numbers.varies_along(equation, inputs) if equation.outvars else frozenset[int]()
+        whole = replace(
+            made, term=found.term, low=found.low, high=found.high, words=words, along=along
+        )
         return [whole] * len(equation.outvars)
 
     def _value_number(
@@ -105,7 +117,7 @@ class Equations(Flow[Value]):
     ) -> Term | None:
         """A name for a whole number, the same for the same arithmetic on the same numbers."""
         dtype = getattr(equation.outvars[0].aval, "dtype", None)
-        if dtype is None or dtype.kind not in "iub" or len(equation.outvars) > 1:
+        if getattr(dtype, "kind", "") not in tuple("iub") or len(equation.outvars) > 1:
             return None
         if equation.primitive.name == "axis_index":
             return UNKNOWN  # another one on each device
@@ -165,16 +177,39 @@ class Equations(Flow[Value]):
         found = None if rule is None else rule(equation, inputs)
         if found is not None:
             public = made_of([value for value in inputs if isinstance(value, Public)])
-            is_same = sensitivity.is_entry_by_entry(equation, inputs)
-            along = found.apart_along if is_same else None
-            return replace(found, apart_along=along, releases=found.releases | public.releases)
+            is_even = found.is_even and sensitivity.is_even(equation, inputs)
+            is_even = is_even and not self._is_laid_out_alone(equation, inputs)
+            is_same = is_even and sensitivity.is_entry_by_entry(equation)
+            return replace(
+                found,
+                apart_along=found.apart_along if is_same else None,
+                releases=found.releases | public.releases,
+                is_even=is_even,
+            )
         if sensitivity.is_rounded(equation):
             return unknown(inputs, "rounded", context.line)
         is_unbounded = name in sensitivity.UNBOUNDED
         return unknown(inputs, "nonlinear" if is_unbounded else "unknown", context.line)
 
+    def _is_laid_out_alone(self, equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
+        """Whether entries of a part of a batch change places, without those of other parts."""
+        if equation.primitive.name not in sensitivity.LAY_OUT:
+            return False
+        names = [{term.source for term in x.terms} for x in inputs if isinstance(x, Sum)]
+        known = self.record.sources
+        is_of_parts = any(
+            isinstance(cut.start, int)
+            for some in names
+            for name in some
+            if name in known
+            for cut in known[name].cuts
+        )
+        return is_of_parts and (len(set(map(frozenset, names))) > 1 or len(names[0]) < 2)
+
     def _release(self, context: Context, value: Sum, noise: Random) -> Public:
         path = context.path
+        if self.lengths:
+            self._on_devices.add(path)
         self._noised[path] = noised = Noised(
             value,
             noise.stddev,
@@ -269,6 +304,8 @@ class Equations(Flow[Value]):
             where = context.line if is_lost else whole.where
             is_taken = is_lost and rows.may_repeat(equation, inputs)
             reason = "taken" if is_taken else whole.reason
+            if rows.by_slot(equation, inputs, kept):
+                kept, reason, where = frozenset[Rows](), "slots", context.line
             results.append(replace(whole, rows=kept, cuts=cuts, where=where, reason=reason))
         return results
 
@@ -280,11 +317,13 @@ class Equations(Flow[Value]):
         def own_turn(dim: int, length: int, whole: int) -> Hashable | None:
             if equation.primitive is not dynamic_slice_p:
                 return None
-            base, slope = terms[dim], 1
+            base, slope, offset = terms[dim], 1, 0
             if isinstance(base, Affine):
-                base, slope = base.base, base.slope
+                base, slope, offset = base
             turns = self.record.counters.get(base.name) if isinstance(base, Root) else None
             if turns is None or slope * turns.change != length:
+                return None
+            if plus(turns.start, slope, offset) != numbers.ZERO:
                 return None
             return turns.loop if (turns.length or 0) * length == whole else None
 
@@ -309,8 +348,24 @@ class Equations(Flow[Value]):
             return Random(draws, "bits", float(equation.params["bit_width"]))
         return Public(noise=draws)
 
-    def _sum_of_devices(self, equation: jex_core.JaxprEqn, value: Sum) -> Sum:
+    def put_together(self, context: Context, values: Sequence[Value]) -> None:
+        """Notes releases that devices made and that are put together: some may have one noise."""
+        inside = (value.releases for value in values if isinstance(value, Public))
+        known = {path for paths in inside for path in paths if path in self._on_devices}
+        if known and context.is_final:
+            self.record.note(
+                "noise",
+                "what devices add noise to is put together, and it is not known whether each has "
+                "numbers of its own, with noise of its own",
+                context.line,
+                "Add noise where all devices hold the same, with one key, or outside of shard_map.",
+                is_decided=False,
+            )
+
+    def _sum_of_devices(self, equation: jex_core.JaxprEqn, value: Sum) -> Value:
         """A sum over devices. Where each has rows of its own, an example is on one of them."""
+        if equation.params.get("axis_index_groups") is not None:
+            return unknown([value], "unknown", "")
         axes = [axis for axis in equation.params["axes"] if isinstance(axis, str)]
         others = [axis for axis in axes if axis not in value.spread]
         factor = float(math.prod(self.lengths.get(axis, math.inf) for axis in others))

@@ -171,7 +171,7 @@ def _each_other(
                 for choice, branch in drawn.branches
                 for at, taken in other.branches
             )
-            if path == other_path or is_done or is_other_branch:
+            if path == other_path or is_done or (is_other_branch and drawn.key == other.key):
                 continue
             if (drawn.key, other.key) in seen:
                 continue

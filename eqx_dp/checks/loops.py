@@ -84,6 +84,8 @@ def _symbol(name: Hashable, values: Sequence[Value]) -> Value:
         releases=Nothing.union(*(value.releases for value in public)),
         noise=Nothing.union(*(value.noise for value in public)),
         words=frozenset[Key]().union(*(value.words for value in public)),
+        along=public[0].along,
+        changes=made_of(public).changes | {loop},
     )
 
 
@@ -165,17 +167,17 @@ def sums_of_turns(
     most, before = {name: dict(scales) for name, scales in now.items()}, now
     turns = 0
     while length is None or turns < length:
-        later = {name: _turned(step, now, sources, loop) for name, step in steps.items()}
+        later = {name: _turned(name, step, now, sources, loop) for name, step in steps.items()}
         turns += 1
         if later == now:
             break
         if turns >= _MOST_TURNS:
             left = None if length is None else length - turns
             later = _extrapolated([before, now, later], left)
-            now, most = later, {name: _most(most[name], later[name]) for name in later}
+            now, most = later, most | {name: _most(most[name], later[name]) for name in later}
             break
         before, now = now, later
-        most = {name: _most(most[name], later[name]) for name in later}
+        most = most | {name: _most(most[name], later[name]) for name in later}
     inside = {
         name: replace(
             _as_sum(names[name], most.get(name, {})),
@@ -183,7 +185,8 @@ def sums_of_turns(
         )
         for name in names
     }
-    done = {name: _as_sum(names[name], now.get(name, {})) for name in names}
+    last = most if length is None or turns >= _MOST_TURNS else now
+    done = {name: _as_sum(names[name], last.get(name, {})) for name in names}
     return inside, done
 
 
@@ -192,9 +195,14 @@ def _scales(value: Value) -> Scales:
 
 
 def _turned(
-    step: Sum, now: dict[Hashable, Scales], sources: dict[Hashable, Source], loop: Hashable
+    name: Hashable,
+    step: Sum,
+    now: dict[Hashable, Scales],
+    sources: dict[Hashable, Source],
+    loop: Hashable,
 ) -> Scales:
     own, before = Scales(), Scales()
+    is_alone = not any(term.source in now and term.source != name for term in step.terms)
     for term in step.terms:
         if term.source in now:
             for key, scale in now[term.source].items():
@@ -205,7 +213,8 @@ def _turned(
         source = sources.get(key[0])
         is_part = source is not None and any(cut.start == loop for cut in source.cuts)
         old = before.get(key, 0.0)
-        if is_part and (old == 0 or math.isclose(old, scale, rel_tol=1e-9)):
+        is_even = step.is_even and is_alone
+        if is_part and is_even and (old == 0 or math.isclose(old, scale, rel_tol=1e-9)):
             before[key] = scale  # the same factor for all parts of a batch
         else:
             before[key] = old + scale * (2 if is_part else 1)
@@ -255,4 +264,5 @@ def turn_of(value: Public, loop: Hashable, length: int) -> Public:
             term = Each(loop, term)
         case _:
             term = None
-    return replace(value, term=term)
+    along = frozenset(dim - 1 for dim in value.along if dim)
+    return replace(value, term=term, along=along, changes=value.changes | {loop})

@@ -10,11 +10,12 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from ..isolation import shape_of
+from ..isolation import RULES, Apart, shape_of
 from ..programs import named
 from . import random_keys
 from .terms import (
     UNKNOWN,
+    Affine,
     Key,
     Listed,
     Root,
@@ -46,9 +47,11 @@ def constant(value: Any) -> Public:
     ):
         return Public()
     array = np.asarray(value)
-    is_large = array.ndim > 0
+    along = frozenset(
+        dim for dim in range(array.ndim) if (array != array.take([0], axis=dim)).any()
+    )
     if np.iscomplexobj(array):
-        return Public(is_constant=is_large)
+        return Public(along=along)
     low, high = float(array.min()), float(array.max())
     term: Term | None = None
     if array.dtype.kind in "iu":
@@ -57,8 +60,8 @@ def constant(value: Any) -> Public:
         elif array.ndim == 1 and array.size <= _MOST_LISTED:
             term = Listed(tuple(map(int, array)))
     if not (math.isfinite(low) and math.isfinite(high)):
-        return Public(term, is_constant=is_large)
-    return Public(term, low, high, is_constant=is_large)
+        return Public(term, along=along)
+    return Public(term, low, high, along=along)
 
 
 def argument(name: Hashable, shape: tuple[int, ...], is_key: bool, is_new: bool) -> Public:
@@ -74,9 +77,30 @@ def result(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     dtype = _dtype(equation.outvars[0])
     if jnp.issubdtype(dtype, jnp.integer):  # which goes round at its ends
         info = jnp.iinfo(dtype)
+        if info.bits < 32:  # soon
+            found = replace(found, term=None)
         if not info.min <= found.low <= found.high <= info.max:
             return Public(found.term)
     return found
+
+
+def varies_along(equation: jex_core.JaxprEqn, inputs: list[Public]) -> frozenset[int]:
+    """The dimensions along which a result varies by constants of the program."""
+    name, after = equation.primitive.name, shape_of(equation.outvars[0])
+    every = frozenset(dim for dim, length in enumerate(after) if length > 1)
+    if name == "iota":
+        return every & {equation.params["dimension"]}
+    found = {equation.params["axis"]} if name.startswith("cum") else set[int]()
+    rule = RULES.get(name)
+    for operand, value in enumerate(inputs):
+        for dim in value.along:
+            length = shape_of(equation.invars[operand])[dim]
+            moved = rule and rule(equation, operand, Apart(dim), length)
+            if moved is not None:
+                found.add(moved.dim)
+            elif name != "dot_general":
+                return every
+    return frozenset(found)
 
 
 def _bounds(low: float, high: float, term: Term | None = None) -> Public | None:
@@ -117,8 +141,10 @@ def _laid_out(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     term = value.term
     if isinstance(term, Key):
         term = random_keys.laid_out(equation, term, before, after)
-    elif term is not None and math.prod(before) != math.prod(after):
-        term = None if math.prod(before) != 1 else term
+    elif math.prod(before) != math.prod(after) or (
+        isinstance(term, Span | Listed) and sum(length > 1 for length in after) > 1
+    ):
+        term = None
     elif isinstance(term, Root) and before != after and math.prod(before) > 1:
         term = Root(("laid out", term.name, after), term.varies)
     return replace(value, term=term)
@@ -250,7 +276,14 @@ def _compared(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
         "ne": (a.high < b.low or b.high < a.low, a.low == a.high == b.low == b.high),
     }
     yes, no = is_certain[equation.primitive.name]
-    return _bounds(float(yes), float(yes)) if yes or no else None
+    if yes or no:
+        return _bounds(float(yes), float(yes))
+    dtype = _dtype(equation.invars[0])
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if equation.primitive.name != "lt" or not is_integer or a.term is None:
+        return None
+    is_last = b.low == b.high == float(jnp.iinfo(dtype).max)
+    return Public(Root(("below the largest", a.term), varies(a.term))) if is_last else None
 
 
 def _joined_bits(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
@@ -266,13 +299,12 @@ def _selected(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
     which, *cases = inputs
     if which.low == which.high and 0 <= which.low < len(cases):
         return cases[int(which.low)]
-    # A counter that stops at the largest number of its dtype is a counter, for all that matters.
-    dtype = _dtype(equation.outvars[0])
-    if jnp.issubdtype(dtype, jnp.integer):
-        most = float(jnp.iinfo(dtype).max)
-        left = [case for case in cases if case.low != most]
-        if len(left) == 1 and left[0].term is not None:
-            return Public(left[0].term)
+    match which.term:  # a counter that stops at the largest number is a counter
+        case Root(("below the largest", (Root() | Affine()) as count), _):
+            if cases[-1].term == plus(count, 1, 1):
+                return Public(cases[-1].term)
+        case _:
+            pass
     low, high = min(case.low for case in cases), max(case.high for case in cases)
     terms = {case.term for case in cases}
     return _bounds(low, high, terms.pop() if len(terms) == 1 else None)

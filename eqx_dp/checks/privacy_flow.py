@@ -16,6 +16,7 @@ from .flow import Context
 from .record import Record
 from .releases import Source, joint_bound
 from .values import (
+    SOME,
     Cut,
     Linear,
     Private,
@@ -129,7 +130,9 @@ class PrivacyFlow(Equations):
         bounds = [joint_bound(values, self.record.sources) for values in found]
         sources = [self.record.sources[name] for name in known]
         cuts = frozenset[Cut].intersection(*(source.cuts for source in sources))
-        self.record.sources[context.path, "either"] = Source(max(bounds), cuts, context.line)
+        is_one = all(source.cuts == cuts for source in sources)
+        bound = max(bounds) * (1 if is_one else 2)  # parts lose an example, and gain one
+        self.record.sources[context.path, "either"] = Source(bound, cuts, context.line)
         return [
             [
                 replace(
@@ -206,6 +209,9 @@ class PrivacyFlow(Equations):
             inside_sums.get(place.name, value) for place, value in zip(places, known, strict=True)
         ]
         results = turn(known, context)
+        for place, value in zip(places, results, strict=False):
+            if context.is_final and isinstance(place.symbol, Sum) and isinstance(value, Public):
+                self.record.met |= value.releases
         ends = [
             done.get(place.name) or (self._ended(place, value) if way is None else way.after)
             for place, way, value in zip(places, ways, results, strict=False)
@@ -226,7 +232,7 @@ class PrivacyFlow(Equations):
                 kept, cuts = rows.sliced(value.rows, context.path)
                 return replace(value, rows=kept, cuts=value.cuts | cuts)
             case Random():
-                return replace(value, turns=value.turns | {context.path}, part=None)
+                return replace(value, turns=value.turns | {context.path}, part=SOME)
             case Sum():
                 return replace(value, turns=value.turns | {context.path}, apart_along=None)
 
@@ -240,13 +246,15 @@ class PrivacyFlow(Equations):
                 return Public(noise=value.draws)
             case Sum():
                 names = {term.source for term in value.terms}
-                has_own = all(
+                has_own = loop not in value.kept_in and all(
                     any(cut.start == loop for cut in self.record.sources[name].cuts)
                     for name in names
                     if name in self.record.sources
                 )
                 if has_own:
-                    return replace(value, turns=value.turns - {loop}, apart_along=0)
+                    # An example that is left out moves one from each turn to the one before.
+                    whole = value.scaled(2 * math.sqrt(length))
+                    return replace(whole, turns=value.turns - {loop}, apart_along=0)
                 is_cut = loop in value.turns
                 whole = value if is_cut else value.scaled(math.sqrt(length))
                 return replace(whole, turns=value.turns - {loop}, apart_along=None)
@@ -271,6 +279,9 @@ class PrivacyFlow(Equations):
         ]
         context = context._replace(times=context.times * spread.num_devices)
         found = self.program(spread.body, cut, context)
+        for value, spec in zip(found, spread.out_specs, strict=True):
+            if any(entry is not None for entry in spec):
+                self.put_together(context, [value])
         results = [
             rows.off_devices(value, spec, self.lengths)
             for value, spec in zip(found, spread.out_specs, strict=True)

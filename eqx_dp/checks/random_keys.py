@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import jax.extend.core as jex_core
+import numpy as np
 
 from ..isolation import shape_of
 from ..programs import named
@@ -35,7 +36,9 @@ def laid_out(
     if name == "broadcast_in_dim":
         at = {dim: i for i, dim in enumerate(equation.params["broadcast_dimensions"])}
         along = tuple(
-            key.along[at[dim]] if dim in at and at[dim] < len(key.along) else ()
+            key.along[at[dim]]
+            if dim in at and at[dim] < len(key.along) and before[at[dim]] == after[dim]
+            else ()
             for dim in range(len(after) - words)
         )
         return key._replace(along=along)
@@ -60,7 +63,7 @@ def _wrapped(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
             along = tuple(tuple(i + 1 for i in dims) for dims in inner.along)
             return Public(Key(root, (step, *inner.path), along))
         case Listed(values) if rank == 0:
-            return Public(Key(Root(("constant", values))))
+            return Public(Key(Root(("constant", np.asarray(values, np.uint32).tobytes()))))
         case _:
             return Public(Key(UNKNOWN, (), ((),) * rank))
 

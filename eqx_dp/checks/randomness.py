@@ -112,7 +112,8 @@ def _added(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
             if one.draws & other.draws:
                 return None
             stddev = math.hypot(one.high, other.high)
-            return Random(one.draws | other.draws, "normal", 0.0, stddev)
+            part = None if one.part is other.part is None else SOME
+            return Random(one.draws | other.draws, "normal", 0.0, stddev, part)
         case _:
             return None
 

@@ -25,6 +25,8 @@ class Record:
         unmasked: lines where the engine is called without a mask.
         models: numbers of arguments that came back private, and that the engine's model holds.
         shown: public and random values that leave the program beside its results, with lines.
+        met: releases that private values are made of as well.
+        used: draws that private values, or what the engine is given, hold; with the line.
     """
 
     def __init__(self) -> None:
@@ -37,11 +39,25 @@ class Record:
         self.unmasked: dict[str, None] = {}
         self.models: set[int] = set()
         self.shown: list[tuple[Public | Random, str]] = []
+        self.met: frozenset[Path] = Nothing
+        self.used: dict[Path, str] = {}
 
     @property
     def shown_releases(self) -> frozenset[Path]:
-        """Releases that leave the program beside its results."""
-        return Nothing.union(*(v.releases for v, _ in self.shown if isinstance(v, Public)))
+        """Releases that leave the program beside its results, or that private values hold."""
+        return self.met.union(*(v.releases for v, _ in self.shown if isinstance(v, Public)))
+
+    def meet(self, context: Context, inputs: Sequence[Value]) -> None:
+        """Notes releases and noise that go on in private values, where they are not followed."""
+        if not context.is_final:
+            return
+        is_sum = not any(isinstance(value, Private) for value in inputs)
+        for value in inputs:
+            if isinstance(value, Public):
+                self.met |= value.releases
+                self.used.update(dict.fromkeys(value.noise, context.line))
+            elif isinstance(value, Random) and not is_sum:
+                self.used.update(dict.fromkeys(value.draws, context.line))
 
     def note(self, rule: str, found: str, where: str, advice: str, is_decided: bool = True) -> None:
         """Notes what breaks a rule."""

@@ -18,11 +18,13 @@ class Source(NamedTuple):
         bound: the L2 norm of what one example adds at most.
         cuts: which rows of the data it is over.
         line: where the engine is called.
+        function: what is clipped, and the model: equal for the same.
     """
 
     bound: float
     cuts: frozenset[Cut]
     line: str
+    function: Hashable = None
 
 
 class Drawn(NamedTuple):
@@ -140,10 +142,24 @@ def sensitivity_by_noise(
             total += moved * (2 if cuts else 1)
     for axis, cut in parts.items():
         moved = [each for _, each in cut]
-        is_even = max(moved) <= min(moved) * (1 + 1e-6)
+        is_even = max(moved) <= min(moved) * (1 + 1e-6) and _are_alike(group, releases, sources)
         is_whole = is_even and _are_all([one for one, _ in cut], _length(axis))
         total += max(moved) if is_whole else 2 * sum(moved)
     return total
+
+
+def _are_alike(
+    group: Group, releases: Mapping[Path, Noised], sources: Mapping[Hashable, Source]
+) -> bool:
+    """Whether clipped sums are of one function, and every release holds the same of each."""
+    for path in group.releases:
+        value = releases[path].value
+        leaves: defaultdict[Hashable, set[frozenset[int]]] = defaultdict(set)
+        for term in value.terms:
+            leaves[term.source].add(term.leaves)
+        if not value.is_even or any(one != next(iter(leaves.values())) for one in leaves.values()):
+            return False
+    return len({sources[source].function for source in group.sources}) == 1
 
 
 def _of_source(
@@ -154,7 +170,7 @@ def _of_source(
 ) -> float:
     squares: defaultdict[int, float] = defaultdict(float)
     for release in (releases[path] for path in group.releases):
-        for term in release.value.terms:
+        for term in release.value.apart():
             if term.source == source:
                 ratio = _ratio(term, release) ** 2 * _repeats(release, sources[source])
                 for leaf in term.leaves:
@@ -189,7 +205,8 @@ def _repeats(release: Noised, source: Source) -> float:
     """How often a release is made of the same batch; four times as often, if of parts of it."""
     found = 1.0
     for loop in release.loops:
-        if loop.path in release.value.turns or is_another_sample(source.cuts, loop.path):
+        is_sample = is_another_sample(source.cuts, loop.path) and loop.length is not None
+        if loop.path in release.value.turns or is_sample:
             continue
         is_part = any(cut.start == loop.path for cut in source.cuts)
         found *= (math.inf if loop.length is None else loop.length) * (4 if is_part else 1)
@@ -208,6 +225,7 @@ def batches(release: Noised, sources: Mapping[Hashable, Source]) -> frozenset[Cu
         for term in release.value.terms
         for cut in sources[term.source].cuts
         if isinstance(cut.start, tuple) and cut.start[:1] == ("batch",)
+        if cut.start != ("batch", 0, 0)  # somewhere
     )
 
 
@@ -225,7 +243,7 @@ def joint_bound(values: Sequence[Value], sources: Mapping[Hashable, Source]) -> 
     """The most that one example moves several sums together, in L2 norm."""
     squares: defaultdict[tuple[Hashable, int], float] = defaultdict(float)
     for value in values:
-        for term in value.terms if isinstance(value, Sum) else ():
+        for term in value.apart() if isinstance(value, Sum) else ():
             for leaf in term.leaves:
                 squares[term.source, leaf] += term.scale**2
     scales: defaultdict[Hashable, float] = defaultdict(float)

@@ -16,7 +16,7 @@ from jax.extend.core.primitives import (
 
 from ..isolation import Apart, Dependence, Follow, Mixed, Shared, shape_of
 from .terms import is_given, is_of_argument
-from .values import Cut, Private, Public, Rows, Value
+from .values import Cut, Private, Public, Random, Rows, Sum, Value
 
 
 def of_argument(shape: Sequence[int]) -> frozenset[Rows]:
@@ -75,6 +75,15 @@ def of_batch(cuts: frozenset[Cut], own: Rows) -> frozenset[Cut]:
         else Cut(cut.axis, ("sample", cut.start), None)
         for cut in cuts
     )
+
+
+def is_of_examples(own: Rows, cuts: frozenset[Cut]) -> bool:
+    """Whether rows stand along the first dimension of arguments, but for those that were cut."""
+    root: Any = _root(own.axis)
+    if root[0] != "axis":
+        return True
+    cut: list[Any] = [_root(cut.axis) for cut in cuts]
+    return set(range(root[1])) <= {axis[1] for axis in cut if axis[0] == "axis"}
 
 
 def _root(axis: Any) -> Hashable:
@@ -148,7 +157,8 @@ def _sliced(
             continue
         length = after[row.dim]
         if starts is None or strides is not None:  # somewhere
-            where = (starts[row.dim], strides[row.dim]) if starts and strides else places.indices
+            at = places.indices[row.dim] if isinstance(places.indices, tuple) else places.indices
+            where = (starts[row.dim], strides[row.dim]) if starts and strides else at
             axis: Hashable = ("taken", row.axis, where, length)
             loop = places.own_turn(row.dim, length, row.num_rows) if starts is None else None
             windows = ("windows", row.axis, length)
@@ -180,7 +190,7 @@ def _looked_up(
     )
     if not is_of_rows:
         return None
-    if isinstance(index, Public) and not is_given(index.term):
+    if may_repeat(equation, [value, index]):
         return frozenset(), frozenset()  # a row that is taken twice counts twice
     looked_up = [dim for dim in range(len(after)) if dim not in numbers.offset_dims]
     rows = {
@@ -207,7 +217,22 @@ def may_repeat(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
     index = inputs[1] if len(inputs) > 1 else None
     if equation.primitive is not gather_p or not isinstance(index, Public):
         return False
-    return not is_given(index.term)
+    # Behind the last row is the last, as often as one asks.
+    is_inside = 0 <= index.low <= index.high < shape_of(equation.invars[0])[0]
+    return not (is_given(index.term) and (is_inside or is_of_argument(index.term)))
+
+
+def by_slot(equation: jex_core.JaxprEqn, inputs: list[Value], kept: frozenset[Rows]) -> bool:
+    """Whether rows are combined with constants that differ from slot to slot."""
+    if equation.primitive in (gather_p, dynamic_slice_p):
+        return False
+    after = shape_of(equation.outvars[0])
+    return any(
+        isinstance(value, Public)
+        and len(shape_of(variable)) == len(after)
+        and any(row.dim in value.along for row in kept if row.dim == 0)
+        for value, variable in zip(inputs, equation.invars, strict=True)
+    )
 
 
 def _reshaped(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozenset[Rows]]:
@@ -286,7 +311,12 @@ def on_devices(value: Value, spec: Any, lengths: Mapping[str, int]) -> Value:
 
 
 def off_devices(value: Value, spec: Any, lengths: Mapping[str, int]) -> Value:
-    """What the parts of devices are, put together."""
+    """What the parts of devices are, put together: of what is not cut, as many copies."""
+    along = {axis for dim in range(len(spec)) for axis in _axes(spec, dim)}
+    if isinstance(value, Random) and along:
+        return Public(noise=value.draws)
+    if isinstance(value, Sum):
+        return value.scaled(math.sqrt(math.prod(lengths[axis] for axis in along - value.spread)))
     if not isinstance(value, Private):
         return value
     found = set[Rows]()

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..isolation import shape_of
 from ..programs import named
-from .values import Public, Sum, Value, added, side_by_side
+from .values import Public, Sum, Value, added, either, side_by_side
 from .widths import width_of
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Sum | None]
@@ -68,13 +68,18 @@ def _summed(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
 def _bounded(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     """Maximum, minimum: no entry moves further than that of the operand."""
     sums = [value for value in inputs if isinstance(value, Sum)]
-    return sums[0].scaled(1, is_tight=False) if len(sums) == 1 else None
+    if len(sums) != 1:
+        return None
+    grown = _growth(equation, equation.invars[inputs.index(sums[0])])
+    return sums[0].scaled(grown, is_tight=False)
 
 
 def _selected(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     if not isinstance(inputs[0], Public):
         return None
-    return side_by_side(value for value in inputs[1:] if isinstance(value, Sum))
+    sums = [value for value in inputs[1:] if isinstance(value, Sum)]
+    # Entries of several may be of the same numbers, at other places.
+    return either(sums) if not shape_of(equation.invars[0]) else side_by_side(sums)
 
 
 def _joined(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
@@ -127,8 +132,10 @@ def _reduced(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     value = inputs[0]
     if not isinstance(value, Sum):
         return None
-    if tuple(equation.params["axes"]) == (value.apart_along,):
-        return value  # an example is in one entry alone
+    along = value.apart_along
+    if along is not None and value.is_even and tuple(equation.params["axes"]) == (along,):
+        length = shape_of(equation.invars[0])[along]
+        return value.scaled(1 / (2 * math.sqrt(length)))  # an example is in one entry alone
     n = _size(equation.invars[0]) / max(1, _size(equation.outvars[0]))
     return value.scaled(math.sqrt(n), is_tight=n == 1)
 
@@ -194,12 +201,30 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in nam
 _ENTRY_BY_ENTRY = named("convert_element_type neg mul div copy sharding_constraint")
 
 
-def is_entry_by_entry(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
-    """Whether all entries of a sum are multiplied by one number, and stay where they are."""
-    public = [value for value in inputs if isinstance(value, Public)]
-    is_even = all(value.low == value.high for value in public)
+_EVEN = named(
+    """reshape squeeze copy sharding_constraint layout_constraint reshard stop_gradient name pvary
+    pbroadcast convert_element_type optimization_barrier add add_any broadcast_in_dim concatenate
+    reduce_sum transpose slice"""
+)
+
+
+LAY_OUT = named("concatenate transpose slice broadcast_in_dim reduce_sum reshape squeeze")
+"""These may move entries to other places."""
+
+
+def is_entry_by_entry(equation: jex_core.JaxprEqn) -> bool:
+    """Whether entries of a sum stay where they are."""
     shapes = {shape_of(v) for v in (equation.invars[0], equation.outvars[0])}
-    return equation.primitive.name in _ENTRY_BY_ENTRY and is_even and len(shapes) == 1
+    return equation.primitive.name in _ENTRY_BY_ENTRY and len(shapes) == 1
+
+
+def is_even(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
+    """Whether an equation does the same, by a positive factor, to all parts of a sum."""
+    if equation.primitive.name in _EVEN:
+        return True
+    factors = [value for value in inputs if isinstance(value, Public)]
+    is_scaled = equation.primitive.name in ("mul", "div") and len(factors) == 1
+    return is_scaled and 0 < factors[0].low == factors[0].high
 
 
 UNBOUNDED = named(

@@ -6,6 +6,7 @@ independent if their paths part at some step; if one path begins with the other,
 a key that is also split. (Up to collisions of the generator, as everywhere in JAX.)
 """
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -203,7 +204,7 @@ def differ(a: Step, b: Step, counters: Counters) -> bool | None:
     if one is None or other is None or one[:2] != other[:2] or one[0] == UNKNOWN:
         return None
     base, slope, offset = one
-    if offset == other[2]:
+    if (offset - other[2]) % 2**32 == 0:
         return False
     turns = counters.get(base.name) if isinstance(base, Root) else None
     if isinstance(base, Each):
@@ -292,20 +293,26 @@ def _is_new_number(term: Number, loop: Hashable, counters: Counters) -> bool:
     parts = _parts(term)
     if parts is None:
         return False
-    base = parts[0]
-    if isinstance(base, Each):
-        return base.loop == loop
+    base, slope, _ = parts
+    if isinstance(base, Each):  # of an argument's entries it is assumed that they differ
+        return base.loop == loop and slope % 2 == 1
     turns = counters.get(base.name)
     if turns is None:
         return False
     if turns.loop == loop:
-        return turns.change != 0
+        return _is_long(slope * turns.change)
     # A counter of a loop inside of this one, which starts where the last time has ended.
     start = None if turns.start is None else _parts(turns.start)
     outer = counters.get(start[0].name) if start and isinstance(start[0], Root) else None
     if start is None or outer is None or outer.loop != loop or turns.length is None:
         return False
-    return abs(start[1] * outer.change) >= abs(turns.change * turns.length)
+    is_long = _is_long(slope * start[1] * outer.change) and _is_long(slope * turns.change)
+    return is_long and abs(start[1] * outer.change) >= abs(turns.change * turns.length)
+
+
+def _is_long(change: int) -> bool:
+    """Whether a number of 32 bits takes very many turns to come back to where it was."""
+    return change != 0 and math.gcd(change, 2**32) <= 2**8
 
 
 def _may_change(term: Step, loop: Hashable) -> bool:
@@ -333,7 +340,17 @@ def independent(a: Key, b: Key, counters: Counters) -> bool | None:
     """
     if a.root == b.root and a.root != UNKNOWN:
         return paths_part(a.path, b.path, counters)
-    return None if {UNKNOWN, SEEDS} & {a.root, b.root} else True
+    kinds = {_kind(key.root) for key in (a, b)}
+    is_known = kinds <= {"argument", "constant"} or kinds == {"argument", "seeds"}
+    return True if is_known else None
+
+
+def _kind(root: Root) -> Hashable:
+    match root.name:
+        case (kind, *_):
+            return kind
+        case name:
+            return name
 
 
 def is_given(term: Term | Step | None) -> bool:
@@ -343,8 +360,8 @@ def is_given(term: Term | Step | None) -> bool:
             return True
         case Listed(values):
             return len(set(values)) == len(values)
-        case Affine(base):
-            return is_given(base)
+        case Affine():  # behind the last is the last, as often as one asks
+            return False
         case Each(_, inner):
             return is_given(inner)
         case _:

@@ -1,6 +1,7 @@
 """What `check_privacy` knows of a value: public, random, a sum of bounded sensitivity, private."""
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
@@ -24,7 +25,8 @@ class Public:
         releases: those that it is made of.
         noise: draws of random numbers that it is made of, and that hide nothing in it.
         words: the keys whose words it is made of.
-        is_constant: whether it is made of arrays that are constants of the program.
+        along: dimensions along which it varies by constants of the program.
+        changes: loops in whose turns it may be another.
         noised: the release that it is, with nothing else done to it; None if it is not one.
     """
 
@@ -34,7 +36,8 @@ class Public:
     releases: frozenset[Path] = Nothing
     noise: frozenset[Path] = Nothing
     words: frozenset[Key] = frozenset()
-    is_constant: bool = False
+    along: frozenset[int] = frozenset()
+    changes: frozenset[Hashable] = frozenset()
     noised: Path | None = None
 
     @property
@@ -111,6 +114,7 @@ class Sum:
         apart_along: the dimension along which entries are sums over rows of their own, if any is.
         releases: those that it is made of as well.
         kept_in: the loops that carry it from turn to turn.
+        is_even: whether all clipped sums in it went through maps alike, of positive factors.
     """
 
     terms: frozenset[Linear]
@@ -121,6 +125,14 @@ class Sum:
     apart_along: int | None = None
     releases: frozenset[Path] = Nothing
     kept_in: frozenset[Hashable] = frozenset()
+    is_even: bool = True
+
+    def apart(self) -> "list[Linear]":
+        """Terms that bound it as if they stood side by side (Cauchy and Schwarz)."""
+        count = Counter(term.source for term in self.terms)
+        return [
+            term._replace(scale=term.scale * math.sqrt(count[term.source])) for term in self.terms
+        ]
 
     def scaled(self, factor: float, why: str = "", is_tight: bool = True) -> "Sum":
         """Through a map whose norm is at most `factor`."""
@@ -145,7 +157,7 @@ def side_by_side(sums: Iterable[Sum]) -> Sum:
     """Sums next to each other in one array. Different leaves of one clipped sum share its bound."""
     sums = list(sums)
     found: dict[Hashable, list[Linear]] = {}
-    for term in (term for one in sums for term in one.terms):
+    for term in (term for one in sums for term in one.apart()):
         before = found.setdefault(term.source, [])
         for i, other in enumerate(before):
             if not other.leaves & term.leaves:
@@ -182,6 +194,7 @@ def _of(scales: Mapping[tuple[Hashable, frozenset[int]], float], sums: list[Sum]
         turns,
         releases=Nothing.union(*(one.releases for one in sums)),
         kept_in=frozenset[Hashable]().union(*(one.kept_in for one in sums)),
+        is_even=all(one.is_even for one in sums),
     )
 
 
@@ -216,7 +229,7 @@ class Cut(NamedTuple):
 
 
 Reason: TypeAlias = Literal[
-    "data", "nonlinear", "unknown", "kept", "mixed", "rounded", "noise known", "taken"
+    "data", "nonlinear", "unknown", "kept", "mixed", "rounded", "noise known", "taken", "slots"
 ]
 
 
@@ -249,9 +262,14 @@ def made_of(inputs: Sequence[Public]) -> Public:
     return Public(
         releases=Nothing.union(*(value.releases for value in inputs)),
         noise=Nothing.union(*(value.noise for value in inputs)),
-        words=frozenset[Key]().union(*(value.words for value in inputs)),
-        is_constant=any(value.is_constant for value in inputs),
+        words=frozenset[Key]().union(*(value.words | keys_of(value) for value in inputs)),
+        changes=frozenset[Hashable]().union(*(value.changes for value in inputs)),
     )
+
+
+def keys_of(value: Public) -> frozenset[Key]:
+    """The key that a value is, if it is one."""
+    return frozenset({value.term} if isinstance(value.term, Key) else ())
 
 
 def unknown(inputs: Sequence[Value], reason: Reason | None, line: str) -> Private:

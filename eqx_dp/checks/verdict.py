@@ -18,7 +18,7 @@ from .releases import (
     noise_multiplier,
     sensitivity_by_noise,
 )
-from .terms import Key
+from .terms import Key, paths_part
 from .values import Cut, Path, Private, Public, Random, Sum
 
 
@@ -116,6 +116,9 @@ def _outputs(
             how = "the noise that hides a clipped sum, or its key, goes into a host function"
             found = Finding("side door", how, line, _KEEP_SECRET)
             leaving[found].append("of a print or callback")
+    for draw in sorted(hiding & call.record.used.keys()):
+        how = "the noise of a release, which is in the model, the data or another private value too"
+        leaving[Finding("fresh noise", how, call.record.used[draw], _OF_ITS_OWN, False)].append("")
     findings = [
         finding._replace(found=f"result{'s' * (len(names) > 1)} {_listed(names)}: {finding.found}")
         for finding, names in leaving.items()
@@ -128,7 +131,9 @@ def _tells_noise(call: StepCall, value: Public) -> bool:
     draws = call.record.draws
     keys = [*value.words, *([value.term] if isinstance(value.term, Key) else [])]
     return any(
-        key.root == drawn.key.root and drawn.key.path[: len(key.path)] == key.path
+        key.root == drawn.key.root
+        and len(key.path) <= len(drawn.key.path)
+        and not paths_part(key.path, drawn.key.path, call.record.counters)
         for key in keys
         for drawn in (draws[path] for path in call.hiding if path in draws)
     )
@@ -147,6 +152,7 @@ _LEAVE_OUT = (
     "Leave it out of the results. If it may be known without noise, name its path in disclose=. A "
     "mean over examples is no release either: it needs a clipped sum and noise."
 )
+_OF_ITS_OWN = "Draw noise with a key that is used for nothing else."
 _KEEP_SECRET = "Leave it out of the results: who knows the noise can subtract it."
 
 
@@ -166,9 +172,10 @@ def _how(value: Private | Sum) -> Finding:
         "mixed": "it is made of a clipped sum of unknown sensitivity",
         "noise known": "the noise of a release is taken off again",
         "taken": "private data is in it",
+        "slots": "private data is in it",
     }[value.reason]
     if value.noised is None or value.reason in ("mixed", "noise known"):
-        is_of_rows = value.reason in ("data", "taken")
+        is_of_rows = value.reason in ("data", "taken", "slots")
         where = "" if value.reason == "kept" else value.where
         return _leaves(how, where, _LEAVE_OUT if is_of_rows else _ADD_NOISE)
     stddev, line = value.noised

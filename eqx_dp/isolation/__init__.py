@@ -2,11 +2,12 @@
 
 from .dependence import Apart, Dependence, Mixed, Shared, shape_of
 from .follow import Follow
-from .rules import OPERAND_BY_OPERAND
+from .rules import OPERAND_BY_OPERAND, RULES
 from .run import run_apart, sum_over_examples
 
 __all__ = [
     "OPERAND_BY_OPERAND",
+    "RULES",
     "Apart",
     "Dependence",
     "Follow",

@@ -7,6 +7,7 @@ checked.
 import pytest
 
 import eqx_dp as dp
+from tests.checks.attacked_steps import ATTACKED
 from tests.checks.honest_steps import HONEST as STEPS
 from tests.checks.honest_visits import VISITS
 from tests.checks.misused_steps import MISUSED
@@ -41,3 +42,12 @@ def test_a_misuse_is_found(name):
         found = report.violations if case.decided else (*report.violations, *report.undecided)
         assert {finding.rule for finding in found} & set(case.rules), text
     assert case.says.casefold() in text.casefold()
+
+
+@pytest.mark.parametrize("name", ATTACKED)
+def test_an_attack_is_found(name):
+    case = ATTACKED[name]()
+    report = report_on(case)
+    assert not report.ok, str(report)
+    found = (*report.violations, *report.undecided)
+    assert {finding.rule for finding in found} & set(case.rules), str(report)
