@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -137,7 +138,10 @@ def specs_of(
 def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
     """Sums the clipped gradients of a batch; in a traced program that is one marked equation."""
     traced, examples = prepared.traced, prepared.examples
-    shared = traced.params, traced.frozen, traced.consts
+    # Constants stay constants: a derivative rule may read them as numbers.
+    consts = traced.consts
+    closed_over = [const for const in consts if isinstance(const, jax.core.Tracer)]
+    shared = traced.params, traced.frozen, closed_over
     clipping = traced.clipping
     mark = Mark(
         clipping.bounds,
@@ -152,8 +156,10 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], 
     )
 
     def function(operands: Any) -> tuple[list[Array], PerExample]:
-        (params, frozen, consts), *batch = operands
-        here = traced.with_arrays(params, frozen, consts)
+        (params, frozen, closed_over), *batch = operands
+        left = iter(closed_over)
+        known = [next(left) if isinstance(x, jax.core.Tracer) else x for x in consts]
+        here = traced.with_arrays(params, frozen, known)
         its_own = examples._replace(batch=batch[0], keys=batch[1], is_padding_example=batch[2])
         return _spread(prepared._replace(traced=here, examples=its_own), configuration)
 

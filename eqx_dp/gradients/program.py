@@ -35,7 +35,7 @@ class Program(NamedTuple):
     jaxpr: jex_core.ClosedJaxpr
     aux: Any
 
-    def with_consts(self, consts: list[Array]) -> "Program":
+    def with_consts(self, consts: list[Any]) -> "Program":
         """The same program, closed over other arrays."""
         return Program(jex_core.ClosedJaxpr(self.jaxpr.jaxpr, consts), self.aux)
 

@@ -1,5 +1,6 @@
 """What the checks say of a run's step is written beside the run, and never stops it."""
 
+import dataclasses
 import json
 import warnings
 
@@ -36,9 +37,34 @@ def test_a_step_with_a_policy_is_checked_against_it(tmp_path):
     assert {row["kind"] for row in precision["summary"]} >= {"contraction", "draw"}
 
 
-def test_without_a_policy_there_is_nothing_to_check(tmp_path):
+def test_without_a_policy_there_is_no_precision_to_check(tmp_path):
     run(tmp_path, make())
+    assert checks(tmp_path)["precision"] is None
+
+
+def test_the_privacy_of_a_step_is_checked_against_its_plan(tmp_path):
+    run(tmp_path, step := make())
+    privacy = checks(tmp_path)["privacy"]
+    assert (privacy["format"], privacy["version"]) == ("eqx_dp.PrivacyReport", 1)
+    assert privacy["ok"] is True
+    assert privacy["noise_multiplier"] == pytest.approx(step.plan.noise_multiplier)
+
+
+def test_without_noise_there_is_no_privacy_to_check(tmp_path):
+    plan = dataclasses.replace(make().plan, noise_multiplier=0.0)
+    run(tmp_path, make(plan=plan))
     assert checks(tmp_path) == {"precision": None, "privacy": None}
+
+
+def test_a_step_that_is_not_private_is_a_warning(tmp_path, monkeypatch):
+    def against_another(step, *args, **kwargs):
+        plan = dataclasses.replace(step.plan, noise_multiplier=2 * step.plan.noise_multiplier)
+        return dp.check_privacy(step, *args, plan=plan, **kwargs)
+
+    monkeypatch.setattr(checked, "check_privacy", against_another)
+    with pytest.warns(UserWarning, match="keep to its privacy: check_privacy found 1"):
+        run(tmp_path, make())
+    assert checks(tmp_path)["privacy"]["ok"] is False
 
 
 def test_a_violation_is_a_warning_and_the_run_goes_on(tmp_path, monkeypatch):

@@ -44,13 +44,13 @@ class TracedLoss(NamedTuple):
     costs: list[LeafCost]
 
     @property
-    def consts(self) -> list[Array]:
+    def consts(self) -> list[Any]:
         """The arrays that the programs close over."""
         probe = self.loss_scale.probe
         return [*self.program.jaxpr.consts, *(probe.program.jaxpr.consts if probe else ())]
 
     def with_arrays(
-        self, params: list[Array], frozen: list[Array], consts: list[Array]
+        self, params: list[Array], frozen: list[Array], consts: list[Any]
     ) -> "TracedLoss":
         """The same loss with other arrays: those that live on one device."""
         own = len(self.program.jaxpr.consts)
