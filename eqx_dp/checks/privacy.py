@@ -77,11 +77,14 @@ is another one; keys change from turn to turn of a loop and from call to call |
     results depends on them but what `kept` and `disclosed` list. It holds under these assumptions:
 
     - Private arguments hold one example a row. Arguments of equal length belong together row by
-      row, and no example stands in two rows. Rows are drawn as the plan says (`plan.sampler`).
+      row, and no example stands in two rows. Rows are drawn as the plan says (`plan.sampler`). An
+      example that is left out moves those behind it by one row, as the sampler does it.
+    - Indices and other numbers in an argument do not repeat. Counters stay below 2^24.
     - Results come back as the arguments at their places, as `check_precision` describes it. A key
       that nothing comes back as is another one in each call.
     - Different arguments and constants are different, independent keys, and the generator's numbers
-      are independent for different keys. All keys are secret.
+      are independent for different keys. All keys are secret, and so are seeds that the program
+      holds as constants.
     - Numbers are real: what floating point loses, `check_precision` and the engine's own bounds
       speak of.
     - The data is in arguments. What a function closes over is taken for public.
@@ -90,7 +93,9 @@ is another one; keys change from turn to turn of a loop and from call to call |
     |---|---|
     | several losses with noise each | one mechanism: 1 / sum of (sensitivity / noise)^2, rooted |
     | a sum of k clipped sums of one batch | sensitivity k times as large |
-    | a sum of clipped sums of disjoint slices | that of one |
+    | a sum of clipped sums of all disjoint slices of a batch | that of one |
+    | some of the slices, or each with noise of its own | twice that of each: rows move |
+    | rows that meet constants of their slots (stratified times, ramps) | undecided: rows move |
     | a clipped sum times a traced number | undecided: give the factor as a constant |
     | noise of another distribution | undecided |
     | a clipped sum by other code than the engine's | undecided: its sensitivity is not known |
