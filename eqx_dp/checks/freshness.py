@@ -5,21 +5,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+from .key_paths import independent, is_new_each_turn, paths_part
 from .privacy_report import Finding
 from .record import Record
 from .releases import Drawn, Noised
-from .terms import (
-    SEEDS,
-    Affine,
-    Counters,
-    Key,
-    Listed,
-    Root,
-    Span,
-    independent,
-    is_new_each_turn,
-    paths_part,
-)
+from .terms import SEEDS, Affine, Counters, Key, Listed, Root, Span
 from .values import SOME, Path
 
 _ADVICE = (

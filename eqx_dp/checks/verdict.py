@@ -8,6 +8,7 @@ from ..paths import matches
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
 from .calls import StepCall, TracedStep
 from .freshness import fresh_noise
+from .key_paths import paths_part
 from .privacy_report import Finding, PrivacyReport, Release
 from .releases import (
     Noised,
@@ -18,7 +19,7 @@ from .releases import (
     noise_multiplier,
     sensitivity_by_noise,
 )
-from .terms import Key, paths_part
+from .terms import Key
 from .values import Cut, Path, Private, Public, Random, Sum
 
 
