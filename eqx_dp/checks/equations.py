@@ -29,6 +29,7 @@ from .values import (
     as_public,
     made_of,
     unknown,
+    words_of,
 )
 
 _DRAWS = named("random_bits random_gamma rng_bit_generator rng_uniform threefry2x32")
@@ -100,10 +101,13 @@ class Equations(Flow[Value]):
         known = (self._noised[path].draws for path in made.releases if path in self._noised)
         if made.noise & Nothing.union(*known):
             return [Private(reason="noise known", where=context.line)] * len(equation.outvars)
+        if equation.primitive.name == "unstack":
+            return [
+                replace(made, term=one.term, low=one.low, high=one.high, words=words_of(one, made))
+                for one in numbers.unstacked(equation, inputs[0])
+            ]
         found = numbers.result(equation, inputs) if len(equation.outvars) == 1 else Public()
-        words = made.words
-        if isinstance(found.term, Key) and found.term.root != UNKNOWN:
-            words = frozenset({found.term} if found.term.is_words else ())
+        words = words_of(found, made)
         if found.term is None and not words:
             found = replace(found, term=self._value_number(context, equation, inputs))
         along = numbers.varies_along(equation, inputs) if equation.outvars else frozenset[int]()

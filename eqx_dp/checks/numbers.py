@@ -84,6 +84,18 @@ def result(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     return found
 
 
+def unstacked(equation: jex_core.JaxprEqn, value: Public) -> list[Public]:
+    """The entries of an array along a dimension, each a result of its own."""
+    axis, found = equation.params["axis"], list[Public]()
+    for i in range(len(equation.outvars)):
+        term = None if value.term is None else _part(value.term, axis, 1, number(i))
+        if isinstance(term, Key):
+            term = term._replace(along=term.along[:axis] + term.along[axis + 1 :])
+        along = frozenset(dim - (dim > axis) for dim in value.along if dim != axis)
+        found.append(replace(value, term=term, along=along))
+    return found
+
+
 def varies_along(equation: jex_core.JaxprEqn, inputs: list[Public]) -> frozenset[int]:
     """The dimensions along which a result varies by constants of the program."""
     name, after = equation.primitive.name, shape_of(equation.outvars[0])

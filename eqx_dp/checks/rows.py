@@ -51,6 +51,9 @@ def moved(
     if found is not None:
         rows, more = found
         return [(rows, cuts | more)] * len(equation.outvars)
+    value = inputs[0]
+    if equation.primitive.name == "unstack" and isinstance(value, Private):
+        return _unstacked(equation, value)
     rules = _reshaped if equation.primitive is reshape_p else _followed
     return [(rows, cuts) for rows in rules(equation, inputs)]
 
@@ -169,6 +172,21 @@ def _sliced(
             cuts.add(Cut(row.axis, start, start + length))
         rows.add(Rows(axis, row.dim, 1, length))
     return frozenset(rows), frozenset(cuts)
+
+
+def _unstacked(
+    equation: jex_core.JaxprEqn, value: Private
+) -> list[tuple[frozenset[Rows], frozenset[Cut]]]:
+    """Entries along a dimension, each by itself."""
+    axis = equation.params["axis"]
+    own = [row.axis for row in value.rows if row.dim == axis]
+    rows = frozenset(
+        row._replace(dim=row.dim - (row.dim > axis)) for row in value.rows if row.dim != axis
+    )
+    return [
+        (rows, value.cuts | {Cut(name, i, i + 1) for name in own})
+        for i in range(len(equation.outvars))
+    ]
 
 
 def _samples(axis: Hashable, places: Places) -> set[Cut]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from .terms import Key, Term
+from .terms import UNKNOWN, Key, Term
 
 Path: TypeAlias = tuple[int, ...]
 """Where an equation is, by which a draw, a sum or a release is told apart."""
@@ -270,6 +270,13 @@ def made_of(inputs: Sequence[Public]) -> Public:
 def keys_of(value: Public) -> frozenset[Key]:
     """The key that a value is, if it is one."""
     return frozenset({value.term} if isinstance(value.term, Key) else ())
+
+
+def words_of(value: Public, made: Public) -> frozenset[Key]:
+    """The keys whose words a value holds, that is made of others; of a known key, itself alone."""
+    if isinstance(value.term, Key) and value.term.root != UNKNOWN:
+        return frozenset({value.term} if value.term.is_words else ())
+    return made.words
 
 
 def unknown(inputs: Sequence[Value], reason: Reason | None, line: str) -> Private:
