@@ -220,10 +220,11 @@ def linear_program(random, grads):
     return leaves
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_sum_moves_no_further_than_is_said(seed):
     grad_fn, model, (x, y, mask) = clipped(normalize_by=1.0), mlp(), data()
 
+    @jax.jit
     def sums(x, y, mask):
         grads = grad_fn(model, x, y, is_padding_example=mask)
         return linear_program(np.random.default_rng(seed), grads)
