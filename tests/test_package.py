@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -136,3 +137,18 @@ def test_sdist_carries_the_sources_and_nothing_else(tmp_path):
     suffixes = {Path(last).suffix for *_, last in parts}
     assert not suffixes & {".pyc", ".whl", ".gz", ".log", ".db", ".npy", ".npz"}
     assert not any(part in ("__pycache__", "build", "dist", "out") for its in parts for part in its)
+
+
+TOP_LEVEL = {"pyproject.toml", "eqx_dp", "policies", "tests", "examples", "README.md"}
+TOP_LEVEL |= {"LICENSE", "CHANGELOG.md"}
+
+
+def test_nothing_else_stands_at_the_top_level():
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(
+        [git, "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = {path.split("/")[0] for path in listed.stdout.split("\0") if path}
+    assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
