@@ -97,7 +97,7 @@ def _outputs(
                 leaving[_leaves(how, advice=_KEEP_SECRET)].append(name)
         elif any(names_it(pattern, name) for pattern in disclose):
             disclosed.append(name)
-        elif isinstance(value, Private) and value.reason == "mixed":
+        elif call.record.found and isinstance(value, Private) and value.reason == "mixed":
             continue  # found where the engine is called
         elif call.record.models & set(step.returns[i]):
             before = call.before[i]  # which tells why
