@@ -6,17 +6,21 @@ from .clipped_grad import ClippedGrad
 from .cost import num_steps
 from .explain import Explanation, checked_grad_fn, described, explain
 from .marks import Mark, mark_of
+from .methods import METHODS, MethodName
 from .program import takes_key
-from .trained import FilterSpec, split_trainable
+from .trained import FilterSpec, checked_trainable, split_trainable
 
 __all__ = [
+    "METHODS",
     "ClippedGrad",
     "Explanation",
     "FilterSpec",
     "Mark",
+    "MethodName",
     "PerExample",
     "Prepared",
     "checked_grad_fn",
+    "checked_trainable",
     "described",
     "explain",
     "filter_clipped_grad",

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ..precision import Policy
 from ..sharding import ShardingRules
 from ..shown import shown
+from ..trees import PyTree
 from .calls import PerExample
 from .clipped_grad import ClippedGrad, gradients_alone
 from .configuration import Configuration, checked_configuration
+from .methods import MethodName
 from .trained import FilterSpec
 
 # Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
@@ -29,7 +31,7 @@ class ClippingOptions(TypedDict, total=False):
     rescale_to_unit_norm: bool
     normalize_by: float | int
     microbatch_size: int | None
-    method: str
+    method: MethodName
 
 
 @overload
@@ -63,7 +65,7 @@ def filter_clipped_grad(
     rescale_to_unit_norm: bool = False,
     normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
-    method: str = "auto",
+    method: MethodName = "auto",
 ) -> Any:
     """Creates a function that sums the clipped gradients of a batch's examples.
 
@@ -139,6 +141,8 @@ def filter_clipped_grad(
         model's tree, in the accumulate dtype, None where not trained; with `has_aux` a pair
         `(gradients, aux)`, where aux has examples along the leading axis (**not private**). Its
         `l2_norm_bound` and `sensitivity(neighboring_relation)` are what noise is calibrated to.
+        To type checkers the gradients are a `PyTree`, which is Any: optax's annotations know no
+        modules. Where you want the model's type, say so: `of_model: Model = grads`.
 
     Raises:
         ValueError: here or at the call, for: an option out of its range; a loss that is not a real
@@ -183,7 +187,7 @@ def filter_value_and_clipped_grad(
     rescale_to_unit_norm: bool = False,
     normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
-    method: str = "auto",
+    method: MethodName = "auto",
 ) -> Any:
     """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
 

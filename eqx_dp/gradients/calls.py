@@ -4,10 +4,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
-from ..sharding import ShardingRules, agreed, check_context, over_devices
+from ..paths import dotted
+from ..sharding import ShardingRules, agreed, check_context, over_devices, slots_by_process
+from ..shown import shapes
+from ..trees import PyTree
 from .choice import Choice
 from .configuration import Configuration
 from .cost import LeafCost
@@ -35,6 +40,10 @@ class PerExample(NamedTuple):
     loss: Float[Array, " batch"]
     grad_norm: PyTree[Float[Array, " batch"]]
     aux: PyTree[Any]
+
+    def __repr__(self) -> str:  # no values: what is shown may be kept
+        loss, norm, aux = map(shapes, self)
+        return f"PerExample(loss={loss}, grad_norm={norm}, aux={aux})"
 
 
 class CallSpecs(NamedTuple):
@@ -73,15 +82,19 @@ class Prepared(NamedTuple):
     num_shards: int
 
     def with_key(self, key: Any) -> "Prepared":
-        """The same call with another key of the same kind, split into one key an example."""
+        """The same call with another key, split: the i-th real example gets the i-th part.
+
+        So an example has the same key wherever the padding stands. Hosts and devices differ in
+        that, and a step that another layout repeats must not meet the same noise with other keys.
+        """
         keys = jax.random.split(key, self.examples.num_examples)
-        return self._replace(examples=self.examples._replace(keys=keys))
+        return self._replace(examples=self.examples._replace(keys=keys, are_keys_in_order=True))
 
     @property
     def paths(self) -> list[str]:
         """Where each trainable leaf stands in the model."""
         leaves = jax.tree_util.tree_leaves_with_path(self.structure.unflatten(self.traced.params))
-        return [jax.tree_util.keystr(path) for path, _ in leaves]
+        return [dotted(path) for path, _ in leaves]
 
     @property
     def costs(self) -> list[LeafCost]:
@@ -171,13 +184,14 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
     traced, examples, choice, _, specs, _ = prepared
     rules = configuration.sharding
+    examples = _with_keys_of_examples(examples, rules)
     if rules is None or specs is None:
         return _on_device(
             traced, configuration, choice, examples.leaves, examples.is_padding_example
         )
 
     # All arrays go in as arguments: what is closed over would not be spread.
-    consts, num_params = traced.consts, len(traced.params)
+    consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
     def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
@@ -197,6 +211,20 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     )
 
 
+def _with_keys_of_examples(examples: Examples, rules: ShardingRules | None) -> Examples:
+    """Keys that are in the order of real examples, in the slots of these."""
+    keys, mask = examples.keys, examples.is_padding_example
+    if not examples.are_keys_in_order or keys is None or mask is None:
+        return examples
+    if rules is None:
+        return examples._replace(keys=keys[jnp.maximum(jnp.cumsum(~mask) - 1, 0)])
+    # Hosts have drawn in the order of processes, wherever the mesh puts their slots.
+    slots = slots_by_process(rules.mesh, rules.examples, examples.num_examples)
+    mask = rules.place(mask, PartitionSpec())[slots]
+    rank = jnp.maximum(jnp.cumsum(~mask) - 1, 0)[np.argsort(slots)]
+    return examples._replace(keys=keys[rank])
+
+
 def _on_device(
     traced: TracedLoss,
     configuration: Configuration,
@@ -206,6 +234,7 @@ def _on_device(
 ) -> tuple[list[Array], PerExample]:
     """The sums of a device's examples, and their per-example values."""
     method = METHODS[choice.method]
+    traced = traced if choice.method == "per_example" else traced.evaluated()
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
         result = method(traced, leaves, is_padding)

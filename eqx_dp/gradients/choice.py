@@ -1,4 +1,30 @@
-"""Which method a batch goes through, and how many examples of it at once."""
+"""Which method a batch goes through, and how many examples of it at once.
+
+`auto` is a formula of shapes, platform, memory and the sampling probability. It takes the method
+and the microbatch whose expected work is least, of those that fit. Work is counted in
+floating-point operations; moving a number and starting a kernel count as so many of them.
+
+    work = examples x (3 F + N + move x M(b)) + microbatches x (move x 6 D + kernels x start)
+
+F are the operations of the loss's contractions, and D are the trained entries that the loss uses. N
+are the operations of the norms and M the numbers that are moved for them and for the weighted sum,
+leaf by leaf (`LeafCost`), with b examples at once. Ghost computes F twice. A microbatch reads the
+parameters twice (forward, backward), writes its sums, and adds them to the totals (three more).
+
+| | CPU | others |
+|---|---|---|
+| `move`: one number | 16 | 64: 16 operations a byte |
+| `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
+| memory for a microbatch | 32 MiB | 0.4 of the device's |
+
+The figures of the CPU are measured on two cores. Above 32 MiB the C library gives temporary memory
+back to the system after each call, and the next call pays for fresh pages: the vision transformer
+of Equinox' documentation takes 1.3 times as long at 8 examples (38 MiB) as at 4 (16 MiB), and an
+MLP of 0.9 million entries, example by example, twice as long at 16 (58 MiB) as at 8 (28 MiB).
+
+Those of others are data sheets': float32 operations outside of tensor cores over bytes of memory,
+in a second, are 12 (A100), 20 (H100) and 14 (H200). Nothing of them was measured.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,22 +34,17 @@ import jax
 
 from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
-from .cost import MOVE, LeafCost
+from .cost import LeafCost, move
 
-# What a CPU program may hold at once, by estimates from above: beyond, fresh pages and missed
-# caches cost more than going through the batch in parts, each with one more pass over the sums.
-# Measured on two CPU cores: 32 or 64 examples of the CNN take 0.73 of the time of 128 (37 MiB), 4
-# of the small GPT 0.96 of that of 8 (35 MiB). Of larger ones two at once are faster than one.
+# Of larger examples two at once are faster than one: 1.25 times (GPT) and 1.4 times (an MLP of 5.8
+# million entries, example by example).
 _CPU_SHARE = 32 * 2**20
 # The share of memory that per-example parts may take.
 _MEMORY_SHARE = 0.4
-# The share of all gradients that book-keeping has to save example by example to be worth it.
-_LITTLE = 0.1
-# A microbatch writes its sums, and adds them to those of the ones before: numbers moved for each.
-# Measured on two CPU cores: 3 (CNN) to 8 (MLP).
+# Numbers moved for an entry and a microbatch. Measured on two CPU cores: 3 (CNN) to 8 (MLP).
 _MOVED_BY_A_PASS = 6
-# What starting the kernels of one more microbatch costs beside that, where it is not a CPU.
-_LAUNCHES = 1e9
+# Kernels for a leaf: forward, backward, norm, sum.
+_KERNELS = 10
 # What one normal number costs (20 rounds of threefry, and the inverse error function).
 _NORMAL = 500
 # XLA divides work between cores by the leading axis: odd sizes leave some of them idle.
@@ -57,7 +78,7 @@ class Work(NamedTuple):
     """What a device is expected to do in a step, in floating-point operations (or equivalents).
 
     Attributes:
-        gradient: for the examples that there are.
+        gradient: for the examples that there are, with what norms and weighted sum add.
         padding: for the slots that are left over in microbatches that hold an example.
         passes: for adding up the sums of microbatches.
         noise: for drawing it.
@@ -114,76 +135,101 @@ def choose(
         method: as asked for, as the microbatch is.
         microbatch_size: examples at once on a device.
     """
-    flops = float(flops + sum(cost.norm_flops for cost in costs))
-    entries = sum(param.size for param in params)
-    real = batch.real
-
-    def work(size: int | None) -> Work:
-        return _work(flops, entries, batch, real, size or max(1, batch.slots))
-
-    held = {
-        "per_example": sum(4 * param.size for param in params) + activations,
-        "book_keeping": max(1, activations, sum(cost.bytes for cost in costs)),
-        "ghost": max(1, activations),
+    sizes = [param.size for param in params]
+    formed = [cost.differentiated(size) for cost, size in zip(costs, sizes, strict=True)]
+    of_leaves, of_formed = (sum(cost.bytes for cost in its) for its in (costs, formed))
+    methods = {
+        "book_keeping": _Method(costs, sizes, flops, max(1, activations, of_leaves)),
+        "per_example": _Method(formed, sizes, flops, max(1, activations + of_formed)),
+        "ghost": _Method(costs, sizes, 2 * flops, max(1, activations)),
     }
     if method != "auto":
-        of_size = work(microbatch_size)
-        return Choice(method, microbatch_size, "as asked for", held[method], batch, of_size)
+        asked = methods[method]
+        work = asked.work(batch, microbatch_size)
+        return Choice(method, microbatch_size, "as asked for", asked.held, batch, work)
     memory = device_memory()
-    if _forms_nearly_all(costs, params):
-        chosen, why = "per_example", "nearly all gradients are formed by either method"
+
+    def at_its_best(method: _Method) -> tuple[int | None, Work]:
+        size = microbatch_size
+        if size is None:
+            size = _best_size(method, batch, _fitting(method.held, batch.slots, memory))
+        return size, method.work(batch, size)
+
+    best = {name: at_its_best(method) for name, method in methods.items()}
+    of_uses, of_each = (best[name][1].total for name in ("book_keeping", "per_example"))
+    is_wide = all(param.dtype.itemsize >= 4 for param in params)
+    if not is_wide or of_uses < of_each:
+        chosen, than, ratio = "book_keeping", "per_example", of_uses / max(of_each, 1)
     else:
-        chosen, why = "book_keeping", "most of it is never formed example by example"
-    reason = f"{why}; {held[chosen] / 2**20:.2f} MiB are held for an example"
-    if memory is not None and held[chosen] > _MEMORY_SHARE * memory:
-        share = f"{held[chosen] / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}"
-        chosen, reason = "ghost", f"{share}, is too much to hold"
-    if microbatch_size is None:
-        microbatch_size = _fitting(held[chosen], batch.slots, memory)
-        if batch.sample is not None:
-            sizes = _sizes(microbatch_size or batch.slots)
-            best = min(sizes, key=lambda size: work(size).total, default=batch.slots)
-            microbatch_size = best if best < batch.slots else None
-    return Choice(chosen, microbatch_size, reason, held[chosen], batch, work(microbatch_size))
-
-
-def _work(flops: float, entries: int, batch: DeviceBatch, real: float, size: int) -> Work:
-    """What is expected by a microbatch size: whole microbatches are computed, as many as needed."""
-    count = batch.microbatches(size)
-    a_pass = MOVE * _MOVED_BY_A_PASS * entries + (0 if is_cpu() else _LAUNCHES)
-    return Work(
-        flops * real,
-        flops * (min(size, batch.slots) * count - real),
-        a_pass * count,
-        float(_NORMAL * entries),
+        chosen, than, ratio = "per_example", "book_keeping", of_each / max(of_uses, 1)
+    held = methods[chosen].held
+    reason = (
+        f"{ratio:.2f} of the work of {than}; {held / 2**20:.2f} MiB are held for an example, "
+        "activations among them"
     )
+    if not is_wide:
+        reason = f"narrow gradients are added up in the accumulate dtype; {reason}"
+    if memory is not None and held > _MEMORY_SHARE * memory:
+        share = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}"
+        chosen, reason = "ghost", f"{share}, is too much to hold"
+    size, work = best[chosen]
+    return Choice(chosen, size, reason, methods[chosen].held, batch, work)
 
 
-def _sizes(most: int) -> Iterator[int]:
-    """Microbatch sizes to choose from: powers of two, multiples of the last of them, and most."""
+class _Method(NamedTuple):
+    """What a method does for each example.
+
+    Attributes:
+        costs: of every leaf, by this method.
+        sizes: entries of every leaf.
+        flops: of all contractions.
+        held: bytes that are held for an example until its clip factor is known.
+    """
+
+    costs: list[LeafCost]
+    sizes: list[int]
+    flops: float
+    held: int
+
+    def work(self, batch: DeviceBatch, size: int | None) -> Work:
+        """What is expected by a microbatch size: whole microbatches, as many as are needed."""
+        size = min(size or max(1, batch.slots), max(1, batch.slots))
+        leaves = [*zip(self.costs, self.sizes, strict=True)]
+        of_one = float(self.flops + sum(cost.norm_flops for cost in self.costs))
+        of_one += move() * sum(cost.moved(entries, size) for cost, entries in leaves)
+        used = [entries for cost, entries in leaves if cost.way != "unused"]
+        starting = _KERNELS * len(used) * (1e5 if is_cpu() else 1e8)
+        count, real = batch.microbatches(size), batch.real
+        return Work(
+            of_one * real,
+            of_one * (size * count - real),
+            (move() * _MOVED_BY_A_PASS * sum(used) + starting) * count,
+            float(_NORMAL * sum(self.sizes)),
+        )
+
+
+def _best_size(method: _Method, batch: DeviceBatch, most: int) -> int | None:
+    """The microbatch of least work, of those that fit; None for all slots."""
+    sizes = _sizes(most, batch.slots)
+    best = min(sizes, key=lambda size: method.work(batch, size).total, default=batch.slots)
+    return best if best < batch.slots else None
+
+
+def _sizes(most: int, slots: int) -> Iterator[int]:
+    """Sizes to choose from: few, multiples of 8, even parts of the batch, and most."""
     yield from (2**i for i in range(int(math.log2(_ALIGNED))) if 2**i <= most)
     yield from range(_ALIGNED, most + 1, _ALIGNED)
+    yield from (n for n in range(2, most + 1, 2) if slots % n == 0)
     if most > 0:
         yield most
 
 
-def _forms_nearly_all(costs: list[LeafCost], params: list[jax.Array]) -> bool:
-    """Whether book-keeping has little to save: it forms each example's gradient of most leaves.
-
-    It does so in the accumulate dtype, which is worth its price where gradients are narrower.
-    """
-    leaves = zip(costs, params, strict=True)
-    avoided = sum(param.size for cost, param in leaves if cost.way == "inner_products")
-    is_wide = all(param.dtype.itemsize >= 4 for param in params)
-    return is_wide and avoided <= _LITTLE * sum(param.size for param in params)
-
-
-def _fitting(held: int, slots: int, memory: int | None) -> int | None:
-    """The largest microbatch whose parts fit; None for all slots."""
+def _fitting(held: int, slots: int, memory: int | None) -> int:
+    """The largest microbatch whose parts fit."""
     if is_cpu():
         available = max(_CPU_SHARE, 2 * held if held <= _CPU_SHARE else 0)
     else:
         available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
     if held * slots <= available:
-        return None
+        return slots
     return 2 ** int(math.log2(max(1, available // held)))

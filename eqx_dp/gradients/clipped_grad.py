@@ -9,28 +9,30 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
 
 from ..precision import LossScale, Policy, agreed_policy, cast_parameters, stage
 from ..privacy import Sampling
 from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
-from ..shown import shown
+from ..shown import function_name, shown
+from ..trees import PyTree
 from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose
 from .configuration import Configuration
 from .cost import leaf_cost
 from .examples import MaskRule, read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
-from .methods import TracedLoss
-from .program import Inputs, Options, Program, check_key, refuse_batch_norm, trace
+from .methods import MethodName, TracedLoss
+from .program import Inputs, Options, check_key, refuse_batch_norm, trace
+from .split import Split, split
 from .taps import Uses, find_uses
+from .targets import find_targets
 from .trained import FilterSpec, checked_trainable, split_trainable
 
 NeighboringRelation = dp_accounting.NeighboringRelation
 
 Key = PRNGKeyArray | UInt32[Array, " words"]
-_Model = TypeVar("_Model")
 _Result = TypeVar("_Result")
 
 
@@ -57,8 +59,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         return inspect.Signature(parameters)
 
     def __repr__(self) -> str:
-        # Not what the loss is bound to or closes over: a whole model, or a key.
-        name = getattr(self._fun, "__name__", type(self._fun).__name__)
+        name = function_name(self._fun)
         return f"{type(self).__name__}({name}, l2_norm_bound={self.l2_norm_bound:g})"
 
     @property
@@ -129,7 +130,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         return ClippedGrad(self._fun, self._filter_spec, self._configuration, self._finish, rule)
 
     def variant(
-        self, *, method: str | None = None, microbatch_size: int | None = None
+        self, *, method: MethodName | None = None, microbatch_size: int | None = None
     ) -> "ClippedGrad[PyTree[Array]]":
         """The same by another method or microbatch; it returns gradients alone.
 
@@ -143,11 +144,30 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         changed = self._configuration.variant(method, microbatch_size)
         return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone, self._mask)
 
-    def trainable(self, model: _Model) -> _Model:
+    def with_choice(self, method: str, microbatch_size: int) -> "ClippedGrad[_Result]":
+        """The same function, which returns what it returned, by a method and a microbatch.
+
+        Args:
+            method: instead of its own.
+            microbatch_size: instead of its own.
+
+        Raises:
+            ValueError: as `filter_clipped_grad`.
+        """
+        changed = self._configuration.variant(method, microbatch_size)
+        return ClippedGrad(self._fun, self._filter_spec, changed, self._finish, self._mask)
+
+    @property
+    def asked_for(self) -> tuple[str, int | None]:
+        """The method and the microbatch that it was made with: "auto" and None leave them open."""
+        return self._configuration.method, self._configuration.microbatch_size
+
+    def trainable(self, model: PyTree[Any]) -> PyTree[Array]:
         """The trained part of a model: the model's tree, with None where it is not trained.
 
         The gradients have the same tree. So `optimizer.init(grad_fn.trainable(model))` makes a
-        state that fits them, for any `filter_spec`, also if the model holds an `eqx.nn.State`.
+        state that fits them, for any `filter_spec`, also if the model holds an `eqx.nn.State`. To
+        type checkers it is a `PyTree`, as a gradient is: optax's annotations know no modules.
 
         Args:
             model: as for a call.
@@ -167,7 +187,9 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         Args:
             model: the model, as in `eqx.filter_grad`.
             *batch: arrays, or trees of arrays, with examples along every leading axis.
-            key: one key; it is split into one key for each example, which the loss gets as `key`.
+            key: one key; it is split into one key for each slot, which the loss gets as `key`. To
+                repeat a step with the same noise, repeat its layout too: hosts, devices, padding.
+                (`make_step` gives keys to examples, in any layout.)
             is_padding_example: True where a slot holds no real example; such a slot contributes
                 exactly zero, for any content. None means no padding, and is refused once a plan
                 that samples has made noise for this function.
@@ -215,13 +237,16 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         of_one = None if specs is None else specs.of_one
         inputs = Inputs(params, frozen, static, *examples.one(), of_one)
-        program, uses = self._traced(inputs, policy)
+        parts, uses = self._traced(inputs, policy)
         loss_scale, probe = LossScale() if policy is None else policy.loss_scale, None
         if policy is not None and loss_scale.kind == "per_example":
             probe = Probe(*self._traced(probing_inputs(inputs), probing_policy(policy)))
         leaves = jax.tree.leaves(params)
+        roots = [*leaves, *(its.value for its in parts.derived)]
+        of_roots = [leaf_cost(uses, root, value) for root, value in enumerate(roots)]
+        targets, costs = find_targets(uses, parts.derived, of_roots, groups)
         traced = TracedLoss(
-            program,
+            parts,
             uses,
             leaves,
             jax.tree.leaves(frozen),
@@ -229,14 +254,15 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             groups,
             accumulate_dtype,
             LossScaling(loss_scale.value, accumulate_dtype, probe),
-            [leaf_cost(uses, leaf, param) for leaf, param in enumerate(leaves)],
+            costs,
+            targets,
         )
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._mask.sampling
         choice = choose(
             traced.costs,
             leaves,
-            3.0 * matmul_flops(program.jaxpr),
+            3.0 * matmul_flops(parts.program.jaxpr),
             traced.activations,
             DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples)),
             configuration.method,
@@ -244,15 +270,18 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         )
         return Prepared(traced, examples, choice, jax.tree.structure(params), specs, num_shards)
 
-    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Program, Uses]:
-        """One example's loss, and the uses of its parameters."""
+    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Split, Uses]:
+        """One example's loss, and the uses of its roots."""
         configuration = self._configuration
         rules = configuration.sharding
         options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
         program = trace(self._fun, options, inputs)
         with on_device(rules):
-            num_params = len(jax.tree.leaves(inputs.params))
-            return program, find_uses(program, num_params)
+            num_params, num_frozen = (
+                len(jax.tree.leaves(part)) for part in (inputs.params, inputs.frozen)
+            )
+            found = split(program, num_params, num_frozen)
+            return found, find_uses(found.program, num_params + len(found.derived))
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner

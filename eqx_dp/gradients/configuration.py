@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.core
 import numpy as np
-from jaxtyping import PyTree
 
+from ..expected import flag
 from ..precision import Policy, checked_policy
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shown
+from ..trees import PyTree
 from .clip import Clipping, parse_clip_norm
 from .methods import METHODS
 
@@ -53,7 +54,7 @@ def checked_configuration(
     if isinstance(normalize_by, jax.core.Tracer):
         raise ValueError(
             "normalize_by is a traced value. It enters the sensitivity, so it has to be a known, "
-            "public number."
+            "public number: pass a Python float."
         )
     is_number = eqx.is_array_like(normalize_by) and np.ndim(normalize_by) == 0
     if not is_number or isinstance(normalize_by, bool) or not 1e-30 <= float(normalize_by) <= 1e30:
@@ -61,11 +62,11 @@ def checked_configuration(
             f"normalize_by must be a number > 0 (from 1e-30 to 1e30), found {shown(normalize_by)}."
         )
     return Configuration(
-        parse_clip_norm(l2_clip_norm, rescale_to_unit_norm),
+        parse_clip_norm(l2_clip_norm, flag("rescale_to_unit_norm", rescale_to_unit_norm)),
         policy,
         sharding,
-        has_aux,
-        keep_batch_dim,
+        flag("has_aux", has_aux),
+        flag("keep_batch_dim", keep_batch_dim),
         float(normalize_by),
         _checked_microbatch_size(microbatch_size),
         _checked_method(method),

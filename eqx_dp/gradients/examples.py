@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..paths import below
 from ..precision import Policy
 from ..privacy import Sampling
 from ..shown import shown
@@ -55,12 +56,14 @@ class Examples(NamedTuple):
         keys: one key an example, or None.
         is_padding_example: True where a slot holds no real example, or None.
         num_examples: the length of the batch, padding included.
+        are_keys_in_order: whether the i-th key is that of the i-th real example, not of its slot.
     """
 
     batch: tuple[PyTree[Array], ...]
     keys: Array | None
     is_padding_example: Array | None
     num_examples: int
+    are_keys_in_order: bool = False
 
     @property
     def leaves(self) -> list[Any]:
@@ -169,7 +172,7 @@ def argument_name(path: tuple[Any, ...]) -> str:
     """Where a leaf stands among the arguments after the model."""
     index, *rest = path
     assert isinstance(index, jax.tree_util.SequenceKey)
-    return f"batch argument {index.idx}{jax.tree_util.keystr(tuple(rest))}"
+    return below(f"batch argument {index.idx}", tuple(rest))
 
 
 def _split(key: Any, num_examples: int) -> Array:
@@ -186,6 +189,8 @@ def _split(key: Any, num_examples: int) -> Array:
 
 
 def _read_mask(is_padding_example: Any, num_examples: int) -> Array:
+    if isinstance(is_padding_example, str | bytes):
+        raise ValueError("is_padding_example must be a boolean array; found a text.")
     mask = jnp.asarray(is_padding_example)
     if mask.shape != (num_examples,) or mask.dtype != jnp.bool_:
         raise ValueError(

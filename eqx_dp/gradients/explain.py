@@ -5,11 +5,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
+from ..expected import expect
 from ..privacy import PrivacyPlan, SampleSize
 from ..shown import shown
-from ..tables import aligned
+from ..tables import Part, tabular
+from ..trees import PyTree
 from .calls import Prepared
 from .choice import Work
 from .clipped_grad import ClippedGrad
@@ -22,14 +23,16 @@ class Row(NamedTuple):
 
     Attributes:
         path: where the leaf stands in the model.
-        kinds: the kinds of its sites, one an equation that uses it.
-        way: how its norm and its sum are found: `"inner_products"` (without forming per-example
-            gradients), `"kept"` (forming them from their factors), `"whole"` (differentiating
-            example by example), or `"unused"`.
-        flops: floating-point operations for norms and weighted sum.
-        bytes: what is held until the clip factors are known (with the method `"ghost"`: what
-            book-keeping would hold).
-        reason: why this way was chosen.
+        kinds: the kinds of its uses, one an equation that uses it; with the dtype that it is cast
+            to where that is narrower than the compute dtype: `contraction[float8_e4m3fn]`.
+        way: how its norm and its sum are best found, whatever method was chosen:
+            `"inner_products"` (without forming per-example gradients), `"kept"` (forming them from
+            their factors), `"whole"` (differentiating example by example), or `"unused"`.
+        flops: floating-point operations of the chosen method for norms and weighted sum.
+        bytes: what the chosen method holds until the clip factors are known (with the method
+            `"ghost"`: what book-keeping would hold).
+        reason: why this way is best.
+        taken: the way that the chosen method takes: `"whole"` with `"per_example"`, else the best.
     """
 
     path: str
@@ -38,8 +41,10 @@ class Row(NamedTuple):
     flops: float
     bytes: int
     reason: str
+    taken: str
 
 
+@tabular
 class Explanation(NamedTuple):
     """What [`explain`][] returns; `str()` is a table.
 
@@ -63,7 +68,7 @@ class Explanation(NamedTuple):
     sample: SampleSize | None
     work: Work
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterator[Part]:
         head = ("path", "kinds", "way", "flops", "bytes", "reason")
         total = Row(
             "total",
@@ -71,9 +76,11 @@ class Explanation(NamedTuple):
             "",
             sum(row.flops for row in self.rows),
             sum(row.bytes for row in self.rows),
-            f"method {self.method}, {self._at_once()}: {self.reason}",
+            f"method {self.method}, {self._at_once()}: {self.reason}{self._instead()}",
+            "",
         )
-        return "\n".join([*aligned([head, *map(_cells, (*self.rows, total))]), *self._expected()])
+        yield [head, *map(_cells, (*self.rows, total))]
+        yield from self._expected()
 
     def _expected(self) -> Iterator[str]:
         """What a plan's sampling means for a step."""
@@ -90,6 +97,12 @@ class Explanation(NamedTuple):
         names = ("gradient", "padding", "sums over microbatches", "noise")
         shares = [f"{name} {x / total:.0%}" for name, x in zip(names, self.work, strict=True)]
         yield f"expected time of a step, without the optimizer: {', '.join(shares)}"
+
+    def _instead(self) -> str:
+        """What the figures are of, where a leaf's own way is not taken."""
+        if all(row.taken == row.way for row in self.rows):
+            return ""
+        return "; flops and bytes are of the gradients of single examples, not of each leaf's way"
 
     def _at_once(self) -> str:
         own = self.num_examples // self.num_shards
@@ -141,6 +154,7 @@ def explain(
         ValueError: `grad_fn` is something else; and as for `grad_fn`.
     """
     if plan is not None:
+        expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan, or None")
         grad_fn = checked_grad_fn(grad_fn).of_samples(plan.sampling)
     found = described(grad_fn, model, batch, key, is_padding_example)
     choice, num_examples = found.choice, found.examples.num_examples
@@ -148,13 +162,14 @@ def explain(
         tuple(
             Row(
                 path,
-                cost.kinds,
-                cost.way,
-                cost.flops * num_examples,
-                cost.bytes * found.at_once,
-                cost.reason,
+                own.kinds,
+                own.way,
+                taken.flops * num_examples,
+                taken.bytes * found.at_once,
+                own.reason,
+                taken.way,
             )
-            for path, cost in zip(found.paths, found.costs, strict=True)
+            for path, own, taken in zip(found.paths, found.traced.costs, found.costs, strict=True)
         ),
         choice.method,
         choice.microbatch_size,

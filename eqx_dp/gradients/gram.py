@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norm_error, norms, sum_in_blocks, unit_roundoff
+from .clip import norm_error, norms, power_of_two, sum_in_blocks, unit_roundoff
 
 
 class OneHot(NamedTuple):
@@ -193,6 +193,94 @@ def one_term(
     bound = jnp.maximum(norms(at_least[0] * at_least[1]), tiny)
     error = sum(norm_error(n, norm.dtype) for n in (shape[1], x.shape[-1], g.shape[-1]))
     return norm, bound * (1 + error + 6 * unit_roundoff(norm.dtype)), lengths[0]
+
+
+class Weighted(NamedTuple):
+    """Outer products x g' whose entries are each multiplied by a weight, all groups side by side.
+
+    Attributes:
+        x: the vectors on the side of the data, divided by powers of two.
+        g: the vectors on the side of the cotangent, likewise.
+        weights: the weights, likewise.
+        exponent: the binary exponents that all have lost together.
+    """
+
+    x: Float[Array, "batch group features_in"]
+    g: Float[Array, "batch group features_out"]
+    weights: Float[Array, "group features_in features_out"]
+    exponent: Int[Array, "batch group"]
+
+
+def weighted_products(
+    x: Float[Array, "batch group features_in"],
+    g: Float[Array, "batch group features_out"],
+    weights: Float[Array, "group features_in features_out"],
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"], Weighted]:
+    """The norm of an outer product x g' whose entries are each multiplied by a weight.
+
+    Its square is (x^2)' W^2 (g^2), with squares entry by entry: one product of matrices gives it
+    for all examples. No term is negative, so that no digits are lost but to underflow.
+
+    Returns:
+        The norm; a bound on that of what is added for a factor of 1, where g is multiplied by the
+        factor, the product by the weight; and what the sum is made of.
+
+        | x, g, weights | norm | bound |
+        |---|---|---|
+        | squares that overflow, or vanish | right, to rounding | right, to rounding |
+        | zero | 0 | next to 0 |
+        | below 1e-15 of what the largest entries could make | loses digits | at least that |
+        | the largest entries could make 1e36 or more | the same | inf |
+        | NaN or infinity, whatever the weight | NaN or inf | NaN or inf |
+    """
+    dtype, (groups, rows, columns) = g.dtype, weights.shape
+    roundoff, tiny = unit_roundoff(dtype), float(jnp.finfo(dtype).tiny)
+    (x, of_x), (g, of_g) = _to_powers(x), _to_powers(g)
+    flat, of_weights = _to_powers(weights.reshape(groups, -1))
+    weights = flat.reshape(weights.shape)
+    of_rows, roundings = products_in_blocks("bgk,gkp->bgp", jnp.square(x), jnp.square(weights))
+    terms = of_rows * jnp.square(g)
+    square = sum_in_blocks(terms.reshape(-1, columns)).reshape(terms.shape[:2])
+    lost = [jnp.ldexp(jnp.asarray(tiny, dtype), -e) for e in (of_x, of_g, of_weights)]
+    vanished = 64 * math.sqrt(rows * columns) * (3 * tiny + sum(lost))
+    bound = jnp.sqrt(square + 1024 * rows * columns * tiny) + vanished
+    exponent = of_x + of_g + of_weights
+    norm, bound = (jnp.ldexp(size, exponent) for size in (jnp.sqrt(square), bound))
+    # Beyond, a factor times that power of two could be infinite where the weighted sum is not.
+    is_within = exponent < int(jnp.finfo(dtype).maxexp) - 8
+    bound = jnp.where(is_within, jnp.maximum(bound, tiny), jnp.inf)
+    error = sum(norm_error(n, dtype) for n in (groups, columns))
+    error += (roundings + 3) / 2 * roundoff
+    bound = norms(bound) * (1 + error + 8 * roundoff)
+    return norms(norm), bound, Weighted(x, g, weights, exponent)
+
+
+def products_in_blocks(
+    spec: str, x: Float[Array, "..."], y: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], int]:
+    """Contracts the last axis of x with the last but one of y, a block of it at a time.
+
+    Beside that, how many roundings a product goes through.
+    """
+    size, block = x.shape[-1], _block(x.shape[-1])
+    blocks = [
+        jnp.einsum(
+            spec,
+            x[..., i : i + block],
+            y[..., i : i + block, :],
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        for i in range(0, size, block)
+    ]
+    # The barrier keeps the compiler from adding one block up on top of another.
+    total = functools.reduce(jnp.add, jax.lax.optimization_barrier(blocks))
+    return total, min(size, block) + len(blocks) - 1
+
+
+def _to_powers(x: Float[Array, "*n entry"]) -> tuple[Float[Array, "*n entry"], Int[Array, "*n"]]:
+    """Divides every vector by a power of two near its largest entry, and says which."""
+    scale, inverse = power_of_two(jnp.max(jnp.abs(x), axis=-1, initial=0))
+    return x * inverse[..., None], jnp.frexp(scale)[1] - 1
 
 
 _BLOCK, _MOST_BLOCKS = 64, 32

@@ -79,6 +79,14 @@ class Layout(NamedTuple):
             gradient = jax.lax.pad(gradient.reshape([n for n, *_ in radix]), zero, padding)
         return gradient.reshape(shape)
 
+    def taken(self, parameter: Array) -> Array:
+        """This array, from the parameter; the layout is regular in it."""
+        there = jax.ShapeDtypeStruct(self.shape, parameter.dtype)
+        (array,) = jax.linear_transpose(lambda x: self.pulled_back(x, parameter.shape), there)(
+            parameter
+        )
+        return array
+
     @property
     def _digits(self) -> list[Digit]:
         return [digit for axis in self.axes for digit in axis]
@@ -242,6 +250,7 @@ _RULES: dict[jex_core.Primitive, _Rule] = {
     primitives.slice_p: _slice,
     primitives.neg_p: lambda layout, _: [layout._replace(sign=-layout.sign)],
     primitives.copy_p: lambda layout, _: [layout],
+    primitives.name_p: lambda layout, _: [layout],
     primitives.convert_element_type_p: _cast,
 }
 

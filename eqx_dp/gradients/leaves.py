@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from .clip import combined_norms, norm_error, norms, power_of_two, weighted_sum
+from .computed_once import computed_once
 from .cross_terms import Member, overlaps
 from .gram import (
     OneHot,
@@ -29,6 +30,7 @@ from .gram import (
     sum_of_products,
     to_common_scale,
 )
+from .layouts import layout_of
 from .uses import ParamUse, contraction, convolution, lookup
 
 Way: TypeAlias = Literal["inner_products", "kept", "whole", "unused"]
@@ -73,6 +75,12 @@ def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
     return LeafGradient(norm, bound, functools.partial(weighted_sum, grads))
 
 
+def no_gradient(batch: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
+    """That of a leaf which the loss does not use: what it adds is zero, and so is the bound."""
+    nothing = jnp.zeros(batch, dtype)
+    return LeafGradient(nothing, nothing, lambda *_: jnp.zeros(shape, dtype))
+
+
 @jax.jit
 def _of_formed(grads: Float[Array, "batch ..."]) -> tuple[Array, Array]:
     """Norm and bound; what is added is what is there, so the bound covers the norm's own error."""
@@ -114,15 +122,15 @@ def _summed(
     """The weighted sum."""
     if form.way == "kept":
         total = weighted_sum(held, factors, contributes)
-        return _to_parameter(form, form.uses[0], total) if _is_left_as_formed(form) else total
+        return arranged(form, total)
     sums: list[Array] = []
-    for members, (sides, exponent) in zip(_sets(form), held, strict=True):
+    for members, (products, exponent) in zip(_sets(form), held, strict=True):
         # The power of two comes in with the factor: g alone could vanish beside a large x.
         weights = jnp.ldexp(factors[:, None], exponent)
-        for (index, *_), (x, g) in zip(members, sides, strict=True):
+        for (index, *_), (x, g) in zip(members, products, strict=True):
             use = form.uses[index]
-            total = _weighted(use, x, g, weights, contributes)
-            sums.append(_to_parameter(form, use, total))
+            total = weighted(use, x, g, weights, contributes)
+            sums.append(to_parameter(form, use, total))
     return functools.reduce(jnp.add, sums)
 
 
@@ -135,13 +143,18 @@ def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
 
 def per_example_gradients(form: LeafForm, met: Sequence[Met]) -> Float[Array, "batch ..."]:
     """Each example's gradient with respect to the parameter."""
-    parts = [
-        jax.vmap(lambda r, g, use=use: _to_parameter(form, use, _formed(use, r, g, form.dtype)))(
-            residuals, cotangent
-        )
-        for use, (residuals, cotangent) in zip(form.uses, met, strict=True)
-    ]
-    return functools.reduce(jnp.add, parts)
+
+    def form_all(met: Sequence[Met]) -> Array:
+        parts = [
+            jax.vmap(lambda r, g, use=use: to_parameter(form, use, _formed(use, r, g, form.dtype)))(
+                residuals, cotangent
+            )
+            for use, (residuals, cotangent) in zip(form.uses, met, strict=True)
+        ]
+        return functools.reduce(jnp.add, parts)
+
+    # A sum of products, which several loops could round in several ways.
+    return form_all(met) if len(met) == 1 else computed_once(form_all, met, met[0][1])
 
 
 def _formed_alike(form: LeafForm, met: list[Met]) -> Float[Array, "batch ..."]:
@@ -163,9 +176,24 @@ def _is_left_as_formed(form: LeafForm) -> bool:
     return not others and use.kind is convolution and use.view.is_isometric
 
 
+def as_formed(form: LeafForm) -> LeafForm:
+    """The form whose parameter is what each example's gradient comes as; see `arranged`."""
+    if form.way != "kept" or not _is_left_as_formed(form):
+        return form
+    (use,) = form.uses
+    shape = (use.view if use.matrices is None else use.matrices).shape
+    return form._replace(shape=shape, uses=(use._replace(matrices=layout_of(shape)),))
+
+
+def arranged(form: LeafForm, total: Array) -> Array:
+    """The sum of gradients of `as_formed`, in the order of the parameter."""
+    is_moved = form.way == "kept" and _is_left_as_formed(form)
+    return to_parameter(form, form.uses[0], total) if is_moved else total
+
+
 def _over_scans(function: Callable[..., Any], use: ParamUse) -> Callable[..., Any]:
     """Maps a function of one iteration over the scans around a use."""
-    for _ in use.scans:
+    for _ in use.stacked:
         function = jax.vmap(function)
     return function
 
@@ -174,14 +202,17 @@ def _formed(use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any
     """One example's gradient, as matrices where the use has some, else as the view."""
     if use.scans and (use.kind is contraction or use.kind is convolution):
         return contraction.outer_products(*_factors_of_one(use, residuals, cotangent, dtype))
-    residuals = jax.tree.map(lambda x: _float_to(x, dtype), residuals)
-    of_one = functools.partial(use.kind.gradient, use.operation, use.operand)
+
+    def of_one(residuals: Any, cotangent: Array) -> Array:
+        wide = jax.tree.map(lambda x: _float_to(x, dtype), use.restored(residuals))
+        return use.kind.gradient(use.operation, use.operand, wide, cotangent)
+
     gradient = _over_scans(of_one, use)(residuals, cotangent.astype(dtype))
-    times = tuple(axis for axis, its in enumerate(use.scans) if its == "time")
+    times = tuple(axis for axis, its in enumerate(use.stacked) if its == "time")
     return jnp.sum(gradient, times) if times else gradient
 
 
-def _to_parameter(form: LeafForm, use: ParamUse, gradient: Array) -> Array:
+def to_parameter(form: LeafForm, use: ParamUse, gradient: Array) -> Array:
     """From the form that a gradient comes in to the parameter's."""
     layout = use.view if use.matrices is None else use.matrices
     return layout.pulled_back(gradient.reshape(layout.shape), form.shape)
@@ -196,7 +227,10 @@ def _factors_of_one(
 ) -> tuple[Array, Float[Array, "group time features_out"]]:
     """One example's factors: scans over slices make groups, scans over time more time."""
     kind: Any = use.kind
-    of_one = functools.partial(kind.factors, use.operation, use.operand)
+
+    def of_one(residuals: Any, cotangent: Array) -> tuple[Array, Array]:
+        return kind.factors(use.operation, use.operand, use.restored(residuals), cotangent)
+
     x, g = _over_scans(of_one, use)(residuals, cotangent)
     return _fold_scans(use, _float_to(x, dtype)), _fold_scans(use, g.astype(dtype))
 
@@ -221,12 +255,12 @@ def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[A
     example (and group), that they have lost.
     """
     terms = [
-        OuterProducts(*_sides(form.uses[index], *met[index], form.dtype), transposed, sign)
+        OuterProducts(*sides(form.uses[index], *met[index], form.dtype), transposed, sign)
         for index, transposed, sign in members
     ]
     first, *others = terms
-    rows = [use.x.rows for use in terms if isinstance(use.x, OneHot)]
-    if len(rows) == len(terms):
+    rows = [use.x.rows for use in terms if isinstance(use.x, OneHot) and not use.transposed]
+    if len(rows) == len(terms):  # all look up rows, and none of them columns
         values = jnp.concatenate([use.sign * use.g for use in terms], axis=2)
         norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
         exponent = jnp.zeros((1, 1), int)
@@ -245,7 +279,7 @@ def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[A
     return norm, bound, ([(use.x, use.g) for use in terms], exponent)
 
 
-def _sides(
+def sides(
     use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
 ) -> tuple[Any, Float[Array, "batch group time features_out"]]:
     """All examples' outer products."""
@@ -256,7 +290,7 @@ def _sides(
     return OneHot(rows), jnp.where((rows < num_rows)[..., None], g, 0)
 
 
-def _weighted(
+def weighted(
     use: ParamUse,
     x: Any,
     g: Float[Array, "batch group time features_out"],

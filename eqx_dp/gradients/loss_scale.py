@@ -10,13 +10,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..isolation import run_apart
-from ..precision import LossScale, ModuleRule, Policy
+from ..precision import LossScale, Policy
 from ..programs import evaluated
 from .clip import power_of_two
 from .magnitudes import Largest, is_narrow, pulled_back
-from .program import Inputs, Program
-from .taps import Address, Uses, evaluate
-from .uses import ParamUse, contraction, convolution, lookup, scale, shift
+from .program import Inputs
+from .split import Split
+from .tapped import evaluate, zero_tap
+from .taps import Address, Uses
+from .uses import ParamUse, contraction, convolution, lookup, scale, shift, vjp
 
 # Where the largest float16 value is put: below 2^14, and float16 ends at 2^16. Two binades are left
 # for what a probe with eight digits cannot tell, and for partial sums that exceed the whole.
@@ -45,7 +47,7 @@ class LossScaling(NamedTuple):
         probe = self.probe
         if probe is not None:
             scale_of = jax.vmap(lambda example: probe.scale(params, frozen, example))
-            scales = run_apart(scale_of, probe.program.jaxpr.jaxpr, examples)
+            scales = run_apart(scale_of, probe.split.program.jaxpr.jaxpr, examples)
             return scales.astype(self.dtype)
         if self.value == 1:
             return None
@@ -56,11 +58,11 @@ class Probe(NamedTuple):
     """A forward and a backward pass in bfloat16, which has float32's range, to see how large it is.
 
     Attributes:
-        program: the loss of one example, float16 replaced by bfloat16.
-        uses: those of parameters in it.
+        split: the loss, float16 replaced by bfloat16.
+        uses: those of its roots.
     """
 
-    program: Program
+    split: Split
     uses: Uses
 
     def scale(
@@ -94,22 +96,23 @@ class Probe(NamedTuple):
     @property
     def _smallest(self) -> float:
         """The least scale: the loss's cotangent holds it exactly, and float32 its inverse."""
-        loss: Any = self.program.jaxpr.out_avals[0]
+        loss: Any = self.split.program.jaxpr.out_avals[0]
         dtype = jnp.float16 if is_narrow(loss.dtype) else jnp.float32
         return float(jnp.finfo(dtype).smallest_normal)
 
     def _largest(self, params: list[Array], frozen: list[Array], example: list[Array]) -> Largest:
         """The largest values of one example's backward pass."""
         uses = _with_elementwise_formed(self.uses)
+        roots, fixed = self.split.shared(params, frozen)
 
         def run(taps: dict[Address, Array], whole: dict[int, Array]) -> Array:
-            values = [whole.get(leaf, value) for leaf, value in enumerate(params)]
-            inputs = [*values, *frozen, *example]
-            loss, _, _ = evaluate(self.program, uses.at, inputs, taps, _bounded)
+            values = [whole.get(root, value) for root, value in enumerate(roots)]
+            inputs = [*values, *fixed, *example]
+            loss, _, _ = evaluate(self.split.program, uses.at, inputs, taps, _bounded)
             return loss
 
-        taps = {at: jnp.zeros(use.result.shape[: len(use.scans)]) for at, use in uses.at.items()}
-        whole = {leaf: params[leaf] for leaf in uses.whole}
+        taps = {at: _probing_tap(use) for at, use in uses.at.items()}
+        whole = {root: roots[root] for root in uses.whole}
         loss, pullback = jax.vjp(run, taps, whole)
         (bounds, _), largest = pulled_back(pullback, jnp.ones_like(loss))
         gradients = _of_leaves(uses, bounds)
@@ -127,10 +130,20 @@ def _with_elementwise_formed(uses: Uses) -> Uses:
     )
 
 
+def _probing_tap(use: ParamUse) -> Array:
+    """A zero whose gradient is a bound at each step; of a `vjp` the parameter's own gradient."""
+    if use.kind is vjp:
+        return zero_tap(use, use.result.dtype)
+    return jnp.zeros(use.result.shape[: len(use.scans)])
+
+
 def _of_leaves(uses: Uses, bounds: dict[Address, Array]) -> list[Float[Array, ""]]:
     """Bounds on each leaf's gradient, from those at each use, of every step of a scan."""
 
     def of_use(at: Address, use: ParamUse) -> Float[Array, ""]:
+        if use.kind is vjp:
+            size = jnp.max(jnp.abs(bounds[at].astype(jnp.float32)), initial=0)
+            return size if is_narrow(use.result.dtype) else jnp.zeros(())
         times = tuple(axis for axis, its in enumerate(use.scans) if its == "time")
         return jnp.max(jnp.sum(bounds[at], times))
 
@@ -196,8 +209,11 @@ def probing_policy(policy: Policy) -> Policy:
     return dataclasses.replace(
         policy,
         compute_dtype=wide(policy.compute_dtype),
-        modules=tuple(ModuleRule(r.match, wide(r.compute_dtype)) for r in policy.modules),
+        modules=tuple(
+            dataclasses.replace(r, compute_dtype=wide(r.compute_dtype)) for r in policy.modules
+        ),
         loss_scale=LossScale(),
+        matmul=None,
     )
 
 

@@ -5,8 +5,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from ..paths import below
+from ..trees import PyTree
 from .trained import is_state
 
 _NO_GRADIENT = (
@@ -84,13 +86,13 @@ def check_aux(aux: PyTree[Any]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_state):
         if is_state(leaf):
             raise ValueError(
-                f"aux{jax.tree_util.keystr(path)} is an eqx.nn.State. A state that a private "
+                f"{below('aux', path)} is an eqx.nn.State. A state that a private "
                 "example has written must not reach the next step. Return the loss alone, and "
                 "update the state on public data, outside of the loss."
             )
         if not eqx.is_array_like(leaf):
             raise ValueError(
-                f"aux{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: aux is stacked over "
+                f"{below('aux', path)} is a {type(leaf).__name__}: aux is stacked over "
                 "examples, so it holds arrays only. Leave it out (eqx.filter(aux, eqx.is_array))."
             )
 

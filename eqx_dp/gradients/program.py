@@ -11,9 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..paths import below
 from ..precision import Policy, inside_engine, matmul_precision
+from ..programs import with_masked_products
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
 from .failures import explain_failure
+from .narrow_products import Narrow, narrow_products
 from .outputs import check_aux, check_output, drop_axis_of_one
 
 _BATCH_MIXING_ADVICE = (
@@ -30,20 +33,26 @@ class Program(NamedTuple):
         jaxpr: inputs are the trainable leaves, the frozen arrays, one example's leaves and its key
             (where there is one), in that order; outputs are the loss and the leaves of aux.
         aux: the structure of aux.
+        narrow: what of its products are multiplied in a narrow dtype; None where none is.
     """
 
     jaxpr: jex_core.ClosedJaxpr
     aux: Any
+    narrow: Narrow | None = None
 
     def with_consts(self, consts: list[Any]) -> "Program":
         """The same program, closed over other arrays."""
-        return Program(jex_core.ClosedJaxpr(self.jaxpr.jaxpr, consts), self.aux)
+        return self._replace(jaxpr=jex_core.ClosedJaxpr(self.jaxpr.jaxpr, consts))
+
+    def run(self) -> jex_core.ClosedJaxpr:
+        """What is evaluated: the program with its narrow products, equation by equation."""
+        return self.jaxpr if self.narrow is None else self.narrow.program(self.jaxpr)
 
     def __call__(
         self, params: list[Array], frozen: list[Array], example: list[Array]
     ) -> tuple[Array, list[Array]]:
         """Evaluates the loss and the aux leaves of one example."""
-        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self.jaxpr)
+        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self.run())
         loss, *aux = evaluate(*params, *frozen, *example)
         return jnp.asarray(loss), [jnp.asarray(leaf) for leaf in aux]
 
@@ -152,7 +161,7 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         retrace = None if options.keep_batch_dim else lambda: trace(fun, on_a_batch, inputs)
         explain_failure(error, inputs.example, options.policy, retrace)
         raise
-    return Program(jaxpr, aux_trees[0])
+    return Program(with_masked_products(jaxpr), aux_trees[0], narrow_products(options.policy))
 
 
 def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
@@ -213,6 +222,6 @@ def refuse_batch_norm(model: PyTree[Any]) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_batch_norm):
         if is_batch_norm(node) and not node.inference:
             raise ValueError(
-                f"model{jax.tree_util.keystr(path)} is an eqx.nn.BatchNorm in training mode, which "
+                f"{below('model', path)} is an eqx.nn.BatchNorm in training mode, which "
                 f"mixes the examples of a batch. {_BATCH_MIXING_ADVICE}"
             )

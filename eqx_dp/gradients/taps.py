@@ -1,38 +1,46 @@
-"""Finding the uses of parameters in a program, and evaluating it so that cotangents can be read.
+"""Where taps go: the uses of parameters in a program.
 
 The result of every use gets a *tap* added to it, a zero: the gradient with respect to the tap is
-the cotangent of the result. What the use needs beside it is kept on the way. Nothing is
-differentiated with respect to a parameter, but for those that no uses describe (`whole`).
+the cotangent of the result. What the use needs beside it is kept on the way. Where no kind of use
+is known, the tap is added to the parameter as it comes to that equation.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from ..programs import (
     Call,
     Scan,
-    evaluated,
     inside,
     interpret,
-    literal_value,
-    rematerialised,
-    scanned,
 )
-from ..programs import at as named
+from .carried_back import carried_back, operands_wanted, wanted_inside
 from .layouts import Layout, layout_of, shape_of, through
 from .program import Program
-from .uses import KINDS, Kind, MatrixKind, Operation, ParamUse, as_matrices, operation_of
+from .uses import (
+    KINDS,
+    Kind,
+    MatrixKind,
+    Operation,
+    ParamUse,
+    as_matrices,
+    operation_of,
+    vjp,
+)
 
 Address: TypeAlias = tuple[int, ...]
-"""Where an equation stands: its index, behind the indices of the equations around it."""
+"""Where an equation stands: its index, behind the indices of the equations around it.
+
+The complement `~i` of a position, behind that, says which of its operands; those that the body of a
+scan gives on to the next step come after the operands.
+"""
 
 
 class Uses(NamedTuple):
@@ -77,6 +85,16 @@ class _View(NamedTuple):
         """Whether a gradient can be brought back to the parameter."""
         return 0 in self.layout.shape or self.layout.is_regular(self.size)
 
+    def stacked(self, scan: Address, length: int) -> "_View":
+        """What a scan makes of it that returns it at every step: its slices, or repetitions."""
+        if self.over[-1:] == (scan,):
+            return self._replace(over=self.over[:-1])
+        axes, outer = self.layout.axes, len(self.over)
+        repeated = ((length, 0),) if length != 1 else ()
+        return self._replace(
+            layout=self.layout._replace(axes=(*axes[:outer], repeated, *axes[outer:]))
+        )
+
 
 def find_uses(program: Program, num_params: int) -> Uses:
     """Finds every leaf's uses by going through the program once; nothing is evaluated.
@@ -90,8 +108,13 @@ def find_uses(program: Program, num_params: int) -> Uses:
     search = _Search(tuple({} for _ in shapes), {})
     params = [_View(i, math.prod(shape), layout_of(shape)) for i, shape in enumerate(shapes)]
     rest = [None] * (len(variables) - num_params)
-    for output in search.program(program.jaxpr, [*params, *rest], (), ()):
-        search.give_up(output, "it is a result of the loss itself")
+    of_loss = [i == 0 for i in range(len(program.jaxpr.jaxpr.outvars))]
+    loss, *_ = search.program(program.jaxpr, [*params, *rest], of_loss, (), ())
+    search.give_up(loss, "it is a result of the loss itself")
+    if program.narrow is not None:
+        narrow, matmul = frozenset(program.narrow.addresses(program.jaxpr)), program.narrow.matmul
+        for its in search.of:
+            its.update({at: use.narrowed(matmul) for at, use in its.items() if at in narrow})
     return Uses(search.of, {}).without(search.whole)
 
 
@@ -113,19 +136,27 @@ class _Search(NamedTuple):
         self,
         program: jex_core.ClosedJaxpr,
         inputs: Sequence[_View | None],
+        wanted: Sequence[bool],
         address: Address,
         scans: _Scans,
     ) -> list[_View | None]:
-        """The views that a program makes of those that it is given."""
-        indices = itertools.count()
+        """The views that a program makes of those that it is given.
+
+        Uses from which no gradient comes back are none: `wanted` says of which results one does.
+        """
+        indices, passed = itertools.count(), carried_back(program.jaxpr, wanted)
 
         def of_equation(
             equation: jex_core.JaxprEqn, inputs: list[_View | None]
         ) -> Sequence[_View | None]:
-            index = next(indices)
+            index, wanted = next(indices), [variable in passed for variable in equation.outvars]
+            if not any(inputs) or not any(wanted):
+                return [None] * len(equation.outvars)
+            of_operands = operands_wanted(equation, wanted)
+            inputs = [view if its else None for view, its in zip(inputs, of_operands, strict=True)]
             if not any(inputs):
                 return [None] * len(equation.outvars)
-            return self.equation(equation, inputs, (*address, index), scans)
+            return self.equation(equation, inputs, wanted, (*address, index), scans)
 
         consts: list[_View | None] = [None] * len(program.jaxpr.constvars)
         return interpret(program.jaxpr, consts, inputs, of_equation, lambda _: None)
@@ -134,6 +165,7 @@ class _Search(NamedTuple):
         self,
         equation: jex_core.JaxprEqn,
         inputs: list[_View | None],
+        wanted: list[bool],
         address: Address,
         scans: _Scans,
     ) -> Sequence[_View | None]:
@@ -144,47 +176,52 @@ class _Search(NamedTuple):
         assert first is not None
         if len(inputs) == 1:
             layouts = through(equation, first.layout, len(first.over))
-            if layouts is not None:
-                return [first._replace(layout=layout) for layout in layouts]
+            views = [first._replace(layout=layout) for layout in layouts or ()]
+            if views and all(view.is_regular for view in views):
+                return views
         match inside(equation):
-            case Call("jit", body):
-                return self.program(body, inputs, address, scans)
-            case Call("remat", body):
-                for output in self.program(body, inputs, address, scans):
-                    self.give_up(output, "it leaves a jax.checkpoint")
-                return nothing
+            case Call("jit" | "remat", body):
+                return self.program(body, inputs, wanted, address, scans)
             case Scan() as scan:
-                self.scan(scan, inputs, address, scans)
-                return nothing
+                return self.scan(equation, scan, inputs, wanted, address, scans)
             case _:
                 pass
-        claiming = [kind for kind in KINDS if kind.claims(equation, operands[0])]
-        reason = f"no kind of use knows '{equation.primitive.name}'"
-        if len(operands) > 1:
-            reason = "it meets another parameter"
-        elif claiming and _is_real(equation):
-            if self.use(claiming[0], equation, operands[0], first, address, scans):
-                return nothing
-            reason = "its entries are in no regular order"
-        for view in inputs:
-            self.give_up(view, reason)
+        if len(operands) == 1 and _is_real(equation):
+            for kind in KINDS:
+                if kind.claims(equation, operands[0]) and self.use(
+                    kind, equation, operands[0], first, address, scans
+                ):
+                    return nothing
+        self.differentiate(equation, dict(enumerate(inputs)), address, scans)
         return nothing
 
     def scan(
         self,
+        equation: jex_core.JaxprEqn,
         scan: Scan,
         inputs: list[_View | None],
+        wanted: list[bool],
         address: Address,
         scans: _Scans,
-    ) -> None:
-        """Follows views into a scan, which may go over slices of them."""
+    ) -> list[_View | None]:
+        """Follows views into a scan, which may go over slices of them, and out of it."""
+        body, carried = scan.body.jaxpr, range(scan.num_consts, scan.num_consts + scan.num_carry)
+        stays = {i for i in carried if body.invars[i] is body.outvars[i - scan.num_consts]}
         consts, carry, slices = scan.split(inputs)
-        for view in carry:
-            self.give_up(view, "a scan carries it")
+        starts = {i: inputs[i] for i in carried if i not in stays}
+        self.differentiate(equation, starts, address, scans)
+        carry = [inputs[i] if i in stays else None for i in carried]
         now = [view and view._replace(over=(*view.over, address)) for view in slices]
-        start, around = [*consts, *[None] * len(carry), *now], (*scans, (address, scan.length))
-        for output in self.program(scan.body, start, address, around):
-            self.give_up(output, "a scan returns it")
+        around, of_body = (*scans, (address, scan.length)), wanted_inside(scan, wanted)
+        outputs = self.program(scan.body, [*consts, *carry, *now], of_body, address, around)
+        given_on = {
+            len(inputs) + i: outputs[i]
+            for i in range(scan.num_carry)
+            if of_body[i] and i + scan.num_consts not in stays
+        }
+        self.differentiate(equation, given_on, address, around)
+        stacked = [view and view.stacked(address, scan.length) for view in outputs]
+        return [*carry, *stacked[scan.num_carry :]]
 
     def give_up(self, view: _View | None, reason: str) -> None:
         """Makes a leaf `whole`."""
@@ -224,6 +261,44 @@ class _Search(NamedTuple):
             self.of[view.leaf][address] = use
         return True
 
+    def differentiate(
+        self,
+        equation: jex_core.JaxprEqn,
+        views: dict[int, _View | None],
+        address: Address,
+        scans: _Scans,
+    ) -> None:
+        """Notes uses of the kind `vjp`.
+
+        Args:
+            equation: any.
+            views: by which operand each is. What a scan's body gives on to the next step comes
+                after the operands.
+            address: where the equation stands.
+            scans: those around the operands.
+        """
+        for operand, view in views.items():
+            if view is None:
+                continue
+            aval: Any = [*equation.invars, *equation.outvars][operand].aval
+            if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+                name = equation.primitive.name
+                self.give_up(view, f"no kind of use knows '{name}' of complex numbers")
+                continue
+            lengths = [length for scan, length in scans if scan in view.over]
+            use = ParamUse(
+                vjp,
+                Operation(equation.primitive.name, (), (aval.shape,), aval.shape),
+                0,
+                view.layout,
+                None,
+                tuple("slices" if scan in view.over else "added" for scan, _ in scans),
+                jax.ShapeDtypeStruct((*lengths, *aval.shape), aval.dtype),
+                (),
+            )
+            if not use.is_empty:
+                self.of[view.leaf][(*address, ~operand)] = use
+
 
 def _is_real(equation: jex_core.JaxprEqn) -> bool:
     results: list[Any] = [variable.aval for variable in equation.outvars]
@@ -241,121 +316,3 @@ def _residuals(
 ) -> Any:
     """Shapes of what a use keeps."""
     return jax.eval_shape(lambda *x: kind.residuals(operation, operand, list(x)), *inputs)
-
-
-AtUse: TypeAlias = Callable[[Any, jex_core.JaxprEqn, list[Any], Any, Any], tuple[Array, Any]]
-"""What happens at a use: from what is known of it, its equation, the values of its operands, its
-tap and what is given to all, to the result and the residuals."""
-
-
-def tapped(
-    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array, given: Any
-) -> tuple[Array, Any]:
-    """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
-    del given
-    (result,) = evaluated(equation, inputs)
-    return result + tap, use.kind.residuals(use.operation, use.operand, inputs)
-
-
-def evaluate(
-    program: Program,
-    at: Mapping[Address, Hashable],
-    inputs: Sequence[Array],
-    taps: dict[Address, Any],
-    at_use: AtUse = tapped,
-    given: Any = None,
-) -> tuple[Array, list[Array], dict[Address, Any]]:
-    """Evaluates one example's loss with taps.
-
-    Args:
-        program: the loss of one example.
-        at: what is known of each use: `at_use` does the same wherever this is the same.
-        inputs: the trainable leaves, the other arrays of the model, and one example's arrays.
-        taps: what each use is given, the lengths of the scans around it in front of every array.
-        at_use: what happens there.
-        given: arrays that all uses are given.
-
-    Returns:
-        The loss, aux, and the residuals of every use, the scans' lengths in front.
-    """
-    outputs, residuals = _Evaluation(at_use, given, {}).program(program.jaxpr, at, inputs, taps)
-    loss, *aux = map(jnp.asarray, outputs)
-    return loss, aux, residuals
-
-
-class _Evaluation(NamedTuple):
-    """One pass over a program, through the programs in which there are uses, on values.
-
-    Attributes:
-        at_use: what happens at a use.
-        given: what all uses are given.
-        calls: the functions that stand for calls, by what they call: equal ones are traced once.
-    """
-
-    at_use: AtUse
-    given: Any
-    calls: dict[Any, Callable[..., Any]]
-
-    def program(
-        self,
-        program: jex_core.ClosedJaxpr,
-        at: Mapping[Address, Hashable],
-        inputs: Sequence[Any],
-        taps: dict[Address, Any],
-    ) -> tuple[list[Any], dict[Address, Any]]:
-        """Evaluates a program; addresses are those in it."""
-        indices, residuals = itertools.count(), dict[Address, Any]()
-        holders = {address[0] for address in at if len(address) > 1}
-
-        def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-            index = next(indices)
-            here = (index,)
-            if here in at:
-                result, residuals[here] = self.at_use(
-                    at[here], equation, inputs, taps[here], self.given
-                )
-                return [result]
-            if index not in holders:
-                return evaluated(equation, inputs)
-            outputs, found = self.inside(equation, inputs, _below(at, index), _below(taps, index))
-            residuals.update({(index, *address): its for address, its in found.items()})
-            return outputs
-
-        outputs = interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)
-        return outputs, residuals
-
-    def inside(
-        self,
-        equation: jex_core.JaxprEqn,
-        inputs: list[Any],
-        at: Mapping[Address, Hashable],
-        taps: dict[Address, Any],
-    ) -> tuple[list[Any], dict[Address, Any]]:
-        """Evaluates an equation that holds uses: jit, remat and scan stay what they are.
-
-        Taps go into them, and what uses keep comes out, saved or with the scan's other arrays.
-        """
-        with named(equation):
-            match inside(equation):
-                case Call("jit", body):
-                    key = body, *at.items()
-                    if key not in self.calls:
-                        self.calls[key] = jax.jit(
-                            lambda given, inputs, taps: self._replace(given=given).program(
-                                body, at, inputs, taps
-                            )
-                        )
-                    return self.calls[key](self.given, inputs, taps)
-                case Call("remat", body):
-                    run = functools.partial(self.program, body, at)
-                    return rematerialised(equation, run, inputs, taps)
-                case Scan(body=body) as scan:
-                    run = functools.partial(self.program, body, at)
-                    return scanned(equation, scan, run, inputs, taps)
-                case other:
-                    raise AssertionError(f"There are no uses inside {other}.")
-
-
-def _below(of: Mapping[Address, Any], index: int) -> dict[Address, Any]:
-    """What is inside one equation, by its address there."""
-    return {address[1:]: its for address, its in of.items() if address[0] == index}

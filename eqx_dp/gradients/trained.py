@@ -6,9 +6,11 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
+from ..paths import below
 from ..shown import shown
+from ..trees import PyTree
 
 FilterSpec = PyTree[bool | Callable[[Any], bool]]
 _Model = TypeVar("_Model")
@@ -93,7 +95,7 @@ def checked_trainable(
     for path, leaf in leaves:
         if not (eqx.is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)):
             raise ValueError(
-                f"filter_spec selects model{jax.tree_util.keystr(path)}, which is {shown(leaf)}: "
+                f"filter_spec selects {below('model', path)}, which is {shown(leaf)}: "
                 "only real floating-point arrays can be trained. Narrow filter_spec, or hold a "
                 "complex parameter as two real ones."
             )

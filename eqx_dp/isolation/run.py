@@ -9,7 +9,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..programs import channels_last, own_line, source_line
+from ..programs import channels_last, checkpoint_results_compiled, own_line, source_line
 from .dependence import Apart, Dependence, Mixed, Single
 from .follow import ENGINES_SUM, Follow
 from .rules import REDUCTIONS, WRITES, axes_named, is_known
@@ -27,7 +27,8 @@ def run_apart(
     Guarantee: of every result, the entries of one example depend on that example alone and on what
     `function` closes over. It is shown on the program that `function` is traced to, in which
     the user's derivative and batching rules have been applied, and that very program is run (on
-    a CPU with its convolutions written channels last). The exception is what the engine adds up
+    a CPU with its convolutions written channels last, and some results clamped between the
+    infinities, which keeps them as they are). The exception is what the engine adds up
     itself, by `sum_over_examples`.
 
     Args:
@@ -58,7 +59,8 @@ def run_apart(
     follow = Follow(num_examples, may_be_trusted(loss))
     for found in follow.program(program, [fact] * len(values)) + follow.written:
         _check(found)
-    results: list[Array] = jex_core.jaxpr_as_fun(channels_last(program))(*values)
+    run = jex_core.jaxpr_as_fun(checkpoint_results_compiled(channels_last(program)))
+    results: list[Array] = run(*values)
     return jax.tree.unflatten(structures[0], results)
 
 

@@ -1,6 +1,7 @@
 """Reading and rewriting JAX programs."""
 
 from .channels_last import channels_last
+from .checkpoint_results import checkpoint_results_compiled
 from .derivative_rules import (
     RULE_PARAMS,
     Rule,
@@ -38,7 +39,15 @@ from .interpreter import (
 )
 from .lines import own_line, source_line, users_line, written_in
 from .names import named
-from .operations import equation_flops, loops, matmul_flops, primitives
+from .operations import (
+    equation_flops,
+    has_free_dimensions,
+    loops,
+    matmul_flops,
+    primitives,
+)
+from .ragged import with_masked_products
+from .rewriting import inlined
 from .shardings import PLACEMENTS, result_sharding, shardings
 
 __all__ = [
@@ -55,11 +64,14 @@ __all__ = [
     "at",
     "bound",
     "channels_last",
+    "checkpoint_results_compiled",
     "closed",
     "equation_flops",
     "equations",
     "evaluated",
+    "has_free_dimensions",
     "has_rules",
+    "inlined",
     "inside",
     "interpret",
     "is_changed_by_reading",
@@ -81,6 +93,7 @@ __all__ = [
     "source_line",
     "switched",
     "users_line",
+    "with_masked_products",
     "with_programs",
     "with_rules",
     "written_in",

@@ -74,6 +74,15 @@ def equation_flops(equation: jex_core.JaxprEqn) -> int:
             return sum(map(matmul_flops, programs_of(equation)))
 
 
+def has_free_dimensions(equation: jex_core.JaxprEqn) -> bool:
+    """Whether a contraction or a convolution multiplies matrices: not two vectors alone."""
+    if equation.primitive is not dot_general_p:
+        return True
+    avals: list[Any] = [variable.aval for variable in equation.invars]
+    sides = zip(avals, *equation.params["dimension_numbers"], strict=True)
+    return any(aval.ndim > len(contracted) + len(batch) for aval, contracted, batch in sides)
+
+
 def _contraction(equation: jex_core.JaxprEqn) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left: Any = equation.invars[0].aval

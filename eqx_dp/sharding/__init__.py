@@ -3,6 +3,7 @@
 from .axes import axes_of
 from .boundary import Argument, agreed, check_context, example_program, on_device, over_devices
 from .constraints import constraints_of
+from .processes import slots_by_process
 from .rules import ShardingRules, checked_rules
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "example_program",
     "on_device",
     "over_devices",
+    "slots_by_process",
 ]

@@ -73,7 +73,9 @@ def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
             f"params: {pattern!r} needs a jax.sharding.PartitionSpec, found {shown(spec)}."
         )
     if spec.unreduced or spec.reduced:
-        raise ValueError(f"params: {pattern!r} has {spec}; a parameter is never partly reduced.")
+        raise ValueError(
+            f"params: {pattern!r} has {spec}; a parameter is never partly reduced: leave that out."
+        )
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise ValueError(
             f"params: {pattern!r} has {spec}; say for each dimension where it lives, or None."

@@ -11,11 +11,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
-from ..paths import dotted, matches
+from ..paths import below, dotted, matches
 from ..shown import shown
+from ..trees import PyTree
 from .axes import PathRule, axes_of, axes_text, example_axes, only, path_rules
+from .processes import local_shards
 
 T = TypeVar("T")
 
@@ -230,7 +232,7 @@ class ShardingRules:
         """
 
         def spread(path: tuple[Any, ...], leaf: Any) -> Any:
-            name = f"batch{jax.tree_util.keystr(path)}"
+            name = below("batch", path)
             if not _is_placeable(leaf) or _is_no_number(leaf.dtype):
                 found = leaf.dtype if _is_placeable(leaf) else type(leaf).__name__
                 raise ValueError(
@@ -238,7 +240,10 @@ class ShardingRules:
                     "an array with examples along its leading axis."
                 )
             if leaf.ndim == 0:
-                raise ValueError(f"{name} is a scalar: it has no leading axis of examples.")
+                raise ValueError(
+                    f"{name} is a scalar: it has no leading axis of examples. Close over it in the "
+                    "loss."
+                )
             is_whole = _is_whole(leaf)
             parts = self.num_shards if is_whole else self.local_shards()
             self._check_divides(leaf.shape[0], parts, name)
@@ -268,11 +273,8 @@ class ShardingRules:
             )
 
     def local_shards(self) -> int:
-        """How many parts of the examples the devices of this process hold."""
-        of_devices = np.vectorize(lambda device: device.process_index)(self.mesh.devices)
-        axes = [self.mesh.axis_names.index(axis) for axis in self.examples]
-        others = tuple(i for i in range(of_devices.ndim) if i not in axes)
-        return int(np.sum(np.any(of_devices == jax.process_index(), axis=others)))
+        """How many parts of the examples this process holds; refuses parts that several hold."""
+        return local_shards(self.mesh, self.examples)
 
     def _place(self, tree: PyTree[Any], specs: PyTree[PartitionSpec | None]) -> PyTree[Any]:
         def of_leaf(spec: PartitionSpec | None, leaf: Any) -> Any:

@@ -11,7 +11,7 @@ from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms
 from tests import models
 from tests.gradients.engine import uses
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.sampled(5)]
 
 METHODS = ["per_example", "book_keeping", "ghost"]
 

@@ -157,7 +157,7 @@ def test_groups_may_have_extreme_clip_norms():
 def test_negative_and_nan_clip_norms_are_refused(make, bad):
     with pytest.raises(ValueError, match=r"l2_clip_norm.*(-|nan)"):
         make(models.dot, l2_clip_norm=bad)
-    with pytest.raises(ValueError, match=r"(?s)l2_clip_norm.*'b'"):
+    with pytest.raises(ValueError, match=r"(?s)l2_clip_norm\.(.*\.)?b"):
         make(models.dot, l2_clip_norm={"a": 1.0, "b": bad})
 
 

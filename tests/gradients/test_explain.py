@@ -5,11 +5,14 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
+from scipy import stats
 
 import eqx_dp as dp
 from eqx_dp.gradients import choice, described
+from eqx_dp.paths import dotted
 from tests import models
 
 
@@ -24,7 +27,7 @@ def test_a_row_for_every_trainable_leaf():
     case = models.cnn()
     found = explained(case)
     paths = [
-        jax.tree_util.keystr(path)
+        dotted(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(case.model)
         if hasattr(leaf, "dtype")
     ]
@@ -49,10 +52,12 @@ def test_it_prints_as_a_table():
 
 def test_what_no_site_describes_and_what_is_not_used():
     model = {"a": jnp.ones(3), "unused": jnp.ones(2)}
-    case = models.Case("exp", model, lambda m, x: jnp.sum(jnp.exp(m["a"]) * x), models.mlp().draw)
-    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0)
-    whole, unused = dp.explain(grad_fn, model, jnp.ones((2, 3))).rows
-    assert (whole.way, whole.reason) == ("whole", "no kind of use knows 'exp'")
+    loss = lambda m, x: jnp.sum(jnp.maximum(m["a"], x))  # noqa: E731
+    case = models.Case("max", model, loss, models.mlp().draw)
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, method="book_keeping")
+    formed, unused = dp.explain(grad_fn, model, jnp.ones((2, 3))).rows
+    assert formed.kinds == ("vjp",)
+    assert (formed.way, formed.reason) == ("kept", "no kind of use knows 'max'")
     assert (unused.way, unused.reason) == ("unused", "the loss does not depend on it")
 
 
@@ -84,11 +89,11 @@ def test_auto_forms_gradients_where_book_keeping_would_too():
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
     found = dp.explain(grad_fn, model, jnp.ones((2, 50, 3)))
     assert found.method == "per_example"
-    assert [row.way for row in found.rows] == ["whole"]
+    assert [(row.way, row.taken) for row in found.rows] == [("kept", "whole")]
     narrow = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy=dp.load_policy("mixed_bfloat16"))
     found = dp.explain(narrow, model, jnp.ones((2, 50, 3)))
     assert found.method == "book_keeping"
-    assert [row.way for row in found.rows] == ["kept"]
+    assert [(row.way, row.taken) for row in found.rows] == [("kept", "kept")]
 
 
 def test_shapes_and_a_steps_own_arguments_will_do():
@@ -114,7 +119,7 @@ def test_a_call_is_described_by_shapes_that_outlive_the_trace(preset):
     assert [x.shape for x in call.traced.params] == [x.shape for x in trained]
 
 
-def test_a_variant_differs_in_what_it_is_told():
+def test_a_variant_differs_in_what_it_is_told(unchecked):
     case = models.mlp()
     grad_fn = dp.filter_value_and_clipped_grad(
         case.loss, l2_clip_norm=1.0, method="ghost", microbatch_size=3, normalize_by=2.0
@@ -143,11 +148,31 @@ def test_what_filter_clipped_grad_did_not_return():
         dp.explain(case.loss, case.model, *case.batch(4))
 
 
-def test_per_example_gives_no_other_methods_reasons():
-    found = explained(models.mlp(), method="per_example")
-    assert {row.reason for row in found.rows} == {
-        "each example's gradient is formed by the backward pass itself"
+@pytest.mark.parametrize("case", [models.mlp(), models.cnn()], ids=lambda case: case.name)
+def test_a_leaf_has_its_own_way_and_reason_by_any_method(case):
+    by_method = {name: explained(case, method=name) for name in ("book_keeping", "per_example")}
+    ways = {
+        name: [(r.path, r.kinds, r.way, r.reason) for r in its.rows]
+        for name, its in by_method.items()
     }
+    assert ways["book_keeping"] == ways["per_example"]
+    assert all(row.taken == row.way for row in by_method["book_keeping"].rows)
+    assert {row.way for row in by_method["book_keeping"].rows} >= {"inner_products"}
+
+
+def test_figures_are_those_of_the_method_and_add_up():
+    case = models.mlp()
+    entries = [x.size for x in jax.tree.leaves(eqx.filter(case.model, eqx.is_inexact_array))]
+    for method in ("book_keeping", "per_example"):
+        found = explained(case, method=method)
+        if method == "per_example":
+            assert [row.bytes for row in found.rows] == [4 * 4 * n for n in entries]
+            assert [row.flops for row in found.rows] == [4 * 4 * n for n in entries]
+            assert {row.taken for row in found.rows} == {"whole"}
+        *_, total = str(found).splitlines()
+        assert f"{sum(row.flops for row in found.rows):.2e}" in total
+        assert f"{sum(row.bytes for row in found.rows) / 2**20:.2f} MiB" in total
+        assert ("of the gradients of single examples" in total) == (method == "per_example")
 
 
 # With a plan.
@@ -197,8 +222,11 @@ def test_a_plans_samples_on_a_mesh():
         found, _ = with_plan(slots, microbatch_size=8, sharding=dp.ShardingRules(mesh))
     told = EXPECTED.search(str(found))
     assert told
-    # The first device, whose slots all hold an example: examples come first.
-    assert float(told[3]) == pytest.approx(-(-(slots // 4) // 8), abs=0.01)
+    # Examples are dealt out: the first device has a quarter of them, rounded up.
+    drawn = np.arange(slots + 1)
+    weights = stats.binom.pmf(drawn, 1000, PLAN.sampling_prob)
+    expected = np.sum(weights * np.ceil(np.ceil(drawn / 4) / 8))
+    assert float(told[3]) == pytest.approx(expected, abs=0.05)  # the batch is rounded up
     assert int(told[1]) == slots
 
 

@@ -17,6 +17,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import eqx_dp as dp
 
+pytestmark = pytest.mark.sampled(4)
+
 METHODS = ["per_example", "book_keeping", "ghost"]
 PARAMS = jnp.asarray([1.0, -0.5, 2.0])
 EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)

@@ -13,6 +13,8 @@ from eqx_dp.gradients.magnitudes import pulled_back
 from tests.gradients import jitted
 from tests.sharding.losses import mesh_of
 
+pytestmark = pytest.mark.sampled(5)
+
 METHODS = ["book_keeping", "ghost", "per_example"]
 FLOAT16 = "params=float32,compute=float16,output=float32"
 MODEL = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_dp.gradients.clip import norm_error, norms
+from eqx_dp.gradients.clip import norm_error, norms, weighted_sum
 
 pytestmark = pytest.mark.optimized
 
@@ -34,3 +34,17 @@ def test_every_entry_counts_whatever_the_shape(shape):
     expected = np.linalg.norm(x.reshape(4, int(np.prod(shape))).astype(np.float64), axis=1)
     np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
     assert norm(x[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 8, 9, 65])
+@pytest.mark.parametrize("size", [3, 2**15])
+def test_what_does_not_contribute_is_selected_away(batch, size):
+    """Of few examples and many, small gradients and large: each is added up in its own way."""
+    random = np.random.default_rng(batch)
+    gradients = random.normal(size=(batch, size)).astype(np.float32)
+    factors = random.uniform(size=batch).astype(np.float32)
+    contributes = np.arange(batch) % 3 > 0
+    expected = np.float64(factors * contributes) @ gradients
+    gradients[~contributes] = np.nan
+    found = jax.jit(weighted_sum)(gradients, factors, contributes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

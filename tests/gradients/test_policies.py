@@ -11,6 +11,8 @@ import eqx_dp as dp
 from tests import models, oracle
 from tests.gradients import jitted
 
+pytestmark = pytest.mark.sampled(4)
+
 # Relative error of the whole vector that the compute dtype allows: an upper bound on what a few
 # layers make of one unit roundoff (2^-24, 2^-8, 2^-11, 2^-53).
 PRESETS = {

@@ -167,7 +167,7 @@ def test_microbatch_size_below_one(size):
         clipped(models.dot, microbatch_size=size)
 
 
-def test_an_unknown_method_is_answered_with_the_known_ones():
+def test_an_unknown_method_is_answered_with_the_known_ones(unchecked):
     with pytest.raises(ValueError, match=r"auto.*per_example.*magic"):
         clipped(models.dot, method="magic")
 

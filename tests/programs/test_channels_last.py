@@ -22,7 +22,7 @@ from eqx_dp.programs import channels_last
 from tests import models
 from tests.sharding.losses import mesh_of
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.sampled(6)]
 
 METHODS = ["per_example", "book_keeping", "ghost", "auto"]
 
@@ -103,6 +103,31 @@ KINDS = {
     "depthwise": ((2, 3, 7, 6), (6, 1, 3, 2), {"feature_group_count": 3}),
     "groups of images": ((6, 3, 7, 6), (9, 3, 3, 2), {"batch_group_count": 3}),
     "each image": ((3, 2, 7), (6, 2, 3), {"batch_group_count": 3, "padding": "VALID"}),
+    "exchanged": (
+        (2, 3, 3, 2),
+        (4, 3, 7, 6),
+        {"lhs_dilation": (2, 3), "padding": ((2, 3), (-1, 4))},
+    ),
+    "exchanged, strided": (
+        (2, 3, 5, 2),
+        (4, 3, 6, 4),
+        {
+            "lhs_dilation": (3, 2),
+            "rhs_dilation": (1, 2),
+            "strides": (2, 3),
+            "padding": ((1, 2), (5, 6)),
+        },
+    ),
+    "exchanged, groups": (
+        (2, 6, 3, 2),
+        (8, 3, 7, 6),
+        {"lhs_dilation": (2, 3), "padding": ((2, 3), (4, 4)), "feature_group_count": 2},
+    ),
+    "exchanged, groups of images": (
+        (6, 3, 3),
+        (9, 3, 7),
+        {"lhs_dilation": (2,), "padding": ((2, 3),), "batch_group_count": 3},
+    ),
     "all": (
         (6, 3, 7, 6),
         (9, 3, 3, 2),
@@ -191,7 +216,36 @@ def test_transposed(transpose_kernel):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["2-D", "strided", "groups", "depthwise", "dilated kernel"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("exchanged")])
+def test_small_images_with_holes_become_the_kernel(kind):
+    images, kernel, options = KINDS[kind]
+    x, w = numbers(*images), numbers(*kernel, seed=1)
+    program, found = rewritten(lambda x, w: conv(x, w, **options), x, w)
+    (before,), (after,) = convolutions(program), convolutions(found)
+    holes, gaps = (before.params[f"{side}_dilation"] for side in ("lhs", "rhs"))
+    assert (after.params["rhs_dilation"], after.params["lhs_dilation"]) == (holes, gaps)
+
+
+def test_depthwise_convolutions_stay():
+    x, w = numbers(2, 3, 7, 6), numbers(3, 1, 3, 2, seed=1)
+    loss = lambda x, w: jnp.sum(conv(x, w, feature_group_count=3) ** 2)  # noqa: E731
+    program = jax.make_jaxpr(jax.grad(loss))(x, w)
+    assert channels_last(program) is program
+
+
+def test_precisions_are_exchanged_as_well():
+    precision = (lax.Precision.HIGHEST, lax.Precision.DEFAULT)
+    images, kernel, options = KINDS["exchanged"]
+    found = check(
+        lambda x, w: conv(x, w, precision=precision, **options), numbers(*images), numbers(*kernel)
+    )
+    (equation,) = convolutions(found)
+    assert equation.params["precision"] == precision[::-1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["2-D", "strided", "groups", "depthwise", "dilated kernel", "dilated images"]
+)
 def test_gradients_of_each_example(kind):
     images, kernel, options = KINDS[kind]
 
@@ -517,5 +571,8 @@ def test_what_is_compiled_for_a_clipped_gradient(method, kind, microbatch_size):
     lines = [line for line in text.splitlines() if re.search(r" convolution\(", line)]
     assert len(lines) >= 3
     labels = [re.search(r"dim_labels=([^,\s]+)", line).group(1) for line in lines]
-    assert set(labels) == {"b01f_01io->b01f"}
+    # The third layer of the grouped model takes each channel by itself, and stays as it is.
+    by_channel = {"bf01_oi01->bf01", "bf01_io01->bf01"} if kind == "grouped" else set()
+    assert "b01f_01io->b01f" in labels
+    assert set(labels) - by_channel == {"b01f_01io->b01f"}
     assert not any("batch_group_count" in line for line in lines)

@@ -13,6 +13,8 @@ import eqx_dp as dp
 from tests.sharding.compiled import collectives, compiled
 from tests.sharding.losses import Says, mesh_of
 
+pytestmark = pytest.mark.sampled(5)
+
 SLOW = pytest.mark.slow
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
 BATCH = (

@@ -20,6 +20,8 @@ from tests.sharding.losses import (
     tokens,
 )
 
+pytestmark = pytest.mark.sampled(4)
+
 METHODS = ["book_keeping", "ghost", "per_example"]
 KINDS = ["auto", "explicit"]
 DATA = np.random.default_rng(0).normal(size=1024).astype(np.float32)
@@ -123,6 +125,7 @@ def assert_like_one_device(found, expected, model):
         assert grad.sharding.is_equivalent_to(param.sharding, grad.ndim)
 
 
+@pytest.mark.slow
 def test_a_gpt_with_its_layers_in_a_list():
     """What a device does for it, and other ways: `examples/sharded_loss.py` and its test."""
     mesh = mesh_of("explicit", data=4, model=2)

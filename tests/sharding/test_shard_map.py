@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from tests.sharding.losses import mesh_of
 
+pytestmark = pytest.mark.sampled(3)
+
 rng = np.random.default_rng(0)
 WEIGHT = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
 X = rng.normal(size=(8, 4)).astype(np.float32)

@@ -1,5 +1,7 @@
 """Ways to the sum of clipped per-example gradients, one file a method."""
 
+from typing import Literal, TypeAlias
+
 from . import book_keeping, ghost, per_example
 from .contract import ClippedSum, Method, TracedLoss
 
@@ -9,4 +11,7 @@ METHODS: dict[str, Method] = {
     "per_example": per_example.clipped_sum,
 }
 
-__all__ = ["METHODS", "ClippedSum", "Method", "TracedLoss"]
+MethodName: TypeAlias = Literal["auto", "book_keeping", "ghost", "per_example"]
+"""What a caller may ask for: a method by name, or the choice of one."""
+
+__all__ = ["METHODS", "ClippedSum", "Method", "MethodName", "TracedLoss"]

@@ -2,21 +2,25 @@
 
 Bu et al., "Differentially Private Optimization on Large Model at Small Cost", 2023. The cotangent
 of every use of a parameter is read off taps; from it and from what the parameter met there follow
-the norm of each example's gradient and the weighted sum of all.
+the norm of each example's gradient and the weighted sum of all. Where an example's gradient is
+small beside these (a bias that a sequence meets), it is formed within the backward pass, and they
+are not held: under a scan they would be, even where the cotangent is that of another use as well.
 """
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
+from ..computed_once import computed_once
 from ..loss_scale import loss_cotangent
-from ..taps import Address, evaluate
-from .contract import ClippedSum, TracedLoss, clip_and_sum, held_gradient
+from ..tapped import evaluate
+from ..taps import Address
+from .contract import ClippedSum, Held, TracedLoss, clip_and_sum, held_gradient
+from .measured import at_use, formed_gradient, known_uses, tap_of
 
 
 def clipped_sum(
@@ -29,32 +33,48 @@ def clipped_sum(
     with stage("probe"):
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
     loss, aux, residuals, cotangents, grads = run_apart(
-        jax.vmap(functools.partial(_backward, traced)), traced.program.jaxpr.jaxpr, examples, scales
+        jax.vmap(functools.partial(_backward, traced)),
+        traced.split.program.jaxpr.jaxpr,
+        examples,
+        scales,
     )
-    with stage("norm"):
-        leaves = [
-            held_gradient(traced, leaf, residuals, cotangents, grads, len(loss))
-            for leaf in range(len(traced.params))
-        ]
-    return clip_and_sum(traced, leaves, loss, aux, scales, is_padding_example)
+
+    def finish(met: Any) -> ClippedSum:
+        loss, aux, residuals, cotangents, grads, scales = met
+        held, targets = Held(residuals, cotangents, grads), traced.targets
+        with stage("norm"):
+            found = [
+                formed_gradient(traced, target, cotangents)
+                or held_gradient(traced, index, held, len(loss))
+                for index, target in enumerate(targets)
+            ]
+        groups = [target.group for target in targets]
+        result = clip_and_sum(traced, groups, found, loss, aux, scales, is_padding_example)
+        return result._replace(grads=traced.of_leaves(result.grads))
+
+    return computed_once(finish, (loss, aux, residuals, cotangents, grads, scales), loss)
 
 
 def _backward(
     traced: TracedLoss, example: list[Array], scale: Float[Array, ""] | None
-) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Array], dict[int, Array]]:
+) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Any], dict[int, Array]]:
     """One example's loss, aux, residuals, cotangents of its uses, and gradients of the rest."""
+    known, (roots, fixed) = known_uses(traced, is_held=True), traced.shared
 
     def run(
-        taps: dict[Address, Array], whole: dict[int, Array]
+        taps: dict[Address, Any], whole: dict[int, Array]
     ) -> tuple[Array, tuple[list[Array], dict[Address, Any]]]:
-        params = [whole.get(leaf, value) for leaf, value in enumerate(traced.params)]
-        inputs = [*params, *traced.frozen, *example]
+        values = [whole.get(root, value) for root, value in enumerate(roots)]
+        inputs = [*values, *fixed, *example]
         with stage("loss"):
-            loss, aux, residuals = evaluate(traced.program, traced.uses.at, inputs, taps)
+            loss, aux, residuals = evaluate(
+                traced.split.program, known, inputs, taps, at_use, asked
+            )
         return loss, (aux, residuals)
 
-    taps = {at: jnp.zeros(use.result.shape, use.result.dtype) for at, use in traced.uses.at.items()}
-    whole = {leaf: traced.params[leaf] for leaf in traced.uses.whole}
+    asked: list[None] = [None] * len(traced.clipping.clip_norms)
+    taps = {at: tap_of(its, traced.accumulate_dtype) for at, its in known.items()}
+    whole = {root: roots[root] for root in traced.uses.whole}
     loss, pullback, (aux, residuals) = jax.vjp(run, taps, whole, has_aux=True)
     cotangents, grads = pullback(loss_cotangent(loss, scale))
     return loss, aux, residuals, cotangents, grads

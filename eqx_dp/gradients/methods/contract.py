@@ -1,6 +1,7 @@
 """What every method of the engine is given for a microbatch, and what it gives back."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,19 +12,45 @@ from jaxtyping import Array, Bool, Float
 from ...precision import stage
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
+from ..computed_once import computed_once
 from ..cost import LeafCost
-from ..leaves import LeafForm, LeafGradient, from_per_example, leaf_gradient
+from ..leaves import (
+    LeafForm,
+    LeafGradient,
+    from_per_example,
+    leaf_gradient,
+    no_gradient,
+    per_example_gradients,
+)
 from ..loss_scale import LossScaling
+from ..penalties import Penalties, formed_penalties, of_penalties, penalised
 from ..program import Program
+from ..pulled_back import entry_by_entry, pulled_back
+from ..split import Shared, Split
 from ..taps import Address, Uses
+from ..targets import Target
+
+
+class Outside(NamedTuple):
+    """What is evaluated once for all examples.
+
+    Attributes:
+        shared: what the program of one example takes.
+        derivatives: of the targets that are a value's entry by entry, of each entry.
+        penalties: of the targets that have some, their gradients.
+    """
+
+    shared: Shared
+    derivatives: dict[int, Array]
+    penalties: dict[int, Penalties]
 
 
 class TracedLoss(NamedTuple):
     """What stays the same from microbatch to microbatch.
 
     Attributes:
-        program: the loss of one example.
-        uses: those of every trainable leaf.
+        split: the loss of one example, and what depends on parameters alone in it.
+        uses: those of every root: of trainable leaves, then of values derived from them.
         params: the trainable leaves, in the compute dtype.
         frozen: the other arrays of the model.
         clipping: the clip norms.
@@ -31,9 +58,11 @@ class TracedLoss(NamedTuple):
         accumulate_dtype: dtype of norms, factors and sums.
         loss_scale: what each example's loss is multiplied by before the backward pass.
         costs: how each leaf is treated, and what that costs for one example.
+        targets: what is measured and summed as one.
+        outside: what is evaluated once for all examples; None until it is.
     """
 
-    program: Program
+    split: Split
     uses: Uses
     params: list[Array]
     frozen: list[Array]
@@ -42,29 +71,100 @@ class TracedLoss(NamedTuple):
     accumulate_dtype: np.dtype[Any]
     loss_scale: LossScaling
     costs: list[LeafCost]
+    targets: list[Target]
+    outside: Outside | None = None
+
+    @property
+    def program(self) -> Program:
+        """The loss of one example."""
+        return self.split.whole
+
+    @property
+    def shared(self) -> Shared:
+        """What the program of one example takes, and all examples share."""
+        assert self.outside is not None
+        return self.outside.shared
+
+    def evaluated(self) -> "TracedLoss":
+        """The same, with what depends on parameters alone."""
+        with stage("loss"):
+            shared, targets = self.split.shared(self.params, self.frozen), self.targets
+            derivatives = {
+                index: self._derivative(target, shared)
+                for index, target in enumerate(targets)
+                if target.relation == "entrywise"
+            }
+            roots = {root for target in targets for root in target.penalties}
+            gradients = {root: self._gradients(root, shared) for root in sorted(roots)}
+            penalties = {
+                index: of_penalties(
+                    [gradients[root][target.leaves[0]] for root in target.penalties]
+                )
+                for index, target in enumerate(targets)
+                if target.penalties
+            }
+        return self._replace(outside=Outside(shared, derivatives, penalties))
+
+    def _derivative(self, target: Target, shared: Shared) -> Array:
+        """The derivative of each entry of a derived value in the entry that it comes from."""
+        function = self.split.of_leaves(target.leaves, target.roots, shared)
+        values = [self.params[leaf] for leaf in target.leaves]
+        _, (found,) = jax.jvp(function, (values,), ([jnp.ones_like(x) for x in values],))
+        return found.astype(self.accumulate_dtype)
+
+    def _gradients(self, root: int, shared: Shared) -> dict[int, Array]:
+        """The gradient of a penalty with respect to all parameters that it depends on."""
+        leaves = sorted(self.split.derived[root - len(self.params)].leaves)
+        function = self.split.of_leaves(leaves, [root], shared)
+        values, pullback = jax.vjp(function, [self.params[leaf] for leaf in leaves])
+        (found,) = pullback([jnp.ones_like(value) for value in values])
+        wide = [gradient.astype(self.accumulate_dtype) for gradient in found]
+        return dict(zip(leaves, wide, strict=True))
 
     @property
     def consts(self) -> list[Any]:
         """The arrays that the programs close over."""
         probe = self.loss_scale.probe
-        return [*self.program.jaxpr.consts, *(probe.program.jaxpr.consts if probe else ())]
+        return [*self.split.consts, *(probe.split.consts if probe else ())]
 
     def with_arrays(
         self, params: list[Array], frozen: list[Array], consts: list[Any]
     ) -> "TracedLoss":
         """The same loss with other arrays: those that live on one device."""
-        own = len(self.program.jaxpr.consts)
-        scaling, program = self.loss_scale, self.program.with_consts(consts[:own])
+        own = len(self.split.consts)
+        scaling, split = self.loss_scale, self.split.with_consts(consts[:own])
         if scaling.probe is not None:
             probe = scaling.probe
-            probe = probe._replace(program=probe.program.with_consts(consts[own:]))
+            probe = probe._replace(split=probe.split.with_consts(consts[own:]))
             scaling = scaling._replace(probe=probe)
-        return self._replace(params=params, frozen=frozen, program=program, loss_scale=scaling)
+        return self._replace(params=params, frozen=frozen, split=split, loss_scale=scaling)
 
     @property
     def activations(self) -> int:
         """Bytes that one example's forward pass leaves for its backward pass, roughly."""
         return activation_bytes(self.program, len(self.params) + len(self.frozen))
+
+    def root(self, root: int) -> Any:
+        """Shape and dtype of a root."""
+        own = len(self.params)
+        return self.params[root] if root < own else self.split.derived[root - own].value
+
+    def sum_of(self, target: Target) -> Any:
+        """Shape of a target's sum."""
+        return self.root(target.roots[0] if target.relation == "itself" else target.leaves[0])
+
+    def of_leaves(self, totals: list[Array]) -> list[Array]:
+        """The sum of every leaf, from that of every target."""
+        shapes, found = [param.shape for param in self.params], dict[int, Array]()
+        for target, total in zip(self.targets, totals, strict=True):
+            leaves, root = target.leaves, target.roots[0]
+            if target.relation == "itself" and root >= len(shapes):
+                joined = self.split.derived[root - len(shapes)].joined
+                assert joined is not None
+                found.update(zip(leaves, joined.pulled_back(total, shapes), strict=True))
+            else:
+                found[leaves[0]] = total
+        return [found[leaf] for leaf in range(len(shapes))]
 
     def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
         """Shape of a trainable leaf, with the accumulate dtype."""
@@ -91,32 +191,99 @@ Method: TypeAlias = Callable[[TracedLoss, list[Array], Bool[Array, " batch"]], C
 """`method(traced, examples, is_padding_example)`; the leaves of examples have examples in front."""
 
 
-def held_gradient(
-    traced: TracedLoss,
-    leaf: int,
-    residuals: dict[Address, Any],
-    cotangents: dict[Address, Any],
-    grads: dict[int, Array],
-    num_examples: int,
-) -> LeafGradient:
-    """The gradient of one leaf, in the form that its way gives, from what is held for a batch.
+class Held(NamedTuple):
+    """What is held of a batch, examples in front of every array.
+
+    Attributes:
+        residuals: of each use.
+        cotangents: of each use's result.
+        grads: each example's gradient with respect to the roots that are `whole`.
+    """
+
+    residuals: dict[Address, Any]
+    cotangents: dict[Address, Any]
+    grads: dict[int, Array]
+
+    def met(self, uses: Iterable[Address]) -> list[tuple[Any, Array]]:
+        """What some uses met."""
+        return [(self.residuals[at], self.cotangents[at]) for at in uses]
+
+    def of_roots(self, roots: Iterable[int], uses: Uses) -> "Held":
+        """What is held of some roots."""
+        its = [at for root in roots for at in uses.of[root]]
+        residuals, cotangents = ({at: of[at] for at in its} for of in self[:2])
+        return Held(residuals, cotangents, {i: self.grads[i] for i in roots if i in self.grads})
+
+
+def held_gradient(traced: TracedLoss, index: int, held: Held, num_examples: int) -> LeafGradient:
+    """The gradient of one target, in the form that its way gives, from what is held for a batch.
 
     Args:
         traced: the loss.
-        leaf: which leaf.
-        residuals: of each use, examples in front.
-        cotangents: of each use's result, likewise.
-        grads: each example's gradient of the leaves that are `whole`.
+        index: which target.
+        held: what is held.
         num_examples: the batch.
     """
-    way, shape, dtype = traced.costs[leaf].way, traced.params[leaf].shape, traced.accumulate_dtype
-    if way == "whole":
-        return from_per_example(grads[leaf].astype(dtype))
-    if way == "unused":
-        return from_per_example(jnp.zeros((num_examples, *shape), dtype))
+    target, dtype, outside = traced.targets[index], traced.accumulate_dtype, traced.outside
+    assert outside is not None
+    first = target.roots[0]
+    shape, uses = traced.root(first).shape, traced.uses.of[first]
+    form = LeafForm(shape, tuple(uses.values()), target.way, dtype)
+    if target.relation == "entrywise":
+        entries = traced.split.derived[first - len(traced.params)].entries
+        assert entries is not None
+        of_leaf, derivative = traced.params[target.leaves[0]].shape, outside.derivatives[index]
+        return entry_by_entry(form, entries.layout, of_leaf, derivative, held.met(uses))
+    if target.relation in ("penalised", "through"):
+        return _through(traced, index, held, num_examples)
+    if target.way == "whole":
+        return from_per_example(held.grads[first].astype(dtype))
+    if target.way == "unused":
+        return no_gradient(num_examples, shape, dtype)
+    return leaf_gradient(form, held.met(uses))
+
+
+def _through(traced: TracedLoss, index: int, held: Held, num_examples: int) -> LeafGradient:
+    """The same of a parameter that penalties, or other values, are derived from."""
+    target, dtype, outside = traced.targets[index], traced.accumulate_dtype, traced.outside
+    assert outside is not None
+    (leaf,), penalties = target.leaves, outside.penalties.get(index)
+    roots = [root for root in target.roots if root not in target.penalties]
+    is_formed = target.way != "inner_products"
+
+    def form(held: Held) -> tuple[Array, Array | None]:
+        found = [_formed(traced, root, held) for root in target.penalties]
+        heights = jnp.zeros((num_examples, 0), dtype)
+        if found:
+            heights = jnp.stack([x.reshape(num_examples).astype(dtype) for x in found], axis=1)
+        if not is_formed:
+            return heights, None
+        formed = {root: _formed(traced, root, held) for root in roots}
+        own = [formed.pop(leaf).astype(dtype)] if leaf in formed else []
+        if penalties is not None:
+            own += formed_penalties(heights, penalties)
+        if formed:
+            function = traced.split.of_leaves([leaf], list(formed), outside.shared)
+            own.append(pulled_back(function, traced.params[leaf], list(formed.values()), dtype))
+        return heights, functools.reduce(jnp.add, own)
+
+    its = held.of_roots(target.roots, traced.uses)
+    heights, grads = computed_once(form, its, jax.tree.leaves(its[1:])[0])
+    if grads is not None:
+        return from_per_example(grads)
+    assert penalties is not None
     uses = traced.uses.of[leaf]
-    form = LeafForm(shape, tuple(uses.values()), way, dtype)
-    return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses])
+    way = LeafForm(traced.root(leaf).shape, tuple(uses.values()), target.way, dtype)
+    return penalised(way, held.met(uses), heights, penalties)
+
+
+def _formed(traced: TracedLoss, root: int, held: Held) -> Array:
+    """Each example's gradient with respect to a root."""
+    if root in held.grads:
+        return held.grads[root]
+    uses, shape = traced.uses.of[root], traced.root(root).shape
+    form = LeafForm(shape, tuple(uses.values()), "kept", traced.accumulate_dtype)
+    return per_example_gradients(form, held.met(uses))
 
 
 class Clip(NamedTuple):
@@ -136,13 +303,14 @@ class Clip(NamedTuple):
 
 def clip(
     traced: TracedLoss,
+    groups: list[int],
     norms: list[Float[Array, " batch"]],
     bounds: list[Float[Array, " batch"]],
     loss: Float[Array, " batch"],
     scales: Float[Array, " batch"] | None,
     is_padding_example: Bool[Array, " batch"],
 ) -> Clip:
-    """From the norms of every leaf, and bounds on what is added of it, to clip factors.
+    """From the norms of every leaf (or target), and bounds on what is added of it, to clip factors.
 
     Norms and bounds are those of gradients of the scaled loss. Scales are powers of two, so to
     undo them is exact; what becomes too small for that is rounded away from harm, bounds up to the
@@ -154,7 +322,7 @@ def clip(
     def by_group(values: list[Array]) -> list[Float[Array, " batch"]]:
         return [
             combined_norms(
-                [value for value, its in zip(values, traced.groups, strict=True) if its == group],
+                [value for value, its in zip(values, groups, strict=True) if its == group],
                 loss.shape,
                 dtype,
             )
@@ -183,6 +351,7 @@ def clip(
 
 def clip_and_sum(
     traced: TracedLoss,
+    groups: list[int],
     leaves: list[LeafGradient],
     loss: Float[Array, " batch"],
     aux: list[Array],
@@ -200,10 +369,10 @@ def clip_and_sum(
     """
     norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
     with stage("norm"):
-        clipped = clip(traced, norms, bounds, loss, scales, is_padding_example)
+        clipped = clip(traced, groups, norms, bounds, loss, scales, is_padding_example)
     with stage("sum"):
         sums = [
             leaf.sum(clipped.factors[group], clipped.contributes)
-            for leaf, group in zip(leaves, traced.groups, strict=True)
+            for leaf, group in zip(leaves, groups, strict=True)
         ]
     return ClippedSum(sums, loss, clipped.norms, aux)

@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Float
 from ...isolation import run_apart
 from ...precision import stage
 from ..loss_scale import loss_cotangent
-from ..taps import Address, evaluate
-from .contract import ClippedSum, TracedLoss, clip, held_gradient
+from ..tapped import evaluate
+from ..taps import Address
+from .contract import ClippedSum, Held, TracedLoss, clip, held_gradient
 from .measured import (
     Ask,
     Formed,
@@ -27,8 +28,10 @@ from .measured import (
     ask_formed,
     at_once,
     at_use,
-    known_of,
+    known_uses,
+    of_parameter,
     of_slices,
+    tap_of,
 )
 
 
@@ -85,21 +88,22 @@ def clipped_sum(
         # cotangents, and hold them all from the first to the second.
         here, asked = jax.lax.optimization_barrier((examples, past[:2]))
         backward = functools.partial(_backward, traced, asked[0])
-        found = run_apart(backward, traced.program.jaxpr.jaxpr, here, asked[1], scales)
+        found = run_apart(backward, traced.split.program.jaxpr.jaxpr, here, asked[1], scales)
+        groups = [target.group for target in traced.targets]
         leaves = [
-            _of_leaf(traced, leaf, found, Ask(asked[0], asked[1][group]))
-            for leaf, group in enumerate(traced.groups)
+            _of_target(traced, index, found, Ask(asked[0], asked[1][group]))
+            for index, group in enumerate(groups)
         ]
         norms, bounds = ([leaf.measured[:, i] for leaf in leaves] for i in range(2))
         with stage("norm"):
-            clipped = clip(traced, norms, bounds, found.loss, scales, is_padding_example)
+            clipped = clip(traced, groups, norms, bounds, found.loss, scales, is_padding_example)
         chosen = [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors]
         factors, grad_norms = jax.tree.map(
             lambda new, old: jnp.where(asked[0], new, old),
             (chosen, clipped.norms),
             (asked[1], past.result.grad_norms),
         )
-        totals = [leaf.total for leaf in leaves]
+        totals = traced.of_leaves([leaf.total for leaf in leaves])
         return _Pass(
             jnp.zeros((), bool), factors, ClippedSum(totals, found.loss, grad_norms, found.aux)
         )
@@ -122,62 +126,73 @@ def _backward(
     scales: Array | None,
 ) -> _Backward:
     """The cotangents of all taps, some of which become norms or sums on the spot."""
-    known = {
-        at: known_of(traced, leaf, use)
-        for leaf, uses in enumerate(traced.uses.of)
-        for at, use in uses.items()
-    }
-    taps, axes = _taps(traced, known, len(factors[0]))
+    known = known_uses(traced)
+    (roots, fixed), (taps, axes) = traced.shared, _taps(traced, known)
 
-    def one(example: list[Array], factors: list[Array], taps: dict[str, Any]) -> tuple[Any, Any]:
-        params = [taps["whole"].get(leaf, value) for leaf, value in enumerate(traced.params)]
-        inputs, asked = [*params, *traced.frozen, *example], [Ask(is_measuring, x) for x in factors]
-        with stage("loss"):
-            loss, aux, residuals = evaluate(
-                traced.program, known, inputs, taps["uses"], at_use, asked
-            )
-        return loss, (aux, residuals)
+    def one(
+        example: list[Array], factors: list[Array], scale: Array | None
+    ) -> tuple[Array, list[Array], dict[Address, Any], dict[str, Any]]:
+        asked = [Ask(is_measuring, x) for x in factors]
 
-    mapped = jax.vmap(one, in_axes=(0, 0, axes))
-    loss, pullback, (aux, residuals) = jax.vjp(
-        lambda taps: mapped(examples, factors, taps), taps, has_aux=True
-    )
-    (cotangents,) = pullback(loss_cotangent(loss, scales))
-    return _Backward(loss, aux, residuals, cotangents)
+        def run(taps: dict[str, Any]) -> tuple[Array, tuple[list[Array], dict[Address, Any]]]:
+            values = [taps["whole"].get(root, value) for root, value in enumerate(roots)]
+            inputs = [*values, *fixed, *example]
+            with stage("loss"):
+                loss, aux, residuals = evaluate(
+                    traced.split.program, known, inputs, taps["uses"], at_use, asked
+                )
+            return loss, (aux, residuals)
+
+        loss, pullback, (aux, residuals) = jax.vjp(run, taps, has_aux=True)
+        (cotangents,) = pullback(loss_cotangent(loss, scale))
+        return loss, aux, residuals, cotangents
+
+    # A total is the same for all examples, and no parameter has them in front.
+    mapped = jax.vmap(one, out_axes=(0, 0, 0, axes))
+    return _Backward(*mapped(examples, factors, scales))
 
 
-def _taps(
-    traced: TracedLoss, known: dict[Address, Known], batch: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Zeros for every use, and where each has examples in front: no total has."""
+def _taps(traced: TracedLoss, known: dict[Address, Known]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Zeros for every use of one example, and where examples are in its cotangent: no total has."""
     uses: dict[Address, Any] = {}
     axes: dict[Address, Any] = {}
     for at, (use, _, form, is_small) in known.items():
-        slices = use.slices
-        axes[at] = 0
-        if form is None:
-            uses[at] = jnp.zeros((batch, *use.result.shape), use.result.dtype)
+        if form is None or is_small:
+            uses[at], axes[at] = tap_of(known[at], traced.accumulate_dtype), 0
             continue
-        total = jnp.zeros((*slices, *form.shape), form.dtype)
-        if is_small:
-            uses[at] = Formed(jnp.zeros((batch, *total.shape), total.dtype))
-        else:
-            uses[at] = Found(jnp.zeros((batch, *slices, 2), total.dtype), total)
-            axes[at] = Found(0, None)  # pyright: ignore[reportArgumentType]
-    whole = {
-        leaf: jnp.broadcast_to(traced.params[leaf], (batch, *traced.params[leaf].shape))
-        for leaf in traced.uses.whole
-    }
+        total = jnp.zeros((*use.slices, *form.shape), form.dtype)
+        uses[at] = Found(jnp.zeros((*use.slices, 2), total.dtype), total)
+        axes[at] = Found(0, None)  # pyright: ignore[reportArgumentType]
+    whole = {root: traced.shared.roots[root] for root in traced.uses.whole}
     return {"uses": uses, "whole": whole}, {"uses": axes, "whole": dict.fromkeys(whole, 0)}
 
 
-def _of_leaf(traced: TracedLoss, leaf: int, found: _Backward, asked: Ask) -> Found:
-    """What a leaf's cotangents become, with respect to the leaf itself."""
-    shape, dtype, batch = traced.params[leaf].shape, traced.accumulate_dtype, len(asked.factors)
-    cotangents, uses = found.cotangents["uses"], traced.uses.of[leaf]
+def _of_target(traced: TracedLoss, index: int, found: _Backward, asked: Ask) -> Found:
+    """What the cotangents of a target's roots become, with respect to the target itself."""
+    target, batch = traced.targets[index], len(asked.factors)
+    cotangents, grads = found.cotangents["uses"], found.cotangents["whole"]
+    if target.relation == "itself":
+        its = _of_root(traced, target.roots[0], found, asked)
+        if its is not None:
+            return its
+    uses = {at: use for root in target.roots for at, use in traced.uses.of[root].items()}
+    held = Held(found.residuals, cotangents, grads).of_roots(target.roots, traced.uses)
+    shape = traced.sum_of(target).shape
+    several = at_once(target.way, shape, tuple(uses.values()), batch)
+
+    def gradient(held: Any) -> Any:
+        return held_gradient(traced, index, Held(*held), len(jax.tree.leaves(held)[0]))
+
+    return ask(gradient, shape, tuple(held), asked, several)
+
+
+def _of_root(traced: TracedLoss, root: int, found: _Backward, asked: Ask) -> Found | None:
+    """The same of a root by itself; None where all that it meets is held."""
+    shape, dtype, batch = traced.root(root).shape, traced.accumulate_dtype, len(asked.factors)
+    cotangents, uses = found.cotangents["uses"], traced.uses.of[root]
     own = None
-    if leaf in traced.uses.whole:
-        own = found.cotangents["whole"][leaf].astype(dtype)
+    if root in traced.uses.whole:
+        own = found.cotangents["whole"][root].astype(dtype)
     elif not uses:  # the loss does not depend on it
         return Found(jnp.zeros((batch, 2), dtype), jnp.zeros(shape, dtype))
     if len(uses) == 1:
@@ -185,14 +200,5 @@ def _of_leaf(traced: TracedLoss, leaf: int, found: _Backward, asked: Ask) -> Fou
         if isinstance(tap := cotangents[at], Found):
             return Found(of_slices(tap.measured), use.view.pulled_back(tap.total, shape))
         if isinstance(tap, Formed):
-            own = jax.vmap(lambda one: use.view.pulled_back(one, shape))(tap.gradient)
-    if own is not None:
-        return ask_formed(own, asked)
-    held = {at: (found.residuals[at], cotangents[at]) for at in uses}
-
-    def gradient(held: dict[Address, tuple[Any, Array]]) -> Any:
-        residuals, its = ({at: pair[i] for at, pair in held.items()} for i in range(2))
-        return held_gradient(traced, leaf, residuals, its, {}, len(its))
-
-    several = at_once(traced.costs[leaf].way, shape, tuple(uses.values()), batch)
-    return ask(gradient, shape, held, asked, several)
+            own = of_parameter(tap, use, shape)
+    return None if own is None else ask_formed(own, asked)

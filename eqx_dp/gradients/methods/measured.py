@@ -5,12 +5,13 @@ Both of a leaf are found by one program, which is traced once for all uses that 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float
 
@@ -22,13 +23,17 @@ from ..leaves import (
     LeafForm,
     LeafGradient,
     Way,
+    arranged,
+    as_formed,
     from_per_example,
     leaf_gradient,
     per_example_gradients,
 )
 from ..microbatches import over_microbatches
-from ..taps import tapped
-from ..uses import ParamUse
+from ..tapped import tapped, zero_tap
+from ..taps import Address
+from ..targets import Target
+from ..uses import ParamUse, ScanUse, vjp
 from .contract import TracedLoss
 
 
@@ -75,7 +80,7 @@ class Known(NamedTuple):
         form: how the gradient with respect to the operand is found, in one iteration of the scans
             around. None where the cotangent is held, as it alone does not tell what there is to
             know of the leaf: there are several uses, or one that does not keep norms, or one that
-            meets all of its leaf at every step of a scan.
+            meets all of its leaf at every step of a scan; and of a `vjp`, which is a gradient.
         is_small: whether each example's gradient is formed, and leaves the backward pass.
     """
 
@@ -84,39 +89,95 @@ class Known(NamedTuple):
     form: LeafForm | None = None
     is_small: bool = False
 
+    @property
+    def scans(self) -> tuple[ScanUse, ...]:
+        """The scans around it."""
+        return self.use.scans
 
-def known_of(traced: TracedLoss, leaf: int, use: ParamUse) -> Known:
-    """What is known of a use of a leaf."""
-    way, group = traced.costs[leaf].way, traced.groups[leaf]
-    if len(traced.uses.of[leaf]) > 1 or not use.view.is_isometric or "time" in use.scans:
+
+def known_uses(traced: TracedLoss, is_held: bool = False) -> dict[Address, Known]:
+    """What is known of every use.
+
+    Args:
+        traced: the loss.
+        is_held: whether cotangents are held unless the gradient is small.
+    """
+    return {
+        at: _known_of(traced, target, use, is_held)
+        for target in traced.targets
+        for root in target.roots
+        for at, use in traced.uses.of[root].items()
+    }
+
+
+def _known_of(traced: TracedLoss, target: Target, use: ParamUse, is_held: bool) -> Known:
+    way, group, root = target.way, target.group, target.roots[0]
+    is_alone = target.relation == "itself" and len(traced.uses.of[root]) == 1
+    is_alone &= "time" not in use.scans
+    if not is_alone or not use.view.is_isometric or use.kind is vjp:
         return Known(use, group)
     here = use.inside()
     is_small = way == "kept" and 8 * math.prod(here.view.shape) <= _met(here)
+    if is_held and not is_small:
+        return Known(use, group)
     form = LeafForm(here.view.shape, (here,), way, traced.accumulate_dtype)
     return Known(use, group, form, is_small)
+
+
+def tap_of(known: Known, dtype: np.dtype[Any]) -> Array | Formed:
+    """Zeros of one example, whose cotangent is its gradient, or the cotangent of the use."""
+    use, _, form, is_small = known
+    if form is None:
+        return zero_tap(use, dtype)
+    assert is_small
+    return Formed(jnp.zeros((*use.slices, *form.shape), form.dtype))
+
+
+def of_parameter(formed: Formed, use: ParamUse, shape: tuple[int, ...]) -> Array:
+    """Each example's gradient with respect to the parameter, from that to the only use of it."""
+    return jax.vmap(lambda one: use.view.pulled_back(one, shape))(formed.gradient)
+
+
+def formed_gradient(
+    traced: TracedLoss, target: Target, cotangents: dict[Address, Any]
+) -> LeafGradient | None:
+    """The gradient of a target that was formed within the backward pass; None where it was not."""
+    root = target.roots[0]
+    for at, use in traced.uses.of[root].items():
+        if isinstance(tap := cotangents[at], Formed):
+            return from_per_example(of_parameter(tap, use, traced.root(root).shape))
+    return None
 
 
 def _met(use: ParamUse) -> int:
     """Entries of all that one example meets at a use, in one iteration of the scans around."""
     arrays = jax.tree.leaves((use.result, use.residuals))
-    return sum(math.prod(x.shape[len(use.scans) :]) for x in arrays)
+    return sum(math.prod(x.shape[len(use.stacked) :]) for x in arrays)
 
 
 def at_use(
-    known: Known, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any, asked: list[Ask]
+    known: Known,
+    equation: jex_core.JaxprEqn,
+    inputs: list[Any],
+    tap: Any,
+    asked: Sequence[Ask | None],
 ) -> tuple[Array, Any]:
     """The result of a use, whose cotangent becomes that of the tap."""
     use = known.use
     if known.form is None:
         return tapped(use, equation, inputs, tap, asked)
     (result,) = evaluated(equation, inputs)
-    residuals = use.kind.residuals(use.operation, use.operand, inputs)
-    return _watched(known, result, tap, residuals, asked[known.group]), ()
+    watched: Any = _watched(known, result, tap, use.kept(inputs), asked[known.group])
+    return use.received(watched), ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask) -> Array:
+def _watched(
+    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask | None
+) -> Array:
     """The result of a use as it is; from its cotangent follows that of the tap.
+
+    A tap of `Formed` asks for nothing.
 
     It depends on the tap, which every example has its own of: the cotangent of what all examples
     share would be summed over them before it comes here.
@@ -127,7 +188,7 @@ def _watched(known: Known, result: Array, tap: Found | Formed, residuals: Any, a
 
 
 def _watched_forward(
-    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask
+    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask | None
 ) -> tuple[Array, Any]:
     return _watched(known, result, tap, residuals, asked), (residuals, asked)
 
@@ -163,8 +224,9 @@ def _of_batch(form: LeafForm) -> Callable[[Any, Array, Ask], Found]:
     def of_batch(residuals: Any, cotangent: Array, asked: Ask) -> Found:
         batch = len(asked.factors)
         several = at_once(form.way, form.shape, form.uses, batch)
-        met = residuals, cotangent
-        return ask(lambda met: leaf_gradient(form, [met]), form.shape, met, asked, several)
+        met, own = (residuals, cotangent), as_formed(form)
+        found = ask(lambda met: leaf_gradient(own, [met]), own.shape, met, asked, several)
+        return found._replace(total=arranged(form, found.total))
 
     @custom_vmap
     def of_one(residuals: Any, cotangent: Array, asked: Ask) -> Found:
@@ -204,25 +266,31 @@ def ask(
         several: of how many examples gradients are found at once.
     """
     flat, structure = jax.tree.flatten((asked.factors, met))
+    batch, dtype = len(asked.factors), asked.factors.dtype
 
-    def step(values: list[Array], is_padding: Array) -> tuple[Array, Array]:
-        factors, met = structure.unflatten(values)
-
-        def measure() -> tuple[Array, Array]:
+    def measure() -> tuple[Array, Array]:
+        def step(values: list[Array], is_padding: Array) -> tuple[tuple[()], Array]:
+            del is_padding
             with stage("norm"):
-                leaf = gradient(met)
-            return jnp.zeros(shape, factors.dtype), jnp.stack([leaf.norm, leaf.bound], axis=-1)
+                leaf = gradient(structure.unflatten(values)[1])
+            return (), jnp.stack([leaf.norm, leaf.bound], axis=-1)
 
-        def add() -> tuple[Array, Array]:
+        _, measured = over_microbatches(step, flat, None, batch, several)
+        return jnp.zeros(shape, dtype), measured
+
+    def add() -> tuple[Array, Array]:
+        def step(values: list[Array], is_padding: Array) -> tuple[Array, tuple[()]]:
+            factors, met = structure.unflatten(values)
             with stage("norm"):
                 leaf = gradient(met)
             with stage("sum"):
-                total = leaf.sum(factors, (factors > 0) & ~is_padding)
-            return total, jnp.zeros((len(factors), 2), factors.dtype)
+                return leaf.sum(factors, (factors > 0) & ~is_padding), ()
 
-        return jax.lax.cond(asked.is_measuring, measure, add)
+        total, _ = over_microbatches(step, flat, None, batch, several)
+        return total, jnp.zeros((batch, 2), dtype)
 
-    total, measured = over_microbatches(step, flat, None, len(asked.factors), several)
+    # Outside of the loop over parts: each would have to write, and add up, what is zero.
+    total, measured = jax.lax.cond(asked.is_measuring, measure, add)
     return Found(measured, total)
 
 

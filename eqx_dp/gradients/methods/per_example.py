@@ -1,11 +1,14 @@
 """Per-example gradients side by side: right for any loss, memory of microbatch x parameters."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
-from ..leaves import from_per_example
+from ..computed_once import computed_once
+from ..leaves import from_per_example, no_gradient
 from ..loss_scale import loss_cotangent
 from .contract import ClippedSum, TracedLoss, clip_and_sum
 
@@ -18,15 +21,19 @@ def clipped_sum(
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example.
     """
+    params, dtype = traced.params, traced.accumulate_dtype
+    # Zeros for a leaf that the loss does not use would be there for each example.
+    used = {leaf: params[leaf] for leaf, cost in enumerate(traced.costs) if cost.way != "unused"}
 
     def value_and_grad(
         example: list[Array], scale: Float[Array, ""] | None
-    ) -> tuple[Array, list[Array], list[Array]]:
-        def loss_of(params: list[Array]) -> tuple[Array, list[Array]]:
+    ) -> tuple[Array, dict[int, Array], list[Array]]:
+        def loss_of(used: dict[int, Array]) -> tuple[Array, list[Array]]:
+            own = [used.get(leaf, value) for leaf, value in enumerate(params)]
             with stage("loss"):
-                return traced.program(params, traced.frozen, example)
+                return traced.program(own, traced.frozen, example)
 
-        loss, pullback, aux = jax.vjp(loss_of, traced.params, has_aux=True)
+        loss, pullback, aux = jax.vjp(loss_of, used, has_aux=True)
         (grads,) = pullback(loss_cotangent(loss, scale))
         return loss, grads, aux
 
@@ -35,6 +42,16 @@ def clipped_sum(
     loss, grads, aux = run_apart(
         jax.vmap(value_and_grad), traced.program.jaxpr.jaxpr, examples, scales
     )
-    with stage("norm"):
-        leaves = [from_per_example(grad.astype(traced.accumulate_dtype)) for grad in grads]
-    return clip_and_sum(traced, leaves, loss, aux, scales, is_padding_example)
+
+    def finish(met: Any) -> ClippedSum:
+        loss, grads, aux, scales = met
+        with stage("norm"):
+            leaves = [
+                from_per_example(grads[leaf].astype(dtype))
+                if leaf in grads
+                else no_gradient(len(loss), param.shape, dtype)
+                for leaf, param in enumerate(params)
+            ]
+        return clip_and_sum(traced, traced.groups, leaves, loss, aux, scales, is_padding_example)
+
+    return computed_once(finish, (loss, grads, aux, scales), loss)

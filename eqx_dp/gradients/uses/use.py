@@ -8,7 +8,11 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ...precision import Matmul
 from ..layouts import Layout, layout_of, merged, reshaped, shape_of
+from ..scaled_products import Scaled, restored, scaled, with_cast_cotangent
+
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Operation(NamedTuple):
@@ -94,7 +98,7 @@ class MatrixKind(Kind, Protocol):
         ...
 
 
-ScanUse: TypeAlias = Literal["slices", "time"]
+ScanUse: TypeAlias = Literal["slices", "time", "added"]
 
 
 class ParamUse(NamedTuple):
@@ -109,9 +113,12 @@ class ParamUse(NamedTuple):
         matrices: the same of the operand as matrices (group, in, out), slices being groups; None
             where the kind knows none.
         scans: the scans around it, outermost first: whether each goes over slices of the parameter
-            or uses all of it many times.
-        result: shape and dtype of the equation's result, the scans' lengths in front.
+            or uses all of it many times; of the latter, whether the steps' cotangents are held side
+            by side (`time`) or added up.
+        result: shape and dtype of what is tapped, the equation's result or the operand of a `vjp`;
+            the lengths of the scans in front, but for those whose steps are added up.
         residuals: the same of what is kept.
+        matmul: the narrow dtypes that the equation multiplies in, if it does.
     """
 
     kind: Kind
@@ -122,11 +129,42 @@ class ParamUse(NamedTuple):
     scans: tuple[ScanUse, ...]
     result: jax.ShapeDtypeStruct
     residuals: Any
+    matmul: Matmul | None = None
+
+    @property
+    def name(self) -> str:
+        """The kind, and what the parameter is cast to there."""
+        return self.kind.name + (f"[{self.matmul.forward}]" if self.matmul else "")
+
+    def narrowed(self, matmul: Matmul) -> "ParamUse":
+        """The same use where the equation multiplies in narrow dtypes: a product's."""
+        stack = tuple(self.result.shape[: len(self.stacked)])
+        values = jax.ShapeDtypeStruct(self.residuals.shape, matmul.forward)
+        exponent = jax.ShapeDtypeStruct(stack, jnp.int32)
+        return self._replace(residuals=Scaled(values, exponent), matmul=matmul)
+
+    def kept(self, inputs: list[Any]) -> Any:
+        """What is kept of the other operands, of a narrow product as they are multiplied."""
+        found = self.kind.residuals(self.operation, self.operand, inputs)
+        return found if self.matmul is None else scaled(found, self.matmul.forward, self.matmul)
+
+    def restored(self, residuals: Any) -> Any:
+        """What the kind takes for residuals, from what was kept: what was multiplied, exactly."""
+        return residuals if self.matmul is None else restored(residuals, _FLOAT32)
+
+    def received(self, result: Array) -> Array:
+        """The result, whose cotangent becomes what a narrow product is differentiated by."""
+        return result if self.matmul is None else with_cast_cotangent(self.matmul, result)
+
+    @property
+    def stacked(self) -> tuple[ScanUse, ...]:
+        """The scans whose steps stand side by side, an axis for each."""
+        return tuple(its for its in self.scans if its != "added")
 
     @property
     def slices(self) -> tuple[int, ...]:
         """The lengths of the scans around it that go over slices of the parameter."""
-        lengths = zip(self.result.shape, self.scans, strict=False)
+        lengths = zip(self.result.shape, self.stacked, strict=False)
         return tuple(n for n, use in lengths if use == "slices")
 
     @property
@@ -145,7 +183,7 @@ class ParamUse(NamedTuple):
         """The use as one iteration of the scans around it sees it: of its operand alone."""
 
         def inner(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[len(self.scans) :], x.dtype)
+            return jax.ShapeDtypeStruct(x.shape[len(self.stacked) :], x.dtype)
 
         result, residuals = jax.tree.map(inner, (self.result, self.residuals))
         view = layout_of(self.operation.operands[self.operand])

@@ -4,6 +4,8 @@ import pytest
 
 from tests.gradients.engine import agreement, layers, uses
 
+pytestmark = pytest.mark.sampled(6)
+
 
 @agreement.EACH_METHOD
 @pytest.mark.parametrize("name", layers.ALL)

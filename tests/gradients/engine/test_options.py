@@ -11,6 +11,8 @@ from tests import models as shared
 from tests import oracle
 from tests.gradients.engine import models, uses
 
+pytestmark = pytest.mark.sampled(6)
+
 TOLERANCES = {"mixed_bfloat16": 3e-2, "mixed_float16": 4e-3, "bfloat16": 4e-2}
 
 

@@ -14,6 +14,8 @@ from eqx_dp.gradients.cross_terms import overlaps
 from tests.gradients.engine import agreement, models, uses
 from tests.models import Case
 
+pytestmark = pytest.mark.sampled(4)
+
 TOKENS, WIDTH, WORDS = 4, 6, 9
 
 
@@ -89,6 +91,16 @@ CASES = {
         lambda w, x, t: jnp.sin(w.at[3 * t].get(mode="fill", fill_value=0.0) + x) @ w.T,
         (WORDS, WIDTH),
         "lookup contraction",
+    ),
+    "lookups_of_rows_and_columns": (
+        lambda w, x, t: jnp.sin(w[t[:2]]) @ jnp.sin(w.T[t[2:] % WIDTH][:, :WIDTH]).T,
+        (WORDS, WIDTH),
+        "lookup lookup",
+    ),
+    "lookups_of_rows_and_columns_of_a_square": (
+        lambda w, x, t: jnp.sin(w[t % WIDTH]) * w.T[t[::-1] % WIDTH],
+        (WIDTH, WIDTH),
+        "lookup lookup",
     ),
     "time": (over_time_and_outside, (WIDTH, WIDTH), "contraction contraction"),
     "slices": (over_slices_and_time, (2, WIDTH, WIDTH), "contraction contraction"),

@@ -1,13 +1,30 @@
 """What a parameter may go through before it meets data."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from tests.gradients.engine import agreement
 from tests.gradients.engine.kinds import check, examples, normal
 from tests.models import Case
+
+
+def out_of_a_scan(rows, reverse=False):
+    """Slices go in, turned rows come out, stacked again."""
+    return lax.scan(lambda c, row: (c, -row[::-1]), None, rows, reverse=reverse)[1]
+
+
+def out_of_scans(w):
+    """Of a (3, 2) parameter the slices of an outer scan, each twice by an inner one."""
+
+    def step(c, row):
+        return c, lax.scan(lambda c, _: (c, checkpoint_name(row, "row")), None, None, 2)[1]
+
+    return lax.scan(step, None, w)[1].reshape(3, 4)
+
 
 # Each makes a (3, 4) matrix of a parameter; whether a gradient keeps its norm on the way back.
 VIEWS = {
@@ -19,8 +36,17 @@ VIEWS = {
     "split": ((9, 4), lambda w: jnp.split(w, 3)[1], True),
     "broadcast": ((4,), lambda w: jnp.broadcast_to(w, (3, 4)), False),
     "broadcast_scalar": ((), lambda w: jnp.full((3, 4), w), False),
+    "checkpoint_name": ((3, 4), lambda w: checkpoint_name(w, "weight"), True),
+    "out_of_checkpoint": ((4, 3), lambda w: jax.checkpoint(lambda w: -w.T)(w), True),
+    "out_of_jit": ((4, 3), lambda w: jax.jit(lambda w: (w[1:], w.T))(w)[1], True),
+    "out_of_scan": ((3, 4), out_of_a_scan, True),
+    "out_of_scan_reversed": ((3, 4), lambda w: out_of_a_scan(w, reverse=True), True),
+    "out_of_scan_repeated": (
+        (4,), lambda w: lax.scan(lambda c, _: (c, w), None, None, 3)[1], False,
+    ),
+    "out_of_scan_of_scan": ((3, 2), out_of_scans, False),
     "many": ((4, 9), lambda w: jnp.split(-w.reshape(2, 18).T[::-1], 3)[2].reshape(3, 4), True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VIEWS)

@@ -8,10 +8,12 @@ import jax
 import pytest
 
 from eqx_dp.gradients import clipped_grad
-from eqx_dp.gradients.cost import LeafCost
+from eqx_dp.gradients.cost import LeafCost, leaf_cost
 from eqx_dp.gradients.cross_terms import overlaps
 from eqx_dp.gradients.program import Inputs, Options, Program, trace
+from eqx_dp.gradients.split import split
 from eqx_dp.gradients.taps import Uses, find_uses
+from eqx_dp.gradients.targets import find_targets
 from tests.models import Case
 
 
@@ -37,16 +39,29 @@ def uses_of(
     return paths, found
 
 
+def costs(case: Case) -> dict[str, LeafCost]:
+    """How every leaf is treated, by its path."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), case.batch(2))
+    program, _ = traced(case.loss, case.model, case.filter_spec, one)
+    params, rest = eqx.partition(case.model, case.filter_spec)
+    leaves, frozen = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (params, rest))
+    parts = split(program, len(leaves), len(frozen))
+    roots = [*leaves, *(its.value for its in parts.derived)]
+    found = find_uses(parts.program, len(roots))
+    of_roots = [leaf_cost(found, root, value) for root, value in enumerate(roots)]
+    _, of_leaves = find_targets(found, parts.derived, of_roots, [0] * len(leaves))
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return dict(zip(paths, of_leaves, strict=True))
+
+
 def whole(case: Case) -> dict[str, str]:
     """The leaves that no uses describe, with the reason."""
-    paths, found = uses_of(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
-    return {paths[leaf]: reason for leaf, reason in found.whole.items()}
+    return {path: cost.reason for path, cost in costs(case).items() if cost.way == "whole"}
 
 
 def kinds(case: Case) -> dict[str, list[str]]:
     """The kinds of every leaf's uses, in the order of the program."""
-    paths, found = uses_of(case.loss, case.model, *case.batch(2), filter_spec=case.filter_spec)
-    return {path: [use.kind.name for use in found.of[i].values()] for i, path in enumerate(paths)}
+    return {path: list(cost.kinds) for path, cost in costs(case).items()}
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:

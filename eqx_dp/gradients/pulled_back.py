@@ -1,0 +1,135 @@
+"""Gradients of parameters that reach data only as values derived from them."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ..precision import stage
+from .clip import norm_error, norms, power_of_two, weighted_sum
+from .computed_once import computed_once
+from .gram import sum_of_products, weighted_products
+from .layouts import Layout
+from .leaves import (
+    LeafForm,
+    LeafGradient,
+    Met,
+    per_example_gradients,
+    sides,
+    to_parameter,
+)
+
+
+def entry_by_entry(
+    form: LeafForm,
+    entries: Layout,
+    shape: tuple[int, ...],
+    derivative: Float[Array, "..."],
+    met: list[Met],
+) -> LeafGradient:
+    """The gradient of a parameter of which each entry of a value depends on one entry.
+
+    Args:
+        form: how the gradient with respect to the value is found: the norm from "inner_products"
+            where it is one outer product, else each example's own, "kept".
+        entries: where each entry of the value stands in the parameter.
+        shape: of the parameter.
+        derivative: of each entry of the value, in the accumulate dtype.
+        met: of the value's uses.
+    """
+    norm, bound, held = _measured(form, entries, shape, derivative, met)
+    total = functools.partial(_summed, form, entries, shape, derivative, held)
+    return LeafGradient(norm, bound, total)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _measured(
+    form: LeafForm,
+    entries: Layout,
+    shape: tuple[int, ...],
+    derivative: Array,
+    met: list[Met],
+) -> tuple[Array, Array, Any]:
+    """Norm, bound, and what the weighted sum is made of."""
+    met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
+
+    def form_all(met: list[Met]) -> Array:
+        grads = per_example_gradients(form, met) * derivative
+        if entries.is_isometric:
+            return grads
+        return jax.vmap(lambda one: entries.pulled_back(one, shape))(grads)
+
+    if form.way == "kept":
+        grads = computed_once(form_all, met, met[0][1])
+        norm = norms(grads)
+        return norm, norm * (1 + norm_error(math.prod(grads.shape[1:]), grads.dtype)), grads
+    (use,), (one,) = form.uses, met
+    assert use.matrices is not None
+    x, g = sides(use, *one, form.dtype)
+    weights = use.matrices._replace(sign=1).taken(derivative)
+    norm, bound, held = weighted_products(x[:, :, 0], g[:, :, 0], weights)
+    return norm, bound, held
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _summed(
+    form: LeafForm,
+    entries: Layout,
+    shape: tuple[int, ...],
+    derivative: Array,
+    held: Any,
+    factors: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Array:
+    """The weighted sum, multiplied by the derivative once."""
+    if form.way == "kept":
+        total = weighted_sum(held, factors, contributes)
+        return entries.pulled_back(total, shape) if entries.is_isometric else total
+    x, g, derivative, exponent = held
+    # Where it is not finite no example adds anything, and zero times it must be zero.
+    derivative = jnp.where(jnp.isfinite(derivative), derivative, 0)
+    weights = jnp.ldexp(factors[:, None], exponent)
+    total = sum_of_products(x[:, :, None], g[:, :, None], weights, contributes) * derivative
+    return entries.pulled_back(to_parameter(form, form.uses[0], total), shape)
+
+
+def pulled_back(
+    function: Callable[[list[Array]], list[Array]],
+    parameter: Array,
+    grads: list[Array],
+    dtype: np.dtype[Any],
+) -> Float[Array, "batch ..."]:
+    """Each example's gradient with respect to a parameter, through values derived from it.
+
+    It is formed before it is measured, and what is measured is what is summed. Where the derivative
+    is computed in a narrower dtype than gradients are, it is given each example's with a largest
+    entry near one, so that none overflows.
+
+    Args:
+        function: from the parameter, alone in a list, to the values derived from it.
+        parameter: the parameter.
+        grads: with respect to each value, in the order of the function's results.
+        dtype: the accumulate dtype.
+    """
+    with stage("loss"):  # what is left of the backward pass
+        values, pullback = jax.vjp(lambda value: function([value]), parameter)
+        pairs = list(zip(values, grads, strict=True))
+        scale: Any = None
+        if any(value.dtype != grad.dtype for value, grad in pairs):
+            flat = [abs(grad).reshape(len(grad), -1).astype(dtype) for grad in grads]
+            largest = jnp.max(jnp.concatenate(flat, axis=1), axis=1, initial=0)
+            scale, inverse = power_of_two(largest)
+            grads = [
+                (grad * inverse.reshape(-1, *[1] * (grad.ndim - 1))).astype(value.dtype)
+                for value, grad in pairs
+            ]
+        (found,) = jax.vmap(pullback)(grads)
+    found = found.astype(dtype)
+    if scale is not None:
+        found *= scale.reshape(-1, *[1] * (found.ndim - 1))
+    return found

@@ -1,0 +1,60 @@
+"""Products of rows with one matrix a group (`jax.lax.ragged_dot`): a mixture of experts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from .rewriting import inlined, rewritten
+
+
+def with_masked_products(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+    """Writes products of rows in groups as contractions of masked rows with all matrices.
+
+    JAX can map `ragged_dot` over examples only where each has matrices of its own. A row x of group
+    i is the long row that has x in its i-th part and zeros in all others; the matrices, one below
+    the other, make one. So the product is a contraction over groups and features, of a gradient and
+    of inner products as any other: rows of different groups have none. It takes as many
+    floating-point operations as if every row met every matrix, as JAX's own does on a CPU.
+
+    Products whose groups divide a contracted or a batch dimension stay as they are.
+
+    Args:
+        program: any program; `jax.custom_jvp` and `jax.custom_vjp` functions stay what they are.
+
+    Returns:
+        A program of the same inputs and results.
+    """
+    return rewritten(program, _of_equation)
+
+
+def _of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | None:
+    if equation.primitive.name != "ragged_dot_general":
+        return None
+    params = equation.params
+    numbers = params["ragged_dot_dimension_numbers"]
+    (rows_contracted, contracted), (batch, _) = numbers.dot_dimension_numbers
+    ragged, groups = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
+    is_of_rows = len(ragged) == len(groups) == 1 and ragged[0] not in rows_contracted
+    is_placed = params["group_offset"] is not None or params["out_sharding"] is not None
+    if batch or not is_of_rows or is_placed:
+        return None
+
+    def product(rows: Any, matrices: Any, sizes: Any) -> Any:
+        ends = jnp.cumsum(sizes)
+        at = jnp.arange(rows.shape[ragged[0]])[:, None]
+        is_of_group = (at >= ends - sizes) & (at < ends)
+        along = [1] * rows.ndim + [len(sizes)]
+        along[ragged[0]] = len(at)
+        masked = jnp.where(is_of_group.reshape(along), rows[..., None], 0)
+        return jax.lax.dot_general(
+            masked,
+            matrices,
+            (((rows.ndim, *rows_contracted), (groups[0], *contracted)), ((), ())),
+            precision=params["precision"],
+            preferred_element_type=params["preferred_element_type"],
+        )
+
+    return inlined(product, equation)

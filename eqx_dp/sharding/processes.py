@@ -1,0 +1,53 @@
+"""Which process holds which part of a batch."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+
+def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
+    """How many parts of the examples the devices of this process hold.
+
+    Args:
+        mesh: the mesh.
+        examples: the axes that examples are spread over.
+
+    Raises:
+        ValueError: devices of several processes hold the same part. Each process would give other
+            examples for it, and several examples would meet in one slot.
+    """
+    of_parts = _processes(mesh, examples)
+    if np.any(of_parts != of_parts[:, :1]):
+        others = [axis for axis in mesh.axis_names if axis not in examples]
+        raise ValueError(
+            f"The mesh axes {', '.join(others)} go over devices of several processes, each of "
+            "which draws examples of its own: a part of the batch would be other examples on each. "
+            "Lay out the mesh so that the devices along these axes belong to one process."
+        )
+    return int(np.sum(of_parts[:, 0] == jax.process_index()))
+
+
+def slots_by_process(
+    mesh: Mesh, examples: Sequence[str], num_examples: int
+) -> Int[np.ndarray, " slots"]:
+    """The slots of a batch: those of the first process first, whatever the order of the mesh.
+
+    Args:
+        mesh: the mesh.
+        examples: the axes that examples are spread over.
+        num_examples: how many slots there are.
+    """
+    of_parts = _processes(mesh, examples)
+    slots = np.arange(num_examples).reshape(len(of_parts), -1)
+    return slots[np.argsort(of_parts[:, 0], kind="stable")].ravel()
+
+
+def _processes(mesh: Mesh, examples: Sequence[str]) -> Int[np.ndarray, "parts others"]:
+    """Of which process each of the devices is that hold a part of the examples."""
+    of_devices = np.array([device.process_index for device in mesh.devices.flat], np.int64)
+    axes = [mesh.axis_names.index(axis) for axis in examples]
+    by_part = np.moveaxis(of_devices.reshape(mesh.devices.shape), axes, range(len(axes)))
+    return by_part.reshape(int(np.prod(by_part.shape[: len(axes)])), -1)

@@ -1,0 +1,189 @@
+"""As `test_clip_holds`, where parameters reach data as masked, scaled or penalised values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from tests.gradients.engine import uses
+from tests.gradients.test_clip_holds import added, float32, hostile_tokens, lengths, shares
+
+pytestmark = [pytest.mark.optimized, pytest.mark.sampled(6)]
+
+SIZE = 8
+
+
+@pytest.fixture(autouse=True)
+def inner_products(monkeypatch):
+    uses.force(monkeypatch, "inner_products")
+
+
+def weighted(weights):
+    """The gradient is the weights, entry by entry, times one outer product."""
+
+    def loss(model, x, g):
+        return jnp.sum(((weights * model) @ x) * g)
+
+    return loss
+
+
+def vectors(kind, weights):
+    """One example's sides, and the order of the norm of their weighted product."""
+    rng = np.random.default_rng(3)
+    x, g = rng.normal(size=(SIZE, 8)), rng.normal(size=(SIZE, 5))
+    match kind:
+        case "huge":
+            x, g = x * 1e18, g * 1e12
+        case "tiny":
+            x, g = x * 1e-18, g * 1e-12
+        case "lopsided":
+            x, g = (
+                x * 10.0 ** rng.integers(-9, 9, x.shape),
+                g * 10.0 ** rng.integers(-9, 9, g.shape),
+            )
+        case "huge and tiny":
+            x, g = x * 1e30, g * 1e-30
+        case "huge where weights are zero":
+            x[:, 0] = 1e25
+        case "subnormal":
+            x, g = x * 1e-39, g * 1e30
+    exact = np.linalg.norm(weights * g[:, :, None] * x[:, None, :], axis=(1, 2))
+    return *float32(x, g), 0.1 * exact.min()
+
+
+WEIGHTS = {
+    "mask": lambda rng: rng.random((5, 8)) > 0.4,
+    "numbers": lambda rng: rng.normal(size=(5, 8)),
+    "far apart": lambda rng: 10.0 ** rng.integers(-15, 15, (5, 8)),
+    "huge": lambda rng: 1e30 * rng.normal(size=(5, 8)),
+}
+VECTORS = (
+    "random", "huge", "tiny", "lopsided", "huge and tiny", "huge where weights are zero",
+    "subnormal",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weighted_products(name, method):
+    weights = np.array(WEIGHTS[name](np.random.default_rng(1)), np.float32)
+    weights[:, 0] = 0
+    kinds = [kind for kind in VECTORS if (kind, name) not in (("huge", "huge"), ("tiny", "tiny"))]
+    attacks = {}
+    for kind in kinds:
+        x, g, clip_norm = vectors(kind, weights)
+        attacks[kind] = (x, g), float(np.clip(clip_norm, 1e-20, 1e30))
+    share = shares(weighted(weights), jnp.zeros((5, 8)), attacks, method=method)
+    for kind in ("random", "huge and tiny"):
+        assert (share[kind] >= 0.9999).all(), kind
+
+
+def test_wide_weighted_products():
+    """The bound of an ordinary layer is near its norm."""
+    rng = np.random.default_rng(0)
+    weights = rng.random((300, 700)) > 0.5
+    x, g = rng.normal(size=(2, 700)), rng.normal(size=(2, 300))
+    share = shares(weighted(weights), jnp.zeros((300, 700)), {"random": (float32(x, g), 1.0)})
+    assert (share["random"] >= 0.9999).all()
+
+
+def penalised(model, x, g, height):
+    """The gradient is the sum over time of g_t (outer) x_t, and height times twice the model."""
+    return jnp.sum((x @ model.T) * g) + height * jnp.sum(model**2)
+
+
+PENALISED = ("random", "cancelling", "cancelled by the penalty", "one huge", "tiny", "huge",
+             "huge penalty", "lopsided")  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("time", lengths(1, 33, slow=[256]))
+def test_penalties(time, method):
+    rng = np.random.default_rng(2)
+    model = rng.normal(size=(5, 8))
+    attacks = {}
+    for kind in PENALISED:
+        x, g, order = hostile_tokens(time, kind)
+        height = 0.3 * order * rng.normal(size=SIZE)
+        match kind:
+            case "cancelled by the penalty":
+                # Rows of the model, one after the other: the penalty takes back what they add.
+                x, g = np.zeros((SIZE, time, 8)), np.zeros((SIZE, time, 5))
+                for t in range(min(time, 5)):
+                    x[:, t], g[:, t, t] = 2 * model[t], 1
+                height = -(1 + 1e-6 * rng.normal(size=SIZE))
+                order = 1e-6
+            case "huge penalty":
+                height, order = height * 1e18, 1e18
+        attacks[kind] = float32(x, g, height), 0.1 * order
+    share = shares(penalised, jnp.asarray(model, jnp.float32), attacks, method=method)
+    for kind in ("random", "huge", "huge penalty"):
+        assert (share[kind] >= (0.9999 if time < 256 else 0.999)).all(), kind
+
+
+@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)])
+def test_penalties_that_nearly_take_each_other_back(method):
+    """What is left is beyond the digits of inner products: without room for these it is missed."""
+    rng = np.random.default_rng(1)
+    noise, model = rng.normal(size=(2, 5, 8))
+    x, g = rng.normal(size=(SIZE, 1, 8)), 1e-6 * rng.normal(size=(SIZE, 1, 5))
+    for order in (1e-4, 2e-4):
+        nearly = 1 + order * noise
+
+        def loss(model, x, g, height, nearly=nearly):
+            return penalised(model, x, g, height) - height * jnp.sum(nearly * model**2)
+
+        batch = float32(x, g, 1 + rng.random(SIZE))
+        shares(loss, jnp.asarray(model, jnp.float32), {order: (batch, 1e-12)}, method=method)
+
+
+@pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16"])
+def test_narrow_policies(preset):
+    policy = dp.load_policy(preset)
+    model = np.random.default_rng(2).normal(size=(5, 8))
+    x, g, _ = hostile_tokens(33, "random")
+    height = np.random.default_rng(4).normal(size=SIZE)
+    attacks = {"random": (float32(x, g, height), 0.1)}
+    share = shares(penalised, jnp.asarray(model, jnp.float32), attacks, policy=policy)
+    assert (share["random"] >= 0.9999).all()
+    weights = np.asarray(np.random.default_rng(1).normal(size=(5, 8)), np.float32)
+    attacks = {"random": (float32(x[:, 0], g[:, 0]), 0.1)}
+    share = shares(weighted(weights), jnp.zeros((5, 8)), attacks, policy=policy)
+    assert (share["random"] >= 0.9999).all()
+
+
+def centred(model, x, g):
+    """What the examples give is nearly the same in each column, and centring takes that off."""
+    return jnp.sum((x @ (model - model.mean(0)).T) * g)
+
+
+def scaled_and_itself(model, x, g):
+    """The same gradient twice, of which one takes the other back."""
+    return jnp.sum((x @ (2.3 * model).T) * g) - jnp.sum(((2.3 * x) @ model.T) * g)
+
+
+def cancelling(time):
+    rng = np.random.default_rng(0)
+    x, noise = rng.normal(size=(3, time, 40)), rng.normal(size=(3, time, 6))
+    model = jnp.asarray(rng.normal(size=(6, 40)), jnp.float32)
+    return model, float32(x, 1e6 + 1e-3 * noise), float32(x[:, :1], noise[:, :1])
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_what_goes_through_values_is_computed_once(method):
+    model, *batches = cancelling(7)
+    for loss, batch in zip((centred, scaled_and_itself), batches, strict=True):
+        shares(loss, model, {"cancelling": (batch, 1e-9)}, method=method)
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_models_side_by_side(method):
+    """Of a conditional on many models no selection is left, which loops could be fused with."""
+    model, *batches = cancelling(7)
+    for loss, batch in zip((centred, scaled_and_itself), batches, strict=True):
+        grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1e-9, method=method)
+        grads_of = jax.jit(jax.vmap(lambda *args, call=grad_fn: call(*args), (0, None, None)))
+        for i in range(len(batch[0])):
+            grads = grads_of(jnp.stack([model, 1.1 * model]), *(x[i : i + 1] for x in batch))
+            assert all(added(of_one) <= 1e-9 for of_one in grads)

@@ -1,0 +1,105 @@
+"""Products of rows in groups, against JAX's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from eqx_dp.programs import primitives, with_masked_products
+from tests import models
+from tests.gradients.engine import agreement, uses
+
+RAGGED = "ragged_dot_general"
+ROWS, MATRICES = (
+    np.random.default_rng(seed).normal(size=size) for seed, size in enumerate([(6, 4), (3, 4, 2)])
+)
+
+
+def general(contracted, ragged, group):
+    return lax.RaggedDotDimensionNumbers((contracted, ((), ())), ragged, group)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 3), (0, 6, 0), (1, 0, 2), (0, 0, 0)], ids=["all", "one", "not all", "none"]
+)
+def test_groups(sizes):
+    """What is in no group is zero."""
+    check(lambda x, w: lax.ragged_dot(x, w, jnp.array(sizes)), ROWS, MATRICES)
+
+
+def test_dimensions():
+    numbers = general(((0,), (2,)), [1], [1])
+    sizes = jnp.array([2, 1, 3])
+    function = lambda x, w: lax.ragged_dot_general(x, w, sizes, numbers)  # noqa: E731
+    check(function, ROWS.T, MATRICES.transpose(2, 0, 1))
+
+
+def test_in_loops_and_branches():
+    def function(x, w):
+        def step(x, _):
+            return jnp.tanh(lax.ragged_dot(x, w @ w.mT, jnp.array([2, 1, 3]))), None
+
+        return lax.cond(x[0, 0] > 0, lambda x: x, lambda x: lax.scan(step, x, None, 2)[0], x)
+
+    check(function, ROWS - 3, MATRICES)
+
+
+def check(function, *operands):
+    with jax.enable_x64(True):
+        program = jax.make_jaxpr(function)(*operands)
+        new = with_masked_products(program)
+        assert RAGGED in primitives(program)
+        assert RAGGED not in primitives(new)
+        (found,) = jax.core.eval_jaxpr(new.jaxpr, new.consts, *operands)
+        np.testing.assert_allclose(found, function(*operands), rtol=1e-13, atol=1e-13)
+
+
+def test_nothing_of_another_group_comes_in():
+    """A row that is not finite stays in its own result."""
+    program = jax.make_jaxpr(lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 1, 3])))
+    rows = np.float32(ROWS)
+    rows[1] = np.nan
+    new = with_masked_products(program(rows, np.float32(MATRICES)))
+    (found,) = jax.core.eval_jaxpr(new.jaxpr, new.consts, rows, np.float32(MATRICES))
+    np.testing.assert_array_equal(np.isnan(found).any(1), np.arange(6) == 1)
+
+
+def test_what_is_left_as_it_is():
+    numbers = general(((0,), (0,)), [0], [])
+    function = lambda x, y: lax.ragged_dot_general(x, y, jnp.array([2, 1, 3]), numbers)  # noqa: E731
+    program = jax.make_jaxpr(function)(ROWS, ROWS)
+    assert with_masked_products(program) is program
+
+
+def experts(model, x):
+    """Every row goes to the expert that it likes best."""
+    liked = x @ model["router"]
+    expert = jnp.argmax(liked, -1)
+    x, sizes = x[jnp.argsort(expert)], jnp.bincount(expert, length=3)
+    hidden = jnp.tanh(lax.ragged_dot(x, model["up"], sizes))
+    y = lax.ragged_dot(hidden, model["down"], sizes)
+    return jnp.sum(jnp.sin(y)) + jnp.sum(jax.nn.softmax(liked)[:, 0] ** 2)
+
+
+def experts_case():
+    rng = np.random.default_rng(0)
+    shapes = {"router": (5, 3), "up": (3, 5, 4), "down": (3, 4, 5)}
+    model = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    draw = lambda rng, size: (jnp.asarray(rng.normal(size=(size, 6, 5)), jnp.float32),)  # noqa: E731
+    return models.Case("experts", model, experts, draw)
+
+
+def test_experts_are_contractions():
+    assert set(map(tuple, uses.kinds(experts_case()).values())) == {("contraction",)}
+
+
+@pytest.mark.parametrize("way", ["inner_products", "kept"])
+def test_a_mixture_of_experts(way, monkeypatch):
+    uses.force(monkeypatch, way)
+    agreement.check(experts_case(), size=4, by_leaf=True)
+
+
+def test_a_mixture_of_experts_per_example():
+    for size in (1, 2):
+        agreement.check(experts_case(), size=4, methods=["per_example"], microbatch_size=size)
