@@ -1,24 +1,27 @@
 """Which dtype each stage of a private training step uses."""
 
-from .describe import Description, LeafDtypes, describe
 from .files import available_policies, load_policy
+from .leaf_dtypes import LeafDtypes, leaf_dtypes
+from .loss_scale import LossScale
+from .matmul import Matmul
+from .module_rule import ModuleRule
 from .modules import cast_parameters, matmul_precision
 from .pairing import agreed_policy, apply_policy, inside_engine
 from .policy import (
-    LossScale,
     MatmulPrecision,
-    ModuleRule,
     Policy,
     checked_policy,
     dtypes_of,
 )
+from .refusals import refusal, refusals_name
+from .schema import schema_text
 from .stages import stage
 from .text import parse_policy
 
 __all__ = [
-    "Description",
     "LeafDtypes",
     "LossScale",
+    "Matmul",
     "MatmulPrecision",
     "ModuleRule",
     "Policy",
@@ -27,11 +30,14 @@ __all__ = [
     "available_policies",
     "cast_parameters",
     "checked_policy",
-    "describe",
     "dtypes_of",
     "inside_engine",
+    "leaf_dtypes",
     "load_policy",
     "matmul_precision",
     "parse_policy",
+    "refusal",
+    "refusals_name",
+    "schema_text",
     "stage",
 ]

@@ -6,14 +6,11 @@ import tomllib
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
-import numpy as np
-
-from .policy import DTYPE_KEYS, LOSS_SCALE_KINDS, MATMUL_PRECISIONS, LossScale, ModuleRule, Policy
-from .refusals import float_dtype, one_of, refusal, refusals_name
-
-T = TypeVar("T")
+from ..expected import expect
+from .content import EXTENDS, checked_content, merged, policy_of
+from .policy import Content, Policy
+from .refusals import refusal, refusals_name
 
 _SUFFIX = ".toml"
 
@@ -24,11 +21,30 @@ def load_policy(name_or_path: str | os.PathLike[str]) -> Policy:
     | entry | holds |
     |---|---|
     | `description` | text, optional |
-    | `unsafe` | true or false, optional |
+    | `extends` | a preset, or the path of a file, from this file's folder; optional |
+    | `unsafe`, `narrow_optimizer` | true or false, optional |
     | `matmul_precision` | "default", "tensorfloat32" or "highest", optional |
-    | `[dtypes]` | `params`, `compute`, `output`, `accumulate`, `noise`: all five, by full name |
+    | `[dtypes]` | `params`, `compute`, `output`, `accumulate`, `noise`: all five, by full name; \
+and `optimizer`, optional |
+    | `[params]` | `rounding`: "nearest" or "stochastic"; optional |
     | `[loss_scale]` | `kind`: "none", "static" with its `value`, or "per_example"; optional |
-    | `[[modules]]` | `match` and `compute`, as often as there are rules; optional |
+    | `[matmul]` | `forward`, and optionally `backward`, `scaling`: see `Matmul`; optional |
+    | `[[modules]]` | `match`; `compute` or `matmul = "wide"` or both; `optional`: true or false |
+
+    There are as many `[[modules]]` as rules. Without `compute`, a rule leaves the policy's.
+
+    A file that `extends` another one needs no entry of its own. This is what holds of the two:
+
+    | entry | what holds |
+    |---|---|
+    | `description`, `unsafe`, `narrow_optimizer` | the file's own: nothing is inherited |
+    | `[dtypes]`, `[params]` | entry by entry, the file's own where it has one |
+    | `[loss_scale]`, `[matmul]` | the file's own, if it has one, as a whole |
+    | `[[modules]]` | the file's own rules, then the other rules whose patterns it does not name |
+    | `matmul_precision` | the file's own, if it has one |
+
+    The file that is extended may extend a third one. It must itself be a policy without errors, but
+    for a missing `unsafe` or `narrow_optimizer` in a file that it extends.
 
     Args:
         name_or_path: The name of a preset (see `available_policies`), or the path of a file. A
@@ -39,14 +55,15 @@ def load_policy(name_or_path: str | os.PathLike[str]) -> Policy:
 
     Raises:
         ValueError: If there is no such preset or file; if the file is not TOML in UTF-8; if a table
-            or key is unknown or missing; if a value has the wrong type or is not allowed; or if
-            `Policy` raises an error. The message names the file and the key, and says what was
-            found and what is allowed.
+            or key is unknown or missing; if a value has the wrong type or is not allowed; if files
+            extend each other in a circle; or if `Policy` raises an error. The message names the
+            file and the key, and says what was found and what is allowed.
     """
+    expect("name_or_path", name_or_path, (str, os.PathLike), "a preset's name, or a path")
     name = os.fspath(name_or_path)
     source = _preset(name) if _is_preset_name(name_or_path) else Path(name)
     with refusals_name(str(source)):
-        return _policy(_read(source), name)
+        return policy_of(_inherited(source, ()), name)
 
 
 def available_policies() -> tuple[str, ...]:
@@ -86,109 +103,37 @@ def _preset(name: str) -> Traversable:
     return presets[name]
 
 
-def _read(source: Traversable) -> dict[str, object]:
+# What they say.
+
+
+def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
+    """A file's content, with that of the files that it extends."""
+    content = checked_content(_read(source))
+    if EXTENDS not in content:
+        return content
+    name, path = str(content[EXTENDS]), Path(str(source))
+    chain = (*extended_by, path)
+    with refusals_name(EXTENDS):
+        base = _preset(name) if _is_preset_name(name) else path.parent / name
+    if any(_is_same(Path(str(base)), one) for one in chain):
+        told = " -> ".join(f"{one.name} extends" for one in chain)
+        raise refusal(
+            EXTENDS,
+            f"{name!r}, which closes a circle ({told} -> {Path(str(base)).name})",
+            "a preset, or a file that does not extend this one",
+        )
+    with refusals_name(f"{EXTENDS} {base}"):
+        return merged(_inherited(base, chain), content)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _read(source: Traversable) -> Content:
     try:
         return tomllib.loads(source.read_bytes().decode("utf-8"))
     except OSError as error:
         raise refusal("file", f"nothing to read ({error.strerror})", "a TOML file") from None
     except ValueError as error:  # of tomllib and of the UTF-8 decoder
         raise refusal("file", f"no TOML ({error})", "a TOML file in UTF-8") from None
-
-
-# What they say.
-
-
-def _policy(content: dict[str, object], name: str) -> Policy:
-    keys = ("description", "unsafe", "matmul_precision", "dtypes", "loss_scale", "modules")
-    top = _Table("", content, keys)
-    dtypes = top.table("dtypes", DTYPE_KEYS)
-    precision = top.get("matmul_precision", str, "default")
-    return Policy(
-        *map(dtypes.dtype, DTYPE_KEYS),
-        modules=[_module_rule(rule) for rule in top.tables("modules", ("match", "compute"))],
-        loss_scale=_loss_scale(top),
-        matmul_precision=one_of("matmul_precision", precision, MATMUL_PRECISIONS),
-        unsafe=top.get("unsafe", bool, False),
-        name=name,
-        description=top.get("description", str, ""),
-    )
-
-
-def _module_rule(rule: "_Table") -> ModuleRule:
-    match, compute = rule.get("match", str), rule.dtype("compute")
-    with refusals_name(rule.name):
-        return ModuleRule(match, compute)
-
-
-def _loss_scale(top: "_Table") -> LossScale:
-    if "loss_scale" not in top:
-        return LossScale()
-    scale = top.table("loss_scale", ("kind", "value"))
-    kind = one_of("loss_scale.kind", scale.get("kind", str), LOSS_SCALE_KINDS)
-    return LossScale(kind, scale.get("value", float, None if kind == "static" else 1.0))
-
-
-class _Table:
-    """One table of the file: hands out entries by key and type, and refuses in its own name."""
-
-    def __init__(self, name: str, content: dict[str, object], keys: tuple[str, ...]):
-        self.name = name
-        self._content = content
-        for key, value in content.items():
-            if key not in keys:
-                what = "an unknown table" if _is_table(value) else "an unknown key"
-                raise refusal(self._path(key), what, ", ".join(keys))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._content
-
-    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """Returns the entry, or `default`; without a default the entry must be there."""
-        if key not in self and default is not None:
-            return default
-        return cast(T, self._entry(key, kind))
-
-    def dtype(self, key: str) -> np.dtype[Any]:
-        return float_dtype(self._path(key), self.get(key, str))
-
-    def table(self, key: str, keys: tuple[str, ...]) -> "_Table":
-        return _Table(self._path(key), cast(dict[str, object], self._entry(key, dict)), keys)
-
-    def tables(self, key: str, keys: tuple[str, ...]) -> "list[_Table]":
-        if key not in self:
-            return []
-        found: list[_Table] = []
-        for index, entry in enumerate(cast(list[object], self._entry(key, list))):
-            name = f"{self._path(key)}[{index}]"
-            if not isinstance(entry, dict):
-                raise refusal(name, repr(entry), "a table")
-            found.append(_Table(name, cast(dict[str, object], entry), keys))
-        return found
-
-    def _entry(self, key: str, kind: type) -> object:
-        if key not in self:
-            raise refusal(self._path(key), "nothing", f"{_TOML_TYPES[kind]}, which is required")
-        value = self._content[key]
-        fits = isinstance(value, (int, float) if kind is float else kind)
-        # To Python a boolean is a number, to TOML it is not.
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise refusal(self._path(key), repr(value), _TOML_TYPES[kind])
-        return value
-
-    def _path(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key
-
-
-_TOML_TYPES = {
-    str: "a string",
-    bool: "true, false",
-    float: "a number",
-    dict: "a table",
-    list: "an array of tables",
-}
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict) or (
-        isinstance(value, list) and all(isinstance(v, dict) for v in cast(list[object], value))
-    )

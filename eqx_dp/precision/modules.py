@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from ..paths import dotted, matches
-from .policy import MatmulPrecision, ModuleRule, Policy, cast_floats
+from ..trees import PyTree
+from .module_rule import ModuleRule
+from .policy import MatmulPrecision, Policy, cast_floats
 from .refusals import refusal
 
 T = TypeVar("T")
@@ -146,11 +147,13 @@ def check_rules(model: PyTree[Any], policy: Policy) -> None:
         rebuild(model, policy.compute_dtype, collect)
     for index, rule in enumerate(policy.modules):
         mine = [(path, module) for path, module in modules if _matches(rule, path, module)]
+        if not mine and rule.optional:
+            continue
         if not mine:
             raise refusal("modules.match", _no_module(rule, model), _listed(modules))
         before = policy.modules[:index]
         takers = [[b.match for b in before if _matches(b, *found)] for found in mine]
-        if all(takers):
+        if all(takers) and not rule.optional:
             first = ", ".join(dict.fromkeys(repr(taker[0]) for taker in takers))
             raise refusal(
                 "modules.match",

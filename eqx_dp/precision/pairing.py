@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
+from ..trees import PyTree
+from .module_rule import ModuleRule
 from .modules import (
     Governed,
     Matched,
@@ -26,7 +27,7 @@ from .modules import (
     rebuild,
     rules_of,
 )
-from .policy import MatmulPrecision, ModuleRule, Policy, cast_floats, checked_policy
+from .policy import MatmulPrecision, Policy, cast_floats, checked_policy
 from .stages import governed_by
 
 T = TypeVar("T")
@@ -202,7 +203,9 @@ def _entered(
     """The model, cast, as its own methods see it; only what rules match casts by itself."""
 
     def enter(module: eqx.Module, governed: Governed) -> eqx.Module:
+        rule = governed.rule
         apart = governed.own is not None or governed.compute != compute
+        apart |= rule is not None and rule.matmul is not None  # its products are marked
         return _as_class(module, _casts_for(module, governed, precision) if apart else None)
 
     return rebuild(model, around, matched, enter, cast_leaf)

@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from .policy import ModuleRule
+from .module_rule import ModuleRule
 
 Stage: TypeAlias = Literal[
     "cast", "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "bits", "noise"
@@ -33,6 +33,7 @@ Stage: TypeAlias = Literal[
 """
 
 _PREFIX = "eqx_dp."
+_NARROW = _PREFIX + "narrow_product"
 _MARK = re.compile(rf"eqx_dp\.({'|'.join(get_args(Stage))})\b")
 _RULE = re.compile(r"eqx_dp\.rule\[([^\]]*)\]")
 
@@ -47,6 +48,16 @@ def governed_by(rule: ModuleRule | None) -> AbstractContextManager[Any]:
     if rule is None:
         return nullcontext()
     return jax.named_scope(f"{_PREFIX}rule[{quote(rule.match, safe='*?')}]")
+
+
+def in_narrow_product() -> AbstractContextManager[Any]:
+    """Marks the casts, the scales and the product where the engine multiplies in a narrow dtype."""
+    return jax.named_scope(_NARROW)
+
+
+def is_in_narrow_product(scope: str) -> bool:
+    """Whether an equation is a part of such a product."""
+    return _NARROW in scope
 
 
 def stage_of(scope: str) -> str | None:

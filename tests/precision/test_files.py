@@ -14,7 +14,10 @@ from eqx_dp.precision import (
     parse_policy,
 )
 
-PRESETS = ("bfloat16", "float32", "float64", "mixed_bfloat16", "mixed_float16")
+PRESETS = (
+    *("bfloat16", "float32", "float64", "mixed_bfloat16", "mixed_float16"),
+    *("mixed_float8", "mixed_float8_wide_heads"),
+)
 
 DTYPES = """
 [dtypes]

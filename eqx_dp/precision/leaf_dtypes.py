@@ -6,14 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ..paths import dotted
-from ..tables import aligned
+from ..trees import PyTree
 from .modules import Governed, rebuild, rules_of
 from .pairing import agreed_policy
-from .policy import Policy, checked_policy
-from .refusals import refusal
+from .policy import Policy
 
 
 class LeafDtypes(NamedTuple):
@@ -28,6 +26,7 @@ class LeafDtypes(NamedTuple):
         accumulate: the dtype of its gradient's norm and sum.
         noise: the dtype of its noise.
         rule: the pattern of the module rule that gave `compute`; None if the policy itself did.
+        matmul: what matrix products with it cast it to; None where they leave it in `compute`.
     """
 
     path: str
@@ -38,55 +37,21 @@ class LeafDtypes(NamedTuple):
     accumulate: np.dtype[Any] | None = None
     noise: np.dtype[Any] | None = None
     rule: str | None = None
+    matmul: np.dtype[Any] | None = None
 
 
-class Description(NamedTuple):
-    """What [`describe`][] returns; `str()` is a table.
-
-    Attributes:
-        rows: one for every leaf, in the model's order.
-        policy: the policy.
-    """
-
-    rows: tuple[LeafDtypes, ...]
-    policy: Policy
-
-    def __str__(self) -> str:
-        head = ("path", "params", "compute", "output", "accumulate", "noise", "rule")
-        table = aligned([head, *map(_cells, self.rows)])
-        return "\n".join([*table, f"policy: {self.policy}"])
-
-
-def _cells(row: LeafDtypes) -> tuple[str, ...]:
-    path = row.path or "(root)"
-    if row.params is None:
-        return (path, row.stored, "-", "-", "-", "-", "not a float array: never cast")
-    params = str(row.params)
-    if row.stored != params:
-        params = f"{params} (stored as {row.stored})"
-    dtypes = (row.compute, row.output, row.accumulate, row.noise)
-    return (path, params, *map(str, dtypes), row.rule or "policy")
-
-
-def describe(model: PyTree[Any], policy: Policy | None = None) -> Description:
-    """Says which dtypes every leaf of a model has under a policy, and which rule gave them.
+def leaf_dtypes(model: PyTree[Any], policy: Policy) -> tuple[LeafDtypes, ...]:
+    """The dtypes of every leaf of a model under a policy, in the model's order.
 
     Args:
         model: an `eqx.Module`, paired or not, or any tree; `jax.ShapeDtypeStruct` may stand for
             arrays.
-        policy: the policy; a paired model brings its own.
-
-    Returns:
-        A table: `rows`, each with `path`, `stored`, `params`, `compute`, `output`, `accumulate`,
-        `noise`, `rule`; `str()` prints it.
+        policy: the policy; a paired model has the same, or none.
 
     Raises:
-        ValueError: There is no policy, or there are two that differ; a rule has no effect on the
-            model.
+        ValueError: the model is paired with another policy; a rule has no effect on it.
     """
-    policy = agreed_policy(model, checked_policy(policy))
-    if policy is None:
-        raise refusal("policy", "None", "an eqx_dp Policy, or a model that is paired with one")
+    agreed_policy(model, policy)
     rows: list[LeafDtypes] = []
 
     def collect(leaf: Any, governed: Governed) -> Any:
@@ -94,7 +59,7 @@ def describe(model: PyTree[Any], policy: Policy | None = None) -> Description:
         return leaf
 
     rebuild(model, policy.compute_dtype, rules_of(policy), on_leaf=collect)
-    return Description(tuple(rows), policy)
+    return tuple(rows)
 
 
 def _row(leaf: Any, governed: Governed, policy: Policy) -> LeafDtypes:
@@ -103,6 +68,7 @@ def _row(leaf: Any, governed: Governed, policy: Policy) -> LeafDtypes:
         return LeafDtypes(path, getattr(leaf, "__name__", None) or type(leaf).__name__)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return LeafDtypes(path, str(leaf.dtype))
+    is_wide = governed.rule is not None and governed.rule.matmul is not None
     return LeafDtypes(
         path,
         str(leaf.dtype),
@@ -112,4 +78,5 @@ def _row(leaf: Any, governed: Governed, policy: Policy) -> LeafDtypes:
         policy.accumulate_dtype,
         policy.noise_dtype,
         None if governed.rule is None else governed.rule.match,
+        None if policy.matmul is None or is_wide else policy.matmul.forward,
     )

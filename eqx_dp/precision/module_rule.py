@@ -1,0 +1,61 @@
+"""A rule of a policy: some modules of a model compute in another dtype."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from ..expected import expect
+from ..shown import shown
+from .matmul import MODULE_MATMULS, ModuleMatmul
+from .refusals import float_dtype, one_of, refusal
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class ModuleRule:
+    """Gives some modules of a model another compute dtype than the policy's.
+
+    Args:
+        match: A path in the model's tree (`**.head`) or a class name. One or more printable
+            characters without space, comma or equals sign, so that it fits a policy's string form.
+        compute_dtype: The dtype that these modules compute in.
+        matmul: `"wide"` keeps their matrix products in the compute dtype, whatever the policy's
+            `matmul` says; None leaves them to that.
+        optional: Whether the rule may match no module of a model. Other rules must have an effect.
+
+    Raises:
+        ValueError: If `match` holds a character that is not allowed, or the dtype is not one of
+            bfloat16, float16, float32, float64 (the last only while `jax_enable_x64` is on), or
+            `matmul` is something else, or `optional` is no boolean.
+    """
+
+    match: str
+    compute_dtype: np.dtype[Any]
+    matmul: ModuleMatmul | None = None
+    optional: bool = False
+
+    def __init__(
+        self,
+        match: str,
+        compute_dtype: DTypeLike,
+        matmul: ModuleMatmul | None = None,
+        optional: bool = False,
+    ):
+        dtype = float_dtype("modules.compute", compute_dtype)
+        expect("modules.match", match, str, "a text: a path pattern or a class name")
+        if matmul is not None:
+            one_of("modules.matmul", matmul, MODULE_MATMULS)
+        if optional is not True and optional is not False:
+            raise refusal("modules.optional", shown(optional), "True, False")
+        if not match or not match.isprintable() or set(match) & set(" ,="):
+            raise refusal(
+                "modules.match",
+                repr(match),
+                "one or more printable characters other than space, comma and equals sign",
+            )
+        vars(self).update(match=match, compute_dtype=dtype, matmul=matmul, optional=optional)
+
+    def __str__(self) -> str:
+        more = (*filter(None, [self.matmul]), *(["optional"] if self.optional else []))
+        return ":".join([str(self.compute_dtype), *more])

@@ -1,0 +1,109 @@
+"""A model takes an update, and is rounded to what it is stored in."""
+
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ..precision import Policy, agreed_policy, checked_policy, refusal
+from ..privacy import fold_text, fold_texts, random_bits
+from ..trees import PyTree
+from .rounding import rounded_stochastically, word_of
+
+Model = TypeVar("Model")
+
+
+def apply_updates(
+    model: Model,
+    updates: PyTree[Array | None],
+    policy: Policy | None = None,
+    *,
+    key: PRNGKeyArray | None = None,
+) -> Model:
+    """Adds updates to a model, as `eqx.apply_updates`, and rounds as the policy says.
+
+    Parameter and update are added in the accumulate dtype (in a wider one, if one of them has it).
+    The sum is rounded once, to the param dtype: to the nearest number, or stochastically where the
+    policy says `rounding = "stochastic"`. Stored in bfloat16, a parameter of size 1 loses every
+    update below 1/256 when it is rounded to the nearest number. Rounded stochastically, it becomes
+    one of its two neighbors, so that it is right on average: many small updates add up.
+
+    ```python
+    root = dp.key_from_secret(secret, "rounding")
+    model = dp.apply_updates(model, updates, policy, key=jax.random.fold_in(root, t))
+    ```
+
+    **Guarantee.** The rounding is post-processing of noisy gradients, and so free: it sees no data.
+    Its bits come from a stream of their own, and are independent of noise that was drawn with the
+    same key. A leaf's bits are a function of the key and of the leaf's path alone, so a run that is
+    resumed repeats them, and with keys of threefry (`key_from_secret`, `jax.random.key`) they are
+    the same on any number of devices.
+
+    | case | what happens |
+    |---|---|
+    | update is None | the leaf stays as it is, integers too |
+    | the sum is a number that the param dtype holds, as for a zero update | that number, always |
+    | the param dtype is as wide as the sum (float32 storage) | no rounding, and no key is needed |
+    | the sum is NaN or infinite | it stays so |
+    | the sum is beyond the largest finite number of the param dtype | to the nearest, or infinite |
+    | the sum is subnormal | as any other; a processor may flush it to zero as it adds |
+    | the leaf is complex, or an integer with an update | added, and cast to the leaf's own dtype |
+
+    Args:
+        model: the model, in any tree.
+        updates: what the optimizer returned: the model's tree, with None where nothing is trained.
+        policy: gives the dtypes and the rounding; a paired model brings its own. Without one a leaf
+            keeps its dtype, and is rounded to the nearest number.
+        key: for stochastic rounding, another one at each step: `jax.random.fold_in(root, t)`.
+
+    Raises:
+        ValueError: the policy says "stochastic", something has to be rounded, and there is no key;
+            or the model is paired with another policy.
+    """
+    policy = agreed_policy(model, checked_policy(policy))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+    leaf_keys: dict[str, PRNGKeyArray] = {}
+    if key is not None and policy is not None and policy.rounding == "stochastic":
+        texts = [jax.tree_util.keystr(path) for path in paths]
+        folded = fold_texts(fold_text(key, "eqx_dp rounding"), texts)
+        leaf_keys = dict(zip(texts, folded, strict=True))
+
+    def add(path: tuple[Any, ...], update: Array | None, leaf: Any) -> Any:
+        if update is None:
+            return leaf
+        if policy is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return (leaf + update).astype(leaf.dtype)
+        wide = jnp.promote_types(
+            policy.accumulate_dtype, jnp.promote_types(leaf.dtype, update.dtype)
+        )
+        total = leaf.astype(wide) + update.astype(wide)
+        return _stored(total, policy, jax.tree_util.keystr(path), leaf_keys)
+
+    added = jax.tree_util.tree_map_with_path(add, updates, model, is_leaf=lambda x: x is None)
+    return cast(Model, added)
+
+
+def _stored(
+    total: Float[Array, "*shape"], policy: Policy, path: str, keys: dict[str, PRNGKeyArray]
+) -> Float[Array, "*shape"]:
+    """A sum as it is stored."""
+    stored = policy.param_dtype
+    is_exact = jnp.promote_types(total.dtype, stored) == stored
+    if policy.rounding == "nearest" or is_exact:
+        return total.astype(stored)
+    if not keys:
+        raise refusal(
+            "key",
+            "None",
+            'a key of the step: the policy says params.rounding = "stochastic"',
+        )
+    # Of the two formats of 16 bits none holds the other's numbers: float32 holds both.
+    total = total.astype(jnp.promote_types(total.dtype, stored))
+    where = jax.typeof(total).sharding
+    is_explicit = isinstance(where, NamedSharding) and bool(where.mesh.explicit_axes)
+    bits = random_bits(
+        keys[path], total.shape, word_of(total.dtype), out_sharding=where if is_explicit else None
+    )
+    return rounded_stochastically(total, stored, bits)

@@ -1,0 +1,81 @@
+"""In which dtype an optimizer's state is stored between steps, and in which it is updated."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from ..precision import Policy, refusal
+
+T = TypeVar("T")
+
+
+def _update_dtype(policy: Policy) -> np.dtype[Any]:
+    """The dtype of gradients, parameters and state in an optimizer's update."""
+    return jnp.promote_types(policy.accumulate_dtype, policy.optimizer_dtype)
+
+
+def widened(tree: T, policy: Policy | None) -> T:
+    """State, gradients or parameters as an optimizer's update gets them: none is made narrower.
+
+    Numbers by themselves (learning rates that are state, averages of losses) stay as they are.
+    """
+    if policy is None:
+        return tree
+    dtype = _update_dtype(policy)
+    return _cast(tree, lambda x: jnp.promote_types(x.dtype, dtype))
+
+
+def stored_state(state: T, policy: Policy | None) -> T:
+    """An optimizer's state as it is stored: arrays of one axis or more in the optimizer dtype."""
+    return state if policy is None else _cast(state, lambda x: policy.optimizer_dtype)
+
+
+def wide_parameters(params: T, policy: Policy | None) -> T:
+    """Trained parameters as an optimizer's update gets them, whatever they are stored in."""
+    return params if policy is None else widened(policy.cast_to_accumulate(params), policy)
+
+
+def first_state(
+    optimizer: optax.GradientTransformation, params: PyTree[Any], policy: Policy | None
+) -> PyTree[Any]:
+    """An optimizer's state before the first step, as it is stored, for parameters as stored.
+
+    Raises:
+        ValueError: the optimizer itself keeps an array narrower than declared.
+    """
+    state = optimizer.init(wide_parameters(params, policy))
+    _check_state(state, policy)
+    return stored_state(state, policy)
+
+
+def _check_state(state: PyTree[Any], policy: Policy | None) -> None:
+    """Refuses a first state that the optimizer itself keeps narrower than declared.
+
+    Raises:
+        ValueError: an array of floats is; the message names it.
+    """
+    if policy is None:
+        return
+    declared = policy.optimizer_dtype
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if _is_array_of_floats(leaf) and jnp.promote_types(leaf.dtype, declared) != leaf.dtype:
+            raise refusal(
+                f"optimizer state{jax.tree_util.keystr(path)}",
+                str(leaf.dtype),
+                f"{declared} or wider, as dtypes.optimizer says. Leave out what makes the "
+                f'optimizer narrow it (mu_dtype), or declare optimizer = "{leaf.dtype}"',
+            )
+
+
+def _cast(tree: T, to: Callable[[Any], np.dtype[Any]]) -> T:
+    return jax.tree.map(lambda x: x.astype(to(x)) if _is_array_of_floats(x) else x, tree)
+
+
+def _is_array_of_floats(leaf: Any) -> bool:
+    found = getattr(leaf, "dtype", None)
+    return found is not None and bool(leaf.shape) and jnp.issubdtype(found, jnp.floating)

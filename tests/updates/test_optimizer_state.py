@@ -1,0 +1,157 @@
+"""Optimizer state is stored in the declared dtype, by `make_step` and by the planner alike."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_dp as dp
+from eqx_dp.privacy import fold_text, key_from_secret
+from eqx_dp.training.state import named_arrays
+from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS, loss, plan_of, small_model
+
+NARROW = "optimizer=bf16,narrow_optimizer=true"
+MASK = np.zeros(8, bool)
+
+
+def made(policy, optimizer=None, plan=None, **options):
+    return dp.make_step(
+        loss,
+        optimizer or optax.adam(1e-2),
+        plan or plan_of(),
+        num_examples=NUM_EXAMPLES,
+        seed=SEED,
+        l2_clip_norm=1.0,
+        policy=dp.parse_policy(policy),
+        **options,
+    )
+
+
+def taken(step, times=2):
+    state = step.init(small_model())
+    for _ in range(times):
+        state = step(state, XS[:8], YS[:8], is_padding_example=MASK)
+    return state
+
+
+def moments(state):
+    return [x for x in jax.tree.leaves(state.opt_state[1]) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        ("c=bf16,o=f32", "float32"),
+        ("p=bf16,c=bf16,o=f32", "float32"),
+        (f"c=f32,{NARROW}", "bfloat16"),
+    ],
+)
+def test_a_step_holds_it_in_the_declared_dtype(policy, dtype):
+    step = made(policy)
+    for state in (step.init(small_model()), taken(step)):
+        assert {x.dtype for x in moments(state)} == {jnp.dtype(dtype)}
+        assert np.isfinite(moments(state)[0].astype(np.float32)).all()
+
+
+def test_narrow_state_is_updated_wide_and_rounded_once():
+    """Without noise, the moments after one step are those of float32, rounded."""
+    plan = dp.PrivacyPlan(sampling_prob=0.5, steps=5, noise_multiplier=0.0, delta=1e-5)
+    narrow, wide = (
+        moments(taken(made(policy, plan=plan), 1)) for policy in (f"c=f32,{NARROW}", "c=f32")
+    )
+    for one, other in zip(narrow, wide, strict=True):
+        np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
+    assert any(
+        (one.astype(jnp.float32) != other).any() for one, other in zip(narrow, wide, strict=True)
+    )
+
+
+def test_a_wider_optimizer_works_in_its_own_dtype():
+    with jax.enable_x64(True):
+        state = taken(made("c=f32,o=f32,optimizer=f64"))
+        assert {x.dtype for x in moments(state)} == {np.dtype("float64")}
+        assert {x.dtype for x in jax.tree.leaves(eqx.filter(state.model, eqx.is_array))} == {
+            np.dtype("float32")
+        }
+
+
+def test_rates_that_are_state_keep_their_dtype():
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
+    state = taken(made(f"c=f32,{NARROW}", optimizer))
+    rate = state.opt_state[1].hyperparams["learning_rate"]
+    assert rate.dtype == jnp.float32
+    assert rate == np.float32(1e-3)
+
+
+def test_what_an_optimizer_narrows_by_itself_is_refused():
+    optimizer = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+    found = r"optimizer state\[0\]\.mu.*: found bfloat16; allowed: float32 or wider.*mu_dtype"
+    with pytest.raises(ValueError, match=found):
+        made("c=bf16,o=f32", optimizer).init(small_model())
+    taken(made(f"c=f32,{NARROW}", optimizer))
+
+
+@pytest.mark.parametrize("policy", ["p=bf16,c=bf16,o=f32", f"c=f32,{NARROW}"])
+def test_planner_and_description_agree_with_a_step(policy):
+    step = made(policy, ema=0.9)
+    state = step.init(small_model())
+
+    def size(tree):
+        return sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+        )
+
+    batch = XS[:8], YS[:8]
+    plan = dp.plan_memory(
+        step.grad_fn, small_model(), *batch, optimizer=optax.adam(1e-2), compiled=False
+    )
+    in_state = sum(x.size * x.dtype.itemsize for x in moments(state))
+    assert 0 <= plan.parts.optimizer - in_state <= 16  # a counter
+    told = dp.describe(small_model(), step.policy, optimizer=optax.adam(1e-2), ema=True)
+    rows = {row.what: row for row in told.step}
+    assert rows["parameters"].size == size(state.model)
+    assert 0 <= rows["optimizer state"].size - in_state <= 16
+    assert rows["optimizer state"].dtypes == (str(step.policy.optimizer_dtype),)
+    assert rows["moving average"].size == size(state.average)
+    saved = sum(x.size * x.dtype.itemsize for x in named_arrays(state).values())
+    assert abs(rows["a checkpoint"].size - saved) < 32  # counters
+
+
+def test_a_step_rounds_at_random_and_repeats_itself():
+    policy = "p=bf16,c=bf16,o=f32,rounding=stochastic"
+    step = made(policy)
+    whole = taken(step, 3)
+    again = taken(made(policy), 2)
+    again = step(again, XS[:8], YS[:8], is_padding_example=MASK)
+    for one, other in zip(*(jax.tree.leaves(s.model) for s in (whole, again)), strict=True):
+        if eqx.is_array(one):
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype in (jnp.bfloat16, jnp.int32)
+
+
+def test_the_bits_are_of_the_seed_the_step_and_the_path():
+    """What a step makes of its parameters is what `apply_updates` makes with its key."""
+    rate = 2.0**-9
+    step = dp.make_step(
+        lambda model, x, y: 0 * jnp.sum(model(x)),
+        optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-rate)),
+        dp.PrivacyPlan(sampling_prob=0.5, steps=5, noise_multiplier=0.0, delta=1e-5),
+        num_examples=NUM_EXAMPLES,
+        seed=SEED,
+        l2_clip_norm=1.0,
+        policy=dp.parse_policy("p=bf16,c=bf16,o=f32,rounding=stochastic"),
+    )
+    state = step.init(small_model())
+    text = "\n".join((step._known, *step.texts(small_model(), (XS[:8], YS[:8]), None)))
+    root = fold_text(key_from_secret(SEED, "make_step", "rounding", ""), text)
+    expected = step.init(small_model()).model
+    for t in range(2):
+        params = eqx.filter(expected, eqx.is_inexact_array)
+        updates = jax.tree.map(lambda x: -rate * x.astype(jnp.float32), params)
+        expected = dp.apply_updates(expected, updates, step.policy, key=jax.random.fold_in(root, t))
+        state = step(state, XS[:8], YS[:8], is_padding_example=MASK)
+    for one, other in zip(jax.tree.leaves(state.model), jax.tree.leaves(expected), strict=True):
+        if eqx.is_array(one):
+            np.testing.assert_array_equal(one, other)
