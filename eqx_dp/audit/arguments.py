@@ -8,9 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, PyTree
+from jaxtyping import Bool
 
+from ..paths import below
 from ..shown import shown
+from ..trees import PyTree
 from .hostile import Example
 
 Place: TypeAlias = int | str
@@ -133,7 +135,7 @@ def _checked_length(found: Arguments) -> int:
     lengths: dict[str, int] = {}
     for place in found.private:
         for path, leaf in jax.tree_util.tree_leaves_with_path(found.at(place)):
-            where = f"argument {place!r}{jax.tree_util.keystr(path)}"
+            where = below(f"argument {place!r}", path)
             is_key = eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             if not eqx.is_array(leaf) or leaf.ndim == 0 or is_key:
                 raise ValueError(

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dp_accounting import NeighboringRelation
-from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad, PerExample
 from ..privacy import PrivacyPlan
 from ..shown import shown
 from ..training import Step, TrainState
+from ..trees import PyTree
 from .arguments import MASK, Arguments, Place, arguments_of
 from .comparisons import Comparisons
 from .findings import Findings
@@ -231,7 +231,7 @@ def _with_mask(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _of_state(step: Step[Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A step's arguments; a model in the place of the state becomes its first state."""
     if not args:
-        raise ValueError("the state is missing: neighbours(step, state, *batch).")
+        raise ValueError("the state is missing. Give neighbours(step, state, *batch).")
     state = args[0] if isinstance(args[0], TrainState) else step.init(args[0])
     return (state, *(step.place(argument) for argument in args[1:]))
 
@@ -239,7 +239,7 @@ def _of_state(step: Step[Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _of_gradient(grad_fn: ClippedGrad[Any], args: tuple[Any, ...]) -> Subject:
     """What a clipped gradient returns: gradients, and values of each example beside them."""
     if not args:
-        raise ValueError("the model is missing: neighbours(grad_fn, model, *batch).")
+        raise ValueError("the model is missing. Give neighbours(grad_fn, model, *batch).")
     structure = jax.tree.structure(grad_fn.trainable(args[0]))
 
     def released(result: Any) -> Any:

@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dp_accounting import NeighboringRelation
 
-from ..tables import aligned
+from ..tables import Part, tabular
 from ..training.files import read_json, write_json
 
 
@@ -45,6 +46,7 @@ class Pair(NamedTuple):
     movement: float
 
 
+@tabular
 class NeighboursReport(NamedTuple):
     """What `neighbours` found; its `str` is a table.
 
@@ -82,17 +84,17 @@ class NeighboursReport(NamedTuple):
         if not self.ok:
             raise ValueError(f"Neighboring data sets tell themselves apart.\n{self}")
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterator[Part]:
         count = len(self.violations)
         found = "no violation" if self.ok else f"{count} violation{'s' * (count != 1)}"
-        lines = [
-            f"{found} on {len(self.pairs)} pairs of {self.neighboring_relation.name} neighbors",
+        yield f"{found} on {len(self.pairs)} pairs of {self.neighboring_relation.name} neighbors"
+        yield (
             f"largest movement: {self.largest:.6g} of the sensitivity {self.sensitivity:.6g} "
-            f"(rounding allowed: {self.rounding:.1g})",
-            *(f"note: {note}" for note in self.notes),
-        ]
+            f"(rounding allowed: {self.rounding:.1g})"
+        )
+        yield from (f"note: {note}" for note in self.notes)
         for rule, what, where, advice in self.violations:
-            lines += ["", f"{rule}: {what}", f"  where: {where}", f"  what to do: {advice}"]
+            yield from ("", f"{rule}: {what}", f"  where: {where}", f"  what to do: {advice}")
         head = ("example", "largest movement / sensitivity", "others", "direction", "slot")
         largest: dict[str, Pair] = {}
         for pair in self.pairs:
@@ -100,7 +102,8 @@ class NeighboursReport(NamedTuple):
                 largest[pair.example] = pair
         rows = sorted(largest.values(), key=lambda pair: -pair.movement)
         cells = [(p.example, f"{p.movement:.6f}", p.others, p.direction, str(p.slot)) for p in rows]
-        return "\n".join([*lines, "", *aligned([head, *cells])])
+        yield ""
+        yield [head, *cells]
 
     def to_json(self) -> str:
         """The report as a JSON object with one key, "neighbours"; null stands for infinity."""

@@ -11,9 +11,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ..paths import dotted
+from ..trees import PyTree
 from .recorded import Recording, recorded
 
 # A function that reads values while it is traced.

@@ -8,9 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, SequenceKey, keystr, tree_leaves_with_path
+from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
 from jaxtyping import PyTree
 
+from ..paths import dotted
 from ..shown import shown
 
 
@@ -59,7 +60,7 @@ def arguments_of(
         heads = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
         if where.idx == 0 and at.idx < len(parameters):
             heads.append(parameters[at.idx])
-        tail = keystr(tuple(rest), simple=True, separator=".")
+        tail = dotted(tuple(rest))
         names = tuple(f"{head}.{tail}" if tail else head for head in heads)
         found.append(Argument(names, tuple(leaf.shape), leaf.dtype))
     return found

@@ -6,10 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax.extend.core as jex_core
 
+from ..expected import function
 from ..precision import Policy, checked_policy
 from .feedback import next_arguments
 from .flow import Context
-from .precision_flow import NOTHING, Facts, PrecisionFlow
+from .optimizer_state import narrow_states
+from .precision_facts import NOTHING, Facts
+from .precision_flow import PrecisionFlow
 from .precision_report import PrecisionReport
 
 
@@ -38,13 +41,15 @@ def check_precision(
     | between clip and noise | accumulate | every value that the clipped sum goes through |
     | noise draw | noise | the random bits, and every value from them to the addition |
     | noise addition | noise | the sum with the noise in it |
+    | optimizer state | optimizer | the arrays of optax's states that the step returns |
 
-    Accumulate and noise dtypes are lower limits: wider dtypes are accepted.
+    Accumulate, noise and optimizer dtypes are lower limits: wider dtypes are accepted. A state is
+    known by its type, one of optax's. Numbers by themselves in it may have any dtype.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
-    layer norm that goes wide inside is no violation. What follows the noise (the optimizer, casts
-    of parameters to their storage dtype) is post-processing and not checked. The pass by which a
-    `per_example` loss scale is chosen is counted (`loss scale probe`) and not
+    layer norm that goes wide inside is no violation. What follows the noise (the optimizer's
+    arithmetic, casts of parameters to their storage dtype) is post-processing and not checked. The
+    pass by which a `per_example` loss scale is chosen is counted (`loss scale probe`) and not
     checked, since it changes no gradient.
 
     Inside a module that a rule of the policy matches, forward and backward are checked against
@@ -100,6 +105,7 @@ def check_precision(
     declared = checked_policy(policy)
     if declared is None:
         raise ValueError("policy is None: give the policy that the step was built with.")
+    function("fn", fn, "the step")
     program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     flow, outputs = _followed(program, declared, next_arguments(args, kwargs, results))
     if not flow.stages:
@@ -109,6 +115,7 @@ def check_precision(
             "nor a privatizer. Pass the whole training step."
         )
     flow.idle_rules()
+    violations = (*flow.violations, *narrow_states(results, declared))
     notes: list[str] = []
     if declared.unsafe:
         notes.append("the policy is unsafe: the privacy guarantee does not hold")
@@ -116,7 +123,7 @@ def check_precision(
         notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
     if any(facts.clipped for facts in outputs):
         notes.append("a clipped sum, or what is made of it, is returned without noise")
-    return PrecisionReport(declared, tuple(flow.violations), flow.operations, tuple(notes))
+    return PrecisionReport(declared, violations, flow.operations, tuple(notes))
 
 
 def _followed(

@@ -8,10 +8,11 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p, scatter_add_p, select_n_p
 
-from ..precision import ModuleRule, Policy
-from ..precision.stages import is_backward, rules_at, stage_of
-from ..programs import equation_flops, named
+from ..precision import Matmul, ModuleRule, Policy
+from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
+from ..programs import equation_flops, has_free_dimensions, named
 from .flow import Context, Flow
+from .precision_facts import NOTHING, Draw, Facts
 from .precision_report import Operation, Violation
 from .products import CONTRACTIONS, narrowest_inside
 from .results import bits_dropped, width_of_result
@@ -47,52 +48,6 @@ _COLLECTIVES = _COLLECTIVE_SUMS | named(
 _SIDE_BY_SIDE = _COLLECTIVES | named("optimization_barrier device_put pvary")
 # Digits of float32 that a contraction keeps, as `matmul_precision` says.
 _KEPT = {"default": 7, "tensorfloat32": 10, "highest": 23}
-
-
-class Draw(NamedTuple):
-    """Random bits that a program asks for.
-
-    Attributes:
-        line: the source line.
-        bits: how many for each number.
-        size: how many numbers.
-    """
-
-    line: str
-    bits: int
-    size: int
-
-
-class Narrowest(NamedTuple):
-    """The narrowest floating-point format that a value went through, and the line where it did."""
-
-    width: Width
-    line: str
-
-
-class Facts(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        clipped: whether a sum of clipped gradients is in it that has no noise yet.
-        draws: the random bits that it descends from; none where `clipped`.
-        narrowest: what it went through since the draws; None without any, or without a float yet.
-    """
-
-    clipped: bool = False
-    draws: frozenset[Draw] = frozenset()
-    narrowest: Narrowest | None = None
-
-    def through(self, width: Width | None, line: str) -> "Facts":
-        """The facts about a value of the given width that is made of one with these."""
-        if not self.draws or width is None:
-            return self
-        if self.narrowest and not width.key < self.narrowest.width.key:
-            return self
-        return self._replace(narrowest=Narrowest(width, line))
-
-
-NOTHING = Facts()
 
 
 class _Case(NamedTuple):
@@ -154,6 +109,8 @@ class PrecisionFlow(Flow[Facts]):
         if context.is_final:
             if name in CONTRACTIONS:
                 self._contraction(case)
+            if stage == "loss" and equation.primitive is convert_element_type_p:
+                self._operand_cast(case)
             if stage in _ACCUMULATING:
                 self._accumulates(case, stage)
             if name in _COLLECTIVES:
@@ -181,7 +138,7 @@ class PrecisionFlow(Flow[Facts]):
     def idle_rules(self) -> None:
         """Checks, once all is seen, that some module of the loss runs under each rule."""
         for rule in self._policy.modules if "loss" in self.stages else ():
-            if rule.match not in self._rules_met:
+            if rule.match not in self._rules_met and not rule.optional:
                 declared = f"{rule.match}={rule.compute_dtype}"
                 found = "no call of a module under this rule"
                 self._violation("module rule", declared, found, "anywhere in the loss")
@@ -231,6 +188,10 @@ class PrecisionFlow(Flow[Facts]):
         if any(jnp.issubdtype(_dtype(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
         declared = self._compute if rule is None else _width(rule.compute_dtype)
+        matmul = self._policy.matmul if rule is None or rule.matmul is None else None
+        if matmul is not None and (has_free_dimensions(equation) or _is_float8(operands)):
+            self._runs_narrow(case, operands, matmul, shown)
+            return
         name = declared.name + ("" if rule is None else f" (in {rule.match})")
         widths = [*operands, _width_of(equation.outvars[0])]
         narrower = [width.name for width in widths if width and width.narrower(declared)]
@@ -239,6 +200,33 @@ class PrecisionFlow(Flow[Facts]):
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
             self._violation(shown, name, f"{_product_of(operands)}, wider", line)
+
+    def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
+        """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
+        line, found = case.context.line, _product_of(operands)
+        names = {str(matmul.forward)} | ({str(matmul.backward)} if shown == "backward" else set())
+        name = f"{' or '.join(sorted(names))}, scaling {matmul.scaling}"
+        result, names_found = _width_of(case.equation.outvars[0]), {one.name for one in operands}
+        if not is_in_narrow_product(case.context.scope):
+            self._violation(shown, name, f"{found}, not scaled by the engine", line)
+        elif result is not None and result.narrower(_width(jnp.float32)):
+            self._violation(shown, f"{name}, summed in float32", f"sums in {result.name}", line)
+        # Two formats that one primitive does not take become one that holds both.
+        elif not names_found <= names and (len(names) == 1 or len(names_found) > 1):
+            self._violation(shown, name, found, line)
+
+    def _operand_cast(self, case: _Case) -> None:
+        """Where operands are scaled, nothing but the engine casts to 8 bits: it knows one example.
+
+        A scale of the user's own could come from a batch, or from earlier steps.
+        """
+        matmul, width = self._policy.matmul, _width_of(case.equation.outvars[0])
+        if matmul is None or matmul.scaling == "none" or width is None or not _is_float8([width]):
+            return
+        if not is_in_narrow_product(case.context.scope):
+            declared = f"scaling {matmul.scaling}"
+            found = f"a cast to {width.name} with a scale that the engine did not choose, or none"
+            self._violation("operand", declared, found, case.context.line)
 
     def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
@@ -367,6 +355,10 @@ def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
 
 def _product_of(operands: list[Width]) -> str:
     return " x ".join(dict.fromkeys(operand.name for operand in operands))
+
+
+def _is_float8(widths: list[Width]) -> bool:
+    return any(1 + width.exponent + width.digits <= 8 for width in widths)
 
 
 def _dtype(variable: Any) -> Any:

@@ -1,10 +1,11 @@
 """What `check_precision` found, and how it is printed."""
 
 import json
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..precision import Policy
-from ..tables import aligned
+from ..tables import Part, tabular
 
 _FORMAT = "eqx_dp.PrecisionReport"
 _VERSION = 1
@@ -52,6 +53,7 @@ class Operation(NamedTuple):
         return self.kind, self.stage, self.dtype, amount, str(self.times), self.where
 
 
+@tabular
 class PrecisionReport(NamedTuple):
     """What `check_precision` found; its `str` is a table.
 
@@ -101,13 +103,15 @@ class PrecisionReport(NamedTuple):
         }
         return json.dumps(found, indent=2)
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterator[Part]:
         count = len(self.violations)
         found = "as declared" if self.ok else f"{count} violation{'s' * (count != 1)}"
         name = self.policy.name or "the policy"
-        lines = [f"{found}: {name} ({self.policy})", *(f"note: {note}" for note in self.notes)]
+        yield f"{found}: {name} ({self.policy})"
+        yield from (f"note: {note}" for note in self.notes)
         if self.violations:
-            lines += ["", *aligned([("stage", "declared", "found", "where"), *self.violations])]
+            yield ""
+            yield [("stage", "declared", "found", "where"), *self.violations]
         head = ("what", "stage", "dtype", "amount", "times", "where")
-        lines += ["", *aligned([head, *(row.cells() for row in self.summary)])]
-        return "\n".join(lines)
+        yield ""
+        yield [head, *(row.cells() for row in self.summary)]

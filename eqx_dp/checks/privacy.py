@@ -6,11 +6,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
 
+from ..expected import function
 from ..paths import dotted
 from ..privacy import PrivacyPlan
 from ..shown import shown
+from ..trees import PyTree
 from .arguments import arguments_of, private_among, traceable
 from .calls import TracedStep, calls_of
 from .feedback import next_arguments
@@ -135,6 +136,7 @@ is another one; keys change from turn to turn of a loop and from call to call |
         disclose = (*disclose, *(f"disclosed.{name}" for name in made.disclose))
     if plan is not None and not isinstance(cast(object, plan), PrivacyPlan):
         raise ValueError(f"plan must be a PrivacyPlan or None; found {shown(plan)}.")
+    function("fn", fn, "the step")
     args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)
     is_private = private_among(arguments, private, args)
@@ -175,7 +177,8 @@ def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, .
         if not any(names_it(pattern, name) for name in names):
             raise ValueError(
                 f"disclose names {shown(pattern)}, which is none of the results. Results are: "
-                f"{', '.join(names[:20])}{' and more' if len(names) > 20 else ''}."
+                f"{', '.join(names[:20])}{' and more' if len(names) > 20 else ''}. "
+                "Name one of them, or a pattern that matches one."
             )
     return patterns
 

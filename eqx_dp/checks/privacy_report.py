@@ -1,12 +1,12 @@
 """What `check_privacy` found, and how it is shown."""
 
-import html
 import json
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..privacy import PrivacyPlan
-from ..tables import aligned
+from ..tables import Part, tabular
 
 
 class Finding(NamedTuple):
@@ -48,6 +48,7 @@ class Release(NamedTuple):
     where: tuple[str, ...]
 
 
+@tabular
 class PrivacyReport(NamedTuple):
     """What `check_privacy` found; its `str` is a table.
 
@@ -106,26 +107,21 @@ class PrivacyReport(NamedTuple):
         }
         return json.dumps(found, indent=2)
 
-    def __str__(self) -> str:
-        lines = [self._headline(), *(f"note: {note}" for note in self.notes)]
+    def _parts(self) -> Iterator[Part]:
+        yield self._headline()
+        yield from (f"note: {note}" for note in self.notes)
         for name, findings in (("violation", self.violations), ("undecided", self.undecided)):
             for finding in findings:
-                lines += ["", f"{name}, {finding.rule}: {finding.found}", f"  at {finding.where}"]
-                lines.append(f"  {finding.advice}")
+                yield from ("", f"{name}, {finding.rule}: {finding.found}")
+                yield from (f"  at {finding.where}", f"  {finding.advice}")
         if self.kept:
-            lines += ["", "kept, not noised (comes back in the next call; do not publish):"]
-            lines += [f"  {name}" for name in self.kept]
+            yield from ("", "kept, not noised (comes back in the next call; do not publish):")
+            yield from (f"  {name}" for name in self.kept)
         if self.disclosed:
-            lines += ["", f"disclosed, without noise: {', '.join(self.disclosed)}"]
+            yield from ("", f"disclosed, without noise: {', '.join(self.disclosed)}")
         if self.releases:
-            lines += ["", *aligned(self._rows())]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
-        body = "".join(f"<tr>{row}</tr>" for row in rows) if self.releases else ""
-        text = html.escape(str(self._replace(releases=())))
-        return f"<pre>{text}</pre><table>{body}</table>"
+            yield ""
+            yield self._rows()
 
     def _headline(self) -> str:
         counts = [

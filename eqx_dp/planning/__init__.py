@@ -1,20 +1,32 @@
 """What a private training step will cost, before it runs."""
 
+from .describe import Declared, Description, describe
 from .flops import FlopReport, flop_report
 from .memory import CompiledBytes, MemoryPlan, plan_memory, read_compiled
 from .microbatch import largest_microbatch, plan_microbatch
-from .parts import DeviceBytes
+from .parts import DeviceBytes, local_bytes
 from .textbook import TransformerShape
+from .tune import limit_of, tune
+from .tuning import Trial, TunedGrad, Tuning
 
 __all__ = [
     "CompiledBytes",
+    "Declared",
+    "Description",
     "DeviceBytes",
     "FlopReport",
     "MemoryPlan",
     "TransformerShape",
+    "Trial",
+    "TunedGrad",
+    "Tuning",
+    "describe",
     "flop_report",
     "largest_microbatch",
+    "limit_of",
+    "local_bytes",
     "plan_memory",
     "plan_microbatch",
     "read_compiled",
+    "tune",
 ]

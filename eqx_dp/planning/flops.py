@@ -1,18 +1,18 @@
 """Where the floating-point operations of a private training step go, before it runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad, Prepared, described, num_steps
 from ..privacy import gaussian_privatizer
 from ..programs import loops, matmul_flops, primitives
 from ..sharding import ShardingRules, on_device
-from ..tables import aligned
+from ..tables import Part, tabular
+from ..trees import PyTree
 from .step import is_array_or_shape
 
 # For one Gaussian number by JAX's threefry, integer operations included: 115 for its bits (20
@@ -53,6 +53,7 @@ class ProgramRow(NamedTuple):
     note: str
 
 
+@tabular
 class FlopReport(NamedTuple):
     """The stages of a private training step, as [`flop_report`][] finds them.
 
@@ -99,33 +100,33 @@ class FlopReport(NamedTuple):
         """Floating-point operations of the whole step."""
         return sum(row.flops for row in self.rows)
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterator[Part]:
         total = FlopRow("total", "", self.flops, 1.0)
         stages = [
             (row.stage, f"{row.flops:.3e}", f"{100 * row.share:.3f} %", row.formula)
             for row in (*self.rows, total)
         ]
-        lines = [
+        yield (
             f"B = {self.num_examples:,} examples, D = {self.num_params:,} parameters, D' = "
-            f"{self.num_trainable:,} of them trained, method {self.method}",
-            "",
-            *aligned([("stage", "FLOPs", "share", "formula"), *stages]),
-        ]
+            f"{self.num_trainable:,} of them trained, method {self.method}"
+        )
+        yield ""
+        yield [("stage", "FLOPs", "share", "formula"), *stages]
         if self.textbook is not None:
             ordinary = self.row("forward").flops + self.row("backward").flops
             of = "6 N D" if self.num_trainable == self.num_params else "4 N D + 2 N D'"
-            lines += [
-                "",
+            yield ""
+            yield (
                 f"textbook: {of} = {self.textbook:.3e} with N = {self.num_tokens:,} tokens; "
-                f"forward and backward are {ordinary / self.textbook:.2f} of it",
-            ]
+                f"forward and backward are {ordinary / self.textbook:.2f} of it"
+            )
         if self.programs:
             programs = [
                 (name, f"{flops:.3e}", "-" if compiled is None else f"{compiled:.3e}", note)
                 for name, flops, compiled, note in self.programs
             ]
-            lines += ["", *aligned([("program", "by formula", "compiled", "note"), *programs])]
-        return "\n".join(lines)
+            yield ""
+            yield [("program", "by formula", "compiled", "note"), *programs]
 
 
 def flop_report(
@@ -150,7 +151,8 @@ def flop_report(
     | noise | 180 D': a Gaussian for each trained parameter, integer operations included |
 
     If no example's gradient is formed, the backward pass's contractions do the accumulation, and it
-    is counted in both rows.
+    is counted in both rows. By a policy with `[matmul]`, the formula of the forward row says what
+    part of the operations has operands in the narrow dtype.
 
     For a transformer with N tokens and D parameters, forward and backward are about 6 N D (Kaplan
     et al. 2020, section 2.1); if D' parameters are trained, 4 N D + 2 N D'. Attention has no
@@ -212,7 +214,7 @@ def _rows(call: Prepared, rules: ShardingRules | None) -> tuple[FlopRow, ...]:
     backward = batch * matmul_flops(gradient) - forward
     norms = batch * sum(cost.norm_flops for cost in call.costs)
     stages = [
-        ("forward", "contractions and convolutions of the loss", forward),
+        ("forward", f"contractions and convolutions of the loss{_narrow(call)}", forward),
         ("backward", "those of its gradient", backward),
         ("norms", "of each example's gradient", norms),
         ("accumulation", "B D'", batch * trained),
@@ -224,6 +226,17 @@ def _rows(call: Prepared, rules: ShardingRules | None) -> tuple[FlopRow, ...]:
     return tuple(
         FlopRow(stage, formula, float(flops), flops / total) for stage, formula, flops in stages
     )
+
+
+def _narrow(call: Prepared) -> str:
+    """How many of the forward operations are in a narrow dtype, in words."""
+    program = call.traced.program
+    if program.narrow is None:
+        return ""
+    forward = matmul_flops(program.jaxpr)
+    wide = matmul_flops(program.narrow.wide_alone(program.jaxpr))
+    share = (forward - wide) / forward if forward else 0.0
+    return f", {100 * share:.0f} % of them in {program.narrow.matmul.forward}"
 
 
 # What the compiler counts.

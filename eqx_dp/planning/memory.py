@@ -1,14 +1,17 @@
 """The bytes that a device needs for a private training step, before it runs."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import optax
-from jaxtyping import PyTree
 
-from ..gradients import ClippedGrad, checked_grad_fn
+from .. import expected
+from ..gradients import ClippedGrad, MethodName, checked_grad_fn
 from ..privacy import gaussian_privatizer, whole_number
+from ..tables import Part, tabular
+from ..trees import PyTree
 from .parts import DeviceBytes, bytes_of, device_bytes
 from .step import planned_step
 from .textbook import TransformerShape
@@ -36,6 +39,7 @@ class CompiledBytes:
         return self.arguments + self.results - self.shared + self.temporary
 
 
+@tabular
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """What [`plan_memory`][] found, for one device.
@@ -85,34 +89,38 @@ class MemoryPlan:
             "fits": None if self.device_memory is None else self.fits(self.device_memory),
         }
 
-    def __str__(self) -> str:
-        parts, total = self.parts, max(self.parts.total, 1)
-        lines = [
+    def _parts(self) -> Iterator[Part]:
+        yield (
             f"{self.num_examples:,} examples on {self.num_devices} {self.platform} device"
             f"{'s' if self.num_devices > 1 else ''}, method {self.method}, microbatch "
-            f"{self.microbatch_size}; bytes a device",
-            "",
-            *(
-                f"{name.replace('_', '-'):<14}  {told(size):>10}  {size / total:>6.1%}"
-                for name, size in dataclasses.asdict(parts).items()
-            ),
-            f"{'sum of parts':<14}  {told(parts.total):>10}  100.0%",
-        ]
-        if self.compiled is not None:
-            lines.append(
-                f"{'compiled':<14}  {told(self.compiled.total):>10}  arguments "
-                f"{told(self.compiled.arguments)}, temporary {told(self.compiled.temporary)}"
-            )
-        if self.textbook is not None:
-            lines.append(
-                f"{'textbook':<14}  {told(self.textbook):>10}  M_model B T^2 / (4 N D^2), for "
-                f"activations of {self.microbatch_size} at once; per-example above is "
-                f"{told(parts.per_example)}"
-            )
+            f"{self.microbatch_size}"
+        )
+        yield ""
+        yield self._rows()
         if self.device_memory is not None:
             verdict = "fits" if self.fits(self.device_memory) else "does not fit"
-            lines.append(f"{verdict} a device of {told(self.device_memory)}")
-        return "\n".join(lines)
+            yield f"{verdict} a device of {told(self.device_memory)}"
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        parts, total = self.parts, max(self.parts.total, 1)
+        rows = [
+            ("part", "of a device", "note"),
+            *(
+                (name.replace("_", "-"), told(size), f"{size / total:.1%}")
+                for name, size in dataclasses.asdict(parts).items()
+            ),
+            ("sum of parts", told(parts.total), "100.0%"),
+        ]
+        if (found := self.compiled) is not None:
+            note = f"arguments {told(found.arguments)}, temporary {told(found.temporary)}"
+            rows.append(("compiled", told(found.total), note))
+        if self.textbook is not None:
+            note = (
+                f"M_model B T^2 / (4 N D^2), for activations of {self.microbatch_size} at once; "
+                f"per-example above is {told(parts.per_example)}"
+            )
+            rows.append(("textbook", told(self.textbook), note))
+        return rows
 
 
 def told(size: float | int) -> str:
@@ -130,7 +138,7 @@ def plan_memory(
     optimizer: optax.GradientTransformation | None = None,
     device_memory: int | None = None,
     key: Any = None,
-    method: str | None = None,
+    method: MethodName | None = None,
     microbatch_size: int | None = None,
     transformer: TransformerShape | None = None,
     compiled: bool = True,
@@ -168,7 +176,12 @@ def plan_memory(
     if device_memory is not None:
         whole_number("device_memory", device_memory, least=1, most=2**60)
     checked_grad_fn(grad_fn)
-    if optimizer is None:
+    if transformer is not None:
+        allowed = "a dp.TransformerShape, or None"
+        expected.expect("transformer", transformer, TransformerShape, allowed)
+    if optimizer is not None:
+        expected.optimizer("optimizer", optimizer)
+    else:
         optimizer = _noise_and_descent(grad_fn)
     of_step = grad_fn.variant(method=method, microbatch_size=microbatch_size)
     step = planned_step(of_step, model, batch, optimizer, key)

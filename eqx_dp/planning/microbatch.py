@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import optax
-from jaxtyping import PyTree
 
-from ..gradients import ClippedGrad
+from ..gradients import ClippedGrad, MethodName
 from ..privacy import whole_number
+from ..trees import PyTree
 from .memory import MemoryPlan, plan_memory, told
 
 _COMPILES = 8
@@ -65,7 +65,7 @@ def largest_microbatch(
         f"of {limit:,} ({told(limit)}). Take method='ghost' with jax.checkpoint around the model's "
         "layers, which hold least; spread parameters and sums over more devices "
         "(ShardingRules(params=..., accumulators='examples')); or compute in a narrower dtype "
-        "(policy='mixed_bfloat16')."
+        "(policy=dp.load_policy('mixed_bfloat16'))."
     )
 
 
@@ -89,7 +89,7 @@ def plan_microbatch(
     device_memory: int,
     optimizer: optax.GradientTransformation | None = None,
     key: Any = None,
-    method: str | None = None,
+    method: MethodName | None = None,
 ) -> int:
     """The largest microbatch with which a private step's compiled bytes fit a device.
 

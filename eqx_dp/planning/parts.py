@@ -57,18 +57,18 @@ def device_bytes(step: PlannedStep, policy: Policy | None) -> DeviceBytes:
     if policy is not None:
         as_given = jax.eval_shape(lambda x: cast_parameters(x, policy), step.arguments[0])
         given = jax.tree.leaves(as_given)
-    sums = sum(_gathered_bytes(x, x.dtype, rules) for x in step.sums)
+    sums = sum(gathered_bytes(x, x.dtype, rules) for x in step.sums)
     return DeviceBytes(
         parameters=sum(
-            _local_bytes(stored) + _copy_bytes(stored, copy.dtype, rules)
+            local_bytes(stored) + copy_bytes(stored, copy.dtype, rules)
             for stored, copy in zip(model, given, strict=True)
         ),
         gradients=sums if call.at_once == call.of_device else 2 * sums,
-        optimizer=sum(map(_local_bytes, state)),
-        batch=sum(map(_local_bytes, batch)),
+        optimizer=sum(map(local_bytes, state)),
+        batch=sum(map(local_bytes, batch)),
         per_example=call.choice.held * call.at_once,
         noise=max(
-            _local_bytes(x)
+            local_bytes(x)
             // x.dtype.itemsize
             * (policy.noise_dtype if policy else x.dtype).itemsize
             for x in step.accumulators
@@ -82,13 +82,14 @@ def bytes_of(x: Any) -> int:
     return math.prod(x.shape) * (_KEY_BYTES if is_key else x.dtype.itemsize)
 
 
-def _local_bytes(x: Any) -> int:
+def local_bytes(x: Any) -> int:
+    """Bytes of an array, of one device."""
     if x.sharding is None:
         return bytes_of(x)
     return bytes_of(jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype))
 
 
-def _gathered_bytes(x: Any, dtype: Any, rules: ShardingRules | None) -> int:
+def gathered_bytes(x: Any, dtype: Any, rules: ShardingRules | None) -> int:
     """Of an array that is whole over the axes that examples are spread over."""
     whole = bytes_of(jax.ShapeDtypeStruct(x.shape, dtype))
     if rules is None:
@@ -97,7 +98,7 @@ def _gathered_bytes(x: Any, dtype: Any, rules: ShardingRules | None) -> int:
     return whole // math.prod(rules.mesh.shape[axis] for axis in axes)
 
 
-def _copy_bytes(stored: Any, dtype: Any, rules: ShardingRules | None) -> int:
+def copy_bytes(stored: Any, dtype: Any, rules: ShardingRules | None) -> int:
     """Of what the loss is given in a stored array's place; 0 where it is that array."""
-    size = _gathered_bytes(stored, dtype, rules)
-    return 0 if stored.dtype == dtype and size == _local_bytes(stored) else size
+    size = gathered_bytes(stored, dtype, rules)
+    return 0 if stored.dtype == dtype and size == local_bytes(stored) else size

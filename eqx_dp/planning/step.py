@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad, Prepared, described
+from ..precision import agreed_policy
 from ..sharding import ShardingRules
+from ..updates import apply_updates, first_state, stored_state, wide_parameters, widened
 
 
 class PlannedStep(NamedTuple):
@@ -36,13 +38,13 @@ class PlannedStep(NamedTuple):
 
     def trace(self) -> Any:
         """The traced program."""
-        with _on_mesh(self.rules):
+        with on_mesh(self.rules):
             return jax.jit(self.run, donate_argnums=(0, 1)).trace(*self.arguments)
 
     def compile(self) -> Any:
         """The compiled program: it is not run."""
         traced = self.trace()
-        with _on_mesh(self.rules):
+        with on_mesh(self.rules):
             return traced.lower().compile()
 
     @property
@@ -70,12 +72,13 @@ def planned_step(
         key: of the loss, or None.
     """
     rules = grad_fn.sharding
-    with _on_mesh(rules):
+    with on_mesh(rules):
         call = described(grad_fn, model, batch, key)
     shapes, static = eqx.partition(model, is_array_or_shape)
     params = jax.eval_shape(lambda shapes: grad_fn.trainable(eqx.combine(shapes, static)), shapes)
     is_trained = jax.tree.map(lambda x: x is not None, params, is_leaf=lambda x: x is None)
-    state = jax.eval_shape(optimizer.init, params)
+    policy = agreed_policy(model, grad_fn.policy)
+    state = jax.eval_shape(lambda params: first_state(optimizer, params, policy), params)
     mask = jax.ShapeDtypeStruct((call.examples.num_examples,), jnp.bool_)
 
     def run(arrays: PyTree[Any], state: Any, given: tuple[Any, Any, Any]) -> Any:
@@ -83,8 +86,12 @@ def planned_step(
         batch, is_padding_example, key = given
         grads = grad_fn(model, *batch, key=key, is_padding_example=is_padding_example)
         trained, rest = eqx.partition(model, is_trained)
-        updates, state = optimizer.update(grads, state, trained)
-        model = eqx.combine(eqx.apply_updates(trained, updates), rest)
+        # As a step of make_step: wide, and stored again as declared.
+        wide = widened((grads, state), policy)
+        updates, state = optimizer.update(*wide, wide_parameters(trained, policy))
+        state = stored_state(state, policy)
+        trained = apply_updates(trained, updates, policy, key=jax.random.key(0))
+        model = eqx.combine(trained, rest)
         model = model if rules is None else rules.shard(model)
         return eqx.filter(model, eqx.is_array), state
 
@@ -98,7 +105,7 @@ def planned_step(
 
     of_examples = jax.tree.map(lambda _: rules.example_spec, (batch, mask))
     of_key = jax.tree.map(lambda _: PartitionSpec(), key)
-    specs = rules.specs(shapes), _specs_of_state(state, params, call.specs.sums)
+    specs = rules.specs(shapes), specs_of_state(state, params, call.specs.sums)
     return PlannedStep(
         call,
         run,
@@ -114,11 +121,12 @@ def is_array_or_shape(x: Any) -> bool:
     return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _on_mesh(rules: ShardingRules | None) -> AbstractContextManager[Any]:
+def on_mesh(rules: ShardingRules | None) -> AbstractContextManager[Any]:
+    """The rules' mesh as a context."""
     return nullcontext() if rules is None else jax.set_mesh(rules.mesh)
 
 
-def _specs_of_state(
+def specs_of_state(
     state: PyTree[Any], params: PyTree[Any], specs: list[PartitionSpec]
 ) -> PyTree[PartitionSpec]:
     """An optimizer's state lives where gradients do, as far as it has their paths and shapes."""

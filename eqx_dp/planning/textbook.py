@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from ..privacy import whole_number
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerShape:
@@ -22,8 +24,7 @@ class TransformerShape:
 
     def __post_init__(self) -> None:
         for name in ("heads", "width", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}.")
+            whole_number(name, getattr(self, name), least=1, most=2**53)
         if self.width % self.heads:
             raise ValueError(
                 f"heads must divide the width: found {self.heads} heads and width {self.width}."

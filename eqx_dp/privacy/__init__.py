@@ -1,10 +1,11 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM
-from .arguments import whole_number
-from .keys import Secret, digest, fold_text, key_from_secret
+from .arguments import real_number, whole_number
+from .keys import Secret, digest, fold_text, fold_texts, key_from_secret
 from .noise import GaussianPrivatizerState, gaussian_privatizer
 from .plan import NeighboringRelation, PrivacyPlan
+from .random_bits import is_partitionable, random_bits
 from .sample_size import SampleSize, Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
 from .trade_off import TradeOff, trade_off_of
@@ -22,8 +23,12 @@ __all__ = [
     "TradeOff",
     "digest",
     "fold_text",
+    "fold_texts",
     "gaussian_privatizer",
+    "is_partitionable",
     "key_from_secret",
+    "random_bits",
+    "real_number",
     "trade_off_of",
     "whole_number",
 ]

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ..paths import dotted
 from ..precision import Policy, checked_policy, stage
 from ..sharding import ShardingRules, checked_rules
 from .arguments import real_number
@@ -25,7 +26,8 @@ from .keys import (
     key_from_secret,
     public_bytes,
 )
-from .normals import is_partitionable, normal, normal_on_one_device
+from .normals import normal, normal_on_one_device
+from .random_bits import is_partitionable
 
 
 class GaussianPrivatizerState(NamedTuple):
@@ -220,7 +222,7 @@ def _computed_once(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _checked_gradient(
     leaf: object, path: tuple[Any, ...], policy: Policy | None
 ) -> Float[Array, "..."]:
-    where = f"the gradient at {jax.tree_util.keystr(path) or 'the root'}"
+    where = f"the gradient at {dotted(path) or 'the root'}"
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         raise ValueError(
             f"{where} is a {type(leaf).__name__}, not an array; keep what is not trained out of "

@@ -1,13 +1,12 @@
 """Standard normal numbers of a threefry key, each computed from its position in the array alone.
 
-`jax.random.normal` on a CPU encrypts whole arrays of counters, round by round in a loop, and keeps
-them in memory. Here the same arithmetic is written out operation by operation. A compiler makes one
-kernel of it and of what uses the numbers, and holds no array of them.
+They are made of the bits of `random_bits.py`, so that a compiler makes one kernel of them and of
+what uses them, and holds no array of them.
 """
 
 import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
-from ..precision import stage
-from .keys import is_threefry
+from .random_bits import bits_of_threefry, drawn_where, is_written_out
 
-# Of the 20 rounds, the first four rotate by the first row, the next four by the second, and so on.
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = np.uint32(0x1BD11BDA)
 _ROW = 1024
 
 
@@ -61,11 +56,8 @@ def normal(
     """
     if not _is_written_out(key, shape, dtype):
         return jax.random.normal(key, shape, dtype, out_sharding=out_sharding)
-    draw: Any = functools.partial(_normal_of_threefry, shape=tuple(shape))
-    if out_sharding is not None:
-        axes = out_sharding.mesh.explicit_axes
-        draw = jax.sharding.auto_axes(draw, axes=axes, out_sharding=out_sharding)
-    return draw(jax.random.key_data(key))
+    draw = functools.partial(_normal_of_threefry, shape=tuple(shape))
+    return drawn_where(draw, key, out_sharding)
 
 
 def normal_on_one_device(
@@ -102,14 +94,8 @@ def _is_slow(shape: tuple[int, ...]) -> bool:
     return last % 8 != 0 and (not others or last < 4 * 8)
 
 
-def is_partitionable() -> bool:
-    """Whether a number that threefry draws depends on its position in the array alone."""
-    return bool(cast(Any, jax.config).jax_threefry_partitionable)
-
-
 def _is_written_out(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> bool:
-    is_float32 = np.dtype(dtype) == np.float32
-    return is_float32 and is_threefry(key) and is_partitionable() and math.prod(shape) <= 2**32
+    return np.dtype(dtype) == np.float32 and is_written_out(key, shape)
 
 
 # Traced once for each shape, however many leaves have it.
@@ -117,39 +103,7 @@ def _is_written_out(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> bo
 def _normal_of_threefry(
     words: UInt32[Array, " 2"], *, shape: tuple[int, ...]
 ) -> Float[Array, "..."]:
-    high, low = threefry2x32((words[0], words[1]), (np.uint32(0), positions(shape)))
-    with stage("bits"):
-        bits = high ^ low
-    return _normal_of_bits(bits)
-
-
-def positions(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Numbers the entries of an array, at most 2**32, row by row: low words of their positions."""
-    found, stride = jnp.zeros(shape, jnp.uint32), 1
-    for dimension, length in reversed([*enumerate(shape)]):
-        if length > 1:  # else the position does not depend on it, and the stride may need 33 bits
-            along = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
-            found = found + along * np.uint32(stride)
-        stride *= length
-    return found
-
-
-def threefry2x32(
-    key: tuple[Any, Any], counter: tuple[Any, Any]
-) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
-    """Encrypts counters by threefry2x32 with 20 rounds; all are given as two words of uint32.
-
-    Salmon et al. 2011; the rotations and the parity are those of the authors' Random123.
-    """
-    schedule = (*key, key[0] ^ key[1] ^ _PARITY)
-    x, y = counter[0] + schedule[0], counter[1] + schedule[1]
-    for block in range(5):
-        for distance in _ROTATIONS[block % 2]:
-            x = x + y
-            y = ((y << np.uint32(distance)) | (y >> np.uint32(32 - distance))) ^ x
-        x = x + schedule[(block + 1) % 3]
-        y = y + (schedule[(block + 2) % 3] + np.uint32(block + 1))
-    return x, y
+    return _normal_of_bits(bits_of_threefry(words, shape))
 
 
 def _normal_of_bits(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -218,6 +218,8 @@ class PrivacyPlan:
         host: SupportsIndex = 0,
         *,
         run: str | bytes = "",
+        devices: SupportsIndex = 1,
+        shared: bool = False,
     ) -> PoissonSampler:
         """The sampler that draws this plan's batches, or one host's part of them.
 
@@ -232,6 +234,8 @@ class PrivacyPlan:
             hosts: How many hosts draw, `jax.process_count()`.
             host: The index of this host, `jax.process_index()`.
             run: A text that is different for each run with this plan and seed; public.
+            devices: How many devices of a host share its batch; examples are dealt out to them.
+            shared: Whether every host can read every example; examples are then dealt out to hosts.
 
         Returns:
             A `PoissonSampler` with the plan's `sampling_prob` and `overflow_probability`. It raises
@@ -253,6 +257,8 @@ class PrivacyPlan:
             host=host,
             overflow_probability=self.overflow_probability,
             run=self._told_apart(run),
+            devices=devices,
+            shared=shared,
         )
         _warn_of_large_delta(self.delta, sampler.num_examples)
         return sampler

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 from dp_accounting import NeighboringRelation
 
+from ..expected import expect
+
 _FORMAT = "eqx_dp.PrivacyPlan"
 _VERSION = 1
 
@@ -25,7 +27,8 @@ def fields_of(text: str, names: list[str]) -> dict[str, Any]:
     version = fields.pop("version", None)
     if isinstance(version, bool) or version != _VERSION:
         raise ValueError(
-            f"this release reads version {_VERSION} of a plan in JSON; found {version!r}."
+            f"this release reads version {_VERSION} of a plan in JSON; found {version!r}. "
+            "Read it with the release that wrote it."
         )
     for problem, keys in (("unknown", fields.keys() - names), ("missing", names - fields.keys())):
         if keys:
@@ -49,6 +52,7 @@ def _json_object(text: str) -> dict[str, Any]:
             raise ValueError(f"there more than once in a plan in JSON: {', '.join(twins)}.")
         return dict(pairs)
 
+    expect("text", text, str, "the JSON that to_json wrote")
     try:
         found = json.loads(text, object_pairs_hook=without_twins)
     except json.JSONDecodeError as error:

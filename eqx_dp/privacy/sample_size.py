@@ -65,9 +65,12 @@ class SampleSize:
         """The expected number of microbatches of a size that hold an example, if those come first.
 
         It is the sum over k of the probability that there are more than k x `size` examples. With
-        `slots`, only so many of the batch's first slots count: those of the first device.
+        `slots`, those of one device count: the first of several among which the batch's slots are
+        divided, and to which the examples are dealt out. It holds more than k of them if there are
+        more than k x devices.
         """
-        return float(np.sum(self._tails[:slots:size]))
+        devices = 1 if not slots else max(1, self.slots // slots)
+        return float(np.sum(self._tails[:: size * devices]))
 
     @functools.cached_property
     def _tails(self) -> Float64[np.ndarray, "slots"]:

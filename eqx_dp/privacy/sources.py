@@ -5,16 +5,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int64, PyTree
+from jaxtyping import Bool, Int64
+
+from ..paths import below
+from ..trees import PyTree
 
 
 def checked_source(source: PyTree[Any], name: str, num_examples: int) -> None:
     """Raises a ValueError unless a source is arrays with that many examples in front."""
     leaves = jax.tree_util.tree_leaves_with_path(source)
     if not leaves:
-        raise ValueError(f"{name} holds no arrays.")
+        raise ValueError(
+            f"{name} holds no arrays. Give arrays with the examples along their leading axis."
+        )
     for path, leaf in leaves:
-        where = f"{name}{jax.tree_util.keystr(path)}"
+        where = below(name, path)
         if not isinstance(leaf, (np.ndarray, jax.Array)):
             raise ValueError(
                 f"{where} is a {type(leaf).__name__}, not an array: give numpy or JAX arrays with "
@@ -23,7 +28,8 @@ def checked_source(source: PyTree[Any], name: str, num_examples: int) -> None:
         if leaf.ndim == 0 or leaf.shape[0] != num_examples:
             raise ValueError(
                 f"{where} has shape {leaf.shape}, and the sampler draws from {num_examples} "
-                "examples, which have to be along its leading axis."
+                "examples, which have to be along its leading axis: give the whole data set that "
+                "the sampler is for."
             )
 
 

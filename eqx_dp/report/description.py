@@ -143,7 +143,7 @@ def _statement(run: RunDirectory, record: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(found.get(name), kind):
             raise ValueError(f"{file}: {name!r} is missing, or no {kind.__name__}")
     if found["plan"] != record["plan"]:
-        raise ValueError(f"{file} is of another run than {RUN}: its plan is another")
+        raise ValueError(f"{file} is of another run than {RUN}: its plan is another. Restore it.")
     if not 0 <= found["steps_done"] <= record["plan"]["steps"]:
         raise ValueError(f"{file}: found steps_done {found['steps_done']}; allowed: of the plan's")
     return found
@@ -183,7 +183,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return _plain(read_json(file), file.name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
+        raise ValueError(f"{file} cannot be read: {error}. Restore it from a backup.") from None
 
 
 def _plain(value: Any, name: str, deepest: int = _DEEPEST) -> Any:
@@ -206,7 +206,7 @@ def _metrics(file: Path) -> dict[str, list[tuple[int, float | None]]]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{file} cannot be read: {error.strerror}. Make it readable.") from None
     for line in lines:
         try:
             figures = json.loads(line)

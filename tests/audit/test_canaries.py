@@ -17,6 +17,8 @@ from eqx_dp.audit import canaries
 from eqx_dp.extras import MissingExtra
 from tests.models import mlp, mlp_loss
 
+pytestmark = pytest.mark.sampled(2)
+
 DELTA = 1e-9
 PLAN = dp.PrivacyPlan(sampling_prob=0.5, steps=1, noise_multiplier=1.0, delta=DELTA)
 CASE = mlp()
@@ -413,7 +415,7 @@ X, Y = np.zeros((30, 6), np.float32), np.zeros(30, np.int32)
         ((X, Y), (X, Y, Y), "canaries must have the structure of data"),
         ((X, Y), (X[:, :5], Y), r"float32 of shape \(6,\); found float32 of shape \(5,\)"),
         ((X, Y), (X, X[:, 0]), r"int32 of shape \(\); found float32"),
-        ((X, 3), (X, Y), r"data\[1\] must be an array .*; found 3"),
+        ((X, 3), (X, Y), r"data\.1 must be an array .*; found 3"),
         ((), (X, Y), "data must hold arrays of one length"),
     ],
 )

@@ -31,6 +31,8 @@ from tests.gradients.engine import models as documented
 from tests.sharding.losses import mesh_of
 from tests.training import runs
 
+pytestmark = pytest.mark.sampled(6)
+
 METHODS = ["per_example", "book_keeping", "ghost"]
 RELATIONS = list(dp.NeighboringRelation)
 P = jax.sharding.PartitionSpec
@@ -66,6 +68,7 @@ def test_methods_and_policies(preset, method):
     assert_passes(gradient_of(models.mlp(), make, policy=policy, method=method))
 
 
+@pytest.mark.slow
 def test_scales_of_each_example():
     policy = dp.parse_policy("params=float32,compute=float16,output=float32,loss_scale=per_example")
     assert_passes(gradient_of(models.mlp(), policy=policy))
@@ -92,6 +95,7 @@ def test_keys_of_a_loss_that_draws():
     assert_passes(report)
 
 
+@pytest.mark.slow
 def test_aux_beside_the_gradient():
     def with_aux(model, x, label):
         return models.mlp_loss(model, x, label), {"logits": model(x)}
@@ -127,6 +131,7 @@ def test_relations(relation):
     assert {pair.others for pair in report.pairs} == {"as given", "hostile", "none"}
 
 
+@pytest.mark.slow
 def test_a_batch_of_every_kind_of_dtype():
     def loss(model, x):
         parts = [jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(x)]
@@ -149,6 +154,7 @@ def test_a_batch_of_every_kind_of_dtype():
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.slow
 def test_a_gradient_on_eight_devices(kind):
     case = models.mlp()
     rules = dp.ShardingRules(mesh_of(kind, data=8))
@@ -159,6 +165,7 @@ def test_a_gradient_on_eight_devices(kind):
         assert_passes(audit.neighbours(grad_fn, rules.shard(case.model), *batch))
 
 
+@pytest.mark.slow
 def test_a_step_on_eight_devices():
     step = runs.make(sharding=runs.rules_of("Auto"))
     report = audit.neighbours(step, runs.small_model(), runs.XS[:8], runs.YS[:8])

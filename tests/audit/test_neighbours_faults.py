@@ -28,6 +28,8 @@ from tests.audit.by_hand import (
     weighted,
 )
 
+pytestmark = pytest.mark.sampled(6)
+
 COMPILED = jax.jit(clipped)
 REPLACE_ONE = dp.NeighboringRelation.REPLACE_ONE
 

@@ -1,6 +1,7 @@
 """check_precision: passes what keeps to its policy, and finds each thing that does not."""
 
 import contextlib
+import dataclasses
 
 import equinox as eqx
 import jax
@@ -18,6 +19,8 @@ from eqx_dp.privacy.normals import normal
 from tests import models
 from tests.gradients.engine.models import VOCABULARY, StackedGPT, language_loss
 from tests.sharding.losses import mesh_of
+
+pytestmark = pytest.mark.sampled(6)
 
 MIXED = dp.load_policy("mixed_bfloat16")
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -96,8 +99,14 @@ def test_every_preset_passes(case, preset):
     assert report.notes == ()
     # Everything was seen, and in the dtype that was declared.
     dtypes = {(use.kind, use.stage): use.dtype for use in report.summary}
-    assert dtypes["contraction", "forward"] == policy.compute_dtype
-    assert dtypes["contraction", "backward"] == policy.compute_dtype
+    narrow = policy.matmul
+    assert dtypes["contraction", "forward"] == (narrow.forward if narrow else policy.compute_dtype)
+    backward = {use.dtype for use in report.summary if use.stage == "backward"}
+    products = (
+        {"float8_e5m2 x float8_e4m3fn", "bfloat16"} if narrow else {policy.compute_dtype.name}
+    )
+    assert backward
+    assert backward <= products
     assert dtypes["sum over examples", "sum over examples"] == policy.accumulate_dtype
     assert dtypes["draw", "noise draw"] == policy.noise_dtype
     assert dtypes["noise addition", "noise addition"] == policy.noise_dtype
@@ -422,7 +431,8 @@ def test_no_alarm_on_integers():
 
 
 def test_no_alarm_on_what_follows_the_noise():
-    policy = dp.load_policy("bfloat16")
+    declared = {"optimizer_dtype": BF16, "narrow_optimizer": True}
+    policy = dataclasses.replace(dp.load_policy("bfloat16"), **declared)
     case = models.mlp()
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=policy)
     optimizer = optax.chain(
@@ -455,6 +465,29 @@ def test_no_alarm_on_what_follows_the_noise():
     assert {use.times % 2 for use in report.summary if use.kind == "draw"} == {0}
 
 
+def test_optimizer_state_narrower_than_declared():
+    """Of optax's states alone: a model, or a batch, in a tuple with names is none."""
+    case = models.mlp()
+    step, model, state, *batch = training_step(case, MIXED)
+    narrow = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, BF16 if x.dtype == F32 else x.dtype), state
+    )
+
+    def rounding(model, state, *batch):
+        model, state = step(
+            model, jax.tree.map(lambda x: x.astype(F32) if x.dtype == BF16 else x, state), *batch
+        )
+        return model, jax.tree.map(lambda x: x.astype(BF16) if x.dtype == F32 else x, state)
+
+    report = dp.check_precision(rounding, model, narrow, *batch, policy=MIXED)
+    (found,) = report.violations
+    assert found[:3] == ("optimizer state", "float32", "bfloat16")
+    assert found.where.startswith("the result[1][1][0].mu")
+    declared = dataclasses.replace(MIXED, optimizer_dtype=BF16, narrow_optimizer=True)
+    dp.check_precision(rounding, model, narrow, *batch, policy=declared).raise_if_violated()
+    dp.check_precision(step, model, state, *batch, policy=declared).raise_if_violated()
+
+
 def test_no_alarm_on_a_loss_that_draws():
     case = models.dropout()
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=MIXED)
@@ -471,7 +504,7 @@ def test_no_alarm_on_a_loss_that_draws():
     # Neither the sample nor dropout is noise.
     draws = [use for use in report.summary if use.kind == "draw"]
     assert draws
-    assert all("normals.py" in use.where for use in draws)
+    assert all("random_bits.py" in use.where for use in draws)
 
 
 # The report itself.

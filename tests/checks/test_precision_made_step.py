@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from tests.sharding.losses import mesh_of
 
+pytestmark = pytest.mark.sampled(2)
+
 MIXED = dp.load_policy("mixed_bfloat16")
 NARROW = dp.parse_policy("p=f32,c=bf16,a=bf16,n=f32,unsafe=true")
 

@@ -12,6 +12,8 @@ from tests import models
 from tests.checks.test_precision import check, training_step
 from tests.sharding.losses import mesh_of
 
+pytestmark = pytest.mark.sampled(5)
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 FIRST_WIDE = dp.parse_policy("p=f32,c=bf16,module:first.*=float32")
 # The whole net is wide, but for the second layer.

@@ -135,6 +135,7 @@ def test_no_alarm_on_a_gradient_that_is_returned():
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.slow
 def test_gradients_accumulated_by_optax(dtype):
     """`optax.MultiSteps` keeps an un-noised mean; here, before the noise."""
     privatizer = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=MIXED)

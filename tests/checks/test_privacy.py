@@ -25,6 +25,8 @@ from tests.checks.privacy_steps import (
     with_noise,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def honest(model, state, x, y, mask):
     key, state = next_key(state)

@@ -12,6 +12,8 @@ from tests.checks.honest_steps import HONEST as STEPS
 from tests.checks.honest_visits import VISITS
 from tests.checks.misused_steps import MISUSED
 
+pytestmark = pytest.mark.sampled(12)
+
 HONEST = STEPS | VISITS
 
 

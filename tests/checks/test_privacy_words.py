@@ -13,6 +13,8 @@ from tests.checks.misused_steps import MISUSED
 from tests.checks.privacy_steps import by_hand, chained, made, mlp, noised_by, with_noise
 from tests.checks.test_privacy_corpus import report_on
 
+pytestmark = pytest.mark.sampled(4)
+
 
 @pytest.mark.parametrize(
     "name",

@@ -13,7 +13,7 @@ from eqx_dp.programs import matmul_flops
 from tests import models
 from tests.benchmarks import rows
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.sampled(4)]
 
 BATCH = 16
 SIZES = (48, 32, 32, 10)  # of the MLP
@@ -68,6 +68,7 @@ def test_an_mlp_is_counted_exactly(method):
     assert found.programs == ()
 
 
+@pytest.mark.slow
 def test_a_transformer_is_6_n_d_and_attention():
     found = report_of(rows.gpt(**gpt_sizes()), compiled=False)
     tokens, width = 3 * 16, 64
@@ -125,6 +126,7 @@ def test_the_compiler_counts_much_the_same_in_a_transformer():
     assert_the_compiler_counts_much_the_same(report_of(rows.gpt(**gpt_sizes(depth=1))))
 
 
+@pytest.mark.slow
 def test_the_compiler_counts_much_the_same_and_microbatches_as_often_as_there_are():
     whole, parts = mlp(), mlp(microbatch_size=5)
     assert_the_compiler_counts_much_the_same(whole)

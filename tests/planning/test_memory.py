@@ -14,7 +14,7 @@ import eqx_dp as dp
 from eqx_dp.planning import TransformerShape, plan_memory
 from tests import models
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.sampled(4)]
 
 
 def array(*shape, dtype=jnp.float32):

@@ -282,7 +282,7 @@ def test_nothing_of_a_wide_gradient_is_lost():
 def test_gradient_narrower_than_accumulate_dtype_is_refused(chosen, dtype):
     privatizer = gaussian_privatizer(stddev=0.0, key=KEY, policy=chosen)
     grads = {"layers": [jnp.ones(3), jnp.ones(3, dtype)]}
-    with pytest.raises(ValueError, match=r"\['layers'\]\[1\].*narrower than .*float32") as error:
+    with pytest.raises(ValueError, match=r"layers\.1.*narrower than .*float32") as error:
         privatizer.update(grads, privatizer.init(grads))
     assert jnp.dtype(dtype).name in str(error.value)
 
@@ -301,7 +301,7 @@ def test_float32_is_narrow_where_float64_is_declared():
 @pytest.mark.parametrize("stddev", [0.0, 1.0])
 def test_other_leaves_are_refused(leaf, stddev):
     privatizer = gaussian_privatizer(stddev=stddev, key=KEY)
-    with pytest.raises(ValueError, match=r"the gradient at \['w'\]\[1\]"):
+    with pytest.raises(ValueError, match=r"the gradient at w\.1"):
         privatizer.update({"w": (None, leaf)}, privatizer.init(None))
 
 

@@ -17,11 +17,12 @@ from scipy import special
 
 import eqx_dp as dp
 from eqx_dp.privacy import normals
-from eqx_dp.privacy.normals import normal, normal_on_one_device, positions, threefry2x32
+from eqx_dp.privacy.normals import normal, normal_on_one_device
+from eqx_dp.privacy.random_bits import positions, threefry2x32
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.sampled(5)]
 
 KEY = jax.random.key(20240607, impl="threefry2x32")
 

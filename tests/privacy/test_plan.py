@@ -243,6 +243,7 @@ def test_without_noise_epsilon_is_infinite(noise_multiplier):
     assert plan.epsilon(0) == 0.0
 
 
+@pytest.mark.slow
 def test_large_losses_are_told_apart_less_finely_but_well_enough():
     unsampled = PrivacyPlan(1, 300, 4.0, 1e-5)
     fine = PLDAccountant().compose(unsampled.event()).get_epsilon(1e-5 - 300e-12)

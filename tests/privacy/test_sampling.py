@@ -16,7 +16,7 @@ from scipy import stats
 
 from eqx_dp.privacy import OVERFLOW_PROBABILITY, PoissonSampler
 
-STEPS = 4000
+STEPS = 1500
 
 
 def drawn(sampler, step):
@@ -63,7 +63,7 @@ def test_counts_are_binomial(inclusions):
 
 def test_counts_of_large_data_are_binomial():
     sampler = PoissonSampler(num_examples=10**9, sampling_prob=1e-7, seed=3)
-    counts = np.array([len(drawn(sampler, step)) for step in range(2000)])
+    counts = np.array([len(drawn(sampler, step)) for step in range(400)])
     assert chi_square_of_counts(counts, stats.binom(10**9, 1e-7)) > 1e-3
 
 
@@ -156,8 +156,8 @@ def test_cut_batches_stay_what_they_are():
     sampler = PoissonSampler(10**6, 4e-6, seed=2**100 + 1, overflow_probability=0.9)
     assert [drawn(sampler, step).tolist() for step in (0, 1, 10**6)] == [
         [54880, 214097],
-        [201496, 483884],
-        [198782, 822979],
+        [536217, 574571],
+        [198782, 822978],
     ]
 
 
@@ -292,10 +292,10 @@ def test_a_batch_of_any_size_is_taken_by_one_program():
     [
         ((), "at least one source"),
         ((np.ones(59),), r"source 0 has shape \(59,\), and the sampler draws from 60"),
-        ((np.ones(60), {"x": jnp.ones((1, 60))}), r"source 1\['x'\] has shape \(1, 60\)"),
+        ((np.ones(60), {"x": jnp.ones((1, 60))}), r"source 1 at x has shape \(1, 60\)"),
         ((np.ones(()),), r"source 0 has shape \(\)"),
         ((None,), "source 0 holds no arrays"),
-        (([1.0] * 60,), r"source 0\[0\] is a float, not an array"),
+        (([1.0] * 60,), r"source 0 at 0 is a float, not an array"),
     ],
 )
 def test_what_is_no_source_is_refused(sources, reason):
@@ -525,11 +525,10 @@ def test_overflow_of_a_host_is_cut_at_random(crowded):
     for step, (host, part) in itertools.product(range(STEPS), enumerate(parts)):
         kept, all_drawn = drawn(part, step), together[step]
         own = [index for index in all_drawn if index in part.owned]
-        if len(all_drawn) <= HOSTS * part.capacity:
-            # Nobody is cut for what others have drawn.
-            assert len(kept) == min(len(own), part.capacity)
-            assert set(kept) <= set(own)
-            cut += len(own) > part.capacity
+        # Nobody is cut for what others have drawn.
+        assert len(kept) == min(len(own), part.capacity)
+        assert set(kept) <= set(own)
+        cut += len(own) > part.capacity
         if len(kept) == part.capacity:
             times_kept[kept] += 1
             full[host] += 1
@@ -540,20 +539,10 @@ def test_overflow_of_a_host_is_cut_at_random(crowded):
         assert uniform_subsets(times, [part.capacity] * full[host]) > 1e-3
 
 
-class OneDraw(np.random.Generator):
-    """Draws the first 12 examples of the first host and of the second, in this order."""
-
-    def binomial(self, n, p):
-        return 24
-
-    def choice(self, a, size, **_):
-        return np.concatenate([np.arange(12), OWNED + np.arange(12)])[:size]
-
-
 def test_hosts_cut_one_draw_independently(crowded, monkeypatch):
-    monkeypatch.setattr(
-        PoissonSampler, "_generator", lambda _, step: OneDraw(np.random.Philox(step))
-    )
+    """The first 12 examples of the first host and of the second are drawn, ten of each kept."""
+    one_draw = np.concatenate([np.arange(12), OWNED + np.arange(12)])
+    monkeypatch.setattr(PoissonSampler, "_of_block", lambda *_: one_draw)
     parts, _ = crowded
     kept = np.zeros((STEPS, 2, 12), bool)
     for step, host in itertools.product(range(STEPS), range(2)):
@@ -562,22 +551,9 @@ def test_hosts_cut_one_draw_independently(crowded, monkeypatch):
     for host in range(2):
         assert uniform_subsets(kept[:, host].sum(axis=0), [10] * STEPS) > 1e-3
     # Two of twelve places are cut; of independent cuts, this many fall on the same place.
-    shared = np.count_nonzero(~kept[:, 0] & ~kept[:, 1], axis=1)
+    both = np.count_nonzero(~kept[:, 0] & ~kept[:, 1], axis=1)
     same = stats.hypergeom(12, 2, 2)
-    assert abs(shared.mean() - same.mean()) < 4 * same.std() / math.sqrt(STEPS)
-
-
-def test_more_than_all_hosts_have_room_for():
-    parts = on_hosts(3, PoissonSampler(num_examples=30, sampling_prob=1, seed=9))
-    for part in (with_room_for(4, part) for part in parts):
-        kept = np.zeros((STEPS, 30), bool)
-        for step in range(STEPS):
-            kept[step, drawn(part, step)] = True
-        assert kept.sum() == kept[:, part.owned].sum()
-        # Of the twelve that are kept of all thirty, a host owns four on average.
-        sizes = kept.sum(axis=1)
-        assert 0.4 * STEPS < np.count_nonzero(sizes == 4) < STEPS
-        assert uniform_subsets(kept[:, part.owned].sum(axis=0), sizes) > 1e-3
+    assert abs(both.mean() - same.mean()) < 4 * same.std() / math.sqrt(STEPS)
 
 
 def lost_to_cuts(without_x, with_x, x):

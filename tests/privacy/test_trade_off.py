@@ -8,6 +8,8 @@ from scipy.stats import norm
 import eqx_dp as dp
 from eqx_dp.privacy import trade_off_of
 
+pytestmark = pytest.mark.sampled(2)
+
 ALPHAS = np.linspace(0.0005, 0.9995, 999)
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,7 @@ from jaxtyping import Bool, Shaped
 from ...extras import extra
 from ...privacy import PrivacyPlan
 from ...shown import shown
-from ...tables import aligned
+from ...tables import Part, tabular
 
 GUESSES = (1 / 32, 1 / 16, 1 / 8, 3 / 8)
 """Shares of the canaries that are guessed to be in, of which the best counts."""
@@ -42,6 +43,7 @@ class CanaryBound(NamedTuple):
     assumes: str
 
 
+@tabular
 class CanaryAudit(NamedTuple):
     """What an attack on canaries found in one run; its `str` is a table.
 
@@ -82,24 +84,20 @@ class CanaryAudit(NamedTuple):
         """Whether the run gives away more than the plan says, by the bound that assumes nothing."""
         return self.lower > self.upper
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterator[Part]:
         found = "MORE than the plan allows" if self.exceeds_plan else "no more than the plan allows"
         rows = [(bound.method, f"{bound.epsilon:.2f}", bound.assumes) for bound in self.bounds]
-        return "\n".join(
-            [
-                f"attack by {self.attack}: {found}",
-                f"{self.num_canaries} canaries, {self.num_in} in; delta {self.delta:g}; each bound "
-                f"holds with probability {self.confidence:g}",
-                "",
-                *aligned(
-                    [
-                        ("bound", "epsilon", "assumes"),
-                        ("plan", f"<= {self.upper:.2f}", "the run follows it"),
-                        *((method, f">= {text}", assumes) for method, text, assumes in rows),
-                    ]
-                ),
-            ]
+        yield f"attack by {self.attack}: {found}"
+        yield (
+            f"{self.num_canaries} canaries, {self.num_in} in; delta {self.delta:g}; each bound "
+            f"holds with probability {self.confidence:g}"
         )
+        yield ""
+        yield [
+            ("bound", "epsilon", "assumes"),
+            ("plan", f"<= {self.upper:.2f}", "the run follows it"),
+            *((method, f">= {text}", assumes) for method, text, assumes in rows),
+        ]
 
     def to_json(self) -> str:
         """Writes everything as a JSON object; an infinite `upper` as null."""

@@ -11,10 +11,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
+from ...paths import below
 from ...privacy import PrivacyPlan, Secret, digest, whole_number
 from ...shown import shown
+from ...trees import PyTree
 from .bounds import GUESSES, CanaryAudit, audited
 
 # With few, all coins may fall the same way, and there would be nothing to tell apart.
@@ -281,7 +283,7 @@ def _length(sources: tuple[PyTree[Any], ...], name: str) -> int:
     for path, leaf in jax.tree_util.tree_leaves_with_path(sources):
         if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.ndim == 0:
             raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} must be an array with examples along its "
+                f"{below(name, path)} must be an array with examples along its "
                 f"leading axis; found {shown(leaf)}."
             )
         lengths.add(leaf.shape[0])

@@ -1,4 +1,4 @@
-"""`eqx-dp plan`: what it prints and refuses."""
+"""`eqx-dp memory`: what it prints and refuses."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import pytest
 
 from eqx_dp.__main__ import main
 
-TINY = ("plan", "--model", "mlp", "--width", "8", "--batch", "16", "--method", "book_keeping")
+TINY = ("memory", "--model", "mlp", "--width", "8", "--batch", "16", "--method", "book_keeping")
 
 
 def refused(capsys, *arguments):
