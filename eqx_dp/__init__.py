@@ -1,103 +1,88 @@
 """Differentially private training for Equinox models in JAX.
 
 A policy declares what dtype each stage uses, an engine clips the gradient of every example, and a
-plan ties sampling, noise and accounting together. See README.md for a tour.
+plan ties sampling, noise and accounting together. `help(dp.make_step)` and the like say more.
+
+Precision: what dtype each stage uses
+    load_policy, parse_policy, available_policies, Policy, ModuleRule, Matmul,
+    LossScale, apply_policy, apply_updates, describe, Description
+Clipped gradients: one example moves a sum by so much and no more
+    filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
+    explain, Explanation
+Plan, sample, noise: what makes the sum private, and what that costs
+    PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer,
+    kept_secret, key_from_secret
+Devices
+    ShardingRules
+Training: a run that can be killed, and the model that leaves it
+    make_step, Step, TrainState, Trainer, Event, TensorBoard, load_model, save_model,
+    CheckpointError, CheckpointWarning, DataError
+Checks: the traced step against its declaration, and attacks on it
+    check_precision, PrecisionReport, check_privacy, PrivacyReport, audit
+Planning: time and memory, before a step runs
+    plan_memory, MemoryPlan, plan_microbatch, flop_report, FlopReport, TransformerShape,
+    tune, Tuning, TunedGrad
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
+from types import ModuleType as _ModuleType
 
-from . import audit
-from .checks import PrecisionReport, PrivacyReport, check_precision, check_privacy
-from .gradients import (
-    ClippedGrad,
-    Explanation,
-    PerExample,
-    explain,
-    filter_clipped_grad,
-    filter_value_and_clipped_grad,
-)
-from .planning import (
-    FlopReport,
-    MemoryPlan,
-    TransformerShape,
-    flop_report,
-    plan_memory,
-    plan_microbatch,
-)
-from .precision import (
-    Description,
-    LossScale,
-    ModuleRule,
-    Policy,
-    apply_policy,
-    available_policies,
-    describe,
-    load_policy,
-    parse_policy,
-)
-from .privacy import (
-    NeighboringRelation,
-    PoissonSampler,
-    PrivacyPlan,
-    gaussian_privatizer,
-    key_from_secret,
-)
-from .sharding import ShardingRules
-from .training import (
-    CheckpointError,
-    CheckpointWarning,
-    DataError,
-    Event,
-    Step,
-    TensorBoard,
-    Trainer,
-    TrainState,
-    make_step,
-)
+from . import audit as audit
+from .checks import PrecisionReport as PrecisionReport
+from .checks import PrivacyReport as PrivacyReport
+from .checks import check_precision as check_precision
+from .checks import check_privacy as check_privacy
+from .gradients import ClippedGrad as ClippedGrad
+from .gradients import Explanation as Explanation
+from .gradients import PerExample as PerExample
+from .gradients import explain as explain
+from .gradients import filter_clipped_grad as filter_clipped_grad
+from .gradients import filter_value_and_clipped_grad as filter_value_and_clipped_grad
+from .planning import Description as Description
+from .planning import FlopReport as FlopReport
+from .planning import MemoryPlan as MemoryPlan
+from .planning import TransformerShape as TransformerShape
+from .planning import TunedGrad as TunedGrad
+from .planning import Tuning as Tuning
+from .planning import describe as describe
+from .planning import flop_report as flop_report
+from .planning import plan_memory as plan_memory
+from .planning import plan_microbatch as plan_microbatch
+from .planning import tune as tune
+from .precision import LossScale as LossScale
+from .precision import Matmul as Matmul
+from .precision import ModuleRule as ModuleRule
+from .precision import Policy as Policy
+from .precision import apply_policy as apply_policy
+from .precision import available_policies as available_policies
+from .precision import load_policy as load_policy
+from .precision import parse_policy as parse_policy
+from .privacy import NeighboringRelation as NeighboringRelation
+from .privacy import PoissonSampler as PoissonSampler
+from .privacy import PrivacyPlan as PrivacyPlan
+from .privacy import gaussian_privatizer as gaussian_privatizer
+from .privacy import key_from_secret as key_from_secret
+from .sharding import ShardingRules as ShardingRules
+from .training import CheckpointError as CheckpointError
+from .training import CheckpointWarning as CheckpointWarning
+from .training import DataError as DataError
+from .training import Event as Event
+from .training import Step as Step
+from .training import TensorBoard as TensorBoard
+from .training import Trainer as Trainer
+from .training import TrainState as TrainState
+from .training import kept_secret as kept_secret
+from .training import load_model as load_model
+from .training import make_step as make_step
+from .training import save_model as save_model
+from .updates import apply_updates as apply_updates
 
-__version__ = version("eqx-dp")
+__version__ = _version("eqx-dp")
 """The version of the installed package, as its metadata says."""
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointWarning",
-    "ClippedGrad",
-    "DataError",
-    "Description",
-    "Event",
-    "Explanation",
-    "FlopReport",
-    "LossScale",
-    "MemoryPlan",
-    "ModuleRule",
-    "NeighboringRelation",
-    "PerExample",
-    "PoissonSampler",
-    "Policy",
-    "PrecisionReport",
-    "PrivacyPlan",
-    "PrivacyReport",
-    "ShardingRules",
-    "Step",
-    "TensorBoard",
-    "TrainState",
-    "Trainer",
-    "TransformerShape",
-    "apply_policy",
-    "audit",
-    "available_policies",
-    "check_precision",
-    "check_privacy",
-    "describe",
-    "explain",
-    "filter_clipped_grad",
-    "filter_value_and_clipped_grad",
-    "flop_report",
-    "gaussian_privatizer",
-    "key_from_secret",
-    "load_policy",
-    "make_step",
-    "parse_policy",
-    "plan_memory",
-    "plan_microbatch",
-]
+
+# Without `__all__`, which would make help(eqx_dp) a book of thousands of lines.
+def __dir__() -> list[str]:
+    public = {name: value for name, value in globals().items() if not name.startswith("_")}
+    rooms = {name for name, value in public.items() if isinstance(value, _ModuleType)}
+    return sorted({*public, "__version__"} - (rooms - {"audit"}))

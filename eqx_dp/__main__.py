@@ -19,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         then told on standard error.
     """
     parsed = _parser().parse_args(arguments)
+    if parsed.note:
+        print(f"eqx-dp: {parsed.note}", file=sys.stderr)
     try:
         parsed.run(parsed)
     except MissingExtra as error:
@@ -43,7 +45,12 @@ def _parser() -> argparse.ArgumentParser:
             groups[group] = inner.add_subparsers(required=True, metavar="COMMAND")
         sub = groups[group].add_parser(name, help=command.help, description=command.description)
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, note="")
+        if command.former:  # not listed
+            sub = groups[group].add_parser(command.former, description=command.description)
+            command.add_arguments(sub)
+            note = f"`{command.former}` is called `{name}` now; the old name still works"
+            sub.set_defaults(run=command.run, note=note)
     return parser
 
 

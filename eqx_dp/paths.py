@@ -10,11 +10,23 @@ from typing import Any
 import jax
 
 _ANY_PARTS = r"(?:\.[^.]*)*"
+_ENTRY = re.compile(r"\[(?:'([^']*)'|(\d+))\]")
 
 
 def dotted(path: tuple[Any, ...]) -> str:
     """The dotted form of a path as `jax.tree_util.tree_leaves_with_path` gives it."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def below(name: str, path: tuple[Any, ...]) -> str:
+    """A place in something that has a name: `model.layers.0.weight`, `source 0 at images`."""
+    tail = dotted(path)
+    return f"{name}{' at ' if ' ' in name else '.'}{tail}" if tail else name
+
+
+def dotted_name(saved: str) -> str:
+    """The dotted form of an array's name in a checkpoint, which is `.model.layers[0].weight`."""
+    return _ENTRY.sub(r".\1\2", saved).removeprefix(".")
 
 
 def matches(pattern: str, path: str) -> bool:

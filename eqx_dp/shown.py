@@ -11,6 +11,16 @@ _LONGEST = 80
 _SHORT = (str, numbers.Number, np.dtype, PartitionSpec)
 
 
+def function_name(function: Any) -> str:
+    """The name of a function; never what it is bound to, or closes over: a model, a key."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def shapes(tree: Any) -> str:
+    """A tree on one line, with dtype and shape in the place of an array: `f32[20]`."""
+    return eqx.tree_pformat(tree, width=10**9)
+
+
 def shown(value: Any) -> str:
     """What an error says that it found.
 

@@ -1,9 +1,73 @@
-"""Rows of text, column under column."""
+"""Lines and tables, as text by `str()` and as HTML in a notebook; one line by `repr()`.
 
-from collections.abc import Sequence
+A part of what is shown is a line of text, or a table: rows of cells, the first of them the head.
+"""
+
+import dataclasses
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, TypeVar, cast
+
+Part = str | Sequence[Sequence[str]]
+_Class = TypeVar("_Class", bound=type)
+
+_LONGEST = 60
+
+
+def tabular(cls: _Class) -> _Class:
+    """Shows a NamedTuple or dataclass by its method `_parts`, which returns the parts in order."""
+
+    def as_text(self: Any) -> str:
+        return "\n".join(_lines(self._parts()))
+
+    def as_html(self: Any) -> str:
+        return "".join(_elements(self._parts()))
+
+    its: Any = cls
+    its.__str__, its.__repr__, its._repr_html_ = as_text, _brief, as_html
+    return cls
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, all with as many cells as the first."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _lines(parts: Iterable[Part]) -> Iterator[str]:
+    for part in parts:
+        yield from [part] if isinstance(part, str) else aligned(part)
+
+
+def _elements(parts: Iterable[Part]) -> Iterator[str]:
+    """Text as it is laid out, and tables as tables; no cell or line can hold markup."""
+    for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+        if is_text:
+            text = "\n".join(cast("Iterable[str]", run)).strip("\n")
+            if text:
+                yield f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
+            continue
+        for head, *rows in run:
+            body = "".join(_row(row, "td") for row in rows)
+            yield f"<table><thead>{_row(head, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    style = "text-align: left"
+    inner = "".join(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells)
+    return f"<tr>{inner}</tr>"
+
+
+def _brief(self: Any) -> str:
+    """Its fields on one line: of what is long, how long it is."""
+    names = getattr(self, "_fields", None) or [field.name for field in dataclasses.fields(self)]
+    shown = (f"{name}={_short(getattr(self, name))}" for name in names)
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _short(value: Any) -> str:
+    if type(value) is tuple and value:
+        return f"<{len(cast('tuple[Any, ...]', value))} entries>"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"<{type(value).__name__}>"

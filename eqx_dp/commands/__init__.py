@@ -3,14 +3,15 @@
 To add one: write its file, and name it in `COMMANDS`.
 """
 
-from . import bench_dtypes, bench_policies, plan, report, show_policies
+from . import bench_dtypes, bench_policies, epsilon, memory, report, show_policies
 from .command import Command
 
 COMMANDS: tuple[Command, ...] = (
     show_policies.COMMAND,
     bench_dtypes.COMMAND,
     bench_policies.COMMAND,
-    plan.COMMAND,
+    epsilon.COMMAND,
+    memory.COMMAND,
     report.COMMAND,
 )
 

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ..device import device_memory
 from ..precision import MatmulPrecision, matmul_precision
+from ..timing import once
 from .command import Command, positive, x64
 from .output import Panel, Table, add_output_arguments, check_output, show
-from .timing import once
+from .working import working
 
 # Of the memory that is free, what one product may take.
 _MEMORY_SHARE = 0.5
@@ -86,7 +88,8 @@ def measure(
 
 def widens(program: str, rows: int, columns: int, dtype: str) -> bool:
     """Whether a compiled program's text converts A to a wider dtype, as it would to multiply it."""
-    wider = {"float64": None, "float32": "f64"}.get(dtype, "f32|f64")
+    of_8_bits = "f16|bf16|f32|f64" if dtype.startswith("float8") else "f32|f64"
+    wider = {"float64": None, "float32": "f64"}.get(dtype, of_8_bits)
     if wider is None:
         return False
     shapes = rf"(?:{rows},{columns}|{columns},{rows})"
@@ -114,15 +117,22 @@ def _kinds() -> list[ProductKind]:
     kinds = [ProductKind("float64", "float64"), ProductKind("float32", "float32", "highest")]
     if device.platform == "gpu" and generation is not None and int(generation[0]) >= 8:
         kinds.append(ProductKind("tensorfloat32", "float32", "tensorfloat32"))
-    return [*kinds, ProductKind("float16", "float16"), ProductKind("bfloat16", "bfloat16")]
+    kinds += [ProductKind("float16", "float16"), ProductKind("bfloat16", "bfloat16")]
+    return [*kinds, *(ProductKind(name, name) for name in ("float8_e4m3fn", "float8_e5m2"))]
 
 
 def _product(kind: ProductKind, rows: int, columns: int) -> tuple[Callable[[], Any], str]:
     """A program that multiplies, with its matrix, and the program's text."""
     a = jax.random.normal(jax.random.key(0), (rows, columns), jnp.float32).astype(kind.dtype)
     with matmul_precision(kind.precision):
-        program = jax.jit(lambda a: a @ a.T).lower(a).compile()
+        program = jax.jit(_squared).lower(a).compile()
     return lambda: program(a), program.as_text() or ""
+
+
+def _squared(a: Array) -> Array:
+    """`A @ A.T`; of 8 bits summed in float32, as the engine does."""
+    to = jnp.float32 if a.dtype.itemsize == 1 else a.dtype
+    return jnp.matmul(a, a.T, preferred_element_type=to)
 
 
 def where() -> str:
@@ -157,7 +167,11 @@ def _run(arguments: argparse.Namespace) -> None:
     (rows, columns), repeats = arguments.size, arguments.repeats
     kinds, memory = _kinds(), device_memory(free=True)
     each = arguments.seconds / len(kinds)
-    found = [measure(kind, rows, columns, repeats, each, memory) for kind in kinds]
+    found: list[Measured] = []
+    with working(len(kinds)) as begin:
+        for kind in kinds:
+            begin(f"timing {kind.name}")
+            found.append(measure(kind, rows, columns, repeats, each, memory))
     show(_table(rows, columns, repeats, found), arguments)
 
 
@@ -212,10 +226,10 @@ def _table(rows: int, columns: int, repeats: int, found: list[Measured]) -> Tabl
 COMMAND = Command(
     "bench dtypes",
     "time matrix products of each dtype",
-    "Times A @ A.T for float64, float32, float16, bfloat16, and tensorfloat32 where the device has "
-    "it, and tells which the device supports: from the rate beside float32's, and from whether the "
-    "compiled program converts to a wider dtype first. Sizes that memory or time does not allow "
-    "are halved until it does.",
+    "Times A @ A.T for float64, float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 (summed "
+    "in float32), and tensorfloat32 where the device has it, and tells which the device supports: "
+    "from the rate beside float32's, and from whether the compiled program converts to a wider "
+    "dtype first. Sizes that memory or time does not allow are halved until it does.",
     _add_arguments,
     _run,
 )

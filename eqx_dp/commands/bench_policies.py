@@ -16,11 +16,12 @@ from jaxtyping import PyTree
 from ..gradients import filter_clipped_grad
 from ..precision import Policy, available_policies, dtypes_of, load_policy
 from ..privacy import gaussian_privatizer
+from ..timing import interleaved, ratios
 from .bench_dtypes import where
 from .command import Command, positive, x64
 from .models import WORKLOADS, Workload, add_workload_arguments
 from .output import Panel, Table, add_output_arguments, check_output, show
-from .timing import interleaved, ratios
+from .working import working
 
 _REFERENCE = "float32"
 _CLIP_NORM = 1.0
@@ -108,9 +109,16 @@ def _run(arguments: argparse.Namespace) -> None:
     check_output(arguments)
     make, batch, width = WORKLOADS[arguments.model]
     workload = make(arguments.batch or batch, arguments.width or width)
-    oracle = oracle_of(workload)
-    presets = {name: prepare(name, workload, oracle) for name in available_policies()}
-    seconds = interleaved({name: one.run for name, one in presets.items()}, arguments.repeats)
+    names = available_policies()
+    presets: dict[str, CompiledPreset] = {}
+    with working(len(names) + 2) as begin:
+        begin("the gradient in float64")
+        oracle = oracle_of(workload)
+        for name in names:
+            begin(f"compiling {name}")
+            presets[name] = prepare(name, workload, oracle)
+        begin(f"timing, {arguments.repeats} rounds")
+        seconds = interleaved({name: one.run for name, one in presets.items()}, arguments.repeats)
     show(_table(workload.title, arguments.repeats, presets, seconds), arguments)
 
 

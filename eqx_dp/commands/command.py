@@ -17,6 +17,7 @@ class Command(NamedTuple):
         description: more, on its own help page.
         add_arguments: declares its arguments.
         run: does it. It raises ValueError for what it refuses.
+        former: the name that it had before, which still works, with a note; none if empty.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Command(NamedTuple):
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], None]
+    former: str = ""
 
 
 def positive(text: str) -> int:

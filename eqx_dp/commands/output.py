@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..extras import extra
 
 _NO_TERMINAL = 200
+_COLOR = "#2a6f97"
+_CHARACTERS = 52  # of a title, above one panel
 
 
 class Panel(NamedTuple):
@@ -19,6 +23,14 @@ class Panel(NamedTuple):
     logarithmic: bool = False
 
 
+class Curve(NamedTuple):
+    """A curve through points, from zero on; the title says what is above the axis."""
+
+    title: str
+    axis: str
+    points: list[tuple[float, float]]
+
+
 class Table(NamedTuple):
     """What is shown: a table with lines below it, the same as `json` writes it, and a picture."""
 
@@ -27,7 +39,7 @@ class Table(NamedTuple):
     rows: list[tuple[str, ...]]
     notes: list[str]
     data: dict[str, Any]
-    panels: list[Panel]
+    panels: Sequence[Panel | Curve]
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, plot: bool = True) -> None:
@@ -88,28 +100,47 @@ def _print(table: Table) -> None:
 
 
 def _draw(table: Table, path: Path) -> None:
-    height = 0.8 + 0.35 * max(len(panel.names) for panel in table.panels)
+    _figure(table).savefig(path, dpi=120)
+
+
+def _figure(table: Table) -> Any:
+    bars = [len(panel.names) for panel in table.panels if isinstance(panel, Panel)]
     figure = _extra("matplotlib.figure").Figure(
-        figsize=(4.5 * len(table.panels), height), layout="constrained"
+        figsize=(4.5 * len(table.panels), 0.8 + 0.35 * max(bars, default=7)), layout="constrained"
     )
     panels = figure.subplots(1, len(table.panels), squeeze=False)[0]
     for axes, panel in zip(panels, table.panels, strict=True):
-        bars = [
-            (name, value)
-            for name, value in zip(panel.names, panel.values, strict=True)
-            if value is not None and (value > 0 or not panel.logarithmic)
-        ]
-        if panel.logarithmic and bars:
-            axes.set_xscale("log")
-        drawn = axes.barh([name for name, _ in bars], [value for _, value in bars], color="#2a6f97")
-        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
-        axes.margins(x=0.2)
-        axes.invert_yaxis()
+        if isinstance(panel, Curve):
+            _draw_curve(axes, panel)
+        else:
+            _draw_bars(axes, panel)
         axes.set_title(panel.title, fontsize=9, loc="left")
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(table.title, fontsize=10)
-    figure.savefig(path, dpi=120)
+    lines = textwrap.wrap(table.title, _CHARACTERS * len(table.panels))
+    figure.suptitle("\n".join(lines), fontsize=10)
+    return figure
+
+
+def _draw_bars(axes: Any, panel: Panel) -> None:
+    bars = [
+        (name, value)
+        for name, value in zip(panel.names, panel.values, strict=True)
+        if value is not None and (value > 0 or not panel.logarithmic)
+    ]
+    if panel.logarithmic and bars:
+        axes.set_xscale("log")
+    drawn = axes.barh([name for name, _ in bars], [value for _, value in bars], color=_COLOR)
+    axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
+    axes.margins(x=0.2)
+    axes.invert_yaxis()
+
+
+def _draw_curve(axes: Any, curve: Curve) -> None:
+    axes.plot(*zip((0.0, 0.0), *curve.points, strict=True), color=_COLOR)
+    axes.set_xlabel(curve.axis, fontsize=8)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
 
 
 def _extra(module: str) -> Any:

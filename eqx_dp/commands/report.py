@@ -51,7 +51,9 @@ def _check_own(file: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ValueError(f"{file} cannot be replaced: {error.strerror}") from None
+        raise ValueError(
+            f"{file} cannot be replaced: {error.strerror}. Name another, by --output."
+        ) from None
     if not is_own or file.is_symlink():
         raise ValueError(f"{file} is there, and is no report. Name another file, by --output.")
 

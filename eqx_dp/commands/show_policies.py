@@ -1,11 +1,14 @@
 """`eqx-dp policies`: the presets, or one policy in full."""
 
 import argparse
+import json
 from typing import Any
 
 import jax
 
-from ..precision import Policy, available_policies, dtypes_of, load_policy
+from ..planning import Description
+from ..precision import ModuleRule, Policy, available_policies, dtypes_of, load_policy, schema_text
+from .check_policy import checked
 from .command import Command
 from .output import Table, add_output_arguments, check_output, show
 
@@ -14,10 +17,33 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a preset, or a file that ends in .toml"
     )
+    parser.add_argument(
+        "--check",
+        metavar="FILE",
+        help="read a policy and show it; the exit status is 0 if nothing is wrong with it, else 2",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="with --check: hold the policy's rules against what the function returns, a model; "
+        "nothing is allocated",
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of policy files, for editors"
+    )
     add_output_arguments(parser, plot=False)
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    _check_arguments(arguments)
+    if arguments.schema:
+        print(schema_text(), end="")
+        return
+    if arguments.model is not None:
+        found = checked(arguments.check, arguments.model)
+        print(json.dumps(_described(found), indent=2) if arguments.json else found)
+        return
+    arguments.name = arguments.check or arguments.name
     check_output(arguments)
     # A policy may be looked at without the means to run it.
     with jax.enable_x64(True):
@@ -26,6 +52,26 @@ def _run(arguments: argparse.Namespace) -> None:
         else:
             table = _in_full(load_policy(arguments.name))
     show(table, arguments)
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    asked = [arguments.name is not None, arguments.check is not None, arguments.schema]
+    if sum(asked) > 1:
+        raise ValueError("policies: found several of NAME, --check, --schema; allowed: one of them")
+    if arguments.model is not None and arguments.check is None:
+        raise ValueError("--model: found no --check; allowed: with --check FILE")
+
+
+def _described(found: Description) -> dict[str, Any]:
+    rows = [
+        {key: value if value is None else str(value) for key, value in row._asdict().items()}
+        for row in found.rows
+    ]
+    return {
+        **_data(found.policy),
+        "leaves": rows,
+        "step": [row._asdict() for row in found.step],
+    }
 
 
 def _listed(policies: list[Policy]) -> Table:
@@ -38,9 +84,12 @@ def _listed(policies: list[Policy]) -> Table:
 def _in_full(policy: Policy) -> Table:
     rows = [
         *((stage, str(dtype)) for stage, dtype in dtypes_of(policy).items()),
+        ("rounding of params", policy.rounding),
         ("loss scale", _told_loss_scale(policy)),
         ("matmul precision", policy.matmul_precision),
-        *((f"module {rule.match}", str(rule.compute_dtype)) for rule in policy.modules),
+        ("matmul", str(policy.matmul or "in the compute dtype")),
+        *((f"module {rule.match}", str(rule)) for rule in policy.modules),
+        *([("narrow optimizer", "yes: moments may not move")] if policy.narrow_optimizer else []),
         ("unsafe", "yes: sums or noise may be too narrow" if policy.unsafe else "no"),
     ]
     notes = [f"as text: {policy}"]
@@ -58,20 +107,28 @@ def _data(policy: Policy) -> dict[str, Any]:
         "name": policy.name,
         "description": policy.description,
         "dtypes": {stage: str(dtype) for stage, dtype in dtypes_of(policy).items()},
+        "rounding": policy.rounding,
         "loss_scale": {"kind": policy.loss_scale.kind, "value": policy.loss_scale.value},
         "matmul_precision": policy.matmul_precision,
-        "modules": [
-            {"match": rule.match, "compute": str(rule.compute_dtype)} for rule in policy.modules
-        ],
+        "matmul": None if policy.matmul is None else str(policy.matmul),
+        "modules": [_rule_data(rule) for rule in policy.modules],
         "unsafe": policy.unsafe,
+        "narrow_optimizer": policy.narrow_optimizer,
         "text": str(policy),
     }
 
 
+def _rule_data(rule: ModuleRule) -> dict[str, Any]:
+    more = {"matmul": rule.matmul, "optional": rule.optional}
+    said = {key: value for key, value in more.items() if value}
+    return {"match": rule.match, "compute": str(rule.compute_dtype), **said}
+
+
 COMMAND = Command(
     "policies",
-    "list the precision presets, or show one policy in full",
-    "Lists the presets with the dtype of every stage, or shows one policy in full.",
+    "list the precision presets, show or check one policy",
+    "Lists the presets with the dtype of every stage, shows one policy in full, or checks a file, "
+    "also against a model.",
     _add_arguments,
     _run,
 )

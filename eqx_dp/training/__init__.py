@@ -4,9 +4,12 @@ from .data import DataError
 from .directory import CHECKS, METRICS, PRIVACY, RUN, RunDirectory
 from .events import Event, TensorBoard
 from .files import CheckpointError, CheckpointWarning, read_json
+from .kept_secret import kept_secret
+from .make_step import make_step
 from .record import versions
 from .state import TrainState
-from .step import Step, make_step
+from .step import Step
+from .trained_model import load_model, save_model
 from .trainer import Trainer
 
 __all__ = [
@@ -23,7 +26,10 @@ __all__ = [
     "TensorBoard",
     "TrainState",
     "Trainer",
+    "kept_secret",
+    "load_model",
     "make_step",
     "read_json",
+    "save_model",
     "versions",
 ]

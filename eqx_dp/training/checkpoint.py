@@ -34,6 +34,7 @@ from jaxtyping import Array
 
 from ..extras import extra
 from ..gradients import split_trainable
+from ..paths import dotted_name
 from .directory import FILES, PRIVACY, RUN, STATE, RunDirectory, record_in
 from .files import CheckpointError, CheckpointWarning, digests, sync, write_json
 from .hosts import broadcast, from_first_host, is_first_host
@@ -129,23 +130,12 @@ class Checkpoints:
         targets = {
             name: array for name, array in named_arrays(state).items() if name in start.restored
         }
-        restored = with_arrays(state, self._arrays_of(start.number, targets))
+        saved = arrays_in(self._directory.checkpoint(start.number), targets)
+        restored = with_arrays(state, saved)
         self._check_frozen(start.number, state, restored)
         from_first_host(self._settle)
         lost = start.after - start.number
         return eqx.tree_at(lambda s: s.step, restored, restored.step + lost) if lost else restored
-
-    def _arrays_of(self, number: int, targets: dict[str, Array]) -> dict[str, Array]:
-        """Arrays of a checkpoint, by name, each to where an array lives that is there now."""
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), targets
-        )
-        to = self._orbax.checkpoint_utils.construct_restore_args(shapes)
-        with self._orbax.PyTreeCheckpointer() as checkpointer:
-            return checkpointer.restore(
-                self._directory.checkpoint(number) / STATE,
-                args=self._orbax.args.PyTreeRestore(shapes, restore_args=to, partial_restore=True),
-            )
 
     def _check_frozen(
         self, number: int, given: TrainState[Model], restored: TrainState[Model]
@@ -155,10 +145,11 @@ class Checkpoints:
         parts = [arrays_of(split_trainable(state.model, spec)[1]) for state in (given, restored)]
         other = [name for name, leaf in parts[0].items() if not same(leaf, parts[1][name])]
         if other:
+            places = ", ".join(f"model.{dotted_name(name)}" for name in other)
             raise ValueError(
                 f"The checkpoint of step {number} in {self._directory} belongs to another run: "
-                f"model{', model'.join(other)}, which is not trained, has other values there than "
-                "in the model that was given. Give the model that the run was started with."
+                f"{places}, which is not trained, has other values there than in the "
+                "model that was given. Give the model that the run was started with."
             )
 
     def _start(self, arrays: dict[str, Array]) -> Start:
@@ -171,11 +162,19 @@ class Checkpoints:
         self._directory.remove_unfinished()
         numbers = self._directory.numbers()
         self._directory.check_complete(numbers)
+        if not numbers and not self.step.is_seed_known:
+            raise ValueError(
+                f"There is no run in {self._directory}, and seed=None begins none: to go on after "
+                "it is killed, a run needs its seed again. Give make_step(..., "
+                "seed=dp.kept_secret(name)), which makes a secret once and finds it again."
+            )
         if not numbers:
             return begun(self._directory, describe(secrets.token_bytes(16)))
         number, damaged = self._directory.newest_whole(numbers)
         saved = record_in(self._directory.checkpoint(number))
-        start, self._settle = resumed(self._directory, describe, number, saved, self._allowed)
+        start, self._settle = resumed(
+            self._directory, describe, number, saved, self._allowed, self.step.is_seed_known
+        )
         self._released = self._directory.bound(of=saved)
         self._directory.point_to(number)
         self._directory.set_aside(damaged)
@@ -287,6 +286,23 @@ class Checkpoints:
     def _partial(self, number: int) -> Path:
         """Where a checkpoint is written before it is renamed."""
         return self._directory.checkpoint(number).with_suffix(".partial")
+
+
+def arrays_in(folder: Path, targets: Mapping[str, Any]) -> dict[str, Array]:
+    """Arrays of a checkpoint, by name, each to where its target lives, an array or its shape."""
+    orbax = extra("orbax.checkpoint")
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        here = x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+
+    shapes = {name: shape(target) for name, target in targets.items()}
+    to = orbax.checkpoint_utils.construct_restore_args(shapes)
+    with orbax.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(
+            folder / STATE,
+            args=orbax.args.PyTreeRestore(shapes, restore_args=to, partial_restore=True),
+        )
 
 
 def _emptied(folder: Path) -> OSError | None:

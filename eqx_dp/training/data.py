@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int, PyTree
+from jaxtyping import Bool, Int
 
+from ..paths import dotted
 from ..privacy import PoissonSampler
+from ..trees import PyTree
 
 Indices = Int[np.ndarray, " batch"]
 Mask = Bool[np.ndarray, " batch"]
@@ -126,7 +128,7 @@ class Batches:
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
             found = _read(name, source, drawn, example) if len(drawn) else None
-            parts.append(_padded(found, example, len(drawn), len(indices)))
+            parts.append(_padded(found, example, is_padding_example))
         return MaskedBatch(_arguments(parts), is_padding_example)
 
 
@@ -145,7 +147,8 @@ def _checked_sources(data: Any, sampler: PoissonSampler) -> list[tuple[str, Sour
         if len(source) != sampler.num_examples:
             raise ValueError(
                 f"{name} holds {len(source)} examples, and the step was made with num_examples="
-                f"{sampler.num_examples}: sampling and noise would be those of another data set."
+                f"{sampler.num_examples}: sampling and noise would be those of another data set. "
+                "Give the data set that the step was made for, or make the step anew."
             )
     return sources
 
@@ -198,7 +201,7 @@ def _fault(found: Any, like: Any, length: int) -> _Fault | None:
     if not leaves:
         return _Fault("gave no arrays", "gave no arrays")
     for path, leaf in leaves:
-        where = jax.tree_util.keystr(path) or "an array"
+        where = dotted(path) or "an array"
         if leaf.dtype.hasobject or leaf.dtype.kind in "USV":
             kind = "gave an array of a dtype that is no number"
             return _Fault(kind, f"gave {where} of dtype {leaf.dtype}, which is no number")
@@ -213,7 +216,7 @@ def _fault(found: Any, like: Any, length: int) -> _Fault | None:
     for (path, leaf), first in zip(leaves, jax.tree.leaves(like), strict=True):
         now, before = ((x.shape[1:], x.dtype) for x in (leaf, first))
         if now != before:
-            where = jax.tree_util.keystr(path) or "examples"
+            where = dotted(path) or "examples"
             return _Fault(
                 "gave examples of another shape or dtype than before",
                 "gave {} of shape {} and dtype {}, and of shape {} and dtype {} before".format(
@@ -234,13 +237,13 @@ def _details(
     return f"{name}: {where}: the source {words}."
 
 
-def _padded(found: Any, like: Any, count: int, length: int) -> Any:
-    """`count` examples (None where there are none), and zeros up to the length of a batch."""
+def _padded(found: Any, like: Any, is_padding_example: Mask) -> Any:
+    """A batch: the examples found (None where there are none), and zeros in padding slots."""
 
     def fill(example: np.ndarray, leaf: np.ndarray | None = None) -> np.ndarray:
-        filled = np.zeros((length, *example.shape[1:]), example.dtype)
+        filled = np.zeros((len(is_padding_example), *example.shape[1:]), example.dtype)
         if leaf is not None:
-            filled[:count] = leaf
+            filled[~is_padding_example] = leaf
         return filled
 
     return jax.tree.map(fill, like, *([] if found is None else [found]))

@@ -13,8 +13,8 @@
 
 `run.json`, `released_at_most` and a checkpoint of step 0 are there before the first step is taken.
 `released_at_most` is an empty file, and what it says is in its name: to change it is one atomic
-operation that needs no room, so that it lasts where a disk is full. (`metrics.jsonl`, `checks.json`
-and `hosts/` are there as well; a run does not need them to be resumed.)
+operation that needs no room, so that it lasts where a disk is full. (`metrics.jsonl`,
+`checks.json`, `tuning.json` and `hosts/` are there as well; no run needs them to be resumed.)
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from .files import (
 from .hosts import from_first_host
 
 PRIVACY, RUN, FILES, STATE = "privacy.json", "run.json", "files.json", "state"
-METRICS, CHECKS = "metrics.jsonl", "checks.json"
+METRICS, CHECKS, TUNING = "metrics.jsonl", "checks.json", "tuning.json"
 _LATEST, _BOUND, _LOCK = "latest", "released_at_most", "lock"
 _NUMBER = re.compile(r"\d{8,}")
 

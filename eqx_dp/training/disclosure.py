@@ -6,14 +6,18 @@ that is public, or for runs whose figures nobody outside will see.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..expected import entries
 from ..gradients import PerExample
+
+Disclosed: TypeAlias = Literal["loss", "grad_norm", "num_examples"]
+"""What a step may disclose of its batch."""
 
 Mask = Bool[Array | np.ndarray, " batch"]
 
@@ -39,7 +43,9 @@ _BY_NAME: dict[str, Callable[[PerExample, Mask], Float[Array, ""]]] = {
 
 def checked_names(names: Iterable[str]) -> tuple[str, ...]:
     """Names of what is to be disclosed; a ValueError if one is unknown, or there twice."""
-    found: tuple[Any, ...] = (names,) if isinstance(names, str) else tuple(names)
+    found: tuple[Any, ...] = (
+        (names,) if isinstance(names, str) else entries("disclose", names, "names")
+    )
     unknown = [name for name in found if name not in _BY_NAME]
     if unknown or len(set(found)) < len(found) or isinstance(names, str):
         shown = [x if isinstance(x, str) else type(x).__name__ for x in found]

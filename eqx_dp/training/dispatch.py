@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Int, PyTree
 
+from ..expected import expect
 from ..programs import primitives
 from ..sharding import ShardingRules
 from .state import Specs, TrainState, is_gone, refuse_used_up, specs_of
@@ -56,8 +57,8 @@ def flat(tree: Tree) -> Flat[Tree]:
     return Flat(_Rest(structure, others), arrays)
 
 
-Carry = tuple[Any, PyTree[Any], dict[str, Any]]
-"""Model, optimizer's state, what was disclosed: the parts of a state that a step uses up."""
+Carry = tuple[Any, PyTree[Any], dict[str, Any], PyTree[Any]]
+"""Model, optimizer's state, what was disclosed, average: what a step uses up of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +78,10 @@ class FlatState(Generic[Model]):
 
     @classmethod
     def of(cls, state: TrainState[Model], rules: ShardingRules | None) -> "FlatState[Model]":
-        """Takes a state apart; a ValueError if an earlier step has used it up."""
-        carry = flat((state.model, state.opt_state, state.disclosed))
+        """Takes a state apart; a ValueError if it is none, or an earlier step has used it up."""
+        allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
+        expect("state", state, TrainState, allowed)
+        carry = flat((state.model, state.opt_state, state.disclosed, state.average))
         if any(map(is_gone, carry.arrays)) or is_gone(state.step):
             refuse_used_up("state", state)
         return cls(carry, state.step, specs_of(state, rules))
@@ -86,8 +89,8 @@ class FlatState(Generic[Model]):
     @property
     def state(self) -> TrainState[Model]:
         """The state, put together."""
-        model, opt_state, disclosed = self.carry.tree
-        return TrainState(model, opt_state, self.step, disclosed)
+        model, opt_state, disclosed, average = self.carry.tree
+        return TrainState(model, opt_state, self.step, disclosed, average)
 
 
 @jax.tree_util.register_static

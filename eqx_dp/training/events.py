@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ..expected import path
 from ..extras import extra
 from .dispatch import FlatState
 from .hosts import is_first_host
@@ -123,7 +125,8 @@ class EpsilonAhead:
 class ProgressBar:
     """Shows steps, rate, time left, epsilon so far, and metrics as they come.
 
-    On a terminal a bar; elsewhere (a file, a pipe) a line whenever epsilon or a metric is new.
+    On a terminal a bar, and in a notebook that has ipywidgets; elsewhere (a file, a pipe, another
+    notebook) a line whenever epsilon or a metric is new.
     """
 
     def __init__(self, start: int, stop: int, shown: bool):
@@ -135,7 +138,8 @@ class ProgressBar:
         if not shown or not is_first_host():
             return
         self._console = extra("rich.console").Console()
-        if self._console.is_terminal:
+        has_widgets = importlib.util.find_spec("ipywidgets") is not None
+        if self._console.is_terminal or (self._console.is_jupyter and has_widgets):
             rich = extra("rich.progress")
             self._bar = rich.Progress(
                 rich.TextColumn("training"),
@@ -278,7 +282,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._writer: Any = None
-        self._folder = Path(folder)
+        self._folder = path("folder", folder)
         if is_first_host():
             self._folder.mkdir(parents=True, exist_ok=True)
             # Not a SummaryWriter: it writes in a thread, and loses what a process writes last.

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from ..expected import expect
+
 _HOW = "step(state, *batch, is_padding_example=mask, extra={{{}}})"
 _MISSING = re.compile(r"missing \d+ required keyword-only arguments?: (.*)")
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
@@ -20,6 +22,7 @@ def checked_extra(
     optimizer: optax.GradientTransformation, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What an optimizer's update is given beside, by name; refuses what it does not take."""
+    expect("extra", {} if extra is None else extra, Mapping, "a mapping from names to numbers")
     found = {} if extra is None else dict(extra)
     for name, value in found.items():
         leaves = jax.tree.leaves(value)
@@ -58,7 +61,8 @@ def updated(
         unknown = _UNKNOWN.search(told)
         if unknown and unknown.group(1) in extra:
             raise ValueError(
-                f"extra holds {unknown.group(1)!r}, which the optimizer's update does not take."
+                f"extra holds {unknown.group(1)!r}, which the optimizer's update does not take. "
+                "Leave it out."
             ) from error
         if not wanted:
             raise

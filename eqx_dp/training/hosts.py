@@ -50,7 +50,10 @@ def from_first_host(decide: Callable[[], T]) -> T:
     if error is not None:
         raise error
     if not length:
-        raise CheckpointError("Host 0 refused to go on in the directory of the run; it says why.")
+        raise CheckpointError(
+            "Host 0 refused to go on in the directory of the run; its error says why, and "
+            "what to do."
+        )
     padded = np.frombuffer(said.ljust(length), np.uint8)
     heard = multihost_utils.broadcast_one_to_all(padded)
     return json.loads(np.asarray(heard, np.uint8).tobytes())

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..gradients import Prepared
-from ..privacy import Secret, digest, key_from_secret
+from ..privacy import Secret, digest, is_partitionable, key_from_secret
 from ..sharding import ShardingRules, on_device
 from .extra import updated
 from .program_text import program_text
@@ -43,6 +43,8 @@ def texts_of(
     traced = prepared.traced
     with on_device(rules):
         loss = f"trained: {len(traced.params)}\n{program_text(traced.program.jaxpr)}"
+    if not is_partitionable():  # then noise and keys are others
+        loss = f"jax_threefry_partitionable: False\n{loss}"
     shapes = jax.tree.map(shape_of, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, traced.accumulate_dtype), shapes)
     return Texts(loss, _optimizer_text(optimizer, shapes, grads, jax.tree.map(shape_of, extra)))
@@ -109,7 +111,9 @@ def shape_of(leaf: Any, length: int | None = None) -> Any:
 # A run has one seed; everything random in it has a stream of its own that follows from it.
 
 
-def key_of(seed: Secret, stream: Literal["noise", "loss"], run: str = "") -> PRNGKeyArray:
+def key_of(
+    seed: Secret, stream: Literal["noise", "loss", "rounding"], run: str = ""
+) -> PRNGKeyArray:
     """The root key of a stream, for one run."""
     return key_from_secret(seed, _ROOT, stream, run)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 from jaxtyping import Array
 
+from ..paths import dotted_name
 from .directory import FORMAT, METRICS, VERSION, RunDirectory
 from .events import set_aside
 from .files import CheckpointWarning
@@ -24,7 +25,7 @@ _DIGEST = re.compile("[0-9a-f]{32,}")
 _BESIDE = ("format", "version", "made_by", "programs", "is_unsafe")
 # What stays as it is while a run lasts: accounting, sample and noise follow from it.
 _FIXED = ("plan", "num_examples", "seed", "model")
-_CHANGEABLE = ("policy", "l2_clip_norm", "rescale_to_unit_norm", "disclose")
+_CHANGEABLE = ("policy", "l2_clip_norm", "rescale_to_unit_norm", "ema", "disclose")
 
 
 class Difference(NamedTuple):
@@ -53,6 +54,7 @@ def record_of(
         "rescale_to_unit_norm": step.rescale_to_unit_norm,
         "num_examples": step.num_examples,
         "disclose": list(step.disclose),
+        **({} if step.ema is None else {"ema": step.ema}),
         "seed": {"salt": salt.hex(), "scrypt": step.secret_id(salt)},
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()},
         "identity": dict(identity),
@@ -113,7 +115,8 @@ def changeable(identity: Mapping[str, str]) -> tuple[str, ...]:
 
 def part_of_array(name: str) -> str:
     """The part of a run that a saved array belongs to."""
-    for start, part in ((".opt_state", "optimizer"), (".disclosed", "disclose")):
+    parts = {".opt_state": "optimizer", ".disclosed": "disclose", ".average": "ema"}
+    for start, part in parts.items():
         if name.startswith(start):
             return part
     return "model"
@@ -130,6 +133,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Di
         was, now = (facts.get(name, (part, None))[1] for facts in (one, other))
         if was == now:
             continue
+        name = dotted_name(name)
         if _DIGEST.fullmatch(str(was)):
             line = f"{name}: the checkpoint was made with another {name}"
         else:
@@ -246,6 +250,7 @@ def resumed(
     number: int,
     saved: Mapping[str, Any],
     allowed: Iterable[str],
+    is_seed_known: bool = True,
 ) -> tuple[Start, Callable[[], None]]:
     """How a run goes on from a checkpoint, and how to record that, before its first step.
 
@@ -264,6 +269,8 @@ def resumed(
         number: of the newest checkpoint that is whole.
         saved: its record.
         allowed: the parts of a run that may have changed.
+        is_seed_known: whether this process was given a seed. Where it was not, a run whose steps
+            are all taken is read, since that needs none; another is refused.
 
     Returns:
         From where it goes on; and what writes that down, and says it, where the program is another:
@@ -271,12 +278,20 @@ def resumed(
     """
     record = directory.record()
     current = describe(bytes.fromhex(record["seed"]["salt"]))
-    found = differences(record, current)
+    found, steps = differences(record, current), current["plan"]["steps"]
+    if not is_seed_known:
+        if number < steps:
+            raise ValueError(
+                f"The run in {directory} is saved up to step {number} of {steps}, and cannot go on "
+                "without its seed, with which make_step has to be called again. To read the model "
+                "alone: dp.load_model(directory, like=model)."
+            )
+        found = [x for x in found if x.part != "seed"]
     may_change = set(allowed) - set(_FIXED)
     if refused := [x.line for x in found if x.part not in may_change]:
         raise ValueError(_refusal(directory, number, refused, record, current))
     programs: list[dict[str, Any]] = record["programs"]
-    newest, steps = programs[-1], current["plan"]["steps"]
+    newest = programs[-1]
     is_same = not found and (saved["programs"] == programs or newest["begins_from"] == number)
     if is_same:  # bit for bit: from a state that this program had
         after = number if saved["programs"] == programs else newest["starts_after"]

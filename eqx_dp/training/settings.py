@@ -11,11 +11,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray
 
 from ..gradients import (
     ClippedGrad,
     FilterSpec,
+    MethodName,
     filter_clipped_grad,
     filter_value_and_clipped_grad,
     takes_key,
@@ -24,12 +25,14 @@ from ..precision import Policy
 from ..privacy import PoissonSampler, PrivacyPlan
 from ..programs import read_apart
 from ..sharding import ShardingRules
+from ..shown import function_name
+from ..trees import PyTree
 from .extra import checked_extra
 from .identity import Texts, fingerprint, key_of, keyed_digest, probe_text, shape_of, texts_of
 from .state import Parameters, Unrecorded
 
 Model = TypeVar("Model")
-MicrobatchSize = int | None | Literal["auto"]
+MicrobatchSize = int | None | Literal["auto", "tune"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -44,7 +47,8 @@ class StepSettings(Generic[Model]):
     filter_spec: FilterSpec
     rescale_to_unit_norm: bool
     microbatch_size: MicrobatchSize
-    method: str
+    method: MethodName
+    ema: float | None
     disclose: tuple[str, ...]
     run: str = ""
     unrecorded: Unrecorded = dataclasses.field(default_factory=Unrecorded)
@@ -52,14 +56,29 @@ class StepSettings(Generic[Model]):
     _update: optax.GradientTransformation
     _keep_batch_dim: bool
     _seed: int | bytes
+    _is_seed_known: bool = True
 
     def __post_init__(self) -> None:
-        _ = self._noise, self._loss_root  # refused now if at all, and made outside of any trace
+        _ = (
+            self._noise,
+            self._loss_root,
+            self._rounding_root,
+        )  # refused now if at all, and made outside of any trace
+
+    def __repr__(self) -> str:
+        fields = {"policy": self.policy and str(self.policy), "method": self.method}
+        fields |= {"microbatch_size": self.microbatch_size, "ema": self.ema}
+        more = "".join(f", {name}={value!r}" for name, value in fields.items() if value is not None)
+        return (
+            f"{type(self).__name__}({function_name(self._loss)}, {self.plan}, "
+            f"num_examples={self.num_examples}{more})"
+        )
 
     @functools.cached_property
     def grad_fn(self) -> ClippedGrad[Any]:
         """The clipped gradient, divided by the expected batch size."""
         make_grad = filter_value_and_clipped_grad if self.disclose else filter_clipped_grad
+        size = self.microbatch_size
         return make_grad(
             self._loss,
             l2_clip_norm=self.l2_clip_norm,
@@ -69,7 +88,7 @@ class StepSettings(Generic[Model]):
             keep_batch_dim=self._keep_batch_dim,
             rescale_to_unit_norm=self.rescale_to_unit_norm,
             normalize_by=self.plan.sampling_prob * self.num_examples,
-            microbatch_size=None if self.microbatch_size == "auto" else self.microbatch_size,
+            microbatch_size=None if size == "auto" or size == "tune" else size,
             method=self.method,
         )
 
@@ -80,9 +99,20 @@ class StepSettings(Generic[Model]):
             return optax.identity()
         return self.plan.privatizer(self.grad_fn, key=key_of(self._seed, "noise", self.run))
 
+    @property
+    def is_seed_known(self) -> bool:
+        """Whether another process can be given the seed: it was not drawn by `make_step`."""
+        return self._is_seed_known
+
     @functools.cached_property
     def _loss_root(self) -> PRNGKeyArray:
         return key_of(self._seed, "loss", self.run)
+
+    @functools.cached_property
+    def _rounding_root(self) -> PRNGKeyArray | None:
+        if not self._parameters.rounds_at_random:
+            return None
+        return key_of(self._seed, "rounding", self.run)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -132,8 +162,9 @@ class StepSettings(Generic[Model]):
         if rules is None:
             return self.plan.sampler(self.num_examples, self._seed, run=run)
         hosts, host = jax.process_count(), jax.process_index()
+        parts = rules.local_shards()
         return self.plan.sampler(
-            self.num_examples, self._seed, rules.local_shards(), hosts, host, run=run
+            self.num_examples, self._seed, parts, hosts, host, run=run, devices=parts
         )
 
     def identity(
@@ -184,9 +215,11 @@ numbers that it was made with |
     def settings(self) -> dict[str, Any]:
         """What tells runs apart before there is a model, as JSON's types."""
         norms = jax.tree_util.tree_leaves_with_path(self.l2_clip_norm)
+        blocks = PoissonSampler(self.num_examples, self.plan.sampling_prob, seed=0).blocks
         return {
             "plan": self.plan.to_json(),
             "num_examples": self.num_examples,
+            **({} if blocks == 1 else {"blocks": blocks}),
             "policy": None if self.policy is None else str(self.policy),
             "l2_clip_norm": {
                 jax.tree_util.keystr(path): float(norm)

@@ -2,18 +2,22 @@
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+import math
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ..paths import below
 from ..precision import Policy
 from ..privacy import GaussianPrivatizerState
 from ..sharding import ShardingRules, axes_of
+from ..trees import PyTree
+from ..updates import apply_updates, wide_parameters
 
 Model = TypeVar("Model")
 T = TypeVar("T")
@@ -32,12 +36,50 @@ class TrainState(eqx.Module, Generic[Model]):
         step: how many steps have been taken.
         disclosed: the figures that the last step disclosed of its batch, by name; empty without
             `disclose`. **Not private.**
+        average: the moving average of what is trained, in the dtype in which it is updated; None
+            without `ema`.
     """
 
     model: Model
     opt_state: PyTree[Any]
     step: Int[Array, ""]
     disclosed: dict[str, Float[Array, ""]]
+    average: PyTree[Array] | None = None
+
+    def __repr__(self) -> str:
+        more = f", disclosed={tuple(self.disclosed)}" if self.disclosed else ""
+        more += "" if self.average is None else ", averaged"
+        return f"{type(self).__name__}({type(self.model).__name__}, step={_told(self.step)}{more})"
+
+    @property
+    def averaged(self) -> Model:
+        """The model with the average of what is trained, in the dtypes in which it is stored.
+
+        It is post-processing of the released models, so it is as private as they are.
+
+        Raises:
+            ValueError: the step was made without `ema`.
+        """
+        if self.average is None:
+            raise ValueError(
+                "There is no average of the parameters: give make_step(..., ema=0.999)."
+            )
+
+        def stored(mean: Array | None, leaf: Any) -> Any:
+            return leaf if mean is None else mean.astype(leaf.dtype)
+
+        return jax.tree.map(stored, self.average, self.model, is_leaf=lambda x: x is None)
+
+    @property
+    def evaluated(self) -> Model:
+        """The model that is evaluated: the averaged one where there is one."""
+        return self.model if self.average is None else self.averaged
+
+
+def _told(step: Any) -> str:
+    """A number of steps, if it is there: an array may be traced, used up, or of other hosts."""
+    is_here = isinstance(step, jax.Array) and not isinstance(step, Tracer) and not is_gone(step)
+    return str(int(step)) if is_here and step.is_fully_addressable else "?"
 
 
 @dataclasses.dataclass
@@ -50,7 +92,8 @@ class Unrecorded:
 class Parameters(NamedTuple):
     """In which dtypes, and where, a step stores and updates parameters.
 
-    They are stored in the policy's params dtype, and updated in its accumulate dtype.
+    They are stored in the policy's params dtype, and updated in its accumulate dtype, or in the
+    optimizer dtype if that is wider.
     """
 
     policy: Policy | None
@@ -63,19 +106,42 @@ class Parameters(NamedTuple):
         return model if self.rules is None else self.rules.shard(model)
 
     def wide(self, params: PyTree[Any]) -> PyTree[Any]:
-        """Trained parameters as wide as their gradients, and where those live."""
-        params = params if self.policy is None else self.policy.cast_to_accumulate(params)
+        """Trained parameters as wide as an optimizer gets them, and where gradients live."""
+        params = wide_parameters(params, self.policy)
         return params if self.rules is None else self.rules.shard_accumulators(params)
 
-    def updated(self, model: Model, updates: PyTree[Array | None]) -> Model:
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether an update takes a key."""
+        return self.policy is not None and self.policy.rounding == "stochastic"
+
+    def updated(
+        self, model: Model, updates: PyTree[Array | None], key: PRNGKeyArray | None
+    ) -> Model:
         """The model, stored again, after an update in the wide dtype."""
-
-        def add(update: Array | None, leaf: Any) -> Any:
-            # Added in the wider dtype, then rounded once to what is stored.
-            return leaf if update is None else (leaf + update).astype(leaf.dtype)
-
-        after = cast(Model, jax.tree.map(add, updates, model, is_leaf=lambda x: x is None))
+        after = apply_updates(model, updates, self.policy, key=key)
         return after if self.rules is None else self.rules.shard(after)
+
+
+def moved(average: PyTree[Any], params: PyTree[Array], ema: float, step: Array) -> PyTree[Any]:
+    """The moving average after a step.
+
+    It is sum_i ema^(t-i) p_i / sum_i ema^(t-i) over the parameters p_i after steps i = 1..t: the
+    starting values are not in it, as they are not in Adam's debiased moments (Kingma and Ba, 2015).
+
+    Args:
+        average: before; after the first step it is the parameters, whatever it was.
+        params: after the step, as wide as the average.
+        ema: the decay, in [0, 1).
+        step: t, from 1.
+    """
+
+    def mean(old: Array, new: Array) -> Array:
+        # 1 - ema^t by expm1: for a decay near 1 the difference would lose its digits.
+        left = -jnp.expm1(step.astype(old.dtype) * math.log(ema)) if ema > 0 else 1.0
+        return old + (1 - ema) / left * (new - old)
+
+    return jax.tree.map(mean, average, params)
 
 
 # Buffers that a step uses up.
@@ -104,7 +170,7 @@ def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
     if not any(map(is_gone, jax.tree.leaves(tree))):
         return
     gone = [
-        f"{name}{jax.tree_util.keystr(path)}"
+        below(name, path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if is_gone(leaf)
     ]

@@ -2,23 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, NamedTuple, SupportsIndex, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
-from jaxtyping import Array, Bool, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, PRNGKeyArray
 
-from ..gradients import FilterSpec, PerExample
-from ..precision import Policy, agreed_policy
-from ..privacy import GaussianPrivatizerState, PrivacyPlan, Secret, fold_text
+from ..gradients import PerExample, checked_trainable
+from ..precision import agreed_policy
+from ..privacy import GaussianPrivatizerState, fold_text
 from ..programs import is_changed_by_reading
-from ..sharding import ShardingRules
-from .disclosure import checked_names, disclosed
+from ..trees import PyTree
+from ..updates import first_state, stored_state, widened
+from .disclosure import disclosed
 from .dispatch import Carry, Dispatch, FlatState
 from .extra import checked_extra, updated
 from .identity import texts_of
@@ -29,6 +28,7 @@ from .state import (
     constrained,
     copied,
     is_gone,
+    moved,
     on_mesh,
     refuse_used_up,
 )
@@ -44,18 +44,19 @@ class _Arguments(NamedTuple):
     mask: Any
     extra: dict[str, Any]
     loss_root: PRNGKeyArray | None
+    rounding_root: PRNGKeyArray | None
     specs: Specs
     step: Any
 
 
 class Step(StepSettings[Model]):
-    """A compiled step of private training, made by [`make_step`][].
+    """A compiled step of private training, made by `make_step`.
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
     batches of `step.sampler()`. A call **uses up** its state: the buffers are donated to the next
     state. Copy what is still needed. A state that was used up is refused.
 
-    [`make_step`][] says what two steps with one seed have in common. Neither seed nor keys are in
+    `make_step` says what two steps with one seed have in common. Neither seed nor keys are in
     the printed form of a step, in an error, or in the compiled program.
 
     Attributes:
@@ -65,8 +66,7 @@ class Step(StepSettings[Model]):
         policy: as it was given, and so `sharding`, `method`, `l2_clip_norm` and
             `rescale_to_unit_norm`.
         disclose: what each batch discloses although no plan accounts for it.
-        microbatch_size: how many examples a device processes at once; "auto" until
-            `with_microbatch_size` says.
+        microbatch_size: how many examples a device processes at once; or who is to say that.
         filter_spec: what is trained.
         run: the text that `for_run` was given; empty without.
         unrecorded: what trainers without a directory took of its steps.
@@ -78,7 +78,16 @@ class Step(StepSettings[Model]):
         Args:
             size: how many examples a device processes at once; None for the engine's choice.
         """
-        return dataclasses.replace(self, microbatch_size=size)
+        return self.with_choice(self.method, size)
+
+    def with_choice(self, method: str, microbatch_size: MicrobatchSize) -> "Step[Model]":
+        """The same step by another method, which is another program, and another microbatch.
+
+        Args:
+            method: as for `make_step`.
+            microbatch_size: the same.
+        """
+        return dataclasses.replace(self, method=method, microbatch_size=microbatch_size)
 
     def for_run(self, run: str) -> "Step[Model]":
         """The same step, with another sample, other noise and other keys for the loss.
@@ -97,9 +106,11 @@ class Step(StepSettings[Model]):
 
         Raises:
             ValueError: the model is paired with another policy than the step's; a sharding rule
-                does not fit the model; nothing in the model is trained.
+                does not fit the model; nothing in the model is trained; the optimizer keeps state
+                narrower than the policy's optimizer dtype.
         """
         refuse_used_up("model", model)
+        checked_trainable(model, self.filter_spec)
         if agreed_policy(model, self.policy) != self.policy:
             raise ValueError(
                 "The model is paired with a policy and the step has none, so its noise would be "
@@ -108,11 +119,13 @@ class Step(StepSettings[Model]):
         with self.mesh():
             model = self._parameters.stored(model)
             params = self._wide(model)
+            opt_state = first_state(self._update, params, self.policy)
             state = TrainState(
                 model,
-                copied((self._noise.init(params), self._update.init(params))),
+                copied((self._noise.init(params), opt_state)),
                 jnp.zeros((), jnp.int32),
                 {name: jnp.zeros((), jnp.float32) for name in self.disclose},
+                None if self.ema is None else copied(params),
             )
             return state if self.sharding is None else on_mesh(state, self.sharding)
 
@@ -147,7 +160,7 @@ class Step(StepSettings[Model]):
                 The same names at every step.
 
         Raises:
-            ValueError: as for `grad_fn`; `microbatch_size` is still "auto"; an array of `state` or
+            ValueError: as for `grad_fn`; `microbatch_size` is still a text; an array of `state` or
                 `batch` was used up by an earlier step; the optimizer does not take `extra`.
         """
         flat = FlatState.of(state, self.sharding)
@@ -191,8 +204,8 @@ class Step(StepSettings[Model]):
         Args:
             state: arrays or shapes of arrays; not used up. So the others.
             *batch: as for a call.
-            is_padding_example: as for a call.
-            extra: as for a call.
+            is_padding_example: the same.
+            extra: the same.
         """
         flat = FlatState.of(state, self.sharding)
         arguments = self._arguments(batch, is_padding_example, extra, flat)
@@ -213,16 +226,18 @@ class Step(StepSettings[Model]):
                 "mask that sampler.take or sampler.batch returns; for a batch without padding, "
                 "np.zeros(length, bool)."
             )
-        if self.microbatch_size == "auto":
+        if isinstance(self.microbatch_size, str):
             raise ValueError(
-                'microbatch_size is "auto", which a Trainer replaces by a number before its first '
-                "step; without a Trainer, take step.with_microbatch_size(size)."
+                f'microbatch_size is "{self.microbatch_size}", which a Trainer replaces; without '
+                "one, take step.with_microbatch_size(size), or for what dp.tune(step.grad_fn, ...) "
+                "returned, step.with_choice(*tuned.asked_for)."
             )
         return _Arguments(
             batch,
             mask,
             checked_extra(self._update, extra),
             self._loss_root if self._takes_key(len(batch)) else None,
+            self._rounding_root,
             flat.specs,
             flat.step,
         )
@@ -230,10 +245,10 @@ class Step(StepSettings[Model]):
     @functools.cached_property
     def _taken(self) -> Dispatch[_Arguments, Carry]:
         def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
-            model, opt_state, shown = carry
-            state = self._next(TrainState(model, opt_state, arguments.step, shown), arguments)
-            state = constrained(state, arguments.specs, self.sharding)
-            return (state.model, state.opt_state, state.disclosed), state.step
+            model, opt_state, shown, average = carry
+            state = TrainState(model, opt_state, arguments.step, shown, average)
+            state = constrained(self._next(state, arguments), arguments.specs, self.sharding)
+            return (state.model, state.opt_state, state.disclosed, state.average), state.step
 
         return Dispatch(take)
 
@@ -255,12 +270,21 @@ class Step(StepSettings[Model]):
         )
         noise_state, opt_state = state.opt_state
         grads, noise_state = self._noisy(grads, noise_state, text)
+        grads, opt_state = widened((grads, opt_state), self.policy)
         updates, opt_state = updated(self._update, grads, opt_state, params, given.extra)
+        opt_state = stored_state(opt_state, self.policy)
+        key = None
+        if given.rounding_root is not None:
+            key = jax.random.fold_in(fold_text(given.rounding_root, text), state.step)
+        model, average = self._parameters.updated(state.model, updates, key), state.average
+        if self.ema is not None:
+            average = moved(average, self._wide(model), self.ema, state.step + 1)
         return TrainState(
-            self._parameters.updated(state.model, updates),
+            model,
             (noise_state, opt_state),
             state.step + 1,
             disclosed(self.disclose, values, given.mask),
+            average,
         )
 
     def _noisy(self, grads: PyTree[Array], state: Any, text: str) -> tuple[PyTree[Array], Any]:
@@ -270,120 +294,3 @@ class Step(StepSettings[Model]):
             Any, self._noise.update(grads, state._replace(key=fold_text(state.key, text)))
         )
         return grads, after._replace(key=state.key)
-
-
-def make_step(
-    loss: Callable[Concatenate[Model, ...], Any],
-    optimizer: optax.GradientTransformation,
-    plan: PrivacyPlan,
-    *,
-    num_examples: SupportsIndex,
-    seed: Secret,
-    l2_clip_norm: PyTree[Any],
-    policy: Policy | None = None,
-    sharding: ShardingRules | None = None,
-    filter_spec: FilterSpec = eqx.is_inexact_array,
-    keep_batch_dim: bool = False,
-    rescale_to_unit_norm: bool = False,
-    microbatch_size: MicrobatchSize = None,
-    method: str = "auto",
-    disclose: Iterable[str] = (),
-) -> Step[Model]:
-    """Makes one jitted step of private training from a loss, an optimizer and a plan.
-
-    ```python
-    step = dp.make_step(
-        loss, optax.adam(1e-3), plan, num_examples=len(xs), seed=seed, l2_clip_norm=1.0
-    )
-    state, sampler = step.init(model), step.sampler(model, xs, ys)
-    for t in range(plan.steps):
-        indices, is_padding_example = sampler.batch(t)
-        state = step(state, xs[indices], ys[indices], is_padding_example=is_padding_example)
-    ```
-
-    A step is the sum of clipped gradients (see `filter_clipped_grad`) divided by the expected batch
-    size, the plan's noise, and the optimizer's update. The optimizer gets gradients and parameters
-    in the accumulate dtype; the sum of parameter and update is rounded once, to the dtype that the
-    parameter is stored in. With sharding rules all arrays stay where the rules put them.
-
-    **Guarantee.** Sample, noise and the loss's own keys of step t are functions of the seed, of
-    the run's identity, and of t, from separate streams. So a run that is repeated, from its start
-    or from any of its states, repeats itself and releases nothing twice. The models of all steps
-    together are `plan.epsilon()`-differentially private, if batches come from `step.sampler()`, the
-    seed is secret, and nothing is disclosed.
-
-    **Two runs with one seed** have independent noise (up to 64 bits of a hash) if their identities
-    differ. The identity is a hash (BLAKE2b) of what this table lists:
-
-    | they differ in | noise, keys of the loss | `sampler(model, *batch)` | `sampler()` |
-    |---|---|---|---|
-    | plan, `num_examples`, `policy`, clip norms, `rescale_to_unit_norm`, `method` | independent | \
-independent | independent |
-    | program of the optimizer: rates, schedules, weight decay | independent | independent | \
-independent, if it runs on any two arrays |
-    | program of the loss: constants, derivative rules, the model's architecture, `filter_spec` | \
-independent | independent | **the same** |
-    | the text of `for_run` | independent | independent | independent |
-    | starting values of the model, examples of a data set of equal size, values in `extra`, the \
-code of a callback, a state whose values were set by hand | **the same** | the same | the same |
-    | microbatch size, sharding, mesh, devices, hosts, `disclose` | the same | the same except for \
-padding | the same except for padding |
-
-    So take another seed for another data set, and for another starting model: if two runs have the
-    same noise, the difference of their models shows private data without noise. If two runs have
-    the same sample and independent noise, each keeps its own epsilon, but the two together do not
-    compose as independent runs do.
-
-    | case | what happens |
-    |---|---|
-    | nothing is sampled, or all is padding | only noise moves the model |
-    | an example's loss or gradient is not finite | it adds exactly zero |
-    | `plan.noise_multiplier` is 0 | no noise; epsilon is infinite |
-    | the same, and `l2_clip_norm` is `inf` | ordinary, non-private training |
-
-    Args:
-        loss: the loss of one example, `loss(model, *example)`, or with `key=...`: it then gets a
-            separate key for each example and step.
-        optimizer: an optax optimizer, without noise. Its update gets the parameters (for weight
-            decay) and the step's `extra`. Its state may share arrays with the model or within
-            itself, because `init` copies. An optimizer that evaluates losses or gradients by itself
-            (a line search, `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would
-            cover these.
-        plan: sampling, noise, accounting.
-        num_examples: the number of examples in the data set, on all hosts together; it is public.
-        seed: **secret** (`secrets.randbits(128)`, or bytes): a number of at least 0 of any size, or
-            bytes of any length, the same on all hosts. For one data set and one starting model; see
-            the table above.
-        l2_clip_norm: as for `filter_clipped_grad`.
-        policy: as for `filter_clipped_grad`; it also holds for the noise.
-        sharding: as for `filter_clipped_grad`; it also holds for noise and optimizer state.
-        filter_spec: which leaves are trained.
-        keep_batch_dim: whether `loss` is written for a batch; it then gets batches of one.
-        rescale_to_unit_norm: as for `filter_clipped_grad`.
-        microbatch_size: as for `filter_clipped_grad`; or "auto": a Trainer then finds the largest
-            microbatch that fits into the memory of a device.
-        method: as for `filter_clipped_grad`.
-        disclose: names of figures of each batch that are shown although no plan accounts for them:
-            "loss", "grad_norm", "num_examples". **Not private.**
-
-    Raises:
-        ValueError: `num_examples` or `seed` is not a whole number in its range; a name in
-            `disclose` is unknown; and as for `filter_clipped_grad` and `plan.privatizer`.
-    """
-    sampler = plan.sampler(num_examples, seed)  # checks both
-    return Step(
-        plan=plan,
-        num_examples=sampler.num_examples,
-        l2_clip_norm=l2_clip_norm,
-        policy=policy,
-        sharding=sharding,
-        filter_spec=filter_spec,
-        rescale_to_unit_norm=rescale_to_unit_norm,
-        microbatch_size=microbatch_size,
-        method=method,
-        disclose=checked_names(disclose),
-        _loss=loss,
-        _update=optimizer,
-        _keep_batch_dim=keep_batch_dim,
-        _seed=sampler.seed,
-    )

@@ -4,12 +4,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 import jax
 import numpy as np
 
+from ..expected import entries, expect, flag, function, path
 from ..planning import largest_microbatch, read_compiled
 from ..privacy import whole_number
 from .checked import checks_of, write_checks
@@ -23,6 +23,7 @@ from .identity import Texts
 from .state import TrainState
 from .step import Mask, Step
 from .stopping import StopSignal
+from .tuned import settled
 
 Model = TypeVar("Model")
 
@@ -62,6 +63,8 @@ class Trainer(Generic[Model]):
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
     | nothing can be written before the first step | `CheckpointError` |
     | another plan, data-set size, seed, model | refused; differences are named |
+    | `seed=None`, and all steps are taken | the state is returned; no seed is needed for that |
+    | `seed=None` otherwise | refused, with a directory |
     | another program | the same, unless `allow_changed` names the part |
     | another run is under way in the directory | `CheckpointError` |
     | there is no directory, and `run` is called again | refused |
@@ -82,10 +85,11 @@ class Trainer(Generic[Model]):
         save_every: steps between checkpoints; the last step is always saved.
         keep: how many checkpoints are kept.
         allow_changed: parts of the run that may differ from those of the checkpoint: "loss",
-            "optimizer", "method", "policy", "l2_clip_norm", "rescale_to_unit_norm", "disclose".
-        evaluate: `evaluate(model)` returns numbers by name. It gets the model as it is stored: cast
-            it to the compute dtype if the policy asks for it, and with sharding rules place data on
-            the mesh by `step.place`.
+            "optimizer", "method", "policy", "l2_clip_norm", "rescale_to_unit_norm", "ema",
+            "disclose".
+        evaluate: `evaluate(model)` returns numbers by name. It gets the model as it is stored, with
+            `ema` the averaged one: cast it to the compute dtype if the policy asks for it, and with
+            sharding rules place data on the mesh by `step.place`.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
         callbacks: each is called after every step with an `Event`, and ends the run by returning
@@ -95,9 +99,9 @@ class Trainer(Generic[Model]):
             the optimizer's update, by name, for instance `{"value": v}` for
             `optax.contrib.reduce_on_plateau`. **Public values only**, and the same values for the
             same arguments, so that a run that is resumed repeats itself.
-        device_memory: bytes of a device, for a step with `microbatch_size="auto"`; by default the
-            memory that the device reports. A run that is resumed on as many devices keeps its
-            microbatch.
+        device_memory: bytes of a device, for a step with `microbatch_size="auto"` or "tune"; by
+            default the memory that the device reports. A run that is resumed on as many devices
+            keeps its microbatch; one that was tuned keeps method and microbatch on any.
 
     Raises:
         ValueError: a number is out of its range; `data` is not a source, or its length is not the
@@ -121,6 +125,14 @@ class Trainer(Generic[Model]):
         extra: Callable[[int, Model], Mapping[str, Any]] | None = None,
         device_memory: SupportsIndex | None = None,
     ):
+        expect("step", step, Step, "what dp.make_step returned")
+        callbacks = entries("callbacks", callbacks, "functions")
+        for one in callbacks:
+            function("callbacks", one, "callback(event)")
+        if evaluate is not None:
+            function("evaluate", evaluate, "evaluate(model), or None")
+        if extra is not None:
+            function("extra", extra, "extra(steps_done, model), or None")
         every = max(1, step.plan.steps // 20) if evaluate_every is None else evaluate_every
         self._save_every = whole_number("save_every", save_every, least=1, most=2**53)
         self._evaluate_every = whole_number("evaluate_every", every, least=1, most=2**53)
@@ -128,14 +140,24 @@ class Trainer(Generic[Model]):
         self._batches = Batches(data, step.sampler())
         self._evaluate = evaluate
         self._extra = extra
-        self._callbacks = tuple(callbacks)
-        self._progress = progress
-        self._device_memory = device_memory
-        self._directory = None if directory is None else Path(directory).absolute()
+        self._callbacks = callbacks
+        self._progress = flag("progress", progress)
+        self._device_memory = (
+            None
+            if device_memory is None
+            else whole_number("device_memory", device_memory, least=1, most=2**60)
+        )
+        self._directory = None if directory is None else path("directory", directory).absolute()
         self._keep = whole_number("keep", keep, least=2, most=2**53)
         self._allow_changed = (
-            allow_changed if isinstance(allow_changed, str) else tuple(allow_changed)
+            allow_changed
+            if isinstance(allow_changed, str)
+            else entries("allow_changed", allow_changed, "names of parts of a run")
         )
+
+    def __repr__(self) -> str:
+        directory = None if self._directory is None else str(self._directory)
+        return f"{type(self).__name__}({self._step}, directory={directory!r})"
 
     def run(self, model: Model, steps: SupportsIndex | None = None) -> TrainState[Model]:
         """Trains, from the start or from the last checkpoint.
@@ -168,6 +190,14 @@ class Trainer(Generic[Model]):
             self._step.mesh(),
             watched(directory) as stepped,
         ):
+            self._step = settled(
+                self._step,
+                model,
+                self._batches.example,
+                directory,
+                self._device_memory,
+                self._progress,
+            )
             if directory is None:
                 self._refuse_to_begin_again()
                 state, texts = self._step.init(model), self._texts(model)
@@ -289,12 +319,7 @@ class Trainer(Generic[Model]):
         extra: Mapping[str, Any],
     ) -> int:
         """The largest microbatch that fits into the memory of a device; nothing is run for it."""
-        memory = self._device_memory
-        limit = (
-            _device_memory()
-            if memory is None
-            else whole_number("memory", memory, least=1, most=2**60)
-        )
+        limit = _device_memory() if self._device_memory is None else self._device_memory
 
         def bytes_of(size: int) -> int:
             sized = step.with_microbatch_size(size)
@@ -331,7 +356,7 @@ class Trainer(Generic[Model]):
             metrics |= {name: float(value) for name, value in flat.state.disclosed.items()}
         is_due = done % self._evaluate_every == 0 or done == stop
         if self._evaluate is not None and is_due:
-            metrics |= checked_metrics(self._evaluate(flat.state.model))
+            metrics |= checked_metrics(self._evaluate(flat.state.evaluated))
         return Event(done, metrics, seconds, epsilons.after(done), flat)
 
     def _told_after(self, done: int, stop: int) -> Iterator[int]:

@@ -115,6 +115,7 @@ def test_a_refused_run_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.slow
 def test_a_step_on_a_mesh_is_checked(tmp_path, kind):
     step = make(policy=MIXED, sharding=runs.rules_of(kind))
     run(tmp_path, step)

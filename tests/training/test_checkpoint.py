@@ -189,7 +189,7 @@ OTHERS = {
     ),
     "optimizer": (
         lambda: make(optimizer=optax.sgd(0.1)),
-        "opt_state[1][0].mu.weight: float32[2, 4] in the checkpoint, nothing in this run",
+        "opt_state.1.0.mu.weight: float32[2, 4] in the checkpoint, nothing in this run",
     ),
 }
 
@@ -206,7 +206,7 @@ def test_another_run_is_refused(name, saved):
 
 
 def test_another_model_is_refused(saved):
-    said = ".model.weight: float32[2, 4] in the checkpoint, float32[3, 4] in this run"
+    said = "model.weight: float32[2, 4] in the checkpoint, float32[3, 4] in this run"
     with pytest.raises(ValueError, match=re.escape(said)):
         restored(saved, model=small_model(3))
 

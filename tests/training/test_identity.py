@@ -17,6 +17,8 @@ import eqx_dp as dp
 from tests.training import runs
 from tests.training.runs import SEED, XS, YS, assert_same, make, plan_of, small_model
 
+pytestmark = pytest.mark.sampled(6)
+
 WIDTH = 64
 
 
@@ -358,3 +360,10 @@ def test_microbatches_do_not_change_the_noise():
     expected = make()(make().init(small_model()), XS[:4], YS[:4], **batch)
     found = make().with_microbatch_size(2)(state, XS[:4], YS[:4], **batch)
     assert_same(found.model, expected.model)
+
+
+def test_another_generator_of_noise_is_another_run():
+    """Its numbers are others: a step that it repeated would be a second release."""
+    usual = step_of().identity(model_of(), XS_WIDE, YS_WIDE)
+    with jax.threefry_partitionable(False):
+        assert step_of().identity(model_of(), XS_WIDE, YS_WIDE)["loss"] != usual["loss"]

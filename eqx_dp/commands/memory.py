@@ -1,4 +1,4 @@
-"""`eqx-dp plan`: what a private step of a small model needs of a device, before it runs."""
+"""`eqx-dp memory`: what a private step of a small model needs of a device, before it runs."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import optax
 
-from ..gradients import filter_clipped_grad
+from ..gradients import MethodName, filter_clipped_grad
 from ..planning import MemoryPlan, TransformerShape, plan_memory, plan_microbatch
 from ..planning.memory import told
 from ..precision import available_policies, load_policy
@@ -18,8 +18,9 @@ from ..sharding import ShardingRules
 from .command import Command, positive
 from .models import WORKLOADS, Workload, add_workload_arguments
 from .output import Table, add_output_arguments, check_output, show
+from .working import working
 
-_METHODS = ("book_keeping", "ghost", "per_example")
+_METHODS: tuple[MethodName, ...] = ("book_keeping", "ghost", "per_example")
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 _UNITS = {**_DECIMAL, **_BINARY}
@@ -79,7 +80,7 @@ def _rules(devices: int) -> ShardingRules | None:
         # Virtual ones will do: nothing is run. This is before JAX has started its own, or fails.
         raise ValueError(
             f"--devices: found {devices}; allowed: at most {jax.device_count()}, those there are. "
-            f"Virtual ones: JAX_NUM_CPU_DEVICES={devices} eqx-dp plan ..."
+            f"Virtual ones: JAX_NUM_CPU_DEVICES={devices} eqx-dp memory ..."
         )
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     return ShardingRules(mesh, accumulators="examples")
@@ -104,18 +105,27 @@ def _table(
         length, width = model.positions.shape
         shape = TransformerShape(model.blocks[0].attention.num_heads, width, length)
 
-    def planned(method: str, size: int) -> MemoryPlan:
+    def planned(method: MethodName, size: int) -> MemoryPlan:
         here: dict[str, Any] = {"microbatch_size": size, "transformer": shape} | step
         return plan_memory(grad_fn, model, *workload.batch, method=method, **here)
 
-    def largest(method: str) -> int | str:
+    def largest(method: MethodName) -> int | str:
         try:
             return plan_microbatch(grad_fn, model, *workload.batch, method=method, **step)
         except ValueError as error:  # not even one example fits
             return str(error)
 
-    plans = [planned(method, size) for method in methods for size in sizes]
-    found = {method: largest(method) for method in (methods if memory else ())}
+    of_size = [(method, size) for method in methods for size in sizes]
+    of_memory = methods if memory else ()
+    plans: list[MemoryPlan] = []
+    found: dict[str, int | str] = {}
+    with working(len(of_size) + len(of_memory)) as begin:
+        for method, size in of_size:
+            begin(f"compiling {method}, microbatch {size}")
+            plans.append(planned(method, size))
+        for method in of_memory:
+            begin(f"compiling {method}, for the largest microbatch that fits")
+            found[method] = largest(method)
     return _shown(workload.title, arguments, plans, found)
 
 
@@ -166,10 +176,11 @@ def _cells(plan: MemoryPlan) -> tuple[str, ...]:
 
 
 COMMAND = Command(
-    "plan",
+    "memory",
     "the memory that a private step needs",
     "Says what a private step (clipped gradient, noise, Adam) of a small model needs of a device, "
     "in parts and as compiled, for each method and microbatch. Nothing is run.",
     _add_arguments,
     _run,
+    former="plan",
 )

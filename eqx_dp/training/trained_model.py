@@ -1,0 +1,239 @@
+"""A trained model by itself: read out of a run's directory, and handed on as one file."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .. import expected
+from ..extras import extra
+from ..paths import dotted, dotted_name
+from ..precision import Policy
+from ..privacy import PrivacyPlan
+from ..shown import shown
+from ..trees import PyTree
+from .checkpoint import arrays_in
+from .directory import PRIVACY, RunDirectory, record_in
+from .files import CheckpointError, read_json
+
+Model = TypeVar("Model")
+
+_FORMAT = "eqx_dp.model"
+_SUFFIX = ".safetensors"
+# Parts of a state, as a checkpoint names them.
+_MODEL, _AVERAGE = ".model", ".average"
+_ADVICE = "Give the path of what save_model or a Trainer wrote; or restore it from a backup."
+
+
+def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = False) -> Model:
+    """Reads a trained model, without the loss, the optimizer, the data or the seed of its run.
+
+    ```python
+    like = eqx.filter_eval_shape(Model, jax.random.key(0))  # or a model, whose arrays are ignored
+    model = dp.load_model("run", like=like)
+    ```
+
+    Every file is compared with its digest first. Arrays keep the dtypes in which they were stored.
+
+    Args:
+        source: the directory of a run, whose checkpoint `latest` is read (the newest that is whole
+            if it is damaged); or a file that `save_model` wrote.
+        like: a model of the same structure: its arrays, or `jax.ShapeDtypeStruct` in their place,
+            say what is read and where it is placed; all else is taken from it.
+        averaged: whether to read the moving average of what was trained (`make_step(..., ema=...)`)
+            in place of the parameters of the last step; of a run.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint; the file is not of `save_model`; the run has
+            no average.
+        ValueError: arrays are missing, or have another shape; each is named.
+    """
+    path = expected.path("source", source).absolute()
+    of_run = path.is_dir()
+    name: Callable[[Any], str] = jax.tree_util.keystr if of_run else dotted
+    wanted = {
+        name(at): jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        for at, leaf in jax.tree_util.tree_leaves_with_path(like)
+        if _is_array(leaf)
+    }
+    found = _of_run(path, wanted, averaged) if of_run else _of_file(path, wanted, averaged)
+
+    def read(at: tuple[Any, ...], leaf: Any) -> Any:
+        if not _is_array(leaf):
+            return leaf
+        array = found[name(at)]
+        return (
+            jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+            if _is_key(leaf)
+            else array
+        )
+
+    return jax.tree_util.tree_map_with_path(read, like)
+
+
+def save_model(
+    file: str | os.PathLike[str],
+    model: PyTree[Any],
+    *,
+    privacy: str | os.PathLike[str] | PrivacyPlan | None = None,
+    policy: Policy | None = None,
+) -> None:
+    """Writes a model's arrays to a safetensors file, with what is to be known of them inside.
+
+    No loss, optimizer state, data, seed or path of this machine is in the file. Its metadata holds
+    `privacy` (JSON: plan, epsilon, delta, what is covered and what is not) and `policy`. Any
+    library that knows safetensors reads it; arrays are named by their paths, `layers.0.weight`.
+
+    Args:
+        file: ends in `.safetensors`.
+        model: any tree of arrays; what is no array is not written.
+        privacy: the directory of the run that trained the model, whose `privacy.json` is copied; or
+            the plan of a loop of your own, all of whose steps are taken. None: no statement.
+        policy: the policy that the model was trained with.
+
+    Raises:
+        ValueError: the file has another ending; an array is a key of random numbers, which is
+            secret.
+        CheckpointError: the directory has no statement of privacy.
+    """
+    path, leaves = expected.path("file", file), jax.tree_util.tree_leaves_with_path(model)
+    arrays = {dotted(at): leaf for at, leaf in leaves if eqx.is_array(leaf)}
+    if path.suffix != _SUFFIX:
+        raise ValueError(f"file must end in {_SUFFIX!r}, found {path.name!r}.")
+    if not arrays:
+        raise ValueError(f"model holds no arrays; found {shown(model)}. Give the trained model.")
+    if policy is not None:
+        expected.expect("policy", policy, Policy, "a dp.Policy, as from dp.load_policy, or None")
+    keys = [name for name, leaf in arrays.items() if _is_key(leaf) or _may_be_raw_key(leaf)]
+    if keys:
+        raise ValueError(
+            f"model.{', model.'.join(keys)} is a key of random numbers, or looks "
+            "like one (uint32, 2 or 4 words): it may be secret, and is not written. Put None "
+            "in its place, by eqx.tree_at."
+        )
+    told = {"format": _FORMAT, "version": "1"}
+    if privacy is not None:
+        told["privacy"] = json.dumps(_statement(privacy))
+    if policy is not None:
+        told["policy"] = str(policy)
+    written = {name: jnp.asarray(leaf) for name, leaf in arrays.items()}
+    beside = path.with_name(f"{path.name}.partial")
+    extra("safetensors.flax").save_file(written, beside, metadata=told)
+    beside.replace(path)
+
+
+def _of_run(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+    """The arrays of a run's model, each to where its target lives."""
+    directory = RunDirectory(path)
+    latest = directory.latest()
+    numbers = [n for n in directory.numbers() if latest is None or n <= latest]
+    if not numbers:
+        raise CheckpointError(
+            f"{path} holds no checkpoint of a run. Name the directory of a Trainer, or a file."
+        )
+    folder = directory.checkpoint(directory.newest_whole(numbers)[0])
+    recorded = {name: _shape_of(text) for name, text in record_in(folder)["arrays"].items()}
+    saved = _below(_MODEL, recorded)
+    _check_alike(path, saved, wanted)
+    means = _below(_AVERAGE, recorded) if averaged else {}
+    if averaged and not means:
+        raise CheckpointError(
+            f"{path} has no average: its step was made without `ema`. Leave `averaged` out."
+        )
+    place = {name: f"{_AVERAGE if name in means else _MODEL}{name}" for name in saved}
+    targets = {
+        at: jax.ShapeDtypeStruct(
+            saved[name].shape, recorded[at].dtype, sharding=wanted[name].sharding
+        )
+        for name, at in place.items()
+    }
+    found = arrays_in(folder, targets)
+    return {name: found[at].astype(saved[name].dtype) for name, at in place.items()}
+
+
+def _below(part: str, recorded: dict[str, Any]) -> dict[str, Any]:
+    """What is recorded of a part of a state, by the paths in it."""
+    return {
+        name.removeprefix(part): x
+        for name, x in recorded.items()
+        if name == part or name.startswith((f"{part}.", f"{part}["))
+    }
+
+
+def _of_file(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+    """The arrays of a file that `save_model` wrote, likewise."""
+    safetensors = extra("safetensors")
+    try:
+        with safetensors.safe_open(path, "flax") as opened:
+            told = opened.metadata() or {}
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
+    if told.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path} was not written by save_model. Read it with safetensors itself."
+        )
+    if averaged:
+        raise CheckpointError(
+            f"{path} holds one model: save_model(file, state.averaged). Leave `averaged` out."
+        )
+    _check_alike(path, found, wanted)
+    return {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
+
+
+def _check_alike(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises a ValueError unless both have the same arrays, by name and shape."""
+    problems = [
+        f"{dotted_name(name)} is not there"
+        if name not in found
+        else f"`like` has no {dotted_name(name)}"
+        if name not in wanted
+        else f"{dotted_name(name)} is {tuple(found[name].shape)}, and {tuple(wanted[name].shape)} "
+        "in `like`"
+        for name in sorted({*found, *wanted})
+        if name not in found or name not in wanted or found[name].shape != wanted[name].shape
+    ]
+    if problems:
+        raise ValueError(
+            f"The model in {path} has another structure than `like`: {'; '.join(problems)}. Give a "
+            "model made as the one that was trained."
+        )
+
+
+def _shape_of(text: str) -> jax.ShapeDtypeStruct:
+    """From what a record says of an array, `float32[2, 3]`."""
+    dtype, _, shape = text.partition("[")
+    lengths = [int(n) for n in shape.removesuffix("]").split(",") if n.strip()]
+    return jax.ShapeDtypeStruct(tuple(lengths), jnp.dtype(dtype))
+
+
+def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
+    if isinstance(privacy, PrivacyPlan):
+        return {
+            "plan": json.loads(privacy.to_json()),
+            "steps_done": privacy.steps,
+            "epsilon": privacy.epsilon(),
+            "delta": privacy.delta,
+        }
+    path = expected.path("privacy", privacy) / PRIVACY
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
+
+
+def _is_array(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _may_be_raw_key(leaf: Any) -> bool:
+    return leaf.dtype == jnp.uint32 and leaf.ndim > 0 and leaf.shape[-1] in (2, 4)

@@ -1,0 +1,113 @@
+"""The method and the microbatch of a run that leaves them to the clock."""
+
+import warnings
+from pathlib import Path
+from typing import Any, SupportsIndex, TypeVar, cast
+
+import jax
+from jaxtyping import PyTree
+
+from ..gradients import takes_key
+from ..planning import Tuning, limit_of, local_bytes, tune
+from ..privacy import whole_number
+from .directory import RUN, TUNING, record_in
+from .files import CheckpointWarning
+from .hosts import from_first_host, is_first_host
+from .settings import MicrobatchSize
+from .step import Step
+
+Model = TypeVar("Model")
+
+
+def settled(
+    step: Step[Model],
+    model: Model,
+    example: tuple[PyTree[Any], ...],
+    directory: Path | None,
+    device_memory: SupportsIndex | None,
+    progress: bool,
+) -> Step[Model]:
+    """A step whose method and microbatch are known, where `microbatch_size` was "tune".
+
+    A run that is recorded keeps what it is recorded with, on any machine: another method is another
+    program, and another microbatch rounds otherwise. Else it is measured, before anything is
+    released or recorded, on data that is made up. The table is written to `tuning.json`, for
+    people: the record of the run says what was chosen.
+
+    | case | what happens |
+    |---|---|
+    | `microbatch_size` is not "tune" | the step, as it is |
+    | a run is recorded in the directory | its method and microbatch; nothing is measured |
+    | it was recorded with "auto" microbatches | these |
+    | killed before the run is recorded | the next start measures again |
+    | several hosts, and no run is recorded | `ValueError`, which says what to do |
+    | the table cannot be written | a `CheckpointWarning`; the run goes on |
+
+    Args:
+        step: as it was made.
+        model: before the first step.
+        example: one example, as the loss gets it, with a leading axis of one.
+        directory: of the run, or None.
+        device_memory: as for the trainer.
+        progress: whether to show what is being done.
+
+    Raises:
+        ValueError: as for [`tune`][].
+        CheckpointError: the record of the run is damaged.
+    """
+    if step.microbatch_size != "tune":
+        return step
+    if directory is not None:
+        kept = from_first_host(lambda: _recorded(directory, step))
+        if kept is not None:
+            return step.with_choice(*kept)
+    tuning = _measured(step, model, example, device_memory, progress)
+    if directory is not None and is_first_host():
+        _write(directory / TUNING, tuning)
+    return step.with_choice(tuning.method, tuning.microbatch_size)
+
+
+def _recorded(directory: Path, step: Step[Any]) -> tuple[str, MicrobatchSize] | None:
+    """Method and microbatch of the run that is recorded; None if there is none."""
+    if not (directory / RUN).exists():
+        return None
+    record = record_in(directory)
+    return record["identity"].get("method", step.method), record["made_by"]["microbatch_size"]
+
+
+def _measured(
+    step: Step[Any],
+    model: Any,
+    example: tuple[PyTree[Any], ...],
+    device_memory: SupportsIndex | None,
+    progress: bool,
+) -> Tuning:
+    if device_memory is not None:
+        device_memory = whole_number("device_memory", device_memory, least=1, most=2**60)
+    slots, state = step.sampler().capacity, step.init(model)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), example)
+    limit = limit_of(device_memory)
+    if limit is not None:  # the optimizer's state is there, too, and is not given to the gradient
+        limit = max(1, limit - sum(map(local_bytes, jax.tree.leaves(state.opt_state))))
+    loss = cast(Any, step.grad_fn).__wrapped__
+    tuned = tune(
+        step.grad_fn,
+        state.model,
+        *batch,
+        key=jax.random.key(0) if takes_key(loss, 1 + len(batch))[0] else None,
+        memory_limit=limit,
+        progress=progress and is_first_host(),
+    )
+    return tuned.tuning
+
+
+def _write(file: Path, tuning: Tuning) -> None:
+    try:
+        file.write_text(tuning.to_json())
+    except OSError as error:
+        warnings.warn(
+            f"The table of what was measured cannot be written to {file} ({error.strerror}); the "
+            "run goes on.",
+            CheckpointWarning,
+            stacklevel=2,
+        )

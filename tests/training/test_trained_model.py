@@ -1,0 +1,157 @@
+"""A trained model without its run: read from a directory, and from one file."""
+
+import json
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import eqx_dp as dp
+from tests.training.runs import assert_same, leaves, make, plan_of, rules_of, small_model, trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "run"
+    state = trainer(directory).run(small_model())
+    return directory, state.model
+
+
+def shapes():
+    return eqx.filter_eval_shape(small_model)
+
+
+@pytest.mark.parametrize("like", [small_model, shapes], ids=["arrays", "shapes"])
+def test_a_run_s_model_is_read_without_the_run(run, like):
+    directory, trained = run
+    found = dp.load_model(directory, like=like())
+    assert_same(found, trained)
+    assert not np.array_equal(leaves(found)[0], leaves(small_model())[0])
+    assert found.use_bias is True
+
+
+def test_a_model_in_a_file_comes_back_with_its_statement(run, tmp_path):
+    directory, trained = run
+    file, policy = tmp_path / "model.safetensors", dp.load_policy("mixed_bfloat16")
+    dp.save_model(file, trained, privacy=directory, policy=policy)
+    assert_same(dp.load_model(file, like=shapes()), trained)
+    with safe_open(file, "numpy") as opened:
+        told = opened.metadata()
+        assert set(opened.keys()) == {"weight", "bias"}
+    statement = json.loads((directory / "privacy.json").read_text())
+    assert json.loads(told["privacy"]) == statement
+    assert statement["epsilon"] == plan_of().epsilon()
+    assert told["policy"] == str(policy)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_plan_is_a_statement(tmp_path):
+    file = tmp_path / "model.safetensors"
+    dp.save_model(file, small_model(), privacy=plan_of())
+    with safe_open(file, "numpy") as opened:
+        told = json.loads(opened.metadata()["privacy"])
+    assert told["epsilon"] == plan_of().epsilon()
+    assert (told["steps_done"], told["delta"]) == (10, 1e-5)
+
+
+class Nested(eqx.Module):
+    parts: dict
+    many: list
+    name: str = "nested"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.bool_])
+def test_every_dtype_and_place_comes_back(dtype, tmp_path):
+    model = Nested({"a b": jnp.ones((2, 0), dtype), "c": None}, [jnp.zeros((), dtype), "text"])
+    file = tmp_path / "model.safetensors"
+    dp.save_model(file, model)
+    found = dp.load_model(file, like=model)
+    assert_same(found, model)
+    assert found.many[1] == "text"
+
+
+def test_the_file_holds_nothing_secret(run, tmp_path):
+    directory, trained = run
+    file = tmp_path / "model.safetensors"
+    dp.save_model(file, trained, privacy=directory)
+    content = file.read_bytes()
+    for secret in (str(directory), "scrypt", "salt", "opt_state"):
+        assert secret.encode() not in content, secret
+
+
+def test_arrays_are_read_to_where_those_of_like_live(run):
+    directory, trained = run
+    rules = rules_of("Auto")
+    with jax.set_mesh(rules.mesh):
+        like = rules.shard(small_model())
+        found = dp.load_model(directory, like=like)
+    assert found.weight.sharding == like.weight.sharding
+    assert_same(found, trained)
+
+
+def test_a_checkpoint_that_is_damaged_is_not_read(run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(run[0], directory, symlinks=True)
+    latest = directory / (directory / "latest").readlink()
+    (latest / "privacy.json").write_text("{}")
+    before = sorted(path.name for path in directory.iterdir() if path.name.isdecimal())[-2]
+    with pytest.warns(dp.CheckpointWarning, match="damaged"):
+        found = dp.load_model(directory, like=shapes())
+    assert before == "00000008"
+    assert not np.array_equal(leaves(found)[0], leaves(run[1])[0])
+    assert latest.exists()  # reading changes nothing
+
+
+@pytest.mark.parametrize(
+    ("like", "told"),
+    [
+        (lambda: small_model(width=3), r"weight is \(2, 4\), and \(3, 4\) in `like`"),
+        (
+            lambda: eqx.nn.Linear(4, 2, use_bias=False, key=jax.random.key(0)),
+            "`like` has no .?bias",
+        ),
+        (lambda: (small_model(), jnp.ones(1)), "is not there"),
+    ],
+)
+def test_another_structure_is_refused(run, tmp_path, like, told):
+    file = tmp_path / "model.safetensors"
+    dp.save_model(file, run[1])
+    for source in (run[0], file):
+        with pytest.raises(ValueError, match=told):
+            dp.load_model(source, like=like())
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(dp.CheckpointError, match="holds no checkpoint"):
+        dp.load_model(tmp_path, like=small_model())
+    (tmp_path / "other.safetensors").write_bytes(b"no")
+    with pytest.raises(dp.CheckpointError, match="cannot be read"):
+        dp.load_model(tmp_path / "other.safetensors", like=small_model())
+    with pytest.raises(dp.CheckpointError, match="cannot be read"):
+        dp.load_model(tmp_path / "nowhere.safetensors", like=small_model())
+    with pytest.raises(dp.CheckpointError, match=r"privacy\.json cannot be read"):
+        dp.save_model(tmp_path / "model.safetensors", small_model(), privacy=tmp_path)
+    with pytest.raises(ValueError, match=r"must end in '\.safetensors', found 'model\.bin'"):
+        dp.save_model(tmp_path / "model.bin", small_model())
+    with pytest.raises(ValueError, match=r"model\.0 is a key of random numbers"):
+        dp.save_model(tmp_path / "model.safetensors", [jax.random.key(0)])
+
+
+def test_a_run_of_a_model_with_a_key_comes_back(tmp_path):
+    model = (small_model(), jax.random.key(3))
+    step = make(loss=lambda model, x, y: jnp.sum((model[0](x) - y) ** 2))
+    state = trainer(tmp_path / "run", step).run(model)
+    assert_same(dp.load_model(tmp_path / "run", like=model), state.model)
+
+
+def test_raw_keys_are_not_written(tmp_path):
+    model = {"w": jnp.ones(2), "key": jax.random.key_data(jax.random.key(3))}
+    with pytest.raises(
+        ValueError, match=r"model\.key is a key of random numbers, or looks like one"
+    ):
+        dp.save_model(tmp_path / "model.safetensors", model)
+    assert not (tmp_path / "model.safetensors").exists()
