@@ -28,6 +28,7 @@ import eqx_dp as dp
 
 DELTA = 1e-5
 SAMPLING_PROB = 0.3
+STEPS = 100
 CLIP_NORM = 1.0
 EVALUATIONS = 10
 
@@ -125,7 +126,7 @@ def train(
             yield done, None, None
 
 
-def plot(history: list[tuple[float, float]], path: Path) -> None:
+def plot(history: list[tuple[float, float]], path: Path, data: str) -> None:
     """Draws held-out accuracy against the privacy spent for it."""
     matplotlib.use("agg")
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -133,25 +134,25 @@ def plot(history: list[tuple[float, float]], path: Path) -> None:
     axes.set(
         xlabel=f"epsilon (delta = {DELTA:g})",
         ylabel="held-out accuracy",
-        title="Private training on scikit-learn's digits",
+        title=f"Private training on {data}",
     )
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epsilon", type=float, default=3.0, help="privacy budget (default 3)")
     parser.add_argument("--policy", default="mixed_bfloat16", help="a preset, or a .toml file")
-    parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="of model, samples and noise")
     parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="the picture")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    arguments: Any = parse_arguments()
+def main(words: list[str] | None = None) -> None:
+    arguments: Any = parse_arguments(words)
     policy = dp.load_policy(arguments.policy)
     plan = dp.PrivacyPlan.calibrate(
         epsilon=arguments.epsilon, delta=DELTA, sampling_prob=SAMPLING_PROB, steps=arguments.steps
@@ -175,7 +176,7 @@ def main() -> None:
                 status = f"held-out accuracy {held_out_accuracy:.3f}  epsilon {epsilon:.2f}"
                 progress.update(task, status=status)
 
-    plot(history, arguments.out)
+    plot(history, arguments.out, "scikit-learn's digits")
     print(f"picture: {arguments.out}")
     epsilon, held_out_accuracy = history[-1]
     print(f"accuracy={held_out_accuracy:.2f} epsilon={epsilon:.2f} delta={plan.delta:g}")

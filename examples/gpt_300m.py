@@ -178,7 +178,7 @@ def make_task(sizes: Sizes, batch: int, device_memory: int) -> Task:
     return Task(sizes, model, (tokens, tokens), rules, policy, device_memory)
 
 
-def ours(task: Task, method: str, microbatch: int) -> Row:
+def ours(task: Task, method: Any, microbatch: int) -> Row:
     """A private step by one of the engine's methods."""
     start = time.perf_counter()
     grad_fn = dp.filter_clipped_grad(

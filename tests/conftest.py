@@ -9,6 +9,7 @@ hold the rounding of clipped sums and of noise against a bound, or count memory 
 
 import os
 import tempfile
+from collections import Counter
 from typing import Any
 
 import jax
@@ -49,7 +50,24 @@ def _is_optimized(item: pytest.Item) -> bool:
     return item.get_closest_marker("optimized") is not None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="0/1", help="which part of the exhaustive cases: 3/10")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases = Counter[tuple[str, str]]()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and isinstance(item, pytest.Function):
+            test = (str(item.path), item.originalname)
+            if cases[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            cases[test] += 1
+    share, shares = map(int, config.getoption("--share").split("/"))
+    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+    left_out = {item for i, item in enumerate(exhaustive) if i % shares != share}
+    items[:] = [item for item in items if item not in left_out]
     # The programs of one half are useless to the other: JAX's memory of them is cleared in between.
     items.sort(key=_is_optimized)
 

@@ -35,6 +35,7 @@ def check(output: str, picture, runs: list[str]):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_runs_with_too_little_noise_are_found(tmp_path, monkeypatch, capsys):
     audit = load("audit")
     monkeypatch.setattr(audit.digits, "Digits", Flat)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,7 @@ def test_policies_lists_every_preset(capsys):
         "output": "float32",
         "accumulate": "float32",
         "noise": "float32",
+        "optimizer": "float32",
     }
     text = printed(capsys, "policies")
     assert all(name in text for name in dp.available_policies())
@@ -91,6 +93,100 @@ def test_policies_refuses_in_plain_words(tmp_path, capsys):
     file.write_text("[dtypes]\nparams = 3\n")
     error = refused(capsys, "policies", str(file))
     assert error.startswith(f"eqx-dp: {file}: dtypes.params: found 3")
+    assert "allowed: one of them" in refused(capsys, "policies", "float32", "--schema")
+    assert "allowed: with --check FILE" in refused(capsys, "policies", "--model", "a:b")
+
+
+# eqx-dp policies --check
+
+RULE = 'extends = "mixed_bfloat16"\n[[modules]]\nmatch = "{}"\ncompute = "float32"\n'
+MODEL = "tests.training.runs:small_model"
+
+
+def test_policies_check(tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    file.write_text(RULE.format("Linear"))
+    assert "module Linear" in printed(capsys, "policies", "--check", str(file))
+    check = "policies", "--check", str(file), "--model", MODEL
+    text = printed(capsys, *check)
+    assert text.strip() == str(dp.describe(small_model(), dp.load_policy(file)))
+    found = as_json(capsys, *check)
+    assert {row["rule"] for row in found["leaves"] if row["compute"]} == {"Linear"}
+    assert found["step"][0]["what"] == "parameters"
+    assert "float64" in printed(capsys, "policies", "--check", "float64", "--model", MODEL)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (MODEL, "found 'head', which matches no module of the model"),
+        ("nowhere_at_all:make", r"--model: found .*No module named.*; allowed: MODULE:FUNCTION"),
+        ("tests.training.runs:nothing", "no attribute 'nothing'"),
+        ("tests.training.runs:XS", "XS', a ndarray"),
+        ("tests.training.runs", "allowed: MODULE:FUNCTION"),
+        ("os:getcwd", "returns a str without arrays"),
+    ],
+)
+def test_policies_check_refuses(model, message, tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    file.write_text(RULE.format("head"))
+    error = refused(capsys, "policies", "--check", str(file), "--model", model)
+    assert re.search(message, error)
+
+
+def test_a_model_that_is_checked_is_not_allocated(tmp_path, capsys, monkeypatch):
+    (tmp_path / "huge.py").write_text(
+        "import equinox, jax\n"
+        "def make():\n    return equinox.nn.Linear(2**20, 2**20, key=jax.random.key(0))\n"
+    )
+    monkeypatch.chdir(tmp_path)  # where modules are found
+    found = as_json(capsys, "policies", "--check", "float32", "--model", "huge:make")
+    assert found["step"][0]["size"] == 4 * (2**40 + 2**20)
+
+
+def test_policies_schema(capsys):
+    assert printed(capsys, "policies", "--schema") == dp.precision.schema_text()
+
+
+# eqx-dp epsilon
+
+RUN = ("epsilon", "--examples", "6000", "--batch", "60", "--epochs", "2")
+
+
+def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys):
+    found = as_json(capsys, *RUN, "--noise-multiplier", "1.1")
+    plan = dp.PrivacyPlan(sampling_prob=0.01, steps=200, noise_multiplier=1.1, delta=1 / 60_000)
+    assert dp.PrivacyPlan.from_json(found["plan"]) == plan
+    assert found["spent"][-1] == {"steps": 200, "epochs": 2.0, "epsilon": plan.epsilon()}
+    assert found["spent"][4]["epsilon"] == plan.epsilon(100)
+
+
+def test_epsilon_finds_the_noise_of_a_budget_and_draws_it(tmp_path, capsys):
+    picture = tmp_path / "spent.png"
+    text = printed(
+        *(capsys, *RUN, "--epsilon", "2", "--delta", "1e-5", "--plot", str(picture)),
+        *("--relation", "replace-one"),
+    )
+    assert "epsilon 2.000, delta 1e-05, after 200 steps" in text
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (("--batch", "7000"), "--batch: found 7000; allowed: at most 6000"),
+        (("--delta", "2"), "delta"),
+    ],
+)
+def test_epsilon_refuses_what_no_run_can_be(changed, told, capsys):
+    assert told in refused(capsys, *RUN, "--noise-multiplier", "1", *changed)
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "much"])
+def test_epsilon_takes_numbers_above_zero(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main((*RUN, "--epsilon", wrong))
+    assert f"found '{wrong}'; allowed: a number greater than 0" in capsys.readouterr().err
 
 
 # eqx-dp bench dtypes
@@ -101,7 +197,10 @@ def test_bench_dtypes(tmp_path, capsys):
     found = as_json(capsys, *arguments, "--plot", str(tmp_path / "dtypes.png"))
     assert (tmp_path / "dtypes.png").read_bytes().startswith(PNG)
     by_name = {one["dtype"]: one for one in found["dtypes"]}
-    assert set(by_name) - {"tensorfloat32"} == {"float64", "float32", "float16", "bfloat16"}
+    assert set(by_name) - {"tensorfloat32"} == {
+        *("float64", "float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e5m2"),
+    }
     base = by_name["float32"]
     assert (base["ratio_to_float32"], base["native"]) == (1, None)
     for one in by_name.values():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -173,7 +174,103 @@ def test_a_tail_of_few_draws_is_left_out(mixed_precision):
 def test_policies_that_are_compared(mixed_precision):
     policies = mixed_precision.load_policies([])
     assert next(iter(policies)) == "float32"
-    assert set(policies) - {mixed_precision.UNSAFE} == {
-        *("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
-    }
+    assert set(policies) - {mixed_precision.UNSAFE} == {*dp.available_policies()} - {"float64"}
     assert [name for name, policy in policies.items() if policy.unsafe] == [mixed_precision.UNSAFE]
+
+
+def load(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "least"), [("mnist", 0.86), ("names", 0.62)])
+def test_data_of_packages_is_learned(name, least, tmp_path):
+    picture = tmp_path / f"{name}.png"
+    accuracy, epsilon, delta = last_line(run(f"{name}.py", "--out", picture))
+    assert accuracy >= least
+    assert (epsilon, delta) == (3.0, 1e-5)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_images_of_mnist():
+    images, labels, held_out, held_out_labels = load("mnist").load_images()
+    assert images.shape == (4_000, 1, 28, 28)
+    assert held_out.shape == (1_000, 1, 28, 28)
+    assert (images.min(), images.max()) == (0, 1)
+    assert np.bincount(labels).tolist() == [400] * 10
+    assert np.bincount(held_out_labels).tolist() == [100] * 10
+    assert not {image.tobytes() for image in images} & {image.tobytes() for image in held_out}
+
+
+def test_names_are_read_character_by_character():
+    names = load("names")
+    assert names.encoded("Åb-ç")[:4] == [3, 4, 5, 0]  # as "Abc"
+    assert len(names.encoded("a" * 40)) == names.LENGTH
+    model = names.Recurrent(jax.random.key(0))
+    text = jnp.array(names.encoded("Meyer"), jnp.uint8)
+    padded = jnp.concatenate([text, jnp.zeros(5, jnp.uint8)])
+    np.testing.assert_array_equal(model(text), model(padded))
+    assert np.any(model(text) != model(text.at[4].set(1)))
+
+
+def test_surnames_belong_to_one_language():
+    names = load("names")
+    train, languages, held_out, held_out_languages = names.load_names()
+    assert train.shape == (10_000, names.LENGTH)
+    assert held_out.shape[0] > 2_000
+    assert np.all(train[:, 0] > 0)
+    counts = np.bincount(languages), np.bincount(held_out_languages)
+    assert len(counts[0]) == len(counts[1]) == len(names.LANGUAGES)
+    assert all(count.min() > 50 for count in counts)
+
+
+@pytest.fixture(scope="module")
+def few():
+    """The two examples, on a few examples each and with networks that are compiled soon."""
+    mnist, names = load("mnist"), load("names")
+    rng = np.random.default_rng(0)
+    images = rng.random((40, 1, 28, 28), np.float32), np.arange(40) % 10
+    letters = rng.integers(1, 27, (40, names.LENGTH)).astype(np.uint8), np.arange(40) % 12
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mnist, "load_images", lambda: [*images, *images])
+        patch.setattr(
+            mnist, "Convolutional", lambda key: eqx.nn.Sequential(_flat(28 * 28, 10, key))
+        )
+        patch.setattr(names, "load_names", lambda: [*letters, *letters])
+        patch.setattr(
+            names, "Recurrent", lambda key: eqx.nn.Sequential(_flat(names.LENGTH, 12, key))
+        )
+        yield mnist, names
+
+
+def _flat(size, classes, key):
+    return [eqx.nn.Lambda(lambda x: x.ravel() / 1.0), eqx.nn.Linear(size, classes, key=key)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_data_of_packages_takes_options(few, number, tmp_path, capsys):
+    picture = tmp_path / "new folder" / "picture.png"
+    few[number].main(
+        [*("--epsilon", "1", "--steps", "4", "--policy", "float32"), *("--out", str(picture))]
+    )
+    assert last_line(capsys.readouterr().out)[1:] == (1.0, 1e-5)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_accuracy_is_measured_at_every_epsilon(monkeypatch, tmp_path, capsys):
+    module = load("accuracy_by_epsilon")
+    asked = []
+
+    def train(plan, policy, seed):
+        asked.append((round(plan.epsilon(), 2), plan.steps, seed))
+        return [(1, 0.2, 0.1), (2, 0.5 + seed / 10, 0.2)]
+
+    monkeypatch.setattr(module, "EPSILONS", (1.0, float("inf")))
+    monkeypatch.setattr(module.names, "train", train)
+    picture = tmp_path / "accuracy.png"
+    module.main(["--only", "names", "--seeds", "2", "--steps", "3", "--out", str(picture)])
+    assert asked == [(1.0, 3, 0), (1.0, 3, 1), (float("inf"), 3, 0), (float("inf"), 3, 1)]
+    assert "names, epsilon inf: 0.550" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,9 +89,21 @@ def test_wheel_carries_the_policies_and_the_typing_marker(wheel):
         }
     assert carried == POLICIES
     assert {"eqx_dp/py.typed", "eqx_dp/privacy/overflow.md"} <= names
+    assert "eqx_dp/precision/policy.schema.json" in names
     assert {"eqx_dp/report/page.html", "eqx_dp/report/page.css"} <= names
     # Nothing but the package: no tests, no second copy of the presets.
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eqx_dp"}
+
+
+@pytest.mark.slow
+def test_links_of_the_page_on_pypi_lead_out_of_it(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith("METADATA"))
+        page = archive.read(name).decode()
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    assert "](https://raw.githubusercontent.com/eqx-dp/eqx_dp/main/examples/pictures" in page
 
 
 @pytest.mark.slow
@@ -129,7 +142,7 @@ def test_sdist_carries_the_sources_and_nothing_else(tmp_path):
     with tarfile.open(path) as archive:
         parts = [name.split("/")[1:] for name in archive.getnames()]
     assert {first for first, *_ in parts} == {
-        *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
+        *(".ci", ".docs", ".github", ".gitignore", ".pre-commit-config.yaml"),
         *("CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"),
         *("eqx_dp", "examples", "policies", "tests"),
     }

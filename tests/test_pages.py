@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / ".github").glob("*.md"))]
+GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CHANGELOG.md"),
+    *sorted((ROOT / ".github").glob("*.md")),
+    *GUIDES,
+]
 ROOMS = re.findall(
     r"^\| `eqx_dp/(\w+)/` \|", (ROOT / ".github/ARCHITECTURE.md").read_text("utf-8"), re.MULTILINE
 )

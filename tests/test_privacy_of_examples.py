@@ -38,6 +38,7 @@ def plan_of(epsilon):
     return dp.PrivacyPlan.calibrate(epsilon=epsilon, delta=1e-5, sampling_prob=0.05, steps=100)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("preset", sorted({*dp.available_policies()} - {"float64"}))
 def test_digits_by_every_preset(monkeypatch, preset):
     digits, plan = load("digits"), plan_of(3)
@@ -54,6 +55,7 @@ def test_data_parallel(monkeypatch, way):
     dp.check_privacy(step, *args, private=(2,), plan=tour.PLAN).raise_if_violated()
 
 
+@pytest.mark.slow
 def test_gpt():
     gpt = load("gpt")
     step = gpt.make_step(plan_of(8), dp.load_policy("mixed_bfloat16"), 2000, 1e-2, 0)
@@ -63,6 +65,7 @@ def test_gpt():
 
 
 @pytest.mark.parametrize("only_adapters", [True, False])
+@pytest.mark.slow
 def test_lora(only_adapters):
     gpt, lora = load("gpt"), load("lora")
     model, spec = gpt.GPT(32, 48, 2, jax.random.key(0)), eqx.is_inexact_array
@@ -73,3 +76,16 @@ def test_lora(only_adapters):
     step = lora.make_step(plan_of(3), 2000, spec, policy=policy, rate=1e-2, seed=0)
     args = step.init(model), np.zeros((64, 32), np.uint8)
     dp.check_privacy(step, *args, is_padding_example=np.zeros(64, bool)).raise_if_violated()
+
+
+@pytest.mark.parametrize("name", ["mnist", "names"])
+def test_data_of_packages(name):
+    example, plan = load(name), plan_of(3)
+    step = example.make_step(plan, dp.load_policy("mixed_bfloat16"), 2000, 0)
+    model, one = {
+        "mnist": lambda: (example.Convolutional, np.zeros((1, 28, 28), np.float32)),
+        "names": lambda: (example.Recurrent, np.zeros(example.LENGTH, np.uint8)),
+    }[name]()
+    batch = np.stack([one] * 64), np.zeros(64, np.int32)
+    state, mask = step.init(model(jax.random.key(0))), np.zeros(64, bool)
+    dp.check_privacy(step, state, *batch, is_padding_example=mask).raise_if_violated()

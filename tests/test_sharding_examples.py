@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import io
 from types import ModuleType, SimpleNamespace
@@ -29,7 +30,11 @@ def load(name: str) -> ModuleType:
 
 
 tour, losses = load("data_parallel"), load("sharded_loss")
-CASES = {case.name: case for case in losses.make_cases()}
+
+
+@functools.cache
+def cases():
+    return {case.name: case for case in losses.make_cases()}
 
 
 # examples/sharded_loss.py
@@ -44,13 +49,13 @@ def measured():
         patch.setattr(losses, "run", lambda *a: runs.append(plain(*a)) or runs[-1])
         figures = losses.main()
     # For every case one device, silent, Auto, Explicit.
-    grads = {name: [r.grads for r in runs[4 * i : 4 * i + 4]] for i, name in enumerate(CASES)}
+    grads = {name: [r.grads for r in runs[4 * i : 4 * i + 4]] for i, name in enumerate(cases())}
     return SimpleNamespace(figures=figures, output=output.getvalue(), grads=grads)
 
 
 def test_all_cases_stay_within_their_limits(measured):
     found = {(figures.case, figures.axis_type) for figures in measured.figures}
-    assert found == {(name, axes) for name in CASES for axes in ("Auto", "Explicit")}
+    assert found == {(name, axes) for name in cases() for axes in ("Auto", "Explicit")}
     for figures in measured.figures:
         assert figures.error <= 1e-5, figures
         assert figures.flops <= 1.1 * figures.silent_flops, figures
@@ -67,7 +72,7 @@ def test_what_is_measured_is_printed(measured):
 
 @pytest.mark.parametrize("name", ["mean, data", "mean, residual"])
 def test_mean_estimation_has_the_plain_gradient(measured, name):
-    case = CASES[name]
+    case = cases()[name]
     expected = float(case.model) - np.mean(np.float64(case.batch[0]))
     for grad in measured.grads[name]:
         assert float(grad) == pytest.approx(expected, rel=1e-5)
@@ -76,7 +81,7 @@ def test_mean_estimation_has_the_plain_gradient(measured, name):
 @pytest.fixture(scope="module")
 def gpt_examples():
     """Gradients of single examples, by JAX alone, on one device."""
-    case = CASES["GPT"]
+    case = cases()["GPT"]
 
     def of_one(tokens, targets):
         loss = losses.next_token_loss
@@ -88,7 +93,7 @@ def gpt_examples():
 def test_gpt_has_the_gradient_of_clipping_by_hand(measured, gpt_examples):
     number = len(gpt_examples[0])
     norms = np.sqrt(sum(np.sum(g.reshape(number, -1) ** 2, axis=1) for g in gpt_examples))
-    factors = np.minimum(1, CASES["GPT"].l2_clip_norm / norms)
+    factors = np.minimum(1, cases()["GPT"].l2_clip_norm / norms)
     assert np.min(factors) < 0.9  # something is clipped
     expected = [np.tensordot(factors, g, axes=1) / number for g in gpt_examples]
     for grads in measured.grads["GPT"]:
@@ -99,7 +104,7 @@ def test_gpt_has_the_gradient_of_clipping_by_hand(measured, gpt_examples):
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
 def test_the_losses_train_without_privacy_as_they_are(gpt_examples, axes):
     sharding = getattr(losses, axes.upper())
-    for name, case in CASES.items():
+    for name, case in cases().items():
         rules = case.rules(getattr(AxisType, axes))
         with jax.set_mesh(rules.mesh):
             model, batch = rules.shard(case.model), rules.shard_batch(case.batch)
@@ -117,7 +122,7 @@ def test_the_losses_train_without_privacy_as_they_are(gpt_examples, axes):
     ("name", "number"), [("mean, data", 1), ("mean, residual", 1), ("GPT", 11)]
 )
 def test_the_losses_constrain_on_auto_axes_and_are_silent_without(name, number):
-    case = CASES[name]
+    case = cases()[name]
     rules = case.rules(AxisType.Auto)
 
     def constraints(sharding):

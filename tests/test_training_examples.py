@@ -83,6 +83,7 @@ def private(tmp_path_factory):
 # Each run is looked at by one test: the runs take longer than the looking.
 
 
+@pytest.mark.slow
 def test_gpt(private, capsys):
     assert_it_goes_on_where_it_was_terminated(private)
     assert_it_spends_what_its_plan_says(private)
@@ -170,6 +171,7 @@ def adapted(tmp_path_factory):
     return SimpleNamespace(base=base, model=model, costs=costs, out=out)
 
 
+@pytest.mark.slow
 def test_lora(adapted):
     assert_the_base_is_as_it_was(adapted)
     assert_every_adapter_is_trained(adapted)

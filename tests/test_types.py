@@ -1,4 +1,4 @@
-"""What pyright, in strict mode, makes of code that uses the library."""
+"""What pyright and mypy, in strict mode, make of code that uses the library."""
 
 import json
 import os
@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SCRIPT = Path(__file__).with_name("typed_script.py")
 
 PREAMBLE = """
 from typing import Any, assert_type
 
 import equinox as eqx
+import optax
 from jaxtyping import Array, Float, PyTree
 
 import eqx_dp as dp
@@ -26,6 +28,7 @@ def loss(model: eqx.nn.MLP, x: Float[Array, " d"]) -> {loss}: ...
 
 
 model, xs = arguments()
+plan = dp.PrivacyPlan(0.1, 10, 1.0, 1e-5)
 """
 
 AS_CALL = PREAMBLE + "grad_fn = dp.{function}(loss, {options})\n"
@@ -74,6 +77,13 @@ MISUSES = {
     "no such option": "dp.filter_clipped_grad(loss, l2_clip_norm=1.0, microbatches=4)",
     "aux that is no bool": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, has_aux="yes")',
     "a name for a policy": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy="float32")',
+    "no such method": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, method="gost")',
+    "no such figure": "dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, seed=1,"
+    ' l2_clip_norm=1.0, disclose=("losses",))',
+    "no such microbatch": "dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, seed=1,"
+    ' l2_clip_norm=1.0, microbatch_size="best")',
+    "no such option of a step": "dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, seed=1,"
+    " l2_clip_norm=1.0, emo=0.9)",
     "no attribute": "dp.filter_clipped_grad(loss, l2_clip_norm=1.0).lower",
 }
 
@@ -122,7 +132,7 @@ def snippets(pyright, tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     settings = {"extends": str(ROOT / "pyproject.toml"), "include": ["."]}
     settings["reportUnusedImport"] = False  # no snippet needs all that the preamble imports
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    texts = {"values": VALUES}
+    texts = {"values": VALUES, "script": SCRIPT.read_text()}
     for way, text in WAYS.items():
         for case, (function, options, loss, right, wrong) in CASES.items():
             for name, result in (("right", right), ("wrong", wrong)):
@@ -161,6 +171,48 @@ def test_a_wrong_claim_about_a_result_is_reported(snippets, way, case):
 
 def test_the_types_of_values_are_known(snippets):
     assert snippets["values"] == []
+
+
+def test_a_script_of_a_user_has_no_errors(snippets):
+    assert snippets["script"] == []
+
+
+@pytest.mark.slow
+def test_the_script_runs(tmp_path):
+    command = [sys.executable, SCRIPT, tmp_path]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_mypy_finds_no_error_in_the_script_and_each_misuse(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.read_text())
+    names = {f"misuse_{number}.py": name for number, name in enumerate(MISUSES)}
+    text = PREAMBLE.format(loss=LOSS).replace("import optax", "import optax  # type: ignore")
+    for file, name in names.items():
+        (tmp_path / file).write_text(f"{text}found = {MISUSES[name]}\n")
+    # Of the package itself nothing is reported: other rules hold there.
+    options = ("--strict", "--follow-imports=silent", "--output=json", "--cache-dir=cache")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "script.py", *names],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr  # 2: it has not come to an end
+    errors = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {(error["file"], error["line"]) for error in errors if error["severity"] == "error"}
+    last = len(text.splitlines()) + 1
+    bodies = {(file, line) for file, line in found if file in names and line != last}
+    assert found - bodies == {(file, last) for file in names}, done.stdout
 
 
 @pytest.mark.parametrize("name", MISUSES)

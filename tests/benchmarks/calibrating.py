@@ -16,9 +16,9 @@ from dp_accounting.pld import PLDAccountant
 from rich.console import Console
 
 import eqx_dp as dp
-from eqx_dp.commands.timing import interleaved, ratios
 from eqx_dp.privacy import NeighboringRelation
 from eqx_dp.privacy.accounting import epsilon_of
+from eqx_dp.timing import interleaved, ratios
 
 from . import report
 

@@ -10,7 +10,6 @@ import equinox as eqx
 import jax
 import jax_privacy
 import optax
-from jaxtyping import Array
 
 import eqx_dp as dp
 from eqx_dp.gradients.methods import METHODS
@@ -19,6 +18,10 @@ from .rows import Row
 
 CLIP_NORM, LEARNING_RATE = 1.0, 1e-3
 NON_PRIVATE, AUTO, JAX_PRIVACY = "non-private", "eqx_dp auto", "jax_privacy"
+BOOK_KEEPING, GHOST, PER_EXAMPLE = (
+    f"eqx_dp {method}" for method in ("book_keeping", "ghost", "per_example")
+)
+OPTAX = "optax"
 # What a whole batch at once costs more than its parts is no merit of those who take it in parts.
 IN_PARTS = "non-private in parts"
 
@@ -67,15 +70,14 @@ class Contender(NamedTuple):
         return [None, *(n for n in powers if n < row.batch_size and row.batch_size % n == 0)]
 
 
-# A gradient takes (params, frozen, x, y) with examples in front of x and y.
-Gradient = Callable[[Any, Any, Array, Array], Any]
+# A gradient takes (params, frozen, *batch) with examples in front of the arrays of a batch.
+Gradient = Callable[..., Any]
 
 
 def non_private(row: Row, microbatch_size: int | None) -> Gradient:
     """The gradient of the summed loss, as it is written without privacy."""
-    loss = row.loss_of_parts()
-    grad = jax.grad(lambda *args: jax.vmap(loss, (None, None, 0, 0))(*args).sum())
-    return optax.microbatching.microbatch(grad, (2, 3), microbatch_size)
+    grad = jax.grad(row.total_of_parts())
+    return optax.microbatching.microbatch(grad, row.batch_argnums, microbatch_size)
 
 
 def ours(method: str, row: Row, microbatch_size: int | None) -> Gradient:
@@ -94,7 +96,7 @@ def of_jax_privacy(row: Row, microbatch_size: int | None, normalize_by: float = 
     return jax_privacy.clipped_grad(
         row.loss_of_parts(),
         l2_clip_norm=CLIP_NORM,
-        batch_argnums=(2, 3),
+        batch_argnums=row.batch_argnums,
         keep_batch_dim=False,
         microbatch_size=microbatch_size,
         normalize_by=normalize_by,
@@ -103,12 +105,12 @@ def of_jax_privacy(row: Row, microbatch_size: int | None, normalize_by: float = 
 
 def of_optax(row: Row, microbatch_size: int | None) -> Gradient:
     """Gradients of a microbatch side by side, clipped and summed, then summed up."""
-    grads = jax.vmap(jax.grad(row.loss_of_parts()), (None, None, 0, 0))
+    grads = jax.vmap(jax.grad(row.loss_of_parts()), row.axes)
 
     def clipped(*args: Any) -> Any:
         return optax.per_example_global_norm_clip(grads(*args), CLIP_NORM)[0]
 
-    return optax.microbatching.microbatch(clipped, (2, 3), microbatch_size)
+    return optax.microbatching.microbatch(clipped, row.batch_argnums, microbatch_size)
 
 
 def compiled(
@@ -148,7 +150,7 @@ def in_jax() -> list[Contender]:
         _of_jax(AUTO, functools.partial(ours, "auto"), microbatched=False),
         *methods,
         _of_jax(JAX_PRIVACY, of_jax_privacy, microbatched=True),
-        _of_jax("optax", of_optax, microbatched=True),
+        _of_jax(OPTAX, of_optax, microbatched=True),
     ]
 
 

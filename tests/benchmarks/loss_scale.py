@@ -17,8 +17,8 @@ import optax
 from rich.console import Console
 
 import eqx_dp as dp
-from eqx_dp.commands.timing import interleaved, ratios
 from eqx_dp.precision import LossScale
+from eqx_dp.timing import interleaved, ratios
 
 from . import report
 from .rows import ROWS, TINY, Row

@@ -5,12 +5,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_dp.commands.timing import Spread, interleaved, once, ratios
+from eqx_dp.timing import Spread, interleaved, once, ratios
 
 from .contenders import Contender, Program
 from .rows import Row
 
 _SEARCH_ROUNDS = 3
+# How many microbatch sizes are still in it after a first round of all of them.
+_FINALISTS = 2
+# What a library says of a loss that it cannot take.
+_UNABLE = (NotImplementedError, ValueError)
 
 
 class Result(NamedTuple):
@@ -52,13 +56,28 @@ def at_its_best(
     rounds: int = _SEARCH_ROUNDS,
     turn: Callable[[Callable[[], Any]], float] | None = None,
 ) -> tuple[int | None, Program]:
-    """The contender at the microbatch size that is fastest on this row, turn as `interleaved`'s."""
-    programs = {size: contender.prepare(row, size) for size in contender.sizes(row)}
+    """The contender at the microbatch size that is fastest on this row, turn as `interleaved`'s.
+
+    Sizes that it cannot take are left out.
+
+    Raises:
+        NotImplementedError: it can take none.
+    """
+    programs: dict[int | None, Program] = {}
+    refused = ""
+    for size in contender.sizes(row):
+        try:
+            programs[size] = contender.prepare(row, size)
+        except _UNABLE as error:
+            refused = f"{type(error).__name__}: {error}"
+    if not programs:
+        raise NotImplementedError(refused)
     if len(programs) == 1:
         return next(iter(programs.items()))
-    runs = {size: program.run for size, program in programs.items()}
-    seconds = interleaved(runs, rounds, turn)
-    best = min(programs, key=lambda size: min(seconds[size]))
+    seconds = interleaved({size: program.run for size, program in programs.items()}, 1, turn)
+    finalists = sorted(programs, key=lambda size: seconds[size])[:_FINALISTS]
+    again = interleaved({size: programs[size].run for size in finalists}, rounds - 1, turn)
+    best = min(finalists, key=lambda size: min(seconds[size] + again[size]))
     return best, programs[best]
 
 
@@ -67,12 +86,26 @@ def measure(
     contenders: list[Contender],
     repeats: int,
     tell: Callable[[str], None] = lambda message: None,
+    refused: dict[str, str] | None = None,
 ) -> list[Result]:
-    """Measures all contenders on a row, each at its best, in rounds that all of them share."""
+    """Measures all contenders on a row, each at its best, in rounds that all of them share.
+
+    Args:
+        row: the row.
+        contenders: who is measured.
+        repeats: how many rounds.
+        tell: is told what is going on.
+        refused: gets who cannot take the row, and why; None to raise instead.
+    """
     chosen: dict[str, tuple[int | None, Program]] = {}
     for contender in contenders:
         tell(f"{row.name}: preparing {contender.name}")
-        chosen[contender.name] = at_its_best(contender, row)
+        try:
+            chosen[contender.name] = at_its_best(contender, row)
+        except NotImplementedError as error:
+            if refused is None:
+                raise
+            refused[contender.name] = str(error)
     tell(f"{row.name}: timing {len(chosen)} contenders in {repeats} rounds")
     seconds = interleaved({name: program.run for name, (_, program) in chosen.items()}, repeats)
     return [

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from eqx_dp.commands.timing import Spread
+from eqx_dp.timing import Spread
 
 from .contenders import AUTO, JAX_PRIVACY, NON_PRIVATE
 from .curves import Curve
@@ -22,6 +22,7 @@ from .rows import Row
 matplotlib.use("Agg")
 
 _MIB = 2**20
+_VERSIONS = ("jax", "equinox", "jax-privacy", "optax", "torch", "opacus")
 _COLUMNS = (
     "contender",
     "microbatch",
@@ -45,13 +46,13 @@ class Cells(NamedTuple):
     note: str = ""
 
 
-def setting() -> str:
-    """Where and with what it was measured."""
+def setting(*libraries: str) -> str:
+    """Where and with what it was measured; further libraries by name."""
     device = jax.devices()[0]
     kind = "" if device.platform == "cpu" else f" ({device.device_kind})"
     cores = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
     versions = []
-    for name in ("jax", "equinox", "jax-privacy", "optax", "torch", "opacus"):
+    for name in (*_VERSIONS, *libraries):
         try:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
@@ -61,8 +62,10 @@ def setting() -> str:
 
 def table(row: Row, results: list[Result]) -> Cells:
     by_name = {result.contender: result for result in results}
-    base, peer = by_name[NON_PRIVATE], by_name[JAX_PRIVACY]
+    base, peer = by_name[NON_PRIVATE], by_name.get(JAX_PRIVACY)
     cells = [_line(result, base, peer) for result in results]
+    if peer is None or AUTO not in by_name:
+        return Cells(row.title, _COLUMNS, cells)
     time, speedup = ratio(by_name[AUTO], base).median, ratio(peer, by_name[AUTO]).median
     slower, faster = "", ""
     if row.goal is not None:
@@ -72,18 +75,21 @@ def table(row: Row, results: list[Result]) -> Cells:
     return Cells(row.title, _COLUMNS, cells, note)
 
 
-def _line(result: Result, base: Result, peer: Result) -> tuple[str, ...]:
-    milliseconds = 1e3 * sorted(result.seconds)[len(result.seconds) // 2]
-    time, speedup = ratio(result, base), ratio(peer, result)
+def _line(result: Result, base: Result, peer: Result | None) -> tuple[str, ...]:
     return (
         result.contender,
         "-" if result.microbatch_size is None else str(result.microbatch_size),
-        f"{milliseconds:.1f}",
-        with_quartiles(time),
-        with_quartiles(speedup),
+        f"{milliseconds(result):.1f}",
+        with_quartiles(ratio(result, base)),
+        "-" if peer is None else with_quartiles(ratio(peer, result)),
         *_and_ratio(result.temp_bytes, base.temp_bytes, _MIB),
         *_and_ratio(result.compile_seconds, base.compile_seconds, 1),
     )
+
+
+def milliseconds(result: Result) -> float:
+    """The median round."""
+    return 1e3 * sorted(result.seconds)[len(result.seconds) // 2]
 
 
 def with_quartiles(spread: Spread) -> str:
@@ -131,11 +137,11 @@ CLIPPED_GRADIENTS = (
 
 
 def write_markdown(
-    path: Path, command: str, tables: list[Cells], title: str, explanation: str
+    path: Path, command: str, tables: list[Cells], title: str, explanation: str, *libraries: str
 ) -> None:
     parts = [
         f"# {title}",
-        f"Written by `{command}` on {setting()}.",
+        f"Written by `{command}` on {setting(*libraries)}.",
         explanation,
         *map(_markdown, tables),
     ]

@@ -24,11 +24,13 @@ class Row(NamedTuple):
     name: str
     title: str
     model: Any
-    loss: Callable[[Any, Array, Array], Array]
-    batch: tuple[Array, Array]
-    goal: Goal | None
+    loss: Callable[..., Array]
+    batch: tuple[Array, ...]
+    goal: Goal | None = None
     filter_spec: Any = eqx.is_inexact_array
     has_torch_twin: bool = True
+    # The summed loss of a batch, where that is not written as the sum of mapped losses.
+    batch_loss: Callable[..., Array] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -39,10 +41,31 @@ class Row(NamedTuple):
         params, rest = eqx.partition(self.model, self.filter_spec)
         return params, *eqx.partition(rest, eqx.is_array)
 
-    def loss_of_parts(self) -> Callable[[Any, Any, Array, Array], Array]:
-        """The loss for libraries that know no models: (params, frozen, x, y) -> scalar."""
+    def loss_of_parts(self) -> Callable[..., Array]:
+        """The loss for libraries that know no models: (params, frozen, *example) -> scalar."""
         _, _, static = self.split()
-        return lambda params, frozen, x, y: self.loss(eqx.combine(params, frozen, static), x, y)
+        return lambda params, frozen, *example: self.loss(
+            eqx.combine(params, frozen, static), *example
+        )
+
+    def total_of_parts(self) -> Callable[..., Array]:
+        """The loss summed over a batch: (params, frozen, *batch) -> scalar."""
+        _, _, static = self.split()
+        if self.batch_loss is None:
+            losses = jax.vmap(self.loss_of_parts(), self.axes)
+            return lambda *args: losses(*args).sum()
+        total = self.batch_loss
+        return lambda params, frozen, *batch: total(eqx.combine(params, frozen, static), *batch)
+
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        """What `vmap` goes over of (params, frozen, *batch)."""
+        return None, None, *(0 for _ in self.batch)
+
+    @property
+    def batch_argnums(self) -> tuple[int, ...]:
+        """Where the arrays of an example stand among that function's arguments."""
+        return tuple(range(2, 2 + len(self.batch)))
 
 
 def classification_loss(model: Callable[[Array], Array], x: Array, label: Array) -> Array:
@@ -53,7 +76,7 @@ def language_loss(model: Callable[[Array], Array], tokens: Array, targets: Array
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
 
 
-def _images(batch: int, *shape: int) -> tuple[Array, Array]:
+def image_batch(batch: int, *shape: int) -> tuple[Array, Array]:
     keys = jax.random.split(jax.random.key(1))
     return jax.random.normal(keys[0], (batch, *shape)), jax.random.randint(keys[1], (batch,), 0, 10)
 
@@ -61,7 +84,9 @@ def _images(batch: int, *shape: int) -> tuple[Array, Array]:
 def mlp(batch: int = 64, inputs: int = 784, width: int = 512, depth: int = 3) -> Row:
     model = nn.MLP(inputs, 10, width, depth, key=jax.random.key(0))
     title = f"MLP {'-'.join(map(str, (inputs, *depth * (width,), 10)))}, batch {batch}"
-    return Row("mlp", title, model, classification_loss, _images(batch, inputs), Goal(1.15, 5.0))
+    return Row(
+        "mlp", title, model, classification_loss, image_batch(batch, inputs), Goal(1.15, 5.0)
+    )
 
 
 class CNN(eqx.Module):
@@ -95,7 +120,7 @@ def cnn(batch: int = 64, side: int = 28, channels: int = 32, width: int = 256) -
         f"CNN {side} x {side}, conv {channels} and {2 * channels} stride 2, group norm, "
         f"dense {width}, batch {batch}"
     )
-    images = _images(batch, 1, side, side)
+    images = image_batch(batch, 1, side, side)
     return Row("cnn", title, model, classification_loss, images, Goal(1.25, 4.0))
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_dp.commands import timing
+from eqx_dp import timing
 from tests import oracle
 from tests.benchmarks import clipped_gradients, measure
 from tests.benchmarks.contenders import CLIP_NORM, NON_PRIVATE, Contender, Program, in_jax, in_torch

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 import eqx_dp as dp
-from eqx_dp.commands.timing import ratios
+from eqx_dp.timing import ratios
 
 from . import report
 from .contenders import CLIP_NORM

@@ -88,6 +88,7 @@ def run_by_run(function, place):
         yield changed, jax.tree.leaves(function(X.at[at].multiply(-1.5)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", by_axis(0))
 def test_what_is_accepted_keeps_examples_where_it_says(name):
     for a, place in itertools.product(range(3), range(3)):

@@ -18,6 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from eqx_dp.isolation import run_apart
 
+pytestmark = pytest.mark.sampled(5)
+
 NO_LOSS = jax.make_jaxpr(lambda: 0.0)().jaxpr
 KERNEL = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 2)), jnp.float32)
 EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, 4)), jnp.float32)

@@ -1,0 +1,110 @@
+"""What a session shows: `help(dp)`, `dir(dp)`, `repr`, tables; no data, no secret is in it."""
+
+import html
+import pydoc
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_dp as dp
+from eqx_dp.tables import tabular
+
+SEED = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
+# Two values that no figure of a report has by chance.
+X, Y = np.full((8, 4), 0.7531, np.float32), np.full((8, 1), 2.4689, np.float32)
+PLAN = dp.PrivacyPlan(0.25, 4, 1.0, 1e-5)
+
+
+def loss(model, x, y):
+    return jnp.sum((model(x) - y) ** 2)
+
+
+MODEL = eqx.nn.Linear(4, 1, key=jax.random.key(0))
+GRAD_FN = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
+STEP = dp.make_step(
+    loss, optax.sgd(0.1), PLAN, num_examples=8, seed=SEED, l2_clip_norm=1.0, disclose=("loss",)
+)
+POLICY = dp.load_policy("float32")
+PER_EXAMPLE = dp.PerExample(jnp.full(8, 0.7531), jnp.full(8, 2.4689), {"hit": jnp.ones(8)})
+TUNING = dp.Tuning("ghost", 4, ("ghost", 4), (), (("device", "cpu"),))
+
+OBJECTS = {
+    "step": lambda: STEP,
+    "trainer": lambda: dp.Trainer(STEP, (X, Y)),
+    "state": lambda: STEP.init(MODEL),
+    "grad": lambda: GRAD_FN,
+    "value and grad": lambda: dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0),
+    "per example": lambda: PER_EXAMPLE,
+    "plan": lambda: PLAN,
+    "sampler": lambda: PLAN.sampler(8, SEED),
+    "noise": lambda: PLAN.privatizer(GRAD_FN.of_samples(PLAN.sampling), key=SEED).init(MODEL),
+}
+TABLES = {
+    "explain": lambda: dp.explain(GRAD_FN.of_samples(None), MODEL, X, Y),
+    "describe": lambda: dp.describe(MODEL, POLICY),
+    "flops": lambda: dp.flop_report(GRAD_FN, MODEL, X, Y, compiled=False),
+    "memory": lambda: dp.plan_memory(GRAD_FN, MODEL, X, Y, compiled=False, device_memory=10**9),
+    "precision": lambda: dp.check_precision(GRAD_FN, MODEL, X, Y, policy=POLICY),
+    "privacy": lambda: dp.check_privacy(lambda x: x.sum(), X, private=(0,)),
+    "tune": lambda: TUNING,
+    "neighbours": lambda: dp.audit.neighbours(GRAD_FN, MODEL, X, Y),
+}
+
+
+def test_help_is_short_and_names_all_in_groups():
+    assert len(pydoc.plain(pydoc.render_doc(dp)).splitlines()) < 80
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"^    .*", dp.__doc__, re.M))))
+    assert named == {*dir(dp)} - {"__version__"}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_repr_is_one_short_line_without_values(name):
+    text = repr(OBJECTS[name]())
+    assert "\n" not in text
+    assert len(text) < 330
+    assert not re.search(r"Array\(|0\.7531|2\.4689| object at ", text)
+    assert str(SEED) not in text
+    assert f"{SEED:x}" not in text
+
+
+def test_a_state_says_how_far_it_is():
+    state = STEP.init(MODEL)
+    assert repr(state) == "TrainState(Linear, step=0, disclosed=('loss',))"
+    traced = []
+    eqx.filter_eval_shape(lambda state: traced.append(repr(state)), state)
+    assert traced == ["TrainState(Linear, step=?, disclosed=('loss',))"]
+    state.step.delete()
+    assert "step=?" in repr(state)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_shows_in_a_notebook(name):
+    table = TABLES[name]()
+    shown = table._repr_html_()
+    text = html.unescape(re.sub(r"<[^>]*>", " ", shown))
+    # The same words in the same order, with tags in the place of spaces.
+    assert text.split() == str(table).split()
+    assert ("<table" in shown) == (name != "privacy")
+    assert len(repr(table)) < 330
+    assert "\n" not in repr(table)
+    assert not re.search(r"0\.7531|2\.4689", repr(table) + shown)
+
+
+def test_what_a_table_holds_is_no_markup():
+    @tabular
+    class Shown(tuple):
+        __slots__ = ()
+        _fields = ()
+
+        def _parts(self):
+            yield "<script>alert(1)</script> & 'so on'"
+            yield [("a<b>",), ("<img src=x onerror=y>",)]
+
+    found = Shown()._repr_html_()
+    assert set(re.findall(r"<(\w+)", found)) == {"pre", "table", "thead", "tbody", "tr", "th", "td"}
+    assert "&lt;script&gt;" in found
