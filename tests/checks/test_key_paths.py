@@ -49,7 +49,7 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.combinations(PATHS, 2))
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(PATHS, 2)))
 def test_keys_whose_paths_part_are_other_keys(a, b):
     shared = set(drawn(a)) & set(drawn(b))
     parted = paths_part(a, b, {})

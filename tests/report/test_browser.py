@@ -46,7 +46,7 @@ def browsed(page, folder, size, *options):
         *options,
         file.as_uri(),
     ]
-    result = subprocess.run(command, capture_output=True, timeout=120, check=True)
+    result = subprocess.run(command, capture_output=True, timeout=400, check=True)
     return result.stdout.decode()
 
 

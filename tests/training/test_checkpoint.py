@@ -401,7 +401,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
 
     def slow(self, partial, number, record):
         seen.append(("begins", number))
-        assert release.wait(timeout=60)
+        assert release.wait(timeout=300)
         commit(self, partial, number, record)
         seen.append(("ends", number))
 

@@ -133,7 +133,7 @@ def test_the_next_batch_is_read_while_a_step_runs():
     batches = Batches(Source(read), sampler())
     for step, _ in enumerate(batches.from_step(0, 4)):
         if step < 3:
-            assert reads[step + 1].wait(timeout=60)
+            assert reads[step + 1].wait(timeout=300)
     assert next(count) == 4  # and no further
 
 
@@ -156,12 +156,12 @@ def test_a_run_overlaps_reading_with_its_steps(tmp_path):
     def read(indices):
         if next(count) == 1:
             begun.set()
-            assert release.wait(timeout=60)
+            assert release.wait(timeout=300)
         return XS[indices], YS[indices]
 
     def after_a_step(event):
         if event.step == 1:
-            assert begun.wait(timeout=60)
+            assert begun.wait(timeout=300)
             release.set()
 
     step = runs.make(runs.plan_of(3))

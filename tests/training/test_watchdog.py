@@ -46,7 +46,7 @@ class Host:
 
     def ends(self):
         """What the watchdog says then."""
-        _, said = self.watchdog.communicate(timeout=60)
+        _, said = self.watchdog.communicate(timeout=300)
         assert self.watchdog.returncode == 0
         return said
 
