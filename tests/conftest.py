@@ -1,6 +1,8 @@
-"""Every test sees eqx_dp with its jaxtyping annotations checked at run time by beartype.
+"""How the tests run: on what devices, with what programs, and which of them.
 
-There are eight devices, so that sharding has something to spread over.
+There are eight devices, so that sharding has something to spread over. With `--check-types` every
+test sees eqx_dp with its jaxtyping annotations checked at run time by beartype; that takes two
+thirds more time.
 
 Most of a test's time is compilation. XLA is therefore asked to compile fast, and no large program
 is compiled twice in a session. Tests marked `optimized` get the programs that users get: those that
@@ -18,7 +20,6 @@ import pytest
 from jax._src import compiler
 
 jax.config.update("jax_num_cpu_devices", 8)
-jaxtyping.install_import_hook("eqx_dp", "beartype.beartype")
 
 # One folder for each process: JAX does not write a file of its cache in one step.
 _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
@@ -52,6 +53,12 @@ def _is_optimized(item: pytest.Item) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="0/1", help="which part of the exhaustive cases: 3/10")
+    parser.addoption("--check-types", action="store_true", help="check annotations at run time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--check-types"):  # before any test imports it
+        jaxtyping.install_import_hook("eqx_dp", "beartype.beartype")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

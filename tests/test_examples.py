@@ -41,6 +41,7 @@ def test_digits_reach_their_accuracy(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_digits_take_their_options(tmp_path, fast):
     output = run(
         *("digits.py", "--policy", "mixed_float16", "--epsilon", 1, "--steps", 6, "--seed", 1),
@@ -249,6 +250,7 @@ def _flat(size, classes, key):
     return [eqx.nn.Lambda(lambda x: x.ravel() / 1.0), eqx.nn.Linear(size, classes, key=key)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [0, 1])
 def test_data_of_packages_takes_options(few, number, tmp_path, capsys):
     picture = tmp_path / "new folder" / "picture.png"

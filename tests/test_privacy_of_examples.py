@@ -38,7 +38,7 @@ def plan_of(epsilon):
     return dp.PrivacyPlan.calibrate(epsilon=epsilon, delta=1e-5, sampling_prob=0.05, steps=100)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("preset", sorted({*dp.available_policies()} - {"float64"}))
 def test_digits_by_every_preset(monkeypatch, preset):
     digits, plan = load("digits"), plan_of(3)
@@ -78,6 +78,7 @@ def test_lora(only_adapters):
     dp.check_privacy(step, *args, is_padding_example=np.zeros(64, bool)).raise_if_violated()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mnist", "names"])
 def test_data_of_packages(name):
     example, plan = load(name), plan_of(3)

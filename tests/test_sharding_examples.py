@@ -53,6 +53,7 @@ def measured():
     return SimpleNamespace(figures=figures, output=output.getvalue(), grads=grads)
 
 
+@pytest.mark.slow
 def test_all_cases_stay_within_their_limits(measured):
     found = {(figures.case, figures.axis_type) for figures in measured.figures}
     assert found == {(name, axes) for name in cases() for axes in ("Auto", "Explicit")}

@@ -254,6 +254,7 @@ def test_scores_that_say_nothing_bound_nothing():
     assert [bound.epsilon for bound in worst.bounds] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_bounds_of_a_gaussian_mechanism_stay_below_its_epsilon_and_are_not_trivial():
     plan = dp.PrivacyPlan(sampling_prob=1.0, steps=1, noise_multiplier=1.0, delta=1e-5)
     found = []

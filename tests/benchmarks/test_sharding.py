@@ -17,6 +17,7 @@ def test_command(tmp_path, capsys):
         assert f"| {name} | 2 |" in written
 
 
+@pytest.mark.slow
 def test_what_a_constraint_costs_a_device():
     """Nothing here; elsewhere the work of several devices lands on each."""
     case, constrained = sharding.perceptron(), "eqx_dp auto, constrained"

@@ -106,6 +106,7 @@ def test_ordinary_steps_agree():
         assert_close(moved(it, ordinary(it, size)), displacement(it, params))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("descent")
 @pytest.mark.parametrize("contender", [ours, lambda case: of_jax_privacy(case, 2)])
 def test_private_steps_are_noisy(contender):

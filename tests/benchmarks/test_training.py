@@ -17,6 +17,7 @@ def test_command(tmp_path):
     assert f"goal: at least {training.GOAL}" in written
 
 
+@pytest.mark.slow
 def test_trainer_and_loop_take_the_same_steps(monkeypatch):
     """From the same start, over the same batches: after every turn they have the same model."""
     ends = []

@@ -18,6 +18,7 @@ X = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
 Y = np.ones((3, 2), np.float32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_annotations_see_one_example(method, microbatch_size):

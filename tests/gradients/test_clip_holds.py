@@ -298,6 +298,7 @@ def tied(table, rows, g, x, h):
     return jnp.sum(table[rows] * g) + jnp.sum((x @ table.T) * h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", lengths(33, slow=[1, 256]))
 def test_tied_weights_under_attack(time, ghost):
     """A table that is looked up, and contracted with what takes the same entries back."""

@@ -44,6 +44,7 @@ def _only_what_matters(grad_options):
     return {k: v for k, v in grad_options.items() if k not in ("microbatch_size", "method")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "microbatch_size"),
     [(models.mlp(), None), *((case, 3) for case in models.all_cases())],

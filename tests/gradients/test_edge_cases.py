@@ -176,6 +176,7 @@ def poisoned_engine(per_group):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("per_group", [False, True])
 @pytest.mark.parametrize(
     ("kind", "first", "loss_is_finite", "gradient_is_finite"),
@@ -249,6 +250,7 @@ def test_rescaling_by_a_tiny_norm_never_makes_an_infinity():
 SCALES = [1e-30, 1e-22, 1e-10, 1.0, 1e10, 1e19, 1e22, 1e30]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("clip_norm", "rescale"),
     [(1e-3, False), (1.0, False), (1e3, False), (1e-3, True), (1e3, True), (0.0, True)],

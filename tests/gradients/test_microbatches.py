@@ -52,6 +52,7 @@ class Counting:
         return real.sum(), {"value": 2 * x + 1, "odd": x % 2 == 1, "row": jnp.stack([x, -x], 1)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", [*MASKS, "no mask"])
 def test_what_is_computed_and_what_comes_back(name, size):
@@ -120,6 +121,7 @@ def loss_and_aux(model, x, y):
     return loss, {"int": jnp.int32(7) + jnp.int32(x[0] > 0), "bool": y > -10, "x": x}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 def test_against_the_oracle(method, size):
@@ -164,6 +166,7 @@ def test_the_order_of_slots_does_not_matter(size):
         assert oracle.relative_error(other, in_order) < 1e-6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3, None])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -7.0, 1e38])
 def test_padding_stops_nothing_and_changes_no_bit(garbage, size):
@@ -242,6 +245,7 @@ def square(model, x):
     return jnp.sum(model * x) ** 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 4}], ids=str)
 @pytest.mark.parametrize("size", [1, 3, None])
 @pytest.mark.parametrize("name", REAL_OF_16)

@@ -80,6 +80,7 @@ def test_a_transformer_is_6_n_d_and_attention():
     assert found.textbook == 6 * tokens * found.num_params
 
 
+@pytest.mark.slow
 def test_with_lora_parameters_that_are_frozen_have_no_gradient():
     row = rows.gpt_lora(**gpt_sizes(rank=4))
     found, full = report_of(row, compiled=False), report_of(rows.gpt(**gpt_sizes()), compiled=False)
@@ -157,6 +158,7 @@ def test_it_prints_as_a_table():
     assert "clipped gradient" in text
 
 
+@pytest.mark.slow
 def test_shapes_keys_and_options_of_the_engine():
     case = models.dropout()
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=dp.parse_policy("c=bf16"))

@@ -121,6 +121,7 @@ def test_what_is_held_grows_with_the_microbatch():
     assert held(32, method="ghost") <= held(32, method="book_keeping")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_what_is_spread_counts_by_its_part(axis_type):
     model, batch = layers(256, 2)

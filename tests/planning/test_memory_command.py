@@ -16,6 +16,7 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_json_on_eight_devices(capsys):
     assert main([*TINY, "--devices", "8", "--microbatch", "1", "--memory", "1GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

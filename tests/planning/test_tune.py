@@ -155,6 +155,7 @@ def test_what_is_made_up_has_the_shapes_and_nothing_else():
     close(found["floats"], made_up(like)["floats"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_true_values_gets_public_ones(clock):
     def loss(model, x, y):
         y = eqx.error_if(y, y < 1, "y must be at least 1")
@@ -190,6 +191,7 @@ def test_sizes_lie_around_the_engines_own(own, slots, expected):
     assert sizes_around(own, slots) == expected
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_stays(clock):
     found = dp.tune(grad_fn(method="ghost"), CASE.model, *BATCH, rounds=1).tuning
     assert [(x.method, x.microbatch_size) for x in found.trials] == [("ghost", 8), ("ghost", 2)]

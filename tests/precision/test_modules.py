@@ -555,6 +555,7 @@ def reference():
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
 def test_every_method_agrees_with_the_oracle(policy, method):

@@ -6,7 +6,6 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import jmp
 import numpy as np
 import pytest
@@ -15,15 +14,6 @@ from eqx_dp.precision import LossScale, ModuleRule, Policy
 
 F32 = np.dtype("float32")
 BF16 = jnp.dtype("bfloat16")
-
-
-@pytest.fixture
-def untyped_caller():
-    """Switches the run-time type checker off: the values of a caller who checks no types."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def test_is_a_jmp_policy_with_dtypes_in_one_spelling():
@@ -152,7 +142,7 @@ def test_refuses_what_is_no_float_dtype(field, dtype, found):
         Policy(**{**dtypes, f"{field}_dtype": dtype})
 
 
-@pytest.mark.usefixtures("untyped_caller")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("dtype", [None, 3, 1.0, object()])
 def test_refuses_what_is_no_dtype(dtype):
     with jax.enable_x64(True):  # so that a None read as float64 would pass
@@ -281,7 +271,7 @@ def test_the_largest_loss_scales_are_exact():
         assert float(jnp.asarray(1 / value, policy.accumulate_dtype)) == 1 / value
 
 
-@pytest.mark.usefixtures("untyped_caller")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("key", "settings"),
     [
@@ -297,7 +287,7 @@ def test_refuses_settings_of_the_wrong_kind(key, settings):
         Policy("float32", "float32", "float32", **settings)
 
 
-@pytest.mark.usefixtures("untyped_caller")
+@pytest.mark.usefixtures("unchecked")
 def test_refuses_a_dynamic_loss_scale():
     with pytest.raises(
         ValueError, match=r"^loss_scale.kind: found 'dynamic'; allowed: none, static"

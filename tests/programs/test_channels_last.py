@@ -336,6 +336,7 @@ def test_rules_for_derivatives_stay(rule):
     np.testing.assert_array_equal(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_on_devices(check_vma):
     mesh = mesh_of("auto", data=4)

@@ -57,6 +57,7 @@ def test_narrow_storage_has_a_wide_average():
     assert state.averaged.weight.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_ends_with_the_same_average(tmp_path):
     seen = []
 

@@ -97,6 +97,7 @@ def test_what_cannot_be_written_is_a_warning_and_the_run_goes_on(tmp_path):
         assert int(run(tmp_path, make(policy=MIXED)).step) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_as_another_program_is_checked_anew(tmp_path):
     run(tmp_path, make(policy=MIXED))
     other = dp.load_policy("float32")
@@ -122,6 +123,7 @@ def test_a_step_on_a_mesh_is_checked(tmp_path, kind):
     assert checks(tmp_path)["precision"]["ok"] is True
 
 
+@pytest.mark.slow
 def test_the_step_is_read_as_it_was_traced(tmp_path):
     """The loss is traced no more often than it is without a policy."""
     calls = []

@@ -98,6 +98,7 @@ def test_a_narrow_model_with_a_key_of_its_own_comes_back(tmp_path):
     assert found.model.weight.dtype == "bfloat16"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_other_numbers_of_devices(kind, tmp_path, whole):
     many = make(sharding=runs.rules_of(kind))
@@ -468,6 +469,7 @@ def test_another_run_needs_another_seed(saved):
         restored(saved, make(l2_clip_norm=2.0))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_microbatch_size_that_it_found(tmp_path):
     step = make(microbatch_size="auto")
     sizes = []

@@ -124,6 +124,7 @@ DIGESTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DIGESTS)
 def test_digests_that_vouch_for_less_than_all_are_damage(name, copy):
     file = copy / "00000006/files.json"
@@ -158,6 +159,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_that_cannot_be_used_is_refused(name, copy):
     change, said = RECORDS[name]

@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 from eqx_dp.training.files import problem_of
 from tests.training import host as one_host
@@ -128,6 +129,7 @@ def assert_one_stops_without_the_other(directory, cache, victim, step):
     assert problem_of(directory / "latest", "files.json") is None
 
 
+@pytest.mark.slow
 def test_two_hosts_stop_and_go_on_together(tmp_path):
     """One run, stopped once and killed twice, ends with the parameters of an undisturbed one.
 

@@ -313,6 +313,7 @@ print(json.dumps(test_identity.identity_of(runs.make(loss=test_identity.noisy_lo
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_in_another_process():
     """With other hashes of strings, and one device."""
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "JAX_NUM_CPU_DEVICES": "1"}

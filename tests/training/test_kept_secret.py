@@ -61,6 +61,7 @@ def test_a_name_is_needed(name):
         dp.kept_secret(name)
 
 
+@pytest.mark.slow
 def test_a_script_that_is_started_again_goes_on(tmp_path):
     def script(steps):
         step = make(seed=dp.kept_secret("run"))

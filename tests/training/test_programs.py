@@ -178,6 +178,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", OTHERS)
 def test_another_program_is_refused_and_named(part, tmp_path):
     run(tmp_path, steps=4)
@@ -191,6 +192,7 @@ def test_another_program_is_refused_and_named(part, tmp_path):
         run(tmp_path, step=OTHERS[part](), allow_changed=others)
 
 
+@pytest.mark.slow
 def test_after_an_orderly_end_no_step_is_lost(tmp_path):
     first = run(tmp_path, steps=5)
     assert released_at_most(tmp_path) == 5
@@ -223,6 +225,7 @@ def test_what_a_killed_process_may_have_released_counts(tmp_path):
     assert lines_of(tmp_path) == [1, 2, 3, 4, 5, 6, 9, 10]
 
 
+@pytest.mark.slow
 def test_a_program_that_comes_back_does_not_repeat_its_noise(tmp_path):
     whole = run(tmp_path / "whole")
     first = run(tmp_path / "run", steps=2)
@@ -264,6 +267,7 @@ def test_where_no_steps_are_left_it_says_so(tmp_path):
     assert list(run(tmp_path))[-1] == 10  # but the same program goes on
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_another_state_begins_with_a_new_one(tmp_path):
     run(tmp_path, steps=4)
     step = make(loss=nothing)  # Adam
@@ -277,6 +281,7 @@ def test_an_optimizer_with_another_state_begins_with_a_new_one(tmp_path):
     assert state.opt_state[1][0].count == 6
 
 
+@pytest.mark.slow
 def test_a_checkpoint_older_than_the_change_is_no_state_of_the_program(tmp_path):
     """Where the change is gone, so is the right to its noise: it counts as another change."""
     run(tmp_path, steps=4, save_every=2)

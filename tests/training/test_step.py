@@ -112,6 +112,7 @@ def test_axes_of_length_one_do_not_make_it_compile_twice(kind):
     assert compilations == [1, 0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
 def test_a_step_is_traced_and_compiled_once(kind):
     traces = 0

@@ -61,6 +61,7 @@ def test_a_run_is_that_of_a_step_made_with_what_was_chosen(clock, chosen):
     assert ("book_keeping", CAPACITY) in measured
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_the_choice_bit_for_bit(clock, tmp_path):
     clock["ghost", 8] = 0.5
     whole = tuned(tmp_path / "whole")
@@ -84,6 +85,7 @@ def test_what_was_measured_for_no_recorded_run_is_measured_again(clock, tmp_path
     assert dp.Tuning.from_json((tmp_path / "tuning.json").read_text()).method == "ghost"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, None, "auto"])
 def test_a_run_that_was_not_tuned_stays_as_it_is_recorded(clock, tmp_path, size):
     step = make(microbatch_size=size)

@@ -293,6 +293,7 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+@pytest.mark.slow
 def test_the_planner_and_the_step_that_runs():
     grad_fn, batch = told(), CASE.batch(SLOTS)
     expected = dp.explain(grad_fn, CASE.model, *batch).microbatch_size

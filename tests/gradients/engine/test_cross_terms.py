@@ -142,6 +142,7 @@ def _tier(seed: int) -> Any:
     return pytest.mark.exhaustive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=_tier(seed)) for seed in range(30)])
 def test_programs(seed: int) -> None:
     found = programs(seed)

@@ -7,6 +7,7 @@ from tests.gradients.engine import agreement, layers, uses
 pytestmark = pytest.mark.sampled(6)
 
 
+@pytest.mark.sampled(12)
 @agreement.EACH_METHOD
 @pytest.mark.parametrize("name", layers.ALL)
 def test_agrees_with_the_oracle(name: str, method: str, monkeypatch: pytest.MonkeyPatch):

@@ -152,6 +152,7 @@ def ghosts(case):
     }
 
 
+@pytest.mark.sampled(3)
 @agreement.EACH_METHOD
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name, method, monkeypatch):
@@ -162,6 +163,7 @@ def test_agrees_with_the_oracle(name, method, monkeypatch):
     agreement.check(case, by_leaf=True, methods=[method])
 
 
+@pytest.mark.slow
 @agreement.EACH_METHOD
 def test_a_stacked_transformer(method, monkeypatch):
     """The embedding is the head; between them a scan of checkpoints."""

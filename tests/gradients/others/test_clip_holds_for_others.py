@@ -155,6 +155,7 @@ def unit_shares(loss, kinds, method, policy=None):
     return found
 
 
+@pytest.mark.sampled(5)
 @METHODS
 @WAYS
 @pytest.mark.parametrize("name", LOSSES)
@@ -165,6 +166,7 @@ def test_hostile_numbers(name, way, method, monkeypatch):
     assert (share["ordinary"] >= 0.9999).all()
 
 
+@pytest.mark.sampled(4)
 @METHODS
 @pytest.mark.parametrize("name", ["penalty by data", "several", "mask", "exp", "normalised"])
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "bfloat16", "mixed_float16"])

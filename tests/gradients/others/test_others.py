@@ -22,7 +22,7 @@ def test_names_are_different():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_agrees_with_the_oracle(case: Recipe) -> None:
     outcasts.check(case.make(), Asked("book_keeping"))
