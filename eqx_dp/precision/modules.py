@@ -113,6 +113,33 @@ def matmul_precision(precision: MatmulPrecision) -> AbstractContextManager[None]
 # Rules against modules.
 
 
+def modules_of(model: PyTree[Any]) -> list[tuple[tuple[Any, ...], eqx.Module]]:
+    """Every module of a model with its path, in front of those in it; a model's own is ()."""
+    modules: list[tuple[str, eqx.Module]] = []
+    paths: dict[str, tuple[Any, ...]] = {}
+
+    def collect(path: str, module: eqx.Module) -> None:
+        modules.append((path, module))
+
+    def keep(module: eqx.Module, governed: Governed) -> eqx.Module:
+        paths[dotted(governed.path)] = governed.path
+        return module
+
+    rebuild(model, np.dtype(np.float32), collect, keep)
+    return [(paths[path], module) for path, module in modules]
+
+
+def modules_matched(model: PyTree[Any], policy: Policy) -> list[tuple[Any, ...]]:
+    """The paths of the modules that a policy's rules match.
+
+    Raises:
+        ValueError: A rule has no effect on the model.
+    """
+    check_rules(model, policy)
+    matched = rules_of(policy)
+    return [path for path, module in modules_of(model) if matched(dotted(path), module)]
+
+
 def rules_of(policy: Policy) -> Matched:
     """For `rebuild`: the first of a policy's rules that matches a module."""
 
@@ -138,13 +165,8 @@ def check_rules(model: PyTree[Any], policy: Policy) -> None:
         ValueError: A rule matches no module, or only modules that rules in front of it take. The
             message names the rule and lists the modules.
     """
-    modules: list[tuple[str, eqx.Module]] = []
-
-    def collect(path: str, module: eqx.Module) -> None:
-        modules.append((path, module))
-
-    if policy.modules:
-        rebuild(model, policy.compute_dtype, collect)
+    found = modules_of(model) if policy.modules else []
+    modules = [(dotted(path), module) for path, module in found]
     for index, rule in enumerate(policy.modules):
         mine = [(path, module) for path, module in modules if _matches(rule, path, module)]
         if not mine and rule.optional:
