@@ -7,6 +7,7 @@ format.
 """
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -162,7 +163,6 @@ def train(
 
     for t in range(plan.steps):
         batch, is_padding = sampler.take(t, *task.private)
-        batch = batch if isinstance(batch, tuple) else (batch,)
         model, opt_state = step(model, opt_state, batch, is_padding, jax.random.fold_in(root, t))
         told()
     return evaluated(task, model)
@@ -195,7 +195,7 @@ def measure_formats(epsilon: float, steps: int, seeds: int) -> dict[str, dict[st
             for name, policy in policies.items():
                 progress.update(bar, description=f"{task.name}: {name}")
                 found.setdefault(task.name, {})[name] = [
-                    train(task, plan, policy, seed, lambda: progress.advance(bar))
+                    train(task, plan, policy, seed, functools.partial(progress.advance, bar))
                     for seed in range(seeds)
                 ]
     return found

@@ -61,7 +61,7 @@ class ClippedErrors:
         tell: Callable[[str], None],
     ):
         self._grad_fn, self._call, self._tell = grad_fn, call, tell
-        self.exact = Policy(*[wide] * 5, matmul_precision="highest")
+        self.exact = Policy(wide, wide, wide, wide, wide, matmul_precision="highest")
         self._reference: _Leaves = []
         self._errors: dict[Policy, float] = {}
 

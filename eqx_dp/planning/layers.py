@@ -1,21 +1,23 @@
 """The layers of a model, and policies by which each of them is narrow or wide."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from ..paths import dotted
-from ..precision import ModuleRule, Policy, modules_matched, modules_of, refusal
+from ..precision import ModuleRule, Policy, agreed_policy, matched_by, modules_of, refusal
 
 # As many layers as are measured, unless a user names them: each is compiled once for each policy.
 MOST_LAYERS = 16
 REST = "(rest)"
 
 _Path = tuple[Any, ...]
+_Module = tuple[_Path, eqx.Module]
 
 
 class Layer(NamedTuple):
@@ -66,11 +68,11 @@ def layers_of(
             apart by their paths.
     """
     leaves = jax.tree_util.tree_leaves_with_path(trained)
-    found = [path for path, _ in leaves]
+    found, modules = [path for path, _ in leaves], modules_of(model)
     if patterns is None:
-        chosen = _by_depth([path for path, _ in modules_of(model) if path], found)
+        chosen = _by_depth([path for path, _ in modules if path], found)
     else:
-        chosen = _named(model, patterns)
+        chosen = _named(model, modules, patterns)
     owners = [_innermost(path, chosen) for path in found]
     layers: list[Layer] = []
     for index, path in enumerate((*chosen, ())):
@@ -86,7 +88,7 @@ def layers_of(
                 sum(leaves[leaf][1].size for leaf in own),
             )
         )
-    _check_patterns(model, layers[:-1])
+    _check_patterns(modules, layers[:-1])
     return tuple(layers)
 
 
@@ -108,17 +110,20 @@ def _by_depth(modules: list[_Path], trained: list[_Path]) -> list[_Path]:
     return best
 
 
-def _named(model: PyTree[Any], patterns: Sequence[str]) -> list[_Path]:
-    chosen = [path for path in modules_matched(model, _with_rules(patterns)) if path]
+def _named(model: PyTree[Any], modules: list[_Module], patterns: Sequence[str]) -> list[_Path]:
+    rules = [_rule(pattern) for pattern in patterns]
+    policy = Policy(np.float32, np.float32, np.float32, modules=rules)
+    agreed_policy(model, policy)  # which refuses what matches nothing
+    matched = [matched_by(rule, modules) for rule in rules]
+    chosen = [path for path, _ in modules if path and any(path in paths for paths in matched)]
     if not chosen:
         names = ", ".join(map(repr, patterns))
         raise refusal("modules", f"{names}, the model itself", "patterns of modules in the model")
     return chosen
 
 
-def _with_rules(patterns: Iterable[str]) -> Policy:
-    rules = [ModuleRule(pattern, np.float32) for pattern in patterns]
-    return Policy(np.float32, np.float32, np.float32, modules=rules)
+def _rule(pattern: str) -> ModuleRule:
+    return ModuleRule(pattern, np.float32)
 
 
 def _is_in(path: _Path, other: _Path) -> bool:
@@ -131,9 +136,9 @@ def _innermost(path: _Path, chosen: list[_Path]) -> int:
     return max(around, key=lambda i: len(chosen[i]), default=-1)
 
 
-def _check_patterns(model: PyTree[Any], layers: list[Layer]) -> None:
+def _check_patterns(modules: list[_Module], layers: list[Layer]) -> None:
     for layer in layers:
-        matched = list(map(dotted, modules_matched(model, _with_rules([layer.pattern]))))
+        matched = list(map(dotted, matched_by(_rule(layer.pattern), modules)))
         if matched != [layer.path]:
             raise refusal(
                 "modules",

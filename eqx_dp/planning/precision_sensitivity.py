@@ -126,7 +126,7 @@ calls, without those of layers in it |
             raise refusal("public_batch", "no examples", "at least one public example")
         layers = layers_of(model, grad_fn.trainable(model), patterns)
         costs = [errors.of(label, policy, layers) for label, policy in candidates.items()]
-        policy, error, levels = recommended(costs, layers, tolerance, errors)
+        policy, error, levels = recommended(costs, layers, tolerance, errors.error)
     return PrecisionSensitivity(
         tuple(row for cost in costs for row in cost.rows),
         tuple((cost.label, cost.error) for cost in costs),

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..precision import Policy, load_policy
-from .clipped_errors import ClippedErrors, Costs
+from .clipped_errors import Costs
 from .layers import Layer, Level, assembled
 
 _FLOAT32 = np.dtype(np.float32)
@@ -31,7 +31,10 @@ class _Rung(NamedTuple):
 
 
 def recommended(
-    costs: Sequence[Costs], layers: Sequence[Layer], tolerance: float, errors: ClippedErrors
+    costs: Sequence[Costs],
+    layers: Sequence[Layer],
+    tolerance: float,
+    measure: Callable[[Policy], float],
 ) -> tuple[Policy | None, float, list[str]]:
     """The policy, its error as measured, and what each layer is multiplied in.
 
@@ -39,15 +42,15 @@ def recommended(
         costs: what each policy costs.
         layers: the rest is the last of them.
         tolerance: the largest error that is allowed.
-        errors: measures a policy as a whole.
+        measure: the error of a policy as a whole.
     """
     for base in sorted(costs, key=lambda one: (one.bits, one.error)):
         rungs = _ladder(base, costs)
-        found = _climbed(base, rungs, layers, tolerance, errors)
+        found = _climbed(base, rungs, layers, tolerance, measure)
         if found is not None:
             return found
     float32 = load_policy("float32")
-    error = errors.error(float32)
+    error = measure(float32)
     is_within = error <= tolerance
     told = "float32" if is_within else "-"
     return float32 if is_within else None, error, [told] * len(layers)
@@ -90,7 +93,7 @@ def _climbed(
     rungs: list[_Rung],
     layers: Sequence[Layer],
     tolerance: float,
-    errors: ClippedErrors,
+    measure: Callable[[Policy], float],
 ) -> tuple[Policy, float, list[str]] | None:
     """Lets the costliest layers climb, until the error that is measured is within the tolerance."""
     at, target = [0] * len(layers), tolerance
@@ -108,7 +111,7 @@ def _climbed(
                 name=None,
                 description=f"{base.label}, {wider} of {len(layers)} parts wider",
             )
-        error = errors.error(policy)
+        error = measure(policy)
         if error <= tolerance:
             return policy, error, [rungs[rung].told for rung in at]
         predicted = math.hypot(*(rungs[rung].errors[i] for i, rung in enumerate(at)))

@@ -4,7 +4,7 @@ A rule describes modules, by path or by class. What it says holds for a module a
 far as no other rule describes a module further in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -129,15 +129,11 @@ def modules_of(model: PyTree[Any]) -> list[tuple[tuple[Any, ...], eqx.Module]]:
     return [(paths[path], module) for path, module in modules]
 
 
-def modules_matched(model: PyTree[Any], policy: Policy) -> list[tuple[Any, ...]]:
-    """The paths of the modules that a policy's rules match.
-
-    Raises:
-        ValueError: A rule has no effect on the model.
-    """
-    check_rules(model, policy)
-    matched = rules_of(policy)
-    return [path for path, module in modules_of(model) if matched(dotted(path), module)]
+def matched_by(
+    rule: ModuleRule, modules: Iterable[tuple[tuple[Any, ...], eqx.Module]]
+) -> list[tuple[Any, ...]]:
+    """The paths of those modules that a rule matches, whatever other rules there are."""
+    return [path for path, module in modules if _matches(rule, dotted(path), module)]
 
 
 def rules_of(policy: Policy) -> Matched:
