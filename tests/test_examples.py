@@ -104,8 +104,6 @@ def test_mixed_precision_compares_formats_and_layers(mixed_precision, monkeypatc
             assert all(0 <= run.accuracy <= 1 and run.loss > 0 for run in runs)
         wide, narrow = (runs[0].model.linear.weight for runs in by_format.values())
         assert (str(wide.dtype), str(narrow.dtype)) == ("float32", "bfloat16")
-        # The same start, samples and noise: what differs is the rounding.
-        np.testing.assert_allclose(narrow.astype("float32"), wide, atol=1e-2)
     figure = formats.draw_formats(found, 3.0)
     picture = mixed_precision.save(figure, tmp_path / "formats.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
