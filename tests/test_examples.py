@@ -84,6 +84,7 @@ def test_mixed_precision_trains_and_draws(tmp_path, fast):
     assert 0 < float(lowest) == float(mean) == float(highest) < 1
 
 
+@pytest.mark.slow
 def test_mixed_precision_compares_formats_and_layers(mixed_precision, monkeypatch, tmp_path):
     formats = mixed_precision.narrow_formats
     monkeypatch.setattr(formats.digits, "Digits", Flat)
