@@ -78,7 +78,7 @@ calls, without those of layers in it |
     | a layer has no trained leaves, or its gradient is zero | NaN as error of its own part |
     | products of the loss itself, outside of all modules | no rule can keep them wide: see below |
     | no policy and not float32 is within the tolerance | `recommended` is None |
-    | the compiler keeps more digits than a dtype has between two operations | the error is that of the compiled program: another program (a whole step) may round more, or less |
+    | the compiler keeps digits between two operations | a larger program may round otherwise |
 
     Products outside of modules are narrow wherever a policy has `[matmul]`. Their error is measured
     apart, is not counted for a layer, and remains in `(rest)` whatever is kept wide.
