@@ -223,7 +223,7 @@ def draw_formats(found: dict[str, dict[str, list[Outcome]]], epsilon: float) -> 
         axes.grid(alpha=0.3)
         axes.margins(0.15)
     panels[0].invert_yaxis()
-    panels[0].legend(fontsize=8)
+    panels[0].legend(fontsize=8, loc="lower right")
     return figure
 
 
