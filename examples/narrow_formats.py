@@ -192,6 +192,11 @@ def evaluated(task: Task, model: Any) -> Outcome:
     return Outcome(float(accuracy), float(loss), model)
 
 
+def brief(name: str) -> str:
+    """A task's name for a table: the model alone."""
+    return name.rpartition(", ")[2]
+
+
 # Accuracy by format.
 
 
@@ -228,7 +233,7 @@ def draw_formats(found: dict[str, dict[str, list[Outcome]]], epsilon: float) -> 
 
 
 def tabulate_formats(found: dict[str, dict[str, list[Outcome]]], epsilon: float) -> Table:
-    heads = [f"{task}: {what}" for task in found for what in ("accuracy", "loss")]
+    heads = [f"{brief(task)}: {what}" for task in found for what in ("accuracy", "loss")]
     table = Table("format", *heads, title=f"Held out, at epsilon {epsilon:g}: mean (range)")
     for name in next(iter(found.values())):
         cells: list[str] = []
@@ -278,7 +283,7 @@ def draw_layers(found: dict[str, dp.PrecisionSensitivity]) -> Figure:
 
 
 def tabulate_layers(found: dict[str, dp.PrecisionSensitivity]) -> Table:
-    heads = ("alone", "its own part, if all are narrow")
+    heads = ("alone", "own part of all")
     table = Table("model", "layer", title="Relative error of the clipped sum, against float64")
     for name, _ in next(iter(found.values())).errors:
         for head in heads:
@@ -289,7 +294,7 @@ def tabulate_layers(found: dict[str, dp.PrecisionSensitivity]) -> Table:
         for layer, told in sensitivity.formats:
             rows = [of[layer, name] for name, _ in sensitivity.errors]
             cells = [f"{x:.1e}" for row in rows for x in (row.error, row.own_error_of_all)]
-            table.add_row(task, layer, *cells, told)
+            table.add_row(brief(task), layer, *cells, told)
         cells = [x for _, error in sensitivity.errors for x in (f"{error:.1e}", "")]
-        table.add_row(task, "all together", *cells, f"{sensitivity.error:.1e}")
+        table.add_row(brief(task), "all together", *cells, f"{sensitivity.error:.1e}")
     return table
