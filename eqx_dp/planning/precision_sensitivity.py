@@ -80,8 +80,8 @@ calls, without those of layers in it |
     | no policy and not float32 is within the tolerance | `recommended` is None |
     | the compiler keeps digits between two operations | a larger program may round otherwise |
 
-    The rest is often the loss: a softmax in bfloat16 loses the gradient of examples that the model is
-    sure of. `logits.astype(jnp.float32)` in the loss keeps it, by every policy.
+    The rest is often the loss: a softmax in bfloat16 loses the gradient of an example that the
+    model is sure of. `logits.astype(jnp.float32)` in the loss keeps it, by every policy.
 
     Products outside of modules are narrow wherever a policy has `[matmul]`. Their error is measured
     apart, is not counted for a layer, and remains in `(rest)` whatever is kept wide.
