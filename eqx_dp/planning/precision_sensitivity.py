@@ -93,7 +93,8 @@ calls, without those of layers in it |
         key: as for `grad_fn`; the same in all runs.
         policies: the narrower policies: names, paths of files, or policies, without module rules.
         modules: patterns of paths or names of classes, as in module rules: the layers, in place of
-            those that are found. One may be in another.
+            those that are found. One may be in another. Name the layer where a weight is a module
+            of its own (a weight norm of flowjax), whose calls multiply nothing.
         tolerance: the largest error that the recommended policy may have; public.
         progress: whether to show on a terminal what is being done.
         is_padding_example: refused.
