@@ -41,6 +41,7 @@ GROUPS = {
     "Planning": (
         *("plan_memory", "MemoryPlan", "plan_microbatch", "flop_report", "FlopReport"),
         *("TransformerShape", "tune", "Tuning", "TunedGrad"),
+        *("precision_sensitivity", "PrecisionSensitivity"),
     ),
 }
 

@@ -21,7 +21,7 @@ Checks: the traced step against its declaration, and attacks on it
     check_precision, PrecisionReport, check_privacy, PrivacyReport, audit
 Planning: time and memory, before a step runs
     plan_memory, MemoryPlan, plan_microbatch, flop_report, FlopReport, TransformerShape,
-    tune, Tuning, TunedGrad
+    tune, Tuning, TunedGrad, precision_sensitivity, PrecisionSensitivity
 """
 
 from importlib.metadata import version as _version
@@ -41,6 +41,7 @@ from .gradients import filter_value_and_clipped_grad as filter_value_and_clipped
 from .planning import Description as Description
 from .planning import FlopReport as FlopReport
 from .planning import MemoryPlan as MemoryPlan
+from .planning import PrecisionSensitivity as PrecisionSensitivity
 from .planning import TransformerShape as TransformerShape
 from .planning import TunedGrad as TunedGrad
 from .planning import Tuning as Tuning
@@ -48,6 +49,7 @@ from .planning import describe as describe
 from .planning import flop_report as flop_report
 from .planning import plan_memory as plan_memory
 from .planning import plan_microbatch as plan_microbatch
+from .planning import precision_sensitivity as precision_sensitivity
 from .planning import tune as tune
 from .precision import LossScale as LossScale
 from .precision import Matmul as Matmul

@@ -85,6 +85,57 @@ def test_mixed_precision_trains_and_draws(tmp_path, fast):
     assert 0 < float(lowest) == float(mean) == float(highest) < 1
 
 
+@pytest.mark.slow
+def test_mixed_precision_compares_formats_and_layers(mixed_precision, monkeypatch, tmp_path):
+    formats = mixed_precision.narrow_formats
+    monkeypatch.setattr(formats.digits, "Digits", Flat)
+    task = formats.digits_task()._replace(
+        plan=lambda epsilon, steps: dp.PrivacyPlan(0.05, steps, 1.0 / epsilon, 1e-5),
+        private=tuple(x[:64] for x in formats.digits_task().private),
+        ends=("linear",),
+    )
+    monkeypatch.setattr(formats, "TASKS", (lambda: task, lambda: task._replace(name="again")))
+    six = formats.formats(task)
+    monkeypatch.setattr(formats, "formats", lambda task: {name: six[name] for name in [*six][::5]})
+    found = formats.measure_formats(3.0, 2, 2)
+    assert [*found] == [task.name, "again"]
+    for by_format in found.values():
+        assert [*by_format] == ["float32", "bfloat16 storage, stochastic"]
+        for runs in by_format.values():
+            assert len(runs) == 2
+            assert all(0 <= run.accuracy <= 1 and run.loss > 0 for run in runs)
+        wide, narrow = (runs[0].model.linear.weight for runs in by_format.values())
+        assert (str(wide.dtype), str(narrow.dtype)) == ("float32", "bfloat16")
+    figure = formats.draw_formats(found, 3.0)
+    picture = mixed_precision.save(figure, tmp_path / "formats.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert formats.tabulate_formats(found, 3.0).row_count == 2
+
+    monkeypatch.setattr(formats, "TASKS", (lambda: task,))
+    measured = dict.fromkeys((task.name, "again"), formats.measure_layers(3.0, 1)[task.name])
+    for sensitivity in measured.values():
+        assert sensitivity.reference == "float64"
+        assert {row.layer for row in sensitivity.rows} == {"linear", "(rest)"}
+    picture = mixed_precision.save(formats.draw_layers(measured), tmp_path / "layers.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert formats.tabulate_layers(measured).row_count == 6
+
+
+def test_formats_of_the_comparison(mixed_precision):
+    formats = mixed_precision.narrow_formats
+    task = formats.gpt_task()
+    policies = formats.formats(task)
+    assert len(policies) == 6
+    model = eqx.filter_eval_shape(task.model, jax.random.key(0))
+    wide = dp.describe(model, policies["mixed_float8, first and last wide"])
+    assert {row.path for row in wide.rows if row.rule and row.matmul is None} == {
+        *("blocks.attend.weight", "head.weight")
+    }
+    stored = [policy for name, policy in policies.items() if "storage" in name]
+    assert [policy.rounding for policy in stored] == ["nearest", "stochastic"]
+    assert all(policy.param_dtype == policy.compute_dtype == "bfloat16" for policy in stored)
+
+
 def test_mixed_precision_trains_each_policy_from_each_seed(mixed_precision, monkeypatch):
     plan = dp.PrivacyPlan(sampling_prob=0.3, steps=3, noise_multiplier=9.0, delta=1e-5)
     policies = {name: dp.load_policy(name) for name in ("float32", "mixed_float16")}

@@ -49,6 +49,10 @@ def planned(**options):
     dp.plan_memory(GRAD_FN, MODEL, X, Y, compiled=False, **options)
 
 
+def sensitivity(**options):
+    dp.precision_sensitivity(GRAD_FN, MODEL, X, Y, **options)
+
+
 NUMBERS = (None, "x", object(), True, [1], np.ones(3), X)
 # By the name that the error has to begin with, or to hold: the call, and what it is given.
 CASES = [
@@ -69,6 +73,11 @@ CASES = [
     ("grad_fn", lambda x: dp.explain(x, MODEL, X), (None, "x", loss)),
     ("plan", lambda x: dp.explain(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
     ("plan", lambda x: dp.tune(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
+    ("grad_fn", lambda x: dp.precision_sensitivity(x, MODEL, X, Y), (None, "x", loss)),
+    ("policies", lambda x: sensitivity(policies=x), (None, "x", 3, (), (3,), ("x",), (X,))),
+    ("modules", lambda x: sensitivity(modules=x), ("x", 3, (), (3,), ("x",))),
+    ("tolerance", lambda x: sensitivity(tolerance=x), NUMBERS),
+    ("is_padding_example", lambda x: sensitivity(is_padding_example=x), (MASK, "x", True)),
     ("sampling_prob", lambda x: dp.PrivacyPlan(x, 3, 1.0, 1e-5), NUMBERS),
     ("steps", lambda x: dp.PrivacyPlan(0.1, x, 1.0, 1e-5), NUMBERS),
     ("noise_multiplier", lambda x: dp.PrivacyPlan(0.1, 3, x, 1e-5), NUMBERS),

@@ -157,6 +157,15 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         changed = self._configuration.variant(method, microbatch_size)
         return ClippedGrad(self._fun, self._filter_spec, changed, self._finish, self._mask)
 
+    def with_policy(self, policy: Policy) -> "ClippedGrad[PyTree[Array]]":
+        """The same by another policy, for batches without padding; it returns gradients alone.
+
+        Args:
+            policy: instead of its own.
+        """
+        changed = self._configuration._replace(policy=policy)
+        return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone)
+
     @property
     def asked_for(self) -> tuple[str, int | None]:
         """The method and the microbatch that it was made with: "auto" and None leave them open."""

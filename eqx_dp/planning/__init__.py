@@ -5,6 +5,8 @@ from .flops import FlopReport, flop_report
 from .memory import CompiledBytes, MemoryPlan, plan_memory, read_compiled
 from .microbatch import largest_microbatch, plan_microbatch
 from .parts import DeviceBytes, local_bytes
+from .precision_sensitivity import precision_sensitivity
+from .sensitivity_table import LayerError, PrecisionSensitivity
 from .textbook import TransformerShape
 from .tune import limit_of, tune
 from .tuning import Trial, TunedGrad, Tuning
@@ -15,7 +17,9 @@ __all__ = [
     "Description",
     "DeviceBytes",
     "FlopReport",
+    "LayerError",
     "MemoryPlan",
+    "PrecisionSensitivity",
     "TransformerShape",
     "Trial",
     "TunedGrad",
@@ -27,6 +31,7 @@ __all__ = [
     "local_bytes",
     "plan_memory",
     "plan_microbatch",
+    "precision_sensitivity",
     "read_compiled",
     "tune",
 ]

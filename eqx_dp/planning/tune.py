@@ -1,8 +1,7 @@
 """A method and a microbatch that are chosen by the clock, where formulas do not tell."""
 
 import os
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar
 
@@ -11,12 +10,12 @@ import jax.core
 
 from ..device import device_memory, is_cpu
 from ..expected import expect
-from ..extras import extra
 from ..gradients import ClippedGrad, checked_grad_fn, described
 from ..privacy import PrivacyPlan, whole_number
 from ..shown import shown
 from ..trees import PyTree
 from .candidates import candidates, measured_for
+from .progress import told_on_terminal
 from .step import on_mesh
 from .trials import Call, Work, measured
 from .tuning import TunedGrad, Tuning
@@ -118,7 +117,7 @@ def tune(
         if path is not None and path.exists():
             return _kept(path, now).apply(grad_fn)
         _check_place(path)
-        with _shown(progress) as tell:
+        with told_on_terminal("tuning", progress) as tell:
             work = Work(grad_fn, call, given.to_time(grad_fn, batch_is_public), limit, has_mask)
             tuning = measured(work, tried, rounds, tell)._replace(measured_for=now)
     if path is not None:
@@ -168,13 +167,3 @@ def _check_place(path: Path | None) -> None:
         )
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"file: found no folder {shown(str(path.parent))}; make it first.")
-
-
-@contextmanager
-def _shown(progress: bool) -> Generator[Callable[[str], None]]:
-    """What tells a terminal what is being done; elsewhere, and unasked, nothing is told."""
-    if not progress:
-        yield lambda said: None
-        return
-    with extra("rich.console").Console().status("tuning") as status:
-        yield lambda said: status.update(f"tuning: {said}")

@@ -5,7 +5,7 @@ from .leaf_dtypes import LeafDtypes, leaf_dtypes
 from .loss_scale import LossScale
 from .matmul import Matmul
 from .module_rule import ModuleRule
-from .modules import cast_parameters, matmul_precision
+from .modules import cast_parameters, matched_by, matmul_precision, modules_of
 from .pairing import agreed_policy, apply_policy, inside_engine
 from .policy import (
     MatmulPrecision,
@@ -34,7 +34,9 @@ __all__ = [
     "inside_engine",
     "leaf_dtypes",
     "load_policy",
+    "matched_by",
     "matmul_precision",
+    "modules_of",
     "parse_policy",
     "refusal",
     "refusals_name",

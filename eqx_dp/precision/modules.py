@@ -4,7 +4,7 @@ A rule describes modules, by path or by class. What it says holds for a module a
 far as no other rule describes a module further in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,6 +113,29 @@ def matmul_precision(precision: MatmulPrecision) -> AbstractContextManager[None]
 # Rules against modules.
 
 
+def modules_of(model: PyTree[Any]) -> list[tuple[tuple[Any, ...], eqx.Module]]:
+    """Every module of a model with its path, in front of those in it; a model's own is ()."""
+    modules: list[tuple[str, eqx.Module]] = []
+    paths: dict[str, tuple[Any, ...]] = {}
+
+    def collect(path: str, module: eqx.Module) -> None:
+        modules.append((path, module))
+
+    def keep(module: eqx.Module, governed: Governed) -> eqx.Module:
+        paths[dotted(governed.path)] = governed.path
+        return module
+
+    rebuild(model, np.dtype(np.float32), collect, keep)
+    return [(paths[path], module) for path, module in modules]
+
+
+def matched_by(
+    rule: ModuleRule, modules: Iterable[tuple[tuple[Any, ...], eqx.Module]]
+) -> list[tuple[Any, ...]]:
+    """The paths of those modules that a rule matches, whatever other rules there are."""
+    return [path for path, module in modules if _matches(rule, dotted(path), module)]
+
+
 def rules_of(policy: Policy) -> Matched:
     """For `rebuild`: the first of a policy's rules that matches a module."""
 
@@ -138,13 +161,8 @@ def check_rules(model: PyTree[Any], policy: Policy) -> None:
         ValueError: A rule matches no module, or only modules that rules in front of it take. The
             message names the rule and lists the modules.
     """
-    modules: list[tuple[str, eqx.Module]] = []
-
-    def collect(path: str, module: eqx.Module) -> None:
-        modules.append((path, module))
-
-    if policy.modules:
-        rebuild(model, policy.compute_dtype, collect)
+    found = modules_of(model) if policy.modules else []
+    modules = [(dotted(path), module) for path, module in found]
     for index, rule in enumerate(policy.modules):
         mine = [(path, module) for path, module in modules if _matches(rule, path, module)]
         if not mine and rule.optional:
