@@ -77,9 +77,13 @@ class Trainer(Generic[Model]):
         step: what `dp.make_step` made.
         data: a source of examples, or a tuple of sources, one for each argument of the loss. A
             source has a length and is indexed by an array of integers: numpy arrays, memory-mapped
-            files, data sets with fast random access. The next batch is read while a step runs. On
-            several hosts each reads only the examples that `step.sampler().owned` names, by their
-            positions in the whole data set.
+            files, data sets with fast random access; or it is a dictionary of such. What gives one
+            example at a time is a source by `dp.Records`. On several hosts each reads only the
+            examples that `step.sampler().owned` names, by their positions in the whole data set.
+        readers: how many batches are read at the same time, each by a thread of its own; more than
+            one for sources that several threads may index at once.
+        read_ahead: how many batches are drawn and read while a step runs, at least `readers`. Each
+            takes its memory.
         directory: the folder of checkpoints, `privacy.json`, `metrics.jsonl`, and `checks.json`,
             what `check_precision` says of the step; the same on all hosts. None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
@@ -114,6 +118,8 @@ class Trainer(Generic[Model]):
         step: Step[Model],
         data: Any,
         *,
+        readers: SupportsIndex = 1,
+        read_ahead: SupportsIndex = 1,
         directory: str | os.PathLike[str] | None = None,
         save_every: SupportsIndex = 100,
         keep: SupportsIndex = 3,
@@ -137,7 +143,12 @@ class Trainer(Generic[Model]):
         self._save_every = whole_number("save_every", save_every, least=1, most=2**53)
         self._evaluate_every = whole_number("evaluate_every", every, least=1, most=2**53)
         self._step = step
-        self._batches = Batches(data, step.sampler())
+        self._batches = Batches(
+            data,
+            step.sampler(),
+            whole_number("readers", readers, least=1, most=1024),
+            whole_number("read_ahead", read_ahead, least=1, most=1024),
+        )
         self._evaluate = evaluate
         self._extra = extra
         self._callbacks = callbacks
