@@ -24,7 +24,7 @@ _DIGEST = re.compile("[0-9a-f]{32,}")
 # What a record says beside what the run is.
 _BESIDE = ("format", "version", "made_by", "programs", "is_unsafe")
 # What stays as it is while a run lasts: accounting, sample and noise follow from it.
-_FIXED = ("plan", "num_examples", "seed", "model")
+_FIXED = ("plan", "num_examples", "seed", "model", "shared")
 _CHANGEABLE = ("policy", "l2_clip_norm", "rescale_to_unit_norm", "ema", "disclose")
 
 
@@ -55,6 +55,7 @@ def record_of(
         "num_examples": step.num_examples,
         "disclose": list(step.disclose),
         **({} if step.ema is None else {"ema": step.ema}),
+        **({"shared": True} if step.shared else {}),
         "seed": {"salt": salt.hex(), "scrypt": step.secret_id(salt)},
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()},
         "identity": dict(identity),

@@ -68,6 +68,7 @@ class Step(StepSettings[Model]):
         disclose: what each batch discloses although no plan accounts for it.
         microbatch_size: how many examples a device processes at once; or who is to say that.
         filter_spec: what is trained.
+        shared: whether hosts share one draw evenly.
         run: the text that `for_run` was given; empty without.
         unrecorded: what trainers without a directory took of its steps.
     """
