@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-from jaxtyping import Array
 
 from ..paths import dotted_name
 from .directory import FORMAT, METRICS, VERSION, RunDirectory
@@ -36,7 +35,7 @@ class Difference(NamedTuple):
 
 
 def record_of(
-    step: Step[Any], arrays: Mapping[str, Array], identity: Mapping[str, str], salt: bytes
+    step: Step[Any], arrays: Mapping[str, Any], identity: Mapping[str, str], salt: bytes
 ) -> dict[str, Any]:
     """A run, as JSON's types: what may not change unasked, and what may ("made_by").
 
