@@ -79,7 +79,6 @@ class Starting(StepSettings[Model]):
         Args:
             first: the model, or the function.
         """
-        self._check(first)
         form = self.form(first)
         with self.mesh():
             if first.make is None:
@@ -128,7 +127,11 @@ class Starting(StepSettings[Model]):
 
         Args:
             first: the model, or the function that makes it.
+
+        Raises:
+            ValueError: the step cannot train the model.
         """
+        self._check(first)
         if self.sharding is None and first.place is None:
             return None
 

@@ -212,9 +212,14 @@ def test_rules_that_do_not_fit_are_named():
     rules = runs.rules_of("Auto", params=(("wieght", jax.P("model")),))
     with pytest.raises(ValueError, match="'wieght': no array of the model"):
         make(sharding=rules).init(init_model=net)
+
+
+def test_a_model_that_cannot_be_trained_leaves_no_run(tmp_path):
     paired = dp.apply_policy(small_model(), dp.load_policy("mixed_bfloat16"))
-    with pytest.raises(ValueError, match="The model is paired with a policy"):
-        make().init(init_model=lambda: paired)
+    for given in ({"model": paired}, {"init_model": lambda: paired}):
+        with pytest.raises(ValueError, match="The model is paired with a policy"):
+            runs.trainer(tmp_path / "run", make()).run(**given)
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["lock"]
 
 
 @pytest.mark.slow
