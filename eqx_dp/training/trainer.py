@@ -53,6 +53,10 @@ class Trainer(Generic[Model]):
     exact after a run that ended by itself; a killed run may have released all steps up to its next
     save. So the run takes fewer steps, and epsilon is that of all steps that count.
 
+    **On several hosts** the same program runs on each, after `jax.distributed.initialize()`, with
+    one directory that all of them share. The guide to devices says how to start it under SLURM and
+    Kubernetes, and on TPUs.
+
     | event | what happens |
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
