@@ -51,7 +51,7 @@ def _bytes_on_the_way(shapes: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping
         chunks = zip(part, saved[name].storage.chunk_shape, strict=False)
         around = math.prod(_around(length, chunk) for length, chunk in chunks)
         largest = max(largest, around * np.dtype(saved[name].dtype).itemsize)
-    return max(2 * largest, total // _PART, _LEAST)
+    return max(largest + 1, total // _PART, _LEAST)
 
 
 def _around(length: int, chunk: int) -> int:

@@ -107,10 +107,11 @@ class Parameters(NamedTuple):
         del model
         where = [None] * len(leaves) if specs is None else structure.flatten_up_to(specs)
         for index, spec in enumerate(where):
-            leaf = copied(leaves[index])
+            leaf = leaves[index]
+            leaf = leaf.copy() if isinstance(leaf, np.ndarray) else copied(leaf)
             leaf = leaf if self.policy is None else self.policy.cast_to_param(leaf)
             if self.rules is not None and spec is not None:
-                leaves[index] = self.rules.place(leaf, spec)
+                leaves[index] = _there(self.rules.place(leaf, spec))
             else:
                 leaves[index] = as_array(leaf)
         return structure.unflatten(leaves)
@@ -166,8 +167,13 @@ def copied(tree: T) -> T:
     leaves, structure = jax.tree.flatten(tree)
     del tree  # an array goes as soon as its copy is there
     for index, leaf in enumerate(leaves):
-        leaves[index] = jnp.copy(leaf) if eqx.is_array(leaf) else leaf
+        leaves[index] = _there(jnp.copy(leaf)) if eqx.is_array(leaf) else leaf
     return structure.unflatten(leaves)
+
+
+def _there(leaf: Array) -> Array:
+    """An array once it is computed: JAX makes room for all that it is asked for at once."""
+    return leaf if isinstance(leaf, Tracer) else jax.block_until_ready(leaf)
 
 
 def as_array(leaf: Any) -> Any:
