@@ -183,7 +183,8 @@ def main(told: list[str] | None = None) -> None:
     cells = report.Cells("What a start holds", _COLUMNS, rows, note)
     Console(width=140).print(report.for_terminal(cells))
     if options.markdown is not None:
-        command = ["python", "-m", "tests.benchmarks.starting", *(told or sys.argv[1:])]
+        sizes = ["--depth", str(options.depth), "--width", str(options.width)]
+        command = ["python", "-m", "tests.benchmarks.starting", *sizes]
         report.write_markdown(
             options.markdown,
             shlex.join(command),
@@ -193,7 +194,8 @@ def main(told: list[str] | None = None) -> None:
             "Adam's moments: the state is three times the model. The peak is that of the process's "
             "memory, beyond what it had before, a model that is given included. `init` is "
             "`step.init`; `begin` and `resume` are `Trainer.run`, up to its first step, with the "
-            "checkpoint that is written or read. Nobody but the call holds the model.",
+            "checkpoint that is written or read. Nobody but the call holds the model. On a CPU the "
+            "host's memory is the devices' as well: buffers of what is read or written count here.",
         )
 
 
