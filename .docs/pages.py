@@ -34,8 +34,8 @@ GROUPS = {
     ),
     "Devices": ("ShardingRules",),
     "Training": (
-        *("make_step", "Step", "TrainState", "Trainer", "Event", "TensorBoard", "load_model"),
-        *("save_model", "CheckpointError", "CheckpointWarning", "DataError"),
+        *("make_step", "Step", "TrainState", "Trainer", "Records", "Event", "TensorBoard"),
+        *("load_model", "save_model", "CheckpointError", "CheckpointWarning", "DataError"),
     ),
     "Checks": ("check_precision", "PrecisionReport", "check_privacy", "PrivacyReport"),
     "Planning": (

@@ -7,6 +7,7 @@ from .files import CheckpointError, CheckpointWarning, read_json
 from .kept_secret import kept_secret
 from .make_step import make_step
 from .record import versions
+from .sources import Records
 from .state import TrainState
 from .step import Step
 from .trained_model import load_model, save_model
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointWarning",
     "DataError",
     "Event",
+    "Records",
     "RunDirectory",
     "Step",
     "TensorBoard",

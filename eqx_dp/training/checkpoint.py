@@ -29,14 +29,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import equinox as eqx
-import jax
-from jaxtyping import Array
 
 from ..extras import extra
-from ..gradients import split_trainable
 from ..paths import dotted_name
 from .directory import FILES, PRIVACY, RUN, STATE, RunDirectory, record_in
 from .files import CheckpointError, CheckpointWarning, digests, sync, write_json
+from .first_model import FirstModel
 from .hosts import broadcast, from_first_host, is_first_host
 from .record import (
     Start,
@@ -46,7 +44,8 @@ from .record import (
     record_of,
     resumed,
 )
-from .state import TrainState, arrays_of, named_arrays, same, with_arrays
+from .saved_arrays import arrays_in
+from .state import TrainState, named_arrays, with_arrays
 from .step import Step
 
 Model = TypeVar("Model")
@@ -99,12 +98,16 @@ class Checkpoints:
 
     # Reading.
 
-    def restore(self, model: Model) -> TrainState[Model]:
+    def restore(self, first: FirstModel[Model]) -> TrainState[Model]:
         """The newest state that is whole; where there is none, the first, which is then recorded.
 
         Every file is compared with its digest first. A checkpoint that fails is set aside (as
-        `NUMBER.damaged`) with a warning, and the one before it is used. The model is given as
-        before the first step.
+        `NUMBER.damaged`) with a warning, and the one before it is used. Arrays are read to where
+        they are to live, and no other state is made for that (but where the optimizer is another,
+        or its `init` cannot be traced).
+
+        Args:
+            first: the model before the first step; it is taken.
 
         Raises:
             ValueError: the checkpoint belongs to another run, each difference is named; or the plan
@@ -112,14 +115,20 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none of them is whole; the directory's
                 record is damaged; nothing can be written.
         """
-        state = self.step.init(model)
-        start = Start(*from_first_host(lambda: self._start(named_arrays(state))))
+        form = self.step.form(first)
+        state = self.step.first_state(first) if form is None else form
+        arrays = named_arrays(state)
+        start = Start(*from_first_host(lambda: self._start(arrays)))
         self._programs, self.microbatch_size = start.programs, start.microbatch_size
         if len(self._programs) > 1:
             # Sample and noise follow from what the step computes, as ever, and from all changes as
             # well, so that a program that comes back does not repeat its noise.
             self.step = self.step.for_run(json.dumps(self._programs, sort_keys=True))
-            state = self.step.init(model)
+        is_new = start.number is None or not arrays.keys() <= set(start.restored)
+        if form is not None and is_new:
+            state = self.step.first_state(first)
+        else:
+            state = self.step.with_noise(state)
         if start.number is None:
             if self.save(state, 0) and self.wait():
                 return state
@@ -127,23 +136,24 @@ class Checkpoints:
                 f"The run cannot be recorded in {self._directory}, as a warning says, which has to "
                 "be before its first step. Make room, or name another directory."
             )
+        if first.make is None and first.given is None:  # taken: the first state has its arrays
+            first = FirstModel(state.model)
+        first.keep_frozen(self.step.filter_spec)
         targets = {
             name: array for name, array in named_arrays(state).items() if name in start.restored
         }
         saved = arrays_in(self._directory.checkpoint(start.number), targets)
         restored = with_arrays(state, saved)
-        self._check_frozen(start.number, state, restored)
+        self._check_frozen(start.number, first, restored)
         from_first_host(self._settle)
         lost = start.after - start.number
         return eqx.tree_at(lambda s: s.step, restored, restored.step + lost) if lost else restored
 
     def _check_frozen(
-        self, number: int, given: TrainState[Model], restored: TrainState[Model]
+        self, number: int, first: FirstModel[Model], restored: TrainState[Model]
     ) -> None:
         """Refuses a model whose untrained part is not the one that the run began with."""
-        spec = self.step.filter_spec
-        parts = [arrays_of(split_trainable(state.model, spec)[1]) for state in (given, restored)]
-        other = [name for name, leaf in parts[0].items() if not same(leaf, parts[1][name])]
+        other = self.step.other_frozen(first, restored.model)
         if other:
             places = ", ".join(f"model.{dotted_name(name)}" for name in other)
             raise ValueError(
@@ -152,7 +162,7 @@ class Checkpoints:
                 "model that was given. Give the model that the run was started with."
             )
 
-    def _start(self, arrays: dict[str, Array]) -> Start:
+    def _start(self, arrays: dict[str, Any]) -> Start:
         """From where to go on, after tidying up; what the first host finds out for all."""
 
         def describe(salt: bytes) -> dict[str, Any]:
@@ -286,23 +296,6 @@ class Checkpoints:
     def _partial(self, number: int) -> Path:
         """Where a checkpoint is written before it is renamed."""
         return self._directory.checkpoint(number).with_suffix(".partial")
-
-
-def arrays_in(folder: Path, targets: Mapping[str, Any]) -> dict[str, Array]:
-    """Arrays of a checkpoint, by name, each to where its target lives, an array or its shape."""
-    orbax = extra("orbax.checkpoint")
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        here = x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-
-    shapes = {name: shape(target) for name, target in targets.items()}
-    to = orbax.checkpoint_utils.construct_restore_args(shapes)
-    with orbax.PyTreeCheckpointer() as checkpointer:
-        return checkpointer.restore(
-            folder / STATE,
-            args=orbax.args.PyTreeRestore(shapes, restore_args=to, partial_restore=True),
-        )
 
 
 def _emptied(folder: Path) -> OSError | None:

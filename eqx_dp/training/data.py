@@ -1,10 +1,11 @@
-"""Where batches come from: sources of examples, read a step ahead of the computation."""
+"""Where batches come from: drawn and read ahead of the steps that use them."""
 
+import collections
 import copy
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,25 +14,13 @@ from jaxtyping import Bool, Int
 from ..paths import dotted
 from ..privacy import PoissonSampler
 from ..trees import PyTree
+from .sources import Source, checked_sources, is_plain_tuple
 
 Indices = Int[np.ndarray, " batch"]
 Mask = Bool[np.ndarray, " batch"]
 
-_DRAWN_AT_ONCE = 16
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Anything that knows how many examples it holds, and gives those at an array of positions.
-
-    Numpy arrays, memory-mapped files and data sets with fast random access are sources. Indexing
-    gives an array, or a tree of arrays, with the examples in front; a tuple is several arguments of
-    the loss.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, indices: Any, /) -> Any: ...
+# Drawing some steps at once takes a tenth of the time, where a draw is small.
+_STEPS_AT_ONCE, _SLOTS_AT_ONCE = 16, 2**17
 
 
 class DataError(Exception):
@@ -73,6 +62,9 @@ class Batches:
     Args:
         data: a source, or a tuple of sources of one length, one an argument of the loss.
         sampler: which examples take part in a step.
+        readers: how many batches are read at the same time, each by a thread.
+        ahead: how many batches are read before the step that uses the first of them; at least as
+            many as there are readers.
 
     Raises:
         ValueError: `data` is no source; sources differ in length, or hold another number of
@@ -80,8 +72,9 @@ class Batches:
         DataError: a source cannot be read.
     """
 
-    def __init__(self, data: Any, sampler: PoissonSampler):
-        self._sources = _checked_sources(data, sampler)
+    def __init__(self, data: Any, sampler: PoissonSampler, readers: int = 1, ahead: int = 1):
+        self._readers, self._ahead = readers, max(readers, ahead)
+        self._sources = checked_sources(data, sampler)
         self._sampler = sampler
         position = sampler.owned.start if len(sampler.owned) else 0
         self._example = [
@@ -100,27 +93,42 @@ class Batches:
         return other
 
     def from_step(self, start: int, stop: int) -> Generator[MaskedBatch]:
-        """Batches of the steps from `start` to below `stop`, each read while the last is used.
+        """Batches of the steps from `start` to below `stop`, in their order.
+
+        One thread draws and others read, while steps run: a batch's examples are read as soon as
+        they are drawn, and no more than `ahead` batches beyond the one in use.
 
         Raises:
             DataError: a source raised an error, or gave arrays of another shape or dtype.
         """
-        draws = self._draws(start, stop)
+        draws, steps = self._draws(start, stop), iter(range(start, stop))
+        drawer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-draw")
+        readers = ThreadPoolExecutor(self._readers, thread_name_prefix="eqx_dp-data")
+        coming: collections.deque[Future[MaskedBatch]] = collections.deque()
 
-        def read_next() -> MaskedBatch | None:
-            drawn = next(draws, None)
-            return None if drawn is None else self._batch(*drawn)
+        def read_on() -> None:
+            if next(steps, None) is not None:
+                coming.append(readers.submit(self._read_drawn, drawer.submit(next, draws)))
 
-        with ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-data") as reader:
-            coming = reader.submit(read_next)
-            while (batch := coming.result()) is not None:
-                coming = reader.submit(read_next)
+        try:
+            for _ in range(self._ahead):
+                read_on()
+            while coming:
+                batch = coming.popleft().result()
+                read_on()
                 yield batch
+        finally:
+            for pool in (drawer, readers):
+                pool.shutdown(cancel_futures=True)
+
+    def _read_drawn(self, draw: Future[tuple[Indices, Mask]]) -> MaskedBatch:
+        return self._batch(*draw.result())
 
     def _draws(self, start: int, stop: int) -> Iterator[tuple[Indices, Mask]]:
-        """The examples of each step; drawing some steps at once takes a tenth of the time."""
-        for first in range(start, stop, _DRAWN_AT_ONCE):
-            steps = range(first, min(first + _DRAWN_AT_ONCE, stop))
+        """The examples of each step."""
+        at_once = max(1, min(_STEPS_AT_ONCE, _SLOTS_AT_ONCE // self._sampler.capacity))
+        for first in range(start, stop, at_once):
+            steps = range(first, min(first + at_once, stop))
             yield from [self._sampler.batch(step) for step in steps]
 
     def _batch(self, indices: Indices, is_padding_example: Mask) -> MaskedBatch:
@@ -132,35 +140,9 @@ class Batches:
         return MaskedBatch(_arguments(parts), is_padding_example)
 
 
-def _checked_sources(data: Any, sampler: PoissonSampler) -> list[tuple[str, Source]]:
-    sources: list[tuple[str, Any]] = [("data", data)]
-    if _is_plain_tuple(data):
-        sources = [(f"data[{i}]", part) for i, part in enumerate(data)]
-    if not sources:
-        raise ValueError("data is an empty tuple; it must hold a source an argument of the loss.")
-    for name, source in sources:
-        if not isinstance(source, Source) or isinstance(source, (str, bytes, dict, list)):
-            raise ValueError(
-                f"{name} is a {type(source).__name__}: a source has a length and is indexed by an "
-                "array of integers, as numpy arrays are (np.asarray), or is a tuple of such."
-            )
-        if len(source) != sampler.num_examples:
-            raise ValueError(
-                f"{name} holds {len(source)} examples, and the step was made with num_examples="
-                f"{sampler.num_examples}: sampling and noise would be those of another data set. "
-                "Give the data set that the step was made for, or make the step anew."
-            )
-    return sources
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    """Whether it stands for several arguments of the loss; a named tuple is one, with fields."""
-    return isinstance(value, tuple) and not hasattr(value, "_fields")
-
-
 def _arguments(parts: Iterable[Any]) -> tuple[Any, ...]:
     """What the loss gets from what each source gave."""
-    return tuple(x for part in parts for x in (part if _is_plain_tuple(part) else (part,)))
+    return tuple(x for part in parts for x in (part if is_plain_tuple(part) else (part,)))
 
 
 def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) -> Any:

@@ -8,12 +8,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from ..expected import expect
 from ..programs import primitives
 from ..sharding import ShardingRules
-from .state import Specs, TrainState, is_gone, refuse_used_up, specs_of
+from .state import Specs, TrainState, is_array_or_shape, is_gone, refuse_used_up, specs_of
 
 Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
@@ -50,10 +50,10 @@ class Flat(Generic[Tree]):
 
 
 def flat(tree: Tree) -> Flat[Tree]:
-    """Takes a tree apart."""
+    """Takes a tree apart; shapes may stand for arrays."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
-    others = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
+    arrays = [leaf for leaf in leaves if is_array_or_shape(leaf)]
+    others = tuple(None if is_array_or_shape(leaf) else leaf for leaf in leaves)
     return Flat(_Rest(structure, others), arrays)
 
 
@@ -67,13 +67,13 @@ class FlatState(Generic[Model]):
 
     Attributes:
         carry: all but the count of steps. Used up by the next step.
-        step: how many steps have been taken. It is not used up: to wait for it is to wait for the
-            step that has made it, also when the next one has been called.
+        step: how many steps have been taken (a scalar, or its shape). It is not used up: to wait
+            for it is to wait for the step that has made it, also when the next one has been called.
         specs: where its arrays live.
     """
 
     carry: Flat[Carry]
-    step: Int[Array, ""]
+    step: Any
     specs: Specs
 
     @classmethod

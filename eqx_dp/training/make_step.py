@@ -6,7 +6,7 @@ from typing import Any, Concatenate, SupportsIndex, TypeVar
 import equinox as eqx
 import optax
 
-from ..expected import expect, function
+from ..expected import expect, flag, function
 from ..expected import optimizer as checked_optimizer
 from ..gradients import FilterSpec, MethodName
 from ..precision import Policy
@@ -38,6 +38,7 @@ def make_step(
     method: MethodName = "auto",
     ema: float | None = None,
     disclose: Iterable[Disclosed] = (),
+    shared: bool = False,
 ) -> Step[Model]:
     """Makes one jitted step of private training from a loss, an optimizer and a plan.
 
@@ -70,8 +71,8 @@ def make_step(
 
     | they differ in | noise, keys of the loss | `sampler(model, *batch)` | `sampler()` |
     |---|---|---|---|
-    | plan, `num_examples`, `policy`, clip norms, `rescale_to_unit_norm`, `method` | independent | \
-independent | independent |
+    | plan, `num_examples`, `policy`, clip norms, `rescale_to_unit_norm`, `method`, `shared` | \
+independent | independent | independent |
     | program of the optimizer: rates, schedules, weight decay | independent | independent | \
 independent, if it runs on any two arrays |
     | program of the loss: constants, derivative rules, the model's architecture, `filter_spec` | \
@@ -125,6 +126,10 @@ padding | the same except for padding |
             neither the steps nor epsilon: it is post-processing.
         disclose: names of figures of each batch that are shown although no plan accounts for them:
             "loss", "grad_norm", "num_examples". **Not private.**
+        shared: whether every host can read every example. All hosts then deal one draw out evenly,
+            and batches have fewer slots (see `PoissonSampler`): 4,608 and not 8,704, where 64 hosts
+            expect 4,096 examples together. It belongs to the run, and stays as it is when the run
+            is resumed. On one host it changes nothing but the identity.
 
     Raises:
         ValueError: `num_examples` or `seed` is not a whole number in its range, `ema` no number in
@@ -148,6 +153,7 @@ padding | the same except for padding |
         method=method,
         ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
         disclose=checked_names(disclose),
+        shared=flag("shared", shared),
         _loss=loss,
         _update=optimizer,
         _keep_batch_dim=keep_batch_dim,

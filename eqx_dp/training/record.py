@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-from jaxtyping import Array
 
 from ..paths import dotted_name
 from .directory import FORMAT, METRICS, VERSION, RunDirectory
@@ -24,7 +23,7 @@ _DIGEST = re.compile("[0-9a-f]{32,}")
 # What a record says beside what the run is.
 _BESIDE = ("format", "version", "made_by", "programs", "is_unsafe")
 # What stays as it is while a run lasts: accounting, sample and noise follow from it.
-_FIXED = ("plan", "num_examples", "seed", "model")
+_FIXED = ("plan", "num_examples", "seed", "model", "shared")
 _CHANGEABLE = ("policy", "l2_clip_norm", "rescale_to_unit_norm", "ema", "disclose")
 
 
@@ -36,7 +35,7 @@ class Difference(NamedTuple):
 
 
 def record_of(
-    step: Step[Any], arrays: Mapping[str, Array], identity: Mapping[str, str], salt: bytes
+    step: Step[Any], arrays: Mapping[str, Any], identity: Mapping[str, str], salt: bytes
 ) -> dict[str, Any]:
     """A run, as JSON's types: what may not change unasked, and what may ("made_by").
 
@@ -55,6 +54,7 @@ def record_of(
         "num_examples": step.num_examples,
         "disclose": list(step.disclose),
         **({} if step.ema is None else {"ema": step.ema}),
+        **({"shared": True} if step.shared else {}),
         "seed": {"salt": salt.hex(), "scrypt": step.secret_id(salt)},
         "arrays": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()},
         "identity": dict(identity),

@@ -50,6 +50,7 @@ class StepSettings(Generic[Model]):
     method: MethodName
     ema: float | None
     disclose: tuple[str, ...]
+    shared: bool = False
     run: str = ""
     unrecorded: Unrecorded = dataclasses.field(default_factory=Unrecorded)
     _loss: Callable[..., Any]
@@ -164,7 +165,10 @@ class StepSettings(Generic[Model]):
         hosts, host = jax.process_count(), jax.process_index()
         parts = rules.local_shards()
         return self.plan.sampler(
-            self.num_examples, self._seed, parts, hosts, host, run=run, devices=parts
+            *(self.num_examples, self._seed, parts, hosts, host),
+            run=run,
+            devices=parts,
+            shared=self.shared,
         )
 
     def identity(
@@ -228,6 +232,7 @@ numbers that it was made with |
             },
             "rescale_to_unit_norm": self.rescale_to_unit_norm,
             "method": self.method,
+            **({"shared": True} if self.shared else {}),
         }
 
     @functools.cached_property

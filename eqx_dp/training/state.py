@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -100,10 +101,20 @@ class Parameters(NamedTuple):
     rules: ShardingRules | None
 
     def stored(self, model: Model) -> Model:
-        """A copy of the model as it is stored."""
-        model = copied(model)
-        model = model if self.policy is None else self.policy.cast_to_param(model)
-        return model if self.rules is None else self.rules.shard(model)
+        """A copy of the model as it is stored; an array goes as soon as its copy is there."""
+        specs = None if self.rules is None else self.rules.specs(model)
+        leaves, structure = jax.tree.flatten(model)
+        del model
+        where = [None] * len(leaves) if specs is None else structure.flatten_up_to(specs)
+        for index, spec in enumerate(where):
+            leaf = leaves[index]
+            leaf = leaf.copy() if isinstance(leaf, np.ndarray) else copied(leaf)
+            leaf = leaf if self.policy is None else self.policy.cast_to_param(leaf)
+            if self.rules is not None and spec is not None:
+                leaves[index] = _there(self.rules.place(leaf, spec))
+            else:
+                leaves[index] = as_array(leaf)
+        return structure.unflatten(leaves)
 
     def wide(self, params: PyTree[Any]) -> PyTree[Any]:
         """Trained parameters as wide as an optimizer gets them, and where gradients live."""
@@ -156,8 +167,28 @@ def copied(tree: T) -> T:
     leaves, structure = jax.tree.flatten(tree)
     del tree  # an array goes as soon as its copy is there
     for index, leaf in enumerate(leaves):
-        leaves[index] = jnp.copy(leaf) if eqx.is_array(leaf) else leaf
+        leaves[index] = _there(jnp.copy(leaf)) if eqx.is_array(leaf) else leaf
     return structure.unflatten(leaves)
+
+
+def _there(leaf: Array) -> Array:
+    """An array once it is computed: JAX makes room for all that it is asked for at once."""
+    return leaf if isinstance(leaf, Tracer) else jax.block_until_ready(leaf)
+
+
+def as_array(leaf: Any) -> Any:
+    """A numpy array as one of JAX's; all else as it is."""
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def is_shape(leaf: Any) -> bool:
+    """Whether it stands for an array."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def is_array_or_shape(leaf: Any) -> bool:
+    """Whether it is an array, or stands for one."""
+    return eqx.is_array(leaf) or is_shape(leaf)
 
 
 def is_gone(leaf: Any) -> bool:
@@ -208,7 +239,7 @@ def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> Specs:
         return ()
     return tuple(
         None if isinstance(leaf, Tracer) and not rules.is_explicit else _spec_of(leaf, rules)
-        for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array))
+        for leaf in jax.tree.leaves(eqx.filter(state, is_array_or_shape))
     )
 
 
@@ -228,19 +259,28 @@ def constrained(state: T, specs: Specs, rules: ShardingRules | None) -> T:
     return eqx.combine(structure.unflatten(leaves), static)
 
 
+def sharding_of(spec: PartitionSpec, ndim: int, rules: ShardingRules) -> NamedSharding:
+    """The sharding that a spec describes, as a compiled step would write it."""
+    return NamedSharding(rules.mesh, _written(spec, ndim, rules.mesh, rules.is_explicit))
+
+
 def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
-    is_explicit = rules.is_explicit
+    if is_shape(leaf):
+        where: Any = leaf.sharding
+        return where.spec
+    is_explicit, mesh = rules.is_explicit, rules.mesh
     sharding = jax.typeof(leaf).sharding if is_explicit else getattr(leaf, "sharding", None)
-    return _written(sharding, leaf.ndim, rules.mesh, is_explicit)
+    own_mesh = mesh.abstract_mesh if is_explicit else mesh
+    spec = PartitionSpec()
+    if isinstance(sharding, NamedSharding) and sharding.mesh == own_mesh:
+        spec = sharding.spec
+    return _written(spec, leaf.ndim, mesh, is_explicit)
 
 
 @functools.lru_cache(maxsize=4096)  # asked for every array at every step
-def _written(sharding: Any, ndim: int, mesh: Mesh, is_explicit: bool) -> PartitionSpec:
-    """The spec of a sharding, as a compiled step would write it."""
-    entries: list[Any] = []
-    own_mesh = mesh.abstract_mesh if is_explicit else mesh
-    if isinstance(sharding, NamedSharding) and sharding.mesh == own_mesh:
-        entries = list(sharding.spec)
+def _written(spec: PartitionSpec, ndim: int, mesh: Mesh, is_explicit: bool) -> PartitionSpec:
+    """A spec as a compiled step would write it."""
+    entries: list[Any] = list(spec)
     if is_explicit:  # an entry for every dimension
         return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
     for index, entry in enumerate(entries):  # no axes of length one, no trailing None
@@ -254,7 +294,7 @@ def _written(sharding: Any, ndim: int, mesh: Mesh, is_explicit: bool) -> Partiti
 # What is saved.
 
 
-def named_arrays(state: TrainState[Any]) -> dict[str, Array]:
+def named_arrays(state: TrainState[Any]) -> dict[str, Any]:
     """What is saved of a state: its arrays by path, keys as numbers, without the noise's key."""
 
     def is_noise(node: object) -> bool:
@@ -270,19 +310,24 @@ def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainStat
     """The state with its arrays replaced by saved ones."""
 
     def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = arrays.get(jax.tree_util.keystr(path)) if eqx.is_array(leaf) else None
+        found = arrays.get(jax.tree_util.keystr(path)) if is_array_or_shape(leaf) else None
         if found is None:
             return leaf
-        if _is_key(leaf):
-            return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
-        return found
+        return key_of_words(found, leaf) if _is_key(leaf) else found
 
     return jax.tree_util.tree_map_with_path(replaced, state)
 
 
+def key_of_words(words: Array, like: Any) -> Array:
+    """Keys from the numbers that they are made of; `like` is a key, or the shape of one."""
+    generators: list[Any] = []
+    jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(words, impl=generators[0])
+
+
 def arrays_of(tree: PyTree[Any]) -> dict[str, Any]:
-    """The arrays of a tree, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
+    """The arrays of a tree, or the shapes that stand for them, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
@@ -293,7 +338,12 @@ def same(one: Array, other: Array) -> bool:
 
 
 def _numbers(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    if not _is_key(leaf):
+        return leaf
+    if not is_shape(leaf):
+        return jax.random.key_data(leaf)
+    words = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -11,25 +11,23 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray
 
-from ..gradients import PerExample, checked_trainable
-from ..precision import agreed_policy
+from ..gradients import PerExample
 from ..privacy import GaussianPrivatizerState, fold_text
 from ..programs import is_changed_by_reading
 from ..trees import PyTree
-from ..updates import first_state, stored_state, widened
+from ..updates import stored_state, widened
 from .disclosure import disclosed
 from .dispatch import Carry, Dispatch, FlatState
 from .extra import checked_extra, updated
 from .identity import texts_of
-from .settings import MicrobatchSize, StepSettings
+from .settings import MicrobatchSize
+from .starting import Starting
 from .state import (
     Specs,
     TrainState,
     constrained,
-    copied,
     is_gone,
     moved,
-    on_mesh,
     refuse_used_up,
 )
 
@@ -49,7 +47,7 @@ class _Arguments(NamedTuple):
     step: Any
 
 
-class Step(StepSettings[Model]):
+class Step(Starting[Model]):
     """A compiled step of private training, made by `make_step`.
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
@@ -68,6 +66,7 @@ class Step(StepSettings[Model]):
         disclose: what each batch discloses although no plan accounts for it.
         microbatch_size: how many examples a device processes at once; or who is to say that.
         filter_spec: what is trained.
+        shared: whether hosts share one draw evenly.
         run: the text that `for_run` was given; empty without.
         unrecorded: what trainers without a directory took of its steps.
     """
@@ -97,37 +96,6 @@ class Step(StepSettings[Model]):
                 earlier text. With an empty text the step is as `make_step` made it.
         """
         return dataclasses.replace(self, run=run)
-
-    def init(self, model: Model) -> TrainState[Model]:
-        """The state before the first step; its arrays are copies.
-
-        Args:
-            model: the model, of any float dtype, on any device.
-
-        Raises:
-            ValueError: the model is paired with another policy than the step's; a sharding rule
-                does not fit the model; nothing in the model is trained; the optimizer keeps state
-                narrower than the policy's optimizer dtype.
-        """
-        refuse_used_up("model", model)
-        checked_trainable(model, self.filter_spec)
-        if agreed_policy(model, self.policy) != self.policy:
-            raise ValueError(
-                "The model is paired with a policy and the step has none, so its noise would be "
-                "drawn without a policy. Give the policy to make_step as well."
-            )
-        with self.mesh():
-            model = self._parameters.stored(model)
-            params = self._wide(model)
-            opt_state = first_state(self._update, params, self.policy)
-            state = TrainState(
-                model,
-                copied((self._noise.init(params), opt_state)),
-                jnp.zeros((), jnp.int32),
-                {name: jnp.zeros((), jnp.float32) for name in self.disclose},
-                None if self.ema is None else copied(params),
-            )
-            return state if self.sharding is None else on_mesh(state, self.sharding)
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
         """Puts this host's part of a batch where the step wants it.

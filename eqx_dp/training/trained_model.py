@@ -17,9 +17,10 @@ from ..precision import Policy
 from ..privacy import PrivacyPlan
 from ..shown import shown
 from ..trees import PyTree
-from .checkpoint import arrays_in
 from .directory import PRIVACY, RunDirectory, record_in
 from .files import CheckpointError, read_json
+from .saved_arrays import arrays_in
+from .state import key_of_words
 
 Model = TypeVar("Model")
 
@@ -67,11 +68,7 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
         if not _is_array(leaf):
             return leaf
         array = found[name(at)]
-        return (
-            jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-            if _is_key(leaf)
-            else array
-        )
+        return key_of_words(array, leaf) if _is_key(leaf) else array
 
     return jax.tree_util.tree_map_with_path(read, like)
 

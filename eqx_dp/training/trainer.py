@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from ..expected import entries, expect, flag, function, path
-from ..planning import largest_microbatch, read_compiled
 from ..privacy import whole_number
 from .checked import checks_of, write_checks
 from .checkpoint import Checkpoints
@@ -18,12 +17,13 @@ from .data import Batches
 from .directory import METRICS, claimed
 from .dispatch import FlatState
 from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
-from .hosts import broadcast, watched
+from .first_model import FirstModel
+from .hosts import watched
 from .identity import Texts
 from .state import TrainState
-from .step import Mask, Step
+from .step import Step
 from .stopping import StopSignal
-from .tuned import settled
+from .tuned import largest_size, settled
 
 Model = TypeVar("Model")
 
@@ -53,6 +53,10 @@ class Trainer(Generic[Model]):
     exact after a run that ended by itself; a killed run may have released all steps up to its next
     save. So the run takes fewer steps, and epsilon is that of all steps that count.
 
+    **On several hosts** the same program runs on each, after `jax.distributed.initialize()`, with
+    one directory that all of them share. The guide to devices says how to start it under SLURM and
+    Kubernetes, and on TPUs.
+
     | event | what happens |
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
@@ -77,9 +81,13 @@ class Trainer(Generic[Model]):
         step: what `dp.make_step` made.
         data: a source of examples, or a tuple of sources, one for each argument of the loss. A
             source has a length and is indexed by an array of integers: numpy arrays, memory-mapped
-            files, data sets with fast random access. The next batch is read while a step runs. On
-            several hosts each reads only the examples that `step.sampler().owned` names, by their
-            positions in the whole data set.
+            files, data sets with fast random access; or it is a dictionary of such. What gives one
+            example at a time is a source by `dp.Records`. On several hosts each reads only the
+            examples that `step.sampler().owned` names, by their positions in the whole data set.
+        readers: how many batches are read at the same time, each by a thread of its own; more than
+            one for sources that several threads may index at once.
+        read_ahead: how many batches are drawn and read while a step runs, at least `readers`. Each
+            takes its memory.
         directory: the folder of checkpoints, `privacy.json`, `metrics.jsonl`, and `checks.json`,
             what `check_precision` says of the step; the same on all hosts. None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
@@ -114,6 +122,8 @@ class Trainer(Generic[Model]):
         step: Step[Model],
         data: Any,
         *,
+        readers: SupportsIndex = 1,
+        read_ahead: SupportsIndex = 1,
         directory: str | os.PathLike[str] | None = None,
         save_every: SupportsIndex = 100,
         keep: SupportsIndex = 3,
@@ -137,7 +147,12 @@ class Trainer(Generic[Model]):
         self._save_every = whole_number("save_every", save_every, least=1, most=2**53)
         self._evaluate_every = whole_number("evaluate_every", every, least=1, most=2**53)
         self._step = step
-        self._batches = Batches(data, step.sampler())
+        self._batches = Batches(
+            data,
+            step.sampler(),
+            whole_number("readers", readers, least=1, most=1024),
+            whole_number("read_ahead", read_ahead, least=1, most=1024),
+        )
         self._evaluate = evaluate
         self._extra = extra
         self._callbacks = callbacks
@@ -159,13 +174,22 @@ class Trainer(Generic[Model]):
         directory = None if self._directory is None else str(self._directory)
         return f"{type(self).__name__}({self._step}, directory={directory!r})"
 
-    def run(self, model: Model, steps: SupportsIndex | None = None) -> TrainState[Model]:
+    def run(
+        self,
+        model: Model | None = None,
+        steps: SupportsIndex | None = None,
+        *,
+        init_model: Callable[[], Model] | None = None,
+    ) -> TrainState[Model]:
         """Trains, from the start or from the last checkpoint.
 
         Args:
-            model: the model before the first step, also if there is a checkpoint.
+            model: the model before the first step, also if there is a checkpoint. It is not held
+                once a state is there: if the caller does not hold it either, its memory is free.
             steps: the number of steps, counted from the start, after which the run stops; by
                 default the plan's.
+            init_model: in place of a model; `init_model()` returns it. No device and no host then
+                holds a whole array that sharding rules spread (see [`Step`][]`.init`).
 
         Returns:
             The last state; `.model` is the trained model.
@@ -184,6 +208,8 @@ class Trainer(Generic[Model]):
         stop = (
             plan.steps if steps is None else whole_number("steps", steps, least=0, most=plan.steps)
         )
+        first = FirstModel(model, init_model)
+        del model
         with (
             claimed(directory),
             StopSignal(can_save=directory is not None) as signal,
@@ -192,7 +218,7 @@ class Trainer(Generic[Model]):
         ):
             self._step = settled(
                 self._step,
-                model,
+                first,
                 self._batches.example,
                 directory,
                 self._device_memory,
@@ -200,10 +226,11 @@ class Trainer(Generic[Model]):
             )
             if directory is None:
                 self._refuse_to_begin_again()
-                state, texts = self._step.init(model), self._texts(model)
+                texts = self._texts(first)
+                state = self._step.first_state(first)
                 return self._loop(self._step, state, texts, stop, None, signal, stepped)
-            checks = self._trace(model)
-            texts = self._texts(model)
+            checks = self._trace(first)
+            texts = self._texts(first)
             with closing(
                 Checkpoints(
                     directory,
@@ -213,7 +240,7 @@ class Trainer(Generic[Model]):
                     allow_changed=self._allow_changed,
                 )
             ) as checkpoints:
-                state = checkpoints.restore(model)
+                state = checkpoints.restore(first)
                 write_checks(directory, checks)
                 state = self._loop(
                     checkpoints.step, state, texts, stop, checkpoints, signal, stepped
@@ -233,7 +260,7 @@ class Trainer(Generic[Model]):
                 "another seed."
             )
 
-    def _trace(self, model: Model) -> dict[str, Any]:
+    def _trace(self, first: FirstModel[Model]) -> dict[str, Any]:
         """Traces a step: a loss that is refused has no record, and no steps that count.
 
         Returns what the checks say of it.
@@ -245,13 +272,23 @@ class Trainer(Generic[Model]):
             lambda one: np.zeros((slots, *one.shape[1:]), one.dtype), self._batches.example
         )
         examples, mask = step.place((batch, np.zeros(slots, bool)))
-        state, extra = step.init(model), self._extra_of(0, model)
+        state, extra = step.form(first), self._extra_in_the_beginning(first)
+        if state is None:
+            state = step.init(first.given, init_model=first.make)
         step.lower(state, *examples, is_padding_example=mask, extra=extra)
         return checks_of(step, state, *examples, is_padding_example=mask, extra=extra)
 
-    def _texts(self, model: Model) -> Texts:
+    def _texts(self, first: FirstModel[Model]) -> Texts:
         """What a step computes; it is traced for that."""
-        return self._step.texts(model, self._batches.example, self._extra_of(0, model))
+        extra = self._extra_in_the_beginning(first)
+        return self._step.texts(first.shapes, self._batches.example, extra)
+
+    def _extra_in_the_beginning(self, first: FirstModel[Model]) -> Mapping[str, Any]:
+        if self._extra is None:
+            return {}
+        if first.given is not None:
+            return self._extra(0, first.given)
+        return self._extra(0, self._step.init(init_model=first.make).model)
 
     def _loop(
         self,
@@ -263,7 +300,7 @@ class Trainer(Generic[Model]):
         signal: StopSignal,
         stepped: Callable[[int], None],
     ) -> TrainState[Model]:
-        start, began = int(state.step), time.monotonic()
+        start, began, limit = int(state.step), time.monotonic(), self._device_memory
         listeners = self._callbacks
         if self._directory is not None:
             listeners = (JsonLines(self._directory / METRICS, start), *listeners)
@@ -281,11 +318,11 @@ class Trainer(Generic[Model]):
                 jax.block_until_ready(before_last)
                 # Without rules a step takes numpy's arrays as they are, which is faster.
                 examples, mask = batch if step.sharding is None else step.place(batch)
-                extra = self._extra_of(done - 1, flat.state.model) if self._extra else {}
+                extra = self._extra(done - 1, flat.state.model) if self._extra else {}
                 if done == start + 1 and step.microbatch_size == "auto":
                     known = None if checkpoints is None else checkpoints.microbatch_size
                     step = step.with_microbatch_size(
-                        known or self._largest_size(step, flat.state, examples, mask, extra)
+                        known or largest_size(step, flat.state, (examples, mask, extra), limit)
                     )
                     if checkpoints is not None:
                         checkpoints.step = step
@@ -309,36 +346,6 @@ class Trainer(Generic[Model]):
                 if is_over:
                     break
             return jax.block_until_ready(flat.state)
-
-    def _largest_size(
-        self,
-        step: Step[Model],
-        state: TrainState[Model],
-        batch: tuple[Any, ...],
-        mask: Mask,
-        extra: Mapping[str, Any],
-    ) -> int:
-        """The largest microbatch that fits into the memory of a device; nothing is run for it."""
-        limit = _device_memory() if self._device_memory is None else self._device_memory
-
-        def bytes_of(size: int) -> int:
-            sized = step.with_microbatch_size(size)
-            lowered = sized.lower(state, *batch, is_padding_example=mask, extra=extra)
-            found = read_compiled(lowered.compile())
-            if found is None:
-                raise ValueError(
-                    'microbatch_size is "auto", and the compiler of this platform does not say '
-                    "what memory a program takes. Give a number."
-                )
-            return found.total
-
-        parts = 1 if step.sharding is None else step.sharding.num_shards
-        size = largest_microbatch(bytes_of, limit, len(mask) // parts)
-        return broadcast(size)  # hosts may have different amounts free
-
-    def _extra_of(self, done: int, model: Model) -> Mapping[str, Any]:
-        """What the optimizer's update takes beside, in the step after so many."""
-        return {} if self._extra is None else self._extra(done, model)
 
     def _is_saved_at(self, done: int) -> bool:
         return done % self._save_every == 0
@@ -370,11 +377,3 @@ class Trainer(Generic[Model]):
             if done > stop:
                 return
             yield done
-
-
-def _device_memory() -> int:
-    """Bytes of a device, or on a CPU an equal part of what is free, for each of its devices."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()

@@ -1,6 +1,8 @@
-"""The method and the microbatch of a run that leaves them to the clock."""
+"""The method and the microbatch of a run that leaves them to the clock, or to the memory."""
 
+import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar, cast
 
@@ -8,20 +10,22 @@ import jax
 from jaxtyping import PyTree
 
 from ..gradients import takes_key
-from ..planning import Tuning, limit_of, local_bytes, tune
+from ..planning import Tuning, largest_microbatch, limit_of, local_bytes, read_compiled, tune
 from ..privacy import whole_number
 from .directory import RUN, TUNING, record_in
 from .files import CheckpointWarning
-from .hosts import from_first_host, is_first_host
+from .first_model import FirstModel
+from .hosts import broadcast, from_first_host, is_first_host
 from .settings import MicrobatchSize
-from .step import Step
+from .state import TrainState
+from .step import Mask, Step
 
 Model = TypeVar("Model")
 
 
 def settled(
     step: Step[Model],
-    model: Model,
+    first: FirstModel[Model],
     example: tuple[PyTree[Any], ...],
     directory: Path | None,
     device_memory: SupportsIndex | None,
@@ -45,7 +49,7 @@ def settled(
 
     Args:
         step: as it was made.
-        model: before the first step.
+        first: the model before the first step.
         example: one example, as the loss gets it, with a leading axis of one.
         directory: of the run, or None.
         device_memory: as for the trainer.
@@ -61,7 +65,7 @@ def settled(
         kept = from_first_host(lambda: _recorded(directory, step))
         if kept is not None:
             return step.with_choice(*kept)
-    tuning = _measured(step, model, example, device_memory, progress)
+    tuning = _measured(step, first, example, device_memory, progress)
     if directory is not None and is_first_host():
         _write(directory / TUNING, tuning)
     return step.with_choice(tuning.method, tuning.microbatch_size)
@@ -77,14 +81,15 @@ def _recorded(directory: Path, step: Step[Any]) -> tuple[str, MicrobatchSize] | 
 
 def _measured(
     step: Step[Any],
-    model: Any,
+    first: FirstModel[Any],
     example: tuple[PyTree[Any], ...],
     device_memory: SupportsIndex | None,
     progress: bool,
 ) -> Tuning:
     if device_memory is not None:
         device_memory = whole_number("device_memory", device_memory, least=1, most=2**60)
-    slots, state = step.sampler().capacity, step.init(model)
+    slots = step.sampler().capacity
+    state = step.init(first.given, init_model=first.make)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), example)
     limit = limit_of(device_memory)
     if limit is not None:  # the optimizer's state is there, too, and is not given to the gradient
@@ -99,6 +104,47 @@ def _measured(
         progress=progress and is_first_host(),
     )
     return tuned.tuning
+
+
+def largest_size(
+    step: Step[Model],
+    state: TrainState[Model],
+    given: tuple[tuple[Any, ...], Mask, Mapping[str, Any]],
+    device_memory: int | None,
+) -> int:
+    """The largest microbatch that fits into the memory of a device; nothing is run for it.
+
+    Args:
+        step: of the run.
+        state: arrays or shapes of arrays.
+        given: examples, mask and extra of a step.
+        device_memory: bytes of a device; None for what it reports.
+    """
+    batch, mask, extra = given
+    limit = _device_memory() if device_memory is None else device_memory
+
+    def bytes_of(size: int) -> int:
+        sized = step.with_microbatch_size(size)
+        lowered = sized.lower(state, *batch, is_padding_example=mask, extra=extra)
+        found = read_compiled(lowered.compile())
+        if found is None:
+            raise ValueError(
+                'microbatch_size is "auto", and the compiler of this platform does not say '
+                "what memory a program takes. Give a number."
+            )
+        return found.total
+
+    parts = 1 if step.sharding is None else step.sharding.num_shards
+    size = largest_microbatch(bytes_of, limit, len(mask) // parts)
+    return broadcast(size)  # hosts may have different amounts free
+
+
+def _device_memory() -> int:
+    """Bytes of a device, or on a CPU an equal part of what is free, for each of its devices."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
 def _write(file: Path, tuning: Tuning) -> None:

@@ -1,7 +1,8 @@
 """One of two hosts of a run; `python -m tests.training.host` is one process of it.
 
 Arguments: the host's number, the coordinator's port, the run's directory, a folder for what is
-compiled, and how long a step takes at least, in seconds. Prints each step; at the end host 0 leaves
+compiled, how long a step takes at least, in seconds, and "shared" where hosts share a draw and make
+the model by a function. Prints each step; at the end host 0 leaves
 the parameters in `params.npz` beside the run's directory.
 """
 
@@ -20,7 +21,7 @@ STEPS = 30
 PLAN = runs.plan_of(STEPS)
 
 
-def main(host, port, directory, cache, pause):
+def main(host, port, directory, cache, pause, how=""):
     for name, value in {
         "jax_num_cpu_devices": 1,
         "jax_cpu_collectives_implementation": "gloo",
@@ -36,9 +37,12 @@ def main(host, port, directory, cache, pause):
         time.sleep(float(pause))
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    step = runs.make(PLAN, sharding=dp.ShardingRules(mesh, accumulators="examples"))
+    is_shared = how == "shared"
+    rules = dp.ShardingRules(mesh, accumulators="examples")
+    step = runs.make(PLAN, sharding=rules, shared=is_shared)
     trainer = runs.trainer(directory, step, callbacks=[says], save_every=5)
-    state = trainer.run(runs.small_model())
+    made = {"init_model": runs.small_model}
+    state = trainer.run(**(made if is_shared else {"model": runs.small_model()}))
     whole = jax.NamedSharding(mesh, jax.P())
     leaves = [
         jax.jit(lambda x: x, out_shardings=whole)(x).addressable_data(0)

@@ -16,6 +16,7 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.training.checkpoint import Checkpoints
 from eqx_dp.training.directory import RunDirectory
+from eqx_dp.training.first_model import FirstModel
 from eqx_dp.training.identity import key_of
 from tests.training import runs
 from tests.training.runs import SEED, XS, YS, assert_agrees, assert_same, leaves, make, small_model
@@ -49,7 +50,7 @@ def restored(directory, step=STEP, model=None):
     identity = step.identity(model, XS[:1], YS[:1])
     checkpoints = Checkpoints(directory, step, identity=identity)
     try:
-        return checkpoints.restore(model)
+        return checkpoints.restore(FirstModel(model))
     finally:
         checkpoints.close()
 
@@ -378,7 +379,7 @@ def test_a_write_does_not_see_the_next_step(tmp_path):
     step = make(optimizer=optax.sgd(0.1))
     model = eqx.nn.Linear(1024, 4096, key=jax.random.key(1))  # 16 MiB take a while to write
     checkpoints = Checkpoints(tmp_path, step)
-    state = checkpoints.restore(model)
+    state = checkpoints.restore(FirstModel(model))
     before = [np.array(leaf, copy=True) for leaf in leaves(state.model)]
     bump = jax.jit(lambda arrays: [x + 1 for x in arrays], donate_argnums=0)
     arrays = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
@@ -390,7 +391,7 @@ def test_a_write_does_not_see_the_next_step(tmp_path):
     assert checkpoints.close()
     assert_same(spare, [x + 1 for x in before])
     assert_same(arrays, [x + 50 * 0 for x in leaves(arrays)])
-    found = Checkpoints(tmp_path, step).restore(model)
+    found = Checkpoints(tmp_path, step).restore(FirstModel(model))
     for old, new in zip(before, leaves(found.model), strict=True):
         np.testing.assert_array_equal(old, new)
 

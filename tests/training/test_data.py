@@ -39,6 +39,26 @@ class Pair(NamedTuple):
     y: np.ndarray
 
 
+class Stored:
+    """One record at a time, by a whole number, as grain's random-access sources."""
+
+    def __len__(self):
+        return NUM_EXAMPLES
+
+    def __getitem__(self, index):
+        if not isinstance(index, int):
+            raise TypeError("by whole numbers alone")
+        return repr(float(YS[index]))
+
+
+class Bulk(Stored):
+    def __getitem__(self, index):
+        raise TypeError("all at once")
+
+    def __getitems__(self, indices):
+        return [Stored.__getitem__(self, index) for index in indices]
+
+
 def expected(values, step=0, **options):
     """Rows at the places of a batch, zeros where there are none."""
     indices, mask = sampler(**options).batch(step)
@@ -64,6 +84,14 @@ SOURCES = {
     "arguments": (lambda _: Source(lambda i: (XS[i], YS[i])), (XS, YS)),
     "pair": (lambda _: Source(lambda i: Pair(XS[i], YS[i])), (Pair(XS, YS),)),
     "jax": (lambda _: Source(lambda i: jax.numpy.asarray(XS)[i]), (XS,)),
+    "columns by name": (lambda _: {"x": XS, "y": YS}, ({"x": XS, "y": YS},)),
+    "nested": (lambda _: (XS, {"a": {"y": YS}}), (XS, {"a": {"y": YS}})),
+    "records": (lambda _: dp.Records(list(zip(XS, YS, strict=True))), (XS, YS)),
+    "decoded": (
+        lambda _: dp.Records(Stored(), lambda text: {"y": np.float32(text)}, readers=3),
+        ({"y": YS},),
+    ),
+    "records of many": (lambda _: dp.Records(Bulk(), np.float32), (YS,)),
     "mixed": (lambda _: (XS, Source(lambda i: {"y": YS[i]})), (XS, {"y": YS})),
 }
 
@@ -146,6 +174,58 @@ def test_batches_of_a_run_are_those_of_its_steps():
         np.testing.assert_array_equal(batch.examples[0], expected(XS, step))
         assert len(source.asked) <= 1 + (step - 5 + 1) + 1  # the first was of an example
     assert step == 49
+
+
+@pytest.mark.parametrize(("readers", "ahead"), [(3, 1), (1, 4), (2, 5)])
+def test_batches_of_several_readers_come_in_order(readers, ahead):
+    """Whoever is slow; and no more are read than are asked for."""
+    first, begun = threading.Event(), []
+
+    def read(indices):
+        begun.append(len(indices))
+        if len(begun) == 2:  # of the first step, after that of an example
+            first.wait(timeout=60 if readers > 1 else 0.1)
+        elif len(begun) > 2:
+            first.set()  # another reader goes on meanwhile
+        return XS[indices]
+
+    batches = Batches(Source(read), sampler(), readers, ahead)
+    for step, batch in enumerate(batches.from_step(2, 12), 2):
+        np.testing.assert_array_equal(batch.examples[0], expected(XS, step))
+        assert len(begun) <= 1 + (step - 1) + max(readers, ahead)
+    assert step == 11
+    assert len(begun) == 11
+
+
+def test_a_loop_that_ends_early_waits_for_no_reader():
+    reads = []
+
+    def read(indices):
+        reads.append(None)
+        return XS[indices]
+
+    batches = Batches(Source(read), sampler(), readers=1, ahead=30).from_step(0, 100)
+    next(batches)
+    batches.close()
+    assert len(reads) <= 1 + 1 + 31
+    assert not [t for t in threading.enumerate() if t.name.startswith(("eqx_dp-data", "eqx_dp-dr"))]
+
+
+def test_large_draws_are_not_made_many_at_once(monkeypatch):
+    """A draw of many examples takes long: the first batch does not wait for that of the 16th."""
+    monkeypatch.setattr("eqx_dp.training.data._SLOTS_AT_ONCE", 2 * sampler().capacity)
+    drawn = []
+
+    class Noted(PoissonSampler):
+        def batch(self, step):
+            drawn.append(step)
+            return super().batch(step)
+
+    noted = Noted(NUM_EXAMPLES, 0.25, SEED, pad_to=8)
+    batches = Batches(XS, noted).from_step(0, 16)
+    next(batches)
+    batches.close()
+    assert max(drawn) <= 3
 
 
 def test_a_run_overlaps_reading_with_its_steps(tmp_path):
@@ -249,6 +329,39 @@ def test_a_fault_of_a_batch_as_a_whole_does_not_tell_how_many_there_are():
     assert f"{count} indices together" in caught.value.private_details()
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (lambda i: YS[:1] if i else YS[:2], "index 1: the source gave examples of shape (1,)"),
+        (lambda i: {"x": 1.0} if i else 1.0, "index 1: the source gave PyTreeDef({'x': *})"),
+        (lambda i: [1.0][i], "list index out of range"),
+    ],
+)
+def test_records_at_fault_are_not_told(record, said):
+    class Faulty(Stored):
+        def __getitem__(self, index):
+            return record(min(index, 1))
+
+    everything = PoissonSampler(NUM_EXAMPLES, 1.0, SEED)
+    with pytest.raises(dp.DataError, match="data, a Records: the source raised") as caught:
+        next(Batches(dp.Records(Faulty(), readers=2), everything).from_step(0, 1))
+    assert said in caught.value.private_details()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((iter([1]),), "records must have a length and be indexed by whole numbers"),
+        (({"x": XS},), "records must have a length"),
+        (([1], 3), "decode must be a function, decode"),
+        (([1], None, 0), "readers must be at least 1"),
+    ],
+)
+def test_what_are_no_records(arguments, said, unchecked):
+    with pytest.raises(ValueError, match=said):
+        dp.Records(*arguments)
+
+
 def test_the_first_example_is_looked_at():
     with pytest.raises(dp.DataError, match="data, a Source: the source raised KeyError"):
         Batches(Source(lambda i: {}["x"]), sampler())
@@ -258,7 +371,11 @@ def test_the_first_example_is_looked_at():
     ("data", "said"),
     [
         (list(range(NUM_EXAMPLES)), "data is a list: a source has a length"),
-        ({0: 1}, "data is a dict"),
+        ({0: 1}, "data[0] is a int"),
+        ({}, "data is an empty dictionary"),
+        ({"x": XS, "y": YS[:10]}, "data['y'] holds 10 examples"),
+        ((XS, {"y": [1]}), "data[1]['y'] is a list"),
+        (dp.Records([1, 2]), "data holds 2 examples"),
         ("a file", "data is a str"),
         (iter([1]), "data is a list_iterator"),
         ((XS, [1]), "data[1] is a list"),

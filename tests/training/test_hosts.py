@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
+import eqx_dp as dp
 from eqx_dp.training.files import problem_of
 from tests.training import host as one_host
+from tests.training import runs
 from tests.training.host import PLAN, STEPS
 from tests.training.runs import assert_agrees
 
@@ -69,7 +72,7 @@ class Hosts:
         return "\n".join(output.read_text()[-3000:] for output in self.outputs)
 
 
-def params(directory, cache):
+def params(directory, cache, how=""):
     """What a run ends with that nothing disturbs (any more); forked, for speed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.training.fire", "tests.training.host"])
@@ -78,7 +81,7 @@ def params(directory, cache):
     processes = [
         context.Process(
             target=one_host.forked,
-            args=(output, host, port, str(directory), str(cache), 0),
+            args=(output, host, port, str(directory), str(cache), 0, how),
         )
         for host, output in enumerate(outputs)
     ]
@@ -144,3 +147,19 @@ def test_two_hosts_stop_and_go_on_together(tmp_path):
     assert_one_stops_without_the_other(directory, cache, victim=1, step=18)
     for a, b in zip(params(directory, cache), whole, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_two_hosts_share_a_draw_and_make_a_model(tmp_path):
+    """They end as one process on two devices does, up to rounding, and read one another's part."""
+    for folder in ("cache", "run"):
+        (tmp_path / folder).mkdir()
+    of_two = params(tmp_path / "run" / "run", tmp_path / "cache", "shared")
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    rules = dp.ShardingRules(mesh, accumulators="examples")
+    step = runs.make(PLAN, sharding=rules, shared=True)
+    of_one = runs.trainer(None, step).run(init_model=runs.small_model)
+    for a, b in zip(of_two, runs.leaves(of_one.model), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

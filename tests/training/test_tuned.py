@@ -8,6 +8,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.planning import trials
+from eqx_dp.training.first_model import FirstModel
 from eqx_dp.training.tuned import settled
 from tests.training import runs
 from tests.training.runs import XS, YS, assert_same, leaves, make, small_model
@@ -170,7 +171,7 @@ def test_several_hosts_may_not_measure(monkeypatch, clock):
     example = (XS[:1], YS[:1])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"There are 2 processes.*give make_step the method"):
-        settled(step, small_model(), example, None, None, False)
+        settled(step, FirstModel(small_model()), example, None, None, False)
 
 
 @pytest.mark.slow
