@@ -5,17 +5,24 @@ from .boundary import Argument, agreed, check_context, example_program, on_devic
 from .constraints import constraints_of
 from .processes import slots_by_process
 from .rules import ShardingRules, checked_rules
+from .shards import Cut, Shard, cut_of, evaluated_whole, rearranged, whole
 
 __all__ = [
     "Argument",
+    "Cut",
+    "Shard",
     "ShardingRules",
     "agreed",
     "axes_of",
     "check_context",
     "checked_rules",
     "constraints_of",
+    "cut_of",
+    "evaluated_whole",
     "example_program",
     "on_device",
     "over_devices",
+    "rearranged",
     "slots_by_process",
+    "whole",
 ]

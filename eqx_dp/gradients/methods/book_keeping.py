@@ -52,7 +52,8 @@ def clipped_sum(
         result = clip_and_sum(traced, groups, found, loss, aux, scales, is_padding_example)
         return result._replace(grads=traced.of_leaves(result.grads))
 
-    return computed_once(finish, (loss, aux, residuals, cotangents, grads, scales), loss)
+    result = computed_once(finish, (loss, aux, residuals, cotangents, grads, scales), loss)
+    return result._replace(grads=traced.scattered(result.grads))
 
 
 def _backward(

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ...precision import stage
+from ...sharding import Cut, Shard, whole
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
 from ..computed_once import computed_once
@@ -60,12 +61,14 @@ class TracedLoss(NamedTuple):
         costs: how each leaf is treated, and what that costs for one example.
         targets: what is measured and summed as one.
         outside: what is evaluated once for all examples; None until it is.
+        cuts: for each trainable leaf, how its sum is scattered over devices as soon as it is known;
+            None where it is not. Empty without sharding rules.
     """
 
     split: Split
     uses: Uses
-    params: list[Array]
-    frozen: list[Array]
+    params: list[Array | Shard]
+    frozen: list[Array | Shard]
     clipping: Clipping
     groups: list[int]
     accumulate_dtype: np.dtype[Any]
@@ -73,6 +76,7 @@ class TracedLoss(NamedTuple):
     costs: list[LeafCost]
     targets: list[Target]
     outside: Outside | None = None
+    cuts: tuple[Cut | None, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -108,7 +112,7 @@ class TracedLoss(NamedTuple):
     def _derivative(self, target: Target, shared: Shared) -> Array:
         """The derivative of each entry of a derived value in the entry that it comes from."""
         function = self.split.of_leaves(target.leaves, target.roots, shared)
-        values = [self.params[leaf] for leaf in target.leaves]
+        values = [whole(self.params[leaf]) for leaf in target.leaves]
         _, (found,) = jax.jvp(function, (values,), ([jnp.ones_like(x) for x in values],))
         return found.astype(self.accumulate_dtype)
 
@@ -116,7 +120,7 @@ class TracedLoss(NamedTuple):
         """The gradient of a penalty with respect to all parameters that it depends on."""
         leaves = sorted(self.split.derived[root - len(self.params)].leaves)
         function = self.split.of_leaves(leaves, [root], shared)
-        values, pullback = jax.vjp(function, [self.params[leaf] for leaf in leaves])
+        values, pullback = jax.vjp(function, [whole(self.params[leaf]) for leaf in leaves])
         (found,) = pullback([jnp.ones_like(value) for value in values])
         wide = [gradient.astype(self.accumulate_dtype) for gradient in found]
         return dict(zip(leaves, wide, strict=True))
@@ -128,7 +132,7 @@ class TracedLoss(NamedTuple):
         return [*self.split.consts, *(probe.split.consts if probe else ())]
 
     def with_arrays(
-        self, params: list[Array], frozen: list[Array], consts: list[Any]
+        self, params: list[Array | Shard], frozen: list[Array | Shard], consts: list[Any]
     ) -> "TracedLoss":
         """The same loss with other arrays: those that live on one device."""
         own = len(self.split.consts)
@@ -169,6 +173,51 @@ class TracedLoss(NamedTuple):
     def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
         """Shape of a trainable leaf, with the accumulate dtype."""
         return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
+
+    def cut(self, leaf: int) -> Cut | None:
+        """How the sum of a trainable leaf is scattered over devices as soon as it is known."""
+        return self.cuts[leaf] if self.cuts else None
+
+    def summed(self, leaf: int) -> jax.ShapeDtypeStruct:
+        """Shape of what a device holds of a leaf's sum."""
+        its, cut = self.accumulated(leaf), self.cut(leaf)
+        return its if cut is None else its.update(shape=cut.local(its.shape))
+
+    def no_sums(self) -> list[Array]:
+        """Zeros, as a device holds the sums of all leaves."""
+        shapes = map(self.summed, range(len(self.params)))
+        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
+
+    @property
+    def parts(self) -> dict[int, Shard]:
+        """The arrays of which a device holds a part, by their place among all that are shared."""
+        shared = (*self.shared.roots, *self.shared.fixed)
+        return {i: x for i, x in enumerate(shared) if isinstance(x, Shard)}
+
+    def with_parts(self, parts: dict[int, Shard]) -> "TracedLoss":
+        """The same with other values in their place."""
+        if not parts:
+            return self
+        assert self.outside is not None
+        roots = len(self.shared.roots)
+        shared = [parts.get(i, x) for i, x in enumerate((*self.shared.roots, *self.shared.fixed))]
+        outside = self.outside._replace(shared=Shared(shared[:roots], shared[roots:]))
+        return self._replace(outside=outside)
+
+    def scattered(self, sums: list[Array]) -> list[Array]:
+        """The sums of all leaves, of which a device keeps its part.
+
+        Guarantee: they are added over devices in the dtype that they come in, the accumulate dtype.
+
+        Args:
+            sums: of each leaf over this device's examples; those that have the shape of a part
+                already are left as they are.
+        """
+        return [
+            total if cut is None or total.shape == self.summed(leaf).shape else cut.scattered(total)
+            for leaf, total in enumerate(sums)
+            for cut in [self.cut(leaf)]
+        ]
 
 
 class ClippedSum(NamedTuple):
@@ -264,7 +313,7 @@ def _through(traced: TracedLoss, index: int, held: Held, num_examples: int) -> L
             own += formed_penalties(heights, penalties)
         if formed:
             function = traced.split.of_leaves([leaf], list(formed), outside.shared)
-            own.append(pulled_back(function, traced.params[leaf], list(formed.values()), dtype))
+            own.append(pulled_back(function, whole(traced.params[leaf]), list(formed.values()), dtype))
         return heights, functools.reduce(jnp.add, own)
 
     its = held.of_roots(target.roots, traced.uses)

@@ -7,6 +7,7 @@ Scans stay scans, and what is rematerialised stays so.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -86,8 +87,8 @@ def clipped_sum(
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
-        here, asked = jax.lax.optimization_barrier((examples, past[:2]))
-        backward = functools.partial(_backward, traced, asked[0])
+        here, asked, held = jax.lax.optimization_barrier((examples, past[:2], traced.parts))
+        backward = functools.partial(_backward, traced.with_parts(held), asked[0])
         found = run_apart(backward, traced.split.program.jaxpr.jaxpr, here, asked[1], scales)
         groups = [target.group for target in traced.targets]
         leaves = [
@@ -104,14 +105,17 @@ def clipped_sum(
             (asked[1], past.result.grad_norms),
         )
         totals = traced.of_leaves([leaf.total for leaf in leaves])
+        if any(traced.cuts):
+            # Nothing is sent in the first pass.
+            totals = jax.lax.cond(
+                asked[0], lambda _: traced.no_sums(), traced.scattered, totals
+            )
         return _Pass(
             jnp.zeros((), bool), factors, ClippedSum(totals, found.loss, grad_norms, found.aux)
         )
 
     batch, dtype = len(is_padding_example), traced.accumulate_dtype
-    nothing = [
-        jnp.zeros(x.shape, x.dtype) for x in map(traced.accumulated, range(len(traced.params)))
-    ]
+    nothing = traced.no_sums()
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
     of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
     start = _Pass(jnp.ones((), bool), of_groups, ClippedSum(nothing, loss, of_groups, aux))
@@ -156,11 +160,13 @@ def _taps(traced: TracedLoss, known: dict[Address, Known]) -> tuple[dict[str, An
     """Zeros for every use of one example, and where examples are in its cotangent: no total has."""
     uses: dict[Address, Any] = {}
     axes: dict[Address, Any] = {}
-    for at, (use, _, form, is_small) in known.items():
-        if form is None or is_small:
-            uses[at], axes[at] = tap_of(known[at], traced.accumulate_dtype), 0
+    for at, its in known.items():
+        use, form, scattering = its.use, its.form, its.scattering
+        if form is None or its.is_small:
+            uses[at], axes[at] = tap_of(its, traced.accumulate_dtype), 0
             continue
-        total = jnp.zeros((*use.slices, *form.shape), form.dtype)
+        shape = form.shape if scattering is None else scattering.part
+        total = jnp.zeros((*use.slices, *shape), form.dtype)
         uses[at] = Found(jnp.zeros((*use.slices, 2), total.dtype), total)
         axes[at] = Found(0, None)  # pyright: ignore[reportArgumentType]
     whole = {root: traced.shared.roots[root] for root in traced.uses.whole}
@@ -198,6 +204,9 @@ def _of_root(traced: TracedLoss, root: int, found: _Backward, asked: Ask) -> Fou
     if len(uses) == 1:
         ((at, use),) = uses.items()
         if isinstance(tap := cotangents[at], Found):
+            part = None if traced.cut(root) is None else traced.summed(root).shape
+            if part is not None and tap.total.size == math.prod(part):  # scattered
+                return Found(of_slices(tap.measured), tap.total.reshape(part))
             return Found(of_slices(tap.measured), use.view.pulled_back(tap.total, shape))
         if isinstance(tap, Formed):
             own = of_parameter(tap, use, shape)
