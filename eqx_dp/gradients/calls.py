@@ -19,6 +19,7 @@ from ..sharding import (
     cut_of,
     over_devices,
     slots_by_process,
+    warn_of_uneven,
     whole,
 )
 from ..shown import shapes
@@ -147,6 +148,7 @@ def specs_of(
     check_context(rules)
     rules.check_examples(examples.num_examples)
     specs = rules.specs(model)
+    warn_of_uneven(rules, model, params)
 
     def of(part: PyTree[Any]) -> list[PartitionSpec]:
         def spec(leaf: Any, found: PartitionSpec | None) -> PartitionSpec | None:
@@ -157,7 +159,11 @@ def specs_of(
     of_params, of_frozen = of(params), of(frozen)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     sums = list(map(rules.accumulator_spec, of_params, shapes))
-    cuts = [cut_of(rules, spec, len(shape)) for spec, shape in zip(of_params, shapes, strict=True)]
+    at_once = rules.accumulators != "params_once"
+    cuts = [
+        cut_of(rules, spec, len(shape)) if at_once else None
+        for spec, shape in zip(of_params, shapes, strict=True)
+    ]
     of_one = [*of_params, *of_frozen, *examples.specs()]
     return CallSpecs(of_params, of_frozen, sums, of_one, tuple(cuts))
 
@@ -223,7 +229,7 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     return over_devices(
         function,
         rules,
-        [*traced.params, *traced.frozen, *consts],
+        [*map(whole, (*traced.params, *traced.frozen)), *consts],
         [*specs.params, *specs.frozen, *[PartitionSpec()] * len(consts)],
         [*examples.leaves, *mask],
         specs.sums,

@@ -84,10 +84,10 @@ class Split(NamedTuple):
         array = jaxpr.invars[place]
         return any(array in equation.invars for equation in jaxpr.eqns) or array in jaxpr.outvars
 
-    def shared(self, params: list[Array | Shard], frozen: list[Array | Shard]) -> Shared:
+    def shared(self, params: Sequence[Array | Shard], frozen: Sequence[Array | Shard]) -> Shared:
         """Evaluates what depends on parameters alone, once."""
         if self.outside is None:
-            return Shared(params, frozen)
+            return Shared([*params], [*frozen])
         run: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self._narrowed(self.outside))
         found = run(*map(_or_part, (*params, *frozen)))
         num_roots = len(self.derived)

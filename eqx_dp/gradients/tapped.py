@@ -206,9 +206,7 @@ class _Evaluation(NamedTuple):
         is gathered once, ahead of it.
         """
         consts, carry, slices = scan.split(inputs)
-        slices = [
-            whole(x) if isinstance(x, Shard) and x.is_scanned_whole() else x for x in slices
-        ]
+        slices = [whole(x) if isinstance(x, Shard) and x.is_scanned_whole() else x for x in slices]
         inputs = [*map(whole, (*consts, *carry)), *slices]
         one_for_all = {address for address, its in at.items() if its.scans[self.depth] == "added"}
         same = {address: tap for address, tap in taps.items() if address in one_for_all}

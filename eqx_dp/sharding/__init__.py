@@ -6,6 +6,7 @@ from .constraints import constraints_of
 from .processes import slots_by_process
 from .rules import ShardingRules, checked_rules
 from .shards import Cut, Shard, cut_of, evaluated_whole, rearranged, whole
+from .uneven import warn_of_uneven
 
 __all__ = [
     "Argument",
@@ -24,5 +25,6 @@ __all__ = [
     "over_devices",
     "rearranged",
     "slots_by_process",
+    "warn_of_uneven",
     "whole",
 ]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.extend.core as jex_core
@@ -126,10 +126,12 @@ class Shard:
         self.part, self.cut, self.is_gathered_again = part, cut, is_gathered_again
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Cut, bool]]:
+        """The part, and all else."""
         return (self.part,), (self.cut, self.is_gathered_again)
 
     @classmethod
     def tree_unflatten(cls, aux: tuple[Cut, bool], children: Sequence[Any]) -> "Shard":
+        """The way back."""
         return cls(children[0], *aux)
 
     @property
@@ -139,6 +141,7 @@ class Shard:
 
     @property
     def ndim(self) -> int:
+        """How many dimensions."""
         return self.part.ndim
 
     @property
@@ -148,6 +151,7 @@ class Shard:
 
     @property
     def dtype(self) -> Any:
+        """Of the entries."""
         return self.part.dtype
 
     def within_checkpoint(self) -> "Shard":
@@ -159,6 +163,10 @@ class Shard:
         return any(dim == 0 for dim, _ in self.cut.over(self.ndim))
 
 
+@overload
+def whole(x: Array | Shard) -> Array: ...
+@overload
+def whole(x: Any) -> Any: ...
 def whole(x: Any) -> Any:
     """A value with nothing but whole arrays in it."""
     return x.cut.gathered(x.part) if isinstance(x, Shard) else x

@@ -1,7 +1,6 @@
 """What every method of the engine is given for a microbatch, and what it gives back."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,22 +12,15 @@ from ...precision import stage
 from ...sharding import Cut, Shard, whole
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
-from ..computed_once import computed_once
 from ..cost import LeafCost
 from ..leaves import (
-    LeafForm,
     LeafGradient,
-    from_per_example,
-    leaf_gradient,
-    no_gradient,
-    per_example_gradients,
 )
 from ..loss_scale import LossScaling
-from ..penalties import Penalties, formed_penalties, of_penalties, penalised
+from ..penalties import Penalties, of_penalties
 from ..program import Program
-from ..pulled_back import entry_by_entry, pulled_back
 from ..split import Shared, Split
-from ..taps import Address, Uses
+from ..taps import Uses
 from ..targets import Target
 
 
@@ -238,101 +230,6 @@ class ClippedSum(NamedTuple):
 
 Method: TypeAlias = Callable[[TracedLoss, list[Array], Bool[Array, " batch"]], ClippedSum]
 """`method(traced, examples, is_padding_example)`; the leaves of examples have examples in front."""
-
-
-class Held(NamedTuple):
-    """What is held of a batch, examples in front of every array.
-
-    Attributes:
-        residuals: of each use.
-        cotangents: of each use's result.
-        grads: each example's gradient with respect to the roots that are `whole`.
-    """
-
-    residuals: dict[Address, Any]
-    cotangents: dict[Address, Any]
-    grads: dict[int, Array]
-
-    def met(self, uses: Iterable[Address]) -> list[tuple[Any, Array]]:
-        """What some uses met."""
-        return [(self.residuals[at], self.cotangents[at]) for at in uses]
-
-    def of_roots(self, roots: Iterable[int], uses: Uses) -> "Held":
-        """What is held of some roots."""
-        its = [at for root in roots for at in uses.of[root]]
-        residuals, cotangents = ({at: of[at] for at in its} for of in self[:2])
-        return Held(residuals, cotangents, {i: self.grads[i] for i in roots if i in self.grads})
-
-
-def held_gradient(traced: TracedLoss, index: int, held: Held, num_examples: int) -> LeafGradient:
-    """The gradient of one target, in the form that its way gives, from what is held for a batch.
-
-    Args:
-        traced: the loss.
-        index: which target.
-        held: what is held.
-        num_examples: the batch.
-    """
-    target, dtype, outside = traced.targets[index], traced.accumulate_dtype, traced.outside
-    assert outside is not None
-    first = target.roots[0]
-    shape, uses = traced.root(first).shape, traced.uses.of[first]
-    form = LeafForm(shape, tuple(uses.values()), target.way, dtype)
-    if target.relation == "entrywise":
-        entries = traced.split.derived[first - len(traced.params)].entries
-        assert entries is not None
-        of_leaf, derivative = traced.params[target.leaves[0]].shape, outside.derivatives[index]
-        return entry_by_entry(form, entries.layout, of_leaf, derivative, held.met(uses))
-    if target.relation in ("penalised", "through"):
-        return _through(traced, index, held, num_examples)
-    if target.way == "whole":
-        return from_per_example(held.grads[first].astype(dtype))
-    if target.way == "unused":
-        return no_gradient(num_examples, shape, dtype)
-    return leaf_gradient(form, held.met(uses))
-
-
-def _through(traced: TracedLoss, index: int, held: Held, num_examples: int) -> LeafGradient:
-    """The same of a parameter that penalties, or other values, are derived from."""
-    target, dtype, outside = traced.targets[index], traced.accumulate_dtype, traced.outside
-    assert outside is not None
-    (leaf,), penalties = target.leaves, outside.penalties.get(index)
-    roots = [root for root in target.roots if root not in target.penalties]
-    is_formed = target.way != "inner_products"
-
-    def form(held: Held) -> tuple[Array, Array | None]:
-        found = [_formed(traced, root, held) for root in target.penalties]
-        heights = jnp.zeros((num_examples, 0), dtype)
-        if found:
-            heights = jnp.stack([x.reshape(num_examples).astype(dtype) for x in found], axis=1)
-        if not is_formed:
-            return heights, None
-        formed = {root: _formed(traced, root, held) for root in roots}
-        own = [formed.pop(leaf).astype(dtype)] if leaf in formed else []
-        if penalties is not None:
-            own += formed_penalties(heights, penalties)
-        if formed:
-            function = traced.split.of_leaves([leaf], list(formed), outside.shared)
-            own.append(pulled_back(function, whole(traced.params[leaf]), list(formed.values()), dtype))
-        return heights, functools.reduce(jnp.add, own)
-
-    its = held.of_roots(target.roots, traced.uses)
-    heights, grads = computed_once(form, its, jax.tree.leaves(its[1:])[0])
-    if grads is not None:
-        return from_per_example(grads)
-    assert penalties is not None
-    uses = traced.uses.of[leaf]
-    way = LeafForm(traced.root(leaf).shape, tuple(uses.values()), target.way, dtype)
-    return penalised(way, held.met(uses), heights, penalties)
-
-
-def _formed(traced: TracedLoss, root: int, held: Held) -> Array:
-    """Each example's gradient with respect to a root."""
-    if root in held.grads:
-        return held.grads[root]
-    uses, shape = traced.uses.of[root], traced.root(root).shape
-    form = LeafForm(shape, tuple(uses.values()), "kept", traced.accumulate_dtype)
-    return per_example_gradients(form, held.met(uses))
 
 
 class Clip(NamedTuple):

@@ -17,9 +17,8 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import sum_over_examples
 from ...precision import stage
-from ...sharding import Cut, evaluated_whole
+from ...sharding import evaluated_whole
 from ..clip import norm_error, norms
-from ..layouts import Layout, merged
 from ..leaves import (
     LeafForm,
     LeafGradient,
@@ -31,6 +30,7 @@ from ..leaves import (
     per_example_gradients,
 )
 from ..microbatches import over_microbatches
+from ..scattering import Scattering, scattering_of
 from ..tapped import tapped, zero_tap
 from ..taps import Address
 from ..targets import Target
@@ -70,45 +70,6 @@ class Formed(NamedTuple):
     """
 
     gradient: Float[Array, "*view"]
-
-
-class Scattering(NamedTuple):
-    """How the weighted sum at a use, in one iteration of the scans around, goes to devices.
-
-    Attributes:
-        layout: where the entries of the operand stand in the slice of the parameter.
-        shape: of the slice.
-        cut: of the parameter.
-    """
-
-    layout: Layout
-    shape: tuple[int, ...]
-    cut: Cut
-
-    @property
-    def part(self) -> tuple[int, ...]:
-        """The shape of a device's part."""
-        return self.cut.local(self.shape)
-
-    def __call__(self, total: Array) -> Array:
-        """A device's part of the sum over devices."""
-        return self.cut.scattered(self.layout.pulled_back(total, self.shape))
-
-
-def _scattering(use: ParamUse, shape: tuple[int, ...], cut: Cut | None) -> Scattering | None:
-    """The same, where scans go over whole slices of a parameter, in order, and cut none of it."""
-    if cut is None:
-        return None
-    steps, num_scans = math.prod(use.slices), len(use.slices)
-    ahead = next((n for n in range(len(shape) + 1) if math.prod(shape[:n]) == steps), None)
-    if ahead is None or any(dim < ahead for dim, _ in cut.over(len(shape))):
-        return None
-    size = math.prod(shape[ahead:])
-    order = merged(digit for axis in use.view.axes[:num_scans] for digit in axis)
-    layout = use.view._replace(axes=use.view.axes[num_scans:])
-    if order != merged([(steps, size)]) or not layout.is_regular(size):
-        return None
-    return Scattering(layout, shape[ahead:], cut)
 
 
 class Known(NamedTuple):
@@ -165,7 +126,7 @@ def _known_of(traced: TracedLoss, target: Target, use: ParamUse, is_held: bool) 
     form = LeafForm(here.view.shape, (here,), way, traced.accumulate_dtype)
     if is_small or root >= len(traced.params):
         return Known(use, group, form, is_small)
-    scattering = _scattering(use, traced.params[root].shape, traced.cut(root))
+    scattering = scattering_of(use, traced.params[root].shape, traced.cut(root))
     return Known(use, group, form, False, scattering)
 
 

@@ -22,7 +22,8 @@ def clipped_sum(
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example.
     """
-    params, dtype = list(map(whole, traced.params)), traced.accumulate_dtype
+    params, frozen = ([whole(x) for x in arrays] for arrays in (traced.params, traced.frozen))
+    dtype = traced.accumulate_dtype
     # Zeros for a leaf that the loss does not use would be there for each example.
     used = {leaf: params[leaf] for leaf, cost in enumerate(traced.costs) if cost.way != "unused"}
 
@@ -32,7 +33,7 @@ def clipped_sum(
         def loss_of(used: dict[int, Array]) -> tuple[Array, list[Array]]:
             own = [used.get(leaf, value) for leaf, value in enumerate(params)]
             with stage("loss"):
-                return traced.program(own, traced.frozen, example)
+                return traced.program(own, frozen, example)
 
         loss, pullback, aux = jax.vjp(loss_of, used, has_aux=True)
         (grads,) = pullback(loss_cotangent(loss, scale))

@@ -1,0 +1,273 @@
+"""What a fully sharded private step holds and sends, and whole steps of it, end to end."""
+
+import math
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from tests.sharding import losses
+from tests.sharding.compiled import compiled
+from tests.sharding.fully_sharded_net import LAYERS, SPECS, WIDTH, batch_of, loss, net, rules_of
+from tests.sharding.losses import mesh_of
+
+METHODS = ("ghost", "book_keeping")
+
+
+# Memory
+
+
+def layers_loss(model, x):
+    def body(x, weight):
+        return jnp.tanh(x @ weight), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(body), x, model["weight"])
+    return jnp.sum(x**2)
+
+
+def stacked(devices, method, width=256, kind="auto", remat=True):
+    """Bytes of a device for the gradient of eight stacked layers, 2 MiB of parameters."""
+    mesh = jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(losses.AXIS_TYPES[kind],),
+        devices=jax.devices()[:devices],
+    )
+    rules = dp.ShardingRules(mesh, params=(("weight", P(None, "data")),))
+    options = {"l2_clip_norm": 1.0, "sharding": rules, "microbatch_size": 1}
+
+    def non_private(model, x):
+        grads = jax.grad(lambda m: jnp.mean(jax.vmap(layers_loss, (None, 0))(m, x)))(model)
+        return rules.shard(grads)
+
+    clipped = dp.filter_clipped_grad(layers_loss, method=method or "auto", **options)
+    with jax.set_mesh(mesh):
+        model = rules.shard({"weight": jnp.ones((8, width, width)) / width})
+        x = rules.shard_batch(np.ones((2 * devices, 4, width), np.float32))
+        program = compiled(clipped if method else non_private, model, x).program
+    memory = program.compiled.memory_analysis()
+    return memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_falls_with_the_number_of_devices(method):
+    layer = 256 * 256 * 4
+    for devices in (2, 8):
+        plain, around = stacked(devices, None)
+        temporary, held = stacked(devices, method)
+        assert temporary <= 2 * plain + 2 * layer
+        assert held <= around + 1024
+    assert temporary <= 2 * plain + layer  # of eight layers: neither parameters nor a whole sum
+
+
+@pytest.mark.optimized
+def test_memory_of_a_gpt_falls_with_the_number_of_devices():
+    specs = (
+        ("blocks.qkv", P(None, "data")),
+        ("blocks.out", P(None, None, "data")),
+        ("blocks.up", P(None, "data")),
+        ("blocks.down", P(None, "data")),
+        ("blocks.**", P(None, "data")),
+        ("embedding", P("data")),
+        ("head", P("data")),
+    )
+    says = losses.Says("auto", constrained=False)
+    found = []
+    for devices in (2, 8):
+        mesh = jax.make_mesh(
+            (devices,),
+            ("data",),
+            axis_types=(losses.AXIS_TYPES["auto"],),
+            devices=jax.devices()[:devices],
+        )
+        rules = dp.ShardingRules(mesh, params=specs)
+        options = {"l2_clip_norm": 1.0, "sharding": rules, "microbatch_size": 1}
+        clipped = dp.filter_clipped_grad(
+            losses.language_loss, method="ghost", keep_batch_dim=True, **options
+        )
+
+        def non_private(model, *batch, rules=rules):
+            return rules.shard(eqx.filter_grad(losses.language_loss)(model, *batch))
+
+        with jax.set_mesh(mesh):
+            model = rules.shard(losses.GPT(says, is_stacked=True, depth=8))
+            batch = rules.shard_batch(losses.tokens(devices))
+            sizes = [
+                compiled(function, model, *batch).program.compiled.memory_analysis()
+                for function in (non_private, clipped)
+            ]
+        plain, private = (x.temp_size_in_bytes for x in sizes)
+        layer = 4 * 12 * losses.WIDTH**2
+        assert private <= 2 * plain + 2 * layer
+        found.append(private)
+    assert found[1] < found[0]
+
+
+# What is sent
+
+WHOLE = {name: math.prod(getattr(net(), name).shape) for name in ("up", "down", "scale", "bias")}
+
+
+def sent(policy=None, method="ghost", remat=True, **more):
+    """The compiled program of a clipped gradient, and the text that the compiler is given."""
+    rules = rules_of(**more)
+    grad_fn = dp.filter_clipped_grad(
+        loss,
+        l2_clip_norm=1.0,
+        sharding=rules,
+        policy=None if policy is None else dp.load_policy(policy),
+        method=method,
+        microbatch_size=1,
+    )
+    with jax.set_mesh(rules.mesh):
+        args = rules.shard(net(remat)), *rules.shard_batch(batch_of(16))
+        mask = rules.shard_batch(np.zeros(16, bool))
+        run = eqx.filter_jit(lambda *args, mask: grad_fn(*args, is_padding_example=mask))
+        lowered = run.lower(*args, mask=mask)
+        return lowered.as_text()
+
+
+def entries(text, name):
+    """How many entries each result of a collective has, and of which type."""
+    found = re.findall(
+        rf'"stablehlo\.{name}".*?\) -> (?:tuple<)?tensor<((?:\d+x)*)(\w+)>', text, re.DOTALL
+    )
+    return [(math.prod(int(n) for n in dims.split("x") if n), kind) for dims, kind in found]
+
+
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_slices_are_gathered_and_scattered(method, remat):
+    text = sent(method=method, remat=remat)
+    gathered, scattered = entries(text, "all_gather"), entries(text, "reduce_scatter")
+    slices = {size // LAYERS for size in WHOLE.values()}
+    assert slices <= {size for size, _ in gathered}
+    assert not set(WHOLE.values()) & {size for size, _ in gathered}
+    part = WHOLE["up"] // LAYERS // 8
+    assert part in {size for size, _ in scattered}
+    assert WHOLE["up"] // 8 not in {size for size, _ in scattered}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_parameters_are_cast_before_and_sums_are_wide(policy):
+    text = sent(policy)
+    assert {kind for _, kind in entries(text, "all_gather")} == {"bf16"}
+    assert {kind for _, kind in entries(text, "reduce_scatter")} == {"f32"}
+    assert {kind for size, kind in entries(text, "all_reduce") if size > 1} <= {"f32"}
+
+
+def test_once_a_step_no_sum_is_scattered_in_a_loop():
+    with_loop = sent()
+    once = sent(accumulators="params_once")
+    assert len(entries(once, "reduce_scatter")) < len(entries(with_loop, "reduce_scatter")) + 1
+    assert WHOLE["up"] // 8 in {size for size, _ in entries(once, "reduce_scatter")}
+
+
+# Whole steps
+
+
+PLAN = dp.PrivacyPlan(sampling_prob=0.25, steps=3, noise_multiplier=20.0, delta=1e-5)
+
+
+def trained(rules, steps=3, **options):
+    """The model after some steps, and the step."""
+    step = dp.make_step(
+        loss,
+        optax.adam(1e-2),
+        PLAN,
+        num_examples=64,
+        seed=0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321,
+        l2_clip_norm=1.0,
+        sharding=rules,
+        **options,
+    )
+    data = batch_of(64)
+    state, sampler = step.init(net()), step.sampler()
+    for t in range(steps):
+        indices, mask = sampler.batch(t)
+        *batch, mask = step.place((*(x[indices] for x in data), mask))
+        state = step(state, *batch, is_padding_example=mask)
+    return state, step
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_steps_are_those_of_one_device(kind):
+    options = {"method": "ghost", "microbatch_size": 2}
+    rules = rules_of(kind)
+    found, _ = trained(rules, **options)
+    expected, _ = trained(None, **options)
+    for a, b in zip(*map(arrays, (found.model, expected.model)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    up = found.model.up
+    spec = jax.sharding.NamedSharding(rules.mesh, P(None, "data"))
+    assert up.sharding.is_equivalent_to(spec, 3)
+    moments = [x for x in arrays(found) if x.shape == up.shape]
+    assert len(moments) == 3
+    assert all(x.sharding.is_equivalent_to(spec, 3) for x in moments)
+
+
+def arrays(tree):
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+
+
+def made(policy=None, **options):
+    rules = rules_of()
+    policy = None if policy is None else dp.load_policy(policy)
+    state, step = trained(rules, 0, policy=policy, **options)
+    *batch, mask = step.place((*batch_of(16), np.zeros(16, bool)))
+    return step, (state, *batch), {"is_padding_example": mask}
+
+
+@pytest.mark.parametrize("method", ["ghost", "book_keeping"])
+def test_a_step_passes_its_checks(method):
+    step, args, kwargs = made("mixed_bfloat16", method=method, microbatch_size=1)
+    precision = dp.check_precision(step, *args, **kwargs, policy=dp.load_policy("mixed_bfloat16"))
+    assert precision.ok, str(precision)
+    privacy = dp.check_privacy(step, *args, **kwargs)
+    assert privacy.ok, str(privacy)
+
+
+# Bad layouts
+
+
+def test_what_cannot_be_divided_is_warned_of_by_name():
+    rules = rules_of(accumulators="examples", params=(("up", P(None, "data")),))
+    model = eqx.tree_at(lambda model: model.head, net(), jnp.ones((WIDTH + 1, 5)))
+    grad_fn = dp.filter_clipped_grad(
+        lambda model, *_: jnp.sum(model.head**2), l2_clip_norm=1.0, sharding=rules
+    )
+    with pytest.warns(UserWarning, match=r"whole parameter of head \(17, 5\)") as seen:
+        dp.explain(grad_fn, model, *batch_of(8))
+    (gradient,) = [str(w.message) for w in seen if "whole gradient" in str(w.message)]
+    assert "head (17, 5)" in gradient
+    assert "'data': 8" in gradient
+    assert "up" not in gradient.split(":")[0]
+
+
+def test_a_spec_that_does_not_fit_is_refused_by_leaf_and_mesh():
+    rules = rules_of(params=(("shift", P("data")),))
+    with pytest.raises(ValueError, match=r"dimension 0 of shift .*'data': 8"):
+        rules.shard(net())
+
+
+def test_no_warning_where_all_is_divided(recwarn):
+    rules = rules_of(params=SPECS, accumulators="examples")
+    dp.explain(dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules), net(), *batch_of(8))
+    assert not [w for w in recwarn if "whole" in str(w.message)]
+
+
+def test_on_a_mesh_of_one_device_all_is_whole():
+    mesh = mesh_of("auto", data=1)
+    rules = dp.ShardingRules(mesh, params=SPECS)
+    with jax.set_mesh(mesh):
+        grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules)
+        text = eqx.filter_jit(grad_fn).lower(net(), *batch_of(2)).as_text()
+    assert "all_gather" not in text
+    assert "reduce_scatter" not in text
