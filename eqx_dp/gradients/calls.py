@@ -14,7 +14,7 @@ from ..sharding import (
     Cut,
     Shard,
     ShardingRules,
-    agreed,
+    agreement,
     check_context,
     cut_of,
     over_devices,
@@ -284,11 +284,9 @@ def _on_device(
         aux = traced.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
-    rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
     shared = (*traced.params, *traced.frozen)
     is_meeting = any(traced.cuts) or any(isinstance(x, Shard) for x in shared)
-
-    def agree(trips: Any) -> Any:
-        return trips if rules is None else agreed(rules, trips, is_meeting)
-
-    return over_microbatches(step, leaves, is_padding_example, *of_device, agree)
+    agree = agreement(configuration.sharding, is_meeting)
+    return over_microbatches(
+        step, leaves, is_padding_example, len(leaves[0]), choice.microbatch_size, agree
+    )

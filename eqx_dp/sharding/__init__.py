@@ -1,7 +1,7 @@
 """Sharding rules, applied outside of the boundary between a batch and its examples."""
 
 from .axes import axes_of
-from .boundary import Argument, agreed, check_context, example_program, on_device, over_devices
+from .boundary import Argument, agreement, check_context, example_program, on_device, over_devices
 from .constraints import constraints_of
 from .processes import slots_by_process
 from .rules import ShardingRules, checked_rules
@@ -13,7 +13,7 @@ __all__ = [
     "Cut",
     "Shard",
     "ShardingRules",
-    "agreed",
+    "agreement",
     "axes_of",
     "check_context",
     "checked_rules",

@@ -314,22 +314,28 @@ def over_devices(
     return jax.jit(run)(shared, examples)
 
 
-def agreed(rules: ShardingRules, trips: Int[Array, ""], is_meeting: bool) -> Array:
-    """How many microbatches the devices compute, agreed on once for all of them.
+def agreement(
+    rules: ShardingRules | None, is_meeting: bool
+) -> Callable[[Int[Array, ""]], Array] | None:
+    """How devices agree on the number of microbatches that all of them compute: the largest.
 
     Where devices meet within a microbatch (they share an example, or hold a part each of a
     parameter), those that skip what others compute would keep them waiting for ever. Without that
-    every device goes by its own number.
+    every device goes by its own number, and there is nothing to agree on.
 
     Args:
         rules: the sharding rules.
-        trips: how many hold a real example here.
         is_meeting: whether a parameter is gathered, or a sum scattered, within a microbatch.
+
+    Returns:
+        From the number of microbatches that hold a real example here to that of all; or None.
     """
-    longer = longer_than_one(rules)
-    if not longer or (rules.num_shards == rules.mesh.size and not is_meeting):
-        return trips
-    return jax.lax.pmax(trips, longer)
+    longer = () if rules is None else longer_than_one(rules)
+    if rules is None or not longer:
+        return None
+    if rules.num_shards == rules.mesh.size and not is_meeting:
+        return None
+    return lambda trips: jax.lax.pmax(trips, longer)
 
 
 def _reduced(
