@@ -66,6 +66,7 @@ class CallSpecs(NamedTuple):
         sums: the gradient of each trainable leaf.
         of_one: all arrays that the loss of one example takes.
         cuts: of gradients that are scattered as soon as they are known, how.
+        is_cut: the trainable leaves of which a device holds a part over the example axes.
     """
 
     params: list[PartitionSpec]
@@ -73,6 +74,7 @@ class CallSpecs(NamedTuple):
     sums: list[PartitionSpec]
     of_one: list[PartitionSpec]
     cuts: tuple[Cut | None, ...]
+    is_cut: tuple[bool, ...]
 
 
 class Prepared(NamedTuple):
@@ -118,6 +120,17 @@ class Prepared(NamedTuple):
         return [cost.differentiated(param.size) for cost, param in leaves]
 
     @property
+    def reasons(self) -> list[str]:
+        """Why each trainable leaf is treated as it is, and when a device needs all of it."""
+        stay = _parts_that_stay(self.traced, self.choice.method)
+        told = ("all of it is gathered at the beginning", "it is gathered where it is used")
+        is_cut = [False] * len(self.costs) if self.specs is None else self.specs.is_cut
+        return [
+            f"{cost.reason}; {told[leaf in stay]}" if its else cost.reason
+            for leaf, (cost, its) in enumerate(zip(self.traced.costs, is_cut, strict=True))
+        ]
+
+    @property
     def sums(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the gradients, in the accumulate dtype."""
         return [self.traced.accumulated(leaf) for leaf in range(len(self.traced.params))]
@@ -159,13 +172,11 @@ def specs_of(
     of_params, of_frozen = of(params), of(frozen)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     sums = list(map(rules.accumulator_spec, of_params, shapes))
-    at_once = rules.accumulators != "params_once"
-    cuts = [
-        cut_of(rules, spec, len(shape)) if at_once else None
-        for spec, shape in zip(of_params, shapes, strict=True)
-    ]
+    found = [cut_of(rules, spec, len(shape)) for spec, shape in zip(of_params, shapes, strict=True)]
+    is_once = rules.accumulators == "params_once"
     of_one = [*of_params, *of_frozen, *examples.specs()]
-    return CallSpecs(of_params, of_frozen, sums, of_one, tuple(cuts))
+    cuts, is_cut = (None if is_once else cut for cut in found), (cut is not None for cut in found)
+    return CallSpecs(of_params, of_frozen, sums, of_one, tuple(cuts), tuple(is_cut))
 
 
 def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:

@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from tests.sharding import losses
-from tests.sharding.compiled import compiled
+from tests.benchmarks import fully_sharded
 from tests.sharding.fully_sharded_net import LAYERS, SPECS, WIDTH, batch_of, loss, net, rules_of
 from tests.sharding.losses import mesh_of
 
@@ -23,91 +22,29 @@ METHODS = ("ghost", "book_keeping")
 # Memory
 
 
-def layers_loss(model, x):
-    def body(x, weight):
-        return jnp.tanh(x @ weight), None
-
-    x, _ = jax.lax.scan(jax.checkpoint(body), x, model["weight"])
-    return jnp.sum(x**2)
-
-
-def stacked(devices, method, width=256, kind="auto", remat=True):
-    """Bytes of a device for the gradient of eight stacked layers, 2 MiB of parameters."""
-    mesh = jax.make_mesh(
-        (devices,),
-        ("data",),
-        axis_types=(losses.AXIS_TYPES[kind],),
-        devices=jax.devices()[:devices],
-    )
-    rules = dp.ShardingRules(mesh, params=(("weight", P(None, "data")),))
-    options = {"l2_clip_norm": 1.0, "sharding": rules, "microbatch_size": 1}
-
-    def non_private(model, x):
-        grads = jax.grad(lambda m: jnp.mean(jax.vmap(layers_loss, (None, 0))(m, x)))(model)
-        return rules.shard(grads)
-
-    clipped = dp.filter_clipped_grad(layers_loss, method=method or "auto", **options)
-    with jax.set_mesh(mesh):
-        model = rules.shard({"weight": jnp.ones((8, width, width)) / width})
-        x = rules.shard_batch(np.ones((2 * devices, 4, width), np.float32))
-        program = compiled(clipped if method else non_private, model, x).program
-    memory = program.compiled.memory_analysis()
-    return memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
-
-
 @pytest.mark.optimized
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_falls_with_the_number_of_devices(method):
-    layer = 256 * 256 * 4
+    case, found = fully_sharded.layers(256), []
     for devices in (2, 8):
-        plain, around = stacked(devices, None)
-        temporary, held = stacked(devices, method)
-        assert temporary <= 2 * plain + 2 * layer
-        assert held <= around + 1024
-    assert temporary <= 2 * plain + layer  # of eight layers: neither parameters nor a whole sum
+        plain, private = (fully_sharded.measure(case, x, devices) for x in ("non-private", method))
+        # Of eight layers, one device has neither all parameters nor a whole sum.
+        assert private.temporary <= 2 * plain.temporary + 2 * case.layer_bytes
+        assert private.arguments == plain.arguments
+        assert private.outputs == plain.outputs
+        found.append(private.total)
+    assert found[1] < found[0] / 2
 
 
 @pytest.mark.optimized
+@pytest.mark.slow
 def test_memory_of_a_gpt_falls_with_the_number_of_devices():
-    specs = (
-        ("blocks.qkv", P(None, "data")),
-        ("blocks.out", P(None, None, "data")),
-        ("blocks.up", P(None, "data")),
-        ("blocks.down", P(None, "data")),
-        ("blocks.**", P(None, "data")),
-        ("embedding", P("data")),
-        ("head", P("data")),
-    )
-    says = losses.Says("auto", constrained=False)
-    found = []
+    case, found = fully_sharded.gpt(), []
     for devices in (2, 8):
-        mesh = jax.make_mesh(
-            (devices,),
-            ("data",),
-            axis_types=(losses.AXIS_TYPES["auto"],),
-            devices=jax.devices()[:devices],
-        )
-        rules = dp.ShardingRules(mesh, params=specs)
-        options = {"l2_clip_norm": 1.0, "sharding": rules, "microbatch_size": 1}
-        clipped = dp.filter_clipped_grad(
-            losses.language_loss, method="ghost", keep_batch_dim=True, **options
-        )
-
-        def non_private(model, *batch, rules=rules):
-            return rules.shard(eqx.filter_grad(losses.language_loss)(model, *batch))
-
-        with jax.set_mesh(mesh):
-            model = rules.shard(losses.GPT(says, is_stacked=True, depth=8))
-            batch = rules.shard_batch(losses.tokens(devices))
-            sizes = [
-                compiled(function, model, *batch).program.compiled.memory_analysis()
-                for function in (non_private, clipped)
-            ]
-        plain, private = (x.temp_size_in_bytes for x in sizes)
-        layer = 4 * 12 * losses.WIDTH**2
-        assert private <= 2 * plain + 2 * layer
-        found.append(private)
-    assert found[1] < found[0]
+        plain, private = (fully_sharded.measure(case, x, devices) for x in ("non-private", "ghost"))
+        assert private.temporary <= 2 * plain.temporary + 2 * case.layer_bytes
+        found.append(private.total)
+    assert found[1] < found[0] / 2
 
 
 # What is sent
