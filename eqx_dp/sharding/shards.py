@@ -219,7 +219,7 @@ def _reshaped(equation: jex_core.JaxprEqn, shard: Shard) -> Shard | None:
     A dimension is cut into consecutive parts. So is the dimension of the new shape with as many
     entries ahead of it, if the devices divide it.
     """
-    if equation.params.get("dimensions") is not None:
+    if equation.primitive is primitives.reshape_p and equation.params["dimensions"] is not None:
         return None
     result: Any = equation.outvars[0].aval
     before, after = shard.shape, tuple(result.shape)

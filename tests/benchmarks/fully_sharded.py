@@ -49,21 +49,21 @@ class Case(NamedTuple):
     layer_bytes: int
 
 
-def layers_loss(model, x):
+def layers_loss(remat, model, x):
     """Eight layers, of a batch."""
 
     def body(x, weight):
         return jnp.tanh(x @ weight), None
 
-    x, _ = jax.lax.scan(jax.checkpoint(body), x, model["weight"])
+    x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, model["weight"])
     return jnp.mean(jnp.sum(x**2, axis=(1, 2)))
 
 
-def layers(width: int = 512) -> Case:
+def layers(width: int = 512, remat: bool = True) -> Case:
     return Case(
         f"8 layers {width} x {width}, 4 steps, {8 * width**2 * 4 / MEBIBYTE:g} MiB",
         lambda: {"weight": jnp.ones((8, width, width)) / width},
-        layers_loss,
+        functools.partial(layers_loss, remat),
         lambda num_examples: (np.ones((num_examples, 4, width), np.float32),),
         (("weight", P(None, "data")),),
         width**2 * 4,
@@ -160,7 +160,7 @@ def table(case: Case, devices: Sequence[int], tell: Callable[[str], None]) -> re
                 (
                     name,
                     str(num_devices),
-                    *(f"{size / MEBIBYTE:.2f}" for size in sizes),
+                    *(f"{size / MEBIBYTE:.3f}" for size in sizes),
                     ", ".join(f"{n} {kind}" for kind, n in sorted(told.items())) or "none",
                 )
             )
