@@ -7,6 +7,7 @@ Nothing is timed: the figures are the compiled program's own, for virtual device
 
 import argparse
 import collections
+import functools
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
