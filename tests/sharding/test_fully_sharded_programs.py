@@ -182,6 +182,21 @@ def test_a_step_passes_its_checks(method):
     assert privacy.ok, str(privacy)
 
 
+def test_explain_says_when_a_device_needs_all_of_a_parameter():
+    def reasons(fun, method):
+        grad_fn = dp.filter_clipped_grad(fun, l2_clip_norm=1.0, sharding=rules_of(), method=method)
+        return {row.path: row.reason for row in dp.explain(grad_fn, net(), *batch_of(8)).rows}
+
+    used, beginning = "it is gathered where it is used", "all of it is gathered at the beginning"
+    ghost, each = reasons(loss, "ghost"), reasons(loss, "per_example")
+    assert ghost["up"].endswith(used)
+    assert each["up"].endswith(beginning)
+    assert "gathered" not in ghost["shift"]
+    penalised = reasons(lambda model, *x: loss(model, *x) + jnp.sum(model.up**2), "ghost")
+    assert penalised["up"].endswith(beginning)
+    assert penalised["down"].endswith(used)
+
+
 # Bad layouts
 
 
