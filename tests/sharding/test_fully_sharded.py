@@ -11,7 +11,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from tests.sharding.fully_sharded_net import SPECS, WIDTH, batch_of, loss, net, rules_of
+from tests.sharding.fully_sharded_net import (
+    LAYERS,
+    SPECS,
+    TIME,
+    WIDTH,
+    batch_of,
+    loss,
+    net,
+    rules_of,
+)
 
 METHODS = ("ghost", "book_keeping", "per_example")
 
@@ -208,7 +217,45 @@ def over_layers_that_are_cut(model, tokens, targets):
     return jnp.sum((x @ model.head - targets) ** 2)
 
 
-ODD = (tied, derived, recurrent, nested, branching)
+def wrapped(model, tokens, targets):
+    """A policy of its own for what is saved, jit, a scan backwards and unrolled, its slices."""
+
+    def body(x, its):
+        up, bias = its
+        return jnp.tanh(jax.jit(jnp.matmul)(x, up) + bias)[:, :WIDTH], up[0, 0]
+
+    body = jax.checkpoint(body, policy=jax.checkpoint_policies.everything_saveable)
+    x = model.embedding[tokens]
+    x, seen = jax.lax.scan(body, x, (model.up, model.bias), reverse=True, unroll=2)
+    return jnp.sum((x @ model.head - targets) ** 2) + jnp.sum(seen)
+
+
+@jax.custom_jvp
+def scaled(x, weight):
+    return x * jnp.exp(weight)
+
+
+@scaled.defjvp
+def _(primals, tangents):
+    (x, weight), (dx, dweight) = primals, tangents
+    return scaled(x, weight), jnp.exp(weight) * (dx + x * dweight)
+
+
+def ruled(model, tokens, targets):
+    """A derivative rule, a convolution, parts of a parameter that are put together otherwise."""
+
+    def body(x, its):
+        scale, up = its
+        left, right = jnp.split(up, 2, axis=1)
+        return jnp.tanh(scaled(x, scale) @ (left - right[::-1])), None
+
+    x, _ = jax.lax.scan(body, model.embedding[tokens], (model.scale, model.up))
+    kernel = model.down[0].transpose(1, 0, 2)[:1].transpose(2, 1, 0)
+    x = jax.lax.conv_general_dilated(x.T[None], kernel, (1,), "SAME")[0].T
+    return jnp.sum((x @ model.head - targets) ** 2)
+
+
+ODD = (tied, derived, recurrent, nested, branching, wrapped, ruled)
 
 
 @pytest.mark.sampled(4)
@@ -249,3 +296,41 @@ def test_narrow_gradients_are_close_to_those_of_one_device(policy):
         microbatch_size=1,
         rtol=3e-2,
     )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_aux_and_random_keys(method):
+    """LoRA on frozen layers, a parameter among the results, noise of each example's own."""
+
+    def fun(model, tokens, targets, key):
+        frozen, low, high = model
+        x = frozen.embedding[tokens] + jax.random.normal(key, (TIME, WIDTH))
+
+        @jax.checkpoint
+        def body(x, its):
+            up, low, high = its
+            return jnp.tanh((x @ up + x @ low @ high)[:, :WIDTH]), None
+
+        x, _ = jax.lax.scan(body, x, (frozen.up, low, high))
+        return jnp.sum((x @ frozen.head - targets) ** 2), frozen.up[0]
+
+    keys = jax.random.split(jax.random.key(1))
+    low = jax.random.normal(keys[0], (LAYERS, WIDTH, 2))
+    model = net(), low, jax.random.normal(keys[1], (LAYERS, 2, 2 * WIDTH))
+    specs = tuple((f"0.{pattern}", spec) for pattern, spec in SPECS)
+    rules = rules_of(params=(("1", P(None, "data")), ("2", P(None, None, "data")), *specs))
+    options = {
+        "l2_clip_norm": 0.7,
+        "method": method,
+        "microbatch_size": 1,
+        "has_aux": True,
+        "filter_spec": (jax.tree.map(lambda _: False, net()), True, True),
+    }
+    batch, key = batch_of(8), jax.random.key(5)
+    expected = dp.filter_value_and_clipped_grad(fun, **options)(model, *batch, key=key)
+    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
+    with jax.set_mesh(rules.mesh):
+        found = eqx.filter_jit(on_mesh)(rules.shard(model), *rules.shard_batch(batch), key=key)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
