@@ -10,7 +10,18 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from ..paths import dotted
-from ..sharding import ShardingRules, agreed, check_context, over_devices, slots_by_process
+from ..sharding import (
+    Cut,
+    Shard,
+    ShardingRules,
+    agreement,
+    check_context,
+    cut_of,
+    over_devices,
+    slots_by_process,
+    warn_of_uneven,
+    whole,
+)
 from ..shown import shapes
 from ..trees import PyTree
 from .choice import Choice
@@ -54,12 +65,16 @@ class CallSpecs(NamedTuple):
         frozen: each other array of the model.
         sums: the gradient of each trainable leaf.
         of_one: all arrays that the loss of one example takes.
+        cuts: of gradients that are scattered as soon as they are known, how.
+        is_cut: the trainable leaves of which a device holds a part over the example axes.
     """
 
     params: list[PartitionSpec]
     frozen: list[PartitionSpec]
     sums: list[PartitionSpec]
     of_one: list[PartitionSpec]
+    cuts: tuple[Cut | None, ...]
+    is_cut: tuple[bool, ...]
 
 
 class Prepared(NamedTuple):
@@ -105,6 +120,17 @@ class Prepared(NamedTuple):
         return [cost.differentiated(param.size) for cost, param in leaves]
 
     @property
+    def reasons(self) -> list[str]:
+        """Why each trainable leaf is treated as it is, and when a device needs all of it."""
+        stay = _parts_that_stay(self.traced, self.choice.method)
+        told = ("all of it is gathered at the beginning", "it is gathered where it is used")
+        is_cut = [False] * len(self.costs) if self.specs is None else self.specs.is_cut
+        return [
+            f"{cost.reason}; {told[leaf in stay]}" if its else cost.reason
+            for leaf, (cost, its) in enumerate(zip(self.traced.costs, is_cut, strict=True))
+        ]
+
+    @property
     def sums(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the gradients, in the accumulate dtype."""
         return [self.traced.accumulated(leaf) for leaf in range(len(self.traced.params))]
@@ -135,6 +161,7 @@ def specs_of(
     check_context(rules)
     rules.check_examples(examples.num_examples)
     specs = rules.specs(model)
+    warn_of_uneven(rules, model, params)
 
     def of(part: PyTree[Any]) -> list[PartitionSpec]:
         def spec(leaf: Any, found: PartitionSpec | None) -> PartitionSpec | None:
@@ -145,7 +172,11 @@ def specs_of(
     of_params, of_frozen = of(params), of(frozen)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     sums = list(map(rules.accumulator_spec, of_params, shapes))
-    return CallSpecs(of_params, of_frozen, sums, [*of_params, *of_frozen, *examples.specs()])
+    found = [cut_of(rules, spec, len(shape)) for spec, shape in zip(of_params, shapes, strict=True)]
+    is_once = rules.accumulators == "params_once"
+    of_one = [*of_params, *of_frozen, *examples.specs()]
+    cuts, is_cut = (None if is_once else cut for cut in found), (cut is not None for cut in found)
+    return CallSpecs(of_params, of_frozen, sums, of_one, tuple(cuts), tuple(is_cut))
 
 
 def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
@@ -194,21 +225,43 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
-    def function(shared: list[Array], batch: list[Array]) -> tuple[list[Array], PerExample]:
+    may_stay = _parts_that_stay(traced, choice.method)
+
+    def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
+        shared = [
+            x if i in may_stay else whole(x) for i, x in enumerate(shared)
+        ]  # of the rest a device has all from the start
         params, rest = shared[:num_params], shared[num_params:]
         frozen, consts = rest[: len(traced.frozen)], rest[len(traced.frozen) :]
-        here = traced.with_arrays(params, frozen, consts)
+        here = traced.with_arrays(params, frozen, consts)._replace(cuts=specs.cuts)
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
         return _on_device(here, configuration, choice, leaves, padding)
 
     return over_devices(
         function,
         rules,
-        [*traced.params, *traced.frozen, *consts],
+        [*map(whole, (*traced.params, *traced.frozen)), *consts],
         [*specs.params, *specs.frozen, *[PartitionSpec()] * len(consts)],
         [*examples.leaves, *mask],
         specs.sums,
+        specs.cuts,
     )
+
+
+def _parts_that_stay(traced: TracedLoss, method: str) -> set[int]:
+    """The arrays of the model of which a device never needs all from beginning to end.
+
+    They are gathered where they are used. The others are once, at the beginning: those that values
+    are derived from, those that are differentiated themselves, and all where each example's
+    gradient is formed or probed for its loss scale.
+    """
+    if method == "per_example" or traced.loss_scale.probe is not None:
+        return set()
+    return {
+        i
+        for i in range(len(traced.params) + len(traced.frozen))
+        if i not in traced.uses.whole and not traced.split.is_met_outside(i)
+    }
 
 
 def _with_keys_of_examples(examples: Examples, rules: ShardingRules | None) -> Examples:
@@ -242,9 +295,9 @@ def _on_device(
         aux = traced.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)
 
-    rules, of_device = configuration.sharding, (len(leaves[0]), choice.microbatch_size)
-
-    def agree(trips: Any) -> Any:
-        return trips if rules is None else agreed(rules, trips)
-
-    return over_microbatches(step, leaves, is_padding_example, *of_device, agree)
+    shared = (*traced.params, *traced.frozen)
+    is_meeting = any(traced.cuts) or any(isinstance(x, Shard) for x in shared)
+    agree = agreement(configuration.sharding, is_meeting)
+    return over_microbatches(
+        step, leaves, is_padding_example, len(leaves[0]), choice.microbatch_size, agree
+    )

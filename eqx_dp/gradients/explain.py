@@ -31,7 +31,8 @@ class Row(NamedTuple):
         flops: floating-point operations of the chosen method for norms and weighted sum.
         bytes: what the chosen method holds until the clip factors are known (with the method
             `"ghost"`: what book-keeping would hold).
-        reason: why this way is best.
+        reason: why this way is best; of a parameter that is spread over example axes, when a device
+            needs all of it as well.
         taken: the way that the chosen method takes: `"whole"` with `"per_example"`, else the best.
     """
 
@@ -166,10 +167,12 @@ def explain(
                 own.way,
                 taken.flops * num_examples,
                 taken.bytes * found.at_once,
-                own.reason,
+                reason,
                 taken.way,
             )
-            for path, own, taken in zip(found.paths, found.traced.costs, found.costs, strict=True)
+            for path, own, taken, reason in zip(
+                found.paths, found.traced.costs, found.costs, found.reasons, strict=True
+            )
         ),
         choice.method,
         choice.microbatch_size,

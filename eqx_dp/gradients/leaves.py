@@ -31,6 +31,7 @@ from .gram import (
     to_common_scale,
 )
 from .layouts import layout_of
+from .scattering import Scattering
 from .uses import ParamUse, contraction, convolution, lookup
 
 Way: TypeAlias = Literal["inner_products", "kept", "whole", "unused"]
@@ -88,14 +89,21 @@ def _of_formed(grads: Float[Array, "batch ..."]) -> tuple[Array, Array]:
     return norm, norm * (1 + norm_error(math.prod(grads.shape[1:]), grads.dtype))
 
 
-def leaf_gradient(form: LeafForm, met: Sequence[Met]) -> LeafGradient:
+def leaf_gradient(
+    form: LeafForm, met: Sequence[Met], scattering: Scattering | None = None
+) -> LeafGradient:
     """The gradient of one leaf from its uses.
 
     Args:
         form: of the leaf.
         met: of every use.
+        scattering: how the weighted sum goes to devices slice by slice, which then hold a part each
+            of the sum over all; None where it is this device's own. It changes nothing where each
+            example's gradient is formed, and so held as a whole.
     """
     norm, bound, held = _measured(form, list(met))
+    if scattering is not None and form.way == "inner_products":
+        return LeafGradient(norm, bound, functools.partial(_scattered, form, scattering, held))
     return LeafGradient(norm, bound, functools.partial(_summed, form, held))
 
 
@@ -132,6 +140,32 @@ def _summed(
             total = weighted(use, x, g, weights, contributes)
             sums.append(to_parameter(form, use, total))
     return functools.reduce(jnp.add, sums)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _scattered(
+    form: LeafForm,
+    scattering: Scattering,
+    held: Any,
+    factors: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Array:
+    """The weighted sum of a leaf with one use, slice by slice, of which a device keeps its part."""
+    (use,), ((((x, g),), exponent),) = form.uses, held
+    weights, inner = jnp.ldexp(factors[:, None], exponent), use.inside()
+    here = LeafForm(inner.view.shape, (inner,), form.way, form.dtype)
+    steps = math.prod(use.slices)
+
+    def at(index: Array) -> Array:
+        def taken(x: Array) -> Array:
+            size = x.shape[1] // steps if x.shape[1] > 1 else 1
+            return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
+
+        at_hand, cotangents, of_slice = jax.tree.map(taken, (x, g, weights))
+        total = weighted(inner, at_hand, cotangents, of_slice, contributes)
+        return scattering(to_parameter(here, inner, total))
+
+    return scattering.stacked(jax.lax.map(at, jnp.arange(steps)))
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:

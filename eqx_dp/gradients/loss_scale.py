@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from ..isolation import run_apart
 from ..precision import LossScale, Policy
 from ..programs import evaluated
+from ..sharding import Shard, whole
 from .clip import power_of_two
 from .magnitudes import Largest, is_narrow, pulled_back
 from .program import Inputs
@@ -41,12 +42,13 @@ class LossScaling(NamedTuple):
     probe: "Probe | None" = None
 
     def __call__(
-        self, params: list[Array], frozen: list[Array], examples: list[Array]
+        self, params: list[Array | Shard], frozen: list[Array | Shard], examples: list[Array]
     ) -> Float[Array, " batch"] | None:
         """One scale an example of a batch; None where nothing is scaled."""
         probe = self.probe
         if probe is not None:
-            scale_of = jax.vmap(lambda example: probe.scale(params, frozen, example))
+            arrays = list(map(whole, params)), list(map(whole, frozen))
+            scale_of = jax.vmap(lambda example: probe.scale(*arrays, example))
             scales = run_apart(scale_of, probe.split.program.jaxpr.jaxpr, examples)
             return scales.astype(self.dtype)
         if self.value == 1:

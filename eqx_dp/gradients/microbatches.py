@@ -19,7 +19,7 @@ def over_microbatches(
     is_padding_example: Bool[Array, " batch"] | None,
     num_examples: int,
     microbatch_size: int | None,
-    agree: Callable[[Int[Array, ""]], Int[Array, ""]] = lambda x: x,
+    agree: Callable[[Int[Array, ""]], Int[Array, ""]] | None = None,
 ) -> tuple[_Sums, _PerExample]:
     """Runs `step` on one microbatch after the other.
 
@@ -37,7 +37,7 @@ def over_microbatches(
         num_examples: the length of the batch.
         microbatch_size: examples in a microbatch; None for the whole batch at once.
         agree: from how many microbatches hold a real example here to how many are to be computed,
-            which is no less.
+            which is no less. None where these are the same.
 
     Returns:
         The sums, and the per-example values, which are zero in padding slots.
@@ -51,8 +51,8 @@ def over_microbatches(
         (With a mask the number of microbatches is not known when the loop is compiled, so that the
         result can be differentiated forwards alone; without one backwards as well.)
 
-        (Where `agree` asks for a microbatch of padding alone, its slots hold what they held. JAX
-        has no callbacks on the meshes where devices have to agree, so nothing there stops a run.)
+        (Where `agree` asks for a microbatch and there is no real example at all, slots hold zeros:
+        what stops a run, or takes long, on zeros says nothing of any example. Random keys stay.)
     """
     if num_examples == 0:
         return _of_no_examples(step, examples)
@@ -75,14 +75,17 @@ def over_microbatches(
         is_padding = rank >= num_real
         slot = jnp.where(is_padding, 0, rank)
         slot = slot if order is None else order[slot]
-        sums, values = step([x[slot] for x in examples], is_padding)
+        chosen = [x[slot] for x in examples]
+        if agree is not None and order is not None:
+            chosen = [_zero_unless(num_real > 0, x) for x in chosen]
+        sums, values = step(chosen, is_padding)
         with stage("microbatches"):
             totals = jax.tree.map(jnp.add, totals, sums)
         blank = jax.tree.map(lambda x: _blank_where(is_padding, x), values)
         return totals, jax.tree.map(lambda x, its: x.at[index].set(its), slots, blank)
 
     trips = -(-num_real // size)
-    trips = trips if order is None else agree(trips)
+    trips = trips if order is None or agree is None else agree(trips)
     totals, slots = jax.lax.fori_loop(0, trips, body, (totals, slots))
     as_given = slice(num_examples) if order is None else jnp.argsort(order)
     return totals, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[as_given], slots)
@@ -98,6 +101,11 @@ def _of_no_examples(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
         jax.tree.map(lambda x: jnp.zeros_like(x)[:0], per_example),
     )
+
+
+def _zero_unless(there_are: Bool[Array, ""], x: Array) -> Array:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x if is_key else jnp.where(there_are, x, jnp.zeros_like(x))
 
 
 def _blank_where(mask: Bool[Array, " batch"], values: Array) -> Array:

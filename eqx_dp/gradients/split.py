@@ -19,6 +19,7 @@ from ..programs import (
     scanned,
 )
 from ..programs import at as named
+from ..sharding import Shard
 from .derived import Derived, Fixed, Key, Search, search
 from .program import Program
 
@@ -29,10 +30,12 @@ class Shared(NamedTuple):
     Attributes:
         roots: the trainable leaves, then the values derived from them.
         fixed: the other arrays of the model, then values that no gradient goes through.
+
+    Of arrays of the model a device may hold a part.
     """
 
-    roots: list[Array]
-    fixed: list[Array]
+    roots: list[Array | Shard]
+    fixed: list[Array | Shard]
 
 
 class Split(NamedTuple):
@@ -73,12 +76,20 @@ class Split(NamedTuple):
         outside = jex_core.ClosedJaxpr(self.outside.jaxpr, take(self.outside))
         return Split(whole, program, outside, self.derived)
 
-    def shared(self, params: list[Array], frozen: list[Array]) -> Shared:
+    def is_met_outside(self, place: int) -> bool:
+        """Whether a value is derived from an array of the model, by its place among all."""
+        if self.outside is None:
+            return False
+        jaxpr = self.outside.jaxpr
+        array = jaxpr.invars[place]
+        return any(array in equation.invars for equation in jaxpr.eqns) or array in jaxpr.outvars
+
+    def shared(self, params: Sequence[Array | Shard], frozen: Sequence[Array | Shard]) -> Shared:
         """Evaluates what depends on parameters alone, once."""
         if self.outside is None:
-            return Shared(params, frozen)
+            return Shared([*params], [*frozen])
         run: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self._narrowed(self.outside))
-        found = run(*params, *frozen)
+        found = run(*map(_or_part, (*params, *frozen)))
         num_roots = len(self.derived)
         return Shared([*params, *found[:num_roots]], [*frozen, *found[num_roots:]])
 
@@ -99,9 +110,15 @@ class Split(NamedTuple):
 
         def function(values: list[Array]) -> list[Array]:
             changed = dict(zip(leaves, values, strict=True))
-            return run(*(changed.get(i, x) for i, x in enumerate(params)), *frozen)
+            own = (changed.get(i, x) for i, x in enumerate(params))
+            return run(*map(_or_part, (*own, *frozen)))
 
         return function
+
+
+def _or_part(x: Array | Shard) -> Array:
+    """An array; in the place of one that nothing is derived from, a part will do."""
+    return x.part if isinstance(x, Shard) else x
 
 
 def split(program: Program, num_leaves: int, num_fixed: int) -> Split:

@@ -18,7 +18,6 @@ from jaxtyping import Array
 from ..programs import (
     Call,
     Scan,
-    evaluated,
     inside,
     interpret,
     literal_value,
@@ -26,6 +25,7 @@ from ..programs import (
     scanned,
 )
 from ..programs import at as named
+from ..sharding import Shard, evaluated_whole, rearranged, whole
 from .program import Program
 from .taps import Address
 from .uses import ParamUse, ScanUse, vjp
@@ -57,14 +57,14 @@ def tapped(
 ) -> tuple[Array, Any]:
     """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
     del given
-    (result,) = evaluated(equation, inputs)
+    (result,) = evaluated_whole(equation, inputs)
     return use.received(result + tap), use.kept(inputs)
 
 
 def evaluate(
     program: Program,
     at: Mapping[Address, InScans],
-    inputs: Sequence[Array],
+    inputs: Sequence[Array | Shard],
     taps: dict[Address, Any],
     at_use: AtUse = tapped,
     given: Any = None,
@@ -74,7 +74,8 @@ def evaluate(
     Args:
         program: the loss of one example.
         at: what is known of each use: `at_use` does the same wherever this is the same.
-        inputs: the trainable leaves, the other arrays of the model, and one example's arrays.
+        inputs: the trainable leaves, the other arrays of the model, and one example's arrays. Of
+            the model's, a device may hold a part; it is gathered at the equations that need it.
         taps: what each use is given, the lengths of the scans around it in front of every array.
         at_use: what happens there.
         given: arrays that all uses are given.
@@ -84,7 +85,7 @@ def evaluate(
     """
     evaluation = _Evaluation(at_use, given, {}, 0)
     outputs, residuals = evaluation.program(program.run(), at, inputs, taps)
-    loss, *aux = map(jnp.asarray, outputs)
+    loss, *aux = (jnp.asarray(whole(x)) for x in outputs)
     return loss, aux, residuals
 
 
@@ -123,7 +124,11 @@ class _Evaluation(NamedTuple):
                 )
                 return [result]
             if index not in holders:
-                return evaluated(equation, inputs)
+                part = rearranged(equation, inputs)
+                if part is not None:
+                    return [part]
+                if not _takes_parts(equation, inputs):
+                    return evaluated_whole(equation, inputs)
             outputs, found = self.inside(equation, inputs, _below(at, index), _below(taps, index))
             residuals.update({(index, *address): its for address, its in found.items()})
             return outputs
@@ -144,14 +149,14 @@ class _Evaluation(NamedTuple):
         """
         operands = {i: (~i,) for i in range(len(inputs)) if (~i,) in at}
         for i, address in operands.items():
-            inputs[i] = _with_tap(inputs[i], taps[address])
+            inputs[i] = _with_tap(whole(inputs[i]), taps[address])
         nothing = dict.fromkeys(operands.values(), ())
         at, taps = (
             {address: its for address, its in of.items() if address not in nothing}
             for of in (at, taps)
         )
-        if not at:
-            return evaluated(equation, inputs), nothing
+        if not at and not _takes_parts(equation, inputs):
+            return evaluated_whole(equation, inputs), nothing
         with named(equation):
             outputs, residuals = self.within(equation, inputs, at, taps)
         return outputs, {**nothing, **residuals}
@@ -163,7 +168,10 @@ class _Evaluation(NamedTuple):
         at: Mapping[Address, InScans],
         taps: dict[Address, Any],
     ) -> tuple[list[Any], dict[Address, Any]]:
-        """Evaluates an equation that holds uses: jit, remat and scan stay what they are."""
+        """Evaluates an equation that holds uses, or takes parts of parameters.
+
+        A jit, remat and scan stay what they are.
+        """
         match inside(equation):
             case Call("jit", body):
                 key = body, *at.items()
@@ -176,6 +184,8 @@ class _Evaluation(NamedTuple):
                 return self.calls[key](self.given, inputs, taps)
             case Call("remat", body):
                 run = functools.partial(self.program, body, at)
+                if equation.params["policy"] is None:  # what is gathered inside is not saved
+                    inputs = [x.within_checkpoint() if isinstance(x, Shard) else x for x in inputs]
                 return rematerialised(equation, run, inputs, taps)
             case Scan() as scan:
                 return self.scan(equation, scan, inputs, at, taps)
@@ -190,7 +200,14 @@ class _Evaluation(NamedTuple):
         at: Mapping[Address, InScans],
         taps: dict[Address, Any],
     ) -> tuple[list[Any], dict[Address, Any]]:
-        """A scan's steps have taps of their own, or one for all: their cotangents are added up."""
+        """A scan's steps have taps of their own, or one for all: their cotangents are added up.
+
+        A parameter that it goes over is gathered slice by slice, inside. One that all steps share
+        is gathered once, ahead of it.
+        """
+        consts, carry, slices = scan.split(inputs)
+        slices = [whole(x) if isinstance(x, Shard) and x.is_scanned_whole() else x for x in slices]
+        inputs = [*map(whole, (*consts, *carry)), *slices]
         one_for_all = {address for address, its in at.items() if its.scans[self.depth] == "added"}
         same = {address: tap for address, tap in taps.items() if address in one_for_all}
         given_on = {
@@ -202,6 +219,7 @@ class _Evaluation(NamedTuple):
         def run(inputs: list[Any], own: dict[Address, Any]) -> tuple[list[Any], dict[Address, Any]]:
             taps = {**own, **same}
             outputs, residuals = inner.program(scan.body, below, inputs, taps)
+            outputs = list(map(whole, outputs))
             for i, address in given_on.items():
                 outputs[i] = _with_tap(outputs[i], taps[address])
                 residuals[address] = ()
@@ -209,6 +227,17 @@ class _Evaluation(NamedTuple):
 
         own = {address: tap for address, tap in taps.items() if address not in one_for_all}
         return scanned(equation, scan, run, inputs, own)
+
+
+def _takes_parts(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> bool:
+    """Whether it holds a program that goes on with parts of parameters."""
+    if not any(isinstance(x, Shard) for x in inputs):
+        return False
+    match inside(equation):
+        case Call("jit" | "remat") | Scan():
+            return True
+        case _:
+            return False
 
 
 def _with_tap(value: Array, tap: Array) -> Array:

@@ -1,21 +1,30 @@
 """Sharding rules, applied outside of the boundary between a batch and its examples."""
 
 from .axes import axes_of
-from .boundary import Argument, agreed, check_context, example_program, on_device, over_devices
+from .boundary import Argument, agreement, check_context, example_program, on_device, over_devices
 from .constraints import constraints_of
 from .processes import slots_by_process
 from .rules import ShardingRules, checked_rules
+from .shards import Cut, Shard, cut_of, evaluated_whole, rearranged, whole
+from .uneven import warn_of_uneven
 
 __all__ = [
     "Argument",
+    "Cut",
+    "Shard",
     "ShardingRules",
-    "agreed",
+    "agreement",
     "axes_of",
     "check_context",
     "checked_rules",
     "constraints_of",
+    "cut_of",
+    "evaluated_whole",
     "example_program",
     "on_device",
     "over_devices",
+    "rearranged",
     "slots_by_process",
+    "warn_of_uneven",
+    "whole",
 ]

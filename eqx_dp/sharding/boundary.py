@@ -1,6 +1,6 @@
 """The boundary between a batch on a mesh and examples on a device."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,10 +12,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ..precision import stage
-from .axes import axes_of, only
+from .axes import only
 from .batch_of_two import BatchOfTwo
 from .retrace import Retrace
 from .rules import ShardingRules
+from .shards import Cut, Shard, cut_of, inner_mesh, longer_than_one
 
 
 class Argument(NamedTuple):
@@ -37,15 +38,6 @@ def on_device(rules: ShardingRules | None) -> Generator[None]:
     """Enters the context that a device's part of the work is traced in; none without rules."""
     with nullcontext() if rules is None else jax.sharding.use_abstract_mesh(inner_mesh(rules)):
         yield
-
-
-def inner_mesh(rules: ShardingRules) -> AbstractMesh:
-    """The mesh inside the boundary: example axes are Manual, all others Auto."""
-    types = {
-        name: AxisType.Manual if name in rules.examples else AxisType.Auto
-        for name in rules.mesh.axis_names
-    }
-    return rules.mesh.abstract_mesh.update_axis_types(types)
 
 
 def example_program(
@@ -252,31 +244,40 @@ def _traceable(
 
 
 def over_devices(
-    function: Callable[[list[Array], list[Array]], tuple[list[Array], PyTree[Array]]],
+    function: Callable[[list[Array | Shard], list[Array]], tuple[list[Array], PyTree[Array]]],
     rules: ShardingRules,
     shared: list[Array],
     shared_specs: list[PartitionSpec],
     examples: list[Array],
     sum_specs: list[PartitionSpec],
+    sum_cuts: Sequence[Cut | None],
 ) -> tuple[list[Array], PyTree[Array]]:
-    """Runs a function on every device's own examples, and sums over devices once.
+    """Runs a function on every device's own examples, and sums over devices.
 
     Guarantee: nothing of an example leaves its device but what `function` makes of it; sums are
-    reduced in the dtype they come in, one reduction each, after `function` is done.
+    reduced in the dtype they come in: those that `function` has not scattered yet in one reduction
+    each, after it is done.
 
     Args:
         function: from the shared arrays and a device's examples to `(sums, per_example)`.
         rules: the sharding rules.
-        shared: arrays that every device needs.
+        shared: arrays that every device needs. Of those that are spread over example axes it gets
+            its part, a `Shard`.
         shared_specs: where each lives.
         examples: arrays with examples in front.
         sum_specs: where each sum is to live.
+        sum_cuts: of sums that `function` has scattered, how.
 
     Returns:
         The sums over all examples, and the per-example values, examples in front.
     """
     mesh = inner_mesh(rules)
     others = set(rules.mesh.axis_names) - set(rules.examples)
+    cuts = [cut_of(rules, spec, x.ndim) for x, spec in zip(shared, shared_specs, strict=True)]
+    lie = [
+        PartitionSpec() if cut is None else only(spec, longer_than_one(rules))
+        for cut, spec in zip(cuts, shared_specs, strict=True)
+    ]
 
     def keep(x: Array, spec: PartitionSpec) -> Array:
         if not others:
@@ -284,16 +285,17 @@ def over_devices(
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, only(spec, others)))
 
     def on_device(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
-        shared = [keep(x, spec) for x, spec in zip(shared, shared_specs, strict=True)]
-        sums, per_example = function(shared, examples)
+        kept = [keep(x, spec) for x, spec in zip(shared, shared_specs, strict=True)]
+        there = [x if cut is None else Shard(x, cut) for x, cut in zip(kept, cuts, strict=True)]
+        sums, per_example = function(there, examples)
         sums = [keep(x, spec) for x, spec in zip(sums, sum_specs, strict=True)]
         with stage("devices"):
-            return _reduced(sums, sum_specs, rules), per_example
+            return _reduced(sums, sum_specs, sum_cuts, rules), per_example
 
     mapped = jax.shard_map(
         on_device,
         mesh=None if rules.is_explicit else rules.mesh,
-        in_specs=(PartitionSpec(), rules.example_spec),
+        in_specs=(lie, rules.example_spec),
         out_specs=([only(spec, rules.examples) for spec in sum_specs], rules.example_spec),
         axis_names=set(rules.examples),
         check_vma=False,
@@ -312,42 +314,63 @@ def over_devices(
     return jax.jit(run)(shared, examples)
 
 
-def _longer_than_one(rules: ShardingRules) -> tuple[str, ...]:
-    """The example axes that there is something to sum over; XLA refuses the others."""
-    return tuple(axis for axis in rules.examples if rules.mesh.shape[axis] > 1)
+def agreement(
+    rules: ShardingRules | None, is_meeting: bool
+) -> Callable[[Int[Array, ""]], Array] | None:
+    """How devices agree on the number of microbatches that all of them compute: the largest.
 
+    Where devices meet within a microbatch (they share an example, or hold a part each of a
+    parameter), those that skip what others compute would keep them waiting for ever. Without that
+    every device goes by its own number, and there is nothing to agree on.
 
-def agreed(rules: ShardingRules, trips: Int[Array, ""]) -> Array:
-    """How many microbatches the devices compute, agreed on once for all of them.
+    Args:
+        rules: the sharding rules.
+        is_meeting: whether a parameter is gathered, or a sum scattered, within a microbatch.
 
-    Where devices share an example, they meet within it: were some to skip what others compute,
-    those would wait for them for ever. Without such axes every device goes by its own.
+    Returns:
+        From the number of microbatches that hold a real example here to that of all; or None.
     """
-    longer = _longer_than_one(rules)
-    if not longer or rules.num_shards == rules.mesh.size:
-        return trips
-    return jax.lax.pmax(trips, longer)
+    longer = () if rules is None else longer_than_one(rules)
+    if rules is None or not longer:
+        return None
+    if rules.num_shards == rules.mesh.size and not is_meeting:
+        return None
+    return lambda trips: jax.lax.pmax(trips, longer)
 
 
-def _reduced(sums: list[Array], specs: list[PartitionSpec], rules: ShardingRules) -> list[Array]:
+def _reduced(
+    sums: list[Array],
+    specs: list[PartitionSpec],
+    cuts: Sequence[Cut | None],
+    rules: ShardingRules,
+) -> list[Array]:
     """Sums over the example axes; where a sum is to be spread over them, each gets its part."""
-    longer = _longer_than_one(rules)
+    longer = longer_than_one(rules)
     if not longer:
         return sums
-    spread = [list(map(axes_of, only(spec, longer))) for spec in specs]
-    whole = [x for x, dimensions in zip(sums, spread, strict=True) if not any(dimensions)]
-    summed = iter(jax.lax.psum(whole, longer))
-    return [
-        _scattered(x, dimensions, longer) if any(dimensions) else next(summed)
-        for x, dimensions in zip(sums, spread, strict=True)
+    wanted = [cut_of(rules, spec, x.ndim) for x, spec in zip(sums, specs, strict=True)]
+    parts = [
+        x if cut is None or done is not None else cut.scattered(_over_rest(x, cut, longer))
+        for x, cut, done in zip(sums, wanted, cuts, strict=True)
     ]
+    # What is left to sum over, of all at once that have it in common.
+    left = [
+        longer if cut is None else _rest(cut, x.ndim, longer) if done is not None else ()
+        for x, cut, done in zip(sums, wanted, cuts, strict=True)
+    ]
+    for axes in dict.fromkeys(filter(None, left)):
+        its = [i for i, own in enumerate(left) if own == axes]
+        for i, x in zip(its, jax.lax.psum([parts[i] for i in its], axes), strict=True):
+            parts[i] = x
+    return parts
 
 
-def _scattered(x: Array, dimensions: list[tuple[str, ...]], longer: tuple[str, ...]) -> Array:
-    """A sum over devices of which each keeps a part, cut along dimensions by the axes of each."""
-    rest = tuple(axis for axis in longer if not any(axis in axes for axes in dimensions))
-    x = jax.lax.psum(x, rest) if rest else x
-    for dimension, axes in enumerate(dimensions):
-        if axes:
-            x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
-    return x
+def _over_rest(x: Array, cut: Cut, longer: tuple[str, ...]) -> Array:
+    """A sum over the axes that do not cut it."""
+    rest = _rest(cut, x.ndim, longer)
+    return jax.lax.psum(x, rest) if rest else x
+
+
+def _rest(cut: Cut, rank: int, longer: tuple[str, ...]) -> tuple[str, ...]:
+    taken = {axis for _, axes in cut.over(rank) for axis in axes}
+    return tuple(axis for axis in longer if axis not in taken)

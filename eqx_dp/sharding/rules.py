@@ -17,11 +17,12 @@ from ..paths import below, dotted, matches
 from ..shown import shown
 from ..trees import PyTree
 from .axes import PathRule, axes_of, axes_text, example_axes, only, path_rules
+from .fitting import check_fits
 from .processes import local_shards
 
 T = TypeVar("T")
 
-Accumulators: TypeAlias = Literal["params", "examples"]
+Accumulators: TypeAlias = Literal["params", "examples", "params_once"]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -32,6 +33,13 @@ class ShardingRules:
     on its own examples, and one reduction for each accumulator and step, in the accumulate dtype,
     sums over devices. Over the other axes of the mesh (model parallelism) the compiler divides the
     work by the parameters' specs and the loss's own constraints.
+
+    A parameter may be spread over example axes (fully sharded: ZeRO, Rajbhandari et al. 2020, stage
+    3; FSDP). A device then holds its part alone. The rest is gathered, in the compute dtype, where
+    the parameter is used: where a scan goes over slices of it (stacked layers), one slice inside
+    the scan, and once more for the backward pass. Its sum is reduced and scattered there as well,
+    in every microbatch. Spread it along another dimension than the one that the scan goes over.
+    Each device computes as many microbatches as the one with the most examples, since they meet.
 
     Rules are static values: they are compared and hashed by value, and hold no arrays.
 
@@ -52,9 +60,12 @@ class ShardingRules:
             that no pattern matches is replicated.
         accumulators: where sums of gradients live, and so the returned gradients, the noise, and
             the state of an optimizer made for them. `"params"`: where their parameter lives.
-            `"examples"`: spread over the example axes as well (ZeRO, Rajbhandari et al. 2020, stage
-            2), along the first dimension that these axes divide and that is not spread already;
-            where the parameter lives if there is no such dimension.
+            `"examples"`: spread over the example axes as well (ZeRO, stage 2), along the first
+            dimension that these axes divide and that is not spread already; where the parameter
+            lives if there is no such dimension, of which a warning tells. `"params_once"`: as
+            `"params"`, but the sum of a parameter that is spread over example axes stays whole on
+            a device until its last microbatch: one reduction a step instead of one a microbatch,
+            for the memory of the whole sums.
 
     Raises:
         ValueError: an axis does not exist in the mesh, or is named twice; there are no example
@@ -123,7 +134,7 @@ class ShardingRules:
         arrays = [
             (dotted(path), leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(model)
-            if _has_shape(leaf)
+            if has_shape(leaf)
         ]
         unmatched = [
             pattern
@@ -152,7 +163,7 @@ class ShardingRules:
         name = dotted(path)
         for pattern, spec in self.params:
             if matches(pattern, name):
-                self._check_fits(pattern, spec, name, shape)
+                check_fits(self.mesh, pattern, spec, name, shape)
                 return spec
         return PartitionSpec()
 
@@ -165,7 +176,7 @@ class ShardingRules:
         """
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         taken = {axis for entry in entries for axis in axes_of(entry)}
-        if self.accumulators == "params" or taken & set(self.examples):
+        if self.accumulators != "examples" or taken & set(self.examples):
             return spec
         for dimension, entry in enumerate(entries):
             is_free = not axes_of(entry) and entry is not PartitionSpec.UNCONSTRAINED
@@ -319,26 +330,6 @@ class ShardingRules:
         sharding = NamedSharding(self.mesh, self.example_spec)
         return jax.make_array_from_process_local_data(sharding, np.asarray(part))
 
-    def _check_fits(
-        self, pattern: str, spec: PartitionSpec, name: str, shape: tuple[int, ...]
-    ) -> None:
-        if len(spec) > len(shape):
-            raise ValueError(
-                f"ShardingRules.params: {pattern!r} gives {_array(name)} the spec {spec}, which "
-                f"has {len(spec)} dimensions; the array has shape {shape}. Write a pattern that "
-                "leaves it out, or a rule for it in front."
-            )
-        for dimension, entry in enumerate(spec):
-            axes = axes_of(entry)
-            parts = math.prod(self.mesh.shape[axis] for axis in axes)
-            if shape[dimension] % parts:
-                raise ValueError(
-                    f"ShardingRules.params: {pattern!r} spreads dimension {dimension} of "
-                    f"{_array(name)} over {', '.join(map(repr, axes))}, {parts} devices, which do "
-                    f"not divide its length {shape[dimension]} (shape {shape}). Choose another "
-                    "dimension or axis, or change the model's width."
-                )
-
 
 def checked_rules(sharding: object) -> ShardingRules | None:
     """Returns rules or None as they are.
@@ -359,11 +350,12 @@ def _specs_of(
 ) -> PyTree[PartitionSpec | None]:
     """A tree of the specs of arrays, by path and shape; None where there is no array."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: spec(path, leaf.shape) if _has_shape(leaf) else None, tree
+        lambda path, leaf: spec(path, leaf.shape) if has_shape(leaf) else None, tree
     )
 
 
-def _has_shape(leaf: Any) -> bool:
+def has_shape(leaf: Any) -> bool:
+    """Whether a leaf of a model is an array, or stands for one."""
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
 
 
@@ -382,10 +374,6 @@ def _is_whole(leaf: Any) -> bool:
         or isinstance(leaf, jax.core.Tracer)
         or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
     )
-
-
-def _array(name: str) -> str:
-    return name or "the model, which is one array,"
 
 
 def _listed(names: list[str]) -> str:

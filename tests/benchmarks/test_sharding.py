@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.benchmarks import sharding
+from tests.benchmarks import fully_sharded, sharding
 
 
 @pytest.mark.slow
@@ -26,3 +26,13 @@ def test_what_a_constraint_costs_a_device():
     free = sharding.measure(case, "eqx_dp auto, unconstrained", 8, case.num_examples)
     assert eight.flops == free.flops <= 1.05 * one.flops / 8
     assert [c.name for c in eight.collectives] == ["all-reduce"]
+
+
+@pytest.mark.slow
+def test_command_of_what_a_device_holds(tmp_path, capsys):
+    path = tmp_path / "table.md"
+    fully_sharded.main(["--cases", "layers", "--devices", "2", "--markdown", str(path)])
+    printed, written = capsys.readouterr().out, path.read_text()
+    for name in fully_sharded.CONTENDERS:
+        assert name in printed
+        assert f"| {name} | 2 |" in written

@@ -264,3 +264,21 @@ def test_each_device_computes_its_own_examples_alone(name):
     on_a_mesh_and_on_one_device(loss, name, 1, {"data": 4})
     jax.effects_barrier()
     assert counts == dict.fromkeys(REAL_OF_16[name], 1)
+
+
+@pytest.mark.parametrize("num_real", [0, 1, 4])
+def test_what_devices_have_to_compute_beside_their_own_says_nothing_of_padding(num_real):
+    """Slots hold a copy of the first real example; without any, zeros and not what they held."""
+    x, seen = jnp.arange(1.0, 5.0), []
+
+    def step(leaves, is_padding):
+        jax.debug.callback(lambda x: seen.append(float(x)), leaves[0][0])
+        return jnp.sum(jnp.where(is_padding, 0, leaves[0])), leaves[0]
+
+    padding = jnp.arange(4) >= num_real
+    total, values = over_microbatches(step, [x], padding, 4, 1, agree=lambda trips: trips + 2)
+    jax.effects_barrier()
+    real = list(range(1, num_real + 1))
+    assert sorted(seen) == sorted([*real, *[1.0 if num_real else 0.0] * 2])
+    assert total == sum(real)
+    np.testing.assert_array_equal(values, [*real, *[0] * (4 - num_real)])

@@ -1,7 +1,7 @@
 """One host of a training run of three steps; `python -m tests.sharding.host` is one process of it.
 
-Arguments: the host's number, how many hosts there are, the coordinator's port, and a folder, where
-it leaves what it has seen.
+Arguments: the host's number, how many hosts there are, the coordinator's port, a folder, where it
+leaves what it has seen, and what to run (see `RUNS`).
 """
 
 import pathlib
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import eqx_dp as dp
+from tests.sharding.fully_sharded_net import batch_of, loss, net, rules_of
 from tests.sharding.losses import GPT, Says, gpt_rules, language_loss, mesh_of, tokens
 
 NUM_EXAMPLES, STEPS = 64, 3
@@ -73,12 +74,41 @@ def train(host, hosts):
     }
 
 
+def fully_sharded(host, hosts):
+    """Clipped gradients of parameters that are spread over all devices, by every method.
+
+    The second host has no example at all.
+    """
+    rules = rules_of(axes={"data": 4})
+    data, padding = batch_of(8), np.arange(8) > 2
+    own = slice(host * 8 // hosts, (host + 1) * 8 // hosts)
+    found = []
+    with jax.set_mesh(rules.mesh):
+        model = rules.shard(net())
+        batch = rules.shard_batch([x[own] for x in (*data, padding)])
+        everywhere = jax.sharding.NamedSharding(rules.mesh, jax.sharding.PartitionSpec())
+        whole = jax.jit(lambda x: x, out_shardings=everywhere)
+        for method in ("ghost", "book_keeping", "per_example"):
+            grad_fn = dp.filter_clipped_grad(
+                loss, l2_clip_norm=0.7, sharding=rules, method=method, microbatch_size=1
+            )
+            *examples, mask = batch
+            grads = eqx.filter_jit(grad_fn)(model, *examples, is_padding_example=mask)
+            found += [whole(leaf).addressable_data(0) for leaf in jax.tree.leaves(grads)]
+    return {f"grad{i:02}": np.asarray(leaf) for i, leaf in enumerate(found)}
+
+
+RUNS = {"train": (train, 8), "fully_sharded": (fully_sharded, 4)}
+"""What a host may be asked to run, and how many devices all hosts have together."""
+
+
 def main():
     host, hosts, port = map(int, sys.argv[1:4])
-    jax.config.update("jax_num_cpu_devices", 8 // hosts)
+    run, devices = RUNS[sys.argv[5]]
+    jax.config.update("jax_num_cpu_devices", devices // hosts)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", hosts, host)
-    np.savez(pathlib.Path(sys.argv[4]) / f"host{host}.npz", **train(host, hosts))
+    np.savez(pathlib.Path(sys.argv[4]) / f"host{host}.npz", **run(host, hosts))
 
 
 if __name__ == "__main__":

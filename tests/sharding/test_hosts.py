@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from tests.sharding.host import train
+from tests.sharding.host import fully_sharded, train
 
 
 def free_port():
@@ -15,12 +15,15 @@ def free_port():
         return found.getsockname()[1]
 
 
-def run_two_hosts(folder, environment):
+def run_two_hosts(folder, environment, what="train"):
     """What each of two hosts has seen."""
     port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding.host", str(host), "2", str(port), str(folder)],
+            [
+                *(sys.executable, "-m", "tests.sharding.host"),
+                *(str(host), "2", str(port), str(folder), what),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,3 +66,13 @@ def test_two_hosts_do_what_one_does(tmp_path, fast):
         np.testing.assert_array_equal(np.sort(union[union >= 0]), whole[whole >= 0])
 
     assert [found["epsilon"] for found in both] == [one["epsilon"]] * 2
+
+
+def test_two_hosts_share_parameters(tmp_path, fast):
+    """Collectives within loops, one host with less to do than the other: two devices each."""
+    alone, both = fully_sharded(0, 1), run_two_hosts(tmp_path, fast, "fully_sharded")
+    assert len(alone) == 21
+    for found in both:
+        for name, expected in alone.items():
+            assert np.any(expected != 0)
+            np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-5)

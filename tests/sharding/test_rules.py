@@ -134,7 +134,7 @@ REFUSED = {
     ),
     "accumulators elsewhere": (
         {"accumulators": "zero"},
-        "accumulators must be one of 'params', 'examples', found 'zero'",
+        "accumulators must be one of 'params', 'examples', 'params_once', found 'zero'",
     ),
     "params None": ({"params": None}, "params holds pairs .* found None"),
     "params a mapping": ({"params": {"a": P()}}, r"params holds pairs .*\.items\(\)"),
@@ -461,7 +461,8 @@ def test_a_spec_longer_than_the_rank(spec, shape):
 def test_a_dimension_that_does_not_divide(spec, shape, dimension, parts):
     message = (
         rf"'\*' spreads dimension {dimension} of a over .*, {parts} devices,.* length "
-        rf"{shape[dimension]} \(shape {re.escape(str(shape))}\)"
+        rf"{shape[dimension]} \(shape {re.escape(str(shape))}, {re.escape(str(spec))}, mesh "
+        r"{'data': 4, 'model': 2}\)"
     )
     with pytest.raises(ValueError, match=message):
         rules_of(("*", spec)).specs({"a": jnp.ones(shape)})

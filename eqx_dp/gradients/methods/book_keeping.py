@@ -19,7 +19,8 @@ from ..computed_once import computed_once
 from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
-from .contract import ClippedSum, Held, TracedLoss, clip_and_sum, held_gradient
+from .contract import ClippedSum, TracedLoss, clip_and_sum
+from .held import Held, held_gradient
 from .measured import at_use, formed_gradient, known_uses, tap_of
 
 
@@ -45,14 +46,15 @@ def clipped_sum(
         with stage("norm"):
             found = [
                 formed_gradient(traced, target, cotangents)
-                or held_gradient(traced, index, held, len(loss))
+                or held_gradient(traced, index, held, len(loss), is_scattered=True)
                 for index, target in enumerate(targets)
             ]
         groups = [target.group for target in targets]
         result = clip_and_sum(traced, groups, found, loss, aux, scales, is_padding_example)
         return result._replace(grads=traced.of_leaves(result.grads))
 
-    return computed_once(finish, (loss, aux, residuals, cotangents, grads, scales), loss)
+    result = computed_once(finish, (loss, aux, residuals, cotangents, grads, scales), loss)
+    return result._replace(grads=traced.scattered(result.grads))
 
 
 def _backward(

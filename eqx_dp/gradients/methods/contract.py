@@ -1,7 +1,6 @@
 """What every method of the engine is given for a microbatch, and what it gives back."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -10,24 +9,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ...precision import stage
+from ...sharding import Cut, Shard, whole
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors, combined_norms, norm_error
-from ..computed_once import computed_once
 from ..cost import LeafCost
 from ..leaves import (
-    LeafForm,
     LeafGradient,
-    from_per_example,
-    leaf_gradient,
-    no_gradient,
-    per_example_gradients,
 )
 from ..loss_scale import LossScaling
-from ..penalties import Penalties, formed_penalties, of_penalties, penalised
+from ..penalties import Penalties, of_penalties
 from ..program import Program
-from ..pulled_back import entry_by_entry, pulled_back
 from ..split import Shared, Split
-from ..taps import Address, Uses
+from ..taps import Uses
 from ..targets import Target
 
 
@@ -60,12 +53,14 @@ class TracedLoss(NamedTuple):
         costs: how each leaf is treated, and what that costs for one example.
         targets: what is measured and summed as one.
         outside: what is evaluated once for all examples; None until it is.
+        cuts: for each trainable leaf, how its sum is scattered over devices as soon as it is known;
+            None where it is not. Empty without sharding rules.
     """
 
     split: Split
     uses: Uses
-    params: list[Array]
-    frozen: list[Array]
+    params: list[Array | Shard]
+    frozen: list[Array | Shard]
     clipping: Clipping
     groups: list[int]
     accumulate_dtype: np.dtype[Any]
@@ -73,6 +68,7 @@ class TracedLoss(NamedTuple):
     costs: list[LeafCost]
     targets: list[Target]
     outside: Outside | None = None
+    cuts: tuple[Cut | None, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -108,7 +104,7 @@ class TracedLoss(NamedTuple):
     def _derivative(self, target: Target, shared: Shared) -> Array:
         """The derivative of each entry of a derived value in the entry that it comes from."""
         function = self.split.of_leaves(target.leaves, target.roots, shared)
-        values = [self.params[leaf] for leaf in target.leaves]
+        values = [whole(self.params[leaf]) for leaf in target.leaves]
         _, (found,) = jax.jvp(function, (values,), ([jnp.ones_like(x) for x in values],))
         return found.astype(self.accumulate_dtype)
 
@@ -116,7 +112,7 @@ class TracedLoss(NamedTuple):
         """The gradient of a penalty with respect to all parameters that it depends on."""
         leaves = sorted(self.split.derived[root - len(self.params)].leaves)
         function = self.split.of_leaves(leaves, [root], shared)
-        values, pullback = jax.vjp(function, [self.params[leaf] for leaf in leaves])
+        values, pullback = jax.vjp(function, [whole(self.params[leaf]) for leaf in leaves])
         (found,) = pullback([jnp.ones_like(value) for value in values])
         wide = [gradient.astype(self.accumulate_dtype) for gradient in found]
         return dict(zip(leaves, wide, strict=True))
@@ -128,7 +124,7 @@ class TracedLoss(NamedTuple):
         return [*self.split.consts, *(probe.split.consts if probe else ())]
 
     def with_arrays(
-        self, params: list[Array], frozen: list[Array], consts: list[Any]
+        self, params: list[Array | Shard], frozen: list[Array | Shard], consts: list[Any]
     ) -> "TracedLoss":
         """The same loss with other arrays: those that live on one device."""
         own = len(self.split.consts)
@@ -170,6 +166,51 @@ class TracedLoss(NamedTuple):
         """Shape of a trainable leaf, with the accumulate dtype."""
         return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
 
+    def cut(self, leaf: int) -> Cut | None:
+        """How the sum of a trainable leaf is scattered over devices as soon as it is known."""
+        return self.cuts[leaf] if self.cuts else None
+
+    def summed(self, leaf: int) -> jax.ShapeDtypeStruct:
+        """Shape of what a device holds of a leaf's sum."""
+        its, cut = self.accumulated(leaf), self.cut(leaf)
+        return its if cut is None else its.update(shape=cut.local(its.shape))
+
+    def no_sums(self) -> list[Array]:
+        """Zeros, as a device holds the sums of all leaves."""
+        shapes = map(self.summed, range(len(self.params)))
+        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
+
+    @property
+    def parts(self) -> dict[int, Shard]:
+        """The arrays of which a device holds a part, by their place among all that are shared."""
+        shared = (*self.shared.roots, *self.shared.fixed)
+        return {i: x for i, x in enumerate(shared) if isinstance(x, Shard)}
+
+    def with_parts(self, parts: dict[int, Shard]) -> "TracedLoss":
+        """The same with other values in their place."""
+        if not parts:
+            return self
+        assert self.outside is not None
+        roots = len(self.shared.roots)
+        shared = [parts.get(i, x) for i, x in enumerate((*self.shared.roots, *self.shared.fixed))]
+        outside = self.outside._replace(shared=Shared(shared[:roots], shared[roots:]))
+        return self._replace(outside=outside)
+
+    def scattered(self, sums: list[Array]) -> list[Array]:
+        """The sums of all leaves, of which a device keeps its part.
+
+        Guarantee: they are added over devices in the dtype that they come in, the accumulate dtype.
+
+        Args:
+            sums: of each leaf over this device's examples; those that have the shape of a part
+                already are left as they are.
+        """
+        return [
+            total if cut is None or total.shape == self.summed(leaf).shape else cut.scattered(total)
+            for leaf, total in enumerate(sums)
+            for cut in [self.cut(leaf)]
+        ]
+
 
 class ClippedSum(NamedTuple):
     """What a method makes of a microbatch.
@@ -189,101 +230,6 @@ class ClippedSum(NamedTuple):
 
 Method: TypeAlias = Callable[[TracedLoss, list[Array], Bool[Array, " batch"]], ClippedSum]
 """`method(traced, examples, is_padding_example)`; the leaves of examples have examples in front."""
-
-
-class Held(NamedTuple):
-    """What is held of a batch, examples in front of every array.
-
-    Attributes:
-        residuals: of each use.
-        cotangents: of each use's result.
-        grads: each example's gradient with respect to the roots that are `whole`.
-    """
-
-    residuals: dict[Address, Any]
-    cotangents: dict[Address, Any]
-    grads: dict[int, Array]
-
-    def met(self, uses: Iterable[Address]) -> list[tuple[Any, Array]]:
-        """What some uses met."""
-        return [(self.residuals[at], self.cotangents[at]) for at in uses]
-
-    def of_roots(self, roots: Iterable[int], uses: Uses) -> "Held":
-        """What is held of some roots."""
-        its = [at for root in roots for at in uses.of[root]]
-        residuals, cotangents = ({at: of[at] for at in its} for of in self[:2])
-        return Held(residuals, cotangents, {i: self.grads[i] for i in roots if i in self.grads})
-
-
-def held_gradient(traced: TracedLoss, index: int, held: Held, num_examples: int) -> LeafGradient:
-    """The gradient of one target, in the form that its way gives, from what is held for a batch.
-
-    Args:
-        traced: the loss.
-        index: which target.
-        held: what is held.
-        num_examples: the batch.
-    """
-    target, dtype, outside = traced.targets[index], traced.accumulate_dtype, traced.outside
-    assert outside is not None
-    first = target.roots[0]
-    shape, uses = traced.root(first).shape, traced.uses.of[first]
-    form = LeafForm(shape, tuple(uses.values()), target.way, dtype)
-    if target.relation == "entrywise":
-        entries = traced.split.derived[first - len(traced.params)].entries
-        assert entries is not None
-        of_leaf, derivative = traced.params[target.leaves[0]].shape, outside.derivatives[index]
-        return entry_by_entry(form, entries.layout, of_leaf, derivative, held.met(uses))
-    if target.relation in ("penalised", "through"):
-        return _through(traced, index, held, num_examples)
-    if target.way == "whole":
-        return from_per_example(held.grads[first].astype(dtype))
-    if target.way == "unused":
-        return no_gradient(num_examples, shape, dtype)
-    return leaf_gradient(form, held.met(uses))
-
-
-def _through(traced: TracedLoss, index: int, held: Held, num_examples: int) -> LeafGradient:
-    """The same of a parameter that penalties, or other values, are derived from."""
-    target, dtype, outside = traced.targets[index], traced.accumulate_dtype, traced.outside
-    assert outside is not None
-    (leaf,), penalties = target.leaves, outside.penalties.get(index)
-    roots = [root for root in target.roots if root not in target.penalties]
-    is_formed = target.way != "inner_products"
-
-    def form(held: Held) -> tuple[Array, Array | None]:
-        found = [_formed(traced, root, held) for root in target.penalties]
-        heights = jnp.zeros((num_examples, 0), dtype)
-        if found:
-            heights = jnp.stack([x.reshape(num_examples).astype(dtype) for x in found], axis=1)
-        if not is_formed:
-            return heights, None
-        formed = {root: _formed(traced, root, held) for root in roots}
-        own = [formed.pop(leaf).astype(dtype)] if leaf in formed else []
-        if penalties is not None:
-            own += formed_penalties(heights, penalties)
-        if formed:
-            function = traced.split.of_leaves([leaf], list(formed), outside.shared)
-            own.append(pulled_back(function, traced.params[leaf], list(formed.values()), dtype))
-        return heights, functools.reduce(jnp.add, own)
-
-    its = held.of_roots(target.roots, traced.uses)
-    heights, grads = computed_once(form, its, jax.tree.leaves(its[1:])[0])
-    if grads is not None:
-        return from_per_example(grads)
-    assert penalties is not None
-    uses = traced.uses.of[leaf]
-    way = LeafForm(traced.root(leaf).shape, tuple(uses.values()), target.way, dtype)
-    return penalised(way, held.met(uses), heights, penalties)
-
-
-def _formed(traced: TracedLoss, root: int, held: Held) -> Array:
-    """Each example's gradient with respect to a root."""
-    if root in held.grads:
-        return held.grads[root]
-    uses, shape = traced.uses.of[root], traced.root(root).shape
-    form = LeafForm(shape, tuple(uses.values()), "kept", traced.accumulate_dtype)
-    return per_example_gradients(form, held.met(uses))
 
 
 class Clip(NamedTuple):

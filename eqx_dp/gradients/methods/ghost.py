@@ -18,7 +18,8 @@ from ...precision import stage
 from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
-from .contract import ClippedSum, Held, TracedLoss, clip, held_gradient
+from .contract import ClippedSum, TracedLoss, clip
+from .held import Held, held_gradient
 from .measured import (
     Ask,
     Formed,
@@ -83,15 +84,17 @@ def clipped_sum(
     with stage("probe"):
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
 
+    known = known_uses(traced)
+
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
-        here, asked = jax.lax.optimization_barrier((examples, past[:2]))
-        backward = functools.partial(_backward, traced, asked[0])
+        here, asked, held = jax.lax.optimization_barrier((examples, past[:2], traced.parts))
+        backward = functools.partial(_backward, traced.with_parts(held), known, asked[0])
         found = run_apart(backward, traced.split.program.jaxpr.jaxpr, here, asked[1], scales)
         groups = [target.group for target in traced.targets]
         leaves = [
-            _of_target(traced, index, found, Ask(asked[0], asked[1][group]))
+            _of_target(traced, known, index, found, Ask(asked[0], asked[1][group]))
             for index, group in enumerate(groups)
         ]
         norms, bounds = ([leaf.measured[:, i] for leaf in leaves] for i in range(2))
@@ -104,14 +107,15 @@ def clipped_sum(
             (asked[1], past.result.grad_norms),
         )
         totals = traced.of_leaves([leaf.total for leaf in leaves])
+        if any(traced.cuts):
+            # Nothing is sent in the first pass.
+            totals = jax.lax.cond(asked[0], lambda _: traced.no_sums(), traced.scattered, totals)
         return _Pass(
             jnp.zeros((), bool), factors, ClippedSum(totals, found.loss, grad_norms, found.aux)
         )
 
     batch, dtype = len(is_padding_example), traced.accumulate_dtype
-    nothing = [
-        jnp.zeros(x.shape, x.dtype) for x in map(traced.accumulated, range(len(traced.params)))
-    ]
+    nothing = traced.no_sums()
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
     of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
     start = _Pass(jnp.ones((), bool), of_groups, ClippedSum(nothing, loss, of_groups, aux))
@@ -120,13 +124,13 @@ def clipped_sum(
 
 def _backward(
     traced: TracedLoss,
+    known: dict[Address, Known],
     is_measuring: Bool[Array, ""],
     examples: list[Array],
     factors: list[Array],
     scales: Array | None,
 ) -> _Backward:
     """The cotangents of all taps, some of which become norms or sums on the spot."""
-    known = known_uses(traced)
     (roots, fixed), (taps, axes) = traced.shared, _taps(traced, known)
 
     def one(
@@ -156,23 +160,31 @@ def _taps(traced: TracedLoss, known: dict[Address, Known]) -> tuple[dict[str, An
     """Zeros for every use of one example, and where examples are in its cotangent: no total has."""
     uses: dict[Address, Any] = {}
     axes: dict[Address, Any] = {}
-    for at, (use, _, form, is_small) in known.items():
-        if form is None or is_small:
-            uses[at], axes[at] = tap_of(known[at], traced.accumulate_dtype), 0
+    for at, its in known.items():
+        use, form, scattering = its.use, its.form, its.scattering
+        if form is None or its.is_small:
+            uses[at], axes[at] = tap_of(its, traced.accumulate_dtype), 0
             continue
-        total = jnp.zeros((*use.slices, *form.shape), form.dtype)
+        shape = form.shape if scattering is None else scattering.part
+        total = jnp.zeros((*use.slices, *shape), form.dtype)
         uses[at] = Found(jnp.zeros((*use.slices, 2), total.dtype), total)
         axes[at] = Found(0, None)  # pyright: ignore[reportArgumentType]
     whole = {root: traced.shared.roots[root] for root in traced.uses.whole}
     return {"uses": uses, "whole": whole}, {"uses": axes, "whole": dict.fromkeys(whole, 0)}
 
 
-def _of_target(traced: TracedLoss, index: int, found: _Backward, asked: Ask) -> Found:
+def _of_target(
+    traced: TracedLoss,
+    known: dict[Address, Known],
+    index: int,
+    found: _Backward,
+    asked: Ask,
+) -> Found:
     """What the cotangents of a target's roots become, with respect to the target itself."""
     target, batch = traced.targets[index], len(asked.factors)
     cotangents, grads = found.cotangents["uses"], found.cotangents["whole"]
     if target.relation == "itself":
-        its = _of_root(traced, target.roots[0], found, asked)
+        its = _of_root(traced, known, target.roots[0], found, asked)
         if its is not None:
             return its
     uses = {at: use for root in target.roots for at, use in traced.uses.of[root].items()}
@@ -186,7 +198,13 @@ def _of_target(traced: TracedLoss, index: int, found: _Backward, asked: Ask) -> 
     return ask(gradient, shape, tuple(held), asked, several)
 
 
-def _of_root(traced: TracedLoss, root: int, found: _Backward, asked: Ask) -> Found | None:
+def _of_root(
+    traced: TracedLoss,
+    known: dict[Address, Known],
+    root: int,
+    found: _Backward,
+    asked: Ask,
+) -> Found | None:
     """The same of a root by itself; None where all that it meets is held."""
     shape, dtype, batch = traced.root(root).shape, traced.accumulate_dtype, len(asked.factors)
     cotangents, uses = found.cotangents["uses"], traced.uses.of[root]
@@ -198,7 +216,10 @@ def _of_root(traced: TracedLoss, root: int, found: _Backward, asked: Ask) -> Fou
     if len(uses) == 1:
         ((at, use),) = uses.items()
         if isinstance(tap := cotangents[at], Found):
-            return Found(of_slices(tap.measured), use.view.pulled_back(tap.total, shape))
+            measured, scattering = of_slices(tap.measured), known[at].scattering
+            if scattering is not None:
+                return Found(measured, scattering.stacked(tap.total))
+            return Found(measured, use.view.pulled_back(tap.total, shape))
         if isinstance(tap, Formed):
             own = of_parameter(tap, use, shape)
     return None if own is None else ask_formed(own, asked)

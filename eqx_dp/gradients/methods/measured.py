@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import sum_over_examples
 from ...precision import stage
-from ...programs import evaluated
+from ...sharding import evaluated_whole
 from ..clip import norm_error, norms
 from ..leaves import (
     LeafForm,
@@ -30,6 +30,7 @@ from ..leaves import (
     per_example_gradients,
 )
 from ..microbatches import over_microbatches
+from ..scattering import Scattering, scattering_of
 from ..tapped import tapped, zero_tap
 from ..taps import Address
 from ..targets import Target
@@ -82,12 +83,14 @@ class Known(NamedTuple):
             know of the leaf: there are several uses, or one that does not keep norms, or one that
             meets all of its leaf at every step of a scan; and of a `vjp`, which is a gradient.
         is_small: whether each example's gradient is formed, and leaves the backward pass.
+        scattering: how the weighted sum leaves it, where each device keeps a part.
     """
 
     use: ParamUse
     group: int
     form: LeafForm | None = None
     is_small: bool = False
+    scattering: Scattering | None = None
 
     @property
     def scans(self) -> tuple[ScanUse, ...]:
@@ -121,15 +124,18 @@ def _known_of(traced: TracedLoss, target: Target, use: ParamUse, is_held: bool) 
     if is_held and not is_small:
         return Known(use, group)
     form = LeafForm(here.view.shape, (here,), way, traced.accumulate_dtype)
-    return Known(use, group, form, is_small)
+    if is_small or root >= len(traced.params):
+        return Known(use, group, form, is_small)
+    scattering = scattering_of(use, traced.params[root].shape, traced.cut(root))
+    return Known(use, group, form, False, scattering)
 
 
 def tap_of(known: Known, dtype: np.dtype[Any]) -> Array | Formed:
     """Zeros of one example, whose cotangent is its gradient, or the cotangent of the use."""
-    use, _, form, is_small = known
+    use, form = known.use, known.form
     if form is None:
         return zero_tap(use, dtype)
-    assert is_small
+    assert known.is_small
     return Formed(jnp.zeros((*use.slices, *form.shape), form.dtype))
 
 
@@ -166,7 +172,7 @@ def at_use(
     use = known.use
     if known.form is None:
         return tapped(use, equation, inputs, tap, asked)
-    (result,) = evaluated(equation, inputs)
+    (result,) = evaluated_whole(equation, inputs)
     watched: Any = _watched(known, result, tap, use.kept(inputs), asked[known.group])
     return use.received(watched), ()
 
@@ -198,7 +204,8 @@ def _watched_backward(known: Known, held: Any, cotangent: Array) -> tuple[Any, .
     assert known.form is not None
     if known.is_small:
         return cotangent, _formed(known.form, residuals, cotangent), None, None
-    return cotangent, _of_batch(known.form)(residuals, cotangent, asked), None, None
+    of_batch = _of_batch(known.form, known.scattering)
+    return cotangent, of_batch(residuals, cotangent, asked), None, None
 
 
 _watched.defvjp(_watched_forward, _watched_backward)
@@ -213,19 +220,30 @@ def _formed(form: LeafForm, residuals: Any, cotangent: Array) -> Formed:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_batch(form: LeafForm) -> Callable[[Any, Array, Ask], Found]:
+def _of_batch(form: LeafForm, scattering: Scattering | None) -> Callable[[Any, Array, Ask], Found]:
     """From what one example meets and is asked for to norms and weighted sum.
 
     It speaks of one example, as everything inside of `vmap`, but sums over all of them: the total
-    has no examples in front.
+    has no examples in front. With a `scattering` it is over those of other devices as well.
     """
+
+    def scattered(total: Array) -> Array:
+        assert scattering is not None
+        return scattering(arranged(form, total))
 
     @sum_over_examples
     def of_batch(residuals: Any, cotangent: Array, asked: Ask) -> Found:
         batch = len(asked.factors)
         several = at_once(form.way, form.shape, form.uses, batch)
         met, own = (residuals, cotangent), as_formed(form)
-        found = ask(lambda met: leaf_gradient(own, [met]), own.shape, met, asked, several)
+
+        def gradient(met: Any) -> LeafGradient:
+            return leaf_gradient(own, [met])
+
+        if scattering is not None:
+            ends = scattering.part, scattered
+            return ask(gradient, own.shape, met, asked, several, ends)
+        found = ask(gradient, own.shape, met, asked, several)
         return found._replace(total=arranged(form, found.total))
 
     @custom_vmap
@@ -255,6 +273,7 @@ def ask(
     met: Any,
     asked: Ask,
     several: int,
+    ends: tuple[tuple[int, ...], Callable[[Array], Array]] | None = None,
 ) -> Found:
     """The norms, or the weighted sum, whichever is asked for; the other is zero.
 
@@ -264,6 +283,8 @@ def ask(
         met: what all of them meet, examples in front of every array.
         asked: what for.
         several: of how many examples gradients are found at once.
+        ends: the shape of what becomes of the sum, and how it does; None where it stays. Devices
+            may meet there: all of them ask for the same.
     """
     flat, structure = jax.tree.flatten((asked.factors, met))
     batch, dtype = len(asked.factors), asked.factors.dtype
@@ -276,7 +297,7 @@ def ask(
             return (), jnp.stack([leaf.norm, leaf.bound], axis=-1)
 
         _, measured = over_microbatches(step, flat, None, batch, several)
-        return jnp.zeros(shape, dtype), measured
+        return jnp.zeros(shape if ends is None else ends[0], dtype), measured
 
     def add() -> tuple[Array, Array]:
         def step(values: list[Array], is_padding: Array) -> tuple[Array, tuple[()]]:
@@ -287,7 +308,7 @@ def ask(
                 return leaf.sum(factors, (factors > 0) & ~is_padding), ()
 
         total, _ = over_microbatches(step, flat, None, batch, several)
-        return total, jnp.zeros((batch, 2), dtype)
+        return total if ends is None else ends[1](total), jnp.zeros((batch, 2), dtype)
 
     # Outside of the loop over parts: each would have to write, and add up, what is zero.
     total, measured = jax.lax.cond(asked.is_measuring, measure, add)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
+from ...sharding import whole
 from ..computed_once import computed_once
 from ..leaves import from_per_example, no_gradient
 from ..loss_scale import loss_cotangent
@@ -21,7 +22,8 @@ def clipped_sum(
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example.
     """
-    params, dtype = traced.params, traced.accumulate_dtype
+    params, frozen = ([whole(x) for x in arrays] for arrays in (traced.params, traced.frozen))
+    dtype = traced.accumulate_dtype
     # Zeros for a leaf that the loss does not use would be there for each example.
     used = {leaf: params[leaf] for leaf, cost in enumerate(traced.costs) if cost.way != "unused"}
 
@@ -31,7 +33,7 @@ def clipped_sum(
         def loss_of(used: dict[int, Array]) -> tuple[Array, list[Array]]:
             own = [used.get(leaf, value) for leaf, value in enumerate(params)]
             with stage("loss"):
-                return traced.program(own, traced.frozen, example)
+                return traced.program(own, frozen, example)
 
         loss, pullback, aux = jax.vjp(loss_of, used, has_aux=True)
         (grads,) = pullback(loss_cotangent(loss, scale))
@@ -54,4 +56,5 @@ def clipped_sum(
             ]
         return clip_and_sum(traced, traced.groups, leaves, loss, aux, scales, is_padding_example)
 
-    return computed_once(finish, (loss, grads, aux, scales), loss)
+    result = computed_once(finish, (loss, grads, aux, scales), loss)
+    return result._replace(grads=traced.scattered(result.grads))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ...precision import Matmul
+from ...sharding import whole
 from ..layouts import Layout, layout_of, merged, reshaped, shape_of
 from ..scaled_products import Scaled, restored, scaled, with_cast_cotangent
 
@@ -145,7 +146,8 @@ class ParamUse(NamedTuple):
 
     def kept(self, inputs: list[Any]) -> Any:
         """What is kept of the other operands, of a narrow product as they are multiplied."""
-        found = self.kind.residuals(self.operation, self.operand, inputs)
+        others = [x if i == self.operand else whole(x) for i, x in enumerate(inputs)]
+        found = self.kind.residuals(self.operation, self.operand, others)
         return found if self.matmul is None else scaled(found, self.matmul.forward, self.matmul)
 
     def restored(self, residuals: Any) -> Any:

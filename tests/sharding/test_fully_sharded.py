@@ -1,0 +1,336 @@
+"""Parameters spread over the example axes: gradients are one device's, and no device holds a whole.
+
+The oracle is the clipped gradient without a mesh, which knows nothing of shards.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from tests.sharding.fully_sharded_net import (
+    LAYERS,
+    SPECS,
+    TIME,
+    WIDTH,
+    batch_of,
+    loss,
+    net,
+    rules_of,
+)
+
+METHODS = ("ghost", "book_keeping", "per_example")
+
+
+def assert_like_one_device(fun, model, batch, rules, padding=None, rtol=1e-4, **options):
+    options = {"l2_clip_norm": 0.7, **options}
+    expected = eqx.filter_jit(dp.filter_value_and_clipped_grad(fun, **options))(
+        model, *batch, is_padding_example=padding
+    )
+    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
+    with jax.set_mesh(rules.mesh):
+        found = eqx.filter_jit(on_mesh)(
+            rules.shard(model), *rules.shard_batch(batch), is_padding_example=padding
+        )
+        specs = rules.accumulator_specs(found[1])
+        for leaf, spec in zip(
+            jax.tree.leaves(found[1]), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True
+        ):
+            sharding = jax.sharding.NamedSharding(rules.mesh, spec)
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+def _is_spec(x):
+    return isinstance(x, P)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("microbatch_size", [1, None])
+def test_gradients_are_those_of_one_device(method, remat, microbatch_size):
+    assert_like_one_device(
+        loss,
+        net(remat),
+        batch_of(16),
+        rules_of(),
+        padding=np.arange(16) >= 11,
+        method=method,
+        microbatch_size=microbatch_size,
+    )
+
+
+AHEAD = (("up", P(None, "data", "model")), ("down", P(None, ("data", "model"))), *SPECS)
+MESHES = {
+    "explicit": lambda: rules_of("explicit"),
+    "hybrid": lambda: rules_of(axes={"replica": 2, "data": 4}, examples=("replica", "data")),
+    "hybrid explicit": lambda: rules_of(
+        "explicit", axes={"replica": 2, "data": 4}, examples=("replica", "data")
+    ),
+    "two axes": lambda: rules_of(
+        axes={"fsdp": 2, "data": 4},
+        examples=("fsdp", "data"),
+        params=(("up", P(None, "data", "fsdp")), ("head", P(("fsdp", "data"))), *SPECS),
+    ),
+    "with a model axis": lambda: rules_of(axes={"data": 4, "model": 2}, params=AHEAD),
+    "with an explicit model axis": lambda: rules_of(
+        "explicit", axes={"data": 4, "model": 2}, params=(("up", P(None, "data")), *SPECS)
+    ),
+    "three axes": lambda: rules_of(
+        axes={"replica": 2, "data": 2, "model": 2}, examples=("replica", "data"), params=AHEAD
+    ),
+    "of one device": lambda: rules_of(axes={"data": 1, "model": 2}, params=AHEAD),
+    "once a step": lambda: rules_of(accumulators="params_once"),
+    "sums of the rest as well": lambda: rules_of(accumulators="examples"),
+}
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("method", METHODS)
+def test_on_any_mesh(name, method):
+    assert_like_one_device(
+        loss,
+        net(),
+        batch_of(16),
+        MESHES[name](),
+        padding=np.arange(16) % 5 == 0,
+        method=method,
+        microbatch_size=1,
+    )
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "padding",
+    [np.arange(32) > 5, np.arange(32) != 17, np.ones(32, bool), None],
+    ids=["most devices have none", "one example", "none at all", "no mask"],
+)
+def test_devices_compute_as_many_microbatches_as_the_fullest(method, padding):
+    """Were each to go by its own number, those that gather a part would wait for ever."""
+    assert_like_one_device(
+        loss, net(), batch_of(32), rules_of(), padding=padding, method=method, microbatch_size=3
+    )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_example_that_is_not_finite_changes_no_others(method):
+    tokens, targets = batch_of(16)
+    poisoned = targets.copy()
+    poisoned[5, 3] = np.nan
+    rules = rules_of()
+    options = {"l2_clip_norm": 0.7, "sharding": rules, "method": method, "microbatch_size": 1}
+    grad_fn = eqx.filter_jit(dp.filter_clipped_grad(loss, **options))
+    with jax.set_mesh(rules.mesh):
+        model = rules.shard(net())
+        found = grad_fn(model, tokens, poisoned, is_padding_example=np.zeros(16, bool))
+        expected = grad_fn(model, tokens, targets, is_padding_example=np.arange(16) == 5)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_empty_batch():
+    rules = rules_of()
+    with jax.set_mesh(rules.mesh):
+        grads = dp.filter_clipped_grad(loss, l2_clip_norm=0.7, sharding=rules, method="ghost")(
+            rules.shard(net()), *batch_of(0)
+        )
+    for leaf in jax.tree.leaves(grads):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", METHODS)
+def test_clip_norms_of_groups(method):
+    norms = jax.tree.map(lambda leaf: 0.1 + leaf.ndim / 5, net())
+    assert_like_one_device(loss, net(), batch_of(16), rules_of(), l2_clip_norm=norms, method=method)
+
+
+# Parameters that a shard's own way does not fit: right all the same.
+
+
+def tied(model, tokens, targets):
+    x = jnp.tanh(model.embedding[tokens] @ model.head)
+    return jnp.sum((model.embedding @ model.head @ x.T) ** 2) + jnp.sum(targets**2)
+
+
+def derived(model, tokens, targets):
+    """Normed and masked weights, a penalty, a parameter that is the loss itself."""
+    x = model.embedding[tokens]
+    head = model.head / jnp.linalg.norm(model.head, axis=0)
+    up = jnp.where(jnp.arange(2 * WIDTH) % 3 > 0, model.up[0], 0)
+    x = jnp.tanh(x @ up) @ model.down[1].reshape(WIDTH, -1).T @ head
+    return jnp.sum((x - targets) ** 2) + jnp.sum(model.bias**2) + model.scale[0, 0]
+
+
+def recurrent(model, tokens, targets):
+    """The same weights at every step of a scan, which stands in another scan."""
+
+    def over_time(h, x):
+        return jnp.tanh(h @ model.up[0, :, :WIDTH] + x), None
+
+    def over_layers(x, its):
+        weight, bias = its
+        h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ weight + x), None), x[0], x)
+        return jnp.tanh(x @ weight + bias[:WIDTH]) + h, None
+
+    x = model.embedding[tokens]
+    h, _ = jax.lax.scan(over_time, x[0], x)
+    x, _ = jax.lax.scan(over_layers, x, (model.down[:, :, 0], model.bias))
+    return jnp.sum((x @ model.head + h @ model.head - targets) ** 2)
+
+
+def nested(model, tokens, targets):
+    """A scan in a scan, over slices of slices."""
+    x = model.embedding[tokens]
+
+    def inner(x, weight):
+        return jnp.tanh(x @ weight), None
+
+    def outer(x, its):
+        up, down = its
+        x, _ = jax.lax.scan(jax.checkpoint(inner), x, jnp.moveaxis(down, 1, 0))
+        return jnp.tanh(x @ up[:, :WIDTH]), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(outer), x, (model.up, model.down))
+    return jnp.sum((x @ model.head - targets) ** 2)
+
+
+def branching(model, tokens, targets):
+    """A branch and a loop whose length each example has of its own."""
+    x = model.embedding[tokens]
+    x = jax.lax.cond(tokens[0] % 2 == 0, lambda x: x @ model.up[0], lambda x: x @ model.up[1], x)
+    x = jax.lax.while_loop(lambda x: jnp.sum(x**2) > 3, lambda x: x / 2, jax.lax.stop_gradient(x))
+    return jnp.sum((x @ model.down[0].reshape(WIDTH, -1).T @ model.head - targets) ** 2)
+
+
+def over_layers_that_are_cut(model, tokens, targets):
+    x = model.embedding[tokens]
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w @ w.T), None), x, model.up[:, :, :4])
+    return jnp.sum((x @ model.head - targets) ** 2)
+
+
+def wrapped(model, tokens, targets):
+    """A policy of its own for what is saved, jit, a scan backwards and unrolled, its slices."""
+
+    def body(x, its):
+        up, bias = its
+        return jnp.tanh(jax.jit(jnp.matmul)(x, up) + bias)[:, :WIDTH], up[0, 0]
+
+    body = jax.checkpoint(body, policy=jax.checkpoint_policies.everything_saveable)
+    x = model.embedding[tokens]
+    x, seen = jax.lax.scan(body, x, (model.up, model.bias), reverse=True, unroll=2)
+    return jnp.sum((x @ model.head - targets) ** 2) + jnp.sum(seen)
+
+
+@jax.custom_jvp
+def scaled(x, weight):
+    return x * jnp.exp(weight)
+
+
+@scaled.defjvp
+def _(primals, tangents):
+    (x, weight), (dx, dweight) = primals, tangents
+    return scaled(x, weight), jnp.exp(weight) * (dx + x * dweight)
+
+
+def ruled(model, tokens, targets):
+    """A derivative rule, a convolution, parts of a parameter that are put together otherwise."""
+
+    def body(x, its):
+        scale, up = its
+        left, right = jnp.split(up, 2, axis=1)
+        return jnp.tanh(scaled(x, scale) @ (left - right[::-1])), None
+
+    x, _ = jax.lax.scan(body, model.embedding[tokens], (model.scale, model.up))
+    kernel = model.down[0].transpose(1, 0, 2)[:1].transpose(2, 1, 0)
+    x = jax.lax.conv_general_dilated(x.T[None], kernel, (1,), "SAME")[0].T
+    return jnp.sum((x @ model.head - targets) ** 2)
+
+
+ODD = (tied, derived, recurrent, nested, branching, wrapped, ruled)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fun", ODD)
+def test_parameters_of_any_use(fun, method):
+    assert_like_one_device(
+        fun, net(), batch_of(16), rules_of(), padding=np.arange(16) == 2, method=method
+    )
+
+
+def test_a_scan_over_the_dimension_that_is_cut():
+    model = eqx.tree_at(lambda model: model.up, net(), jnp.ones((8, WIDTH, 2 * WIDTH)) / 8)
+    rules = rules_of(params=(("up", P("data")), *SPECS))
+    assert_like_one_device(over_layers_that_are_cut, model, batch_of(8), rules, method="ghost")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", METHODS)
+def test_frozen_parameters(method):
+    spec = jax.tree.map(lambda _: False, net())
+    spec = eqx.tree_at(lambda model: (model.bias, model.head), spec, (True, True))
+    assert_like_one_device(
+        loss, net(), batch_of(8), rules_of(), method=method, filter_spec=spec, microbatch_size=1
+    )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
+def test_narrow_gradients_are_close_to_those_of_one_device(policy):
+    assert_like_one_device(
+        loss,
+        net(),
+        batch_of(16),
+        rules_of(),
+        policy=dp.load_policy(policy),
+        method="ghost",
+        microbatch_size=1,
+        rtol=3e-2,
+    )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_aux_and_random_keys(method):
+    """LoRA on frozen layers, a parameter among the results, noise of each example's own."""
+
+    def fun(model, tokens, targets, key):
+        frozen, low, high = model
+        x = frozen.embedding[tokens] + jax.random.normal(key, (TIME, WIDTH))
+
+        @jax.checkpoint
+        def body(x, its):
+            up, low, high = its
+            return jnp.tanh((x @ up + x @ low @ high)[:, :WIDTH]), None
+
+        x, _ = jax.lax.scan(body, x, (frozen.up, low, high))
+        return jnp.sum((x @ frozen.head - targets) ** 2), frozen.up[0]
+
+    keys = jax.random.split(jax.random.key(1))
+    low = jax.random.normal(keys[0], (LAYERS, WIDTH, 2))
+    model = net(), low, jax.random.normal(keys[1], (LAYERS, 2, 2 * WIDTH))
+    specs = tuple((f"0.{pattern}", spec) for pattern, spec in SPECS)
+    rules = rules_of(params=(("1", P(None, "data")), ("2", P(None, None, "data")), *specs))
+    options = {
+        "l2_clip_norm": 0.7,
+        "method": method,
+        "microbatch_size": 1,
+        "has_aux": True,
+        "filter_spec": (jax.tree.map(lambda _: False, net()), True, True),
+    }
+    batch, key = batch_of(8), jax.random.key(5)
+    expected = dp.filter_value_and_clipped_grad(fun, **options)(model, *batch, key=key)
+    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
+    with jax.set_mesh(rules.mesh):
+        found = eqx.filter_jit(on_mesh)(rules.shard(model), *rules.shard_batch(batch), key=key)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,236 @@
+"""What a fully sharded private step holds and sends, and whole steps of it, end to end."""
+
+import math
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from tests.benchmarks import fully_sharded
+from tests.sharding.fully_sharded_net import LAYERS, SPECS, WIDTH, batch_of, loss, net, rules_of
+from tests.sharding.losses import mesh_of
+
+METHODS = ("ghost", "book_keeping")
+
+
+# Memory
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_falls_with_the_number_of_devices(method):
+    case, found = fully_sharded.layers(256), []
+    for devices in (2, 8):
+        plain, private = (fully_sharded.measure(case, x, devices) for x in ("non-private", method))
+        # Of eight layers, one device has neither all parameters nor a whole sum.
+        assert private.temporary <= 2 * plain.temporary + 2 * case.layer_bytes
+        assert private.arguments == plain.arguments
+        assert private.outputs == plain.outputs
+        found.append(private.total)
+    assert found[1] < found[0] / 2
+
+
+@pytest.mark.optimized
+def test_without_remat_no_whole_parameter_is_kept_for_the_backward_pass():
+    case = fully_sharded.layers(256, remat=False)
+    plain, private = (fully_sharded.measure(case, x, 8) for x in ("non-private", "ghost"))
+    assert private.temporary <= 2 * plain.temporary + case.layer_bytes
+
+
+@pytest.mark.optimized
+@pytest.mark.slow
+def test_memory_of_a_gpt_falls_with_the_number_of_devices():
+    case, found = fully_sharded.gpt(), []
+    for devices in (2, 8):
+        plain, private = (fully_sharded.measure(case, x, devices) for x in ("non-private", "ghost"))
+        assert private.temporary <= 2 * plain.temporary + 2 * case.layer_bytes
+        found.append(private.total)
+    assert found[1] < found[0] / 2
+
+
+# What is sent
+
+WHOLE = {name: math.prod(getattr(net(), name).shape) for name in ("up", "down")}
+
+
+def sent(policy=None, method="ghost", remat=True, **more):
+    """The compiled program of a clipped gradient, and the text that the compiler is given."""
+    rules = rules_of(**more)
+    grad_fn = dp.filter_clipped_grad(
+        loss,
+        l2_clip_norm=1.0,
+        sharding=rules,
+        policy=None if policy is None else dp.load_policy(policy),
+        method=method,
+        microbatch_size=1,
+    )
+    with jax.set_mesh(rules.mesh):
+        args = rules.shard(net(remat)), *rules.shard_batch(batch_of(16))
+        mask = rules.shard_batch(np.zeros(16, bool))
+        run = eqx.filter_jit(lambda *args, mask: grad_fn(*args, is_padding_example=mask))
+        lowered = run.lower(*args, mask=mask)
+        return lowered.as_text()
+
+
+def entries(text, name):
+    """How many entries each result of a collective has, and of which type."""
+    found = re.findall(
+        rf'"stablehlo\.{name}".*?\) -> (?:tuple<)?tensor<((?:\d+x)*)(\w+)>', text, re.DOTALL
+    )
+    return [(math.prod(int(n) for n in dims.split("x") if n), kind) for dims, kind in found]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_slices_are_gathered_and_scattered(method, remat):
+    text = sent(method=method, remat=remat)
+    gathered, scattered = entries(text, "all_gather"), entries(text, "reduce_scatter")
+    slices = {size // LAYERS for size in WHOLE.values()}
+    assert slices <= {size for size, _ in gathered}
+    assert not set(WHOLE.values()) & {size for size, _ in gathered}
+    part = WHOLE["up"] // LAYERS // 8
+    assert part in {size for size, _ in scattered}
+    assert WHOLE["up"] // 8 not in {size for size, _ in scattered}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_parameters_are_cast_before_and_sums_are_wide(policy):
+    text = sent(policy)
+    assert {kind for _, kind in entries(text, "all_gather")} == {"bf16"}
+    assert {kind for _, kind in entries(text, "reduce_scatter")} == {"f32"}
+    assert {kind for size, kind in entries(text, "all_reduce") if size > 1} <= {"f32"}
+
+
+def test_once_a_step_no_sum_is_scattered_in_a_loop():
+    with_loop = sent()
+    once = sent(accumulators="params_once")
+    assert len(entries(once, "reduce_scatter")) < len(entries(with_loop, "reduce_scatter")) + 1
+    assert WHOLE["up"] // 8 in {size for size, _ in entries(once, "reduce_scatter")}
+
+
+# Whole steps
+
+
+PLAN = dp.PrivacyPlan(sampling_prob=0.25, steps=3, noise_multiplier=20.0, delta=1e-5)
+
+
+def trained(rules, steps=3, **options):
+    """The model after some steps, and the step."""
+    step = dp.make_step(
+        loss,
+        optax.adam(1e-2),
+        PLAN,
+        num_examples=64,
+        seed=0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321,
+        l2_clip_norm=1.0,
+        sharding=rules,
+        **options,
+    )
+    data = batch_of(64)
+    state, sampler = step.init(net()), step.sampler()
+    for t in range(steps):
+        indices, mask = sampler.batch(t)
+        *batch, mask = step.place((*(x[indices] for x in data), mask))
+        state = step(state, *batch, is_padding_example=mask)
+    return state, step
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_steps_are_those_of_one_device(kind):
+    options = {"method": "ghost", "microbatch_size": 2}
+    rules = rules_of(kind)
+    found, _ = trained(rules, **options)
+    expected, _ = trained(None, **options)
+    for a, b in zip(*map(arrays, (found.model, expected.model)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    up = found.model.up
+    spec = jax.sharding.NamedSharding(rules.mesh, P(None, "data"))
+    assert up.sharding.is_equivalent_to(spec, 3)
+    moments = [x for x in arrays(found) if x.shape == up.shape]
+    assert len(moments) == 3
+    assert all(x.sharding.is_equivalent_to(spec, 3) for x in moments)
+
+
+def arrays(tree):
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+
+
+def made(policy=None, **options):
+    rules = rules_of()
+    policy = None if policy is None else dp.load_policy(policy)
+    state, step = trained(rules, 0, policy=policy, **options)
+    *batch, mask = step.place((*batch_of(16), np.zeros(16, bool)))
+    return step, (state, *batch), {"is_padding_example": mask}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("method", ["ghost", "book_keeping"])
+def test_a_step_passes_its_checks(method):
+    step, args, kwargs = made("mixed_bfloat16", method=method, microbatch_size=1)
+    precision = dp.check_precision(step, *args, **kwargs, policy=dp.load_policy("mixed_bfloat16"))
+    assert precision.ok, str(precision)
+    privacy = dp.check_privacy(step, *args, **kwargs)
+    assert privacy.ok, str(privacy)
+
+
+def test_explain_says_when_a_device_needs_all_of_a_parameter():
+    def reasons(fun, method):
+        grad_fn = dp.filter_clipped_grad(fun, l2_clip_norm=1.0, sharding=rules_of(), method=method)
+        return {row.path: row.reason for row in dp.explain(grad_fn, net(), *batch_of(8)).rows}
+
+    used, beginning = "it is gathered where it is used", "all of it is gathered at the beginning"
+    ghost, each = reasons(loss, "ghost"), reasons(loss, "per_example")
+    assert ghost["up"].endswith(used)
+    assert each["up"].endswith(beginning)
+    assert "gathered" not in ghost["shift"]
+    penalised = reasons(lambda model, *x: loss(model, *x) + jnp.sum(model.up**2), "ghost")
+    assert penalised["up"].endswith(beginning)
+    assert penalised["down"].endswith(used)
+
+
+# Bad layouts
+
+
+def test_what_cannot_be_divided_is_warned_of_by_name():
+    rules = rules_of(accumulators="examples", params=(("up", P(None, "data")),))
+    model = eqx.tree_at(lambda model: model.head, net(), jnp.ones((WIDTH + 1, 5)))
+    grad_fn = dp.filter_clipped_grad(
+        lambda model, *_: jnp.sum(model.head**2), l2_clip_norm=1.0, sharding=rules
+    )
+    with pytest.warns(UserWarning, match=r"whole parameter of head \(17, 5\)") as seen:
+        dp.explain(grad_fn, model, *batch_of(8))
+    (gradient,) = [str(w.message) for w in seen if "whole gradient" in str(w.message)]
+    assert "head (17, 5)" in gradient
+    assert "'data': 8" in gradient
+    assert "up" not in gradient.split(":")[0]
+
+
+def test_a_spec_that_does_not_fit_is_refused_by_leaf_and_mesh():
+    rules = rules_of(params=(("shift", P("data")),))
+    with pytest.raises(ValueError, match=r"dimension 0 of shift .*'data': 8"):
+        rules.shard(net())
+
+
+def test_no_warning_where_all_is_divided(recwarn):
+    rules = rules_of(params=SPECS, accumulators="examples")
+    dp.explain(dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules), net(), *batch_of(8))
+    assert not [w for w in recwarn if "whole" in str(w.message)]
+
+
+def test_on_a_mesh_of_one_device_all_is_whole():
+    mesh = mesh_of("auto", data=1)
+    rules = dp.ShardingRules(mesh, params=SPECS)
+    with jax.set_mesh(mesh):
+        grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules)
+        text = eqx.filter_jit(grad_fn).lower(net(), *batch_of(2)).as_text()
+    assert "all_gather" not in text
+    assert "reduce_scatter" not in text

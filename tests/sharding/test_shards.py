@@ -1,0 +1,76 @@
+"""A device's part of a parameter: what is done to the part is done to the whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from eqx_dp.isolation import run_apart
+from eqx_dp.sharding import Shard, cut_of, rearranged, whole
+from tests.sharding.losses import mesh_of
+
+REARRANGED = {
+    "cast": (lambda x: x.astype(jnp.bfloat16), (4, 8), P(None, "data"), True),
+    "transposed": (lambda x: x.transpose(2, 0, 1), (4, 6, 3), P("data"), True),
+    "axes put in": (lambda x: x[:, None, :, None], (4, 8), P(None, "data"), True),
+    "axes taken out": (lambda x: jnp.squeeze(x, (0, 2)), (1, 8, 1), P(None, "data"), True),
+    "split, the first part is cut": (lambda x: x.reshape(4, 2, 3), (8, 3), P("data"), True),
+    "split, the cut goes through": (lambda x: x.reshape(2, 4, 3), (8, 3), P("data"), False),
+    "joined, cut in front": (lambda x: x.reshape(24), (8, 3), P("data"), True),
+    "joined, cut behind": (lambda x: x.reshape(24), (3, 8), P(None, "data"), False),
+    "joined, cut in the middle": (lambda x: x.reshape(2, 32), (2, 8, 4), P(None, "data"), True),
+    "joined otherwise": (lambda x: x.reshape(16, 4), (2, 8, 4), P(None, "data"), False),
+    "cut twice": (lambda x: x.reshape(2, 2, 8, 1), (4, 8), P("model", "data"), True),
+    "repeated": (lambda x: jnp.broadcast_to(x, (5, 8)), (8,), P("data"), False),
+    "not rearranged": (jnp.sin, (8,), P("data"), False),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_a_part_is_rearranged_as_the_whole_is(name):
+    function, shape, spec, stays = REARRANGED[name]
+    mesh = mesh_of("auto", data=4, model=2)
+    rules = dp.ShardingRules(mesh, examples=("data", "model"))
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    (equation,) = (e for e in jax.make_jaxpr(function)(x).jaxpr.eqns if e.primitive.name != "jit")
+    cut = cut_of(rules, spec, len(shape))
+
+    def run(part):
+        found = rearranged(equation, [Shard(part, cut)])
+        assert (found is not None) == stays
+        if found is None:
+            return function(whole(Shard(part, cut)))
+        assert found.shape == function(x).shape
+        assert found.part.size == part.size
+        return whole(found)
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
+    found, expected = jax.jit(mapped)(x), function(x)
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("what", ["parameter", "examples"])
+def test_a_parameter_may_be_gathered_where_examples_are_kept_apart(what):
+    """It carries nothing of an example; a gather of examples does."""
+    mesh = mesh_of("auto", data=8)
+    loss = jax.make_jaxpr(lambda x: x)(jnp.ones(3)).jaxpr
+
+    def run(weight, x):
+        def of_batch(x):
+            gathered = jax.lax.all_gather(weight if what == "parameter" else x, "data")
+            return x * jnp.sum(gathered)
+
+        return run_apart(of_batch, loss, x)
+
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=False
+    )
+    args = jnp.ones(8), jnp.ones((16, 3))
+    if what == "parameter":
+        np.testing.assert_array_equal(jax.jit(mapped)(*args), 8)
+    else:
+        with pytest.raises(ValueError, match=r"Examples meet .* by 'all_gather' over the axis"):
+            jax.jit(mapped)(*args)
