@@ -24,7 +24,7 @@ def report_on(case):
     return dp.check_privacy(case.fn, *case.args, **given, **case.kwargs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_step_passes(name):
     case = HONEST[name]()

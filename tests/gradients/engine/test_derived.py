@@ -132,7 +132,7 @@ def case_of(name):
     return Case(name, model, loss, draw)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 @agreement.EACH_METHOD
 @pytest.mark.parametrize("name", [*CASES, *PENALTIES])
 def test_agrees_with_the_oracle(name, method, monkeypatch):
@@ -235,7 +235,7 @@ def test_a_derived_value_that_is_not_finite(name, method):
         assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16"])
 def test_narrow_policies(name, preset):

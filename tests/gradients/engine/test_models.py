@@ -7,7 +7,7 @@ from tests.gradients.engine import agreement, models, uses
 pytestmark = pytest.mark.sampled(6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @agreement.EACH_METHOD
 @pytest.mark.parametrize("make", models.MODELS, ids=lambda make: make.__name__)
 def test_agrees_with_the_oracle(make, method):

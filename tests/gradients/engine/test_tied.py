@@ -152,7 +152,7 @@ def ghosts(case):
     }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @agreement.EACH_METHOD
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name, method, monkeypatch):

@@ -155,7 +155,7 @@ def unit_shares(loss, kinds, method, policy=None):
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(24)
 @METHODS
 @WAYS
 @pytest.mark.parametrize("name", LOSSES)
@@ -166,7 +166,7 @@ def test_hostile_numbers(name, way, method, monkeypatch):
     assert (share["ordinary"] >= 0.9999).all()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 @METHODS
 @pytest.mark.parametrize("name", ["penalty by data", "several", "mask", "exp", "normalised"])
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
