@@ -125,6 +125,8 @@ def test_policies_check(tmp_path, capsys):
         ("tests.training.runs:XS", "XS', a ndarray"),
         ("tests.training.runs", "allowed: MODULE:FUNCTION"),
         ("os:getcwd", "returns a str without arrays"),
+        ("os.path:join", "'os.path:join', which needs a; allowed: MODULE:FUNCTION"),
+        (".runs:small_model", "'.runs:small_model'.*relative import"),
     ],
 )
 def test_policies_check_refuses(model, message, tmp_path, capsys):
@@ -132,6 +134,20 @@ def test_policies_check_refuses(model, message, tmp_path, capsys):
     file.write_text(RULE.format("head"))
     error = refused(capsys, "policies", "--check", str(file), "--model", model)
     assert re.search(message, error)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no vocabulary')", "--model mine:make: no vocabulary"),
+        ("return jnp.ones(2) if jnp.ones(()) > 0 else None", "'mine:make', which looks at values"),
+    ],
+)
+def test_policies_check_says_whose_error_it_is(body, message, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(f"import jax.numpy as jnp\ndef make():\n    {body}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert message in refused(capsys, "policies", "--check", "float32", "--model", "mine:make")
 
 
 def test_a_model_that_is_checked_is_not_allocated(tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..gradients import FilterSpec
+from ..gradients import FilterSpec, split_trainable
 from ..precision import (
     LeafDtypes,
     Policy,
@@ -122,7 +122,7 @@ def describe(
         policy: the policy; a paired model brings its own.
         optimizer: an optimizer, to know its state (`optimizer` of a step: with the noise's).
         sharding: the rules, to know what a device holds; without, there is one device.
-        filter_spec: what is trained.
+        filter_spec: what is trained; nothing of an `eqx.nn.State`, as in the engine.
         ema: whether there is a moving average of what is trained.
 
     Returns:
@@ -141,7 +141,7 @@ def describe(
     arrays, static = eqx.partition(jax.tree.map(_shape_of, model), is_array_or_shape)
 
     def trained(arrays: PyTree[Any]) -> PyTree[Any]:
-        params = eqx.filter(eqx.combine(arrays, static), filter_spec)
+        params, _ = split_trainable(eqx.combine(arrays, static), filter_spec)
         return eqx.filter(params, eqx.is_inexact_array)
 
     shapes = arrays, jax.eval_shape(trained, arrays)

@@ -58,7 +58,8 @@ def precision_sensitivity(
     |---|---|
     | a module with trained leaves, as far in as there are at most 16; or each that is named | its \
 calls, without those of layers in it |
-    | `(rest)` | all else: leaves that the model holds itself, the loss, code between layers |
+    | `(rest)` | all else: leaves that the model holds itself, the loss, code between layers, \
+modules without trained leaves that are not named |
 
     A policy of the table gives a layer its compute dtype and its `[matmul]`. How parameters are
     stored is no part of a gradient: the model is taken as it is.

@@ -16,7 +16,7 @@ from .policy import (
     Content,
     Policy,
 )
-from .refusals import float_dtype, one_of, refusal, refusals_name
+from .refusals import DTYPES, float_dtype, one_of, refusal, refusals_name
 
 EXTENDS = "extends"
 _CONSENTS = ("unsafe", "narrow_optimizer")
@@ -136,7 +136,9 @@ def policy_of(content: Content, name: str | None = None) -> Policy:
     for index, rule in enumerate(table.get("modules", ())):
         at, matmul = f"modules[{index}]", rule.get("matmul")
         if "compute" not in rule and matmul is None:
-            raise refusal(f"{at}.compute", "nothing", f"{_TOLD[str]}, which is required")
+            entry = (ENTRIES["modules"].entries or {})["compute"]
+            more = ', which is required without matmul = "wide"'
+            raise refusal(f"{at}.compute", "nothing", _allowed(entry, more))
         compute = rule.get("compute", dtypes["compute"])
         with refusals_name(at):
             rules.append(ModuleRule(rule["match"], compute, matmul, rule.get("optional", False)))
@@ -203,14 +205,19 @@ def _check_table(name: str, content: Content, entries: Mapping[str, Entry], is_w
         if key in content:
             _check_entry(path, content[key], entry, is_whole)
         elif entry.required == "here" or (entry.required and is_whole):
-            raise refusal(path, "nothing", f"{_TOLD[entry.kind]}, which is required")
+            raise refusal(path, "nothing", _allowed(entry, ", which is required"))
+
+
+def _allowed(entry: Entry, more: str = "") -> str:
+    values = tuple(DTYPES) if entry.kind is np.dtype else entry.values
+    return f"{_TOLD[entry.kind]}{more}{': ' if values else ''}{', '.join(values)}"
 
 
 def _check_entry(path: str, value: object, entry: Entry, is_whole: bool) -> None:
     kinds = {float: (int, float), np.dtype: (str,)}.get(entry.kind, (entry.kind,))
     # To Python a boolean is a number, to TOML it is not.
     if not isinstance(value, kinds) or (isinstance(value, bool) and entry.kind is not bool):
-        raise refusal(path, repr(value), _TOLD[entry.kind])
+        raise refusal(path, repr(value), _allowed(entry))
     if entry.kind is np.dtype:
         float_dtype(path, value)
     elif entry.check is not None:

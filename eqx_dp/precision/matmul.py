@@ -105,4 +105,11 @@ def checked_scaling(found: object) -> Scaling:
             "would depend on other examples, and the privacy guarantee would not hold",
             ", ".join(SCALINGS),
         )
+    if found not in SCALINGS:
+        raise refusal(
+            "matmul.scaling",
+            shown(found),
+            f"{', '.join(SCALINGS)}; no scale that looks at other examples or at other steps, as "
+            "the privacy guarantee would not hold",
+        )
     return one_of("matmul.scaling", found, SCALINGS)

@@ -65,7 +65,7 @@ def parse_policy(text: str) -> Policy:
     Raises:
         ValueError: If a part is empty or not `key=value`, a key is unknown or given twice, a value
             is not allowed, or `Policy` raises an error; or if the text is not JSON. The message
-            holds the text.
+            holds the text, or says that it is JSON.
     """
     expect("text", text, str, "a text such as 'params=float32,compute=bfloat16'")
     if text.lstrip().startswith("{"):

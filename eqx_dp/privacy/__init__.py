@@ -2,7 +2,7 @@
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM
 from .arguments import real_number, whole_number
-from .keys import Secret, digest, fold_text, fold_texts, key_from_secret
+from .keys import Secret, digest, fold_text, fold_texts, key_from_secret, shape_of_keys
 from .noise import GaussianPrivatizerState, gaussian_privatizer
 from .plan import NeighboringRelation, PrivacyPlan
 from .random_bits import is_partitionable, random_bits
@@ -29,6 +29,7 @@ __all__ = [
     "key_from_secret",
     "random_bits",
     "real_number",
+    "shape_of_keys",
     "trade_off_of",
     "whole_number",
 ]

@@ -117,3 +117,13 @@ def checked_secret(name: str, secret: object) -> int | bytes:
     if number < 0:
         raise ValueError(f"{name} must be at least 0; found a negative number.")
     return number
+
+
+def shape_of_keys(keys: Any) -> tuple[int, ...] | None:
+    """The shape of an array of keys, typed or raw; None of an array that cannot be keys."""
+    if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        return keys.shape
+    try:
+        return jax.random.wrap_key_data(keys).shape
+    except (TypeError, ValueError):
+        return None

@@ -25,6 +25,7 @@ from .keys import (
     is_threefry,
     key_from_secret,
     public_bytes,
+    shape_of_keys,
 )
 from .normals import normal, normal_on_one_device
 from .random_bits import is_partitionable
@@ -275,7 +276,7 @@ def _check_range(stddev: float, dtype: Any) -> None:
 def _single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
     if not isinstance(key, (jax.Array, np.ndarray)):
         return key_from_secret(checked_secret("key", key), "noise")
-    if _key_shape(key) != ():
+    if shape_of_keys(key) != ():
         raise ValueError(
             "key must be one key, as from dp.key_from_secret(secret), or the secret itself, a "
             f"number or bytes; found an array of shape {key.shape} and dtype {key.dtype}. Of "
@@ -297,12 +298,3 @@ def _check_generator(key: PRNGKeyArray) -> None:
             "jax_threefry_partitionable is off, so that numbers drawn depend on how an array is "
             "spread over devices. Leave it on (JAX's default)."
         )
-
-
-def _key_shape(key: Any) -> tuple[int, ...] | None:
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key.shape
-    try:
-        return jax.random.wrap_key_data(key).shape
-    except (TypeError, ValueError):  # an array, but none that could be keys
-        return None

@@ -4,11 +4,13 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..precision import Policy, agreed_policy, checked_policy, refusal
-from ..privacy import fold_text, fold_texts, random_bits
+from ..privacy import fold_text, fold_texts, random_bits, shape_of_keys
+from ..shown import shown
 from ..trees import PyTree
 from .rounding import rounded_stochastically, word_of
 
@@ -60,9 +62,11 @@ def apply_updates(
 
     Raises:
         ValueError: the policy says "stochastic", something has to be rounded, and there is no key;
-            or the model is paired with another policy.
+            `key` is not one key; or the model is paired with another policy.
     """
     policy = agreed_policy(model, checked_policy(policy))
+    if key is not None:
+        _check_key(key)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
     leaf_keys: dict[str, PRNGKeyArray] = {}
     if key is not None and policy is not None and policy.rounding == "stochastic":
@@ -83,6 +87,14 @@ def apply_updates(
 
     added = jax.tree_util.tree_map_with_path(add, updates, model, is_leaf=lambda x: x is None)
     return cast(Model, added)
+
+
+def _check_key(key: object) -> None:
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if not is_array or shape_of_keys(key) != ():
+        # A number may be the secret.
+        found = shown(key) if is_array else f"a value of type {type(key).__name__}"
+        raise refusal("key", found, "one key of the step: jax.random.fold_in(root, t)")
 
 
 def _stored(

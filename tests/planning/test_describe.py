@@ -60,6 +60,14 @@ def test_frozen_parts_and_no_optimizer():
     assert "no optimizer given" in str(dp.describe(model(), POLICY))
 
 
+def test_state_of_layers_is_not_trained():
+    norm = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    found = rows(norm, POLICY, optimizer=optax.sgd(0.1, momentum=0.9))
+    weight_and_bias = 4 * (4 + 4)
+    assert found["clipped sum"].size == found["optimizer state"].size == weight_and_bias
+    assert found["parameters"].size > 2 * (4 + 4)
+
+
 def test_dtypes_of_rules_are_named():
     policy = dp.parse_policy("c=bf16,o=f32,module:b=f32")
     assert rows(model(), policy)["parameters, as the loss gets them"].dtypes == (

@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "base is not whole": (
         {"top": BASE, "base": WHOLE.replace("noise", "# noise")},
-        r"extends .*base.toml: dtypes.noise: found nothing; allowed: a string, which is required",
+        r"extends .*base.toml: dtypes.noise: found nothing; allowed: a string, which is required: ",
     ),
     "rule without a dtype": (
         {"top": BASE + '[[modules]]\nmatch = "a"', "base": WHOLE},

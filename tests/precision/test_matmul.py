@@ -88,17 +88,24 @@ def test_a_scale_that_leaks_is_refused_with_the_reason(scaling, reason, tmp_path
         assert "allowed: per_example, none" in str(error.value)
 
 
+@pytest.mark.parametrize("scaling", ["amax", "dynamic", "per_tensor", None, 1, ["batch"]])
+@pytest.mark.usefixtures("unchecked")
+def test_any_other_scale_is_told_what_none_may_look_at(scaling):
+    with pytest.raises(ValueError, match=r"matmul\.scaling: .*allowed: .*no scale that looks at"):
+        dp.Matmul("float8_e4m3fn", scaling=scaling)
+
+
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ('[matmul]\nbackward = "float16"', "matmul.forward: found nothing"),
+        ('[matmul]\nbackward = "float16"', "matmul.forward: found nothing.*: float8_e4m3fn,"),
         ('[matmul]\nforward = "float32"', "matmul.forward: found 'float32'"),
         ('[matmul]\nforward = "float16"\nbackward = 8', "matmul.backward: found 8"),
         ('[matmul]\nforward = "float16"\nscaling = "no"', "matmul.scaling: found 'no'"),
         ('[matmul]\nforward = "float16"\nscale = 1', "matmul.scale: found an unknown key"),
         ('[[modules]]\nmatch = "a"\nmatmul = "narrow"', r"modules\[0\].matmul: found 'narrow'"),
         ('[[modules]]\nmatch = "a"\nmatmul = "wide"\noptional = 1', r"modules\[0\].optional"),
-        ('[[modules]]\nmatch = "a"\noptional = true', r"modules\[0\].compute: found nothing"),
+        ('[[modules]]\nmatch = "a"\noptional = true', r"modules\[0\].compute: found nothing.*wide"),
     ],
 )
 def test_bad_entries_of_a_file(text, key, tmp_path):

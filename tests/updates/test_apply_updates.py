@@ -105,6 +105,13 @@ def test_a_key_is_asked_for():
         updated(jnp.ones(3, BF16), jnp.ones(3), key=None)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("key", [0, "x", np.ones(3), jax.random.split(KEY, 2)], ids=str)
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(ValueError, match=r"key: found .*; allowed: one key of the step"):
+        updated(jnp.ones(3, BF16), jnp.ones(3), key=key)
+
+
 def test_a_paired_model_brings_its_policy():
     linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
     model = STOCHASTIC.cast_to_param(linear)

@@ -1,5 +1,7 @@
 """Optimizer state is stored in the declared dtype, by `make_step` and by the planner alike."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,17 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.privacy import fold_text, key_from_secret
 from eqx_dp.training.state import named_arrays
-from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS, loss, plan_of, small_model
+from tests.training.runs import (
+    NUM_EXAMPLES,
+    SEED,
+    XS,
+    YS,
+    assert_same,
+    loss,
+    make,
+    plan_of,
+    small_model,
+)
 
 NARROW = "optimizer=bf16,narrow_optimizer=true"
 MASK = np.zeros(8, bool)
@@ -129,6 +141,24 @@ def test_a_step_rounds_at_random_and_repeats_itself():
         if eqx.is_array(one):
             np.testing.assert_array_equal(one, other)
             assert one.dtype in (jnp.bfloat16, jnp.int32)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_a_checkpoint_rounds_as_it_would_have(tmp_path):
+    """Storage and moments in bfloat16: what a checkpoint holds is all that the next step takes."""
+    policy = dp.parse_policy(f"p=bf16,c=bf16,o=f32,rounding=stochastic,{NARROW}")
+    options = {"progress": False, "save_every": 1}
+
+    def run(folder, steps, policy=policy):
+        data, step = (XS, YS), make(plan_of(4), policy=policy)
+        return dp.Trainer(step, data, directory=folder, **options).run(small_model(), steps=steps)
+
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "parts", 3)
+    assert_same(run(tmp_path / "parts", 4), whole)
+    assert {x.dtype for x in jax.tree.leaves(whole.model)} == {jnp.dtype(jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"belongs to another run:\n.*rounding=stochastic"):
+        run(tmp_path / "parts", 4, dataclasses.replace(policy, rounding="nearest"))
 
 
 def test_the_bits_are_of_the_seed_the_step_and_the_path():
