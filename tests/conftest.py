@@ -20,6 +20,9 @@ import pytest
 from jax._src import compiler
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Virtual devices that meet share few cores: a busy machine needs longer than the 40 s of XLA.
+_PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+os.environ["XLA_FLAGS"] = " ".join([_PATIENT, os.environ.get("XLA_FLAGS", "")])
 
 # One folder for each process: JAX does not write a file of its cache in one step.
 _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")

@@ -64,6 +64,7 @@ def test_all_cases_stay_within_their_limits(measured):
         assert figures.flops <= 1.3 * figures.flops_share, figures
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_printed(measured):
     lines = measured.output.splitlines()[2:]
     for figures, line in zip(measured.figures, lines, strict=True):

@@ -49,7 +49,7 @@ def _is_spec(x):
     return isinstance(x, P)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("microbatch_size", [1, None])
@@ -90,7 +90,7 @@ MESHES = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("method", METHODS)
 def test_on_any_mesh(name, method):
@@ -105,7 +105,7 @@ def test_on_any_mesh(name, method):
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "padding",
@@ -146,7 +146,7 @@ def test_an_empty_batch():
         np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_clip_norms_of_groups(method):
     norms = jax.tree.map(lambda leaf: 0.1 + leaf.ndim / 5, net())
@@ -258,7 +258,7 @@ def ruled(model, tokens, targets):
 ODD = (tied, derived, recurrent, nested, branching, wrapped, ruled)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fun", ODD)
 def test_parameters_of_any_use(fun, method):

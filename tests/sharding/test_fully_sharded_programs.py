@@ -22,6 +22,7 @@ METHODS = ("ghost", "book_keeping")
 # Memory
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_falls_with_the_number_of_devices(method):
@@ -143,6 +144,7 @@ def trained(rules, steps=3, **options):
     return state, step
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_steps_are_those_of_one_device(kind):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from tests.sharding.host import fully_sharded, train
 
@@ -68,6 +69,7 @@ def test_two_hosts_do_what_one_does(tmp_path, fast):
     assert [found["epsilon"] for found in both] == [one["epsilon"]] * 2
 
 
+@pytest.mark.slow
 def test_two_hosts_share_parameters(tmp_path, fast):
     """Collectives within loops, one host with less to do than the other: two devices each."""
     alone, both = fully_sharded(0, 1), run_two_hosts(tmp_path, fast, "fully_sharded")
