@@ -4,8 +4,8 @@ from .describe import Declared, Description, describe
 from .flops import FlopReport, flop_report
 from .memory import CompiledBytes, MemoryPlan, plan_memory, read_compiled
 from .microbatch import largest_microbatch, plan_microbatch
+from .narrowing import precision_sensitivity
 from .parts import DeviceBytes, local_bytes
-from .precision_sensitivity import precision_sensitivity
 from .sensitivity_table import LayerError, PrecisionSensitivity
 from .textbook import TransformerShape
 from .tune import limit_of, tune
