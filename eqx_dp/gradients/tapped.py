@@ -202,11 +202,12 @@ class _Evaluation(NamedTuple):
     ) -> tuple[list[Any], dict[Address, Any]]:
         """A scan's steps have taps of their own, or one for all: their cotangents are added up.
 
-        A parameter that it goes over is gathered slice by slice, inside. One that all steps share
-        is gathered once, ahead of it.
+        A parameter that it goes over is gathered slice by slice, inside, and again for the backward
+        pass: a checkpoint around the scan saves what its steps do. One that all steps share is
+        gathered once, ahead of it.
         """
         consts, carry, slices = scan.split(inputs)
-        slices = [whole(x) if isinstance(x, Shard) and x.is_scanned_whole() else x for x in slices]
+        slices = [x.of_steps() if isinstance(x, Shard) else x for x in slices]
         inputs = [*map(whole, (*consts, *carry)), *slices]
         one_for_all = {address for address, its in at.items() if its.scans[self.depth] == "added"}
         same = {address: tap for address, tap in taps.items() if address in one_for_all}

@@ -158,9 +158,14 @@ class Shard:
         """The same, as a checkpoint sees it that computes all of its own values again."""
         return Shard(self.part, self.cut, False)
 
-    def is_scanned_whole(self) -> bool:
-        """Whether a scan over it has no part of every slice: its first dimension is cut."""
-        return any(dim == 0 for dim, _ in self.cut.over(self.ndim))
+    def of_steps(self) -> "Shard | Array":
+        """The same, as a scan over it takes it: whole where no slice has a part on every device.
+
+        The steps' slices would all be kept by a checkpoint around the scan.
+        """
+        if any(dim == 0 for dim, _ in self.cut.over(self.ndim)):
+            return whole(self)
+        return Shard(self.part, self.cut)
 
 
 @overload

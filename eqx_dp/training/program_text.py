@@ -45,6 +45,7 @@ def program_text(program: jex_core.ClosedJaxpr) -> str:
     | shapes and dtypes | weak types |
     | values of literals and of closed-over arrays | values of arrays that are traced |
     | programs inside equations, derivative rules too | `jit` around a part |
+    | | conversions of literals: the literal is written as it is converted |
     | | meshes, shardings, constraints on them, devices |
 
     An array of more than one number enters by its hash (BLAKE2b, 128 bits); one that this host
@@ -86,6 +87,8 @@ class _Writer:
         if name in PLACEMENTS:
             return operands
         match inside(equation):
+            case _ if name == "convert_element_type" and isinstance(operands[0], _Number):
+                return [_converted(operands[0], equation.params["new_dtype"])]
             case Call("jit", body):  # says nothing of its own: the text is the same without
                 return self.run(body.jaxpr, body.consts, operands)
             case _:
@@ -137,8 +140,31 @@ class _Writer:
                 return _name(value)
 
 
+class _Number(str):
+    """A literal as it is written, and its number, of the dtype that it was given in."""
+
+    number: np.ndarray
+
+
 def _literal(literal: jex_core.Literal) -> str:
-    return _value(np.asarray(literal.val, cast(Any, literal.aval).dtype))
+    dtype = cast(Any, literal.aval).dtype
+    written = _value(np.asarray(literal.val, dtype))
+    if np.shape(literal.val) or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return written
+    found = _Number(written)
+    found.number = np.asarray(literal.val)
+    return found
+
+
+def _converted(number: _Number, dtype: Any) -> _Number:
+    """A literal in another dtype: JAX writes it so itself, but not where a `jit` is in between."""
+    value = number.number
+    if np.iscomplexobj(value) and not jnp.issubdtype(dtype, np.complexfloating):
+        value = np.real(value)
+    value = value.astype(dtype)
+    found = _Number(_value(value))
+    found.number = value
+    return found
 
 
 def _kind(aval: Any) -> str:

@@ -43,6 +43,7 @@ class Records:
     | case | what happens |
     |---|---|
     | the source has `__getitems__` | it is asked for all records of a batch at once |
+    | an example holds a list of numbers | it is an array, as data sets mean it |
     | records differ in shape, dtype or structure | `DataError` |
     | a record cannot be read or decoded | `DataError`, which does not say which |
 
@@ -95,12 +96,13 @@ class Records:
     def _example(self, index: Any) -> PyTree[Any]:
         return self._decoded(self._records[int(index)])
 
-    def _decoded(self, record: Any) -> PyTree[Any]:
-        return record if self._decode is None else self._decode(record)
+    def _decoded(self, record: Any) -> PyTree[np.ndarray]:
+        example = record if self._decode is None else self._decode(record)
+        # A list is an array in the making, not a tree: data sets give sequences so.
+        return jax.tree.map(np.asarray, example, is_leaf=lambda x: isinstance(x, list))
 
 
-def _stacked(*leaves: Any) -> np.ndarray:
-    arrays = [np.asarray(leaf) for leaf in leaves]
+def _stacked(*arrays: np.ndarray) -> np.ndarray:
     if len({(array.shape, array.dtype) for array in arrays}) > 1:
         raise ValueError("records differ in shape or dtype")
     return np.stack(arrays)

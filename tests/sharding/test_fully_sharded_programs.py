@@ -45,6 +45,26 @@ def test_without_remat_no_whole_parameter_is_kept_for_the_backward_pass():
 
 
 @pytest.mark.optimized
+def test_a_checkpoint_around_a_scan_keeps_no_whole_parameter():
+    layers, width = 8, 256
+    rules = rules_of(params=(("**", P(None, "data")),))
+
+    def fun(weights, x):
+        scanned = jax.checkpoint(
+            lambda x, weights: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+        )
+        return jnp.sum(scanned(x, weights) ** 2)
+
+    options = {"l2_clip_norm": 1.0, "sharding": rules, "method": "ghost", "microbatch_size": 1}
+    run = eqx.filter_jit(dp.filter_clipped_grad(fun, **options))
+    with jax.set_mesh(rules.mesh):
+        weights = rules.shard(jnp.ones((layers, width, width)))
+        batch = rules.shard_batch(np.ones((8, 4, width), np.float32))
+        compiled = run.lower(weights, batch).compile().compiled
+    assert compiled.memory_analysis().temp_size_in_bytes < weights.nbytes / 2
+
+
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_memory_of_a_gpt_falls_with_the_number_of_devices():
     case, found = fully_sharded.gpt(), []

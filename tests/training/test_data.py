@@ -91,6 +91,10 @@ SOURCES = {
         lambda _: dp.Records(Stored(), lambda text: {"y": np.float32(text)}, readers=3),
         ({"y": YS},),
     ),
+    "records with lists": (
+        lambda _: dp.Records([{"x": x.tolist()} for x in XS]),
+        ({"x": XS.astype(float)},),
+    ),
     "records of many": (lambda _: dp.Records(Bulk(), np.float32), (YS,)),
     "mixed": (lambda _: (XS, Source(lambda i: {"y": YS[i]})), (XS, {"y": YS})),
 }

@@ -234,8 +234,9 @@ def identity_of(step, model=None, batch=(XS, YS)):
 
 
 def noisy_loss(model, x, y, key):
-    """Some of all: rules, loops, branches, constants, random numbers."""
+    """Some of all: rules, loops, branches, constants, random numbers, numbers cast."""
     h = jax.nn.gelu(jax.nn.relu(model(x))) + jnp.asarray(XS[0, :2])
+    h = jnp.clip(h, 0, 6) * jax.random.bernoulli(key, 0.9, h.shape)
     h, _ = jax.lax.scan(lambda carry, _: (jax.nn.silu(carry), None), h, None, length=3)
     h = jax.lax.cond(jnp.sum(h) > 0, jnp.sin, lambda h: 2 * h, h)
     return jnp.sum((h - y) ** 2) + jax.nn.logsumexp(h) + jax.random.normal(key)

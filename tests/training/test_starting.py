@@ -157,6 +157,21 @@ def test_what_is_not_trained_is_compared_with_what_is_made(tmp_path):
     assert int(runs.trainer(tmp_path, step).run(init_model=net, steps=0).step) == 0
 
 
+def test_what_is_not_trained_is_compared_beside_infinities(tmp_path):
+    def masked(number):
+        mask = jnp.asarray([-jnp.inf, 0.0, number])
+        return lambda: (small_model(), mask)
+
+    def loss(model, x, y):
+        return runs.loss(model[0], x, y) + model[1][2]
+
+    step = make(loss=loss, filter_spec=(eqx.is_inexact_array, False))
+    runs.trainer(tmp_path, step).run(init_model=masked(0.0), steps=0)
+    with pytest.raises(ValueError, match="which is not trained, has other values"):
+        runs.trainer(tmp_path, step).run(init_model=masked(5.0), steps=0)
+    assert int(runs.trainer(tmp_path, step).run(init_model=masked(0.0), steps=0).step) == 0
+
+
 def test_the_caller_s_model_is_let_go(tmp_path):
     seen = []
 
