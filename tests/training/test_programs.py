@@ -78,11 +78,15 @@ def released_at_most(directory):
 
 
 def assert_all_differ(*noises):
-    """No two steps had noise in common, whatever their numbers are."""
+    """No two steps drew the same noise, whatever their numbers are.
+
+    The seed of "anew" comes from the system, so single entries may agree by chance (one in about
+    2,000); half of a row's eight entries do not (less than once in 10^11 pairs).
+    """
     rows = [value.ravel() for noise in noises for value in noise.values()]
     for i, one in enumerate(rows):
         for other in rows[:i]:
-            assert not np.any(np.isclose(one, other, rtol=1e-3, atol=0))
+            assert np.sum(np.isclose(one, other, rtol=1e-3, atol=0)) < one.size / 2
 
 
 def test_a_second_run_without_a_directory_is_refused():
