@@ -7,17 +7,29 @@ thirds more time.
 Most of a test's time is compilation. XLA is therefore asked to compile fast, and no large program
 is compiled twice in a session. Tests marked `optimized` get the programs that users get: those that
 hold the rounding of clipped sums and of noise against a bound, or count memory and FLOPs.
+
+Hypothesis tries the same cases in every run, so that CI repeats what was seen before it. With
+`--hypothesis-profile=search` it tries others.
 """
 
+import gc
 import os
 import tempfile
 from collections import Counter
 from typing import Any
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
 from jax._src import compiler
+
+hypothesis.settings.register_profile("search", derandomize=False)
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+gc.freeze()  # what is imported stays
+gc.set_threshold(20_000, 20, 20)  # tracing makes many containers, few of them in cycles
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Virtual devices that meet share few cores: a busy machine needs longer than the 40 s of XLA.
