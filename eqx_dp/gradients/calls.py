@@ -257,10 +257,12 @@ def _parts_that_stay(traced: TracedLoss, method: str) -> set[int]:
     """
     if method == "per_example" or traced.loss_scale.probe is not None:
         return set()
+    num_params = len(traced.params)
+    whole_params = {root for root in traced.uses.whole if root < num_params}  # not derived values
     return {
         i
-        for i in range(len(traced.params) + len(traced.frozen))
-        if i not in traced.uses.whole and not traced.split.is_met_outside(i)
+        for i in range(num_params + len(traced.frozen))
+        if i not in whole_params and not traced.split.is_met_outside(i)
     }
 
 

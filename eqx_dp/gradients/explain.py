@@ -221,9 +221,11 @@ def checked_grad_fn(grad_fn: ClippedGrad[_Result]) -> ClippedGrad[_Result]:
         ValueError: it is something else.
     """
     if not isinstance(cast(object, grad_fn), ClippedGrad):
+        inside = getattr(grad_fn, "grad_fn", None)
+        advice = " Give its .grad_fn." if isinstance(inside, ClippedGrad) else ""
         raise ValueError(
             "grad_fn must be what filter_clipped_grad or filter_value_and_clipped_grad returned, "
-            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}."
+            f"before it is wrapped in jit or anything else; found {shown(grad_fn)}.{advice}"
         )
     return grad_fn
 

@@ -16,6 +16,7 @@ from eqx_dp.planning.candidates import sizes_around
 from eqx_dp.planning.made_up import made_up
 from eqx_dp.planning.trials import Runs, timed
 from tests import models
+from tests.training import runs
 
 CASE = models.linear_regression()
 BATCH = CASE.batch(8)
@@ -226,6 +227,8 @@ def test_where_nothing_can_be_timed(unchecked):
         jax.jit(lambda x: dp.tune(grad_fn(), CASE.model, x, BATCH[1]))(BATCH[0])
     with pytest.raises(ValueError, match="grad_fn must be what filter_clipped_grad"):
         dp.tune(CASE.loss, CASE.model, *BATCH)
+    with pytest.raises(ValueError, match=r"Give its \.grad_fn\.$"):
+        dp.plan_memory(runs.make(), runs.small_model(), runs.XS, runs.YS)
 
 
 def test_several_hosts_are_told_to_share_a_file(monkeypatch):
