@@ -139,6 +139,7 @@ def test_the_losses_constrain_on_auto_axes_and_are_silent_without(name, number):
 # examples/data_parallel.py
 
 
+@pytest.mark.slow
 def test_the_tour_runs_and_says_what_it_should(fast):
     output = run("data_parallel.py", env=fast)
     assert "on one point: shape ()" in output

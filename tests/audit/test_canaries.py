@@ -124,7 +124,7 @@ def test_other_rows_add_what_they_add_without_coins():
 
 
 @pytest.mark.parametrize(
-    "policy", [None, "mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.slow)]
+    "policy", [None, "mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("clip", [0.7, 1.0])
 def test_a_gradient_that_is_in_adds_one_entry_of_the_clip_norm(clip, policy):

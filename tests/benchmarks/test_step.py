@@ -71,7 +71,7 @@ def descent(monkeypatch):
     monkeypatch.setattr(whole_steps, "OPTIMIZER", optax.sgd(0.1))
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_lora", marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures("descent")
 def test_private_steps_agree(name):
     """On batches with padding, in microbatches that do not divide them."""

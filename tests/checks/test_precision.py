@@ -82,7 +82,7 @@ def by_hand(add):
 @pytest.mark.parametrize(
     ("case", "preset"),
     [
-        pytest.param(case, preset, marks=pytest.mark.slow if is_slow else ())
+        pytest.param(case, preset, marks=pytest.mark.exhaustive if is_slow else ())
         for preset in dp.available_policies()
         for case in (models.mlp(), models.cnn(), models.gpt())
         for is_slow in [case.name == "gpt" and preset not in ("float32", "mixed_bfloat16")]
@@ -126,7 +126,7 @@ def test_every_method_passes_in_microbatches(method):
 
 @pytest.mark.parametrize(
     "method",
-    ["book_keeping", *(pytest.param(x, marks=pytest.mark.slow) for x in ("per_example", "ghost"))],
+    ["book_keeping", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("per_example", "ghost"))],
 )
 def test_every_method_passes_through_scan_and_remat(method):
     policy = dp.parse_policy("p=f32,c=bf16,module:**.query_proj=float16,module:MLP=float32")

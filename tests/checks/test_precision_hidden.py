@@ -89,6 +89,7 @@ ENOUGH = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("precision", "name"), LESS.items(), ids=str)
 def test_a_product_that_rounds_its_operands(precision, name):
     def over_examples(x, key):

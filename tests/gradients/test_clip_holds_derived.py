@@ -64,7 +64,7 @@ VECTORS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weighted_products(name, method):
     weights = np.array(WEIGHTS[name](np.random.default_rng(1)), np.float32)
@@ -97,7 +97,7 @@ PENALISED = ("random", "cancelling", "cancelled by the penalty", "one huge", "ti
              "huge penalty", "lopsided")  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("time", lengths(1, 33, slow=[256]))
 def test_penalties(time, method):
     rng = np.random.default_rng(2)
@@ -122,7 +122,8 @@ def test_penalties(time, method):
         assert (share[kind] >= (0.9999 if time < 256 else 0.999)).all(), kind
 
 
-@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)])
 def test_penalties_that_nearly_take_each_other_back(method):
     """What is left is beyond the digits of inner products: without room for these it is missed."""
     rng = np.random.default_rng(1)
@@ -138,6 +139,7 @@ def test_penalties_that_nearly_take_each_other_back(method):
         shares(loss, jnp.asarray(model, jnp.float32), {order: (batch, 1e-12)}, method=method)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16"])
 def test_narrow_policies(preset):
     policy = dp.load_policy(preset)

@@ -209,11 +209,12 @@ def test_a_while_loop_that_each_example_leaves_by_itself_goes_on_working():
     neighbours_differ_by_one(loss)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "solver",
     [
         pytest.param(diffrax.Tsit5(), id="tsit5"),
-        pytest.param(diffrax.Kvaerno3(), id="kvaerno3", marks=pytest.mark.slow),
+        pytest.param(diffrax.Kvaerno3(), id="kvaerno3", marks=pytest.mark.exhaustive),
     ],
 )
 def test_differential_equations_go_on_working(solver):

@@ -69,7 +69,7 @@ QUICK = ("linear_tokens", "conv1d_all")
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param(name, method, marks=[] if name in QUICK else pytest.mark.slow)
+        pytest.param(name, method, marks=[] if name in QUICK else pytest.mark.exhaustive)
         for method in METHODS
         for name in CASES
     ],

@@ -18,7 +18,7 @@ RECORDED = calibrated.recorded()[::3]
 
 @pytest.mark.parametrize(
     ("request_", "expected"),
-    [*RECORDED[::2], *(pytest.param(*one, marks=pytest.mark.slow) for one in RECORDED[1::2])],
+    [*RECORDED[::2], *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in RECORDED[1::2])],
 )
 def test_noise_is_that_of_a_fine_search(request_, expected):
     calibrated.check(request_, expected)
@@ -78,7 +78,7 @@ EXPENSIVE = [
 
 
 @pytest.mark.parametrize(
-    "request_", [README, *(pytest.param(one, marks=pytest.mark.slow) for one in EXPENSIVE[1:])]
+    "request_", [README, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in EXPENSIVE[1:])]
 )
 def test_little_is_accounted_for_finely(request_, monkeypatch):
     """The plan's own discretization once or twice, and no other that is nearly as fine."""

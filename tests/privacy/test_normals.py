@@ -97,7 +97,7 @@ def test_places_of_as_many_entries_as_32_bits_count(shape):
     ],
 )
 @pytest.mark.parametrize(
-    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)]
+    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.exhaustive)]
 )
 def test_the_numbers_of_jax(shape, make_key):
     key = make_key(3)

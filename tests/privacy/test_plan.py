@@ -268,6 +268,7 @@ def test_a_figure_asked_for_again_is_not_computed_again(monkeypatch):
     repr(dataclasses.replace(PLAN, noise_multiplier=2.345))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_losses_of_a_step_are_worked_out_once_for_all_figures(relation, monkeypatch):
     """And a figure is that of the accountant to the last bit."""

@@ -552,7 +552,7 @@ class Grouped(eqx.Module):
         *((method, "plain", 2) for method in METHODS),
         ("book_keeping", "grouped", None),
         *(
-            pytest.param(method, kind, size, marks=pytest.mark.slow)
+            pytest.param(method, kind, size, marks=pytest.mark.exhaustive)
             for method in METHODS
             for kind, size in (("plain", None), ("grouped", None), ("grouped", 2))
             if (method, kind, size) != ("book_keeping", "grouped", None)

@@ -60,6 +60,7 @@ def asked(said, folder, size, question):
     return answer.replace("&quot;", '"')
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_it_fits_the_window_and_wide_tables_scroll_by_themselves(said, tmp_path, size):
     # Windows have a least width, and frames have none.
@@ -90,6 +91,7 @@ def test_the_policy_of_the_page_forbids_scripts(said, tmp_path):
     assert "<title>ran</title>" in browsed(without, tmp_path, DESK, "--dump-dom")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_it_is_drawn_in_light_and_in_dark(said, tmp_path, size):
     means = []

@@ -15,7 +15,7 @@ from tests.sharding.losses import Says, mesh_of
 
 pytestmark = pytest.mark.sampled(5)
 
-SLOW = pytest.mark.slow
+REST = pytest.mark.exhaustive
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
 BATCH = (
     np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32),
@@ -53,7 +53,7 @@ def words(collective):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
-@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=SLOW), 2])
+@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=REST), 2])
 def test_sums_cross_devices_once(kind, method, microbatch_size):
     found = program(kind=kind, method=method, microbatch_size=microbatch_size).collectives
     assert {collective.name for collective in found} == {"all-reduce"}
@@ -77,7 +77,7 @@ def test_over_two_example_axes():
 
 @pytest.mark.parametrize(
     "policy",
-    ["mixed_bfloat16", *(pytest.param(x, marks=SLOW) for x in ("mixed_float16", "bfloat16"))],
+    ["mixed_bfloat16", *(pytest.param(x, marks=REST) for x in ("mixed_float16", "bfloat16"))],
 )
 @pytest.mark.parametrize("accumulators", ["params", "examples"])
 def test_sums_cross_devices_in_the_accumulate_dtype(policy, accumulators):

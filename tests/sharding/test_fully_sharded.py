@@ -90,7 +90,7 @@ MESHES = {
 }
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(34)
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("method", METHODS)
 def test_on_any_mesh(name, method):
@@ -105,7 +105,7 @@ def test_on_any_mesh(name, method):
     )
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "padding",

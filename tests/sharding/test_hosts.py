@@ -46,6 +46,7 @@ def named(found, name):
     return [found[key] for key in sorted(found) if key.startswith(name)]
 
 
+@pytest.mark.slow
 def test_two_hosts_do_what_one_does(tmp_path, fast):
     one, both = train(0, 1), run_two_hosts(tmp_path, fast)
     first, second = both

@@ -18,7 +18,7 @@ POLICY = dp.Policy(
     [
         ("explicit", "per_example"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (("auto", "per_example"), ("explicit", "book_keeping"), ("auto", "ghost"))
         ),
     ],

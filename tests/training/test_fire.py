@@ -85,7 +85,7 @@ def assert_whole(directory):
     assert problem_of(directory / "latest", "files.json") is None
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments(kills, start, whole, tmp_path):
     """Half of them at a random thing that is done with a file, half by the clock."""
     moments, latest, during_saves = random.Random(0), 0, 0

@@ -72,15 +72,15 @@ def taken(step, state, extra=None):
     return step(state, XS[:8], YS[:8], is_padding_example=mask, extra=extra)
 
 
-# One of each kind; what else optax offers is left to the slow tests.
-USUAL = {*AROUND, *PUBLIC_VALUE, "adafactor", "adam", "muon"}
+# One of each kind; what else optax offers is left to the exhaustive tests.
+USUAL = {*PUBLIC_VALUE, "adam", "lbfgs", "multi_steps", "sam", "schedule_free"}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in USUAL else pytest.mark.slow)
+        pytest.param(name, marks=() if name in USUAL else pytest.mark.exhaustive)
         for name in sorted({*offered(), *AROUND})
     ],
 )

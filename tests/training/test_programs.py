@@ -113,6 +113,7 @@ def test_a_loss_that_cannot_be_traced_leaves_no_record(tmp_path):
     assert sorted(run(tmp_path, steps=4)) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_change_that_is_refused_leaves_the_record_as_it_was(tmp_path):
     run(tmp_path, steps=4)
     before = (tmp_path / "run.json").read_text()

@@ -132,6 +132,7 @@ def test_on_a_mesh_with_keys_and_disclosed_figures(clock, tmp_path):
     assert_same(state, runs.trainer(None, fixed).run(small_model(), steps=2))
 
 
+@pytest.mark.slow
 def test_no_value_of_the_data_is_read_to_choose(clock, monkeypatch):
     class Unread:
         """A source that may be asked for one example, whose values are NaN."""

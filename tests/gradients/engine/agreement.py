@@ -33,7 +33,7 @@ METHODS = ("book_keeping", "ghost")
 
 # Where the uses of a parameter are in question: both methods find them with the same code.
 EACH_METHOD = pytest.mark.parametrize(
-    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)]
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
 )
 
 

@@ -138,7 +138,7 @@ def lengths(x: np.ndarray, axes: int = 1) -> np.ndarray:
 
 def _tier(seed: int) -> Any:
     if seed < 10:
-        return pytest.mark.slow if seed > 0 else ()
+        return pytest.mark.exhaustive if seed > 0 else ()
     return pytest.mark.exhaustive
 
 

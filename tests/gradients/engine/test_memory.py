@@ -61,7 +61,7 @@ def test_ghost_has_the_memory_of_ordinary_training():
     [
         ("book_keeping", 4),
         ("per_example", None),
-        pytest.param("ghost", None, marks=pytest.mark.slow),
+        pytest.param("ghost", None, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_leaf_that_the_loss_does_not_use_is_not_held_for_each_example(method, size):

@@ -74,8 +74,8 @@ POLICIES = [
     (shared.cnn, "mixed_float16", "book_keeping"),
     (models.gru, "bfloat16", "book_keeping"),
     (shared.cnn, "mixed_float16", "ghost"),
-    pytest.param(models.stacked_gpt, "mixed_bfloat16", "ghost", marks=pytest.mark.slow),
-    pytest.param(models.gru, "bfloat16", "ghost", marks=pytest.mark.slow),
+    pytest.param(models.stacked_gpt, "mixed_bfloat16", "ghost", marks=pytest.mark.exhaustive),
+    pytest.param(models.gru, "bfloat16", "ghost", marks=pytest.mark.exhaustive),
 ]
 
 
@@ -180,7 +180,7 @@ def bits(tree):
         (shared.cnn, "kept", "book_keeping"),
         (models.vision_transformer, "inner_products", "ghost"),
         (models.gru, "kept", "ghost"),
-        pytest.param(shared.cnn, "kept", "ghost", marks=pytest.mark.slow),
+        pytest.param(shared.cnn, "kept", "ghost", marks=pytest.mark.exhaustive),
     ],
 )
 def test_not_finite_is_padding_bit_for_bit(make, way, method, monkeypatch):

@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.optimized, pytest.mark.sampled(8)]
 
 SIZE, OUT, IN = 6, 5, 8
 METHODS = pytest.mark.parametrize(
-    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.slow)]
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
 )
 WAYS = pytest.mark.parametrize(
-    "way", ["chosen", pytest.param("inner_products", marks=pytest.mark.slow)]
+    "way", ["chosen", pytest.param("inner_products", marks=pytest.mark.exhaustive)]
 )
 SPREAD = (10.0 ** np.random.default_rng(8).integers(-18, 18, (OUT, IN))).astype(np.float32)
 MASK = (np.random.default_rng(9).uniform(size=(OUT, IN)) > 0.4).astype(np.float32)
@@ -155,7 +155,7 @@ def unit_shares(loss, kinds, method, policy=None):
     return found
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @METHODS
 @WAYS
 @pytest.mark.parametrize("name", LOSSES)
@@ -166,7 +166,7 @@ def test_hostile_numbers(name, way, method, monkeypatch):
     assert (share["ordinary"] >= 0.9999).all()
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @METHODS
 @pytest.mark.parametrize("name", ["penalty by data", "several", "mask", "exp", "normalised"])
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
