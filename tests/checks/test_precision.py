@@ -126,7 +126,10 @@ def test_every_method_passes_in_microbatches(method):
 
 @pytest.mark.parametrize(
     "method",
-    ["book_keeping", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("per_example", "ghost"))],
+    [
+        "book_keeping",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("per_example", "ghost")),
+    ],
 )
 def test_every_method_passes_through_scan_and_remat(method):
     policy = dp.parse_policy("p=f32,c=bf16,module:**.query_proj=float16,module:MLP=float32")

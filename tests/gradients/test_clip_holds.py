@@ -17,7 +17,7 @@ METHODS = ["per_example", "book_keeping", "ghost"]
 
 
 def lengths(*usual, slow):
-    """Numbers of terms: each is a program of its own, so that some are left to the exhaustive tests."""
+    """Numbers of terms: each is a program of its own, so that some are exhaustive cases."""
     return [*usual, *(pytest.param(length, marks=pytest.mark.exhaustive) for length in slow)]
 
 
@@ -76,7 +76,9 @@ def test_sums_over_time(time, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make", [models.mlp, pytest.param(models.cnn, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "make", [models.mlp, pytest.param(models.cnn, marks=pytest.mark.exhaustive)]
+)
 def test_models_keep_within_and_near_the_clip_norm(make, method):
     case = make()
     norms, before = one_at_a_time(
@@ -248,7 +250,8 @@ def test_bounds_of_rows_hold_for_sums_term_by_term(time):
 
 
 @pytest.mark.parametrize(
-    "preset", ["mixed_bfloat16", "bfloat16", pytest.param("mixed_float16", marks=pytest.mark.exhaustive)]
+    "preset",
+    ["mixed_bfloat16", "bfloat16", pytest.param("mixed_float16", marks=pytest.mark.exhaustive)],
 )
 def test_ghost_norms_in_narrow_policies(preset, ghost):
     attacks = {}

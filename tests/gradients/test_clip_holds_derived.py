@@ -64,7 +64,9 @@ VECTORS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weighted_products(name, method):
     weights = np.array(WEIGHTS[name](np.random.default_rng(1)), np.float32)
@@ -97,7 +99,9 @@ PENALISED = ("random", "cancelling", "cancelled by the penalty", "one huge", "ti
              "huge penalty", "lopsided")  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("time", lengths(1, 33, slow=[256]))
 def test_penalties(time, method):
     rng = np.random.default_rng(2)
@@ -123,7 +127,9 @@ def test_penalties(time, method):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
+)
 def test_penalties_that_nearly_take_each_other_back(method):
     """What is left is beyond the digits of inner products: without room for these it is missed."""
     rng = np.random.default_rng(1)

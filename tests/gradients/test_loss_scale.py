@@ -96,7 +96,8 @@ def test_clipping_and_values_are_those_of_float32():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scale", ["1024", "per_example"])
 @pytest.mark.parametrize(
-    "clip_norm", [1e-20, *(pytest.param(norm, marks=pytest.mark.exhaustive) for norm in (1e-6, 1e-2))]
+    "clip_norm",
+    [1e-20, *(pytest.param(norm, marks=pytest.mark.exhaustive) for norm in (1e-6, 1e-2))],
 )
 def test_the_clip_holds(method, scale, clip_norm):
     """Measured in float64: undoing the scale with the factor takes nothing from the guarantee."""

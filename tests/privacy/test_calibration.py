@@ -78,7 +78,8 @@ EXPENSIVE = [
 
 
 @pytest.mark.parametrize(
-    "request_", [README, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in EXPENSIVE[1:])]
+    "request_",
+    [README, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in EXPENSIVE[1:])],
 )
 def test_little_is_accounted_for_finely(request_, monkeypatch):
     """The plan's own discretization once or twice, and no other that is nearly as fine."""

@@ -140,7 +140,10 @@ NOISE = ("schedule", "constant of the loss", "derivative rule", "clip norm", "me
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in NOISE else pytest.mark.exhaustive) for name in DIFFERENCES],
+    [
+        pytest.param(name, marks=() if name in NOISE else pytest.mark.exhaustive)
+        for name in DIFFERENCES
+    ],
 )
 def test_what_differs_in_one_thing_has_noise_of_its_own(name):
     one, other = pair_of(name)

@@ -19,7 +19,10 @@ from tests.training import runs
 from tests.training.runs import assert_same, make, small_model
 
 KINDS = [None, "Auto", "Explicit"]
-ONE_FAST = ["Auto", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in (None, "Explicit"))]
+ONE_FAST = [
+    "Auto",
+    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in (None, "Explicit")),
+]
 
 
 def rules_of(kind):
