@@ -19,9 +19,9 @@ from tests.training.test_hosts import free_port
 class Processes:
     """The processes of a run on one layout of devices, and what they print."""
 
-    def __init__(self, folder, environment, hosts, devices, accumulators, steps):
+    def __init__(self, folder, environment, hosts, devices, *options):
         self.directory, port = folder / "run", free_port()
-        told = (self.directory, folder / "cache", accumulators, steps)
+        told = (self.directory, folder / "cache", *options)
         self.outputs = [folder / f"host{host}.txt" for host in range(hosts)]
         self.processes = []
         for host, output in enumerate(self.outputs):
@@ -73,13 +73,14 @@ class Processes:
 def test_a_sharded_run_goes_on_with_other_devices(tmp_path, fast):
     """8 devices of one process, 2 processes of 4, 4 devices, and one: twice killed in between.
 
-    Model, Adam's moments and average are those of a run without a mesh that nothing disturbs.
+    The two processes take three steps a call. Model, Adam's moments and average are those of a run
+    without a mesh that nothing disturbs.
     """
     directory = tmp_path / "run"
-    first = Processes(tmp_path, fast, 1, 8, "params", STEPS).killed_after(step=3)
-    second = Processes(tmp_path, fast, 2, 8, "params_once", STEPS).killed_after(first + 3)
+    first = Processes(tmp_path, fast, 1, 8, "params", STEPS, 1).killed_after(step=3)
+    second = Processes(tmp_path, fast, 2, 8, "params_once", STEPS, 3).killed_after(first + 3)
     third = second + 2
-    Processes(tmp_path, fast, 1, 4, "params", third).ended()
+    Processes(tmp_path, fast, 1, 4, "params", third, 1).ended()
     assert 0 < first < second < third == assert_agrees(directory, PLAN) < STEPS
     found = trainer(directory, None).run(net())
     expected = trainer(None, None).run(net())
