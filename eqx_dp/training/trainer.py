@@ -306,8 +306,9 @@ class Trainer(Generic[Model]):
         listeners = self._callbacks
         if self._directory is not None:
             listeners = (JsonLines(self._directory / METRICS, start), *listeners)
-        flat, bound = FlatState.of(state, step.sharding), start
-        before_last = flat.step
+        flat = FlatState.of(state, step.sharding)
+        before_last, done, bound, saved = flat.step, start, start, start
+        is_asked, unheard = False, range(0)
         if step.microbatch_size == "auto" and start < stop:
             step = self._sized(step, flat.state, start, checkpoints)
         several = step.with_steps_per_call(self._steps_per_call)
@@ -323,35 +324,42 @@ class Trainer(Generic[Model]):
             ) as batches,
         ):
             for call, batch in zip(self._calls(start, stop), batches, strict=True):
-                # While one call is under way the next is prepared, and memory stays flat.
+                # While one step is under way the next is prepared, and memory stays flat.
                 jax.block_until_ready(before_last)
-                of_call, done = several if len(call) > 1 else step, call.stop
+                of_call = several if len(call) > 1 else step
                 # Without rules a step takes numpy's arrays as they are, which is faster.
                 examples, mask = batch if step.sharding is None else of_call.place(batch)
-                extra = self._extra(call.start, flat.state.model) if self._extra else {}
+                if len(call) > 1:  # No call waits behind another: who asks is answered at its end.
+                    jax.block_until_ready(flat.step)
+                if is_asked := signal.asked_after(unheard):
+                    break
+                extra = self._extra(done, flat.state.model) if self._extra else {}
                 # All steps of the call count as released before it begins.
                 if checkpoints is None:
-                    self._step.unrecorded.steps = done
-                elif done > bound:
-                    bound = min(stop, -(-done // self._save_every) * self._save_every)
+                    self._step.unrecorded.steps = call.stop
+                elif call.stop > bound:
+                    bound = min(stop, -(-call.stop // self._save_every) * self._save_every)
                     checkpoints.may_release(bound)
                 before_last = flat.step
                 flat = of_call.next(flat, examples, mask, extra)
+                unheard, done = range(done + 1, call.stop + 1), call.stop
                 stepped(done)
                 seconds, ends = time.monotonic() - began, False
                 for event in self._measures.events(flat, call, stop, seconds, epsilons):
                     bar.update(event)
                     answers = [listener(event) is True for listener in listeners]
                     ends = ends or any(answers)
-                is_asked = signal.asked_after(range(call.start + 1, call.stop + 1))
-                is_over = is_asked or ends or done == stop
-                if checkpoints is not None and (is_over or self._is_saved_at(done)):
-                    is_saved = checkpoints.save(jax.block_until_ready(flat.state), done)
-                    if is_asked:
-                        signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
-                if is_over:
+                if ends or signal.asked is not None:
                     break
-            return jax.block_until_ready(flat.state)
+                if checkpoints is not None and done % self._save_every == 0:
+                    is_saved = checkpoints.save(jax.block_until_ready(flat.state), done)
+                    saved = done if is_saved else saved
+            state = jax.block_until_ready(flat.state)
+            if checkpoints is not None:
+                is_saved = saved == done or checkpoints.save(state, done)
+                if is_asked or signal.asked_after(unheard):
+                    signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
+            return state
 
     def _sized(
         self,
@@ -374,6 +382,3 @@ class Trainer(Generic[Model]):
 
     def _calls(self, start: int, stop: int) -> Iterator[range]:
         return calls(start, stop, self._steps_per_call, self._ends)
-
-    def _is_saved_at(self, done: int) -> bool:
-        return done % self._save_every == 0

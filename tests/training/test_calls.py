@@ -264,17 +264,31 @@ def test_a_check_finds_noise_that_is_not_new(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
-def test_on_a_mesh_it_is_the_run_of_single_steps(kind, tmp_path):
-    """Examples lie along the second axis; parameters and moments stay where they are."""
+def test_on_a_mesh_it_is_the_run_of_single_steps(kind, tmp_path, monkeypatch):
+    """Examples lie along the second axis; parameters and moments stay where they are.
+
+    And a signal that comes while a call is under way keeps the next from being made.
+    """
     spread = {"params": (("weight", jax.P(None, "data")),), "accumulators": "params"}
     rules = runs.rules_of(kind, 4, **spread)
     step = make(sharding=rules, disclose=("num_examples",), ema=0.5)
-    state = run(tmp_path, step=step)
+    state = run(tmp_path / "whole", step=step)
     single = run(None, 1, step=make(disclose=("num_examples",), ema=0.5))
     for a, b in zip(leaves(state), leaves(single), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     assert {x.data.shape for x in state.model.weight.addressable_shards} == {(2, 2)}
-    assert lines_of(tmp_path) == list(range(1, 11))
+    assert lines_of(tmp_path / "whole") == list(range(1, 11))
+    places, left = dp.Step.place, [1, 1, 0]  # the step that is looked at first, and two calls
+
+    def asks(self, batch):
+        if not left.pop(0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return places(self, batch)
+
+    monkeypatch.setattr(dp.Step, "place", asks)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "asked", step=step)
+    assert assert_agrees(tmp_path / "asked", PLAN) == released_at_most(tmp_path / "asked") == 4
 
 
 def test_batches_of_a_call_are_stacked_and_read_ahead():
