@@ -111,6 +111,7 @@ CASES = [
     ("shared", lambda x: made(shared=x), (None, "x", 1)),
     ("readers", lambda x: trained(readers=x), NUMBERS),
     ("read_ahead", lambda x: trained(read_ahead=x), NUMBERS),
+    ("steps_per_call", lambda x: trained(steps_per_call=x), NUMBERS),
     ("records", dp.Records, (None, "x", 3, {})),
     ("readers", lambda x: dp.Records([1], readers=x), NUMBERS),
     ("decode", lambda x: dp.Records([1], x), ("x", 3)),

@@ -228,19 +228,22 @@ class ShardingRules:
         """
         return cast(T, self._place(params, self.accumulator_specs(params)))
 
-    def shard_batch(self, batch: T) -> T:
-        """Spreads a batch over the example axes, along every leading axis.
+    def shard_batch(self, batch: T, *, stacked: bool = False) -> T:
+        """Spreads a batch over the example axes, along the leading axis of every array.
 
         With several processes, every process passes its own part of the batch; all parts have one
         length. Each gets the whole batch, of which it holds its part.
 
         Args:
             batch: a tree of arrays with examples along their leading axes.
+            stacked: whether several batches are stacked: examples then lie along the second axes.
 
         Raises:
-            ValueError: a leaf is not an array or has no leading axis; the devices do not divide
+            ValueError: a leaf is not an array or has no such axis; the devices do not divide
                 the number of examples (the message names a `pad_to` that works).
         """
+        axis, which = (1, "second") if stacked else (0, "leading")
+        spec = PartitionSpec(*[None] * axis, *self.example_spec)
 
         def spread(path: tuple[Any, ...], leaf: Any) -> Any:
             name = below("batch", path)
@@ -248,17 +251,18 @@ class ShardingRules:
                 found = leaf.dtype if _is_placeable(leaf) else type(leaf).__name__
                 raise ValueError(
                     f"{name} is no array of numbers but of type {found}: everything in a batch is "
-                    "an array with examples along its leading axis."
+                    f"an array with examples along its {which} axis."
                 )
-            if leaf.ndim == 0:
+            if leaf.ndim <= axis:
+                found = f"of shape {leaf.shape}" if leaf.ndim else "a scalar"
                 raise ValueError(
-                    f"{name} is a scalar: it has no leading axis of examples. Close over it in the "
+                    f"{name} is {found}: it has no {which} axis of examples. Close over it in the "
                     "loss."
                 )
             is_whole = _is_whole(leaf)
             parts = self.num_shards if is_whole else self.local_shards()
-            self._check_divides(leaf.shape[0], parts, name)
-            return self.place(leaf, self.example_spec) if is_whole else self._joined(leaf)
+            self._check_divides(leaf.shape[axis], parts, name)
+            return self.place(leaf, spec) if is_whole else self._joined(leaf, spec)
 
         return cast(T, jax.tree_util.tree_map_with_path(spread, batch))
 
@@ -322,12 +326,12 @@ class ShardingRules:
             self.mesh, only(spec, [name for name, its in types if its is axis_type])
         )
 
-    def _joined(self, part: Any) -> Array:
+    def _joined(self, part: Any, spec: PartitionSpec) -> Array:
         """The whole of which every process gives its part."""
         if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
-            data = self._joined(jax.random.key_data(part))
+            data = self._joined(jax.random.key_data(part), spec)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
-        sharding = NamedSharding(self.mesh, self.example_spec)
+        sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_process_local_data(sharding, np.asarray(part))
 
 

@@ -3,6 +3,7 @@
 import collections
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -47,7 +48,10 @@ class DataError(Exception):
 
 
 class MaskedBatch(NamedTuple):
-    """What a step takes: arguments of the loss with examples in front, and which are padding."""
+    """What a call takes: arguments of the loss with examples in front, and which are padding.
+
+    A call that takes several steps takes their batches stacked: steps are in front.
+    """
 
     examples: tuple[PyTree[np.ndarray], ...]
     is_padding_example: Mask
@@ -63,8 +67,8 @@ class Batches:
         data: a source, or a tuple of sources of one length, one an argument of the loss.
         sampler: which examples take part in a step.
         readers: how many batches are read at the same time, each by a thread.
-        ahead: how many batches are read before the step that uses the first of them; at least as
-            many as there are readers.
+        ahead: how many batches are read before the call that uses the first of them; at least as
+            many as there are readers. (The stacked batches of a call are one here.)
 
     Raises:
         ValueError: `data` is no source; sources differ in length, or hold another number of
@@ -86,29 +90,48 @@ class Batches:
         """One example, as the loss gets it, with a leading axis of one: its shapes and dtypes."""
         return _arguments(self._example)
 
+    def zeros(self, steps: int) -> MaskedBatch:
+        """What a call takes that takes so many steps, made up; without a padding example."""
+        slots = (*([steps] if steps > 1 else []), self._sampler.capacity)
+        examples = jax.tree.map(
+            lambda one: np.zeros((*slots, *one.shape[1:]), one.dtype), self.example
+        )
+        return MaskedBatch(examples, np.zeros(slots, bool))
+
     def drawn_by(self, sampler: PoissonSampler) -> "Batches":
         """The same sources, with the batches of another sampler of as many examples."""
         other = copy.copy(self)
         other._sampler = sampler
         return other
 
-    def from_step(self, start: int, stop: int) -> Generator[MaskedBatch]:
+    def from_step(
+        self, start: int, stop: int, calls: Iterable[range] | None = None
+    ) -> Generator[MaskedBatch]:
         """Batches of the steps from `start` to below `stop`, in their order.
 
         One thread draws and others read, while steps run: a batch's examples are read as soon as
         they are drawn, and no more than `ahead` batches beyond the one in use.
 
+        Args:
+            start: the first step.
+            stop: the step after the last.
+            calls: which of these steps are taken together: their batches come stacked. By default
+                each comes by itself.
+
         Raises:
             DataError: a source raised an error, or gave arrays of another shape or dtype.
         """
-        draws, steps = self._draws(start, stop), iter(range(start, stop))
+        draws = self._draws(start, stop)
+        coming_calls = iter(calls or (range(step, step + 1) for step in range(start, stop)))
         drawer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-draw")
         readers = ThreadPoolExecutor(self._readers, thread_name_prefix="eqx_dp-data")
         coming: collections.deque[Future[MaskedBatch]] = collections.deque()
 
         def read_on() -> None:
-            if next(steps, None) is not None:
-                coming.append(readers.submit(self._read_drawn, drawer.submit(next, draws)))
+            call = next(coming_calls, None)
+            if call is not None:
+                drawn = drawer.submit(lambda: list(itertools.islice(draws, len(call))))
+                coming.append(readers.submit(self._read_drawn, drawn))
 
         try:
             for _ in range(self._ahead):
@@ -121,8 +144,12 @@ class Batches:
             for pool in (drawer, readers):
                 pool.shutdown(cancel_futures=True)
 
-    def _read_drawn(self, draw: Future[tuple[Indices, Mask]]) -> MaskedBatch:
-        return self._batch(*draw.result())
+    def _read_drawn(self, draws: Future[list[tuple[Indices, Mask]]]) -> MaskedBatch:
+        """The batch of a call: each step's examples are read by themselves, as ever."""
+        batches = [self._batch(*draw) for draw in draws.result()]
+        if len(batches) == 1:
+            return batches[0]
+        return jax.tree.map(lambda *parts: np.stack(parts), *batches)
 
     def _draws(self, start: int, stop: int) -> Iterator[tuple[Indices, Mask]]:
         """The examples of each step."""

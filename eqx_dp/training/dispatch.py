@@ -17,6 +17,7 @@ from .state import Specs, TrainState, is_array_or_shape, is_gone, refuse_used_up
 
 Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
+Result = TypeVar("Result")
 Model = TypeVar("Model")
 
 # In the names of primitives: pure_callback, io_callback, debug_callback, debug_print.
@@ -70,11 +71,14 @@ class FlatState(Generic[Model]):
         step: how many steps have been taken (a scalar, or its shape). It is not used up: to wait
             for it is to wait for the step that has made it, also when the next one has been called.
         specs: where its arrays live.
+        shown: what each step disclosed of its batch, by name, of the call that has made the state;
+            empty if the call took one step, whose figures are in the state.
     """
 
     carry: Flat[Carry]
     step: Any
     specs: Specs
+    shown: dict[str, Array] = dataclasses.field(default_factory=dict[str, Array])
 
     @classmethod
     def of(cls, state: TrainState[Model], rules: ShardingRules | None) -> "FlatState[Model]":
@@ -108,8 +112,8 @@ class _Form:
         return self is other or (isinstance(other, _Form) and self.rests == other.rests)
 
 
-class Dispatch(Generic[Beside, Tree]):
-    """`function(beside, carry) -> (carry, array)`, compiled, called without waiting for it.
+class Dispatch(Generic[Beside, Tree, Result]):
+    """`function(beside, carry) -> (carry, arrays)`, compiled, called without waiting for it.
 
     As `eqx.filter_jit(function, donate="all-except-first")`: arrays are traced, all else is static,
     it is compiled once for what is static and for shapes and dtypes, and the buffers of a carry go
@@ -117,21 +121,21 @@ class Dispatch(Generic[Beside, Tree]):
     This waits where a program calls the host back, as `eqx.error_if` does, and nowhere else.
     """
 
-    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Array]]):
+    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]]):
         self._function = function
         self._jitted: Any = jax.jit(self._of_arrays, donate_argnums=2)
         self._waited_for: Any = eqx.filter_jit(function, donate="all-except-first")
         self._form: _Form | None = None
         self._calls_host: dict[Any, bool] = {}
 
-    def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Array]:
-        """The next carry, and an array that is there when the call has ended; uses up the carry."""
+    def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Result]:
+        """The next carry, and arrays that are there when the call has ended; uses up the carry."""
         arguments = self._arguments(beside, carry)
         if self._has_to_wait(arguments):
-            tree, array = self._waited_for(beside, carry.tree)
-            return flat(tree), array
-        form, arrays, array = self._jitted(*arguments)
-        return Flat(form.rests[0], arrays), array
+            tree, result = self._waited_for(beside, carry.tree)
+            return flat(tree), result
+        form, arrays, result = self._jitted(*arguments)
+        return Flat(form.rests[0], arrays), result
 
     def lower(self, beside: Beside, carry: Flat[Tree]) -> jax.stages.Lowered:
         """Lowers the function for these arguments; nothing is computed."""
@@ -147,9 +151,9 @@ class Dispatch(Generic[Beside, Tree]):
 
     def _of_arrays(self, form: _Form, beside: list[Any], carry: list[Any]) -> Any:
         arguments = (Flat(*parts).tree for parts in zip(form.rests, (beside, carry), strict=True))
-        tree, array = self._function(*arguments)
-        result = flat(tree)
-        return _Form(result.rest), result.arrays, array
+        tree, result = self._function(*arguments)
+        after = flat(tree)
+        return _Form(after.rest), after.arrays, result
 
     def _has_to_wait(self, arguments: tuple[_Form, list[Any], list[Any]]) -> bool:
         form, beside, carry = arguments

@@ -37,6 +37,9 @@ _AHEAD = 20
 class Event(Generic[Model]):
     """A step was taken.
 
+    Where a call takes several steps (`steps_per_call`), their events come one after the other when
+    it was made, and the state is there after the last of them alone.
+
     Attributes:
         step: how many steps have been taken. If the run went on as another program, steps that may
             have been released and are lost count as well.
@@ -49,19 +52,33 @@ class Event(Generic[Model]):
     metrics: Mapping[str, float]
     seconds: float
     epsilon: float | None
-    _flat: FlatState[Model] = dataclasses.field(repr=False)
+    _flat: FlatState[Model] | None = dataclasses.field(repr=False)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a state: not after a step in the middle of a call."""
+        return self._flat is not None
 
     @functools.cached_property
     def state(self) -> TrainState[Model]:
         """The state after the step. To read an array waits until the step is done.
 
         The next step uses it up: read it, or copy it, at once.
+
+        Raises:
+            ValueError: there is none.
         """
+        if self._flat is None:
+            raise ValueError(
+                f"The state after step {self.step} is not kept: it is in the middle of a call "
+                "(steps_per_call). Read the state where event.has_state is True, which is after "
+                "every save and every evaluation as well; or take one step a call."
+            )
         return self._flat.state
 
 
 Callback = Callable[[Event[Any]], bool | None]
-"""Called after every step; a run ends early, and saves, where it returns True."""
+"""Called for every step; a run ends with the call, and saves, where it returns True."""
 
 
 def checked_metrics(found: object) -> dict[str, float]:
@@ -172,8 +189,9 @@ class ProgressBar:
 
     def _rate(self, event: Event[Any]) -> str:
         """Steps a second since the first of them, in which the step was compiled."""
-        step, seconds = self._first = self._first or (event.step, event.seconds)
-        if event.step == step:
+        step, seconds = self._first or (event.step, event.seconds)
+        if event.seconds == seconds:  # steps of the first call, which end together
+            self._first = (event.step, seconds)
             return ""
         return f"{(event.step - step) / max(event.seconds - seconds, 1e-9):.3g} steps/s"
 

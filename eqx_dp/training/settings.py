@@ -52,6 +52,7 @@ class StepSettings(Generic[Model]):
     disclose: tuple[str, ...]
     shared: bool = False
     run: str = ""
+    steps_per_call: int = 1
     unrecorded: Unrecorded = dataclasses.field(default_factory=Unrecorded)
     _loss: Callable[..., Any]
     _update: optax.GradientTransformation
@@ -69,6 +70,7 @@ class StepSettings(Generic[Model]):
     def __repr__(self) -> str:
         fields = {"policy": self.policy and str(self.policy), "method": self.method}
         fields |= {"microbatch_size": self.microbatch_size, "ema": self.ema}
+        fields |= {"steps_per_call": self.steps_per_call if self.steps_per_call > 1 else None}
         more = "".join(f", {name}={value!r}" for name, value in fields.items() if value is not None)
         return (
             f"{type(self).__name__}({function_name(self._loss)}, {self.plan}, "

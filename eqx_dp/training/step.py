@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PRNGKeyArray
 
 from ..gradients import PerExample
-from ..privacy import GaussianPrivatizerState, fold_text
+from ..paths import below
+from ..privacy import GaussianPrivatizerState, fold_text, whole_number
 from ..programs import is_changed_by_reading
 from ..trees import PyTree
 from ..updates import stored_state, widened
@@ -32,7 +35,9 @@ from .state import (
 )
 
 Model = TypeVar("Model")
-Mask = Bool[Array | np.ndarray, " batch"]
+Mask = Bool[Array | np.ndarray, "*steps batch"]
+# That a call may take: more would gain nothing, and hold as many batches.
+_MOST_STEPS = 2**16
 
 
 class _Arguments(NamedTuple):
@@ -68,6 +73,7 @@ class Step(Starting[Model]):
         filter_spec: what is trained.
         shared: whether hosts share one draw evenly.
         run: the text that `for_run` was given; empty without.
+        steps_per_call: how many steps a call takes.
         unrecorded: what trainers without a directory took of its steps.
     """
 
@@ -97,16 +103,48 @@ class Step(Starting[Model]):
         """
         return dataclasses.replace(self, run=run)
 
+    def with_steps_per_call(self, number: SupportsIndex) -> "Step[Model]":
+        """The same steps, several of them in one call, which takes less time beside them.
+
+        ```python
+        several = step.with_steps_per_call(8)
+        state = several(state, xs, ys, is_padding_example=masks)  # 8 batches each, stacked
+        ```
+
+        A call scans over the batches. Sample, noise and keys of a step are those of the single step
+        with its number, and its parameters the same up to rounding. `disclosed` has the figures of
+        the last step. `check_privacy` and `check_precision` take it as any step.
+
+        Args:
+            number: of steps, at least 1. Arrays of a batch and the mask have so many entries in
+                front of their examples. The step takes no `extra` if it is more than 1, because
+                that may differ from step to step.
+
+        Raises:
+            ValueError: it is no whole number from 1 to 65,536.
+        """
+        return self._of_several(whole_number("steps_per_call", number, least=1, most=_MOST_STEPS))
+
+    @functools.cached_property
+    def _of_several(self) -> Callable[[int], "Step[Model]"]:
+        """Kept by number, since a step that was traced is not traced again."""
+
+        def of_several(number: int) -> Step[Model]:
+            is_own = number == self.steps_per_call
+            return self if is_own else dataclasses.replace(self, steps_per_call=number)
+
+        return functools.cache(of_several)
+
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
         """Puts this host's part of a batch where the step wants it.
 
         Args:
-            batch: arrays with examples in front.
+            batch: arrays with examples in front; with several steps a call, behind the steps.
         """
         if self.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self.mesh():
-            return self.sharding.shard_batch(batch)
+            return self.sharding.shard_batch(batch, stacked=self.steps_per_call > 1)
 
     def __call__(
         self,
@@ -120,7 +158,8 @@ class Step(Starting[Model]):
 
         Args:
             state: the state after the step before. It is used up.
-            *batch: arrays, or trees of arrays, with examples along their leading axes.
+            *batch: arrays, or trees of arrays, with examples along their leading axes; behind the
+                steps, if a call takes several.
             is_padding_example: True where a slot holds no real example: the sampler's mask.
             extra: more arguments of the optimizer's update, numbers or arrays by name, for instance
                 `{"value": v}` for `optax.contrib.reduce_on_plateau`. **Public values only**, such
@@ -156,8 +195,8 @@ class Step(Starting[Model]):
             refuse_used_up("state", flat.state)
         arguments = self._arguments(batch, mask, extra, flat)
         with self.mesh():
-            carry, count = self._taken(arguments, flat.carry)
-        return FlatState(carry, count, flat.specs)
+            carry, (count, shown) = self._taken(arguments, flat.carry)
+        return FlatState(carry, count, flat.specs, shown)
 
     def lower(
         self,
@@ -200,6 +239,8 @@ class Step(Starting[Model]):
                 "one, take step.with_microbatch_size(size), or for what dp.tune(step.grad_fn, ...) "
                 "returned, step.with_choice(*tuned.asked_for)."
             )
+        if self.steps_per_call > 1:
+            self._check_stacked(batch, mask, extra)
         return _Arguments(
             batch,
             mask,
@@ -210,15 +251,67 @@ class Step(Starting[Model]):
             flat.step,
         )
 
+    def _check_stacked(
+        self, batch: tuple[PyTree[Any], ...], mask: Any, extra: Mapping[str, Any] | None
+    ) -> None:
+        number = self.steps_per_call
+        if extra:
+            raise ValueError(
+                f"extra holds {', '.join(map(repr, extra))}, and a call takes {number} steps, each "
+                "of which may want another value: take one step a call, steps_per_call=1."
+            )
+        arrays = {below("batch", path): x for path, x in jax.tree_util.tree_leaves_with_path(batch)}
+        for name, array in {**arrays, "is_padding_example": mask}.items():
+            if np.ndim(array) < 2 or np.shape(array)[0] != number:
+                raise ValueError(
+                    f"{name} has shape {np.shape(array)}, and a call takes {number} steps: stack "
+                    f"{number} batches, so that all arrays have shape ({number}, slots, ...)."
+                )
+
     @functools.cached_property
-    def _taken(self) -> Dispatch[_Arguments, Carry]:
-        def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
-            model, opt_state, shown, average = carry
-            state = TrainState(model, opt_state, arguments.step, shown, average)
-            state = constrained(self._next(state, arguments), arguments.specs, self.sharding)
-            return (state.model, state.opt_state, state.disclosed, state.average), state.step
+    def _taken(self) -> Dispatch[_Arguments, Carry, tuple[Array, dict[str, Array]]]:
+        def take(
+            arguments: _Arguments, carry: Carry
+        ) -> tuple[Carry, tuple[Array, dict[str, Array]]]:
+            model, opt_state, disclosed, average = carry
+            state = TrainState(model, opt_state, arguments.step, disclosed, average)
+            shown: dict[str, Array] = {}
+            if self.steps_per_call == 1:
+                state = self._stays(self._next(state, arguments), arguments)
+            else:
+                state, shown = self._several(state, arguments)
+            carry = (state.model, state.opt_state, state.disclosed, state.average)
+            return carry, (state.step, shown)
 
         return Dispatch(take)
+
+    def _stays(self, state: TrainState[Model], given: _Arguments) -> TrainState[Model]:
+        return constrained(state, given.specs, self.sharding)
+
+    def _several(
+        self, state: TrainState[Model], given: _Arguments
+    ) -> tuple[TrainState[Model], dict[str, Array]]:
+        """The state after a step for each batch, and what each of them disclosed."""
+        arrays, rest = eqx.partition(state, eqx.is_array)
+
+        def turn(arrays: Any, its: Any) -> tuple[Any, dict[str, Array]]:
+            batch, mask = its
+            its_state = eqx.combine(arrays, rest)
+            after = self._next(its_state, given._replace(batch=batch, mask=mask))
+            after = self._stays(after, given)
+            after, others = eqx.partition(after, eqx.is_array)
+            if not eqx.tree_equal(others, rest):
+                raise ValueError(
+                    "The optimizer's state holds values that are no arrays, and a step changes "
+                    "them, so that several steps cannot be one program: take one step a call, "
+                    "steps_per_call=1."
+                )
+            return after, eqx.combine(after, rest).disclosed
+
+        arrays, shown = jax.lax.scan(turn, arrays, (given.batch, given.mask))
+        if self.sharding is not None:  # for every host to read
+            shown = {k: self.sharding.place(x, PartitionSpec(None)) for k, x in shown.items()}
+        return eqx.combine(arrays, rest), shown
 
     def _next(self, state: TrainState[Model], given: _Arguments) -> TrainState[Model]:
         prepared = self.grad_fn.prepare(state.model, given.batch, given.loss_root, given.mask)

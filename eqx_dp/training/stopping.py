@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -64,15 +65,15 @@ class StopSignal:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    def asked_after(self, step: int) -> bool:
-        """Whether to stop after a step: one answer for all hosts, at the same step.
+    def asked_after(self, steps: Iterable[int]) -> bool:
+        """Whether to stop after a call that took these steps: one answer for all hosts.
 
         Several hosts hear of SIGTERM by JAX's preemption service, which names a step that none of
-        them has passed.
+        them has asked about: the one behind the last. So it has to be asked about every step.
         """
         if self._is_alone:
             return self.asked is not None
-        return multihost_utils.reached_preemption_sync_point(step)
+        return any(map(multihost_utils.reached_preemption_sync_point, steps))
 
     def leave(self, is_saved: bool, said: str) -> NoReturn:
         """Ends the run: after Ctrl-C with these words, else with status 0 if it was saved, or 1."""

@@ -7,28 +7,26 @@ from contextlib import closing
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 import jax
-import numpy as np
 
 from ..expected import entries, expect, flag, function, path
 from ..privacy import whole_number
+from .calls import calls, checked_number
 from .checked import checks_of, write_checks
 from .checkpoint import Checkpoints
 from .data import Batches
 from .directory import METRICS, claimed
 from .dispatch import FlatState
-from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
+from .events import Callback, EpsilonAhead, JsonLines, ProgressBar
 from .first_model import FirstModel
 from .hosts import watched
 from .identity import Texts
+from .measures import Measures
 from .state import TrainState
 from .step import Step
 from .stopping import StopSignal
 from .tuned import largest_size, settled
 
 Model = TypeVar("Model")
-
-# Epsilon takes a tenth of a second to work out, so that it is not shown after every step.
-_TIMES_SHOWN = 20
 
 
 class Trainer(Generic[Model]):
@@ -60,7 +58,7 @@ class Trainer(Generic[Model]):
     | event | what happens |
     |---|---|
     | killed (SIGKILL, power) | at the next start it goes on from the last checkpoint |
-    | SIGTERM, to any host | the step is finished, saved, and all hosts exit with status 0 |
+    | SIGTERM, to any host | the call is finished, saved, and all hosts exit with status 0 |
     | Ctrl-C, with a directory, on one host | as SIGTERM; `KeyboardInterrupt` names the checkpoint |
     | Ctrl-C again | the process ends at once, as if it was killed |
     | a checkpoint cannot be written | a `CheckpointWarning`; the run goes on |
@@ -87,7 +85,7 @@ class Trainer(Generic[Model]):
         readers: how many batches are read at the same time, each by a thread of its own; more than
             one for sources that several threads may index at once.
         read_ahead: how many batches are drawn and read while a step runs, at least `readers`. Each
-            takes its memory.
+            takes its memory. With `steps_per_call`, a batch is all that a call takes.
         directory: the folder of checkpoints, `privacy.json`, `metrics.jsonl`, and `checks.json`,
             what `check_precision` says of the step; the same on all hosts. None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
@@ -100,8 +98,8 @@ class Trainer(Generic[Model]):
             sharding rules place data on the mesh by `step.place`.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
-        callbacks: each is called after every step with an `Event`, and ends the run by returning
-            True.
+        callbacks: each is called with an `Event` for every step, after the call that took it, and
+            ends the run by returning True.
         progress: whether to show a progress bar.
         extra: `extra(steps_done, model)` is called before every step and returns more arguments of
             the optimizer's update, by name, for instance `{"value": v}` for
@@ -110,10 +108,17 @@ class Trainer(Generic[Model]):
         device_memory: bytes of a device, for a step with `microbatch_size="auto"` or "tune"; by
             default the memory that the device reports. A run that is resumed on as many devices
             keeps its microbatch; one that was tuned keeps method and microbatch on any.
+        steps_per_call: how many steps one call of the compiled program takes, where steps are
+            short. A call ends where a checkpoint or an evaluation is due, after single steps if
+            need be: take a number that divides `save_every` and `evaluate_every`; a larger one than
+            these is as good as the smallest of them. A device holds as many batches. It does not
+            belong to the run: resumed with another number, a run ends with the same parameters up
+            to rounding.
 
     Raises:
         ValueError: a number is out of its range; `data` is not a source, or its length is not the
-            step's `num_examples`.
+            step's `num_examples`; `steps_per_call` is more than 1 and there is `extra`, or the step
+            takes several steps itself.
         DataError: a source cannot be read.
     """
 
@@ -134,18 +139,15 @@ class Trainer(Generic[Model]):
         progress: bool = True,
         extra: Callable[[int, Model], Mapping[str, Any]] | None = None,
         device_memory: SupportsIndex | None = None,
+        steps_per_call: SupportsIndex = 1,
     ):
         expect("step", step, Step, "what dp.make_step returned")
         callbacks = entries("callbacks", callbacks, "functions")
         for one in callbacks:
             function("callbacks", one, "callback(event)")
-        if evaluate is not None:
-            function("evaluate", evaluate, "evaluate(model), or None")
         if extra is not None:
             function("extra", extra, "extra(steps_done, model), or None")
-        every = max(1, step.plan.steps // 20) if evaluate_every is None else evaluate_every
         self._save_every = whole_number("save_every", save_every, least=1, most=2**53)
-        self._evaluate_every = whole_number("evaluate_every", every, least=1, most=2**53)
         self._step = step
         self._batches = Batches(
             data,
@@ -153,10 +155,10 @@ class Trainer(Generic[Model]):
             whole_number("readers", readers, least=1, most=1024),
             whole_number("read_ahead", read_ahead, least=1, most=1024),
         )
-        self._evaluate = evaluate
         self._extra = extra
         self._callbacks = callbacks
         self._progress = flag("progress", progress)
+        self._measures = Measures(step, evaluate, evaluate_every, self._progress)
         self._device_memory = (
             None
             if device_memory is None
@@ -164,6 +166,9 @@ class Trainer(Generic[Model]):
         )
         self._directory = None if directory is None else path("directory", directory).absolute()
         self._keep = whole_number("keep", keep, least=2, most=2**53)
+        self._ends = [*self._measures.ends, *([self._save_every] * (directory is not None))]
+        number = checked_number(steps_per_call, step, has_extra=extra is not None)
+        self._steps_per_call = min([number, step.plan.steps, *self._ends])
         self._allow_changed = (
             allow_changed
             if isinstance(allow_changed, str)
@@ -267,11 +272,8 @@ class Trainer(Generic[Model]):
         """
         size = self._step.microbatch_size
         step = self._step.with_microbatch_size(None) if size == "auto" else self._step
-        slots = step.sampler().capacity
-        batch = jax.tree.map(
-            lambda one: np.zeros((slots, *one.shape[1:]), one.dtype), self._batches.example
-        )
-        examples, mask = step.place((batch, np.zeros(slots, bool)))
+        step = step.with_steps_per_call(self._steps_per_call)
+        examples, mask = step.place(self._batches.zeros(step.steps_per_call))
         state, extra = step.form(first), self._extra_in_the_beginning(first)
         if state is None:
             state = step.init(first.given, init_model=first.make)
@@ -300,80 +302,83 @@ class Trainer(Generic[Model]):
         signal: StopSignal,
         stepped: Callable[[int], None],
     ) -> TrainState[Model]:
-        start, began, limit = int(state.step), time.monotonic(), self._device_memory
+        start, began = int(state.step), time.monotonic()
         listeners = self._callbacks
         if self._directory is not None:
             listeners = (JsonLines(self._directory / METRICS, start), *listeners)
         flat = FlatState.of(state, step.sharding)
-        before_last = flat.step
+        before_last, done, bound, saved = flat.step, start, start, start
+        is_asked, unheard = False, range(0)
+        if step.microbatch_size == "auto" and start < stop:
+            step = self._sized(step, flat.state, start, checkpoints)
+        several = step.with_steps_per_call(self._steps_per_call)
         with (
             closing(ProgressBar(start, stop, self._progress)) as bar,
-            closing(EpsilonAhead(step.plan.epsilon, self._told_after(start, stop))) as epsilons,
             closing(
-                self._batches.drawn_by(step.sampler_of(texts)).from_step(start, stop)
+                EpsilonAhead(step.plan.epsilon, self._measures.told_after(start, stop))
+            ) as epsilons,
+            closing(
+                self._batches.drawn_by(step.sampler_of(texts)).from_step(
+                    start, stop, self._calls(start, stop)
+                )
             ) as batches,
         ):
-            for done, batch in enumerate(batches, start + 1):
+            for call, batch in zip(self._calls(start, stop), batches, strict=True):
                 # While one step is under way the next is prepared, and memory stays flat.
                 jax.block_until_ready(before_last)
+                of_call = several if len(call) > 1 else step
                 # Without rules a step takes numpy's arrays as they are, which is faster.
-                examples, mask = batch if step.sharding is None else step.place(batch)
-                extra = self._extra(done - 1, flat.state.model) if self._extra else {}
-                if done == start + 1 and step.microbatch_size == "auto":
-                    known = None if checkpoints is None else checkpoints.microbatch_size
-                    step = step.with_microbatch_size(
-                        known or largest_size(step, flat.state, (examples, mask, extra), limit)
-                    )
-                    if checkpoints is not None:
-                        checkpoints.step = step
-                if checkpoints is None:
-                    self._step.unrecorded.steps = done
-                elif done == start + 1 or self._is_saved_at(done - 1):
-                    next_save = -(-done // self._save_every) * self._save_every
-                    checkpoints.may_release(min(stop, next_save))
-                before_last = flat.step
-                flat = step.next(flat, examples, mask, extra)
-                stepped(done)
-                event = self._event(flat, done, stop, time.monotonic() - began, epsilons)
-                bar.update(event)
-                ends = [listener(event) is True for listener in listeners]
-                is_asked = signal.asked_after(done)
-                is_over = is_asked or any(ends) or done == stop
-                if checkpoints is not None and (is_over or self._is_saved_at(done)):
-                    is_saved = checkpoints.save(jax.block_until_ready(flat.state), done)
-                    if is_asked:
-                        signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
-                if is_over:
+                examples, mask = batch if step.sharding is None else of_call.place(batch)
+                if len(call) > 1:  # No call waits behind another: who asks is answered at its end.
+                    jax.block_until_ready(flat.step)
+                if is_asked := signal.asked_after(unheard):
                     break
-            return jax.block_until_ready(flat.state)
+                extra = self._extra(done, flat.state.model) if self._extra else {}
+                # All steps of the call count as released before it begins.
+                if checkpoints is None:
+                    self._step.unrecorded.steps = call.stop
+                elif call.stop > bound:
+                    bound = min(stop, -(-call.stop // self._save_every) * self._save_every)
+                    checkpoints.may_release(bound)
+                before_last = flat.step
+                flat = of_call.next(flat, examples, mask, extra)
+                unheard, done = range(done + 1, call.stop + 1), call.stop
+                stepped(done)
+                seconds, ends = time.monotonic() - began, False
+                for event in self._measures.events(flat, call, stop, seconds, epsilons):
+                    bar.update(event)
+                    answers = [listener(event) is True for listener in listeners]
+                    ends = ends or any(answers)
+                if ends or signal.asked is not None:
+                    break
+                if checkpoints is not None and done % self._save_every == 0:
+                    is_saved = checkpoints.save(jax.block_until_ready(flat.state), done)
+                    saved = done if is_saved else saved
+            state = jax.block_until_ready(flat.state)
+            if checkpoints is not None:
+                is_saved = saved == done or checkpoints.save(state, done)
+                if is_asked or signal.asked_after(unheard):
+                    signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
+            return state
 
-    def _is_saved_at(self, done: int) -> bool:
-        return done % self._save_every == 0
-
-    def _event(
+    def _sized(
         self,
-        flat: FlatState[Model],
-        done: int,
-        stop: int,
-        seconds: float,
-        epsilons: EpsilonAhead,
-    ) -> Event[Model]:
-        metrics: dict[str, float] = {}
-        if self._step.disclose:
-            metrics |= {name: float(value) for name, value in flat.state.disclosed.items()}
-        is_due = done % self._evaluate_every == 0 or done == stop
-        if self._evaluate is not None and is_due:
-            metrics |= checked_metrics(self._evaluate(flat.state.evaluated))
-        return Event(done, metrics, seconds, epsilons.after(done), flat)
+        step: Step[Model],
+        state: TrainState[Model],
+        start: int,
+        checkpoints: Checkpoints | None,
+    ) -> Step[Model]:
+        """A step whose microbatch is known, where it was to be the largest that fits."""
+        size = None if checkpoints is None else checkpoints.microbatch_size
+        if size is None:
+            several = step.with_steps_per_call(self._steps_per_call)
+            extra = self._extra(start, state.model) if self._extra else {}
+            examples, mask = several.place(self._batches.zeros(several.steps_per_call))
+            size = largest_size(several, state, (examples, mask, extra), self._device_memory)
+        step = step.with_microbatch_size(size)
+        if checkpoints is not None:
+            checkpoints.step = step
+        return step
 
-    def _told_after(self, done: int, stop: int) -> Iterator[int]:
-        """The steps after which epsilon is shown, or told beside what is measured."""
-        is_measured = self._evaluate is not None or bool(self._step.disclose)
-        every = [max(1, self._step.plan.steps // _TIMES_SHOWN)] if self._progress else []
-        every += [self._evaluate_every] if is_measured else []
-        while True:
-            found = [(done // steps + 1) * steps for steps in every] + [stop] * is_measured
-            done = min((step for step in found if done < step <= stop), default=stop + 1)
-            if done > stop:
-                return
-            yield done
+    def _calls(self, start: int, stop: int) -> Iterator[range]:
+        return calls(start, stop, self._steps_per_call, self._ends)

@@ -117,7 +117,7 @@ def largest_size(
     Args:
         step: of the run.
         state: arrays or shapes of arrays.
-        given: examples, mask and extra of a step.
+        given: examples, mask and extra of a call.
         device_memory: bytes of a device; None for what it reports.
     """
     batch, mask, extra = given
@@ -135,7 +135,7 @@ def largest_size(
         return found.total
 
     parts = 1 if step.sharding is None else step.sharding.num_shards
-    size = largest_microbatch(bytes_of, limit, len(mask) // parts)
+    size = largest_microbatch(bytes_of, limit, mask.shape[-1] // parts)
     return broadcast(size)  # hosts may have different amounts free
 
 

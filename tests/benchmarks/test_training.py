@@ -14,27 +14,32 @@ def test_command(tmp_path):
     training.main([*told, "--markdown", str(path)])
     written = path.read_text()
     assert "| small | 4 |" in written
-    assert f"goal: at least {training.GOAL}" in written
+    assert f"at least {training.GOAL} of the loop's" in written
 
 
 @pytest.mark.slow
 def test_trainer_and_loop_take_the_same_steps(monkeypatch):
     """From the same start, over the same batches: after every turn they have the same model."""
-    ends = []
+    ends, of_two = [], []
 
     class Clock(training.Clock):
         def __call__(self, model):
             of_trainer = weights(model)
             super().__call__(model)
-            ends.append((of_trainer, weights(self._state.model)))
+            if self._number == 1:
+                ends.append((of_trainer, weights(self._state.model)))
+            else:
+                of_two.append(of_trainer)
             return {}
 
     monkeypatch.setattr(training, "Clock", Clock)
-    clock = training.measured(mlp(**TINY["mlp"]), turn=2, rounds=3)
-    assert len(clock.trainer) == len(clock.bare) == 3
+    clocks = training.measured(mlp(**TINY["mlp"]), turn=2, rounds=3, numbers=(1, 2))
+    assert [len(x.trainer) for x in clocks.values()] == [3, 3]
+    assert [len(x.bare) for x in clocks.values()] == [3, 0]
     assert len(ends) == 4
     for of_trainer, of_loop in ends:
         np.testing.assert_array_equal(of_trainer, of_loop)
+    np.testing.assert_allclose(of_two, [of_loop for _, of_loop in ends], rtol=1e-5, atol=1e-7)
     assert not np.array_equal(ends[0][0], ends[1][0])
 
 

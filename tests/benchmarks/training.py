@@ -1,12 +1,15 @@
-"""Steps a second of a trainer, against a bare loop over the same step.
+"""Steps a second of trainers with one and with several steps a call, against a bare loop.
 
 python -m tests.benchmarks.training --markdown table.md
 """
 
 import argparse
+import runpy
 import shlex
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,29 +41,72 @@ def small(batch: int = 64, inputs: int = 64, width: int = 128, depth: int = 2) -
     return mlp(batch, inputs, width, depth)._replace(name="small")
 
 
+def digits(batch: int = 64) -> Row:
+    """The network and the images of `examples/digits.py`."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "digits.py"))
+    images, labels, *_ = example["load_images"]()
+    model = example["Digits"](jax.random.key(0))
+    title = f"network of examples/digits.py, batch {batch}"
+    return Row("digits", title, model, example["loss"], (images[:batch], labels[:batch]))
+
+
+NUMBERS = (1, 8, 32)
+"""Steps a call."""
+
+# Turns that all of these numbers divide.
 SETTINGS = {
-    "small": Setting(small, {}, 1000),
-    "mlp": Setting(ROWS["mlp"], {"batch": 64}, 200),
-    "cnn": Setting(ROWS["cnn"], {"batch": 64}, 60),
-    "gpt_small": Setting(ROWS["gpt_small"], {"batch": 32}, 40),
+    "small": Setting(small, {}, 1024),
+    "digits": Setting(digits, {}, 128),
+    "mlp": Setting(ROWS["mlp"], {"batch": 64}, 192),
+    "cnn": Setting(ROWS["cnn"], {"batch": 64}, 64),
+    "gpt_small": Setting(ROWS["gpt_small"], {"batch": 32}, 32),
 }
 
 
+class Turns:
+    """Lets threads run in turns: one at any time, in the order of their names."""
+
+    def __init__(self, names: Sequence[int]):
+        self._waiting, self._changed = list(names), threading.Condition()
+
+    def wait(self, name: int) -> None:
+        """Returns when it is its turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[0] == name)
+
+    def end(self, name: int, *, comes_back: bool) -> None:
+        """Ends its turn."""
+        with self._changed:
+            self._waiting.remove(name)
+            self._waiting += [name] * comes_back
+            self._changed.notify_all()
+
+
 class Clock:
-    """Stops a trainer every so many steps, and lets a bare loop take the same steps meanwhile.
+    """Stops a trainer every so many steps, and lets others take the same steps meanwhile.
 
     It is the trainer's `evaluate`, which is called after every turn of so many steps. The trainer's
     time is that from the end of one call to where the next finds the model computed. The first turn
-    compiles, and does not count.
+    compiles, and does not count. Meanwhile other trainers take their turns and, for the trainer of
+    one step a call, a bare loop.
 
     Attributes:
         trainer: seconds of the trainer's turns.
         bare: seconds of the bare loop's turns.
     """
 
-    def __init__(self, step: dp.Step[Any], model: Any, data: tuple[np.ndarray, ...], turn: int):
+    def __init__(
+        self,
+        step: dp.Step[Any],
+        model: Any,
+        data: tuple[np.ndarray, ...],
+        turn: int,
+        number: int = 1,
+        turns: Turns | None = None,
+    ):
         self.trainer: list[float] = []
         self.bare: list[float] = []
+        self._number, self._turns = number, turns
         self._step, self._data, self._turn = step, data, turn
         self._sampler = step.sampler(model, *data)
         self._state = step.init(model)
@@ -70,18 +116,24 @@ class Clock:
     def __call__(self, model: Any) -> dict[str, float]:
         jax.block_until_ready(model)
         now = time.perf_counter()
+        bare = self._bare_turn() if self._number == 1 else None
+        if self._start is not None:
+            self.trainer.append(now - self._start)
+            self.bare += [] if bare is None else [bare]
+        if self._turns is not None:
+            self._turns.end(self._number, comes_back=True)
+            self._turns.wait(self._number)
+        self._start = time.perf_counter()
+        return {}
+
+    def _bare_turn(self) -> float:
         batches = [
             self._step.place(self._sampler.take(number, *self._data))
             for number in range(self._done, self._done + self._turn)
         ]
         jax.block_until_ready(batches)
         self._done += self._turn
-        bare = self._loop(batches)
-        if self._start is not None:
-            self.trainer.append(now - self._start)
-            self.bare.append(bare)
-        self._start = time.perf_counter()
-        return {}
+        return self._loop(batches)
 
     def _loop(self, batches: list[Any]) -> float:
         """What a user writes who has all batches at hand."""
@@ -92,36 +144,59 @@ class Clock:
         return time.perf_counter() - start
 
 
-def measured(row: Row, turn: int, rounds: int) -> Clock:
-    """Runs a trainer, and beside it the bare loop over the same batches, in turns."""
+def measured(
+    row: Row, turn: int, rounds: int, numbers: Sequence[int] = NUMBERS
+) -> dict[int, Clock]:
+    """Runs a trainer for each number of steps a call, and a bare loop over the same batches."""
     num_examples = round(row.batch_size / SAMPLING_PROB)
     indices = np.arange(num_examples) % row.batch_size
     data = tuple(np.asarray(array)[indices] for array in row.batch)
-    steps = (rounds + 1) * turn
-    step = dp.make_step(
-        row.loss,
-        OPTIMIZER,
-        dp.PrivacyPlan(SAMPLING_PROB, steps, 1.0, DELTA),
-        num_examples=num_examples,
-        seed=7,
-        l2_clip_norm=CLIP_NORM,
-        filter_spec=row.filter_spec,
-    )
-    clock = Clock(step, row.model, data, turn)
-    dp.Trainer(step, data, progress=False, evaluate=clock, evaluate_every=turn).run(row.model)
-    return clock
+    steps, turns = (rounds + 1) * turn, Turns(numbers)
+
+    def run(number: int) -> Clock:
+        turns.wait(number)
+        try:
+            step = dp.make_step(
+                row.loss,
+                OPTIMIZER,
+                dp.PrivacyPlan(SAMPLING_PROB, steps, 1.0, DELTA),
+                num_examples=num_examples,
+                seed=7,
+                l2_clip_norm=CLIP_NORM,
+                filter_spec=row.filter_spec,
+            )
+            clock = Clock(step, row.model, data, turn, number, turns)
+            trainer = dp.Trainer(
+                *(step, data),
+                progress=False,
+                evaluate=clock,
+                evaluate_every=turn,
+                steps_per_call=number,
+            )
+            trainer.run(row.model)
+            return clock
+        finally:
+            turns.end(number, comes_back=False)
+
+    with ThreadPoolExecutor(len(numbers)) as threads:
+        return dict(zip(numbers, threads.map(run, numbers), strict=True))
 
 
-def line(row: Row, turn: int, found: Clock) -> tuple[str, ...]:
-    """A line of the table; the ratio is that of steps a second."""
+def line(row: Row, turn: int, found: dict[int, Clock]) -> tuple[str, ...]:
+    """A line of the table; ratios are those of steps a second."""
+    single = found[1]
     return (
         row.name,
         str(row.batch_size),
-        f"{1e3 * np.median(found.bare) / turn:.2f}",
-        f"{turn / np.median(found.bare):.1f}",
-        f"{turn / np.median(found.trainer):.1f}",
-        report.with_quartiles(ratios(found.bare, found.trainer)),
+        f"{1e3 * np.median(single.bare) / turn:.2f}",
+        f"{turn / np.median(single.bare):.1f}",
+        *(f"{turn / np.median(clock.trainer):.1f}" for clock in found.values()),
+        *(report.with_quartiles(ratios(single.bare, clock.trainer)) for clock in found.values()),
     )
+
+
+def _of(number: int) -> str:
+    return "trainer" if number == 1 else f"{number} a call"
 
 
 _COLUMNS = (
@@ -129,15 +204,16 @@ _COLUMNS = (
     "expected",
     "ms a step of the loop",
     "loop, steps/s",
-    "trainer, steps/s",
-    "trainer / loop (quartiles)",
+    *(f"{_of(number)}, steps/s" for number in NUMBERS),
+    *(f"{_of(number)} / loop (quartiles)" for number in NUMBERS),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.training",
-        description="Steps a second of a trainer against a bare loop over the same step.",
+        description="Steps a second of trainers, with one and several steps a call, against a "
+        "bare loop over the same step.",
     )
     parser.add_argument("--rows", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--rounds", type=int, default=7, help="rounds (default: 7)")
@@ -149,11 +225,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with console.status("") as status:
         for name in options.rows:
             make, sizes, turn = SETTINGS[name]
-            row = make(**(TINY.get(name, TINY["mlp"]) if options.tiny else sizes))
+            tiny = {} if name == "digits" else TINY.get(name, TINY["mlp"])
+            row = make(**(tiny if options.tiny else sizes))
             turn = 2 if options.tiny else turn
             status.update(f"{row.title}: {options.rounds} rounds of {turn} steps")
             lines.append(line(row, turn, measured(row, turn, options.rounds)))
-    note = f"goal: at least {GOAL} of the loop's steps a second on every row"
+    note = f"goal: a trainer has at least {GOAL} of the loop's steps a second on every row"
     cells = report.Cells("Trainer and bare loop", _COLUMNS, lines, note)
     console.print(report.for_terminal(cells))
     if options.markdown is not None:
@@ -164,10 +241,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             shlex.join(command),
             [cells],
             "What a trainer costs beside its steps",
-            "`Trainer` without a directory, progress or callbacks, on numpy arrays, against a loop "
-            "over the same step on batches that are drawn and placed beforehand. Both take the "
-            "same batches, in turns, in one process; compiling is left out. Rates are compared "
-            "turn by turn, with the quartiles of the turns' ratios.",
+            "`Trainer` without a directory, progress or callbacks, on numpy arrays, with one step "
+            "a call and with several (`steps_per_call`), against a loop over the same step on "
+            "batches that are drawn and placed beforehand. All take the same batches, in turns, in "
+            "one process; compiling is left out. Rates are compared turn by turn, with the "
+            "quartiles of the turns' ratios.",
         )
 
 

@@ -2,8 +2,8 @@
 
 Arguments: the host's number, the coordinator's port, the run's directory, a folder for what is
 compiled, how long a step takes at least, in seconds, and "shared" where hosts share a draw and make
-the model by a function. Prints each step; at the end host 0 leaves
-the parameters in `params.npz` beside the run's directory.
+the model by a function, or "several" where a call takes three steps. Prints each step; at the end
+host 0 leaves the parameters in `params.npz` beside the run's directory.
 """
 
 import os
@@ -40,7 +40,8 @@ def main(host, port, directory, cache, pause, how=""):
     is_shared = how == "shared"
     rules = dp.ShardingRules(mesh, accumulators="examples")
     step = runs.make(PLAN, sharding=rules, shared=is_shared)
-    trainer = runs.trainer(directory, step, callbacks=[says], save_every=5)
+    options = {"steps_per_call": 3 if how == "several" else 1}
+    trainer = runs.trainer(directory, step, callbacks=[says], save_every=5, **options)
     made = {"init_model": runs.small_model}
     state = trainer.run(**(made if is_shared else {"model": runs.small_model()}))
     whole = jax.NamedSharding(mesh, jax.P())

@@ -29,13 +29,13 @@ def free_port():
 class Hosts:
     """Two processes of `tests.training.host`, and what they print."""
 
-    def __init__(self, directory, cache, pause=0.1):
+    def __init__(self, directory, cache, pause=0.1, how=""):
         port = free_port()
         self.directory = directory
         self.outputs = [directory.parent / f"host{host}.txt" for host in range(2)]
         self.processes = []
         for host, output in enumerate(self.outputs):
-            arguments = [str(x) for x in (host, port, directory, cache, pause)]
+            arguments = [str(x) for x in (host, port, directory, cache, pause, how)]
             with output.open("w") as stream:
                 self.processes.append(
                     subprocess.Popen(
@@ -147,6 +147,22 @@ def test_two_hosts_stop_and_go_on_together(tmp_path):
     assert_one_stops_without_the_other(directory, cache, victim=1, step=18)
     for a, b in zip(params(directory, cache), whole, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_two_hosts_stop_within_a_call(tmp_path):
+    """They are asked in the middle of one: both take the same steps, and no call more than that."""
+    for folder in ("cache", "run"):
+        (tmp_path / folder).mkdir()
+    hosts = Hosts(tmp_path / "run" / "run", tmp_path / "cache", 0.3, "several")
+    hosts.until_step(6)  # of 6 to 8
+    hosts.processes[1].terminate()
+    assert hosts.statuses() == [0, 0], hosts.said()
+    saved = assert_agrees(hosts.directory, PLAN)
+    assert 8 <= saved < STEPS  # JAX needs a moment to tell both
+    assert saved % 5 in (3, 4, 0)  # where calls end: a checkpoint is due after every fifth step
+    for output in hosts.outputs:
+        assert re.findall(r"step (\d+)\n", output.read_text())[-1] == str(saved)
 
 
 @pytest.mark.slow
