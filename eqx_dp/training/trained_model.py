@@ -54,7 +54,7 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
             no average.
         ValueError: arrays are missing, or have another shape; each is named.
     """
-    path = expected.path("source", source).absolute()
+    path = expected.directory("source", source)
     of_run = path.is_dir()
     name: Callable[[Any], str] = jax.tree_util.keystr if of_run else dotted
     wanted = {
@@ -217,7 +217,7 @@ def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
             "epsilon": privacy.epsilon(),
             "delta": privacy.delta,
         }
-    path = expected.path("privacy", privacy) / PRIVACY
+    path = expected.directory("privacy", privacy) / PRIVACY
     try:
         return read_json(path)
     except (OSError, ValueError) as error:

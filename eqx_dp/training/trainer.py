@@ -9,12 +9,14 @@ from typing import Any, Generic, SupportsIndex, TypeVar
 import jax
 import numpy as np
 
-from ..expected import entries, expect, flag, function, path
+from .. import expected
+from ..expected import entries, expect, flag, function
 from ..privacy import whole_number
 from .checked import checks_of, write_checks
 from .checkpoint import Checkpoints
+from .claim import claimed
 from .data import Batches
-from .directory import METRICS, claimed
+from .directory import METRICS
 from .dispatch import FlatState
 from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
 from .first_model import FirstModel
@@ -162,7 +164,7 @@ class Trainer(Generic[Model]):
             if device_memory is None
             else whole_number("device_memory", device_memory, least=1, most=2**60)
         )
-        self._directory = None if directory is None else path("directory", directory).absolute()
+        self._directory = None if directory is None else expected.directory("directory", directory)
         self._keep = whole_number("keep", keep, least=2, most=2**53)
         self._allow_changed = (
             allow_changed
@@ -211,7 +213,7 @@ class Trainer(Generic[Model]):
         first = FirstModel(model, init_model)
         del model
         with (
-            claimed(directory),
+            claimed(directory) as claim,
             StopSignal(can_save=directory is not None) as signal,
             self._step.mesh(),
             watched(directory) as stepped,
@@ -238,6 +240,7 @@ class Trainer(Generic[Model]):
                     self._keep,
                     identity=self._step.identity_of(texts),
                     allow_changed=self._allow_changed,
+                    claim=claim,
                 )
             ) as checkpoints:
                 state = checkpoints.restore(first)
