@@ -122,6 +122,14 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none of them is whole; the directory's
                 record is damaged; nothing can be written.
         """
+        try:
+            return self._restored(first)
+        except BaseException:
+            if is_first_host():  # nothing was begun: another run may be under way
+                self._claim.give_back()
+            raise
+
+    def _restored(self, first: FirstModel[Model]) -> TrainState[Model]:
         form = self.step.form(first)
         state = self.step.first_state(first) if form is None else form
         arrays = named_arrays(state)
