@@ -42,9 +42,9 @@ def path(name: str, value: object) -> Path:
 
 
 def directory(name: str, value: object) -> Path:
-    """A directory on a file system, absolute, or in an object store: a text or a path object.
+    """A directory on a file system, absolute, or in an object store.
 
-    One in a store is a path of `etils.epath`, which has the methods of `pathlib.Path` that are used.
+    One in a store is a path of `etils.epath`, with those methods of `pathlib.Path` that are used.
 
     Raises:
         ValueError: it is no path, or in a store that orbax does not write to.

@@ -82,7 +82,7 @@ def claimed(directory: Path | None) -> Generator[Claim]:
     |---|---|
     | another process, or another thread, holds it | `CheckpointError`, which names the process |
     | a process that it has forked lives on | the directory stays claimed until that ends, too |
-    | locks are not shared between machines | the later run goes on, the earlier one ends (`Claim`) |
+    | locks are not shared by machines | the later run goes on, the earlier one ends: `Claim` |
     | an object store, which has no locks | the same |
     | the file system knows no locks | the same, and a `CheckpointWarning` |
     | nothing can be written there | `CheckpointError` |

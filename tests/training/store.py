@@ -1,7 +1,7 @@
-"""An object store for tests: `gs://` paths, of etils.epath and of orbax, in a folder of the machine.
+"""An object store for tests: `gs://` paths, of etils.epath and of orbax, in a folder.
 
-It has what such stores have: a file is written as a whole; there are no folders but as parts of names;
-nothing can be added to a file, linked or locked, and a folder is renamed by copying its files.
+It has what such stores have: a file is written as a whole; there are no folders but as parts of
+names; nothing can be added to a file, linked or locked.
 """
 
 import contextlib
@@ -49,7 +49,9 @@ class Bucket(backend.Backend):
     def listdir(self, path):
         if not self.isdir(path):
             raise FileNotFoundError(path)
-        return [x.name for x in self.at(path).iterdir() if x.is_file() or self.isdir(f"{path}/{x.name}")]
+        return [
+            x.name for x in self.at(path).iterdir() if x.is_file() or self.isdir(f"{path}/{x.name}")
+        ]
 
     def glob(self, path):
         before, _, pattern = os.fspath(path).rpartition("/")
