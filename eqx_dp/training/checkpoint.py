@@ -48,7 +48,7 @@ from .record import (
     record_of,
     resumed,
 )
-from .saved_arrays import arrays_in
+from .saved_arrays import arrays_in, writer
 from .state import TrainState, named_arrays, with_arrays
 from .step import Step
 
@@ -98,10 +98,7 @@ class Checkpoints:
         self._pending: tuple[int, Future[None]] | None = None
         self._unsaved: list[int] = []
         self._orbax = extra("orbax.checkpoint")
-        self._checkpointer = self._new_checkpointer()
-
-    def _new_checkpointer(self) -> Any:
-        return self._orbax.AsyncCheckpointer(self._orbax.StandardCheckpointHandler())
+        self._checkpointer: Any = None
 
     # Reading.
 
@@ -234,6 +231,8 @@ class Checkpoints:
             self._warn_not_saved(number, error or OSError("host 0 cannot write"))
             return False
         try:
+            if self._checkpointer is None:
+                self._checkpointer = writer(arrays, folder)
             self._checkpointer.save(
                 folder / STATE, args=self._orbax.args.StandardSave(arrays), force=True
             )
@@ -287,7 +286,8 @@ class Checkpoints:
         """Waits, and ends; whether the last save succeeded."""
         succeeded = self.wait()
         self._writer.shutdown()
-        self._checkpointer.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         self._remove_unsaved()  # orbax may have written on while they were removed before
         return succeeded
 
@@ -320,9 +320,10 @@ class Checkpoints:
             stacklevel=2,
         )
         # Orbax keeps errors of writes in the background, and would raise them again at every save.
-        with contextlib.suppress(Exception):
-            self._checkpointer.close()
-        self._checkpointer = self._new_checkpointer()
+        if self._checkpointer is not None:
+            with contextlib.suppress(Exception):
+                self._checkpointer.close()
+        self._checkpointer = None
         self._unsaved.append(number)
         self._remove_unsaved()
 
