@@ -73,6 +73,7 @@ class Trainer(Generic[Model]):
     | `seed=None` otherwise | refused, with a directory |
     | another program | the same, unless `allow_changed` names the part |
     | another run is under way in the directory | `CheckpointError` |
+    | the same, without locks (an object store) | the earlier one ends: `CheckpointError` |
     | there is no directory, and `run` is called again | refused |
     | one of several hosts is lost | the others say so, and end with a status other than 0 |
     | metrics cannot be written | a warning; the run goes on |
@@ -91,7 +92,8 @@ class Trainer(Generic[Model]):
         read_ahead: how many batches are drawn and read while a step runs, at least `readers`. Each
             takes its memory.
         directory: the folder of checkpoints, `privacy.json`, `metrics.jsonl`, and `checks.json`,
-            what `check_precision` says of the step; the same on all hosts. None to keep nothing.
+            what `check_precision` says of the step; the same on all hosts. It is on a file system,
+            or in Google's cloud storage ("gs://bucket/run"). None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
         keep: how many checkpoints are kept.
         allow_changed: parts of the run that may differ from those of the checkpoint: "loss",

@@ -8,9 +8,10 @@ import contextlib
 import io
 import os
 import shutil
-from pathlib import Path
 
+import fsspec
 from etils.epath import backend, gpath
+from fsspec.implementations.dirfs import DirFileSystem
 from orbax.checkpoint._src.path import gcs_utils  # which says how TensorStore reaches a bucket
 
 
@@ -89,9 +90,26 @@ class Bucket(backend.Backend):
         return backend.os_backend.stat(self.at(path))
 
 
-def opened(root, monkeypatch):
-    """A store in a folder, for as long as the monkeypatch lasts."""
-    bucket = Bucket(Path(root))
+class FsspecBucket(type(backend.fsspec_backend)):
+    """Likewise, by what etils has for fsspec, on a file system of fsspec's."""
+
+    def __init__(self, root):
+        self._root = root
+        local = fsspec.filesystem("file", auto_mkdir=True)
+        self._fs = DirFileSystem(str(root), local)
+
+    def at(self, path):
+        return self._root / os.fspath(path)
+
+    def fs(self, path):
+        return self._fs
+
+    def glob(self, path):
+        return [os.fspath(x).replace("gs:/", "gs://") for x in self._fs.glob(path)]
+
+
+def opened(bucket, monkeypatch):
+    """A store for `gs://` paths, for as long as the monkeypatch lasts."""
 
     def of_tensorstore(path):
         return {"driver": "file", "path": str(bucket.at(path))}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.training.directory import RunDirectory
 from tests.training import runs, store
 from tests.training.runs import SEED, assert_same, make, small_model
 
@@ -15,7 +16,13 @@ URL = "gs://bucket/runs/one"
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    return store.opened(tmp_path / "store", monkeypatch)
+    return store.opened(store.Bucket(tmp_path / "store"), monkeypatch)
+
+
+@pytest.fixture(params=["store", "fsspec"])
+def any_bucket(request, tmp_path, monkeypatch):
+    made = store.Bucket if request.param == "store" else store.FsspecBucket
+    return store.opened(made(tmp_path / "store"), monkeypatch)
 
 
 def goes_on(steps=None, callbacks_first=lambda event: None, **options):
@@ -25,7 +32,8 @@ def goes_on(steps=None, callbacks_first=lambda event: None, **options):
     return seen, state
 
 
-def test_a_run_in_a_store_is_resumed(bucket):
+def test_a_run_in_a_store_is_resumed(any_bucket):
+    bucket = any_bucket
     evaluated = {"evaluate": lambda _: {"one": 1}, "evaluate_every": 1}
     STEP.unrecorded.steps = 0
     whole = runs.trainer(None, STEP).run(small_model())
@@ -40,7 +48,7 @@ def test_a_run_in_a_store_is_resumed(bucket):
     lines = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert_same(dp.load_model(URL, like=small_model()), whole.model)
-    assert not [how for how, _ in bucket.seen if how == "rename"]
+    assert not [how for how, _ in getattr(bucket, "seen", ()) if how == "rename"]
     assert [x for x in directory.rglob("*") if x.is_symlink()] == []
 
 
@@ -66,6 +74,25 @@ def test_of_two_runs_the_earlier_one_ends(bucket):
     assert runs.assert_agrees(bucket.at(URL), PLAN) == 10
 
 
+def test_of_two_runs_at_the_same_moment_one_counts_the_other(bucket, monkeypatch):
+    """The later one begins when the earlier one has noted its steps, and has taken none of them."""
+    seen, began, set_bound = [], [], RunDirectory.set_bound
+
+    def noted(self, number):
+        set_bound(self, number)
+        if number == 4 and not began:
+            began.append(number)
+            other = make(l2_clip_norm=2.0)
+            with pytest.warns(dp.CheckpointWarning, match="The next is step 5"):
+                runs.trainer(URL, other, allow_changed=("l2_clip_norm",)).run(small_model())
+
+    monkeypatch.setattr(RunDirectory, "set_bound", noted)
+    earlier = runs.trainer(URL, STEP, callbacks=[lambda event: seen.append(event.step)])
+    with pytest.raises(dp.CheckpointError, match="Another run has begun"):
+        earlier.run(small_model())
+    assert seen == [1, 2]
+
+
 def test_a_run_that_is_refused_disturbs_no_other(bucket):
     def begin_another(event):
         if event.step == 3:
@@ -75,7 +102,8 @@ def test_a_run_that_is_refused_disturbs_no_other(bucket):
     assert goes_on(callbacks_first=begin_another)[0] == list(range(1, 11))
 
 
-def test_damage_in_a_store_is_seen(bucket):
+def test_damage_in_a_store_is_seen(any_bucket):
+    bucket = any_bucket
     goes_on(6)
     directory = bucket.at(URL)
     data = max((directory / "00000006/state").rglob("d/*"), key=lambda x: x.stat().st_size)
