@@ -119,8 +119,9 @@ def main(told: list[str] | None = None) -> None:
             "Reading records from files",
             f"{FILES} files of records of {LENGTH} 32-bit tokens; {BATCHES} batches at random "
             f"positions, {options.readers} readers. A batch reads whole row groups of Parquet "
-            "files, so that small ones cost less. The files are in the system's cache. What a "
-            "process holds beyond a batch does not grow with the files.",
+            "files, so that small ones cost less. The files are in the system's cache. The peak is "
+            "of a batch, the row groups that are being read, and what readers keep of freed "
+            "buffers.",
         )
 
 
