@@ -243,15 +243,16 @@ class Checkpoints:
         self._pending = (number, commit)
         return True
 
-    def _new_folder(self, folder: Path, arrays: Mapping[str, Any]) -> OSError | None:
+    def _new_folder(self, folder: Path, arrays: Mapping[str, Any]) -> Exception | None:
         """Makes the folder of a checkpoint, with the record in it; what went wrong, if anything."""
         record = record_of(self.step, arrays, self._identity, self._salt)
         record["programs"] = self._programs
         try:
+            self._claim.check()  # else the folder may be another run's
             remove(folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / RUN, record)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             return error
         return None
 
@@ -328,7 +329,7 @@ class Checkpoints:
         self._remove_unsaved()
 
     def _remove_unsaved(self) -> None:
-        for number in self._unsaved if is_first_host() else ():
+        for number in self._unsaved if is_first_host() and self._claim.other() is None else ():
             remove(self._directory.checkpoint(number))
 
 

@@ -49,17 +49,24 @@ class Claim:
 
     def give_back(self) -> None:
         """Puts the name there that was there before: nothing was begun."""
-        if self._file is not None and self._before and _read(self._file) == self._name.encode():
-            write_whole(self._file, self._before)
+        with contextlib.suppress(OSError):  # an error is on its way that says more
+            if self._file is not None and self._before and self.other() is None:
+                write_whole(self._file, self._before)
+
+    def other(self) -> str | None:
+        """The name of a later run; None if there is none."""
+        found = b"" if self._file is None else _read(self._file)
+        is_other = bool(found) and found != self._name.encode()
+        return found[:200].decode(errors="replace") if is_other else None
 
     def check(self) -> None:
         """Refuses to go on where a later run has named itself; a `CheckpointError`."""
-        found = b"" if self._file is None else _read(self._file)
-        if found and found != self._name.encode():
+        other = self.other()
+        if other is not None:
             raise CheckpointError(
-                f"Another run has begun in {self._file and self._file.parent}: "
-                f"{found[:200].decode(errors='replace')}. This one ends, and takes no step that "
-                "the other does not count. Let one run at a time use a directory."
+                f"Another run has begun in {self._file and self._file.parent}: {other}. "
+                "This one ends, and takes no step that the other does not count. Let one run at a "
+                "time use a directory."
             )
 
 

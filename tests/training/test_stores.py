@@ -1,11 +1,13 @@
 """A run in an object store is one like others: no links, no locks, no renaming."""
 
 import json
+import time
 
 import pytest
 
 import eqx_dp as dp
 from eqx_dp.training.directory import RunDirectory
+from eqx_dp.training.parts import problem_of
 from tests.training import runs, store
 from tests.training.runs import SEED, assert_same, make, small_model
 
@@ -30,6 +32,13 @@ def goes_on(steps=None, callbacks_first=lambda event: None, **options):
     callbacks = [callbacks_first, lambda event: seen.append(event.step)]
     state = runs.trainer(URL, STEP, callbacks=callbacks, **options).run(small_model(), steps)
     return seen, state
+
+
+def until_saved(bucket, number):
+    end = time.monotonic() + 100
+    while runs.assert_agrees(bucket.at(URL), PLAN) < number:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_run_in_a_store_is_resumed(any_bucket):
@@ -59,19 +68,23 @@ def test_of_two_runs_the_earlier_one_ends(bucket):
     later = []
 
     def begin_another(event):
-        if event.step == 3:
+        if event.step == 5:
+            until_saved(bucket, 4)
             later.append(runs.trainer(URL, make()).run(small_model()))
 
     seen = []
     callbacks = [begin_another, lambda event: seen.append(event.step)]
     with (
-        pytest.warns(dp.CheckpointWarning, match="step 4 could not be saved.*Another run"),
+        pytest.warns(dp.CheckpointWarning, match="step 6 could not be saved.*Another run"),
         pytest.raises(dp.CheckpointError, match=r"Another run has begun in gs://.*: process"),
     ):
         runs.trainer(URL, make(), callbacks=callbacks).run(small_model())
-    assert seen == [1, 2, 3, 4]  # those that it had noted before
+    assert seen == [1, 2, 3, 4, 5, 6]  # those that it had noted before
     assert_same(later[0], whole)
     assert runs.assert_agrees(bucket.at(URL), PLAN) == 10
+    kept = sorted(bucket.at(URL).glob("0*"))
+    assert [folder.name for folder in kept] == ["00000006", "00000008", "00000010"]
+    assert [problem_of(folder) for folder in kept] == [None] * 3
 
 
 def test_of_two_runs_at_the_same_moment_one_counts_the_other(bucket, monkeypatch):
@@ -96,6 +109,7 @@ def test_of_two_runs_at_the_same_moment_one_counts_the_other(bucket, monkeypatch
 def test_a_run_that_is_refused_disturbs_no_other(bucket):
     def begin_another(event):
         if event.step == 3:
+            until_saved(bucket, 2)
             with pytest.raises(ValueError, match="seed: the checkpoint was made with another seed"):
                 runs.trainer(URL, make(seed=SEED + 1)).run(small_model())
 
