@@ -34,7 +34,8 @@ GROUPS = {
     ),
     "Devices": ("ShardingRules",),
     "Training": (
-        *("make_step", "Step", "TrainState", "Trainer", "Records", "Event", "TensorBoard"),
+        *("make_step", "Step", "TrainState", "Trainer", "Records", "Parquet"),
+        *("Event", "TensorBoard"),
         *("load_model", "save_model", "CheckpointError", "CheckpointWarning", "DataError"),
     ),
     "Checks": ("check_precision", "PrecisionReport", "check_privacy", "PrivacyReport"),

@@ -15,7 +15,7 @@ Plan, sample, noise: what makes the sum private, and what that costs
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
-    make_step, Step, TrainState, Trainer, Records, Event, TensorBoard, load_model,
+    make_step, Step, TrainState, Trainer, Records, Parquet, Event, TensorBoard, load_model,
     save_model, CheckpointError, CheckpointWarning, DataError
 Checks: the traced step against its declaration, and attacks on it
     check_precision, PrecisionReport, check_privacy, PrivacyReport, audit
@@ -69,6 +69,7 @@ from .training import CheckpointError as CheckpointError
 from .training import CheckpointWarning as CheckpointWarning
 from .training import DataError as DataError
 from .training import Event as Event
+from .training import Parquet as Parquet
 from .training import Records as Records
 from .training import Step as Step
 from .training import TensorBoard as TensorBoard

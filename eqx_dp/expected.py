@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from .extras import extra
 from .shown import shown
 
 
@@ -32,7 +33,34 @@ def flag(name: str, value: object) -> bool:
 def path(name: str, value: object) -> Path:
     """A path from a text or a path object; a ValueError for anything else."""
     expect(name, value, (str, os.PathLike), "a path: a text, or a pathlib.Path")
-    return Path(cast("str | os.PathLike[str]", value))
+    text = os.fspath(cast("str | os.PathLike[str]", value))
+    if "://" in text:
+        raise ValueError(
+            f"{name} must be a path on a file system; found {text!r}. Write it there and copy it."
+        )
+    return Path(text)
+
+
+def directory(name: str, value: object) -> Path:
+    """A directory on a file system, absolute, or in an object store.
+
+    One in a store is a path of `etils.epath`, with those methods of `pathlib.Path` that are used.
+
+    Raises:
+        ValueError: it is no path, or in a store that orbax does not write to.
+    """
+    allowed = 'a path: a text such as "run" or "gs://bucket/run", or a path object'
+    expect(name, value, (str, os.PathLike), allowed)
+    text = os.fspath(cast("str | os.PathLike[str]", value))
+    if "://" not in text:
+        return Path(text).absolute()
+    if not text.startswith("gs://") or not text.removeprefix("gs://").strip("/"):
+        raise ValueError(
+            f"{name} must be a path on a file system, or in Google's cloud storage: "
+            f"gs://bucket/folder; found {text!r}. Arrays are written by orbax, which knows no "
+            "other object store: mount yours as a folder."
+        )
+    return extra("etils.epath").Path(text)
 
 
 def function(name: str, value: object, like: str) -> None:

@@ -6,6 +6,7 @@ from .events import Event, TensorBoard
 from .files import CheckpointError, CheckpointWarning, read_json
 from .kept_secret import kept_secret
 from .make_step import make_step
+from .parquet import Parquet
 from .record import versions
 from .sources import Records
 from .state import TrainState
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointWarning",
     "DataError",
     "Event",
+    "Parquet",
     "Records",
     "RunDirectory",
     "Step",

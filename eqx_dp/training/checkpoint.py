@@ -1,12 +1,14 @@
 """Checkpoints that are whole or not there, and a statement of privacy that is true of them.
 
-A checkpoint is written beside (`00000200.partial`), renamed, and counts from the moment at which
-`latest` is turned to it: one atomic operation for arrays and statement together. Whatever a killed
-process leaves behind is either older, or not yet `latest` and removed, with a warning, at the next
-start. Orbax writes the arrays, in the background and from all hosts. Its `CheckpointManager` is not
-used: it takes every folder with a number for a step of its own and rotates it away, it has nothing
-that tells whether a file was altered, and a checkpoint counts before digests and statement could be
-beside it.
+A checkpoint counts from the moment at which `privacy.json` in the run's directory is replaced by
+its own: one atomic act for arrays and statement together. Whatever a killed process leaves behind
+is either older, or does not count yet and is removed, with a warning, at the next start. Nothing is
+renamed for that and nothing is linked, so that an object store will do.
+
+Orbax writes the arrays, in the background and from all hosts, and each host lists what it wrote
+(`parts.py`). Orbax's `CheckpointManager` is not used: it takes every folder with a number for a
+step of its own and rotates it away, it has nothing that tells whether a file was altered, and a
+checkpoint counts before digests and statement could be beside it.
 
 **Another program** (loss, optimizer, method, ...) goes on from a checkpoint only where that is
 asked for. It counts its steps from the last that the program before may have released, so that the
@@ -21,7 +23,6 @@ program that resumes a run has to give again, and which is recognised by a finge
 import contextlib
 import json
 import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,13 +30,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
 
 from ..extras import extra
 from ..paths import dotted_name
-from .directory import FILES, PRIVACY, RUN, STATE, RunDirectory, record_in
-from .files import CheckpointError, CheckpointWarning, digests, sync, write_json
+from .claim import Claim
+from .directory import PRIVACY, RUN, STATE, RunDirectory, record_in
+from .files import CheckpointError, CheckpointWarning, remove, sync, write_json
 from .first_model import FirstModel
-from .hosts import broadcast, from_first_host, is_first_host
+from .hosts import broadcast, from_every_host, from_first_host, is_first_host
+from .parts import problem_of, write_list, write_part
 from .record import (
     Start,
     begun,
@@ -44,7 +48,7 @@ from .record import (
     record_of,
     resumed,
 )
-from .saved_arrays import arrays_in
+from .saved_arrays import arrays_in, writer
 from .state import TrainState, named_arrays, with_arrays
 from .step import Step
 
@@ -55,12 +59,13 @@ class Checkpoints:
     """The checkpoints of one run, in one directory that all its hosts share.
 
     Args:
-        directory: made if it is not there.
+        directory: absolute, or in an object store; made if it is not there.
         step: the run's step: what the run is.
         keep: how many checkpoints stay, at least 2, lest a damaged one be the end.
         identity: the run's programs, by part; from `step.identity`.
         allow_changed: parts of the run that may be others than those of the checkpoint; a
             ValueError if one is no part, or may not change.
+        claim: that of this run to the directory, which is looked at before steps are taken.
 
     Attributes:
         step: as given until `restore`, which makes it that of the run: what draws samples and takes
@@ -76,8 +81,10 @@ class Checkpoints:
         *,
         identity: Mapping[str, str] | None = None,
         allow_changed: Iterable[str] = (),
+        claim: Claim | None = None,
     ):
-        self._directory = RunDirectory(directory.absolute())
+        self._directory = RunDirectory(directory)
+        self._claim = Claim() if claim is None else claim
         self.step = step
         self.microbatch_size: int | None = None
         self._keep = keep
@@ -91,20 +98,17 @@ class Checkpoints:
         self._pending: tuple[int, Future[None]] | None = None
         self._unsaved: list[int] = []
         self._orbax = extra("orbax.checkpoint")
-        self._checkpointer = self._new_checkpointer()
-
-    def _new_checkpointer(self) -> Any:
-        return self._orbax.AsyncCheckpointer(self._orbax.StandardCheckpointHandler())
+        self._checkpointer: Any = None
 
     # Reading.
 
     def restore(self, first: FirstModel[Model]) -> TrainState[Model]:
         """The newest state that is whole; where there is none, the first, which is then recorded.
 
-        Every file is compared with its digest first. A checkpoint that fails is set aside (as
-        `NUMBER.damaged`) with a warning, and the one before it is used. Arrays are read to where
-        they are to live, and no other state is made for that (but where the optimizer is another,
-        or its `init` cannot be traced).
+        Every file is compared with its digest first, a share of them by each host. A checkpoint
+        that fails is set aside (as `NUMBER.damaged`) with a warning, and the one before it is used.
+        Arrays are read to where they are to live, and no other state is made for that (but where
+        the optimizer is another, or its `init` cannot be traced).
 
         Args:
             first: the model before the first step; it is taken.
@@ -115,10 +119,18 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none of them is whole; the directory's
                 record is damaged; nothing can be written.
         """
+        try:
+            return self._restored(first)
+        except BaseException:
+            if is_first_host():  # nothing was begun: another run may be under way
+                self._claim.give_back()
+            raise
+
+    def _restored(self, first: FirstModel[Model]) -> TrainState[Model]:
         form = self.step.form(first)
         state = self.step.first_state(first) if form is None else form
         arrays = named_arrays(state)
-        start = Start(*from_first_host(lambda: self._start(arrays)))
+        start = self._start(arrays)
         self._programs, self.microbatch_size = start.programs, start.microbatch_size
         if len(self._programs) > 1:
             # Sample and noise follow from what the step computes, as ever, and from all changes as
@@ -130,7 +142,7 @@ class Checkpoints:
         else:
             state = self.step.with_noise(state)
         if start.number is None:
-            if self.save(state, 0) and self.wait():
+            if all(from_every_host(self.save(state, 0) and self.wait())):
                 return state
             raise CheckpointError(
                 f"The run cannot be recorded in {self._directory}, as a warning says, which has to "
@@ -163,24 +175,35 @@ class Checkpoints:
             )
 
     def _start(self, arrays: dict[str, Any]) -> Start:
-        """From where to go on, after tidying up; what the first host finds out for all."""
+        """From where to go on, after tidying up."""
+        numbers = from_first_host(self._numbers)
+        found = self._directory.newest_whole(numbers, _problem_on_any_host) if numbers else None
+        return Start(*from_first_host(lambda: self._start_from(found, arrays)))
+
+    def _numbers(self) -> list[int]:
+        """The checkpoints that there are; what the first host finds out for all."""
+        self._claim.make()
+        self._directory.remove_unfinished()
+        numbers = self._directory.numbers()
+        self._directory.check_complete(numbers)
+        return numbers
+
+    def _start_from(self, found: tuple[int, Sequence[int]] | None, arrays: dict[str, Any]) -> Start:
+        """Likewise, from a checkpoint that is whole, and those that are not."""
 
         def describe(salt: bytes) -> dict[str, Any]:
             self._salt = salt
             return record_of(self.step, arrays, self._identity, salt)
 
-        self._directory.remove_unfinished()
-        numbers = self._directory.numbers()
-        self._directory.check_complete(numbers)
-        if not numbers and not self.step.is_seed_known:
+        if found is None and not self.step.is_seed_known:
             raise ValueError(
                 f"There is no run in {self._directory}, and seed=None begins none: to go on after "
                 "it is killed, a run needs its seed again. Give make_step(..., "
                 "seed=dp.kept_secret(name)), which makes a secret once and finds it again."
             )
-        if not numbers:
+        if found is None:
             return begun(self._directory, describe(secrets.token_bytes(16)))
-        number, damaged = self._directory.newest_whole(numbers)
+        number, damaged = found
         saved = record_in(self._directory.checkpoint(number))
         start, self._settle = resumed(
             self._directory, describe, number, saved, self._allowed, self.step.is_seed_known
@@ -199,25 +222,39 @@ class Checkpoints:
         checkpoint stays. Returns whether it could be started.
         """
         self.wait()
-        partial = self._partial(number)
-        error = _emptied(partial) if is_first_host() else None
-        if broadcast(int(error is not None)):  # else the other hosts would wait for the first
+        folder, arrays = self._directory.checkpoint(number), named_arrays(state)
+        error = self._new_folder(folder, arrays) if is_first_host() else None
+        if number in self._unsaved:
+            self._unsaved.remove(number)
+        save = broadcast(0 if error else 1 + secrets.randbits(30))
+        if not save:  # else the other hosts would wait for the first
             self._warn_not_saved(number, error or OSError("host 0 cannot write"))
             return False
         try:
-            arrays = named_arrays(state)
+            if self._checkpointer is None:
+                self._checkpointer = writer(arrays, folder)
             self._checkpointer.save(
-                partial / STATE, args=self._orbax.args.StandardSave(arrays), force=True
+                folder / STATE, args=self._orbax.args.StandardSave(arrays), force=True
             )
         except Exception as error:
             self._warn_not_saved(number, error)
             return False
-        record: dict[str, Any] = {}
-        if is_first_host():
-            record = record_of(self.step, arrays, self._identity, self._salt)
-            record["programs"] = self._programs
-        self._pending = (number, self._writer.submit(self._commit, partial, number, record))
+        commit = self._writer.submit(self._commit, folder, number, save)
+        self._pending = (number, commit)
         return True
+
+    def _new_folder(self, folder: Path, arrays: Mapping[str, Any]) -> Exception | None:
+        """Makes the folder of a checkpoint, with the record in it; what went wrong, if anything."""
+        record = record_of(self.step, arrays, self._identity, self._salt)
+        record["programs"] = self._programs
+        try:
+            self._claim.check()  # else the folder may be another run's
+            remove(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / RUN, record)
+        except (OSError, CheckpointError) as error:
+            return error
+        return None
 
     def wait(self) -> bool:
         """Waits for the save that is going on; whether there was none, or it succeeded."""
@@ -250,7 +287,8 @@ class Checkpoints:
         """Waits, and ends; whether the last save succeeded."""
         succeeded = self.wait()
         self._writer.shutdown()
-        self._checkpointer.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         self._remove_unsaved()  # orbax may have written on while they were removed before
         return succeeded
 
@@ -258,20 +296,20 @@ class Checkpoints:
         """Notes durably, before they are taken, that steps up to a number may be released."""
         if is_first_host():
             self._directory.set_bound(max(number, self._released))
+            self._claim.check()  # after it: see `Claim`
 
-    def _commit(self, partial: Path, number: int, record: dict[str, Any]) -> None:
+    def _commit(self, folder: Path, number: int, save: int) -> None:
         self._checkpointer.wait_until_finished()
         if not is_first_host():
+            write_part(folder, jax.process_index(), save)
             return
-        write_json(partial / PRIVACY, privacy_statement(self.step, number, self._programs))
-        write_json(partial / RUN, record)
-        write_json(partial / FILES, digests(partial))
-        shutil.rmtree(self._directory.checkpoint(number), ignore_errors=True)
-        partial.rename(self._directory.checkpoint(number))
+        self._claim.check()
+        write_json(folder / PRIVACY, privacy_statement(self.step, number, self._programs))
+        write_list(folder, jax.process_count(), save, number)
         sync(self._directory.path)
         self._directory.point_to(number)
         for old in self._directory.numbers()[self._keep :]:
-            shutil.rmtree(self._directory.checkpoint(old))
+            remove(self._directory.checkpoint(old))
 
     def _warn_not_saved(self, number: int, error: Exception) -> None:
         latest = self._directory.latest()
@@ -283,29 +321,22 @@ class Checkpoints:
             stacklevel=2,
         )
         # Orbax keeps errors of writes in the background, and would raise them again at every save.
-        with contextlib.suppress(Exception):
-            self._checkpointer.close()
-        self._checkpointer = self._new_checkpointer()
+        if self._checkpointer is not None:
+            with contextlib.suppress(Exception):
+                self._checkpointer.close()
+        self._checkpointer = None
         self._unsaved.append(number)
         self._remove_unsaved()
 
     def _remove_unsaved(self) -> None:
-        for number in self._unsaved if is_first_host() else ():
-            shutil.rmtree(self._partial(number), ignore_errors=True)
-
-    def _partial(self, number: int) -> Path:
-        """Where a checkpoint is written before it is renamed."""
-        return self._directory.checkpoint(number).with_suffix(".partial")
+        for number in self._unsaved if is_first_host() and self._claim.other() is None else ():
+            remove(self._directory.checkpoint(number))
 
 
-def _emptied(folder: Path) -> OSError | None:
-    """Makes a new folder; what went wrong, if anything did."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return error
-    return None
+def _problem_on_any_host(folder: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, each host having read its share."""
+    found = from_every_host(problem_of(folder, jax.process_index(), jax.process_count()))
+    return next((problem for problem in found if problem is not None), None)
 
 
 def _checked_parts(names: Iterable[Any], known: Sequence[str]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from ..paths import dotted
 from ..privacy import PoissonSampler
 from ..trees import PyTree
-from .sources import Source, checked_sources, is_plain_tuple
+from .sources import Source, checked_sources, end_threads, is_plain_tuple
 
 Indices = Int[np.ndarray, " batch"]
 Mask = Bool[np.ndarray, " batch"]
@@ -143,6 +143,8 @@ class Batches:
         finally:
             for pool in (drawer, readers):
                 pool.shutdown(cancel_futures=True)
+            for _, source in self._sources:
+                end_threads(source)
 
     def _read_drawn(self, draws: Future[list[tuple[Indices, Mask]]]) -> MaskedBatch:
         """The batch of a call: each step's examples are read by themselves, as ever."""

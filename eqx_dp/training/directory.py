@@ -1,47 +1,47 @@
-"""What the directory of a run holds, and that one run at a time uses it.
+"""What the directory of a run holds.
 
     run.json                        which run this is: its newest program, and all before it
     released_at_most.00000300       no step beyond the 300th was ever released
-    lock                            held by the process that runs
-    latest -> 00000200              the checkpoint that counts
-    privacy.json -> latest/privacy.json
+    lock                            which process has the directory (`claim.py`)
+    privacy.json                    the checkpoint that counts, and what was spent for it
     00000100/  00000200/            checkpoints, each with
+        run.json                    which run they belong to, as it was then; written first
         state/                      arrays, as orbax writes them
         privacy.json                what was spent for them
-        run.json                    which run they belong to, as it was then
-        files.json                  SHA-256 of every file above, written last
+        files.json                  size and SHA-256 of every file above, written last
 
 `run.json`, `released_at_most` and a checkpoint of step 0 are there before the first step is taken.
-`released_at_most` is an empty file, and what it says is in its name: to change it is one atomic
-operation that needs no room, so that it lasts where a disk is full. (`metrics.jsonl`,
-`checks.json`, `tuning.json` and `hosts/` are there as well; no run needs them to be resumed.)
+A checkpoint counts from the moment at which the directory's `privacy.json`, a copy of its own, is
+replaced: one atomic act for arrays and statement together, which object stores have as well.
+
+`released_at_most` is an empty file, and what it says is in its name: on a file system to change it
+is one atomic operation that needs no room, so that it lasts where a disk is full. (`metrics.jsonl`,
+`checks.json`, `tuning.json` and `hosts/` are there as well; no run needs them to be resumed.
+Earlier releases had links in place of `privacy.json`: `latest`, which is removed, and one through
+it.)
 """
 
-import contextlib
-import fcntl
-import os
 import re
-import shutil
-import socket
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from .files import (
     CheckpointError,
     CheckpointWarning,
-    problem_of,
+    is_remote,
     read_json,
+    remove,
     sync,
-    turn_link,
     write_json,
 )
-from .hosts import from_first_host
+from .hosts import is_first_host
+from .parts import FILES, problem_of
 
-PRIVACY, RUN, FILES, STATE = "privacy.json", "run.json", "files.json", "state"
+PRIVACY, RUN, STATE = "privacy.json", "run.json", "state"
 METRICS, CHECKS, TUNING = "metrics.jsonl", "checks.json", "tuning.json"
-_LATEST, _BOUND, _LOCK = "latest", "released_at_most", "lock"
+_LINK, _BOUND = "latest", "released_at_most"
 _NUMBER = re.compile(r"\d{8,}")
 
 # What a record says of itself, and what it has to hold.
@@ -86,13 +86,10 @@ class RunDirectory:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Replaces the record, durably; a `CheckpointError` if it cannot be written."""
-        beside = self.path / f"{RUN}.partial"
         try:
             if not self._bounds():
                 (self.path / _bound_file(0)).touch()
-            write_json(beside, dict(record))
-            beside.replace(self.path / RUN)
-            sync(self.path)
+            write_json(self.path / RUN, dict(record))
         except OSError as error:
             raise CheckpointError(
                 f"The run cannot be recorded in {self.path} ({error.strerror}), which has to "
@@ -129,11 +126,12 @@ class RunDirectory:
         if old == [number]:
             return
         try:
-            if old:
+            if old and not is_remote(self.path):
                 (self.path / _bound_file(max(old))).rename(new)
+                old.remove(max(old))
             else:
                 new.touch()
-            for other in set(old) - {max(old, default=number), number}:
+            for other in set(old) - {number}:
                 (self.path / _bound_file(other)).unlink()
             sync(self.path)
         except OSError as error:
@@ -143,9 +141,16 @@ class RunDirectory:
                 "start again to go on from the last checkpoint."
             ) from None
 
-    def _bounds(self) -> Sequence[int]:
-        found = self.path.glob(f"{_BOUND}.*")
-        return [int(file.suffix[1:]) for file in found if file.suffix[1:].isdecimal()]
+    def _bounds(self) -> list[int]:
+        names = [name.partition(".") for name in self._names()]
+        return [int(n) for name, _, n in names if name == _BOUND and n.isdecimal()]
+
+    def _names(self) -> list[str]:
+        """What is in the directory; an object store has no empty ones."""
+        try:
+            return [path.name for path in self.path.iterdir()]
+        except FileNotFoundError:
+            return []
 
     # Checkpoints, by number.
 
@@ -155,18 +160,20 @@ class RunDirectory:
 
     def latest(self) -> int | None:
         """The step of the checkpoint that counts."""
-        link = self.path / _LATEST
-        named = os.readlink(link) if link.is_symlink() else ""
-        return int(named) if _NUMBER.fullmatch(named) else None
+        try:
+            number = read_json(self.path / PRIVACY).get("steps_done")
+        except (OSError, ValueError):
+            return None
+        return number if type(number) is int and number >= 0 else None
 
     def point_to(self, number: int) -> None:
         """Makes a checkpoint the one that counts, for its arrays and its statement at once."""
-        try:
-            turn_link(self.path / PRIVACY, f"{_LATEST}/{PRIVACY}")
-            turn_link(self.path / _LATEST, self.checkpoint(number).name)
-        except FileExistsError as error:
-            raise CheckpointError(str(error)) from error
-        sync(self.path)
+        statement, own = read_json(self.checkpoint(number) / PRIVACY), self.path / PRIVACY
+        is_link = not is_remote(own) and own.is_symlink()
+        if is_link or self.latest() != number or read_json(own) != statement:
+            write_json(own, statement)
+        if not is_remote(own) and (link := self.path / _LINK).is_symlink():
+            link.unlink()  # of an earlier release; it counts no more
 
     def numbers(self) -> list[int]:
         """Checkpoints, newest first; the latest is among them, even if it has gone."""
@@ -175,34 +182,35 @@ class RunDirectory:
 
     def _found(self) -> set[int]:
         """Checkpoints that are there; folders that others have made are not."""
-        parts = (PRIVACY, RUN, FILES, STATE)
+        parts = (RUN, PRIVACY, FILES, STATE)
         return {
-            int(path.name)
-            for path in self.path.iterdir()
-            if _NUMBER.fullmatch(path.name) and any((path / part).exists() for part in parts)
+            int(name)
+            for name in self._names()
+            if _NUMBER.fullmatch(name) and any((self.path / name / x).exists() for x in parts)
         }
 
     def remove_unfinished(self) -> None:
         """Removes, with a warning, what a process left that was killed while it wrote."""
-        for leftover in self.path.glob("*.partial"):
-            if leftover.is_symlink():
+        for leftover in () if is_remote(self.path) else self.path.glob("*.partial"):
+            if leftover.is_symlink():  # both are of earlier releases
                 leftover.unlink()
             elif leftover.is_dir() and _NUMBER.fullmatch(leftover.stem):
                 self._remove_unfinished(leftover)
         latest, numbers = self.latest(), self._found()
-        link = self.path / _LATEST
-        if latest in numbers:
+        has_begun = numbers != {0} or (self.checkpoint(0) / FILES).exists()
+        if latest in numbers or (numbers and not has_begun):
             for number in numbers:
-                if number > (latest or 0):  # renamed, and killed before it counted
+                if latest is None or number > latest:  # killed before it counted
                     self._remove_unfinished(self.checkpoint(number))
-        elif link.is_symlink() and (latest is None or latest < max(numbers, default=0)):
+        elif max(numbers, default=0) > (latest or 0):
+            named = "names none" if latest is None else f"names that of step {latest}"
             _warn(
-                f"{link} points to {os.readlink(link)}, which is not there. The newest checkpoint "
-                "that is whole is used."
+                f"{self.path / PRIVACY} {named}, and should name the checkpoint that counts: it is "
+                "damaged, or gone. The newest checkpoint that is whole is used."
             )
 
     def _remove_unfinished(self, folder: Path) -> None:
-        shutil.rmtree(folder)
+        remove(folder)
         latest = self.latest()
         before = "there is none" if latest is None else f"that of step {latest}"
         _warn(
@@ -210,17 +218,25 @@ class RunDirectory:
             f"ended while it was written. The one before it is used: {before}."
         )
 
-    def newest_whole(self, numbers: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """The newest checkpoint that is whole, and those that are newer, of which it warns."""
+    def newest_whole(
+        self, numbers: Sequence[int], problem: Callable[[Path], str | None] = problem_of
+    ) -> tuple[int, Sequence[int]]:
+        """The newest checkpoint that is whole, and those that are newer, of which it warns.
+
+        Args:
+            numbers: of the checkpoints, newest first.
+            problem: what is wrong with the files of a folder; the same on all hosts.
+        """
         for position, number in enumerate(numbers):
-            problem = problem_of(self.checkpoint(number), FILES)
-            if problem is None:
+            found = problem(self.checkpoint(number))
+            if found is None:
                 return number, numbers[:position]
             used = f"step {numbers[position + 1]}" if position + 1 < len(numbers) else "none"
-            _warn(
-                f"The checkpoint of step {number} in {self.path} is damaged ({problem}) and "
-                f"set aside; the one before it is tried: {used}."
-            )
+            if is_first_host():
+                _warn(
+                    f"The checkpoint of step {number} in {self.path} is damaged ({found}) and "
+                    f"set aside; the one before it is tried: {used}."
+                )
         raise CheckpointError(
             f"None of the checkpoints in {self.path} is whole (steps "
             f"{', '.join(map(str, numbers))}). Restore one from a backup; or start anew, in "
@@ -231,7 +247,7 @@ class RunDirectory:
         """Gives damaged checkpoints another name, under which they are none."""
         for step in damaged:
             aside = self.checkpoint(step).with_suffix(".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             if self.checkpoint(step).exists():
                 self.checkpoint(step).rename(aside)
 
@@ -281,61 +297,3 @@ def _bound_file(number: int) -> str:
 
 def _warn(said: str) -> None:
     warnings.warn(said, CheckpointWarning, stacklevel=3)
-
-
-@contextlib.contextmanager
-def claimed(directory: Path | None) -> Generator[None, None, None]:
-    """A context in which no other run uses a directory; it is made if it is not there.
-
-    The lock is `flock`'s on a file named `lock`: it ends with the process that holds it, however
-    that ends, so that there is nothing to clean up. The first host of a run holds it for all.
-
-    | case | what happens |
-    |---|---|
-    | another process, or another thread, holds it | `CheckpointError`, which names the process |
-    | a process that it has forked lives on | the directory stays claimed until that ends, too |
-    | locks are not shared between machines | runs on two machines are not told apart |
-    | the file system knows no locks | a `CheckpointWarning`; the run goes on without |
-    | nothing can be written there | `CheckpointError` |
-
-    | it is a file | `ValueError` |
-    | it is None | nothing is done |
-    """
-    with contextlib.ExitStack() as stack:
-        if directory is not None:
-            from_first_host(lambda: _claim(directory, stack))
-        yield
-
-
-def _claim(directory: Path, stack: contextlib.ExitStack) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"directory is a file: {directory}. Name a folder.")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context((directory / _LOCK).open("a+"))
-    except OSError as error:
-        raise CheckpointError(
-            f"Nothing can be written to {directory} ({error.strerror}), where the run is to be "
-            "recorded before its first step. Make it writable, or name another directory."
-        ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(
-            f"Another run is under way in {directory}: {_holder(file)}. Wait until it ends or end "
-            "it, and start again; or name another directory, for a run with a seed of its own."
-        ) from None
-    except OSError as error:
-        _warn(
-            f"{directory} cannot be locked ({error.strerror}). See to it that no other process "
-            "trains there."
-        )
-        return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-
-
-def _holder(file: TextIO) -> str:
-    file.seek(0)
-    return file.read(200) or "a process that has just begun"

@@ -19,9 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..expected import path
+from ..expected import directory, path
 from ..extras import extra
 from .dispatch import FlatState
+from .files import append, write_whole
 from .hosts import is_first_host
 from .state import TrainState
 
@@ -221,7 +222,7 @@ class JsonLines:
     """
 
     def __init__(self, file: str | os.PathLike[str], resumed_at: int = 0):
-        self._file = Path(file)
+        self._file = directory("file", file)
         if is_first_host():
             with _told_once(self._file):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -236,8 +237,8 @@ class JsonLines:
             "seconds": round(event.seconds, 3),
             "epsilon": _finite_or_none(event.epsilon),
         } | {name: _finite_or_none(value) for name, value in event.metrics.items()}
-        with _told_once(self._file), self._file.open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
+        with _told_once(self._file):
+            append(self._file, json.dumps(line) + "\n")
 
     def _drop_after(self, step: int) -> None:
         if not self._file.exists():
@@ -246,14 +247,12 @@ class JsonLines:
         kept = [line for line in lines if line.endswith(b"\n") and not _is_after(line, step)]
         if kept == lines:
             return
-        beside = self._file.with_name(f"{self._file.name}.partial")
-        beside.write_bytes(b"".join(kept))
-        beside.replace(self._file)
+        write_whole(self._file, b"".join(kept))
 
 
 def set_aside(file: Path) -> None:
     """Gives metrics that another run has left a name of their own; their lines stay."""
-    if not file.is_file() or not file.stat().st_size:
+    if not file.exists() or file.is_dir() or not file.read_bytes():
         return
     names = (file.with_name(f"{file.stem}.before{n}{file.suffix}") for n in itertools.count(1))
     with _told_once(file):

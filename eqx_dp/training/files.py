@@ -1,8 +1,17 @@
-"""Files that are whole, or are known not to be: digests, links that are turned, names that last."""
+"""Files of a run, on a file system or in an object store, each there as a whole or not at all.
 
+A path is `pathlib`'s on a file system, and `etils.epath`'s in an object store, which has the same
+methods. A store has no links, no locks and no renaming of folders; what it has is that a file is
+replaced in one atomic act. So nothing else is relied on.
+"""
+
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,41 +24,30 @@ class CheckpointError(Exception):
     """The directory of a run, or every checkpoint in it, cannot be used."""
 
 
-def problem_of(path: Path, listed: str) -> str | None:
-    """What is wrong with the files of a folder whose digests are listed in one of them.
-
-    The list has to name every other file that is there: an empty list vouches for nothing.
-    """
-    try:
-        expected = read_json(path / listed)
-        found = _files(path) - {listed}
-        if missing := expected.keys() - found:
-            return f"{min(missing)} is missing"
-        if unknown := found - expected.keys():
-            return f"{min(unknown)} is not listed in {listed}"
-        if not found:
-            return "it is empty"
-        for name, known in expected.items():
-            if digest(path / name) != known:
-                return f"{name} has changed since it was written"
-    except (OSError, ValueError) as error:
-        return f"{listed} cannot be read: {error}"
-    return None
+def is_remote(path: Path) -> bool:
+    """Whether a path is in an object store."""
+    return not isinstance(cast(object, path), Path)
 
 
-def digests(path: Path) -> dict[str, str]:
-    """SHA-256 of every file in a folder, by path."""
-    return {name: digest(path / name) for name in sorted(_files(path))}
+# Reading.
 
 
-def _files(path: Path) -> set[str]:
-    return {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+def files_below(folder: Path) -> set[str]:
+    """The files in a folder and in those below it, by their paths from there."""
+    found: set[str] = set()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir():
+            found |= {f"{path.name}/{name}" for name in files_below(path)}
+        else:
+            found.add(path.name)
+    return found
 
 
-def digest(file: Path) -> str:
-    """SHA-256 of a file."""
+def size_and_digest(file: Path) -> tuple[int, str]:
+    """How many bytes a file has, and their SHA-256; it is read from beginning to end."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return stream.tell(), digest
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -63,33 +61,67 @@ def read_json(file: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Writes JSON that lasts through a power failure."""
-    with file.open("w") as stream:
-        json.dump(content, stream, indent=2)
+# Writing.
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Replaces a file in one atomic act; on a file system it lasts through a power failure."""
+    if is_remote(file):
+        with _told_as_os_error():
+            file.write_bytes(content)
+        return
+    beside = file.with_name(f"{file.name}.partial")
+    with beside.open("wb") as stream:
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+    beside.replace(file)
+    sync(file.parent)
 
 
-def turn_link(link: Path, target: str) -> None:
-    """Makes a link point to something else, in one atomic operation; refuses a folder."""
-    if link.is_symlink() and os.readlink(link) == target:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Replaces a file by JSON, likewise."""
+    write_whole(file, json.dumps(content, indent=2).encode())
+
+
+def append(file: Path, line: str) -> None:
+    """Adds a line to a file. In an object store, where files do not grow, it is written anew."""
+    if not is_remote(file):
+        with file.open("a") as stream:
+            stream.write(line)
         return
-    if link.is_dir() and not link.is_symlink():
-        raise FileExistsError(
-            f"{link} is a folder, where a link to the newest checkpoint belongs: the directory was "
-            "copied without its links. Remove that folder; the checkpoints beside it stay."
-        )
-    beside = link.with_name(f"{link.name}.partial")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    beside.replace(link)
+    before = file.read_bytes() if file.exists() else b""
+    write_whole(file, before + line.encode())
+
+
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with all that is in it, if there is one."""
+    if not is_remote(path):
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
+    elif path.exists():
+        with contextlib.suppress(FileNotFoundError):
+            cast(Any, path).rmtree()
 
 
 def sync(directory: Path) -> None:
-    """Makes names in a directory last through a power failure."""
+    """Makes names in a directory of a file system last through a power failure."""
+    if is_remote(directory):
+        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _told_as_os_error() -> Generator[None, None, None]:
+    """What libraries of object stores raise, as a file system would."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .files import CheckpointError
+from .files import CheckpointError, is_remote
 
 T = TypeVar("T")
 
@@ -59,6 +59,17 @@ def from_first_host(decide: Callable[[], T]) -> T:
     return json.loads(np.asarray(heard, np.uint8).tobytes())
 
 
+def from_every_host(said: T) -> list[T]:
+    """What each host says, on every host; values that JSON can hold."""
+    if jax.process_count() == 1:
+        return [said]
+    text = json.dumps(said).encode()
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
+    padded = np.frombuffer(text.ljust(int(lengths.max())), np.uint8)
+    heard = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
+    return [json.loads(row.tobytes()) for row in heard]
+
+
 @contextlib.contextmanager
 def watched(directory: Path | None) -> Generator[Callable[[int], None]]:
     """A context in which no host waits for one that is lost; for several hosts with a directory.
@@ -69,10 +80,20 @@ def watched(directory: Path | None) -> Generator[Callable[[int], None]]:
     An error that leaves the context ends this host, with a status other than 0, without the barrier
     at which JAX would wait for the others.
 
+    In an object store watchdogs cannot meet: JAX alone says there that a host was lost.
+
     The context is a function that is to be told how many steps have been taken.
     """
     if directory is None or jax.process_count() == 1:
         yield lambda step: None
+        return
+    if is_remote(directory):
+        try:
+            yield lambda step: None
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code != 0:
+                atexit.register(_leave)
+            raise
         return
     program, folder = Path(__file__).with_name("watchdog.py"), _new_folder(directory)
     hosts = (str(jax.process_index()), str(jax.process_count()))
@@ -107,9 +128,10 @@ def _end(watchdog: "subprocess.Popen[bytes]") -> None:
     watchdog.wait()
 
 
-def _leave(watchdog: "subprocess.Popen[bytes]") -> None:
+def _leave(watchdog: "subprocess.Popen[bytes] | None" = None) -> None:
     """At exit, before JAX waits for hosts that will not come."""
-    _end(watchdog)
+    if watchdog is not None:
+        _end(watchdog)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -58,6 +58,12 @@ def _path_of(name: str | os.PathLike[str]) -> Path:
     text = os.fspath(name)
     if not text or text.endswith(os.sep):
         raise ValueError("name must be a name or the path of a file; found none.")
+    if "://" in text:
+        raise ValueError(
+            f"name must be a name or a path on a file system; found {text!r}. A secret is kept in "
+            "a file of mode 0600, which an object store does not have. Where hosts share no file "
+            "system, give each the same secret by what your cluster keeps secrets with, as seed=."
+        )
     if os.sep in text:
         return Path(text).expanduser().absolute()
     home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"

@@ -1,17 +1,18 @@
 """What examples are read from: anything that gives them at an array of positions."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
 from ..expected import function
-from ..privacy import PoissonSampler, whole_number
+from ..privacy import PoissonSampler
 from ..shown import shown
 from ..trees import PyTree
+from .parquet import Parquet
+from .readers import Readers
 
 
 @runtime_checkable
@@ -60,7 +61,10 @@ class Records:
     """
 
     def __init__(
-        self, records: Any, decode: Callable[[Any], PyTree[Any]] | None = None, readers: int = 1
+        self,
+        records: Any,
+        decode: Callable[[Any], PyTree[Any]] | None = None,
+        readers: SupportsIndex = 1,
     ):
         if not isinstance(records, Source) or isinstance(records, (str, bytes, Mapping)):
             raise ValueError(
@@ -69,9 +73,7 @@ class Records:
             )
         if decode is not None:
             function("decode", decode, "decode(record), or None")
-        self._records, self._decode = records, decode
-        number = whole_number("readers", readers, least=1, most=1024)
-        self._pool = ThreadPoolExecutor(number, "eqx_dp-records") if number > 1 else None
+        self._records, self._decode, self._readers = records, decode, Readers(readers)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -87,11 +89,14 @@ class Records:
             records = of_many([int(i) for i in indices])
             examples = [self._decoded(record) for record in records]
         else:
-            read = map if self._pool is None else self._pool.map
-            examples = list(read(self._example, indices))
+            examples = self._readers.map(self._example, indices)
         if len({jax.tree.structure(example) for example in examples}) > 1:
             raise ValueError("records differ in structure")
         return jax.tree.map(_stacked, *examples)
+
+    def close(self) -> None:
+        """Ends the threads that read, until something is read again; a run does so at its end."""
+        self._readers.close()
 
     def _example(self, index: Any) -> PyTree[Any]:
         return self._decoded(self._records[int(index)])
@@ -119,6 +124,17 @@ class Columns:
 
     def __getitem__(self, indices: Any, /) -> dict[str, Any]:
         return {name: column[indices] for name, column in self._columns.items()}
+
+    def close(self) -> None:
+        """Ends the threads of those that have some."""
+        for column in self._columns.values():
+            end_threads(column)
+
+
+def end_threads(source: Source) -> None:
+    """Ends the threads of a source of this package; what others made is not ours to close."""
+    if isinstance(source, (Records, Parquet, Columns)):
+        source.close()
 
 
 def checked_sources(data: Any, sampler: PoissonSampler) -> list[tuple[str, Source]]:

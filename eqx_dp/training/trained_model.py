@@ -42,8 +42,8 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
     Every file is compared with its digest first. Arrays keep the dtypes in which they were stored.
 
     Args:
-        source: the directory of a run, whose checkpoint `latest` is read (the newest that is whole
-            if it is damaged); or a file that `save_model` wrote.
+        source: the directory of a run, whose newest checkpoint that is whole is read, on a file
+            system or in Google's cloud storage; or a file that `save_model` wrote.
         like: a model of the same structure: its arrays, or `jax.ShapeDtypeStruct` in their place,
             say what is read and where it is placed; all else is taken from it.
         averaged: whether to read the moving average of what was trained (`make_step(..., ema=...)`)
@@ -54,7 +54,7 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
             no average.
         ValueError: arrays are missing, or have another shape; each is named.
     """
-    path = expected.path("source", source).absolute()
+    path = expected.directory("source", source)
     of_run = path.is_dir()
     name: Callable[[Any], str] = jax.tree_util.keystr if of_run else dotted
     wanted = {
@@ -217,7 +217,7 @@ def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
             "epsilon": privacy.epsilon(),
             "delta": privacy.delta,
         }
-    path = expected.path("privacy", privacy) / PRIVACY
+    path = expected.directory("privacy", privacy) / PRIVACY
     try:
         return read_json(path)
     except (OSError, ValueError) as error:

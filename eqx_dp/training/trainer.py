@@ -8,13 +8,15 @@ from typing import Any, Generic, SupportsIndex, TypeVar
 
 import jax
 
-from ..expected import entries, expect, flag, function, path
+from .. import expected
+from ..expected import entries, expect, flag, function
 from ..privacy import whole_number
 from .calls import calls, checked_number
 from .checked import checks_of, write_checks
 from .checkpoint import Checkpoints
+from .claim import claimed
 from .data import Batches
-from .directory import METRICS, claimed
+from .directory import METRICS
 from .dispatch import FlatState
 from .events import Callback, EpsilonAhead, JsonLines, ProgressBar
 from .first_model import FirstModel
@@ -69,6 +71,7 @@ class Trainer(Generic[Model]):
     | `seed=None` otherwise | refused, with a directory |
     | another program | the same, unless `allow_changed` names the part |
     | another run is under way in the directory | `CheckpointError` |
+    | the same, without locks (an object store) | the earlier one ends: `CheckpointError` |
     | there is no directory, and `run` is called again | refused |
     | one of several hosts is lost | the others say so, and end with a status other than 0 |
     | metrics cannot be written | a warning; the run goes on |
@@ -87,7 +90,8 @@ class Trainer(Generic[Model]):
         read_ahead: how many batches are drawn and read while a step runs, at least `readers`. Each
             takes its memory. With `steps_per_call`, a batch is all that a call takes.
         directory: the folder of checkpoints, `privacy.json`, `metrics.jsonl`, and `checks.json`,
-            what `check_precision` says of the step; the same on all hosts. None to keep nothing.
+            what `check_precision` says of the step; the same on all hosts. It is on a file system,
+            or in Google's cloud storage ("gs://bucket/run"). None to keep nothing.
         save_every: steps between checkpoints; the last step is always saved.
         keep: how many checkpoints are kept.
         allow_changed: parts of the run that may differ from those of the checkpoint: "loss",
@@ -164,7 +168,7 @@ class Trainer(Generic[Model]):
             if device_memory is None
             else whole_number("device_memory", device_memory, least=1, most=2**60)
         )
-        self._directory = None if directory is None else path("directory", directory).absolute()
+        self._directory = None if directory is None else expected.directory("directory", directory)
         self._keep = whole_number("keep", keep, least=2, most=2**53)
         self._ends = [*self._measures.ends, *([self._save_every] * (directory is not None))]
         number = checked_number(steps_per_call, step, has_extra=extra is not None)
@@ -216,7 +220,7 @@ class Trainer(Generic[Model]):
         first = FirstModel(model, init_model)
         del model
         with (
-            claimed(directory),
+            claimed(directory) as claim,
             StopSignal(can_save=directory is not None) as signal,
             self._step.mesh(),
             watched(directory) as stepped,
@@ -243,6 +247,7 @@ class Trainer(Generic[Model]):
                     self._keep,
                     identity=self._step.identity_of(texts),
                     allow_changed=self._allow_changed,
+                    claim=claim,
                 )
             ) as checkpoints:
                 state = checkpoints.restore(first)

@@ -13,7 +13,7 @@ from ..gradients import takes_key
 from ..planning import Tuning, largest_microbatch, limit_of, local_bytes, read_compiled, tune
 from ..privacy import whole_number
 from .directory import RUN, TUNING, record_in
-from .files import CheckpointWarning
+from .files import CheckpointWarning, write_whole
 from .first_model import FirstModel
 from .hosts import broadcast, from_first_host, is_first_host
 from .settings import MicrobatchSize
@@ -149,7 +149,7 @@ def _device_memory() -> int:
 
 def _write(file: Path, tuning: Tuning) -> None:
     try:
-        file.write_text(tuning.to_json())
+        write_whole(file, tuning.to_json().encode())
     except OSError as error:
         warnings.warn(
             f"The table of what was measured cannot be written to {file} ({error.strerror}); the "

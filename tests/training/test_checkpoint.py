@@ -135,7 +135,7 @@ def test_no_secret_is_in_the_directory(saved):
         assert not [needle for needle in needles if needle in content], file
 
     # Arrays are compressed: what is in them is looked at as well.
-    arrays = orbax.checkpoint.StandardCheckpointer().restore(saved / "latest" / "state")
+    arrays = orbax.checkpoint.StandardCheckpointer().restore(saved / "00000006" / "state")
     stored = jax.tree.leaves(arrays)
     assert len(stored) == len(leaves(STEP.init(small_model()))) - 1
     for array in stored:
@@ -287,8 +287,7 @@ def test_damage_to_any_file_is_seen(copy):
             assert (copy / "00000006.damaged").is_dir()
             assert assert_agrees(copy, PLAN) == 4
             shutil.copytree(kept, whole, dirs_exist_ok=True)
-            (copy / "latest").unlink()
-            (copy / "latest").symlink_to("00000006")
+            (copy / "privacy.json").write_bytes((kept / "privacy.json").read_bytes())
             number += 1
     assert number > 30
 
@@ -319,21 +318,19 @@ def test_after_damage_the_run_ends_as_it_would_have(copy, whole):
     assert assert_agrees(copy, PLAN) == 10
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-def test_a_checkpoint_that_was_not_finished_is_removed(copy, whole, renamed):
-    """Killed while writing, or after renaming and before `latest` was turned."""
-    name = "00000008" if renamed else "00000008.partial"
+@pytest.mark.parametrize("left", ["all", "no list", "of an earlier release"])
+def test_a_checkpoint_that_was_not_finished_is_removed(copy, whole, left):
+    """Killed while writing, or before it counted."""
+    name = "00000008.partial" if "earlier" in left else "00000008"
     shutil.copytree(copy / "00000006", copy / name)
-    if not renamed:
+    if left != "all":
         (copy / name / "files.json").unlink()
+    if "earlier" in left:
         (copy / "latest.partial").symlink_to("00000006")
     with pytest.warns(CheckpointWarning, match=r"step 8 .*ended while.*step 6") as caught:
         assert int(restored(copy).step) == 6
     assert len(caught) == 1
-    assert sorted(x.name for x in copy.iterdir()) == sorted(
-        ["00000002", "00000004", "00000006", "latest", "metrics.jsonl", "privacy.json"][:3]
-        + [x.name for x in copy.iterdir() if not x.name.startswith("0")]
-    )
+    assert sorted(x.name for x in copy.glob("0*")) == ["00000002", "00000004", "00000006"]
     assert not list(copy.glob("*.partial"))
     assert_same(runs.trainer(copy, STEP).run(small_model()), whole)
 
@@ -401,10 +398,10 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
     seen, release = [], threading.Event()
     commit = Checkpoints._commit
 
-    def slow(self, partial, number, record):
+    def slow(self, folder, number, save):
         seen.append(("begins", number))
         assert release.wait(timeout=300)
-        commit(self, partial, number, record)
+        commit(self, folder, number, save)
         seen.append(("ends", number))
 
     monkeypatch.setattr(Checkpoints, "_commit", slow)
@@ -457,12 +454,33 @@ def test_what_others_keep_in_the_directory_stays(tmp_path):
         assert (tmp_path / name / "file").read_text() == "precious"
 
 
-def test_a_directory_that_lost_its_links_says_so(saved, tmp_path):
-    copied = shutil.copytree(saved, tmp_path / "copied")
-    with pytest.raises(dp.CheckpointError, match=r"latest is a folder.*Remove that folder"):
-        restored(copied)
-    shutil.rmtree(copied / "latest")
-    assert_same(restored(copied), restored(saved))
+def of_an_earlier_release(directory):
+    """As it wrote a directory: links name the checkpoint, and lists hold digests alone."""
+    for folder in directory.glob("0*"):
+        listed = json.loads((folder / "files.json").read_text())["files"]
+        old = {name: digest for name, (_, digest) in listed.items()}
+        (folder / "files.json").write_text(json.dumps(old))
+    (directory / "privacy.json").unlink()
+    (directory / "privacy.json").symlink_to("latest/privacy.json")
+    (directory / "latest").symlink_to("00000006")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_directory_of_an_earlier_release_goes_on(copy, tmp_path, whole, links):
+    """Also where its links were copied as what they pointed to."""
+    of_an_earlier_release(copy)
+    directory = copy if links else shutil.copytree(copy, tmp_path / "copied")
+    assert int(quiet(directory).step) == 6
+    assert not (directory / "latest").is_symlink()
+    assert not (directory / "privacy.json").is_symlink()
+    assert_same(runs.trainer(directory, STEP).run(small_model()), whole)
+    assert assert_agrees(directory, PLAN) == 10
+
+
+def test_damage_to_a_checkpoint_of_an_earlier_release_is_seen(copy):
+    of_an_earlier_release(copy)
+    flip(copy / "00000006" / "state" / "_METADATA")
+    assert_falls_back(copy)
 
 
 def test_another_run_needs_another_seed(saved):
@@ -478,7 +496,7 @@ def test_a_resumed_run_keeps_the_microbatch_size_that_it_found(tmp_path):
     def run(memory, steps):
         options = {"device_memory": memory, "save_every": 1}
         runs.trainer(tmp_path, step, **options).run(small_model(), steps=steps)
-        sizes.append(json.loads((tmp_path / "latest/run.json").read_text())["made_by"])
+        sizes.append(json.loads((runs.latest(tmp_path) / "run.json").read_text())["made_by"])
 
     run(2**40, 1)
     run(1, 2)  # would not hold one example

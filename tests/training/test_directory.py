@@ -75,7 +75,7 @@ def test_a_directory_that_cannot_be_written_to_says_so():
 
 
 def test_a_run_that_cannot_be_recorded_does_not_begin(tmp_path, monkeypatch):
-    def full(self, partial, number, record):
+    def full(self, folder, number, save):
         raise OSError("No space left on device")
 
     monkeypatch.setattr("eqx_dp.training.checkpoint.Checkpoints._commit", full)
@@ -88,21 +88,24 @@ def test_a_run_that_cannot_be_recorded_does_not_begin(tmp_path, monkeypatch):
     assert seen == []
 
 
-# `latest`.
+# What names the checkpoint that counts.
 
 
-@pytest.mark.parametrize("target", ["00000001", "nowhere", "../elsewhere"])
-def test_a_latest_that_points_nowhere_costs_nothing(target, copy):
-    (copy / "latest").unlink()
-    (copy / "latest").symlink_to(target)
-    with pytest.warns(dp.CheckpointWarning, match=f"latest points to {target}, which is not there"):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "text", ['{"steps_done": 1}', "", "[]", '{"steps_done": "6"}', '{"steps_done": true}', None]
+)
+def test_a_statement_that_names_no_checkpoint_costs_nothing(text, copy):
+    (copy / "privacy.json").unlink()
+    if text is not None:
+        (copy / "privacy.json").write_text(text)
+    with pytest.warns(dp.CheckpointWarning, match="should name the checkpoint that counts"):
         assert goes_on(copy) == 7
     assert not list(copy.glob("*.damaged"))
 
 
-def test_a_latest_whose_checkpoint_is_gone_is_the_one_before(copy):
-    (copy / "latest").unlink()
-    (copy / "latest").symlink_to("00000008")
+def test_a_statement_whose_checkpoint_is_gone_is_the_one_before(copy):
+    (copy / "privacy.json").write_text('{"steps_done": 8}')
     with pytest.warns(dp.CheckpointWarning, match=r"step 8 .*is damaged.*step 6"):
         assert goes_on(copy) == 7
 
@@ -114,13 +117,22 @@ def listed(directory):
     return json.loads((directory / "00000006/files.json").read_text())
 
 
+def with_files(change):
+    """The list, with other entries."""
+    return lambda found: json.dumps(found | {"files": change(found["files"])})
+
+
 DIGESTS = {
     "empty": lambda _: "{}",
-    "too few": lambda found: json.dumps(dict(list(found.items())[1:])),
-    "a list": lambda found: json.dumps(list(found)),
+    "of nothing": with_files(lambda files: {}),
+    "too few": with_files(lambda files: dict(list(files.items())[1:])),
+    "a list": with_files(list),
     "no JSON": lambda _: "\xff",
-    "numbers": lambda found: json.dumps(dict.fromkeys(found, 1)),
-    "elsewhere": lambda found: json.dumps(found | {"../00000004/run.json": ""}),
+    "numbers": with_files(lambda files: dict.fromkeys(files, 1)),
+    "sizes": with_files(lambda files: {name: [n + 1, x] for name, (n, x) in files.items()}),
+    "elsewhere": with_files(lambda files: files | {"../00000004/run.json": [0, ""]}),
+    "another step": lambda found: json.dumps(found | {"step": 4}),
+    "no step": lambda found: json.dumps({"files": found["files"]}),
 }
 
 
@@ -180,7 +192,7 @@ def test_checkpoints_without_a_record_are_refused(copy):
 def test_a_record_without_checkpoints_is_refused(copy):
     for folder in copy.glob("0*"):
         shutil.rmtree(folder)
-    (copy / "latest").unlink()
+    (copy / "privacy.json").unlink()
     with pytest.raises(dp.CheckpointError, match=r"holds no checkpoint.*released_at_most.00000006"):
         goes_on(copy)
 
@@ -190,11 +202,6 @@ def test_a_bound_that_is_gone_counts_all_steps(copy):
     other = make(l2_clip_norm=2.0)
     with pytest.raises(ValueError, match="10 of the plan's 10 steps may have been released"):
         runs.trainer(copy, other, allow_changed=("l2_clip_norm",)).run(small_model())
-    assert goes_on(copy) == 7
-
-
-def test_a_statement_that_is_gone_comes_back(copy):
-    (copy / "privacy.json").unlink()
     assert goes_on(copy) == 7
 
 

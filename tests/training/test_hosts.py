@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.training.files import problem_of
+from eqx_dp.training.parts import problem_of, read_list
 from tests.training import host as one_host
 from tests.training import runs
 from tests.training.host import PLAN, STEPS
@@ -129,7 +129,7 @@ def assert_one_stops_without_the_other(directory, cache, victim, step):
     assert int(message[2]) >= step
     assert int(message[3]) == assert_agrees(directory, PLAN) >= 3
     assert message[4] == str(directory)
-    assert problem_of(directory / "latest", "files.json") is None
+    assert problem_of(runs.latest(directory)) is None
 
 
 @pytest.mark.slow
@@ -147,6 +147,11 @@ def test_two_hosts_stop_and_go_on_together(tmp_path):
     assert_one_stops_without_the_other(directory, cache, victim=1, step=18)
     for a, b in zip(params(directory, cache), whole, strict=True):
         np.testing.assert_array_equal(a, b)
+    listed = read_list(runs.latest(directory))
+    assert {name.split("/")[1] for name in listed if ".process" in name} == {
+        "ocdbt.process_0",
+        "ocdbt.process_1",
+    }
 
 
 @pytest.mark.slow

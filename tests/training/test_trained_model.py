@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 
 import eqx_dp as dp
+from tests.training import runs
 from tests.training.runs import assert_same, leaves, make, plan_of, rules_of, small_model, trainer
 
 
@@ -96,7 +97,7 @@ def test_arrays_are_read_to_where_those_of_like_live(run):
 def test_a_checkpoint_that_is_damaged_is_not_read(run, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(run[0], directory, symlinks=True)
-    latest = directory / (directory / "latest").readlink()
+    latest = runs.latest(directory)
     (latest / "privacy.json").write_text("{}")
     before = sorted(path.name for path in directory.iterdir() if path.name.isdecimal())[-2]
     with pytest.warns(dp.CheckpointWarning, match="damaged"):

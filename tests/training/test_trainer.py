@@ -54,12 +54,12 @@ def test_asked_to_stop_during_the_last_save(tmp_path, monkeypatch, fails):
     """It finishes the save, and its status says whether that went well."""
     commit, before = Checkpoints._commit, signal.getsignal(signal.SIGTERM)
 
-    def asked(self, partial, number, record):
+    def asked(self, folder, number, save):
         if number:
             os.kill(os.getpid(), signal.SIGTERM)
         if number and fails:
             raise OSError("the disk is full")
-        commit(self, partial, number, record)
+        commit(self, folder, number, save)
 
     monkeypatch.setattr(Checkpoints, "_commit", asked)
     warned = pytest.warns(dp.CheckpointWarning) if fails else contextlib.nullcontext()
