@@ -185,6 +185,11 @@ def rearranged(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> Shard | No
     return rule(equation, inputs[0])
 
 
+def keeps_parts(equation: jex_core.JaxprEqn) -> bool:
+    """Whether [`rearranged`][] knows what an equation makes of a shard, as a rule."""
+    return equation.primitive in _REARRANGED
+
+
 def evaluated_whole(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation on whole arrays, gathered for it and, if need be, for its gradient."""
     shards = {i: x for i, x in enumerate(inputs) if isinstance(x, Shard)}
