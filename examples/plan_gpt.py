@@ -1,9 +1,9 @@
 """A GPT of 0.3, 1 or 27 billion parameters on many devices: does its private step fit, and how?
 
 Nothing is allocated: model, optimizer state and batch are shapes. The step is traced and compiled
-for virtual devices, and the compiler asked for its bytes. Beside it stands the sum of the parts that
-`dp.plan_memory` names: parameters, gradients, optimizer, batch, what is held for examples, noise.
-With `--paper` nothing is compiled, and the sum of parts is all there is.
+for virtual devices, and the compiler asked for its bytes. Beside it stands the sum of the parts
+that `dp.plan_memory` names: parameters, gradients, optimizer, batch, what is held for examples,
+noise. With `--paper` nothing is compiled, and the sum of parts is all there is.
 
 Parameters and the state of Adam are spread over all devices, layers are stacked and rematerialised,
 and the policy is `mixed_bfloat16`. A mesh `64x4` has 64 devices along `data`, which examples are
@@ -11,8 +11,8 @@ spread over, and 4 along `model`, over which the compiler divides each layer.
 
     python examples/plan_gpt.py                                    # 320M parameters on 8 devices
     python examples/plan_gpt.py --size 1B --mesh 64x4 --microbatch 1
-    python examples/plan_gpt.py --size 27B --mesh 64 256 512 64x8 --memory 16 80 141 --paper
-    python examples/plan_gpt.py --layers 2 --width 64 --heads 4 --length 64 --vocabulary 128 --batch 4
+    python examples/plan_gpt.py --size 27B --mesh 64 512 64x8 --memory 16 80 141 --paper
+    python examples/plan_gpt.py --layers 2 --width 64 --length 64 --vocabulary 128 --batch 24
 """
 
 import argparse

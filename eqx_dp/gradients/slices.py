@@ -1,4 +1,4 @@
-"""In how many slices a device gathers a parameter of which it holds a part, and scatters its sum."""
+"""In how many slices a device gathers a parameter that is spread, and scatters its sum."""
 
 import math
 from typing import NamedTuple

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..gradients import slices_of
 from ..precision import Policy, cast_parameters
-from ..sharding import ShardingRules, axes_of
+from ..sharding import ShardingRules, axes_of, cut_of
 from .step import PlannedStep
 
 _KEY_BYTES = 8  # of a threefry key, whose dtype names no size
@@ -153,6 +153,11 @@ def gathered_bytes(x: Any, dtype: Any, rules: ShardingRules | None) -> int:
         return whole
     axes = {axis for entry in x.sharding.spec for axis in axes_of(entry)} - set(rules.examples)
     return whole // math.prod(rules.mesh.shape[axis] for axis in axes)
+
+
+def is_spread(x: Any, rules: ShardingRules | None) -> bool:
+    """Whether a device holds a part of an array over the axes that examples are spread over."""
+    return rules is not None and cut_of(rules, x.sharding.spec, x.ndim) is not None
 
 
 def part_bytes(stored: Any, dtype: Any) -> int:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 from rich.console import Console
 
 from eqx_dp.planning import flop_report, plan_memory, read_compiled
@@ -120,8 +120,10 @@ def _with_gathers(model: Any, specs: Any) -> Any:
 
 def _gathered(x: Array, spec: P) -> Array:
     """All of an array, or of a slice of a stacked one, from a device's part."""
-    for dim, entry in enumerate(spec[len(spec) - x.ndim :] if len(spec) > x.ndim else spec):
-        x = _along(x, dim) if entry == AXIS else x
+    spec = spec[len(spec) - x.ndim :] if len(spec) > x.ndim else spec
+    for dim, entry in enumerate(spec):
+        if entry == AXIS:
+            x = _by_part(functools.partial(_along, dim=dim), x, spec)
     return x
 
 
@@ -144,8 +146,21 @@ def _scattered(x: Array, spec: P) -> Array:
     """A device's part of the sum over devices; all of it where it is not spread."""
     for dim, entry in enumerate(spec):
         if AXIS in jax.tree.leaves((entry,)):
-            return jax.lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=True)
+            scatter = functools.partial(
+                jax.lax.psum_scatter, axis_name=AXIS, scatter_dimension=dim, tiled=True
+            )
+            return _by_part(scatter, x, spec)
     return jax.lax.psum(x, AXIS)
+
+
+def _by_part(collective: Callable[[Array], Array], x: Array, spec: Sequence[Any]) -> Array:
+    """On each device's part over `model`: the compiler would gather that first."""
+    if "model" not in spec:
+        return collective(x)
+    over = P(*(entry if entry == "model" else None for entry in spec))
+    return jax.shard_map(
+        collective, in_specs=over, out_specs=over, axis_names={"model"}, check_vma=False
+    )(x)
 
 
 def non_private(loss: Callable[..., Array], static: Any, specs: Any, microbatch: int) -> Any:
