@@ -8,7 +8,8 @@ delta below, an expected batch of 518,000 sequences, and epsilon at most 2.0. It
 
 Here the model is the GPT of `plan_gpt.py`, of as many parameters. Nothing is computed but the plan
 and, from shapes, the floating-point operations of a step. A device's FLOP/s are its data sheet's
-for dense products in bfloat16 (989e12, NVIDIA H100 SXM; 918e12, Cloud TPU v6e), times a utilization.
+for dense products in bfloat16 (989e12: NVIDIA H100 SXM; 918e12: Cloud TPU v6e), times what part of
+that is reached.
 
     python examples/plan_vaultgemma.py
     python examples/plan_vaultgemma.py --size 27B --devices 512 4096
