@@ -297,7 +297,8 @@ def of_process(options: argparse.Namespace, mesh: str, contender: str, microbatc
     sizes = [f"--{name}={value}" for name, value in options.sizes.items()]
     command = [sys.executable, "-m", __spec__.name, "--size", options.size, *sizes]
     command += ["--batch", str(options.batch), "--row", row]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
         return Row(mesh, contender, microbatch, failed=last[:200])
