@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 import eqx_dp as dp
-from eqx_dp.planning import TransformerShape, plan_memory
+from eqx_dp.planning import DeviceBytes, TransformerShape, plan_memory
 
 CLIP_NORM = 1.0
 METHODS = ("ghost", "book_keeping", "per_example")
@@ -180,7 +180,7 @@ class Row(NamedTuple):
         mesh: the devices.
         method: of the engine.
         microbatch: examples at once on a device.
-        parts: the sum of the parts of `dp.plan_memory`.
+        parts: those of `dp.plan_memory`.
         compiled: as the compiler says; None on paper.
         seconds: tracing and compiling.
     """
@@ -188,13 +188,13 @@ class Row(NamedTuple):
     mesh: Mesh
     method: str
     microbatch: int
-    parts: int
+    parts: DeviceBytes
     compiled: int | None
     seconds: float
 
     @property
     def held(self) -> int:
-        return self.parts if self.compiled is None else self.compiled
+        return self.parts.total if self.compiled is None else self.compiled
 
 
 def is_shape(x: Any) -> bool:
@@ -240,10 +240,11 @@ def plan(task: Task, on: Mesh, method: Any, microbatch: int, compiled: bool) -> 
     )
     total = None if found.compiled is None else found.compiled.total
     taken = time.perf_counter() - start
-    return Row(on, method, microbatch, found.parts.total, total, taken)
+    return Row(on, method, microbatch, found.parts, total, taken)
 
 
-LINE = "{:<8} {:<13} {:>10} {:>12} {:>12} {:>8}   {}"
+LINE = "{:<6} {:<12} {:>10}" + " {:>12}" * 7 + " {:>8}   {}"
+PARTS = ("parameters", "gradients", "optimizer", "per_example", "noise")
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -258,7 +259,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         f"{told(in_float32)} (M_model B T^2 / 4 N D^2, no layer rematerialised)\n"
     )
     fits = f"fits, of {', '.join(f'{size:g}' for size in options.memory)} GB"
-    print(LINE.format("mesh", "a device", "microbatch", "parts", "compiled", "seconds", fits))
+    sums = ("parts", "compiled", "seconds", fits)
+    print(LINE.format("mesh", "a device", "microbatch", *PARTS, *sums))
     for on in options.mesh:
         task = make_task(sizes, options.batch, on)
         for method in options.methods:
@@ -271,17 +273,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 def cells(row: Row, memory: list[float]) -> tuple[str, ...]:
-    held = ("-" if size is None else told(size) for size in (row.parts, row.compiled))
-    fits = [f"{size:g}" for size in memory if row.held <= size * 10**9]
-    seconds = f"{row.seconds:.0f}"
-    return (
-        str(row.mesh),
-        row.method,
-        str(row.microbatch),
-        *held,
-        seconds,
-        ", ".join(fits) or "none",
-    )
+    sizes = [*(getattr(row.parts, part) for part in PARTS), row.parts.total]
+    compiled = "-" if row.compiled is None else told(row.compiled)
+    fits = ", ".join(f"{size:g}" for size in memory if row.held <= size * 10**9) or "none"
+    which = (str(row.mesh), row.method, str(row.microbatch))
+    return (*which, *map(told, sizes), compiled, f"{row.seconds:.0f}", fits)
 
 
 def told(size: float) -> str:
