@@ -8,6 +8,7 @@ from .explain import Explanation, checked_grad_fn, described, explain
 from .marks import Mark, mark_of
 from .methods import METHODS, MethodName
 from .program import takes_key
+from .slices import Slices, slices_of
 from .trained import FilterSpec, checked_trainable, split_trainable
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "MethodName",
     "PerExample",
     "Prepared",
+    "Slices",
     "checked_grad_fn",
     "checked_trainable",
     "described",
@@ -27,6 +29,7 @@ __all__ = [
     "filter_value_and_clipped_grad",
     "mark_of",
     "num_steps",
+    "slices_of",
     "split_trainable",
     "takes_key",
 ]

@@ -122,7 +122,7 @@ class Prepared(NamedTuple):
     @property
     def reasons(self) -> list[str]:
         """Why each trainable leaf is treated as it is, and when a device needs all of it."""
-        stay = _parts_that_stay(self.traced, self.choice.method)
+        stay = parts_that_stay(self.traced, self.choice.method)
         told = ("all of it is gathered at the beginning", "it is gathered where it is used")
         is_cut = [False] * len(self.costs) if self.specs is None else self.specs.is_cut
         return [
@@ -225,7 +225,7 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
-    may_stay = _parts_that_stay(traced, choice.method)
+    may_stay = parts_that_stay(traced, choice.method)
 
     def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
         shared = [
@@ -248,7 +248,7 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     )
 
 
-def _parts_that_stay(traced: TracedLoss, method: str) -> set[int]:
+def parts_that_stay(traced: TracedLoss, method: str) -> set[int]:
     """The arrays of the model of which a device never needs all from beginning to end.
 
     They are gathered where they are used. The others are once, at the beginning: those that values

@@ -23,7 +23,7 @@ from ..sharding import ShardingRules, checked_rules
 from ..tables import Part, tabular
 from ..trees import PyTree
 from ..updates import first_state, wide_parameters
-from .parts import bytes_of, copy_bytes, gathered_bytes, local_bytes
+from .parts import bytes_of, copy_bytes, gathered_bytes, is_spread, local_bytes, part_bytes
 from .step import is_array_or_shape, specs_of_state
 
 
@@ -108,13 +108,16 @@ def describe(
     | row | bytes |
     |---|---|
     | parameters | the model as it is stored, a device's part |
-    | parameters, as the loss gets them | copies in another dtype, or gathered |
-    | parameters, gathered | what a device gets from others, over the axes of examples |
+    | parameters, as the loss gets them | copies in another dtype, a device's part |
+    | parameters, gathered | what a device gets from others, each time that all are gathered |
     | clipped sum | of all trained leaves, before devices' sums are added |
     | clipped sum, over devices | what a device gives to that sum |
     | noise, largest leaf | what it takes at once |
     | optimizer state, moving average | a device's part |
     | a checkpoint | parameters, optimizer state and moving average, of all devices |
+
+    Of a parameter that is spread over the axes of examples, and of its sum, a device holds a part.
+    How much of it is gathered at a time depends on the loss: `plan_memory` counts it.
 
     Args:
         model: an `eqx.Module`, paired or not, or any tree; `jax.ShapeDtypeStruct` may stand for
@@ -171,7 +174,10 @@ def _declared(
     sum_specs = None if rules is None else rules.accumulator_specs(trained)
     stored = _placed(jax.eval_shape(policy.cast_to_param, arrays), specs, rules)
     given = jax.tree.leaves(jax.eval_shape(lambda x: cast_parameters(x, policy), arrays))
-    copies = sum(copy_bytes(x, copy.dtype, rules) for x, copy in zip(stored, given, strict=True))
+    copies = sum(
+        part_bytes(x, copy.dtype) if is_spread(x, rules) else copy_bytes(x, copy.dtype, rules)
+        for x, copy in zip(stored, given, strict=True)
+    )
     gathered = sum(
         gathered_bytes(x, copy.dtype, rules)
         - local_bytes(x) // x.dtype.itemsize * copy.dtype.itemsize
@@ -179,8 +185,13 @@ def _declared(
     )
     in_sums = jax.eval_shape(policy.cast_to_accumulate, trained)
     sums = _placed(in_sums, param_specs, rules)
-    summed = sum(gathered_bytes(x, x.dtype, rules) for x in sums)
-    sent = 0 if rules is None or rules.num_shards == 1 else summed
+    whole = [gathered_bytes(x, x.dtype, rules) for x in sums]
+    sent = 0 if rules is None or rules.num_shards == 1 else sum(whole)
+    is_once = rules is not None and rules.accumulators == "params_once"
+    summed = sum(
+        local_bytes(x) if is_spread(x, rules) and not is_once else size
+        for x, size in zip(sums, whole, strict=True)
+    )
     numbers = (local_bytes(x) // x.dtype.itemsize for x in _placed(in_sums, sum_specs, rules))
     rows = [
         Declared("parameters", "params", _dtypes(stored), _local(stored)),
@@ -210,8 +221,8 @@ def _declared(
         mean = _placed(wide, sum_specs, rules)
         kept += mean
         rows.append(Declared("moving average", "accumulate", _dtypes(mean), _local(mean)))
-    whole = None if state is None else sum(map(bytes_of, kept))
-    rows.append(Declared("a checkpoint", "params, optimizer", _dtypes(kept), whole))
+    saved = None if state is None else sum(map(bytes_of, kept))
+    rows.append(Declared("a checkpoint", "params, optimizer", _dtypes(kept), saved))
     return tuple(rows)
 
 

@@ -27,6 +27,7 @@ class PlannedStep(NamedTuple):
         sums: shapes of the gradients' sums, each where its parameter lives.
         accumulators: the same where they live after devices' sums have been added.
         rules: how all of it is spread.
+        is_trained: whether each array of the model is.
     """
 
     call: Prepared
@@ -35,6 +36,7 @@ class PlannedStep(NamedTuple):
     sums: list[jax.ShapeDtypeStruct]
     accumulators: list[jax.ShapeDtypeStruct]
     rules: ShardingRules | None
+    is_trained: list[bool]
 
     def trace(self) -> Any:
         """The traced program."""
@@ -96,9 +98,12 @@ def planned_step(
         return eqx.filter(model, eqx.is_array), state
 
     given = (shapes, state, (batch, mask, key))
+    places = jax.tree.leaves(shapes, is_leaf=lambda x: x is None)
+    flags = zip(jax.tree.leaves(is_trained), places, strict=True)
+    of_arrays = [flag for flag, place in flags if place is not None]
     if rules is None or call.specs is None:
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
-        return PlannedStep(call, run, arguments, call.sums, call.sums, rules)
+        return PlannedStep(call, run, arguments, call.sums, call.sums, rules, of_arrays)
 
     def spread(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(rules.mesh, spec))
@@ -113,6 +118,7 @@ def planned_step(
         list(map(spread, call.sums, call.specs.params)),
         list(map(spread, call.sums, call.specs.sums)),
         rules,
+        of_arrays,
     )
 
 

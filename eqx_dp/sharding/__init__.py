@@ -5,7 +5,7 @@ from .boundary import Argument, agreement, check_context, example_program, on_de
 from .constraints import constraints_of
 from .processes import slots_by_process
 from .rules import ShardingRules, checked_rules
-from .shards import Cut, Shard, cut_of, evaluated_whole, rearranged, whole
+from .shards import Cut, Shard, cut_of, evaluated_whole, keeps_parts, rearranged, whole
 from .uneven import warn_of_uneven
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "cut_of",
     "evaluated_whole",
     "example_program",
+    "keeps_parts",
     "on_device",
     "over_devices",
     "rearranged",

@@ -1,7 +1,7 @@
 """Parameters of which each device holds a part: gathered where they are used, scattered as sums."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import jax
@@ -57,27 +57,52 @@ class Cut(NamedTuple):
 
     def gathered(self, part: Array) -> Array:
         """The array, from a device's part."""
-        for dim, axes in self.over(part.ndim):
-            part = jax.lax.all_gather(part, axes, axis=dim, tiled=True)
-        return self.kept(part)
+
+        def gather(part: Array) -> Array:
+            for dim, axes in self.over(part.ndim):
+                part = jax.lax.all_gather(part, axes, axis=dim, tiled=True)
+            return part
+
+        return self.kept(self._by_part(gather, part))
 
     def scattered(self, total: Array) -> Array:
         """A device's part of the sum over the devices that share the array, in the dtype it has.
 
         Over example axes that do not cut the array nothing is summed yet.
         """
-        with stage("devices"):
-            for dim, axes in self.over(total.ndim):
-                total = jax.lax.psum_scatter(total, axes, scatter_dimension=dim, tiled=True)
-        return self.kept(total)
+
+        def scatter(total: Array) -> Array:
+            with stage("devices"):
+                for dim, axes in self.over(total.ndim):
+                    total = jax.lax.psum_scatter(total, axes, scatter_dimension=dim, tiled=True)
+            return total
+
+        return self.kept(self._by_part(scatter, total))
+
+    def _by_part(self, collective: Callable[[Array], Array], x: Array) -> Array:
+        """Runs a collective over example axes on each device's part over the other axes.
+
+        Left to itself, the compiler makes the array whole over the other axes first.
+        """
+        spec = self._over_others(x.ndim)
+        axes = {axis for entry in spec for axis in axes_of(entry)}
+        if not axes:
+            return collective(x)
+        return jax.shard_map(
+            collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+        )(x)
 
     def kept(self, x: Array) -> Array:
         """The array or a part of it, constrained to the other axes of the mesh."""
-        others = [axis for axis in self.rules.mesh.axis_names if axis not in self.rules.examples]
-        if not others:
+        if set(self.rules.mesh.axis_names) == set(self.rules.examples):
             return x
-        spec = only(PartitionSpec(*self._last(x.ndim)), others)
+        spec = self._over_others(x.ndim)
         return jax.lax.with_sharding_constraint(x, NamedSharding(inner_mesh(self.rules), spec))
+
+    def _over_others(self, rank: int) -> PartitionSpec:
+        """The spec over the axes that examples are not spread over."""
+        others = [axis for axis in self.rules.mesh.axis_names if axis not in self.rules.examples]
+        return only(PartitionSpec(*self._last(rank)), others)
 
     def _last(self, rank: int) -> Entries:
         return self.entries[len(self.entries) - rank :]
@@ -183,6 +208,11 @@ def rearranged(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> Shard | No
     if rule is None or len(inputs) != 1 or not isinstance(inputs[0], Shard):
         return None
     return rule(equation, inputs[0])
+
+
+def keeps_parts(equation: jex_core.JaxprEqn) -> bool:
+    """Whether [`rearranged`][] knows what an equation makes of a shard, as a rule."""
+    return equation.primitive in _REARRANGED
 
 
 def evaluated_whole(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

@@ -46,11 +46,15 @@ def test_on_a_mesh():
     weight = 8 * 16
     assert found["parameters"].size == 2 * (weight // 4 + weight // 2) + 12
     assert found["parameters, gathered"].size == 2 * (weight - weight // 4)
-    assert found["clipped sum"].size == 4 * (weight + weight // 2)
+    # `a` is spread over the axis of examples: of its copies and its sum a device has a part.
+    assert found["parameters, as the loss gets them"].size == 2 * (weight // 4 + weight // 2)
+    assert found["clipped sum"].size == 4 * (weight // 4 + weight // 2)
     assert found["clipped sum, over devices"].size == 4 * (weight + weight // 2)
     assert found["noise, largest leaf"].size == 4 * weight // 4
     assert found["optimizer state"].size == 8 * (weight // 4 + weight // 8) + 4
     assert found["a checkpoint"].size == (2 + 8) * 2 * weight + 12 + 4
+    once = dp.ShardingRules(mesh, params=params, accumulators="params_once")
+    assert rows(model(), POLICY, sharding=once)["clipped sum"].size == 4 * (weight + weight // 2)
 
 
 def test_frozen_parts_and_no_optimizer():

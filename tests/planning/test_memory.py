@@ -152,8 +152,59 @@ def test_parameters_over_example_axes_are_gathered():
     parts = plan_memory(grad_fn, model, batch, compiled=False).parts
     weight = 256**2 * 4
     assert parts.parameters == weight / 8 + weight + weight  # a part, gathered; and one whole
-    assert parts.gradients == 2 * weight
+    assert parts.gradients == weight / 8 + weight + weight  # a part; whole until it is scattered
     assert parts.noise == weight / 8
+
+
+class Stacked(eqx.Module):
+    weights: jax.Array
+
+    def __call__(self, x):
+        layer = jax.checkpoint(lambda x, weight: (jnp.tanh(x @ weight), None))
+        return jax.lax.scan(layer, x, self.weights.astype(x.dtype))[0]
+
+
+def test_a_scan_over_what_is_spread_takes_a_slice_at_a_time():
+    weight, layer = 4 * 16 * 64**2, 4 * 64**2
+    model, batch = Stacked(array(16, 64, 64)), array(16, 4, 64)
+    mesh = jax.make_mesh((8,), ("data",))
+
+    def parts(method, spec=(None, "data"), accumulators="params", **options):
+        params = (("weights", P(*spec)),)
+        rules = dp.ShardingRules(mesh, params=params, accumulators=accumulators)
+        grad_fn = dp.filter_clipped_grad(
+            layers_loss, l2_clip_norm=1.0, sharding=rules, method=method, **options
+        )
+        return plan_memory(grad_fn, model, batch, compiled=False).parts
+
+    for method in ("ghost", "book_keeping"):
+        found = parts(method)
+        assert found.parameters == found.gradients == weight / 8 + layer
+    assert parts("ghost", microbatch_size=1).gradients == 2 * weight / 8 + layer
+    # By another policy, its part in that dtype too.
+    mixed = parts("ghost", policy=dp.load_policy("mixed_bfloat16"))
+    assert mixed.parameters == (weight / 8) * 1.5 + layer / 2
+    # All of it at once: where each example's gradient is formed, where steps have no part on every
+    # device, and the sum where it stays whole.
+    for whole in (parts("per_example"), parts("ghost", ("data",))):
+        assert whole.parameters == whole.gradients == weight / 8 + weight
+    assert parts("ghost", accumulators="params_once").gradients == weight
+
+
+def test_frozen_parts_come_slice_by_slice_too():
+    model, mesh = (Stacked(array(16, 64, 64)), array(64, 64)), jax.make_mesh((8,), ("data",))
+    rules = dp.ShardingRules(mesh, params=(("0.weights", P(None, "data")),))
+    grad_fn = dp.filter_clipped_grad(
+        lambda model, x: jnp.sum((model[0](x) @ model[1]) ** 2),
+        l2_clip_norm=1.0,
+        sharding=rules,
+        filter_spec=(False, True),
+        method="ghost",
+    )
+    found = plan_memory(grad_fn, model, array(16, 4, 64), compiled=False).parts
+    weight, layer = 4 * 16 * 64**2, 4 * 64**2
+    assert found.parameters == weight / 8 + layer + layer
+    assert found.gradients == layer
 
 
 def test_frozen_leaves_have_no_optimizer_state():

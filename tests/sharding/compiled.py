@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 
-_COLLECTIVE = re.compile(
+COLLECTIVE = re.compile(
     r"= (?P<type>\S+|\(.*?\)) (?P<name>all-reduce|all-gather|all-to-all|reduce-scatter|"
     r"collective-permute|collective-broadcast)(?:-start)?\("
 )
@@ -59,7 +59,7 @@ def collectives(text):
         ):
             for name in re.findall(r"[\w.\-]+", names):
                 called_by.setdefault(name, []).append((computation, attribute))
-        match = _COLLECTIVE.search(line)
+        match = COLLECTIVE.search(line)
         if match:
             found.append((match.group("name"), match.group("type"), computation))
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests.benchmarks import fully_sharded
+from tests.sharding.compiled import collectives
 from tests.sharding.fully_sharded_net import LAYERS, SPECS, WIDTH, batch_of, loss, net, rules_of
 from tests.sharding.losses import mesh_of
 
@@ -135,6 +136,33 @@ def test_once_a_step_no_sum_is_scattered_in_a_loop():
     once = sent(accumulators="params_once")
     assert len(entries(once, "reduce_scatter")) < len(entries(with_loop, "reduce_scatter")) + 1
     assert WHOLE["up"] // 8 in {size for size, _ in entries(once, "reduce_scatter")}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_over_another_axis_each_device_gathers_and_scatters_its_own_part(kind):
+    """The compiler would first gather over `model` what devices along that divide."""
+    width, layers, params = 64, 4, (("**", P(None, "data", "model")),)
+    rules = rules_of(kind, {"data": 4, "model": 2}, params=params)
+    again = jax.lax.with_sharding_constraint if kind == "auto" else jax.sharding.reshard
+
+    def fun(weights, x):
+        layer = jax.checkpoint(lambda x, w: (again(jnp.tanh(x @ w), P()), None))
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    options = {"l2_clip_norm": 1.0, "sharding": rules, "method": "ghost", "microbatch_size": 1}
+    run = eqx.filter_jit(dp.filter_clipped_grad(fun, **options))
+    with jax.set_mesh(rules.mesh):
+        weights = rules.shard(jnp.ones((layers, width, width)))
+        batch = rules.shard_batch(np.ones((8, 2, width), np.float32))
+        text = run.lower(weights, batch).compile().compiled.as_text()
+    shapes = {
+        (found.name, *map(int, re.findall(r"\d+", found.type.partition("[")[2].partition("]")[0])))
+        for found in collectives(text)
+    }
+    assert ("all-gather", width, width // 2) in shapes
+    assert ("reduce-scatter", width // 4, width // 2) in shapes
+    assert not {("all-gather", width, width), ("reduce-scatter", width // 4, width)} & shapes
 
 
 # Whole steps

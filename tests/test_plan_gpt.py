@@ -1,0 +1,86 @@
+"""Large models planned, small: what fits, on what mesh, and a run of VaultGemma's size."""
+
+import contextlib
+import io
+
+import jax
+import pytest
+
+from tests.test_examples import load
+
+pytestmark = pytest.mark.optimized
+
+SMALL = (
+    *("--layers", "3", "--width", "64", "--heads", "4", "--length", "128"),
+    *("--vocabulary", "128", "--batch", "4", "--microbatch", "2"),
+)
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load("plan_gpt")
+
+
+def printed(example, *arguments):
+    """What main returns and prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        rows = example.main(list(arguments))
+    return rows, output.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ghost", "book_keeping"])
+def test_the_sum_of_parts_is_near_the_compiled_bytes(example, method):
+    rows, text = printed(example, *SMALL, "--mesh", "8", "4x2", "--methods", method)
+    for row in rows:
+        # Memory is reused between parts, and the compiler adds workspace: no more than an order.
+        assert row.compiled / 3 < row.parts.total < 3 * row.compiled
+    assert "peak host memory" in text
+    whole, halved = rows
+    assert halved.compiled < whole.compiled
+
+
+@pytest.mark.parametrize(("size", "least", "most"), [("300M", 290e6, 330e6), ("1B", 1e9, 1.1e9)])
+def test_models_have_their_size_and_no_array(example, size, least, most):
+    task = example.make_task(example.SIZES[size], 24, example.Mesh(8))
+    assert least < task.num_params < most
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(task.model))
+
+
+def test_on_paper_memory_falls_with_the_number_of_devices(example):
+    """By as much as there is of parameters, Adam's state and sums, which are on no device whole."""
+    arguments = ("--size", "1B", "--batch", "2", "--microbatch", "1", "--methods", "ghost")
+    rows, text = printed(example, *arguments, "--mesh", "2", "8", "--memory", "3", "9", "--paper")
+    two, eight = (row.parts.total for row in rows)
+    assert all(row.compiled is None for row in rows)
+    # Stored, in bfloat16, twice for Adam, two sums, and noise for the largest; the rest is small.
+    spread = 1.04e9 * (4 + 2 + 8 + 8) + 18 * 4 * 2048**2 * 4
+    assert two - eight == pytest.approx((1 / 2 - 1 / 8) * spread, rel=0.01)
+    assert text.splitlines()[-4].endswith("none")
+    assert text.splitlines()[-3].endswith("9")
+
+
+def test_refuses_sizes_that_do_not_divide(example, capsys):
+    for wrong in (["--microbatch", "5"], ["--heads", "3"], ["--vocabulary", "9"], ["--mesh", "3x"]):
+        with pytest.raises(SystemExit):
+            example.main(wrong)
+    assert "must divide" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:delta is 1.1e-10")
+def test_a_run_of_the_size_of_the_largest_that_was_published():
+    example = load("plan_vaultgemma")
+    rows, text = printed(example, "--devices", "256", "2048")
+    assert example.PLAN.epsilon() <= 2.0  # as published
+    assert "epsilon 1.826" in text
+    few, many = rows[:2], rows[2:]
+    # Room for a little more than the share of 518,000 examples.
+    assert 518_000 / 256 < few[0].slots < 1.02 * 518_000 / 256
+    assert [row.method for row in few] == ["ghost", "book_keeping"]
+    for one, other in zip(few, many, strict=True):
+        assert one.hours["H100"] == pytest.approx(8 * other.hours["H100"])
+    assert few[0].hours["H100"] == pytest.approx(2 * few[1].hours["H100"], rel=0.01)
+    # 6 N D a token and what is computed again, at 0.4 of 989 TFLOP/s.
+    textbook = 8 * 1.04e9 * 1024 * 518_000 * 1e5 / 256 / (0.4 * 989e12) / 3600
+    assert few[1].hours["H100"] == pytest.approx(textbook, rel=0.15)
