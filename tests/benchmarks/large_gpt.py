@@ -311,8 +311,23 @@ def decoded(line: str) -> Row:
 
 
 _COLUMNS = tuple(
-    "mesh|contender|microbatch|compiled, GiB|by formula|TFLOP|/ ideal|gathers|GB|scatters|GB|"
-    "all-reduces|GB|compile, s|host, GiB".split("|")
+    [
+        "mesh",
+        "contender",
+        "microbatch",
+        "compiled, GiB",
+        "by formula",
+        "TFLOP",
+        "/ ideal",
+        "gathers",
+        "GB",
+        "scatters",
+        "GB",
+        "all-reduces",
+        "GB",
+        "compile, s",
+        "host, GiB",
+    ]
 )
 
 
