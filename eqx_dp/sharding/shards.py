@@ -82,9 +82,13 @@ class Cut(NamedTuple):
     def _by_part(self, collective: Callable[[Array], Array], x: Array) -> Array:
         """Runs a collective over example axes on each device's part over the other axes.
 
-        Left to itself, the compiler makes the array whole over the other axes first.
+        Left to itself, the compiler makes the array whole over the other axes first. That is what
+        it has to do along a dimension that is cut over both: parts of parts are no part of the sum
+        or of what is gathered.
         """
-        spec = self._over_others(x.ndim)
+        both = {dim for dim, _ in self.over(x.ndim)}
+        others = enumerate(self._over_others(x.ndim))
+        spec = PartitionSpec(*(None if dim in both else entry for dim, entry in others))
         axes = {axis for entry in spec for axis in axes_of(entry)}
         if not axes:
             return collective(x)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from eqx_dp.isolation import run_apart
-from eqx_dp.sharding import Shard, cut_of, rearranged, whole
+from eqx_dp.sharding import Shard, axes_of, cut_of, rearranged, whole
 from tests.sharding.losses import mesh_of
 
 REARRANGED = {
@@ -74,3 +74,31 @@ def test_a_parameter_may_be_gathered_where_examples_are_kept_apart(what):
     else:
         with pytest.raises(ValueError, match=r"Examples meet .* by 'all_gather' over the axis"):
             jax.jit(mapped)(*args)
+
+
+@pytest.mark.parametrize(
+    "spec", [P("data", "model"), P("model", "data"), P(("data", "model")), P("data")], ids=str
+)
+def test_what_is_gathered_is_the_whole_on_any_other_axis(spec):
+    """Along a dimension that is cut over both axes, parts of parts must not be put together."""
+    rules = dp.ShardingRules(mesh_of("auto", data=4, model=2))
+    cut = cut_of(rules, spec, 2)
+    x = jnp.arange(16 * 8.0).reshape(16, 8)
+    over_data = P(*("data" if "data" in axes_of(entry) else None for entry in spec))
+
+    def on_device(part):
+        return cut.gathered(part), cut.scattered(x)
+
+    run = jax.shard_map(
+        on_device,
+        mesh=rules.mesh,
+        in_specs=over_data,
+        out_specs=(P(), over_data),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with jax.set_mesh(rules.mesh):
+        there = jax.device_put(x, jax.sharding.NamedSharding(rules.mesh, spec))
+        gathered, scattered = jax.jit(run)(there)
+    assert np.array_equal(gathered, x)
+    assert np.array_equal(scattered, 4 * x)
