@@ -48,7 +48,7 @@ def test_runs_with_too_little_noise_are_found(tmp_path, monkeypatch, capsys):
     check(capsys.readouterr().out, picture, runs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_digits_are_audited(tmp_path):
     picture = tmp_path / "audit.png"
     check(run("audit.py", "--out", picture), picture, HONEST + FAULTY)

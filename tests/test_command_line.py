@@ -286,7 +286,7 @@ def test_native_support_is_told_by_rate_and_program(dtype, name, ratio, widened,
 # eqx-dp bench policies
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bench_policies(tmp_path, capsys):
     arguments = ("bench", "policies", "--batch", "4", "--width", "8", "--repeats", "3")
     found = as_json(capsys, *arguments, "--plot", str(tmp_path / "policies.png"))
@@ -302,7 +302,7 @@ def test_bench_policies(tmp_path, capsys):
     assert not jax.config.read("jax_enable_x64")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["cnn", "gpt"])
 def test_bench_policies_on_other_models(model):
     make, _, _ = WORKLOADS[model]

@@ -32,7 +32,7 @@ def last_line(output: str) -> tuple[float, float, float]:
     return accuracy, epsilon, delta
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_digits_reach_their_accuracy(tmp_path):
     picture = tmp_path / "new folder" / "digits.png"
     accuracy, epsilon, delta = last_line(run("digits.py", "--out", picture))
@@ -236,6 +236,7 @@ def load(name):
         return importlib.import_module(name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("mnist", 0.86), ("names", 0.62)])
 def test_data_of_packages_is_learned(name, least, tmp_path):

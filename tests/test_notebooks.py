@@ -38,6 +38,7 @@ def test_a_notebook_has_all_of_its_script(notebooks):
     assert all(line in source for line in defined)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, notebooks, tmp_path, fast, monkeypatch):

@@ -34,6 +34,7 @@ def test_the_loss_of_a_whole_batch_is_the_sum_of_examples():
     np.testing.assert_allclose(whole(row.model, *row.batch), sum(each), rtol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_agrees(name):

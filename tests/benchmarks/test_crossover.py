@@ -28,7 +28,7 @@ def test_each_way_is_forced_on_a_program_of_its_own(monkeypatch):
     assert crossover.chosen(row) == {crossover.INNER: 1}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lora(tmp_path, monkeypatch):
     monkeypatch.setattr(lora, "SIZES", (None,))
     path = tmp_path / "table.md"

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks import starting
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_command(tmp_path):
     path = tmp_path / "table.md"
     ways = ["init, of a function", "resume, of a function"]

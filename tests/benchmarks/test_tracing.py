@@ -7,7 +7,7 @@ from tests.benchmarks import tracing
 from tests.benchmarks.contenders import NON_PRIVATE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_command(tmp_path):
     path = tmp_path / "table.md"
     depths = (1, 2)

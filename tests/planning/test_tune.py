@@ -77,7 +77,7 @@ def test_the_same_function_fixed_to_what_was_fastest():
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_a_mesh_with_a_plan_from_shapes_alone(kind, clock):
     mesh = jax.make_mesh((4,), ("data",), (getattr(jax.sharding.AxisType, kind),))
     rules = dp.ShardingRules(mesh)

@@ -146,7 +146,7 @@ def test_an_empty_batch():
         np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
 def test_clip_norms_of_groups(method):
     norms = jax.tree.map(lambda leaf: 0.1 + leaf.ndim / 5, net())

@@ -66,7 +66,7 @@ def test_a_checkpoint_around_a_scan_keeps_no_whole_parameter():
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_of_a_gpt_falls_with_the_number_of_devices():
     case, found = fully_sharded.gpt(), []
     for devices in (2, 8):

@@ -139,7 +139,7 @@ def test_a_gpt_with_its_layers_in_a_list():
     assert_like_one_device(found, expected, model)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_gpt_with_its_layers_under_scan_and_remat():
     mesh, batch = mesh_of("auto", data=4, model=2), tokens(16)
     rules = gpt_rules(mesh, is_stacked=True)

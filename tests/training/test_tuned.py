@@ -62,7 +62,7 @@ def test_a_run_is_that_of_a_step_made_with_what_was_chosen(clock, chosen):
     assert ("book_keeping", CAPACITY) in measured
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_is_resumed_keeps_the_choice_bit_for_bit(clock, tmp_path):
     clock["ghost", 8] = 0.5
     whole = tuned(tmp_path / "whole")
@@ -119,7 +119,7 @@ def test_the_memory_counts(clock):
         tuned(None, steps=0, device_memory=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_a_mesh_with_keys_and_disclosed_figures(clock, tmp_path):
     def loss(model, x, y, *, key):
         return runs.loss(model, x + jax.random.normal(key), y)
