@@ -329,8 +329,13 @@ class Checkpoints:
         self._remove_unsaved()
 
     def _remove_unsaved(self) -> None:
-        for number in self._unsaved if is_first_host() and self._claim.other() is None else ():
-            remove(self._directory.checkpoint(number))
+        """Removes what was not saved; what counts by now stays: its error came after that."""
+        with contextlib.suppress(OSError):  # else the next start removes it
+            if not is_first_host() or self._claim.other() is not None:
+                return
+            for number in self._unsaved:
+                if number != self._directory.latest():
+                    remove(self._directory.checkpoint(number))
 
 
 def _problem_on_any_host(folder: Path) -> str | None:

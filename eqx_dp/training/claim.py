@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TextIO
 
-from .files import CheckpointError, CheckpointWarning, is_remote, write_whole
+from .files import CheckpointError, CheckpointWarning, is_remote, read_whole, write_whole
 from .hosts import from_first_host
 
 _LOCK = "lock"
@@ -61,7 +61,13 @@ class Claim:
 
     def check(self) -> None:
         """Refuses to go on where a later run has named itself; a `CheckpointError`."""
-        other = self.other()
+        try:
+            other = self.other()
+        except OSError as error:
+            raise CheckpointError(
+                f"It cannot be read in {self._file} which run has the directory ({error}), so that "
+                "no step is taken. Start again to go on from the last checkpoint."
+            ) from None
         if other is not None:
             raise CheckpointError(
                 f"Another run has begun in {self._file and self._file.parent}: {other}. "
@@ -72,7 +78,7 @@ class Claim:
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_whole(file)
     except FileNotFoundError:
         return b""
 

@@ -50,10 +50,18 @@ def size_and_digest(file: Path) -> tuple[int, str]:
         return stream.tell(), digest
 
 
+def read_whole(file: Path) -> bytes:
+    """What a file holds; an OSError if it cannot be read, whatever a store's library raises."""
+    if not is_remote(file):
+        return file.read_bytes()
+    with _told_as_os_error():
+        return file.read_bytes()
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object; a ValueError if it is none."""
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(read_whole(file))
     except RecursionError:
         raise ValueError(f"{file.name} is nested too deeply") from None
     if not isinstance(found, dict):

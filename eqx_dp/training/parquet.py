@@ -62,9 +62,9 @@ class Parquet:
         readers: how many row groups are read at the same time.
 
     Raises:
-        ValueError: a file has no such column, or one of another type than the first file's; a
-            column holds neither numbers nor lists of numbers, or lacks values; there is no file; an
-            argument is none of the above.
+        ValueError: a file is no Parquet file, has no such column, or one of another type than the
+            first file's; a column holds neither numbers nor lists of numbers, or lacks values;
+            there is no file; an argument is none of the above.
         OSError: a file cannot be read.
         MissingExtra: pyarrow is not installed.
     """
@@ -77,7 +77,6 @@ class Parquet:
         dtypes: Mapping[str, Any] | None = None,
         readers: SupportsIndex = 1,
     ):
-        parquet = extra("pyarrow.parquet", name="parquet")
         self._readers = Readers(readers)
         self._files, self._columns = _listed(files), columns
         names = jax.tree.leaves(columns)
@@ -88,13 +87,13 @@ class Parquet:
             )
         self._names = list(dict.fromkeys(names))
         expect("dtypes", {} if dtypes is None else dtypes, Mapping, "dtypes by column, or None")
-        self._dtypes = {name: np.dtype(x) for name, x in (dtypes or {}).items()}
+        self._dtypes = {name: _checked_dtype(name, x) for name, x in (dtypes or {}).items()}
         if unknown := self._dtypes.keys() - set(self._names):
             raise ValueError(
                 f"dtypes names {min(unknown)!r}, which is none of the columns that are read: "
                 f"{', '.join(self._names)}."
             )
-        self._footers = self._readers.map(parquet.read_metadata, self._files)
+        self._footers = self._readers.map(_footer, self._files)
         self._check()
         self._groups, ends, start = list[_Group](), list[int](), 0
         for file, footer in enumerate(self._footers):
@@ -190,8 +189,35 @@ def _listed(files: Any) -> list[str]:
     if one and "://" not in found[0] and Path(found[0]).is_dir():
         found = sorted(str(path) for path in Path(found[0]).glob("*.parquet"))
     if not found:
-        raise ValueError(f"files names no Parquet file; found {shown(files)}.")
+        where = f"the folder {names[0]}, without a file *.parquet" if names else shown(files)
+        raise ValueError(f"files names no Parquet file; found {where}.")
     return found
+
+
+def _footer(file: str) -> Any:
+    """What a file says of its row groups; a ValueError if it is no Parquet file."""
+    parquet = extra("pyarrow.parquet", name="parquet")
+    try:
+        return parquet.read_metadata(file)
+    except extra("pyarrow", name="parquet").ArrowInvalid as error:
+        raise ValueError(
+            f"{file} is no Parquet file, or damaged: {error}. Name Parquet files alone."
+        ) from None
+
+
+def _checked_dtype(name: Any, given: Any) -> np.dtype[Any]:
+    """A dtype of numbers or truth values that pyarrow knows."""
+    try:
+        dtype = np.dtype(given)
+        extra("pyarrow", name="parquet").from_numpy_dtype(dtype)
+    except (TypeError, NotImplementedError):
+        dtype = None
+    if dtype is None or dtype.kind not in "biuf":
+        raise ValueError(
+            f"dtypes[{name!r}] must be one of numpy's dtypes of numbers, such as 'float32', or "
+            f"'bool'; found {shown(given)}. (The policy casts inputs to others, as bfloat16.)"
+        )
+    return dtype
 
 
 def _is_of(path: str, names: Sequence[str]) -> bool:
@@ -236,11 +262,16 @@ def _array(name: str, values: Any, dtype: np.dtype[Any] | None) -> np.ndarray:
         values = values.flatten()
     if values.null_count:
         raise ValueError(f"column {name!r} lacks values")
+    found = values.to_numpy(zero_copy_only=False)
     if dtype is not None:
-        values = values.cast(extra("pyarrow", name="parquet").from_numpy_dtype(dtype))
+        as_asked = values.cast(extra("pyarrow", name="parquet").from_numpy_dtype(dtype))
+        plain, found = found, as_asked.to_numpy(zero_copy_only=False)
+        # Arrow refuses whole numbers that do not fit, and makes infinities of large floats.
+        if found.dtype.kind == "f" and np.any(np.isinf(found) & ~np.isinf(plain)):
+            raise ValueError(f"column {name!r} has numbers that {dtype} does not hold")
     if shape_of_tensor is not None:
         shape = [shape[0], *shape_of_tensor]
-    return values.to_numpy(zero_copy_only=False).reshape(shape)
+    return found.reshape(shape)
 
 
 def _joined(name: str, parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:

@@ -35,14 +35,12 @@ class Readers:
         """What a function returns for each item, in their order."""
         if self.number == 1:
             return [function(item) for item in items]
-        return list(self._running().map(function, items))
-
-    def _running(self) -> ThreadPoolExecutor:
-        with self._lock:  # several batches may be read at the same time
+        with self._lock:  # several batches may be read, and another reader may close
             if self._pool is None or self._process != os.getpid():
                 self._pool = ThreadPoolExecutor(self.number, "eqx_dp-records")
                 self._process = os.getpid()
-            return self._pool
+            found = self._pool.map(function, items)  # all are handed in at once
+        return list(found)
 
     def close(self) -> None:
         """Ends the threads, if there are any; those that are needed later are made anew."""

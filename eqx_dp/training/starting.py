@@ -33,6 +33,7 @@ from .state import (
     on_mesh,
     same,
     sharding_of,
+    strong,
 )
 
 Model = TypeVar("Model")
@@ -166,7 +167,7 @@ class Starting(StepSettings[Model]):
     def _beside(self, model: Model, parameters: Parameters) -> tuple[PyTree[Any], PyTree[Any]]:
         """Optimizer state and average; they may share arrays with the model, or hold one twice."""
         params = parameters.wide(self.grad_fn.trainable(model))
-        opt_state = first_state(self._update, params, self.policy)
+        opt_state = strong(first_state(self._update, params, self.policy))
         return opt_state, None if self.ema is None else params
 
     def _assembled(

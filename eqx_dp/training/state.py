@@ -108,7 +108,7 @@ class Parameters(NamedTuple):
         where = [None] * len(leaves) if specs is None else structure.flatten_up_to(specs)
         for index, spec in enumerate(where):
             leaf = leaves[index]
-            leaf = leaf.copy() if isinstance(leaf, np.ndarray) else copied(leaf)
+            leaf = leaf.copy() if isinstance(leaf, np.ndarray) else strong(copied(leaf))
             leaf = leaf if self.policy is None else self.policy.cast_to_param(leaf)
             if self.rules is not None and spec is not None:
                 leaves[index] = _there(self.rules.place(leaf, spec))
@@ -174,6 +174,20 @@ def copied(tree: T) -> T:
 def _there(leaf: Array) -> Array:
     """An array once it is computed: JAX makes room for all that it is asked for at once."""
     return leaf if isinstance(leaf, Tracer) else jax.block_until_ready(leaf)
+
+
+def strong(tree: T) -> T:
+    """The same values, without weak types, which `jnp.asarray(1.0)` has.
+
+    An array loses its weak type when it is updated, saved, or carried by a scan. By other types the
+    loss promotes to others, and is another program, whose noise and keys are others.
+    """
+
+    def of(leaf: Any) -> Any:
+        is_weak = eqx.is_array(leaf) and getattr(jax.typeof(leaf), "weak_type", False)
+        return jax.lax.convert_element_type(leaf, leaf.dtype) if is_weak else leaf
+
+    return jax.tree.map(of, tree)
 
 
 def as_array(leaf: Any) -> Any:

@@ -32,6 +32,7 @@ from .state import (
     is_gone,
     moved,
     refuse_used_up,
+    strong,
 )
 
 Model = TypeVar("Model")
@@ -273,7 +274,8 @@ class Step(Starting[Model]):
         def take(
             arguments: _Arguments, carry: Carry
         ) -> tuple[Carry, tuple[Array, dict[str, Array]]]:
-            model, opt_state, disclosed, average = carry
+            model, opt_state, disclosed, average = strong(carry)
+            arguments = arguments._replace(batch=strong(arguments.batch))
             state = TrainState(model, opt_state, arguments.step, disclosed, average)
             shown: dict[str, Array] = {}
             if self.steps_per_call == 1:

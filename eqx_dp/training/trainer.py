@@ -116,8 +116,9 @@ class Trainer(Generic[Model]):
             short. A call ends where a checkpoint or an evaluation is due, after single steps if
             need be: take a number that divides `save_every` and `evaluate_every`; a larger one than
             these is as good as the smallest of them. A device holds as many batches. It does not
-            belong to the run: resumed with another number, a run ends with the same parameters up
-            to rounding.
+            belong to the run: resumed with another number, or stopped by `steps` where a call would
+            go on, a run ends with the same parameters up to rounding. A killed run is best resumed
+            with the same number: it repeats steps with the same noise, and bit for bit only then.
 
     Raises:
         ValueError: a number is out of its range; `data` is not a source, or its length is not the

@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import shutil
+import tempfile
 
 import fsspec
 from etils.epath import backend, gpath
@@ -38,7 +39,10 @@ class Bucket(backend.Backend):
         content = stream.getvalue()
         self.seen.append(("write", os.fspath(path)))
         self.at(path).parent.mkdir(parents=True, exist_ok=True)
-        self.at(path).write_bytes(content if isinstance(content, bytes) else content.encode())
+        descriptor, beside = tempfile.mkstemp(dir=self._root.parent)
+        with open(descriptor, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
+        os.replace(beside, self.at(path))
 
     def exists(self, path):
         at = self.at(path)

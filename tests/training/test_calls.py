@@ -147,6 +147,43 @@ def test_a_killed_run_goes_on_with_any_number(before, after, tmp_path, whole):
     assert lines_of(tmp_path) == list(range(1, 11))
 
 
+class Scaled(eqx.Module):
+    """Its scale and its offset, which is not trained, are of weak types, as `jnp.asarray(1.0)`."""
+
+    weight: jax.Array
+    scale: jax.Array
+    offset: jax.Array
+
+    def __call__(self, x):
+        return self.weight @ x * self.scale + self.offset
+
+
+@pytest.mark.parametrize("before", [1, 4])
+def test_weak_types_make_no_other_program(before, tmp_path):
+    """They are lost by an update, a scan and a checkpoint; with other noise, steps would be taken
+    twice."""
+
+    def model():
+        return Scaled(jnp.ones((2, 4)), jnp.asarray(1.0), jnp.asarray(1.0))
+
+    def goes_on(directory, number, callbacks=()):
+        options = {"callbacks": callbacks, "save_every": 4, "steps_per_call": number}
+        return runs.trainer(directory, step, **options).run(model(), steps=8)
+
+    def kills(event):
+        if event.step == 6:
+            raise Killed
+
+    step = make(filter_spec=Scaled(True, True, False))
+    with pytest.raises(Killed):
+        goes_on(tmp_path, before, [kills])
+    found, whole = goes_on(tmp_path, 5 - before), goes_on(None, before)
+    for one, other in zip(leaves(found.model), leaves(whole.model), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    others = [x for x in jax.tree.leaves(step.init(model())) if getattr(x, "weak_type", False)]
+    assert not others
+
+
 def watch_calls(monkeypatch, notes):
     """Notes how many steps a call takes, before it begins; no call that is only traced."""
     following = dp.Step.next

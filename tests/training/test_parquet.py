@@ -106,6 +106,12 @@ REFUSED = {
     "missing": ({"x": [1, None]}, {}, "lacks values in the columns x. An example is made of"),
     "missing in a list": ({"x": [[1], [None]]}, {}, "lacks values in the columns x"),
     "another dtype's column": ({"x": [1]}, {"dtypes": {"y": "int8"}}, "dtypes names 'y', which is"),
+    "no dtype": (
+        {"x": [1]},
+        {"dtypes": {"x": "tall"}},
+        "dtypes['x'] must be one of numpy's dtypes",
+    ),
+    "a dtype of texts": ({"x": [1]}, {"dtypes": {"x": "U5"}}, "dtypes['x'] must be one of numpy's"),
     "no names": ({"x": [1]}, {"columns": 3}, "columns must be the name of a column, or a tuple"),
     "no columns": ({"x": [1]}, {"columns": ()}, "columns must be the name of a column"),
     "readers": ({"x": [1]}, {"readers": 0}, "readers must be at least 1"),
@@ -127,8 +133,11 @@ def test_files_that_differ_are_refused(tmp_path):
         dp.Parquet(tmp_path, "x")
     (tmp_path / "none").mkdir()
     for nothing in (tmp_path / "none", []):
-        with pytest.raises(ValueError, match="files names no Parquet file"):
+        with pytest.raises(ValueError, match=r"files names no Parquet file; found .*(none|\(\))"):
             dp.Parquet(nothing, "x")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"c.parquet is no Parquet file, or damaged"):
+        dp.Parquet(tmp_path, "x")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +146,7 @@ def test_files_that_differ_are_refused(tmp_path):
         ([[1], [1, 2]], None, r"shape \(2,\)"),
         ([1, 300], "uint8", "300"),  # arrow's own words
         ([1.5, 2.5], "int32", "1.5|2.5"),
+        ([1.0, 1e300], "float32", "numbers that float32 does not hold"),
     ],
 )
 def test_what_a_batch_cannot_be_made_of_is_not_told(tmp_path, column, dtype, said):

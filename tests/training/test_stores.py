@@ -134,6 +134,48 @@ def test_damage_in_a_store_is_seen(any_bucket):
     assert (directory / "00000006.damaged").is_dir()
 
 
+def test_an_error_after_a_checkpoint_counts_leaves_it_there(bucket, monkeypatch):
+    """As where a store takes what is written, and its answer is lost."""
+    point_to = RunDirectory.point_to
+
+    def lost(self, number):
+        point_to(self, number)
+        if number == 6:
+            raise OSError("timed out")
+
+    monkeypatch.setattr(RunDirectory, "point_to", lost)
+    with pytest.warns(dp.CheckpointWarning, match="step 6 could not be saved.*that of step 6"):
+        goes_on(6)
+    monkeypatch.undo()
+    store.opened(bucket, monkeypatch)
+    assert problem_of(bucket.at(URL) / "00000006") is None
+    assert goes_on()[0] == [7, 8, 9, 10]
+
+
+def test_a_store_that_does_not_answer_ends_a_run(bucket, monkeypatch):
+    """What its library raises is no OSError."""
+    opens, silent = bucket.open, []
+
+    def fails(path, mode):
+        if silent and "lock" in str(path):
+            raise RuntimeError("no answer")
+        return opens(path, mode)
+
+    def falls_silent(event):
+        if event.step == 4:
+            until_saved(bucket, 2)
+            silent.append("lock")
+
+    monkeypatch.setattr(bucket, "open", fails)
+    with (
+        pytest.warns(dp.CheckpointWarning, match="step 4 could not be saved.*no answer"),
+        pytest.raises(dp.CheckpointError, match=r"cannot be read in gs://.*lock which.*no answer"),
+    ):
+        goes_on(callbacks_first=falls_silent)
+    silent.clear()
+    assert goes_on()[0] == list(range(3, 11))
+
+
 @pytest.mark.parametrize("name", ["s3://bucket/run", "memory://run", "gs://", "file:///tmp/run"])
 def test_stores_that_orbax_does_not_know_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
