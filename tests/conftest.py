@@ -28,7 +28,6 @@ hypothesis.settings.register_profile("search", derandomize=False)
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
-gc.freeze()  # what is imported stays
 gc.set_threshold(20_000, 20, 20)  # tracing makes many containers, few of them in cycles
 
 jax.config.update("jax_num_cpu_devices", 8)

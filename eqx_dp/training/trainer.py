@@ -313,7 +313,8 @@ class Trainer(Generic[Model]):
         if self._directory is not None:
             listeners = (JsonLines(self._directory / METRICS, start), *listeners)
         flat = FlatState.of(state, step.sharding)
-        before_last, done, bound, saved = flat.step, start, start, start
+        before_last, done, bound = flat.step, start, start
+        tried, is_saved = start, True  # to save the state of that step, once
         is_asked, unheard = False, range(0)
         if step.microbatch_size == "auto" and start < stop:
             step = self._sized(step, flat.state, start, checkpoints)
@@ -358,11 +359,12 @@ class Trainer(Generic[Model]):
                 if ends or signal.asked is not None:
                     break
                 if checkpoints is not None and done % self._save_every == 0:
+                    tried = done
                     is_saved = checkpoints.save(jax.block_until_ready(flat.state), done)
-                    saved = done if is_saved else saved
             state = jax.block_until_ready(flat.state)
             if checkpoints is not None:
-                is_saved = saved == done or checkpoints.save(state, done)
+                if tried < done:
+                    is_saved = checkpoints.save(state, done)
                 if is_asked or signal.asked_after(unheard):
                     signal.leave(checkpoints.finish(done) and is_saved, checkpoints.told())
             return state
