@@ -310,24 +310,22 @@ def decoded(line: str) -> Row:
     return row._replace(sent={name: Sent(*its) for name, its in row.sent.items()})
 
 
-_COLUMNS = tuple(
-    [
-        "mesh",
-        "contender",
-        "microbatch",
-        "compiled, GiB",
-        "by formula",
-        "TFLOP",
-        "/ ideal",
-        "gathers",
-        "GB",
-        "scatters",
-        "GB",
-        "all-reduces",
-        "GB",
-        "compile, s",
-        "host, GiB",
-    ]
+_COLUMNS = (
+    "mesh",
+    "contender",
+    "microbatch",
+    "compiled, GiB",
+    "by formula",
+    "TFLOP",
+    "/ ideal",
+    "gathers",
+    "GB",
+    "scatters",
+    "GB",
+    "all-reduces",
+    "GB",
+    "compile, s",
+    "host, GiB",
 )
 
 
