@@ -150,9 +150,8 @@ def plan_memory(
 
     `compiled` is what the compiler allocates: rely on this figure. `parts` follow from shapes, and
     show what the bytes are for. The compiler reuses memory between the parts and adds workspace, so
-    their sum may be above or below the compiled figure. A parameter that is spread over example
-    axes counts as if all of it was gathered at once, and so does its sum: there the sum of parts is
-    far above what a device holds.
+    their sum may be above or below the compiled figure. Of a parameter that is spread over example
+    axes, and of its sum, `parts` count a device's part and what is gathered at a time.
 
     Args:
         grad_fn: what `filter_clipped_grad` returned. It gives loss, policy, sharding rules, method

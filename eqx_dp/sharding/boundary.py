@@ -300,16 +300,21 @@ def over_devices(
         axis_names=set(rules.examples),
         check_vma=False,
     )
-    shardings = (
-        [NamedSharding(rules.mesh, spec) for spec in sum_specs],
-        NamedSharding(rules.mesh, rules.example_spec),
-    )
+
+    def shardings(axis_type: AxisType) -> Any:
+        return [rules.on_axes(spec, axis_type) for spec in sum_specs], rules.on_axes(
+            rules.example_spec, axis_type
+        )
 
     def run(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
+        run_mapped: Any = mapped
         if rules.is_explicit:
-            on_auto_axes: Any = jax.sharding.auto_axes(mapped, out_sharding=shardings)
-            return on_auto_axes(shared, examples)
-        return jax.lax.with_sharding_constraint(mapped(shared, examples), shardings)
+            explicit = shardings(AxisType.Explicit)
+            run_mapped = jax.sharding.auto_axes(mapped, out_sharding=explicit)
+        results = run_mapped(shared, examples)
+        if AxisType.Auto in rules.mesh.axis_types:
+            results = jax.lax.with_sharding_constraint(results, shardings(AxisType.Auto))
+        return results
 
     return jax.jit(run)(shared, examples)
 

@@ -21,6 +21,7 @@ from tests.sharding.fully_sharded_net import (
     net,
     rules_of,
 )
+from tests.sharding.losses import AXIS_TYPES
 
 METHODS = ("ghost", "book_keeping", "per_example")
 
@@ -265,6 +266,28 @@ def test_parameters_of_any_use(fun, method):
     assert_like_one_device(
         fun, net(), batch_of(16), rules_of(), padding=np.arange(16) == 2, method=method
     )
+
+
+ONE_ARRAY = {
+    # XLA wants a branch's only result in one place, whatever the branch.
+    "layers over both axes": (("auto", "auto"), P(("data", "model"))),
+    "example axes are Explicit": (("explicit", "auto"), P(None, "data", "model")),
+}
+
+
+@pytest.mark.parametrize("name", ONE_ARRAY)
+def test_a_model_of_one_array(name):
+    def fun(layers, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+        return jnp.sum(x**2)
+
+    layers = jax.random.normal(jax.random.key(0), (8, 4, 4)) / 2
+    batch = (jax.random.normal(jax.random.key(1), (8, 3, 4)),)
+    kinds, spec = ONE_ARRAY[name]
+    types = tuple(AXIS_TYPES[kind] for kind in kinds)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    rules = dp.ShardingRules(mesh, params=(("**", spec),))
+    assert_like_one_device(fun, layers, batch, rules, method="ghost", microbatch_size=1)
 
 
 def test_a_scan_over_the_dimension_that_is_cut():

@@ -77,7 +77,9 @@ def test_a_parameter_may_be_gathered_where_examples_are_kept_apart(what):
 
 
 @pytest.mark.parametrize(
-    "spec", [P("data", "model"), P("model", "data"), P(("data", "model")), P("data")], ids=str
+    "spec",
+    [P("data", "model"), P("model", "data"), P(("data", "model")), P(None, ("model", "data"))],
+    ids=str,
 )
 def test_what_is_gathered_is_the_whole_on_any_other_axis(spec):
     """Along a dimension that is cut over both axes, parts of parts must not be put together."""

@@ -177,8 +177,9 @@ class TracedLoss(NamedTuple):
 
     def no_sums(self) -> list[Array]:
         """Zeros, as a device holds the sums of all leaves."""
-        shapes = map(self.summed, range(len(self.params)))
-        return [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in map(self.summed, range(len(self.params)))]
+        cuts = map(self.cut, range(len(self.params)))  # branches must agree on where they live
+        return [x if cut is None else cut.kept(x) for x, cut in zip(zeros, cuts, strict=True)]
 
     @property
     def parts(self) -> dict[int, Shard]:
