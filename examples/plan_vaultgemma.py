@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parse(arguments)
     epsilon, rows = PLAN.epsilon(), list[Row]()
     print(
-        f"epsilon {epsilon:.3f} (published: at most 2.0) at delta {PLAN.delta:g}, of which "
+        f"epsilon {epsilon:.2f} (published: at most 2.0) at delta {PLAN.delta:g}, of which "
         f"{PLAN.overflow_delta():.1g} is for batches that are cut\n{num_examples():,} examples; "
         f"{EXPECTED:,} are expected in a batch, of {PLAN.steps:,} steps\n"
     )

@@ -72,8 +72,10 @@ def test_refuses_sizes_that_do_not_divide(example, capsys):
 def test_a_run_of_the_size_of_the_largest_that_was_published():
     example = load("plan_vaultgemma")
     rows, text = printed(example, "--devices", "256", "2048")
-    assert example.PLAN.epsilon() <= 2.0  # as published
-    assert "epsilon 1.826" in text
+    # At most 2.0 is published. What float64 may lose at such a delta is paid for, and the libraries
+    # that accounting stands on lose differently: 1.826 with NumPy 2.4 and SciPy 1.17, 1.832 later.
+    assert example.PLAN.epsilon() == pytest.approx(1.83, abs=0.02)
+    assert f"epsilon {example.PLAN.epsilon():.2f}" in text
     few, many = rows[:2], rows[2:]
     # Room for a little more than the share of 518,000 examples.
     assert 518_000 / 256 < few[0].slots < 1.02 * 518_000 / 256
