@@ -66,7 +66,7 @@ def _is_optimized(item: pytest.Item) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", default="0/1", help="which part of the exhaustive cases: 3/10")
+    parser.addoption("--share", default="0/1", help="which part of the exhaustive cases: 3/20")
     parser.addoption("--check-types", action="store_true", help="check annotations at run time")
 
 

@@ -177,6 +177,7 @@ def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys):
     assert found["spent"][4]["epsilon"] == plan.epsilon(100)
 
 
+@pytest.mark.slow
 def test_epsilon_finds_the_noise_of_a_budget_and_draws_it(tmp_path, capsys):
     picture = tmp_path / "spent.png"
     text = printed(
@@ -333,6 +334,7 @@ def trained_run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_report_writes_a_page_and_json(trained_run, tmp_path, capsys):
     run = copied(trained_run, tmp_path / "run")
     before = set(run.rglob("*"))
@@ -423,6 +425,7 @@ def test_without_the_extra_it_says_which_to_install(capsys, monkeypatch, tmp_pat
     assert "matplotlib is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_neither_the_package_nor_the_command_line_imports_an_extra():
     source = "import sys, eqx_dp.__main__; print({'rich', 'matplotlib'} & set(sys.modules))"
     result = subprocess.run(
@@ -431,6 +434,7 @@ def test_neither_the_package_nor_the_command_line_imports_an_extra():
     assert result.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_it_is_installed_as_eqx_dp_and_runs_as_a_module():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"eqx-dp": "eqx_dp.__main__:main"}

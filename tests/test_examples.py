@@ -162,6 +162,7 @@ class Flat(eqx.Module):
         return self.linear(image.ravel())
 
 
+@pytest.mark.slow
 def test_mixed_precision_times_and_weighs_a_step(mixed_precision, monkeypatch, tmp_path):
     monkeypatch.setattr(mixed_precision.digits, "Digits", Flat)
     costs = mixed_precision.measure_cost(
@@ -201,6 +202,7 @@ def test_the_narrower_a_sum_the_larger_its_error(mixed_precision):
             assert errors[-1] > 20 * errors[0]
 
 
+@pytest.mark.slow
 def test_narrow_noise_is_no_gaussian(mixed_precision, tmp_path):
     draws = mixed_precision.measure_noise()
     assert len(np.unique(draws["bfloat16"])) == 128
@@ -302,6 +304,7 @@ def _flat(size, classes, key):
     return [eqx.nn.Lambda(lambda x: x.ravel() / 1.0), eqx.nn.Linear(size, classes, key=key)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [0, 1])
 def test_data_of_packages_takes_options(few, number, tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_a_page_has_at_most_200_lines(page):
     assert len(page.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-QUICK = {"porting", "precision", "ten_minutes"}
+QUICK = {"precision", "ten_minutes"}
 
 
 @pytest.mark.parametrize(

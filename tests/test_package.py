@@ -121,6 +121,7 @@ def test_wheel_loads_every_preset_in_a_new_environment(wheel, new_environment, t
     assert presets.keys() == {name.removesuffix(".toml") for name in POLICIES}
 
 
+@pytest.mark.slow
 def test_checkout_loads_every_preset_from_its_own_folder(new_environment, tmp_path):
     # An editable install is a path to the checkout, and may leave a copy of the policies behind
     # that grows stale: the folder of the checkout is the one that counts.

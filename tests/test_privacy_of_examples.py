@@ -78,6 +78,7 @@ def test_lora(only_adapters):
     dp.check_privacy(step, *args, is_padding_example=np.zeros(64, bool)).raise_if_violated()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mnist", "names"])
 def test_data_of_packages(name):

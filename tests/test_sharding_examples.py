@@ -72,6 +72,7 @@ def test_what_is_measured_is_printed(measured):
         assert line.split()[-5:] == [str(round(figure)) for figure in figures[3:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mean, data", "mean, residual"])
 def test_mean_estimation_has_the_plain_gradient(measured, name):
     case = cases()[name]
@@ -180,6 +181,7 @@ def descend() -> np.ndarray:
     return np.append(weight, bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_plain_training_is_gradient_descent(trained, way):
     np.testing.assert_allclose(tour.parameters(trained[way].model), descend(), atol=1e-5)

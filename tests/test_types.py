@@ -156,6 +156,7 @@ def snippets(pyright, tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", WAYS)

@@ -113,6 +113,7 @@ def test_an_image_that_is_out_adds_exactly_zero():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(sums))
 
 
+@pytest.mark.slow
 def test_other_rows_add_what_they_add_without_coins():
     planted = planted_images()
     there = rows(planted, np.flatnonzero(planted.data[0]))
@@ -146,6 +147,7 @@ def test_a_gradient_that_is_out_adds_exactly_zero():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(sums))
 
 
+@pytest.mark.slow
 def test_examples_add_to_the_model_alone_what_they_add_without_canaries():
     planted = planted_gradients()
     model = planted.model(CASE.model)
@@ -311,6 +313,7 @@ def test_a_run_with_too_little_noise_is_found(noise):
     assert audit.exceeds_plan
 
 
+@pytest.mark.slow
 def test_the_code_in_the_docstring_runs():
     (code,) = re.findall(r"```python\n(.*?)```", canaries.__doc__, re.DOTALL)
     xs, ys = DATA

@@ -60,6 +60,7 @@ def assert_passes(report, least=0.9):
     assert report.rounding < 1e-4
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("preset", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_methods_and_policies(preset, method):
@@ -80,6 +81,7 @@ def test_models(case):
     assert_passes(gradient_of(case, make, microbatch_size=2, size=7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [documented.gru(), documented.low_rank_gpt()], ids=["GRU", "LoRA"])
 def test_models_of_others(case):
     assert_passes(gradient_of(case))
@@ -229,6 +231,7 @@ def test_optimizers_behind_the_noise(behind):
     assert_passes(audited(*stepped(clipped, optax.chain(NOISE, behind))))
 
 
+@pytest.mark.slow
 def test_a_noise_for_each_of_several_losses():
     """Two sums with a noise each: together they move by the root of the sum of squares."""
     one, other = (

@@ -340,6 +340,7 @@ def test_a_counter_of_examples():
 # What data must not decide.
 
 
+@pytest.mark.slow
 def test_shapes_that_depend_on_the_data():
     def cut(model, x, y, mask):
         mask = np.asarray(mask)

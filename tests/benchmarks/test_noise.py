@@ -18,6 +18,7 @@ def test_command(tmp_path):
         assert f"| {name} | {len(jax.tree.leaves(tree))} |" in written
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_noise():
     """The same on one device and on a mesh, and as much of it as is compared with."""
     tree = noise.trees(is_tiny=True)["one leaf"]

@@ -71,6 +71,7 @@ def descent(monkeypatch):
     monkeypatch.setattr(whole_steps, "OPTIMIZER", optax.sgd(0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_lora", marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures("descent")
 def test_private_steps_agree(name):
@@ -93,6 +94,7 @@ def test_private_steps_agree(name):
         assert_close(moved(it, of_jax_privacy(it, size)), own)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("descent")
 def test_ordinary_steps_agree():
     """Whole and in parts, with the mean gradient of the expected batch."""
@@ -120,6 +122,7 @@ def test_private_steps_are_noisy(contender):
     assert abs(np.corrcoef(once, twice - once)[0, 1]) < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("descent")
 def test_parts_make_up_the_whole_step():
     """Gradient on the step's own batches, then the optimizer, is the step without noise."""

@@ -23,6 +23,7 @@ def test_command(tmp_path):
         assert f"{name}: trace and lower at most {goal.tracing:g} x" in written
 
 
+@pytest.mark.slow
 def test_each_stage_is_timed_from_cold_caches():
     """The loss is traced every time anew, and compiled."""
     row, times = tracing.rows(is_tiny=True, depths=(1,))[0], []

@@ -101,6 +101,7 @@ def test_narrow_policies(preset, method):
     assert (norms >= 0.99 * 0.1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [1, 31, 4096, 100_003])
 def test_long_gradients_of_equal_entries(size, method):
@@ -237,6 +238,7 @@ def test_bounds_hold_for_sums_term_by_term(time):
     assert (added * np.sqrt(8 * 5) <= np.asarray(bounds, np.float64)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", lengths(256, slow=[33, 1024]))
 def test_bounds_of_rows_hold_for_sums_term_by_term(time):
     """All lookups are of one row, and their values equal."""
@@ -263,6 +265,7 @@ def test_ghost_norms_in_narrow_policies(preset, ghost):
         assert (share[kind] >= 0.9999).all(), kind
 
 
+@pytest.mark.slow
 def test_ghost_norms_of_wide_tokens(ghost):
     """Ordinary data of an ordinary width is clipped to the clip norm, within 1e-4."""
     tokens = np.random.default_rng(0).normal(size=(2, 2, 128, 256))
@@ -274,6 +277,7 @@ def looked_up(table, rows, g):
     return jnp.sum(table[rows] * g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", lengths(256, slow=[1, 2, 33]))
 def test_lookups_under_attack(time, ghost):
     """Of one row again and again, and of several; the values of one row cancel."""

@@ -64,6 +64,7 @@ VECTORS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
 )
@@ -81,6 +82,7 @@ def test_weighted_products(name, method):
         assert (share[kind] >= 0.9999).all(), kind
 
 
+@pytest.mark.slow
 def test_wide_weighted_products():
     """The bound of an ordinary layer is near its norm."""
     rng = np.random.default_rng(0)
@@ -99,6 +101,7 @@ PENALISED = ("random", "cancelling", "cancelled by the penalty", "one huge", "ti
              "huge penalty", "lopsided")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
 )

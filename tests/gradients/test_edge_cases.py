@@ -299,6 +299,7 @@ def test_a_zero_gradient_adds_zero():
         np.testing.assert_array_equal(per_example.grad_norm == 0, [True, False, True])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
 def test_terms_that_overflow_and_cancel_leave_the_others_alone(method):
     """A row looked up twice with cotangents whose squares overflow: a gradient of exactly zero."""

@@ -313,6 +313,7 @@ def test_float32_values_of_the_backward_pass_stay_finite():
     np.testing.assert_allclose(values.grad_norm, expected, rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_on_several_devices():
     mesh = mesh_of("auto", data=8)
     policy = dp.parse_policy(f"{FLOAT16},loss_scale=per_example")

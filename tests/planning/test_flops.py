@@ -44,6 +44,7 @@ def gpt_sizes(**more):
     return {"batch": 3, "length": 16, "width": 64, "depth": 2, "vocabulary": 40, **more}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["book_keeping", "per_example", "ghost"])
 def test_an_mlp_is_counted_exactly(method):
     found = mlp(method=method, compiled=False)
@@ -136,6 +137,7 @@ def test_the_compiler_counts_much_the_same_and_microbatches_as_often_as_there_ar
     assert four.compiled == pytest.approx(one.compiled * 20 / 16, rel=0.05)
 
 
+@pytest.mark.slow
 def test_loops_are_named_where_the_compiler_counts_them_once():
     def loss(weight, x):
         return jax.lax.scan(lambda x, _: (jnp.tanh(weight @ x), None), x, None, length=9)[0].sum()

@@ -75,6 +75,7 @@ def error_of(policy, truth):
 # Errors.
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "layer", "by_hand"),

@@ -269,6 +269,7 @@ def test_the_hopeless_are_timed_once_and_the_own_choice_always():
     assert asked.count("c") == 1
 
 
+@pytest.mark.slow
 def test_a_plan_tells_how_many_microbatches_are_expected(monkeypatch):
     seen = {}
 
@@ -307,6 +308,7 @@ def test_one_that_fails_is_named_and_the_others_are_timed(monkeypatch, clock):
         dp.tune(grad_fn(method="ghost"), CASE.model, *BATCH, rounds=1)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_timed(clock):
     case = models.mlp()
     original, batch = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0), case.batch(64)
@@ -391,6 +393,7 @@ def test_a_tuning_that_is_none_is_refused(tmp_path, clock):
         unknown.apply(grad_fn())
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_unless_asked_for(capsys, clock):
     dp.tune(grad_fn(), CASE.model, *BATCH, **FEW)
     assert capsys.readouterr() == ("", "")

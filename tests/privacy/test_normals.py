@@ -222,12 +222,14 @@ def test_the_numbers_of_jax_for_short_rows(last, middle, first):
     assert_same_bits(found, jax.random.normal(KEY, shape, jnp.float32))
 
 
+@pytest.mark.slow
 def test_short_rows_under_vmap():
     keys = jax.random.split(KEY, 2)
     found = jax.vmap(lambda key: normal_on_one_device(key, (900, 3), jnp.float32))(keys)
     assert_same_bits(found, jnp.stack([jax.random.normal(key, (900, 3)) for key in keys]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
 def test_short_rows_that_are_spread_without_rules(spec):
     mesh = mesh_of("auto", data=4)
@@ -277,6 +279,7 @@ def test_noise_is_drawn_in_one_kernel_a_leaf_and_held_nowhere():
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * LEAVES["c"].nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [optax.adam(1e-3), optax.adamw(1e-3), optax.sgd(1e-3), optax.sgd(1e-3, 0.9), LAMB],
@@ -313,6 +316,7 @@ def test_noise_of_short_rows_is_drawn_once():
     assert program.memory_analysis().temp_size_in_bytes < 2.3 * sums
 
 
+@pytest.mark.slow
 def test_noise_is_drawn_once_in_a_made_step():
     model = eqx.nn.MLP(6, 3, 8, 2, key=jax.random.key(0))
     plan = dp.PrivacyPlan(sampling_prob=0.1, steps=3, noise_multiplier=1.0, delta=1e-6)
@@ -329,6 +333,7 @@ def test_noise_is_drawn_once_in_a_made_step():
     assert draws(lowered.compile().as_text()) == [1] * 6
 
 
+@pytest.mark.slow
 def test_holding_a_sum_together_changes_no_bit():
     """What keeps XLA from drawing twice is a division by one: for every kind of number."""
     values = [0.0, -0.0, 1 / 3, -1e38, 1e-38, 1e-45, np.inf, -np.inf, np.nan]
@@ -376,6 +381,7 @@ def test_every_device_draws_its_own_part(kind, axes, spec):
     assert set(re.findall(r"f32\[(\S+)\]\S* log-plus-one\(", program)) == {part}
 
 
+@pytest.mark.slow
 def test_a_mesh_with_axes_of_both_kinds():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
     rules = dp.ShardingRules(mesh, examples=("a",), params=(("w", P("a", "b")),))

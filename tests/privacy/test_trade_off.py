@@ -17,6 +17,7 @@ def above(curve, alphas=ALPHAS):
     return np.interp(alphas, curve.false_positives, curve.true_positives)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("relation", dp.NeighboringRelation)
 def test_without_sampling_it_is_that_of_two_normal_distributions(relation):
     """n steps with noise multiplier s are as one with s / sqrt(n) (Dong et al. 2022)."""
@@ -28,6 +29,7 @@ def test_without_sampling_it_is_that_of_two_normal_distributions(relation):
     assert curve.right_guesses >= norm.cdf(mu / 2) >= curve.right_guesses - 1e-4
 
 
+@pytest.mark.slow
 def test_with_sampling_no_likelihood_ratio_test_is_above_it():
     """One step, on whose result the best attack is a threshold: noise, or a mixture of two."""
     q, sigma = 0.4, 0.8
@@ -41,6 +43,7 @@ def test_with_sampling_no_likelihood_ratio_test_is_above_it():
     assert says_yes[without < 0.1].max() < 1e-3  # there, no attack is stronger than this one
 
 
+@pytest.mark.slow
 def test_it_is_the_least_that_the_accountant_allows():
     """Every epsilon and delta bounds an attack, and none of ten times as many cuts deeper."""
     plan = dp.PrivacyPlan(0.1, 50, 1.0, 1e-5)

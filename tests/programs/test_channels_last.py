@@ -243,6 +243,7 @@ def test_precisions_are_exchanged_as_well():
     assert equation.params["precision"] == precision[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["2-D", "strided", "groups", "depthwise", "dilated kernel", "dilated images"]
 )
@@ -358,6 +359,7 @@ def test_on_devices(check_vma):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("images", "kernel", "results"),
     [
@@ -546,6 +548,7 @@ class Grouped(eqx.Module):
         return self.third(image).sum((1, 2))[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kind", "microbatch_size"),
     [

@@ -91,6 +91,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(34)
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("method", METHODS)
@@ -106,6 +107,7 @@ def test_on_any_mesh(name, method):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
@@ -275,6 +277,7 @@ ONE_ARRAY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_ARRAY)
 def test_a_model_of_one_array(name):
     def fun(layers, x):
@@ -290,6 +293,7 @@ def test_a_model_of_one_array(name):
     assert_like_one_device(fun, layers, batch, rules, method="ghost", microbatch_size=1)
 
 
+@pytest.mark.slow
 def test_a_scan_over_the_dimension_that_is_cut():
     model = eqx.tree_at(lambda model: model.up, net(), jnp.ones((8, WIDTH, 2 * WIDTH)) / 8)
     rules = rules_of(params=(("up", P("data")), *SPECS))
@@ -306,6 +310,7 @@ def test_frozen_parameters(method):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
 def test_narrow_gradients_are_close_to_those_of_one_device(policy):
@@ -321,6 +326,7 @@ def test_narrow_gradients_are_close_to_those_of_one_device(policy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_aux_and_random_keys(method):

@@ -38,6 +38,7 @@ def test_memory_falls_with_the_number_of_devices(method):
     assert found[1] < found[0] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_without_remat_no_whole_parameter_is_kept_for_the_backward_pass():
     case = fully_sharded.layers(256, remat=False)
@@ -45,6 +46,7 @@ def test_without_remat_no_whole_parameter_is_kept_for_the_backward_pass():
     assert private.temporary <= 2 * plain.temporary + case.layer_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_a_checkpoint_around_a_scan_keeps_no_whole_parameter():
     layers, width = 8, 256
@@ -138,6 +140,7 @@ def test_once_a_step_no_sum_is_scattered_in_a_loop():
     assert WHOLE["up"] // 8 in {size for size, _ in entries(once, "reduce_scatter")}
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_over_another_axis_each_device_gathers_and_scatters_its_own_part(kind):

@@ -80,6 +80,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_average(tmp_path):
     assert_same(dp.load_model(tmp_path / "whole", like=small_model()), state.model)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_it_lives_where_gradients_do():
     rules = rules_of("Explicit")
     step = make(ema=0.9, sharding=rules)

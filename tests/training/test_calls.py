@@ -128,7 +128,10 @@ def test_the_identity_is_the_same():
     assert "steps_per_call" not in repr(STEP)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(4, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(4, 4), (1, 4)])],
+)
 def test_a_killed_run_goes_on_with_any_number(before, after, tmp_path, whole):
     """Killed in the middle of a call: what it took of that is taken again."""
 
@@ -158,7 +161,7 @@ class Scaled(eqx.Module):
         return self.weight @ x * self.scale + self.offset
 
 
-@pytest.mark.parametrize("before", [1, 4])
+@pytest.mark.parametrize("before", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_weak_types_make_no_other_program(before, tmp_path):
     """They are lost by an update, a scan and a checkpoint; with other noise, steps would be taken
     twice."""
@@ -300,6 +303,7 @@ def test_a_check_finds_noise_that_is_not_new(monkeypatch):
     assert "fresh noise" in {finding.rule for finding in found[1].violations}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_on_a_mesh_it_is_the_run_of_single_steps(kind, tmp_path, monkeypatch):
     """Examples lie along the second axis; parameters and moments stay where they are.
@@ -355,6 +359,7 @@ def test_batches_of_a_call_are_stacked_and_read_ahead():
     np.testing.assert_array_equal(joined, [batch.examples[0] for batch in single])
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_call_decides_the_microbatch(tmp_path, monkeypatch):
     sizes, largest = [], trainer_module.largest_size
 

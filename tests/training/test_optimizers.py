@@ -73,7 +73,7 @@ def taken(step, state, extra=None):
 
 
 # One of each kind; what else optax offers is left to the exhaustive tests.
-USUAL = {*PUBLIC_VALUE, "adam", "lbfgs", "multi_steps", "sam", "schedule_free"}
+USUAL = {*PUBLIC_VALUE, "adam", "sam"}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -300,6 +300,7 @@ def test_a_checkpoint_older_than_the_change_is_no_state_of_the_program(tmp_path)
     assert_all_differ(first, again)
 
 
+@pytest.mark.slow
 def test_what_an_earlier_program_disclosed_is_said_of_all(tmp_path):
     disclosing = make(optimizer=optax.sgd(0.5), loss=nothing, disclose=("num_examples",))
     run(tmp_path, step=disclosing, steps=4)

@@ -147,6 +147,7 @@ def test_a_run_of_a_function_is_that_of_its_model(kind, tmp_path, monkeypatch):
     assert_same(runs.trainer(tmp_path, make(sharding=sharding)).run(net()), whole)
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_is_compared_with_what_is_made(tmp_path):
     """On any number of devices, up to rounding; the model that was given, bit for bit."""
     runs.trainer(tmp_path, make()).run(init_model=net, steps=0)
@@ -191,6 +192,7 @@ def test_the_caller_s_model_is_let_go(tmp_path):
     assert seen == [True, True]
 
 
+@pytest.mark.slow
 def test_an_optimizer_s_public_values_may_depend_on_a_model_that_is_made(tmp_path):
     def extra(done, model):
         return {"value": float(jnp.sum(model.weight)) * 0 + 1.0}

@@ -94,6 +94,7 @@ def test_a_step_uses_up_its_state_and_not_the_caller_s_model():
     assert not any(x.is_deleted() for x in jax.tree.leaves(eqx.filter(after, eqx.is_array)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_axes_of_length_one_do_not_make_it_compile_twice(kind):
     mesh = jax.make_mesh(
@@ -202,6 +203,7 @@ def test_an_example_has_its_key_wherever_the_padding_stands():
         np.testing.assert_allclose(moved, after[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_an_example_has_its_key_on_any_mesh(kind):
     def keyed(model, x, key):
@@ -410,6 +412,7 @@ def scaled_forward(x, scale):
 scaled.defvjp(scaled_forward, lambda scale, c: (c * scale, None), symbolic_zeros=True)
 
 
+@pytest.mark.slow
 def test_a_rule_for_some_operands_alone_serves_one_step_after_another():
     # JAX keeps the program of a jitted function, and with it the rule for the next step.
     jitted = jax.jit(scaled)
@@ -442,6 +445,7 @@ def test_a_step_without_the_mask_is_refused(unchecked):
         step(state, x, is_padding_example=None)
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_filled_anew_after_the_call():
     """JAX reads numpy arrays where they lie, and a step may be under way when it returns."""
     model = eqx.nn.MLP(512, 4, 1024, 2, key=jax.random.key(0))

@@ -52,6 +52,7 @@ def moments(state):
     return [x for x in jax.tree.leaves(state.opt_state[1]) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [

@@ -33,6 +33,7 @@ def convolutions(draw):
     return image, kernel, options
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(convolutions())
 def test_options(convolution):

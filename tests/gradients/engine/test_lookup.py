@@ -84,6 +84,7 @@ def test_a_table_with_one_row():
     lookup(lambda w, t: jnp.take(w, t, axis=0, mode="clip"), normal(1, 3), ROWS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32])
 def test_narrow_indices(dtype):
     """Bytes as tokens; a table with more rows than a byte can count is no lookup site."""

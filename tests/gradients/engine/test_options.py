@@ -79,6 +79,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "preset", "method"), POLICIES)
 def test_policies(make, preset, method):
     case = make()

@@ -73,6 +73,7 @@ def test_time(name, reverse):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["contraction_tokens", "grouped", "shift"])
 def test_slices_and_time(name):
     """A stack of recurrent layers: slices outside, time inside."""
