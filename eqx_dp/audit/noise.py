@@ -95,10 +95,7 @@ their quantile of 1e-9 is too little |
     | it is new at every step | the same numbers at two steps |
     | no two leaves have the same | equal or proportional numbers at all steps |
 
-    Args:
-        noise: as recorded.
-        stddev: what the plan says; None without a plan, and nothing is said of how much there is.
-        findings: where violations go.
+    Without a plan `stddev` is None, and nothing is said of how much noise there is.
     """
     leaves = list(zip(*noise.draws, strict=True))
     for index, leaf in enumerate(leaves):

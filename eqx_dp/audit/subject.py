@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..paths import dotted
-from ..trees import PyTree
+from ..trees import PyTree, is_key
 from .recorded import Recording, recorded
 
 # A function that reads values while it is traced.
@@ -123,8 +123,7 @@ def _arrays(tree: PyTree[Any]) -> list[tuple[str, np.ndarray]]:
     found: list[tuple[str, np.ndarray]] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if eqx.is_array(leaf):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            leaf = jax.random.key_data(leaf) if is_key else leaf
+            leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
         if eqx.is_array_like(leaf):
             found.append((dotted(path), np.asarray(leaf)))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import jax.extend.core as jex_core
 from jax.extend.core.primitives import dynamic_slice_p
 
-from ..isolation import OPERAND_BY_OPERAND, shape_of
+from ..isolation import OPERAND_BY_OPERAND, dtype_of, shape_of
 from ..precision.stages import stage_of
 from ..programs import named
 from . import numbers, random_keys, randomness, rows, sensitivity
@@ -120,7 +120,7 @@ class Equations(Flow[Value]):
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Public]
     ) -> Term | None:
         """A name for a whole number, the same for the same arithmetic on the same numbers."""
-        dtype = getattr(equation.outvars[0].aval, "dtype", None)
+        dtype = dtype_of(equation.outvars[0])
         if getattr(dtype, "kind", "") not in tuple("iub") or len(equation.outvars) > 1:
             return None
         if equation.primitive.name == "axis_index":
@@ -344,9 +344,8 @@ class Equations(Flow[Value]):
             )
         draws = frozenset({context.path})
         is_bits = stage_of(context.scope) == "bits"
-        variable: Any = equation.outvars[0]
         if is_bits and not key.along:
-            return Random(draws, "bits", 8.0 * variable.aval.dtype.itemsize)
+            return Random(draws, "bits", 8.0 * dtype_of(equation.outvars[0]).itemsize)
         lengths = shape_of(equation.invars[0])
         if equation.primitive.name == "random_bits" and random_keys.all_differ(key, lengths):
             return Random(draws, "bits", float(equation.params["bit_width"]))

@@ -16,10 +16,6 @@ def narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> list
 
     State is known by its type, which is one of optax's. Of it, arrays of floats with one axis or
     more count: numbers by themselves (learning rates that are state) are no moments.
-
-    Args:
-        results: what a step returns, as shapes.
-        policy: gives the optimizer dtype, a lower limit.
     """
     declared = policy.optimizer_dtype
     found: defaultdict[Any, list[str]] = defaultdict(list)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.extend.core as jex_core
 
+from ..isolation import dtype_of
 from ..programs import named
 from .products import narrowest_inside
 from .widths import Width, is_integer, width_of, width_of_number
@@ -32,23 +33,23 @@ def width_of_result(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
     | a matrix product, a convolution | of the result, or what is narrower on the way there |
     | anything else | of the result |
     """
-    name, dtype = equation.primitive.name, getattr(variable.aval, "dtype", None)
+    name, dtype = equation.primitive.name, dtype_of(variable)
     if name in _UNSEEN:
         return Width(f"result of {name}, of which nothing is known", 0, 0)
     if name == "reduce_precision":
         digits, exponent = (equation.params[key] for key in ("mantissa_bits", "exponent_bits"))
         return Width(f"reduce_precision({exponent}, {digits})", digits, exponent)
     if name in _CASTS and is_integer(dtype):
-        before: Any = equation.invars[0].aval
-        was, now = width_of_number(before.dtype), width_of_number(dtype)
-        if was and now and (now.digits < was.digits or not is_integer(before.dtype)):
+        before = dtype_of(equation.invars[0])
+        was, now = width_of_number(before), width_of_number(dtype)
+        if was and now and (now.digits < was.digits or not is_integer(before)):
             return now
     return narrowest_inside(equation) or width_of(dtype)
 
 
 def bits_dropped(equation: jex_core.JaxprEqn, variable: Any) -> str | None:
     """Says which arithmetic on integers drops bits of what they hold; None where none does."""
-    dtype = getattr(variable.aval, "dtype", None)
+    dtype = dtype_of(variable)
     if equation.primitive.name not in _DROPPING or not is_integer(dtype):
         return None
     return f"{dtype}, bits dropped by {equation.primitive.name}"

@@ -31,14 +31,7 @@ def names_it(pattern: str, name: str) -> bool:
 def report_on(
     step: TracedStep, call: StepCall, plan: PrivacyPlan | None, disclose: tuple[str, ...]
 ) -> PrivacyReport:
-    """The report on a call.
-
-    Args:
-        step: the step.
-        call: the call.
-        plan: what the noise is held against.
-        disclose: patterns of results that are disclosed.
-    """
+    """The report on a call, held against a plan; `disclose` has patterns of its results."""
     record, releases = call.record, call.releases
     leaving, kept, disclosed = _outputs(step, call, disclose)
     multiplier, steps, released = _releases(step, call, plan)

@@ -176,11 +176,7 @@ def timed(
 ) -> dict[Candidate, list[float]]:
     """Expected seconds of each candidate in each round.
 
-    Args:
-        runs: what to run.
-        own: the candidate that is timed in all rounds, however slow it is.
-        rounds: how many.
-        turn: a run's seconds in one turn; by default as [`interleaved`][] takes them.
+    Its own candidate is timed in all rounds, however slow it is. `turn` is as for `interleaved`.
     """
     found = _rounds(runs, 1, turn)
     most = _HOPELESS * min(seconds[0] for seconds in found.values())
@@ -208,11 +204,7 @@ def _rounds(
 
 
 def fastest(trials: list[Trial]) -> Trial:
-    """The trial of the smallest median; the earlier one of two that are equal.
-
-    Args:
-        trials: at least one of them timed.
-    """
+    """The trial of the smallest median, of those that were timed; of equal ones the first."""
     return min((x for x in trials if x.seconds), key=lambda x: x.seconds.median if x.seconds else 0)
 
 

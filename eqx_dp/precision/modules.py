@@ -95,10 +95,7 @@ def cast_leaf(leaf: Any, governed: Governed) -> Any:
 def cast_parameters(tree: T, policy: Policy) -> T:
     """Converts the floating-point arrays of a model, or of a part of it, to their compute dtypes.
 
-    Args:
-        tree: the model, or what `eqx.partition` makes of it.
-        policy: gives the dtype of every leaf: that of the innermost module that a rule matches, or
-            the policy's own.
+    The dtype of a leaf is that of the innermost module that a rule matches, or the policy's own.
     """
     return rebuild(tree, policy.compute_dtype, rules_of(policy), on_leaf=cast_leaf)
 

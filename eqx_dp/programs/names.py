@@ -24,9 +24,6 @@ WITHOUT_OBJECT = frozenset(
 def named(text: str) -> frozenset[str]:
     """A set of primitives, by name.
 
-    Args:
-        text: names with spaces between them.
-
     Raises:
         ImportError: JAX has no primitive of a name, and it is not in the list of the others.
     """

@@ -19,9 +19,6 @@ def page_of(description: Mapping[str, Any]) -> str:
     """The page: HTML that needs no network and no scripts, for a wide window or a phone.
 
     Whatever stands in the description is escaped.
-
-    Args:
-        description: what `description_of` returned, or the same read from JSON.
     """
     sections = (
         ("protected", "What is protected", _protected),

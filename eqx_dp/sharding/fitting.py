@@ -12,13 +12,6 @@ def check_fits(
 ) -> None:
     """Refuses a spec that an array cannot have.
 
-    Args:
-        mesh: of the spec.
-        pattern: the rule that the spec is from.
-        spec: where the array is to live.
-        name: where it stands in the model.
-        shape: of the array.
-
     Raises:
         ValueError: the spec is longer than the array's rank, or spreads a dimension over axes that
             do not divide it.

@@ -8,14 +8,13 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 import equinox as eqx
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ..paths import below, dotted, matches
 from ..shown import shown
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape, is_key
 from .axes import PathRule, axes_of, axes_text, example_axes, only, path_rules
 from .fitting import check_fits
 from .processes import local_shards
@@ -328,7 +327,7 @@ class ShardingRules:
 
     def _joined(self, part: Any, spec: PartitionSpec) -> Array:
         """The whole of which every process gives its part."""
-        if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+        if is_key(part):
             data = self._joined(jax.random.key_data(part), spec)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
         sharding = NamedSharding(self.mesh, spec)
@@ -360,7 +359,7 @@ def _specs_of(
 
 def has_shape(leaf: Any) -> bool:
     """Whether a leaf of a model is an array, or stands for one."""
-    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
+    return is_array_or_shape(leaf) or isinstance(leaf, np.ndarray)
 
 
 def _is_placeable(leaf: Any) -> bool:

@@ -20,11 +20,6 @@ def warn_of_uneven(rules: ShardingRules, model: PyTree[Any], trained: PyTree[Any
     It is said by name, of parameters that no rule speaks of where others are spread over example
     axes, and of sums that are to be spread over them. Arrays with fewer entries than devices are
     left out.
-
-    Args:
-        rules: the sharding rules.
-        model: a tree of arrays, or shapes.
-        trained: the trained part of it, None elsewhere.
     """
     arrays = {
         dotted(path): leaf.shape

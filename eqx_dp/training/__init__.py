@@ -10,6 +10,7 @@ from .events import Event as Event
 from .events import TensorBoard as TensorBoard
 from .files import CheckpointError as CheckpointError
 from .files import CheckpointWarning as CheckpointWarning
+from .files import finite_or_none as finite_or_none
 from .files import read_json as read_json
 from .kept_secret import kept_secret as kept_secret
 from .make_step import make_step as make_step

@@ -9,10 +9,7 @@ from .step import Step
 def checked_number(steps_per_call: SupportsIndex, step: Step[Any], *, has_extra: bool) -> int:
     """How many steps a call takes; a ValueError if that is no number, or does not go.
 
-    Args:
-        steps_per_call: as it was given to a trainer.
-        step: the trainer's.
-        has_extra: whether the optimizer is given more, which depends on the model of every step.
+    What an optimizer is given beside (`has_extra`) depends on the model of every step.
     """
     number = step.with_steps_per_call(steps_per_call).steps_per_call
     if step.steps_per_call > 1:

@@ -24,11 +24,6 @@ def checks_of(step: Step[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What each check says of a step, as JSON's types; nothing is said on hosts after the first.
 
     The step is read as it was traced, if it was lowered for the same arguments before.
-
-    Args:
-        step: of the run.
-        *args: as the step is called.
-        **kwargs: as the step is called.
     """
     if not is_first_host():
         return {}

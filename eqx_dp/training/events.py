@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import math
 import os
 import time
 import warnings
@@ -22,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from ..expected import directory, path
 from ..extras import extra
 from .dispatch import FlatState
-from .files import append, write_whole
+from .files import append, finite_or_none, write_whole
 from .hosts import is_first_host
 from .state import TrainState
 
@@ -235,8 +234,8 @@ class JsonLines:
         line = {
             "step": event.step,
             "seconds": round(event.seconds, 3),
-            "epsilon": _finite_or_none(event.epsilon),
-        } | {name: _finite_or_none(value) for name, value in event.metrics.items()}
+            "epsilon": finite_or_none(event.epsilon),
+        } | {name: finite_or_none(value) for name, value in event.metrics.items()}
         with _told_once(self._file):
             append(self._file, json.dumps(line) + "\n")
 
@@ -273,11 +272,6 @@ def _told_once(file: Path) -> Generator[None, None, None]:
             f"Metrics cannot be written to {file} ({error.strerror}); the run goes on without.",
             stacklevel=4,
         )
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    """A number for JSON, which has none that are not finite."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _is_after(line: bytes, step: int) -> bool:

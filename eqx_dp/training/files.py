@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Generator
@@ -90,6 +91,11 @@ def write_whole(file: Path, content: bytes) -> None:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Replaces a file by JSON, likewise."""
     write_whole(file, json.dumps(content, indent=2).encode())
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """A number for JSON, which has none that are not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def append(file: Path, line: str) -> None:

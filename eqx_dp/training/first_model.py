@@ -68,11 +68,7 @@ class FirstModel(Generic[Model]):
         return model
 
     def keep_frozen(self, filter_spec: FilterSpec) -> None:
-        """Lets go of what is trained of a model that was given.
-
-        Args:
-            filter_spec: says what is trained.
-        """
+        """Lets go of what is trained of a model that was given."""
         if self._model is not None:
             self._model = split_trainable(self._model, filter_spec)[1]
 

@@ -30,6 +30,7 @@ from ..programs import (
     interpret,
     literal_value,
 )
+from ..trees import is_key
 
 # Of a parameter that speaks of devices, by its name or its type, nothing is written.
 _OF_DEVICES = ("sharding", "mesh", "layout")
@@ -177,7 +178,7 @@ def _value(value: Any) -> str:
     """An array, by its number if it is one, else by a hash of its numbers."""
     if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
         return _kind(value)
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         return f"{value.dtype} {_value(jax.random.key_data(value))}"
     if isinstance(value, jax.Array) and not (
         value.is_fully_addressable or value.is_fully_replicated

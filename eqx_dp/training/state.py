@@ -17,7 +17,7 @@ from ..paths import below
 from ..precision import Policy
 from ..privacy import GaussianPrivatizerState
 from ..sharding import ShardingRules, axes_of
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape, is_key, is_shape
 from ..updates import apply_updates, wide_parameters
 
 Model = TypeVar("Model")
@@ -140,11 +140,7 @@ def moved(average: PyTree[Any], params: PyTree[Array], ema: float, step: Array) 
     It is sum_i ema^(t-i) p_i / sum_i ema^(t-i) over the parameters p_i after steps i = 1..t: the
     starting values are not in it, as they are not in Adam's debiased moments (Kingma and Ba, 2015).
 
-    Args:
-        average: before; after the first step it is the parameters, whatever it was.
-        params: after the step, as wide as the average.
-        ema: the decay, in [0, 1).
-        step: t, from 1.
+    `average` may be anything before the first step; `step` is t.
     """
 
     def mean(old: Array, new: Array) -> Array:
@@ -193,16 +189,6 @@ def strong(tree: T) -> T:
 def as_array(leaf: Any) -> Any:
     """A numpy array as one of JAX's; all else as it is."""
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
-def is_shape(leaf: Any) -> bool:
-    """Whether it stands for an array."""
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def is_array_or_shape(leaf: Any) -> bool:
-    """Whether it is an array, or stands for one."""
-    return eqx.is_array(leaf) or is_shape(leaf)
 
 
 def is_gone(leaf: Any) -> bool:
@@ -267,7 +253,7 @@ def constrained(state: T, specs: Specs, rules: ShardingRules | None) -> T:
     arrays, static = eqx.partition(state, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     leaves = [
-        leaf if spec is None or _is_key(leaf) else rules.place(leaf, spec)
+        leaf if spec is None or is_key(leaf) else rules.place(leaf, spec)
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
     return eqx.combine(structure.unflatten(leaves), static)
@@ -327,7 +313,7 @@ def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainStat
         found = arrays.get(jax.tree_util.keystr(path)) if is_array_or_shape(leaf) else None
         if found is None:
             return leaf
-        return key_of_words(found, leaf) if _is_key(leaf) else found
+        return key_of_words(found, leaf) if is_key(leaf) else found
 
     return jax.tree_util.tree_map_with_path(replaced, state)
 
@@ -352,13 +338,9 @@ def same(one: Array, other: Array) -> bool:
 
 
 def _numbers(leaf: Any) -> Any:
-    if not _is_key(leaf):
+    if not is_key(leaf):
         return leaf
     if not is_shape(leaf):
         return jax.random.key_data(leaf)
     words = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -47,14 +47,6 @@ def settled(
     | several hosts, and no run is recorded | `ValueError`, which says what to do |
     | the table cannot be written | a `CheckpointWarning`; the run goes on |
 
-    Args:
-        step: as it was made.
-        first: the model before the first step.
-        example: one example, as the loss gets it, with a leading axis of one.
-        directory: of the run, or None.
-        device_memory: as for the trainer.
-        progress: whether to show what is being done.
-
     Raises:
         ValueError: as for [`tune`][].
         CheckpointError: the record of the run is damaged.
@@ -112,14 +104,7 @@ def largest_size(
     given: tuple[tuple[Any, ...], Mask, Mapping[str, Any]],
     device_memory: int | None,
 ) -> int:
-    """The largest microbatch that fits into the memory of a device; nothing is run for it.
-
-    Args:
-        step: of the run.
-        state: arrays or shapes of arrays.
-        given: examples, mask and extra of a call.
-        device_memory: bytes of a device; None for what it reports.
-    """
+    """The largest microbatch that fits into the memory of a device; nothing is run for it."""
     batch, mask, extra = given
     limit = _device_memory() if device_memory is None else device_memory
 
