@@ -67,8 +67,8 @@ class Subject(NamedTuple):
 
     fn: Callable[..., Any]
     release: Callable[[Any], PyTree[Any]] | None
-    rows: Callable[[Any], PyTree[Any]]
-    outputs: Callable[[Any], PyTree[Any]]
+    rows: Callable[[Any], PyTree[Any]] = lambda result: None
+    outputs: Callable[[Any], PyTree[Any]] = lambda result: result
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_traced: bool = True
 

@@ -15,13 +15,7 @@ from ..trees import PyTree, is_array_or_shape, is_key
 
 
 class Argument(NamedTuple):
-    """An array among a step's arguments.
-
-    Attributes:
-        names: its dotted paths: by position, and by the name of the parameter.
-        shape: its shape.
-        is_key: whether it holds random keys.
-    """
+    """An array among a step's arguments."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]

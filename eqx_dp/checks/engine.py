@@ -30,11 +30,7 @@ from .values import (
 
 
 class Engine:
-    """Calls of the engine, as its marks tell of them.
-
-    Attributes:
-        record: where findings, clipped sums and keys are noted.
-    """
+    """Calls of the engine, as its marks tell of them."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -67,9 +63,7 @@ class Engine:
             for i, value in enumerate((*keys, *held)):
                 key = value.term if isinstance(value, Public) else None
                 key = key if isinstance(key, Key) else Key(UNKNOWN)
-                self.record.of_losses[(*context.path, i)] = Drawn(
-                    key, context.line, context.loops, context.branches
-                )
+                self.record.of_losses[(*context.path, i)] = Drawn(key, context)
         self._check_constants(context, batch)
         if not private:
             public = [as_public(x) for x in inputs if isinstance(x, Public | Random)]

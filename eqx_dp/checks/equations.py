@@ -214,15 +214,8 @@ class Equations(Flow[Value]):
         path = context.path
         if self.lengths:
             self._on_devices.add(path)
-        self._noised[path] = noised = Noised(
-            value,
-            noise.stddev,
-            noise.draws,
-            noise.part,
-            context.line,
-            context.loops,
-            context.branches,
-        )
+        noised = Noised(value, noise.stddev, noise.draws, noise.part, context)
+        self._noised[path] = noised
         if context.is_final:
             self.record.releases[path] = noised
             self._check_turns(context, noise)
@@ -270,7 +263,7 @@ class Equations(Flow[Value]):
         """A loop that adds noise drawn outside of it adds the same noise in each turn."""
         for loop in context.loops:
             drawn = [self.record.draws[draw] for draw in noise.draws if draw in self.record.draws]
-            if loop.path not in noise.turns and not all(loop in one.loops for one in drawn):
+            if loop.path not in noise.turns and not all(loop in one.at.loops for one in drawn):
                 self.record.note(
                     "fresh noise",
                     "a loop adds the same noise in every turn",
@@ -339,9 +332,7 @@ class Equations(Flow[Value]):
         keys = keys or list(frozenset[Key]().union(*(value.words for value in public)))
         key = keys[0] if len(keys) == 1 else Key(UNKNOWN)
         if context.is_final:
-            self.record.draws[context.path] = Drawn(
-                key, context.line, context.loops, context.branches
-            )
+            self.record.draws[context.path] = Drawn(key, context)
         draws = frozenset({context.path})
         is_bits = stage_of(context.scope) == "bits"
         if is_bits and not key.along:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
-import jax
 from jax.tree_util import tree_leaves_with_path
 
 from ..trees import PyTree, is_array_or_shape
@@ -14,7 +13,7 @@ _Kind: TypeAlias = tuple[tuple[int, ...], Any]  # shape and dtype
 
 
 def next_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], results: PyTree[jax.ShapeDtypeStruct]
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: PyTree[Any]
 ) -> list[list[int]]:
     """For each array that a step returns, the arguments that it may be in the next call.
 

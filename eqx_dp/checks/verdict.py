@@ -232,11 +232,11 @@ def _row(
     parts = releases.values()
     stddev = min(part.stddev for part in parts)
     sensitivity = stddev / multiplier if multiplier else math.inf
-    where = tuple(sorted({part.line for part in parts}))
+    where = tuple(sorted({part.at.line for part in parts}))
     cuts = [call.record.sources[term.source].cuts for part in parts for term in part.value.terms]
     turns = [
         loop.length or 0
-        for loop in {loop for part in parts for loop in part.loops}
+        for loop in {loop for part in parts for loop in part.at.loops}
         if all(is_another_sample(cut, loop.path) for cut in cuts)
     ]
     return Release(outputs, sensitivity, stddev, multiplier, math.prod(turns), where)
@@ -247,15 +247,15 @@ def _against_plan(
 ) -> list[Finding]:
     found: list[Finding] = []
     releases = call.releases.values()
-    lines = " and ".join(dict.fromkeys(release.line for release in releases))
+    lines = " and ".join(dict.fromkeys(release.at.line for release in releases))
     for release in releases:
         bounds = [call.record.sources[term.source].bound for term in release.value.terms]
         if math.inf in bounds:
             advice = "Set a finite l2_clip_norm."
             text = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
-            found.append(Finding("noise", text, release.line, advice))
+            found.append(Finding("noise", text, release.at.line, advice))
         elif not release.is_known:
-            found.append(_not_known(release.value.why, release.line))
+            found.append(_not_known(release.value.why, release.at.line))
     if plan is None or not releases or found:
         return found
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):

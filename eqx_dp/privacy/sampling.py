@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 import numpy as np
 from jaxtyping import Bool, Int64
 
+from ..expected import expect
 from ..trees import PyTree
 from .arguments import real_number, sampling_probability, whole_number
 from .keys import Secret, checked_secret, digest, public_bytes
@@ -129,6 +130,7 @@ class PoissonSampler:
         shared: bool = False,
     ):
         hosts = whole_number("hosts", hosts, least=1, most=2**53)
+        expect("shared", shared, bool, "True (every host can read every example) or False")
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
@@ -145,7 +147,7 @@ class PoissonSampler:
             ),
             "run": public_bytes("run", run),
             "devices": whole_number("devices", devices, least=1, most=2**53),
-            "shared": _checked_shared(shared),
+            "shared": shared,
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -299,15 +301,6 @@ def _checked_host(value: object, hosts: int) -> int:
             f"jax.process_index()); found {host}. Check hosts, which is jax.process_count()."
         )
     return host
-
-
-def _checked_shared(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"shared must be True (every host can read every example) or False; found a "
-            f"{type(value).__name__}."
-        )
-    return value
 
 
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:

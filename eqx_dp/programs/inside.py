@@ -99,11 +99,7 @@ class While(NamedTuple):
 
 
 class Cond(NamedTuple):
-    """Programs of which one runs: the first operand says which, all take the others.
-
-    Attributes:
-        branches: the programs.
-    """
+    """Programs of which one runs: the first operand says which, all take the others."""
 
     branches: tuple[jex_core.ClosedJaxpr, ...]
 

@@ -43,17 +43,13 @@ class Cut(NamedTuple):
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a device's part."""
-        lengths = list(shape)
-        for dim, axes in self.over(len(shape)):
-            lengths[dim] //= self.parts(axes)
-        return tuple(lengths)
+        parts = {dim: self.parts(axes) for dim, axes in self.over(len(shape))}
+        return tuple(n // parts.get(dim, 1) for dim, n in enumerate(shape))
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the array, from that of a device's part."""
-        lengths = list(shape)
-        for dim, axes in self.over(len(shape)):
-            lengths[dim] *= self.parts(axes)
-        return tuple(lengths)
+        parts = {dim: self.parts(axes) for dim, axes in self.over(len(shape))}
+        return tuple(n * parts.get(dim, 1) for dim, n in enumerate(shape))
 
     def gathered(self, part: Array) -> Array:
         """The array, from a device's part."""

@@ -27,10 +27,15 @@ def checks_of(step: Step[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """
     if not is_first_host():
         return {}
-    return {
-        "precision": _said("precision", lambda: _precision(step, *args, **kwargs)),
-        "privacy": _said("privacy", lambda: _privacy(step, *args, **kwargs)),
-    }
+    policy, has_noise = step.policy, step.plan.noise_multiplier > 0
+
+    def precision() -> PrecisionReport | None:
+        return None if policy is None else check_precision(step, *args, policy=policy, **kwargs)
+
+    def privacy() -> PrivacyReport | None:
+        return check_privacy(step, *args, **kwargs) if has_noise else None
+
+    return {"precision": _said("precision", precision), "privacy": _said("privacy", privacy)}
 
 
 def write_checks(directory: Path, found: dict[str, Any]) -> None:
@@ -44,16 +49,6 @@ def write_checks(directory: Path, found: dict[str, Any]) -> None:
             f"{directory / CHECKS} cannot be written ({error.strerror}); the run goes on without.",
             stacklevel=2,
         )
-
-
-def _precision(step: Step[Any], *args: Any, **kwargs: Any) -> PrecisionReport | None:
-    policy = step.policy
-    return None if policy is None else check_precision(step, *args, policy=policy, **kwargs)
-
-
-def _privacy(step: Step[Any], *args: Any, **kwargs: Any) -> PrivacyReport | None:
-    has_noise = step.plan.noise_multiplier > 0
-    return check_privacy(step, *args, **kwargs) if has_noise else None
 
 
 def _said(
