@@ -14,9 +14,15 @@ from ..programs import equation_flops, has_free_dimensions, named
 from .flow import Context, Flow
 from .precision_facts import NOTHING, Draw, Facts
 from .precision_report import Operation, Violation
-from .products import CONTRACTIONS, narrowest_inside
-from .results import bits_dropped, width_of_result
-from .widths import Width, width_of, width_of_number
+from .widths import (
+    CONTRACTIONS,
+    Width,
+    bits_dropped,
+    narrowest_inside,
+    width_of,
+    width_of_number,
+    width_of_result,
+)
 
 _STAGES = {
     "probe": "loss scale probe",

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import equinox as eqx
 import jax
 
-from ..expected import function
+from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan
 from ..shown import shown
@@ -133,8 +133,7 @@ is another one; keys change from turn to turn of a loop and from call to call |
             private = (*range(1, len(args)), *(name for name in kwargs if name != "extra"))
         plan = made.plan if plan is None else plan
         disclose = (*disclose, *(f"disclosed.{name}" for name in made.disclose))
-    if plan is not None and not isinstance(cast(object, plan), PrivacyPlan):
-        raise ValueError(f"plan must be a PrivacyPlan or None; found {shown(plan)}.")
+    expect("plan", plan, (PrivacyPlan, type(None)), "a PrivacyPlan or None")
     function("fn", fn, "the step")
     args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)

@@ -10,6 +10,8 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as pld
 
+from ..expected import expect
+
 # How far one example can move a sum of gradients, each of them at most 1 in norm.
 SENSITIVITY_OF_UNIT_NORM = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: 1.0,
@@ -29,12 +31,8 @@ from 1e-5 to 1, intervals from 1e-5 to 1e-3).
 
 def check_relation(relation: object) -> None:
     """Raises a ValueError unless it is one of dp_accounting's relations."""
-    if not isinstance(relation, NeighboringRelation):
-        raise ValueError(
-            "neighboring_relation must be one of "
-            f"{', '.join(f'NeighboringRelation.{known.name}' for known in NeighboringRelation)}; "
-            f"found {relation!r}."
-        )
+    known = ", ".join(f"NeighboringRelation.{one.name}" for one in NeighboringRelation)
+    expect("neighboring_relation", relation, NeighboringRelation, f"one of {known}")
 
 
 class Run(NamedTuple):

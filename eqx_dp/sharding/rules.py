@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..expected import expect
 from ..paths import below, dotted, matches
 from ..shown import shown
 from ..trees import PyTree, is_array_or_shape, is_key
-from .axes import PathRule, axes_of, axes_text, example_axes, only, path_rules
-from .fitting import check_fits
+from .axes import PathRule, axes_of, axes_text, check_fits, example_axes, only, path_rules
 from .processes import local_shards
 
 T = TypeVar("T")
@@ -84,11 +84,7 @@ class ShardingRules:
         params: Iterable[PathRule] = (),
         accumulators: Accumulators = "params",
     ):
-        if not isinstance(cast(object, mesh), Mesh):
-            raise ValueError(
-                "mesh must be a jax.sharding.Mesh (jax.make_mesh(shape, names)), found "
-                f"{shown(mesh)}."
-            )
+        expect("mesh", mesh, Mesh, "a jax.sharding.Mesh (jax.make_mesh(shape, names))")
         if accumulators not in get_args(Accumulators):
             allowed = ", ".join(map(repr, get_args(Accumulators)))
             raise ValueError(f"accumulators must be one of {allowed}, found {shown(accumulators)}.")

@@ -58,7 +58,8 @@ class StepSettings(Generic[Model]):
     _update: optax.GradientTransformation
     _keep_batch_dim: bool
     _seed: int | bytes
-    _is_seed_known: bool = True
+    is_seed_known: bool = True
+    """Whether another process can be given the seed: it was not drawn by `make_step`."""
 
     def __post_init__(self) -> None:
         _ = (
@@ -101,11 +102,6 @@ class StepSettings(Generic[Model]):
             self.grad_fn.expect_samples(self.plan.sampling)
             return optax.identity()
         return self.plan.privatizer(self.grad_fn, key=key_of(self._seed, "noise", self.run))
-
-    @property
-    def is_seed_known(self) -> bool:
-        """Whether another process can be given the seed: it was not drawn by `make_step`."""
-        return self._is_seed_known
 
     @functools.cached_property
     def _loss_root(self) -> PRNGKeyArray:
