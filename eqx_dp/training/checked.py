@@ -15,7 +15,7 @@ from typing import Any
 
 from ..checks import PrecisionReport, PrivacyReport, check_precision, check_privacy
 from .directory import CHECKS
-from .files import write_json
+from .files import going_on, write_json
 from .hosts import is_first_host
 from .step import Step
 
@@ -40,15 +40,9 @@ def checks_of(step: Step[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 def write_checks(directory: Path, found: dict[str, Any]) -> None:
     """Writes what the checks said beside the run; a warning if that cannot be."""
-    if not found:
-        return
-    try:
-        write_json(directory / CHECKS, found)
-    except OSError as error:
-        warnings.warn(
-            f"{directory / CHECKS} cannot be written ({error.strerror}); the run goes on without.",
-            stacklevel=2,
-        )
+    if found:
+        with going_on(f"{directory / CHECKS} cannot be written"):
+            write_json(directory / CHECKS, found)
 
 
 def _said(

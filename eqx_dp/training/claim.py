@@ -27,24 +27,22 @@ class Claim:
     Args:
         file: None for a claim that nobody can contest.
         is_made: whether the name is in the file by now.
+
+    Attributes:
+        name: which process this is, for people; no other claim has the same.
     """
 
     def __init__(self, file: Path | None = None, is_made: bool = False):
         self._file, self._is_made = file, is_made
-        self._name = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
+        self.name = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
         self._before = b""
-
-    @property
-    def name(self) -> str:
-        """Which process this is, for people; no other claim has the same."""
-        return self._name
 
     def make(self) -> None:
         """Names this run in the file, if it is not named there."""
         if self._file is None or self._is_made:
             return
         self._before = _read(self._file)
-        write_whole(self._file, self._name.encode())
+        write_whole(self._file, self.name.encode())
         self._is_made = True
 
     def give_back(self) -> None:
@@ -56,7 +54,7 @@ class Claim:
     def other(self) -> str | None:
         """The name of a later run; None if there is none."""
         found = b"" if self._file is None else _read(self._file)
-        is_other = bool(found) and found != self._name.encode()
+        is_other = bool(found) and found != self.name.encode()
         return found[:200].decode(errors="replace") if is_other else None
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
@@ -128,6 +129,15 @@ def sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def going_on(told: str, kind: type[Warning] = UserWarning) -> Generator[None]:
+    """Warns where something cannot be written; once, since Python shows a warning once."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{told} ({error.strerror}); the run goes on without.", kind, stacklevel=3)
 
 
 @contextlib.contextmanager
