@@ -137,7 +137,7 @@ def inner_mesh(rules: ShardingRules) -> jax.sharding.AbstractMesh:
     data_fields=("part",),
     meta_fields=("cut", "is_gathered_again"),
 )
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # which would show the part
 class Shard:
     """A device's part of a parameter, which stands for the whole until an equation needs that.
 
