@@ -10,7 +10,7 @@ from jax.extend.core.primitives import dynamic_slice_p
 
 from ..isolation import OPERAND_BY_OPERAND, dtype_of, shape_of
 from ..precision.stages import stage_of
-from ..programs import named
+from ..programs import COLLECTIVES, SUMS_OF_DEVICES, named
 from . import numbers, random_keys, randomness, rows, sensitivity
 from .doors import DOORS
 from .flow import Context, Flow
@@ -33,10 +33,6 @@ from .values import (
 )
 
 _DRAWS = named("random_bits random_gamma rng_bit_generator rng_uniform threefry2x32")
-_SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
-_COLLECTIVES = _SUMS_OF_DEVICES | named(
-    "pmax pmin all_gather all_gather_invariant all_to_all ppermute reduce_scatter"
-)
 _ADDITIONS = named("add sub add_any")
 
 
@@ -76,7 +72,7 @@ class Equations(Flow[Value]):
         name, count = equation.primitive.name, len(equation.outvars)
         if name in DOORS:
             self.record.door(context, equation, inputs)
-        if name in _COLLECTIVES:
+        if name in COLLECTIVES:
             self.put_together(context, inputs)
         if name in OPERAND_BY_OPERAND:
             return inputs
@@ -175,7 +171,7 @@ class Equations(Flow[Value]):
                 is_known = is_addition and (noise[0].kind == "repeated" or not _are_alike(equation))
                 self._other_noise(context, is_known)
             return unknown(inputs, "nonlinear", context.line)
-        if name in _SUMS_OF_DEVICES and len(inputs) == 1:
+        if name in SUMS_OF_DEVICES and len(inputs) == 1:
             return self._sum_of_devices(equation, sums[0])
         rule = sensitivity.RULES.get(name)
         found = None if rule is None else rule(equation, inputs)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..isolation import RULES, Apart, dtype_of, shape_of, size_of
-from ..programs import named
+from ..programs import UNCHANGED, named
 from . import random_keys
 from .terms import (
     UNKNOWN,
@@ -323,13 +323,7 @@ def _selected(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
 
 
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
-    (
-        _same,
-        named(
-            """copy sharding_constraint layout_constraint reshard stop_gradient name pvary
-            pbroadcast random_clone"""
-        ),
-    ),
+    (_same, UNCHANGED | named("random_clone")),
     (_bounds_alone, named("rev transpose abs reduce_max reduce_min")),
     (_converted, named("convert_element_type")),
     (_laid_out, named("reshape squeeze broadcast_in_dim")),

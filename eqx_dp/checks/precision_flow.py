@@ -10,7 +10,7 @@ from jax.extend.core.primitives import convert_element_type_p, scatter_add_p, se
 from ..isolation import dtype_of, shape_of, size_of
 from ..precision import Matmul, ModuleRule, Policy
 from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
-from ..programs import equation_flops, has_free_dimensions, named
+from ..programs import COLLECTIVES, SUMS_OF_DEVICES, equation_flops, has_free_dimensions, named
 from .flow import Context, Flow
 from .precision_facts import NOTHING, Draw, Facts
 from .precision_report import Operation, Violation
@@ -46,12 +46,9 @@ _ARITHMETIC = _SUMS | named(
     select_and_scatter_add"""
 )
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
-_COLLECTIVE_SUMS = named("psum psum_invariant unreduced_psum reduce_scatter")
-_COLLECTIVES = _COLLECTIVE_SUMS | named(
-    "all_gather all_gather_invariant all_to_all ppermute pmax pmin"
-)
+_COLLECTIVE_SUMS = SUMS_OF_DEVICES | named("reduce_scatter")
 # These hand on several values side by side.
-_SIDE_BY_SIDE = _COLLECTIVES | named("optimization_barrier device_put pvary")
+_SIDE_BY_SIDE = COLLECTIVES | named("optimization_barrier device_put pvary")
 # Digits of float32 that a contraction keeps, as `matmul_precision` says.
 _KEPT = {"default": 7, "tensorfloat32": 10, "highest": 23}
 
@@ -119,7 +116,7 @@ class PrecisionFlow(Flow[Facts]):
                 self._operand_cast(case)
             if stage in _ACCUMULATING:
                 self._accumulates(case, stage)
-            if name in _COLLECTIVES:
+            if name in COLLECTIVES:
                 self._collective(case)
         if stage in _OF_MODEL:  # whatever sums were added to it
             return [NOTHING] * count

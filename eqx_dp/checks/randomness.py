@@ -16,16 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..isolation import dtype_of, shape_of, size_of
-from ..programs import named
+from ..programs import UNCHANGED, named
 from .values import SOME, Public, Random, Value
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Random | None]
 
 # Entries stay entries, and each stays independent of the others.
-_KEEPS = named(
-    """reshape squeeze copy sharding_constraint layout_constraint reshard stop_gradient name pvary
-    pbroadcast"""
-)
+_KEEPS = UNCHANGED | named("reshape squeeze")
 _MOVES = named("transpose rev slice split dynamic_slice unstack")
 
 

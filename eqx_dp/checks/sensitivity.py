@@ -8,7 +8,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from ..isolation import dtype_of, shape_of, size_of
-from ..programs import named
+from ..programs import UNCHANGED, named
 from .values import Public, Sum, Value, added, either, side_by_side
 from .widths import width_of
 
@@ -18,9 +18,8 @@ Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Sum | None]
 UNKNOWN_SCALE = "it is multiplied by a value that is no constant of the program"
 
 # An entry moves by no more than that of the operand, and each entry of the result has its own.
-_KEEPS = named(
-    """reshape squeeze transpose rev copy slice dynamic_slice sharding_constraint
-    layout_constraint reshard neg abs stop_gradient name pvary pbroadcast split unstack real
+_KEEPS = UNCHANGED | named(
+    """reshape squeeze transpose rev slice dynamic_slice neg abs split unstack real
     convert_element_type optimization_barrier"""
 )
 
@@ -201,10 +200,9 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in nam
 _ENTRY_BY_ENTRY = named("convert_element_type neg mul div copy sharding_constraint")
 
 
-_EVEN = named(
-    """reshape squeeze copy sharding_constraint layout_constraint reshard stop_gradient name pvary
-    pbroadcast convert_element_type optimization_barrier add add_any broadcast_in_dim concatenate
-    reduce_sum transpose slice"""
+_EVEN = UNCHANGED | named(
+    """reshape squeeze convert_element_type optimization_barrier add add_any broadcast_in_dim
+    concatenate reduce_sum transpose slice"""
 )
 
 

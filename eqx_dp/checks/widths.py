@@ -13,7 +13,7 @@ import numpy as np
 from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
 
 from ..isolation import dtype_of
-from ..programs import named
+from ..programs import UNSEEN, named
 
 
 class Width(NamedTuple):
@@ -150,11 +150,6 @@ def _float32_at(precision: Precision, width: Width | None) -> Width | None:
 
 # The results of an equation, and where digits are lost that no dtype tells of.
 
-# Nothing is known of what comes out of these: host functions, kernels, programs of elsewhere.
-_UNSEEN = named(
-    """pure_callback io_callback buffer_callback ffi_call tpu_custom_call triton_kernel_call
-    call_exported"""
-)
 _CASTS = named("convert_element_type bitcast_convert_type")
 # Of integers, these do not keep all bits.
 _DROPPING = named(
@@ -175,7 +170,7 @@ def width_of_result(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
     | anything else | of the result |
     """
     name, dtype = equation.primitive.name, dtype_of(variable)
-    if name in _UNSEEN:
+    if name in UNSEEN:
         return Width(f"result of {name}, of which nothing is known", 0, 0)
     if name == "reduce_precision":
         digits, exponent = (equation.params[key] for key in ("mantissa_bits", "exponent_bits"))

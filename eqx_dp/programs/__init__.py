@@ -35,6 +35,10 @@ from .lines import own_line as own_line
 from .lines import source_line as source_line
 from .lines import users_line as users_line
 from .lines import written_in as written_in
+from .names import COLLECTIVES as COLLECTIVES
+from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
+from .names import UNCHANGED as UNCHANGED
+from .names import UNSEEN as UNSEEN
 from .names import named as named
 from .operations import equation_flops as equation_flops
 from .operations import has_free_dimensions as has_free_dimensions
