@@ -59,7 +59,8 @@ class Engine:
         private = [x for x in (*shared, *batch, *mask) if isinstance(x, Private | Sum)]
         if context.is_final:
             self._walk_loss(context, equation, inputs)
-            held = [x for x in (*shared, *batch) if isinstance(x, Public) and _holds_keys(x)]
+            public = [x for x in (*shared, *batch) if isinstance(x, Public)]
+            held = [x for x in public if x.words or keys_of(x)]
             for i, value in enumerate((*keys, *held)):
                 key = value.term if isinstance(value, Public) else None
                 key = key if isinstance(key, Key) else Key(UNKNOWN)
@@ -182,7 +183,3 @@ class Engine:
                 "anything else that the loss reads.",
             )
         return not private
-
-
-def _holds_keys(value: Public) -> bool:
-    return bool(value.words or keys_of(value))

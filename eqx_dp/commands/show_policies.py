@@ -7,7 +7,14 @@ from typing import Any
 import jax
 
 from ..planning import Description
-from ..precision import ModuleRule, Policy, available_policies, dtypes_of, load_policy, schema_text
+from ..precision import (
+    Policy,
+    available_policies,
+    content_of_rule,
+    dtypes_of,
+    load_policy,
+    schema_text,
+)
 from .check_policy import checked
 from .command import Command
 from .output import Table, add_output_arguments, check_output, show
@@ -111,17 +118,11 @@ def _data(policy: Policy) -> dict[str, Any]:
         "loss_scale": {"kind": policy.loss_scale.kind, "value": policy.loss_scale.value},
         "matmul_precision": policy.matmul_precision,
         "matmul": None if policy.matmul is None else str(policy.matmul),
-        "modules": [_rule_data(rule) for rule in policy.modules],
+        "modules": list(map(content_of_rule, policy.modules)),
         "unsafe": policy.unsafe,
         "narrow_optimizer": policy.narrow_optimizer,
         "text": str(policy),
     }
-
-
-def _rule_data(rule: ModuleRule) -> dict[str, Any]:
-    more = {"matmul": rule.matmul, "optional": rule.optional}
-    said = {key: value for key, value in more.items() if value}
-    return {"match": rule.match, "compute": str(rule.compute_dtype), **said}
 
 
 COMMAND = Command(

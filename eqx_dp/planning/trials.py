@@ -86,7 +86,8 @@ class Work(NamedTuple):
             runs = self._runs(program, candidate)
             jax.block_until_ready(runs.all())
         except Exception as error:  # whatever a method, a compiler or a loss may raise
-            return trial._replace(problem=_reason(error)), None
+            first = str(error).strip().partition("\n")[0]
+            return trial._replace(problem=f"{type(error).__name__}: {first}"[:200]), None
         return trial, runs
 
     def _estimated(self, candidate: Candidate) -> int:
@@ -208,8 +209,3 @@ def _rounds(
 def fastest(trials: list[Trial]) -> Trial:
     """The trial of the smallest median, of those that were timed; of equal ones the first."""
     return min((x for x in trials if x.seconds), key=lambda x: x.seconds.median if x.seconds else 0)
-
-
-def _reason(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"[:200]

@@ -7,6 +7,7 @@ from .leaf_dtypes import leaf_dtypes as leaf_dtypes
 from .loss_scale import LossScale as LossScale
 from .matmul import Matmul as Matmul
 from .module_rule import ModuleRule as ModuleRule
+from .module_rule import content_of_rule as content_of_rule
 from .modules import cast_parameters as cast_parameters
 from .modules import matched_by as matched_by
 from .modules import matmul_precision as matmul_precision

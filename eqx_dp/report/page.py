@@ -22,7 +22,7 @@ def page_of(description: Mapping[str, Any]) -> str:
     """
     sections = (
         ("protected", "What is protected", _protected),
-        ("meaning", "What epsilon and delta mean", _meaning),
+        ("meaning", "What epsilon and delta mean", lambda said: _paragraphs(*words.meaning(said))),
         ("attack", "What an attack can find out", _attack),
         ("steps", "Epsilon over the steps", _steps),
         ("limits", "What the promise does not cover", _limits),
@@ -84,10 +84,6 @@ def _protected(said: Mapping[str, Any]) -> list[Markup]:
         tag("h3", "Who may see what"),
         facts(words.who_may_see(said)),
     ]
-
-
-def _meaning(said: Mapping[str, Any]) -> list[Markup]:
-    return _paragraphs(*words.meaning(said))
 
 
 def _attack(said: Mapping[str, Any]) -> list[Markup]:

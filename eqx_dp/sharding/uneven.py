@@ -33,18 +33,12 @@ def warn_of_uneven(rules: ShardingRules, model: PyTree[Any], trained: PyTree[Any
     axes = [axis for axis in rules.examples if axis in ruled]
     _warn("parameter", {name: arrays[name] for name in free}, rules.mesh, axes)
     if rules.accumulators == "examples":
-        sums = {
-            dotted(path): leaf.shape
-            for path, leaf in jax.tree_util.tree_leaves_with_path(trained)
-            if not _is_spread(rules, path, leaf.shape)
-        }
+        sums: dict[str, tuple[int, ...]] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+            spec = rules.accumulator_spec(rules.spec(path, leaf.shape), leaf.shape)
+            if not any(axis in rules.examples for entry in spec for axis in axes_of(entry)):
+                sums[dotted(path)] = leaf.shape
         _warn("gradient", sums, rules.mesh, rules.examples)
-
-
-def _is_spread(rules: ShardingRules, path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the sum of a parameter is spread over example axes."""
-    spec = rules.accumulator_spec(rules.spec(path, shape), shape)
-    return any(axis in rules.examples for entry in spec for axis in axes_of(entry))
 
 
 def _warn(what: str, arrays: dict[str, tuple[int, ...]], mesh: Mesh, axes: Sequence[str]) -> None:

@@ -279,16 +279,14 @@ class Step(Starting[Model]):
             state = TrainState(model, opt_state, arguments.step, disclosed, average)
             shown: dict[str, Array] = {}
             if self.steps_per_call == 1:
-                state = self._stays(self._next(state, arguments), arguments)
+                after = self._next(state, arguments)
+                state = constrained(after, arguments.specs, self.sharding)
             else:
                 state, shown = self._several(state, arguments)
             carry = (state.model, state.opt_state, state.disclosed, state.average)
             return carry, (state.step, shown)
 
         return Dispatch(take)
-
-    def _stays(self, state: TrainState[Model], given: _Arguments) -> TrainState[Model]:
-        return constrained(state, given.specs, self.sharding)
 
     def _several(
         self, state: TrainState[Model], given: _Arguments
@@ -300,7 +298,7 @@ class Step(Starting[Model]):
             batch, mask = its
             its_state = eqx.combine(arrays, rest)
             after = self._next(its_state, given._replace(batch=batch, mask=mask))
-            after = self._stays(after, given)
+            after = constrained(after, given.specs, self.sharding)
             after, others = eqx.partition(after, eqx.is_array)
             if not eqx.tree_equal(others, rest):
                 raise ValueError(
