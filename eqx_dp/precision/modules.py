@@ -57,12 +57,8 @@ def rebuild(
 ) -> T:
     """Rebuilds a tree from its leaves up, telling every leaf and module what governs it.
 
-    Args:
-        tree: a module, or any tree of modules and arrays.
-        compute: the dtype around the tree.
-        matched: the rule that matches a module, given its dotted path; or None.
-        on_module: makes a module anew, its contents already done.
-        on_leaf: makes a leaf anew.
+    The contents of a module are done before `on_module` makes it anew. `matched` gives the rule
+    that matches a module at a dotted path, or None; `compute` is the dtype around the tree.
     """
 
     def visit(node: Any, governed: Governed) -> Any:

@@ -50,11 +50,8 @@ def settled(
 ) -> list[Value]:
     """What a loop carries, as facts: the least that another step does not change.
 
-    Args:
-        step: from the facts about the carry to those after a step.
-        start: those before the first.
-        joined: what is known of a value that may be either of two. There are finitely many facts
-            above any, so that this ends.
+    `joined` says what is known of a value that may be either of two. There are finitely many facts
+    above any, so that this ends.
     """
     carry = start
     while True:

@@ -38,11 +38,8 @@ def calls(start: int, stop: int, most: int, ends: Iterable[int]) -> Iterator[ran
     | 0 to 20, 8 at most, a save after every 10 | 0-7, 8, 9, 10-17, 18, 19 |
     | a run that goes on after an end | as if it had not been interrupted |
 
-    Args:
-        start: how many steps were taken before.
-        stop: how many are to be taken, with these.
-        most: how many steps a call takes, at least 1.
-        ends: numbers of steps, after every multiple of which a call is to end.
+    Steps from `start` to below `stop` are taken, and a call ends after every multiple of a number
+    in `ends`.
     """
     every, done = tuple(ends), start
     while done < stop:

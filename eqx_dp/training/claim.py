@@ -24,9 +24,7 @@ class Claim:
     that do not know of one another, and see each other's writes, the later one counts all steps of
     the earlier one, or the earlier one takes none of them: it ends.
 
-    Args:
-        file: None for a claim that nobody can contest.
-        is_made: whether the name is in the file by now.
+    Without a file nobody can contest it; `is_made` says that the name is in the file by now.
 
     Attributes:
         name: which process this is, for people; no other claim has the same.

@@ -19,9 +19,7 @@ Model = TypeVar("Model")
 class FirstModel(Generic[Model]):
     """The model before the first step.
 
-    Args:
-        model: the model; None if there is a function. It is held until `take`.
-        init_model: returns the model; None if there is a model.
+    It is a model, which is held until `take`, or a function that returns it.
 
     Attributes:
         shapes: the model, with shapes in place of arrays.

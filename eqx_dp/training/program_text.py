@@ -52,9 +52,6 @@ def program_text(program: jex_core.ClosedJaxpr) -> str:
     An array of more than one number enters by its hash (BLAKE2b, 128 bits); one that this host
     does not hold whole, by its shape and dtype alone. A derivative rule that cannot be traced by
     itself, and a callback, enter by the name of the Python function.
-
-    Args:
-        program: as `jax.make_jaxpr` gives it. Traced constants may be in it.
     """
     return _closed(program.jaxpr, program.consts, with_rules=True)
 
