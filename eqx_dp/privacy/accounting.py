@@ -92,8 +92,8 @@ def epsilon_at(
 ) -> float:
     """Epsilon at a discretization, to the last bit what PLDAccountant gives for `event_of`.
 
-    The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`. Many steps
-    are composed faster `in_stages`, of which there are two, and then not to the last bit:
+    The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`. Many
+    steps are composed faster `in_stages`, of which there are two, and then not to the last bit:
     dp_accounting bounds the range of a sum of many losses far too widely.
     """
     if left <= 0 or interval > WIDEST_INTERVAL:
