@@ -136,10 +136,8 @@ def _in_each_call(drawn: Drawn, counters: Counters, calls: Calls) -> bool | None
     root = drawn.key.root
     if root.name in calls.given:
         return True
-    if root.name in calls.steps:
-        steps = calls.steps[root.name]
-        if steps:
-            return paths_part(steps, drawn.key.path, counters)
+    if steps := calls.steps.get(root.name):
+        return paths_part(steps, drawn.key.path, counters)
     return is_new_each_turn(drawn.key, "calls", counters)
 
 
