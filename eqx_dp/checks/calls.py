@@ -61,9 +61,10 @@ class StepCall(NamedTuple):
 
     @property
     def releases(self) -> dict[Path, Noised]:
-        """Those that leave the step."""
-        public = [value for value in self.results if isinstance(value, Public)]
-        leaving = self.record.shown_releases.union(*(value.releases for value in public))
+        """Those that leave the step, beside its results too, or that private values hold."""
+        values = (*self.results, *(value for value, _ in self.record.shown))
+        public = (value.releases for value in values if isinstance(value, Public))
+        leaving = self.record.met.union(*public)
         return {path: one for path, one in self.record.releases.items() if path in leaving}
 
     @property

@@ -89,10 +89,11 @@ def _listed(policies: list[Policy]) -> Table:
 
 
 def _in_full(policy: Policy) -> Table:
+    scale = policy.loss_scale
     rows = [
         *((stage, str(dtype)) for stage, dtype in dtypes_of(policy).items()),
         ("rounding of params", policy.rounding),
-        ("loss scale", _told_loss_scale(policy)),
+        ("loss scale", scale.kind + (f" {scale.value:g}" if scale.kind == "static" else "")),
         ("matmul precision", policy.matmul_precision),
         ("matmul", str(policy.matmul or "in the compute dtype")),
         *((f"module {rule.match}", str(rule)) for rule in policy.modules),
@@ -102,11 +103,6 @@ def _in_full(policy: Policy) -> Table:
     notes = [f"as text: {policy}"]
     title = ": ".join(filter(None, (policy.name, policy.description)))
     return Table(title, ("stage", "dtype"), rows, notes, _data(policy), [])
-
-
-def _told_loss_scale(policy: Policy) -> str:
-    scale = policy.loss_scale
-    return f"{scale.kind} {scale.value:g}" if scale.kind == "static" else scale.kind
 
 
 def _data(policy: Policy) -> dict[str, Any]:

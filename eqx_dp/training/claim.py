@@ -8,7 +8,6 @@ import socket
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import TextIO
 
 from .files import CheckpointError, CheckpointWarning, is_remote, read_whole, write_whole
 from .hosts import from_first_host
@@ -122,8 +121,10 @@ def _lock(directory: Path, name: str, stack: contextlib.ExitStack) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200) or "a process that has just begun"
         raise CheckpointError(
-            f"Another run is under way in {directory}: {_holder(file)}. Wait until it ends or end "
+            f"Another run is under way in {directory}: {holder}. Wait until it ends or end "
             "it, and start again; or name another directory, for a run with a seed of its own."
         ) from None
     except OSError as error:
@@ -136,8 +137,3 @@ def _lock(directory: Path, name: str, stack: contextlib.ExitStack) -> None:
     file.truncate(0)
     file.write(name)
     file.flush()
-
-
-def _holder(file: TextIO) -> str:
-    file.seek(0)
-    return file.read(200) or "a process that has just begun"

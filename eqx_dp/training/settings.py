@@ -109,7 +109,7 @@ class StepSettings(Generic[Model]):
 
     @functools.cached_property
     def _rounding_root(self) -> PRNGKeyArray | None:
-        if not self._parameters.rounds_at_random:
+        if self.policy is None or self.policy.rounding != "stochastic":
             return None
         return key_of(self._seed, "rounding", self.run)
 

@@ -121,11 +121,6 @@ class Parameters(NamedTuple):
         params = wide_parameters(params, self.policy)
         return params if self.rules is None else self.rules.shard_accumulators(params)
 
-    @property
-    def rounds_at_random(self) -> bool:
-        """Whether an update takes a key."""
-        return self.policy is not None and self.policy.rounding == "stochastic"
-
     def updated(
         self, model: Model, updates: PyTree[Array | None], key: PRNGKeyArray | None
     ) -> Model:
