@@ -35,12 +35,24 @@ not depend on the coins. With or without a canary, two data sets differ in one e
 added, removed or zeroed out; the plan's epsilon holds for that under each of its relations.
 """
 
-from .bounds import GUESSES as GUESSES
-from .bounds import CanaryAudit as CanaryAudit
-from .bounds import CanaryBound as CanaryBound
-from .planted import Canaries as Canaries
-from .planted import ExampleCanaries as ExampleCanaries
-from .planted import GradientCanaries as GradientCanaries
-from .planted import Marked as Marked
-from .planted import plant as plant
-from .planted import plant_gradients as plant_gradients
+from .bounds import GUESSES, CanaryAudit, CanaryBound
+from .planted import (
+    Canaries,
+    ExampleCanaries,
+    GradientCanaries,
+    Marked,
+    plant,
+    plant_gradients,
+)
+
+__all__ = [
+    "GUESSES",
+    "Canaries",
+    "CanaryAudit",
+    "CanaryBound",
+    "ExampleCanaries",
+    "GradientCanaries",
+    "Marked",
+    "plant",
+    "plant_gradients",
+]
