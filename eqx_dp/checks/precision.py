@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..expected import function
 from ..precision import Policy, checked_policy
+from ..shown import some
 from ..trees import PyTree
 from .feedback import next_arguments
 from .flow import Context
@@ -155,9 +156,9 @@ def _narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> lis
     for path, node in jax.tree_util.tree_leaves_with_path(results, is_leaf=_is_state):
         for below, leaf in jax.tree_util.tree_leaves_with_path(node) if _is_state(node) else ():
             if leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating):
-                found[leaf.dtype].append(jax.tree_util.keystr((*path, *below)))
+                found[leaf.dtype].append(f"the result{jax.tree_util.keystr((*path, *below))}")
     return [
-        Violation("optimizer state", str(declared), str(dtype), _where(paths))
+        Violation("optimizer state", str(declared), str(dtype), some(paths, 1))
         for dtype, paths in found.items()
         if jnp.promote_types(dtype, declared) != dtype
     ]
@@ -166,8 +167,3 @@ def _narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> lis
 def _is_state(node: Any) -> bool:
     is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
     return is_named_tuple and type(node).__module__.split(".")[0] == "optax"
-
-
-def _where(paths: list[str]) -> str:
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"the result{paths[0]}{more}"

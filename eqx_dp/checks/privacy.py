@@ -10,7 +10,7 @@ import jax
 from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan
-from ..shown import shown
+from ..shown import shown, some
 from .arguments import arguments_of, private_among, traceable
 from .calls import TracedStep, calls_of
 from .feedback import next_arguments
@@ -177,7 +177,7 @@ def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, .
         if not any(names_it(pattern, name) for name in names):
             raise ValueError(
                 f"disclose names {shown(pattern)}, which is none of the results. Results are: "
-                f"{', '.join(names[:20])}{' and more' if len(names) > 20 else ''}. "
+                f"{some(names, 20)}. "
                 "Name one of them, or a pattern that matches one."
             )
     return patterns

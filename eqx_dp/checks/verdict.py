@@ -2,10 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 
 from ..paths import matches
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
+from ..shown import some
 from .calls import StepCall, TracedStep
 from .freshness import fresh_noise
 from .key_paths import paths_part
@@ -114,7 +115,7 @@ def _outputs(
         how = "the noise of a release, which is in the model, the data or another private value too"
         leaving[Finding("fresh noise", how, call.record.used[draw], _OF_ITS_OWN, False)].append("")
     findings = [
-        finding._replace(found=f"result{'s' * (len(names) > 1)} {_listed(names)}: {finding.found}")
+        finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
         for finding, names in leaving.items()
     ]
     return findings, tuple(kept), tuple(disclosed)
@@ -186,11 +187,6 @@ def _how(value: Private | Sum) -> Finding:
         "Add the noise to what filter_clipped_grad returns, before anything else is made of it.",
         is_decided=is_unbounded,
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _releases(

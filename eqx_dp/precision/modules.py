@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..paths import dotted, matches
+from ..shown import some
 from ..trees import PyTree
 from .module_rule import ModuleRule
 from .policy import MatmulPrecision, Policy, cast_floats
@@ -187,6 +188,4 @@ def _listed(modules: list[tuple[str, eqx.Module]]) -> str:
     if not modules:
         return "no module rules, as the model holds no eqx.Module"
     names = [f"{path or '(root)'} {type(module).__name__}" for path, module in modules]
-    more = f", and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    listed = ", ".join(names[:_MOST_LISTED])
-    return f"the path or the class of a module, of which there are: {listed}{more}"
+    return f"the path or the class of a module, of which there are: {some(names, _MOST_LISTED)}"

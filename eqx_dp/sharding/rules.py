@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..expected import expect
 from ..paths import below, dotted, matches
-from ..shown import shown
+from ..shown import shown, some
 from ..trees import PyTree, is_array_or_shape, is_key
 from .axes import PathRule, axes_of, axes_text, check_fits, example_axes, only, path_rules
 from .processes import local_shards
@@ -380,5 +380,4 @@ def _listed(names: list[str]) -> str:
         return "It has no arrays."
     if names == [""]:
         return "It is one array, which has an empty path."
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"Its arrays are {', '.join(names[:8])}{more}."
+    return f"Its arrays are {some(names, 8)}."

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..paths import dotted, matches
+from ..shown import some
 from ..trees import PyTree
 from .axes import axes_of, axes_text
 from .rules import ShardingRules, has_shape
@@ -51,9 +52,8 @@ def _warn(what: str, arrays: dict[str, tuple[int, ...]], mesh: Mesh, axes: Seque
     ]
     if devices == 1 or not whole:
         return
-    more = f", and {len(whole) - 8} more" if len(whole) > 8 else ""
     warnings.warn(
-        f"Every device holds the whole {what} of {', '.join(whole[:8])}{more}: no dimension is a "
+        f"Every device holds the whole {what} of {some(whole, 8)}: no dimension is a "
         f"multiple of the {devices} devices of {axes_text(axes)} (mesh {dict(mesh.shape)}). Where "
         "that is large, change the model's width, or the mesh.",
         stacklevel=2,

@@ -17,6 +17,7 @@ from ..paths import below
 from ..precision import Policy
 from ..privacy import GaussianPrivatizerState
 from ..sharding import ShardingRules, axes_of
+from ..shown import some
 from ..trees import PyTree, is_array_or_shape, is_key, is_shape
 from ..updates import apply_updates, wide_parameters
 
@@ -200,9 +201,8 @@ def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if is_gone(leaf)
     ]
-    rest = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
     raise ValueError(
-        f"{gone[0]}{rest}: the array is gone. A step uses up the state that it is given: its "
+        f"{some(gone, 1)}: the array is gone. A step uses up the state that it is given: its "
         "buffers are donated to the next state. Go on with the state that the step returned, "
         "state = step(state, ...), and copy beforehand what is needed later, the model too: "
         "jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)."

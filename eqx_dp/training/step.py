@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
 import equinox as eqx
@@ -124,17 +124,17 @@ class Step(Starting[Model]):
         Raises:
             ValueError: it is no whole number from 1 to 65,536.
         """
-        return self._of_several(whole_number("steps_per_call", number, least=1, most=_MOST_STEPS))
+        number = whole_number("steps_per_call", number, least=1, most=_MOST_STEPS)
+        if number == self.steps_per_call:
+            return self
+        if number not in self._known_several:
+            self._known_several[number] = dataclasses.replace(self, steps_per_call=number)
+        return self._known_several[number]
 
     @functools.cached_property
-    def _of_several(self) -> Callable[[int], "Step[Model]"]:
-        """Kept by number, since a step that was traced is not traced again."""
-
-        def of_several(number: int) -> Step[Model]:
-            is_own = number == self.steps_per_call
-            return self if is_own else dataclasses.replace(self, steps_per_call=number)
-
-        return functools.cache(of_several)
+    def _known_several(self) -> dict[int, "Step[Model]"]:
+        """By number, since a step that was traced is not traced again."""
+        return {}
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
         """Puts this host's part of a batch where the step wants it.
