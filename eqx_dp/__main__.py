@@ -9,10 +9,7 @@ from .extras import MissingExtra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        arguments: what stands behind the program's name; by default what it was started with.
+    """Runs one command; without arguments, with those that the program was started with.
 
     Returns:
         The exit status: 0; 1 if an extra is not installed; 2 if something was refused, which is

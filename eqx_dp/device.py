@@ -13,8 +13,7 @@ def is_cpu() -> bool:
 def device_memory(*, free: bool = False) -> int | None:
     """Bytes of memory of the device, or of the host where it is the device; None if unknown.
 
-    Args:
-        free: of these the ones that nothing is held in now.
+    If `free`, those that nothing is held in now.
     """
     if is_cpu():
         pages = "SC_AVPHYS_PAGES" if free else "SC_PHYS_PAGES"

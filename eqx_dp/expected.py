@@ -14,11 +14,7 @@ from .shown import shown
 def expect(name: str, value: object, kinds: type | tuple[type, ...], allowed: str) -> None:
     """Raises a ValueError unless a value is an instance of one of the types.
 
-    Args:
-        name: of the argument.
-        value: what was found.
-        kinds: the types.
-        allowed: what is allowed, in words, and where one gets it.
+    `allowed` says in words what is allowed, and where one gets it.
     """
     if not isinstance(value, kinds):
         raise ValueError(f"{name} must be {allowed}; found {shown(value)}.")

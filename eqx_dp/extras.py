@@ -9,12 +9,7 @@ class MissingExtra(ImportError):
 
 
 def extra(module: str, *, name: str = "train", instead: str = "") -> Any:
-    """Imports a module of an extra.
-
-    Args:
-        module: what to import.
-        name: of the extra.
-        instead: what does without it, for the error.
+    """Imports a module of an extra; `instead` is what does without it, for the error.
 
     Raises:
         MissingExtra: it is not installed; the error says how to install it.

@@ -1,6 +1,7 @@
 """How things are shown: what an error found (never a model, a key, an array's values)."""
 
 import numbers
+from collections.abc import Sequence
 from typing import Any, cast
 
 import equinox as eqx
@@ -14,6 +15,12 @@ _SHORT = (str, numbers.Number, np.dtype, PartitionSpec)
 def function_name(function: Any) -> str:
     """The name of a function; never what it is bound to, or closes over: a model, a key."""
     return getattr(function, "__name__", type(function).__name__)
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def shapes(tree: Any) -> str:

@@ -1,4 +1,4 @@
-"""`PyTree`, for the annotations that users see.
+"""`PyTree`, for the annotations that users see; and what a leaf is.
 
 jaxtyping's `PyTree` is Any to type checkers, but by a way that pyright, in strict mode, reports as
 unknown wherever a user calls such a function. This one is Any by a way that all of them know, and
@@ -6,6 +6,10 @@ jaxtyping's own where programs run.
 """
 
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from typing_extensions import TypeAliasType
@@ -15,4 +19,19 @@ if TYPE_CHECKING:
 else:
     from jaxtyping import PyTree
 
-__all__ = ["PyTree"]
+__all__ = ["PyTree", "is_array_or_shape", "is_key", "is_shape"]
+
+
+def is_shape(leaf: Any) -> bool:
+    """Whether it stands for an array."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def is_array_or_shape(leaf: Any) -> bool:
+    """Whether it is an array, or stands for one."""
+    return eqx.is_array(leaf) or is_shape(leaf)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array, or what stands for one, holds random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -12,7 +12,7 @@ from jaxtyping import Bool
 
 from ..paths import below
 from ..shown import shown
-from ..trees import PyTree
+from ..trees import PyTree, is_key
 from .hostile import Example
 
 Place: TypeAlias = int | str
@@ -136,8 +136,7 @@ def _checked_length(found: Arguments) -> int:
     for place in found.private:
         for path, leaf in jax.tree_util.tree_leaves_with_path(found.at(place)):
             where = below(f"argument {place!r}", path)
-            is_key = eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            if not eqx.is_array(leaf) or leaf.ndim == 0 or is_key:
+            if not eqx.is_array(leaf) or leaf.ndim == 0 or is_key(leaf):
                 raise ValueError(
                     f"{where} is named as private and must be an array of numbers with examples "
                     f"along its leading axis; found {shown(leaf)}."
@@ -165,11 +164,8 @@ def next_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the next call: results that come back, and fresh keys for the others.
 
-    Args:
-        arguments: of the first call.
-        result: of the call before.
-        comes_back: for each array of the result, which arrays of the arguments it becomes.
-        times: how many calls there were. It is folded into keys that do not come back.
+    For each array of the result `comes_back` says which arrays of the arguments it becomes. How
+    many calls there were is folded into keys that do not come back.
     """
     arrays, rest = eqx.partition(arguments, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
@@ -178,6 +174,6 @@ def next_call(
     for index, leaf in enumerate(leaves):
         if index in fed:
             leaves[index] = fed[index]
-        elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        elif is_key(leaf):
             leaves[index] = jax.random.fold_in(leaf, times)
     return eqx.combine(structure.unflatten(leaves), rest)

@@ -144,7 +144,7 @@ class Comparisons:
         size = len(trial.examples)
         first, like = self._released.setdefault((size, seen.digest), (trial.where, seen))
         for path, (dtype, shape, digest) in seen.outputs.items():
-            if self._is_disclosed(path):
+            if any(matches(pattern, path) for pattern in self.disclosed):
                 continue
             before = self.base.outputs.get(path, ("", (), b""))
             if size == len(self.trials.given) and before[:2] != (dtype, shape):
@@ -161,9 +161,6 @@ class Comparisons:
         self, rule: Rule, found: str, trial: Trial, more: str = "", *, size: float = 0.0
     ) -> None:
         self.findings.add(rule, found, found, trial.where + more, size)
-
-    def _is_disclosed(self, path: str) -> bool:
-        return any(matches(pattern, path) for pattern in self.disclosed)
 
     def _replayed(self) -> None:
         """The same call twice; without this, no difference would mean anything."""

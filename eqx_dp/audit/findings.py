@@ -56,15 +56,7 @@ class Findings:
         self._worst: dict[tuple[Rule, str], tuple[float, str, str, int]] = {}
 
     def add(self, rule: Rule, kind: str, found: str, where: str, size: float = 0.0) -> None:
-        """Notes a violation.
-
-        Args:
-            rule: which rule does not hold.
-            kind: of several findings of one kind, the largest is shown.
-            found: what was found.
-            where: on which data set.
-            size: how bad it is.
-        """
+        """Notes a violation; of several of one kind the one of the largest `size` is shown."""
         worst = self._worst.get((rule, kind))
         times = 1 if worst is None else worst[3] + 1
         if worst is None or size > worst[0]:

@@ -94,10 +94,6 @@ normal and smallest subnormal number of its dtype, itself by -1, 1024, -1024, 2^
     | any | zeros; a copy of another example; a copy that is negated, and so cancels it |
 
     Leaves of other kinds stay as they are meanwhile.
-
-    Args:
-        example: as it was given.
-        others: other examples of the batch.
     """
     found = {GIVEN: example, ZEROS: jax.tree.map(np.zeros_like, example)}
     for kind, changes in _OF_KIND:

@@ -120,7 +120,8 @@ shorter by one |
         Exception: what the function itself raises on the examples as they are given.
     """
     own = (private, padding, sensitivity, release)
-    fn = _without_jit(fn)
+    inner = getattr(fn, "__wrapped__", None)  # a clipped gradient that was wrapped in a jit
+    fn = inner if isinstance(inner, ClippedGrad) else fn
     if isinstance(fn, ClippedGrad):
         _refuse_own("a clipped gradient", own)
         relation = _relation(plan, neighboring_relation)
@@ -138,7 +139,7 @@ shorter by one |
                 "which a call is made; check_privacy reads the program of the call."
             )
         relation, paths = fn.plan.neighboring_relation, (*disclose, "disclosed.*")
-        subject = Subject(fn, None, _nothing, _itself, fn.mesh)
+        subject = Subject(fn, None, context=fn.mesh)
         with fn.mesh():
             call = _with_mask(fn, _of_state(fn, args), kwargs)
         return _audited(subject, call, fn.grad_fn.sensitivity(relation), relation, fn.plan, paths)
@@ -150,7 +151,7 @@ shorter by one |
             f"{shown(private)} and {shown(sensitivity)} for {shown(fn)}."
         )
     mask = MASK if padding is None and MASK in kwargs else padding
-    subject = Subject(fn, release, _nothing, _itself)
+    subject = Subject(fn, release)
     call = arguments_of(fn, args, kwargs, private, mask)
     relation = _relation(plan, neighboring_relation)
     return _audited(subject, call, sensitivity, relation, plan, tuple(disclose))
@@ -175,7 +176,7 @@ def _audited(
     subject, first = subject.tried(*as_given)
     _check_recorded(subject, first)
     base, findings = subject.observed(*as_given), Findings()
-    if not base.released or not all(map(_is_float, base.released)):
+    if not base.released or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in base.released):
         raise ValueError("release must give floating-point arrays, at least one.")
     trials = Trials.of(call.examples, call.mask, last=call.mask is None)
     found = Comparisons(subject, call, trials, bound, relation, disclosed, base, findings)
@@ -196,12 +197,6 @@ def _audited(
         findings.violations,
         tuple(notes),
     )
-
-
-def _without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A clipped gradient that was wrapped in a jit, without it."""
-    inner = getattr(fn, "__wrapped__", None)
-    return inner if isinstance(inner, ClippedGrad) else fn
 
 
 def _refuse_own(what: str, own: tuple[object, ...]) -> None:
@@ -260,15 +255,7 @@ def _of_gradient(grad_fn: ClippedGrad[Any], args: tuple[Any, ...]) -> Subject:
             return result[0]._asdict()
         return {"aux": result[1]}
 
-    return Subject(grad_fn, released, rows, _nothing)
-
-
-def _nothing(result: Any) -> None:
-    del result
-
-
-def _itself(result: Any) -> Any:
-    return result
+    return Subject(grad_fn, released, rows, lambda result: None)
 
 
 def _checked_sensitivity(sensitivity: object) -> float:
@@ -297,10 +284,6 @@ def _check_recorded(subject: Subject, first: Recording) -> None:
         f"{problem}. Say what is released, release=lambda result: ..., in the unit of the "
         "sensitivity; or audit the clipped gradient (of a step, step.grad_fn) by itself."
     )
-
-
-def _is_float(leaf: np.ndarray) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def _notes(subject: Subject, found: Comparisons) -> list[str]:

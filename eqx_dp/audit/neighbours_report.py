@@ -1,7 +1,6 @@
 """What `neighbours` found, and how it is printed and kept."""
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 from dp_accounting import NeighboringRelation
 
 from ..tables import Part, tabular
-from ..training.files import read_json, write_json
+from ..training.files import finite_or_none, read_json, write_json
 
 
 class Violation(NamedTuple):
@@ -124,17 +123,14 @@ class NeighboursReport(NamedTuple):
         write_json(file, {**before, "neighbours": self._content()})
 
     def _content(self) -> dict[str, Any]:
+        pairs = [x._asdict() | {"movement": finite_or_none(x.movement)} for x in self.pairs]
         return {
             "ok": self.ok,
             "sensitivity": self.sensitivity,
             "neighboring_relation": self.neighboring_relation.name,
-            "largest": _finite(self.largest),
-            "rounding": _finite(self.rounding),
+            "largest": finite_or_none(self.largest),
+            "rounding": finite_or_none(self.rounding),
             "violations": [violation._asdict() for violation in self.violations],
             "notes": list(self.notes),
-            "pairs": [pair._asdict() | {"movement": _finite(pair.movement)} for pair in self.pairs],
+            "pairs": pairs,
         }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -67,22 +67,17 @@ def _coming_back(
 ) -> list[list[int]]:
     """For each array of a result, which arrays of the next call it becomes."""
     args, kwargs = call
-    shapes = jax.tree.map(_shape, eqx.filter(result, eqx.is_array))
-    of = next_arguments(args, kwargs, shapes)
+    of = next_arguments(args, kwargs, eqx.filter(result, eqx.is_array))
     places = {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}  # as JAX flattens them
-    owners = [place for place, tree in places.items() for _ in _arrays(tree)]
+    owners = [
+        place
+        for place, tree in places.items()
+        for _ in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    ]
     fixed = {*arguments.private, arguments.padding}
     if not whole and any(owners[at] not in {0, *fixed} for each in of for at in each):
         fixed.add(0)
     return [[at for at in each if owners[at] not in fixed] for each in of]
-
-
-def _arrays(tree: Any) -> list[Any]:
-    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def check_noise(noise: Noise, stddev: float | None, findings: Findings) -> None:
@@ -95,10 +90,7 @@ their quantile of 1e-9 is too little |
     | it is new at every step | the same numbers at two steps |
     | no two leaves have the same | equal or proportional numbers at all steps |
 
-    Args:
-        noise: as recorded.
-        stddev: what the plan says; None without a plan, and nothing is said of how much there is.
-        findings: where violations go.
+    Without a plan `stddev` is None, and nothing is said of how much noise there is.
     """
     leaves = list(zip(*noise.draws, strict=True))
     for index, leaf in enumerate(leaves):

@@ -34,11 +34,7 @@ def recorded(fn: Callable[..., Any], gain: Any, args: Any, kwargs: Any) -> Recor
     The function is traced, and its program evaluated equation by equation. Additions are known by
     the mark of their stage. Run it under a jit: the function's own jit is taken apart.
 
-    Args:
-        fn: any function that JAX can trace.
-        gain: what the noise is multiplied by before it is added: 1 to leave it as it is.
-        args: its arguments by position.
-        kwargs: its arguments by name.
+    The noise is multiplied by `gain` before it is added: 1 leaves it as it is.
     """
     program, shapes, others = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..paths import dotted
-from ..trees import PyTree
+from ..trees import PyTree, is_key
 from .recorded import Recording, recorded
 
 # A function that reads values while it is traced.
@@ -67,8 +67,8 @@ class Subject(NamedTuple):
 
     fn: Callable[..., Any]
     release: Callable[[Any], PyTree[Any]] | None
-    rows: Callable[[Any], PyTree[Any]]
-    outputs: Callable[[Any], PyTree[Any]]
+    rows: Callable[[Any], PyTree[Any]] = lambda result: None
+    outputs: Callable[[Any], PyTree[Any]] = lambda result: result
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_traced: bool = True
 
@@ -77,7 +77,10 @@ class Subject(NamedTuple):
         with self.context():
             if self.is_traced:
                 return jax.block_until_ready(_recorded(self.fn, jnp.float32(gain), args, kwargs))
-            args, kwargs = jax.tree.map(_copied, (args, kwargs))  # it may use them up
+            # It may use them up.
+            args, kwargs = jax.tree.map(
+                lambda x: jnp.copy(x) if eqx.is_array(x) else x, (args, kwargs)
+            )
             return Recording(jax.block_until_ready(self.fn(*args, **kwargs)), [], [], 0)
 
     def observed(
@@ -94,7 +97,11 @@ class Subject(NamedTuple):
             released,
             noise,
             {path: (str(leaf.dtype), leaf.shape, _digest(leaf)) for path, leaf in outputs},
-            {path: int(leaf) for path, leaf in outputs if _is_counter(leaf)},
+            {
+                path: int(leaf)
+                for path, leaf in outputs
+                if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
+            },
             dict(_arrays(self.rows(result))),
             len(compiled),
             b"".join(map(_digest, [*released, *noise])),
@@ -114,24 +121,15 @@ def _recorded(fn: Callable[..., Any], gain: Any, args: Any, kwargs: Any) -> Reco
     return recorded(fn, gain, args, kwargs)
 
 
-def _copied(leaf: Any) -> Any:
-    return jnp.copy(leaf) if eqx.is_array(leaf) else leaf
-
-
 def _arrays(tree: PyTree[Any]) -> list[tuple[str, np.ndarray]]:
     """All arrays of a tree on the host, by path; of keys their words."""
     found: list[tuple[str, np.ndarray]] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if eqx.is_array(leaf):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            leaf = jax.random.key_data(leaf) if is_key else leaf
+            leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
         if eqx.is_array_like(leaf):
             found.append((dotted(path), np.asarray(leaf)))
     return found
-
-
-def _is_counter(leaf: np.ndarray) -> bool:
-    return leaf.ndim == 0 and bool(jnp.issubdtype(leaf.dtype, jnp.integer))
 
 
 def _digest(leaf: np.ndarray) -> bytes:

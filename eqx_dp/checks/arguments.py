@@ -6,32 +6,20 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
-from jaxtyping import PyTree
 
 from ..paths import dotted
 from ..shown import shown
+from ..trees import PyTree, is_array_or_shape, is_key
 
 
 class Argument(NamedTuple):
-    """An array among a step's arguments.
-
-    Attributes:
-        names: its dotted paths: by position, and by the name of the parameter.
-        shape: its shape.
-        dtype: its dtype.
-    """
+    """An array among a step's arguments."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def is_key(self) -> bool:
-        """Whether it holds random keys."""
-        return jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
+    is_key: bool
 
 
 def traceable(tree: PyTree[Any]) -> PyTree[Any]:
@@ -50,10 +38,7 @@ def arguments_of(
 ) -> list[Argument]:
     """All arrays, in the order in which the traced program takes them."""
     parameters = _parameters(fn)
-    arrays = eqx.filter(
-        (tuple(args), dict(kwargs)),
-        lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct),
-    )
+    arrays = eqx.filter((tuple(args), dict(kwargs)), is_array_or_shape)
     found: list[Argument] = []
     for (where, at, *rest), leaf in tree_leaves_with_path(arrays):
         assert isinstance(where, SequenceKey)
@@ -62,7 +47,7 @@ def arguments_of(
             heads.append(parameters[at.idx])
         tail = dotted(tuple(rest))
         names = tuple(f"{head}.{tail}" if tail else head for head in heads)
-        found.append(Argument(names, tuple(leaf.shape), leaf.dtype))
+        found.append(Argument(names, tuple(leaf.shape), is_key(leaf)))
     return found
 
 
@@ -80,10 +65,7 @@ def private_among(
 ) -> list[bool]:
     """For each array whether it is private.
 
-    Args:
-        arguments: all arrays.
-        private: positions and names, or a tree prefix of the arguments with a bool at each leaf.
-        args: the arguments by position.
+    It is said by positions and names, or by a tree prefix of the arguments with bools for leaves.
 
     Raises:
         ValueError: nothing is named, or what is none of the arguments.
@@ -120,9 +102,7 @@ def _by_prefix(private: Any, args: Sequence[Any], arguments: Sequence[Argument])
     leaves = jax.tree.leaves(private)
     if not leaves or not all(isinstance(leaf, bool) for leaf in leaves):
         raise ValueError(f"{how}; found {shown(private)}.")
-    arrays = eqx.filter(
-        tuple(args), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-    )
+    arrays = eqx.filter(tuple(args), is_array_or_shape)
     try:
         flags = jax.tree.leaves(jax.tree.broadcast(tuple(private), arrays))
     except ValueError as error:

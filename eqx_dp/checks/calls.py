@@ -1,5 +1,6 @@
 """A step called again and again: what it makes of what its earlier calls have left."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -60,9 +61,10 @@ class StepCall(NamedTuple):
 
     @property
     def releases(self) -> dict[Path, Noised]:
-        """Those that leave the step."""
-        public = [value for value in self.results if isinstance(value, Public)]
-        leaving = self.record.shown_releases.union(*(value.releases for value in public))
+        """Those that leave the step, beside its results too, or that private values hold."""
+        values = (*self.results, *(value for value, _ in self.record.shown))
+        public = (value.releases for value in values if isinstance(value, Public))
+        leaving = self.record.met.union(*public)
         return {path: one for path, one in self.record.releases.items() if path in leaving}
 
     @property
@@ -84,7 +86,8 @@ def calls_of(step: TracedStep) -> Iterator[StepCall]:
             _input(i, argument, step.is_private[i], i in back, i in fixed)
             for i, argument in enumerate(step.arguments)
         ]
-        results = flow.program(step.program, inputs, Context(line_of=_line_of))
+        line_of = functools.partial(users_line, within="check_privacy")
+        results = flow.program(step.program, inputs, Context(line_of=line_of))
         keys, now, counting = _next_call(step, inputs, results)
         if now != fixed or counting != counters:
             fixed, counters = now, counting
@@ -100,10 +103,6 @@ def calls_of(step: TracedStep) -> Iterator[StepCall]:
         if kept <= back:
             return
         before, back = results, back | kept
-
-
-def _line_of(equation: jex_core.JaxprEqn, around: str) -> str:
-    return users_line(equation, around, "check_privacy")
 
 
 def _input(i: int, argument: Argument, is_private: bool, is_back: bool, is_fixed: bool) -> Value:

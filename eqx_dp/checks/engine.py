@@ -30,11 +30,7 @@ from .values import (
 
 
 class Engine:
-    """Calls of the engine, as its marks tell of them.
-
-    Attributes:
-        record: where findings, clipped sums and keys are noted.
-    """
+    """Calls of the engine, as its marks tell of them."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -63,13 +59,12 @@ class Engine:
         private = [x for x in (*shared, *batch, *mask) if isinstance(x, Private | Sum)]
         if context.is_final:
             self._walk_loss(context, equation, inputs)
-            held = [x for x in (*shared, *batch) if isinstance(x, Public) and _holds_keys(x)]
+            public = [x for x in (*shared, *batch) if isinstance(x, Public)]
+            held = [x for x in public if x.words or keys_of(x)]
             for i, value in enumerate((*keys, *held)):
                 key = value.term if isinstance(value, Public) else None
                 key = key if isinstance(key, Key) else Key(UNKNOWN)
-                self.record.of_losses[(*context.path, i)] = Drawn(
-                    key, context.line, context.loops, context.branches
-                )
+                self.record.of_losses[(*context.path, i)] = Drawn(key, context)
         self._check_constants(context, batch)
         if not private:
             public = [as_public(x) for x in inputs if isinstance(x, Public | Random)]
@@ -188,7 +183,3 @@ class Engine:
                 "anything else that the loss reads.",
             )
         return not private
-
-
-def _holds_keys(value: Public) -> bool:
-    return bool(value.words or keys_of(value))

@@ -8,9 +8,9 @@ from typing import Any
 import jax.extend.core as jex_core
 from jax.extend.core.primitives import dynamic_slice_p
 
-from ..isolation import OPERAND_BY_OPERAND, shape_of
+from ..isolation import OPERAND_BY_OPERAND, dtype_of, shape_of
 from ..precision.stages import stage_of
-from ..programs import named
+from ..programs import COLLECTIVES, SUMS_OF_DEVICES, named
 from . import numbers, random_keys, randomness, rows, sensitivity
 from .doors import DOORS
 from .flow import Context, Flow
@@ -33,10 +33,6 @@ from .values import (
 )
 
 _DRAWS = named("random_bits random_gamma rng_bit_generator rng_uniform threefry2x32")
-_SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
-_COLLECTIVES = _SUMS_OF_DEVICES | named(
-    "pmax pmin all_gather all_gather_invariant all_to_all ppermute reduce_scatter"
-)
 _ADDITIONS = named("add sub add_any")
 
 
@@ -76,7 +72,7 @@ class Equations(Flow[Value]):
         name, count = equation.primitive.name, len(equation.outvars)
         if name in DOORS:
             self.record.door(context, equation, inputs)
-        if name in _COLLECTIVES:
+        if name in COLLECTIVES:
             self.put_together(context, inputs)
         if name in OPERAND_BY_OPERAND:
             return inputs
@@ -120,7 +116,7 @@ class Equations(Flow[Value]):
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Public]
     ) -> Term | None:
         """A name for a whole number, the same for the same arithmetic on the same numbers."""
-        dtype = getattr(equation.outvars[0].aval, "dtype", None)
+        dtype = dtype_of(equation.outvars[0])
         if getattr(dtype, "kind", "") not in tuple("iub") or len(equation.outvars) > 1:
             return None
         if equation.primitive.name == "axis_index":
@@ -175,7 +171,7 @@ class Equations(Flow[Value]):
                 is_known = is_addition and (noise[0].kind == "repeated" or not _are_alike(equation))
                 self._other_noise(context, is_known)
             return unknown(inputs, "nonlinear", context.line)
-        if name in _SUMS_OF_DEVICES and len(inputs) == 1:
+        if name in SUMS_OF_DEVICES and len(inputs) == 1:
             return self._sum_of_devices(equation, sums[0])
         rule = sensitivity.RULES.get(name)
         found = None if rule is None else rule(equation, inputs)
@@ -214,15 +210,8 @@ class Equations(Flow[Value]):
         path = context.path
         if self.lengths:
             self._on_devices.add(path)
-        self._noised[path] = noised = Noised(
-            value,
-            noise.stddev,
-            noise.draws,
-            noise.part,
-            context.line,
-            context.loops,
-            context.branches,
-        )
+        noised = Noised(value, noise.stddev, noise.draws, noise.part, context)
+        self._noised[path] = noised
         if context.is_final:
             self.record.releases[path] = noised
             self._check_turns(context, noise)
@@ -270,7 +259,7 @@ class Equations(Flow[Value]):
         """A loop that adds noise drawn outside of it adds the same noise in each turn."""
         for loop in context.loops:
             drawn = [self.record.draws[draw] for draw in noise.draws if draw in self.record.draws]
-            if loop.path not in noise.turns and not all(loop in one.loops for one in drawn):
+            if loop.path not in noise.turns and not all(loop in one.at.loops for one in drawn):
                 self.record.note(
                     "fresh noise",
                     "a loop adds the same noise in every turn",
@@ -339,14 +328,11 @@ class Equations(Flow[Value]):
         keys = keys or list(frozenset[Key]().union(*(value.words for value in public)))
         key = keys[0] if len(keys) == 1 else Key(UNKNOWN)
         if context.is_final:
-            self.record.draws[context.path] = Drawn(
-                key, context.line, context.loops, context.branches
-            )
+            self.record.draws[context.path] = Drawn(key, context)
         draws = frozenset({context.path})
         is_bits = stage_of(context.scope) == "bits"
-        variable: Any = equation.outvars[0]
         if is_bits and not key.along:
-            return Random(draws, "bits", 8.0 * variable.aval.dtype.itemsize)
+            return Random(draws, "bits", 8.0 * dtype_of(equation.outvars[0]).itemsize)
         lengths = shape_of(equation.invars[0])
         if equation.primitive.name == "random_bits" and random_keys.all_differ(key, lengths):
             return Random(draws, "bits", float(equation.params["bit_width"]))

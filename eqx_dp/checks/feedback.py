@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
-import jax
 from jax.tree_util import tree_leaves_with_path
-from jaxtyping import PyTree
+
+from ..trees import PyTree, is_array_or_shape
 
 _Kind: TypeAlias = tuple[tuple[int, ...], Any]  # shape and dtype
 
 
 def next_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], results: PyTree[jax.ShapeDtypeStruct]
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: PyTree[Any]
 ) -> list[list[int]]:
     """For each array that a step returns, the arguments that it may be in the next call.
 
@@ -24,11 +24,6 @@ def next_arguments(
     | `step(model, state, *batch) -> (model, state)` | the argument at the same place |
     | `step(state, *batch) -> state` | an argument that has its arrays at the same paths |
     | `step(state, *batch) -> (loss, state)` | the same, if nothing fits at its own place |
-
-    Args:
-        args: arguments by position.
-        kwargs: arguments by name.
-        results: what is returned.
 
     Returns:
         A list for each array among the results, of numbers of arrays among the arguments.
@@ -46,5 +41,5 @@ def next_arguments(
 
 def _arrays(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], _Kind]]:
     """Arrays and what stands for them, as `eqx.filter_make_jaxpr` takes them, with their paths."""
-    arrays = eqx.filter(tree, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    arrays = eqx.filter(tree, is_array_or_shape)
     return [(path, (tuple(leaf.shape), leaf.dtype)) for path, leaf in tree_leaves_with_path(arrays)]

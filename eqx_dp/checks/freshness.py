@@ -69,8 +69,8 @@ def _same_noise_twice(releases: Mapping[Path, Noised]) -> list[Finding]:
     return [
         Finding(
             "fresh noise",
-            f"the same noise is added to two sums, here and at {other.line}",
-            one.line,
+            f"the same noise is added to two sums, here and at {other.at.line}",
+            one.at.line,
             f"The difference of the two has no noise. {_ADVICE}",
         )
         for those in uses.values()
@@ -96,7 +96,7 @@ def _secret(drawn: Drawn, counters: Counters) -> list[Finding]:
         Finding(
             "fresh noise",
             "the noise's key is made in the step from a number that is not secret",
-            drawn.line,
+            drawn.at.line,
             f"Who knows the number can take the noise off again. {_ADVICE}",
         )
     ]
@@ -104,7 +104,7 @@ def _secret(drawn: Drawn, counters: Counters) -> list[Finding]:
 
 def _each_turn(drawn: Drawn, counters: Counters, calls: Calls) -> list[Finding]:
     found: list[Finding] = []
-    for loop in drawn.loops:
+    for loop in drawn.at.loops:
         is_new = is_new_each_turn(drawn.key, loop.path, counters)
         if is_new is None or not is_new:
             found.append(_not_new(drawn, is_new, "turn of a loop"))
@@ -125,7 +125,7 @@ def _not_new(drawn: Drawn, is_new: bool | None, what: str) -> Finding:
         "split as well"
         if is_decided
         else f"it is not known whether the noise is another one in each {what}",
-        drawn.line,
+        drawn.at.line,
         "Two results with the same noise show private data by their difference. "
         f"{_NO_CONSTANT if is_constant else _ADVICE}",
         is_decided,
@@ -136,10 +136,8 @@ def _in_each_call(drawn: Drawn, counters: Counters, calls: Calls) -> bool | None
     root = drawn.key.root
     if root.name in calls.given:
         return True
-    if root.name in calls.steps:
-        steps = calls.steps[root.name]
-        if steps:
-            return paths_part(steps, drawn.key.path, counters)
+    if steps := calls.steps.get(root.name):
+        return paths_part(steps, drawn.key.path, counters)
     return is_new_each_turn(drawn.key, "calls", counters)
 
 
@@ -158,8 +156,8 @@ def _each_other(
             is_done = other_path in hiding and other_path <= path
             is_other_branch = any(
                 choice == at and branch != taken
-                for choice, branch in drawn.branches
-                for at, taken in other.branches
+                for choice, branch in drawn.at.branches
+                for at, taken in other.at.branches
             )
             if path == other_path or is_done or (is_other_branch and drawn.key == other.key):
                 continue
@@ -174,10 +172,10 @@ def _each_other(
             found.append(
                 Finding(
                     "fresh noise",
-                    f"{what} at {other.line}, from the key of this noise or one split from it"
+                    f"{what} at {other.at.line}, from the key of this noise or one split from it"
                     if is_apart is False
-                    else f"{what} at {other.line}, and it is not known whether from another key",
-                    drawn.line,
+                    else f"{what} at {other.at.line}, and it is not known whether from another key",
+                    drawn.at.line,
                     f"Noise must depend on nothing else. {_ADVICE}",
                     is_apart is False,
                 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from .releases import Source
-from .terms import UNKNOWN, Again, Each, Key, Listed, Root, Span, Turns, differs, plus
+from .terms import UNKNOWN, Affine, Again, Each, Key, Listed, Root, Span, Turns, differs, plus
 from .values import (
     Linear,
     Nothing,
@@ -107,42 +107,30 @@ def counted(
         return None, None
     if not isinstance(start, Public):
         return None, None
-    old, new, known = symbol.term, after.term, start.term
-    made_of = replace(symbol, low=-math.inf, high=math.inf)
-    if isinstance(old, Key) and isinstance(new, Key) and isinstance(known, Key):
-        if new.root != old.root or new.is_words != old.is_words:
-            return None, None
-        if not new.path:
+    known, whole = start.term, replace(symbol, low=-math.inf, high=math.inf)
+    match symbol.term, after.term:
+        case Key() as old, Key() as new if isinstance(known, Key):
+            if new.root != old.root or new.is_words != old.is_words:
+                return None, None
+            if not new.path:
+                return Ways(start, start), None
+            its_own = Again(loop, new.path, False)
+            inside = known._replace(path=(*known.path, its_own))
+            done = known._replace(path=(*known.path, its_own._replace(is_done=True)))
+            return Ways(replace(whole, term=inside), replace(whole, term=done)), None
+        case Root() as old, Root() as new if new == old:
             return Ways(start, start), None
-        its_own = Again(loop, new.path, False)
-        inside = known._replace(path=(*known.path, its_own))
-        done = known._replace(path=(*known.path, its_own._replace(is_done=True)))
-        return Ways(replace(made_of, term=inside), replace(made_of, term=done)), None
-    if isinstance(old, Root) and new is not None and not isinstance(new, Key):
-        if new == old:
-            return Ways(start, start), None
-        change = _change(old, new)
-        if change is None:
+        case Root() as old, Affine(base, 1, change) if base == old:
+            number = None if isinstance(known, Key) else known
+            inside, done = replace(whole, term=old), whole
+            if length is not None:
+                done = replace(whole, term=plus(number, 1, change * length))
+                if start.low == start.high:
+                    ends = sorted([start.low, start.low + change * max(0, length - 1)])
+                    inside = replace(inside, low=ends[0], high=ends[1])
+            return Ways(inside, done), Turns(loop, number, change, length)
+        case _:
             return None, None
-        number = None if isinstance(known, Key) else known
-        turns = Turns(loop, number, change, length)
-        inside = replace(made_of, term=old)
-        done = made_of
-        if length is not None:
-            total = plus(number, 1, change * length)
-            done = replace(made_of, term=total)
-            if start.low == start.high:
-                ends = sorted([start.low, start.low + change * max(0, length - 1)])
-                inside = replace(inside, low=ends[0], high=ends[1])
-        return Ways(inside, done), turns
-    return None, None
-
-
-def _change(old: Root, new: object) -> int | None:
-    """What is added in a turn."""
-    if isinstance(new, tuple) and len(new) == 3 and new[:2] == (old, 1):
-        return int(new[2])
-    return None
 
 
 def sums_of_turns(

@@ -10,8 +10,8 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from ..isolation import RULES, Apart, shape_of
-from ..programs import named
+from ..isolation import RULES, Apart, dtype_of, shape_of, size_of
+from ..programs import UNCHANGED, named
 from . import random_keys
 from .terms import (
     UNKNOWN,
@@ -74,7 +74,7 @@ def result(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     """Term and bounds of an equation's results; what it is made of is added by the caller."""
     rule = _RULES.get(equation.primitive.name)
     found = (None if rule is None else rule(equation, inputs)) or Public()
-    dtype = _dtype(equation.outvars[0])
+    dtype = dtype_of(equation.outvars[0])
     if jnp.issubdtype(dtype, jnp.integer):  # which goes round at its ends
         info = jnp.iinfo(dtype)
         if info.bits < 32:  # soon
@@ -133,7 +133,7 @@ def _bounds_alone(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public |
 
 
 def _converted(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
-    value, before, dtype = inputs[0], _dtype(equation.invars[0]), _dtype(equation.outvars[0])
+    value, before, dtype = inputs[0], dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
     if dtype == jnp.bool_:
         return Public(None, float(value.least > 0), float(value.largest > 0))
     if not jnp.issubdtype(dtype, jnp.integer):
@@ -153,7 +153,7 @@ def _laid_out(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public:
     term = value.term
     if isinstance(term, Key):
         term = random_keys.laid_out(equation, term, before, after)
-    elif math.prod(before) != math.prod(after) or (
+    elif size_of(equation.invars[0]) != size_of(equation.outvars[0]) or (
         isinstance(term, Span | Listed) and sum(length > 1 for length in after) > 1
     ):
         term = None
@@ -246,7 +246,7 @@ def _product(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None
 
 def _quotient(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
     a, b = inputs
-    if b.least == 0 or not jnp.issubdtype(_dtype(equation.outvars[0]), jnp.floating):
+    if b.least == 0 or not jnp.issubdtype(dtype_of(equation.outvars[0]), jnp.floating):
         return None
     ends = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
     return None if any(map(math.isnan, ends)) else _bounds(min(ends), max(ends))
@@ -277,7 +277,7 @@ def _power(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
 
 def _compared(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
     a, b = inputs
-    if jnp.issubdtype(_dtype(equation.invars[0]), jnp.inexact):
+    if jnp.issubdtype(dtype_of(equation.invars[0]), jnp.inexact):
         return None  # bounds are not rounded as the program rounds
     is_certain = {
         "lt": (a.high < b.low, a.low >= b.high),
@@ -290,7 +290,7 @@ def _compared(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
     yes, no = is_certain[equation.primitive.name]
     if yes or no:
         return _bounds(float(yes), float(yes))
-    dtype = _dtype(equation.invars[0])
+    dtype = dtype_of(equation.invars[0])
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if equation.primitive.name != "lt" or not is_integer or a.term is None:
         return None
@@ -300,7 +300,7 @@ def _compared(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
 
 def _joined_bits(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | None:
     """Unsigned numbers with a known bit set are not zero."""
-    dtype = _dtype(equation.outvars[0])
+    dtype = dtype_of(equation.outvars[0])
     if not jnp.issubdtype(dtype, jnp.unsignedinteger):
         return None
     least = max(1.0 if x.low == x.high > 0 else 0.0 for x in inputs)
@@ -323,13 +323,7 @@ def _selected(equation: jex_core.JaxprEqn, inputs: list[Public]) -> Public | Non
 
 
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
-    (
-        _same,
-        named(
-            """copy sharding_constraint layout_constraint reshard stop_gradient name pvary
-            pbroadcast random_clone"""
-        ),
-    ),
+    (_same, UNCHANGED | named("random_clone")),
     (_bounds_alone, named("rev transpose abs reduce_max reduce_min")),
     (_converted, named("convert_element_type")),
     (_laid_out, named("reshape squeeze broadcast_in_dim")),
@@ -351,7 +345,3 @@ _RULES: dict[str, Rule] = {
     **{name: rule for rule, names in _BY_RULE for name in names},
     **random_keys.RULES,
 }
-
-
-def _dtype(variable: Any) -> Any:
-    return variable.aval.dtype

@@ -1,19 +1,23 @@
 """`check_precision`: a whole training step is checked against its policy, on its traced program."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from ..expected import function
 from ..precision import Policy, checked_policy
+from ..shown import some
+from ..trees import PyTree
 from .feedback import next_arguments
 from .flow import Context
-from .optimizer_state import narrow_states
 from .precision_facts import NOTHING, Facts
 from .precision_flow import PrecisionFlow
-from .precision_report import PrecisionReport
+from .precision_report import PrecisionReport, Violation
 
 
 def check_precision(
@@ -115,7 +119,7 @@ def check_precision(
             "nor a privatizer. Pass the whole training step."
         )
     flow.idle_rules()
-    violations = (*flow.violations, *narrow_states(results, declared))
+    violations = (*flow.violations, *_narrow_states(results, declared))
     notes: list[str] = []
     if declared.unsafe:
         notes.append("the policy is unsafe: the privacy guarantee does not hold")
@@ -139,3 +143,27 @@ def _followed(
         if back <= before:
             return flow, outputs
         inputs = [Facts(clipped=i in back | before) for i in range(len(inputs))]
+
+
+def _narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> list[Violation]:
+    """A row for each dtype in which state of optax's transformations is narrower than declared.
+
+    State is known by its type, which is one of optax's. Of it, arrays of floats with one axis or
+    more count: numbers by themselves (learning rates that are state) are no moments.
+    """
+    declared = policy.optimizer_dtype
+    found: defaultdict[Any, list[str]] = defaultdict(list)
+    for path, node in jax.tree_util.tree_leaves_with_path(results, is_leaf=_is_state):
+        for below, leaf in jax.tree_util.tree_leaves_with_path(node) if _is_state(node) else ():
+            if leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating):
+                found[leaf.dtype].append(f"the result{jax.tree_util.keystr((*path, *below))}")
+    return [
+        Violation("optimizer state", str(declared), str(dtype), some(paths, 1))
+        for dtype, paths in found.items()
+        if jnp.promote_types(dtype, declared) != dtype
+    ]
+
+
+def _is_state(node: Any) -> bool:
+    is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
+    return is_named_tuple and type(node).__module__.split(".")[0] == "optax"

@@ -1,6 +1,5 @@
 """What of a step's values precision depends on, and what each equation is checked for."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,15 +7,22 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p, scatter_add_p, select_n_p
 
+from ..isolation import dtype_of, shape_of, size_of
 from ..precision import Matmul, ModuleRule, Policy
 from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
-from ..programs import equation_flops, has_free_dimensions, named
+from ..programs import COLLECTIVES, SUMS_OF_DEVICES, equation_flops, has_free_dimensions, named
 from .flow import Context, Flow
 from .precision_facts import NOTHING, Draw, Facts
 from .precision_report import Operation, Violation
-from .products import CONTRACTIONS, narrowest_inside
-from .results import bits_dropped, width_of_result
-from .widths import Width, width_of, width_of_number
+from .widths import (
+    CONTRACTIONS,
+    Width,
+    bits_dropped,
+    narrowest_inside,
+    width_of,
+    width_of_number,
+    width_of_result,
+)
 
 _STAGES = {
     "probe": "loss scale probe",
@@ -40,12 +46,9 @@ _ARITHMETIC = _SUMS | named(
     select_and_scatter_add"""
 )
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
-_COLLECTIVE_SUMS = named("psum psum_invariant unreduced_psum reduce_scatter")
-_COLLECTIVES = _COLLECTIVE_SUMS | named(
-    "all_gather all_gather_invariant all_to_all ppermute pmax pmin"
-)
+_COLLECTIVE_SUMS = SUMS_OF_DEVICES | named("reduce_scatter")
 # These hand on several values side by side.
-_SIDE_BY_SIDE = _COLLECTIVES | named("optimization_barrier device_put pvary")
+_SIDE_BY_SIDE = COLLECTIVES | named("optimization_barrier device_put pvary")
 # Digits of float32 that a contraction keeps, as `matmul_precision` says.
 _KEPT = {"default": 7, "tensorfloat32": 10, "highest": 23}
 
@@ -113,7 +116,7 @@ class PrecisionFlow(Flow[Facts]):
                 self._operand_cast(case)
             if stage in _ACCUMULATING:
                 self._accumulates(case, stage)
-            if name in _COLLECTIVES:
+            if name in COLLECTIVES:
                 self._collective(case)
         if stage in _OF_MODEL:  # whatever sums were added to it
             return [NOTHING] * count
@@ -185,7 +188,7 @@ class PrecisionFlow(Flow[Facts]):
         compute dtype with the wider one: there, one side has to be in it.
         """
         equation, line = case.equation, case.context.line
-        if any(jnp.issubdtype(_dtype(v), jnp.complexfloating) for v in equation.invars):
+        if any(jnp.issubdtype(dtype_of(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
         declared = self._compute if rule is None else _width(rule.compute_dtype)
         matmul = self._policy.matmul if rule is None or rule.matmul is None else None
@@ -234,7 +237,7 @@ class PrecisionFlow(Flow[Facts]):
         if inside is None:
             return
         precision = self._policy.matmul_precision
-        of_float32 = any(_dtype(v) == jnp.float32 for v in case.equation.invars[:2])
+        of_float32 = any(dtype_of(v) == jnp.float32 for v in case.equation.invars[:2])
         if not of_float32 or inside.digits < _KEPT[precision]:
             declared = f"matmul_precision {precision}"
             self._violation(shown, declared, inside.name, case.context.line)
@@ -251,7 +254,7 @@ class PrecisionFlow(Flow[Facts]):
             if width is None:
                 continue
             if name in _SUMS and stage in ("sum", "microbatches"):
-                kind, size = "sum over examples", _size(variable)
+                kind, size = "sum over examples", size_of(variable)
                 self._count(case.context, kind, shown, width.name, size, line)
             if narrows or name in _ARITHMETIC:
                 self._at_least(self._accumulate, width, shown, line)
@@ -265,7 +268,7 @@ class PrecisionFlow(Flow[Facts]):
                 continue
             is_ours = facts.clipped or case.stage == "devices"
             shown = f"{name}: {_STAGES['devices'] if is_ours else 'other'}"
-            self._count(case.context, "collective", shown, width.name, _size(variable), line)
+            self._count(case.context, "collective", shown, width.name, size_of(variable), line)
             if facts.clipped and name in _COLLECTIVE_SUMS:
                 self._at_least(self._accumulate, width, _STAGES["devices"], line)
 
@@ -274,7 +277,7 @@ class PrecisionFlow(Flow[Facts]):
         variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
         width = _width_of(variable)
         if width is not None:
-            self._count(case.context, shown, shown, width.name, _size(variable), line)
+            self._count(case.context, shown, shown, width.name, size_of(variable), line)
             self._at_least(self._noise, width, shown, line)
         narrowest, shown = noise.narrowest, _STAGES["draw"]
         for draw in sorted(noise.draws):
@@ -315,7 +318,7 @@ class PrecisionFlow(Flow[Facts]):
 
     def _has_wide_sum(self, case: _Case) -> bool:
         """Whether an equation is given a clipped sum as wide as declared, or in wide integers."""
-        widths = [width_of_number(_dtype(variable)) for variable in case.equation.invars]
+        widths = [width_of_number(dtype_of(variable)) for variable in case.equation.invars]
         return any(
             facts.clipped and width is not None and not width.narrower(self._accumulate)
             for facts, width in zip(case.inputs, widths, strict=True)
@@ -324,8 +327,8 @@ class PrecisionFlow(Flow[Facts]):
 
 def _drawn(context: Context, equation: jex_core.JaxprEqn) -> Facts:
     variable = equation.outvars[-1]  # of several, the first is the generator's next state
-    bits = equation.params.get("bit_width", 8 * _dtype(variable).itemsize)
-    return Facts(draws=frozenset({Draw(context.line, int(bits), _size(variable))}))
+    bits = equation.params.get("bit_width", 8 * dtype_of(variable).itemsize)
+    return Facts(draws=frozenset({Draw(context.line, int(bits), size_of(variable))}))
 
 
 def _noise_added(case: _Case) -> Facts | None:
@@ -349,7 +352,7 @@ def _noise_added(case: _Case) -> Facts | None:
 def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
     """Whether an equation that adds noise to a sum adds it to every entry."""
     if equation.primitive is scatter_add_p:
-        return _shape(equation.invars[0]) == _shape(equation.invars[2])
+        return shape_of(equation.invars[0]) == shape_of(equation.invars[2])
     return equation.primitive.name not in _JOINS
 
 
@@ -361,18 +364,6 @@ def _is_float8(widths: list[Width]) -> bool:
     return any(1 + width.exponent + width.digits <= 8 for width in widths)
 
 
-def _dtype(variable: Any) -> Any:
-    return getattr(variable.aval, "dtype", None)
-
-
-def _shape(variable: Any) -> tuple[int, ...]:
-    return tuple(variable.aval.shape)
-
-
-def _size(variable: Any) -> int:
-    return math.prod(_shape(variable))
-
-
 def _width(dtype: Any) -> Width:
     width = width_of(dtype)
     assert width is not None
@@ -380,4 +371,4 @@ def _width(dtype: Any) -> Width:
 
 
 def _width_of(variable: Any) -> Width | None:
-    return width_of(_dtype(variable))
+    return width_of(dtype_of(variable))

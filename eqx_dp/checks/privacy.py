@@ -7,11 +7,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import equinox as eqx
 import jax
 
-from ..expected import function
+from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan
-from ..shown import shown
-from ..trees import PyTree
+from ..shown import shown, some
 from .arguments import arguments_of, private_among, traceable
 from .calls import TracedStep, calls_of
 from .feedback import next_arguments
@@ -134,8 +133,7 @@ is another one; keys change from turn to turn of a loop and from call to call |
             private = (*range(1, len(args)), *(name for name in kwargs if name != "extra"))
         plan = made.plan if plan is None else plan
         disclose = (*disclose, *(f"disclosed.{name}" for name in made.disclose))
-    if plan is not None and not isinstance(cast(object, plan), PrivacyPlan):
-        raise ValueError(f"plan must be a PrivacyPlan or None; found {shown(plan)}.")
+    expect("plan", plan, (PrivacyPlan, type(None)), "a PrivacyPlan or None")
     function("fn", fn, "the step")
     args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)
@@ -144,12 +142,14 @@ is another one; keys change from turn to turn of a loop and from call to call |
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         return _untraceable(error, plan)
-    names = [
-        dotted(path) or "the result" for path, _ in jax.tree_util.tree_leaves_with_path(results)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(results)
+    names = [dotted(path) or "the result" for path, _ in leaves]
     patterns = _checked_patterns(disclose, names)
     returns = next_arguments(args, kwargs, results)
-    step = TracedStep(program, arguments, is_private, names, returns, _in_state(results))
+    # A result may be a state if it is inside of something, and not one of several by itself.
+    is_several = type(results) in (tuple, list)
+    in_state = [len(path) > 1 or not is_several for path, _ in leaves]
+    step = TracedStep(program, arguments, is_private, names, returns, in_state)
     reports = (report_on(step, call, plan, patterns) for call in calls_of(step))
     report = next(reports)
     for later in reports:
@@ -177,14 +177,7 @@ def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, .
         if not any(names_it(pattern, name) for name in names):
             raise ValueError(
                 f"disclose names {shown(pattern)}, which is none of the results. Results are: "
-                f"{', '.join(names[:20])}{' and more' if len(names) > 20 else ''}. "
+                f"{some(names, 20)}. "
                 "Name one of them, or a pattern that matches one."
             )
     return patterns
-
-
-def _in_state(results: PyTree[Any]) -> list[bool]:
-    """Whether each result is inside of something that may be a state, and not one of several."""
-    is_several = type(results) in (tuple, list)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(results)]
-    return [len(path) > 1 or not is_several for path in paths]

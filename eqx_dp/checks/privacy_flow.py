@@ -90,7 +90,10 @@ class PrivacyFlow(Equations):
             case ShardMap() as spread:
                 return self._shard_map(context, equation, spread, inputs)
             case None if programs_of(equation) and "update_jaxpr" not in equation.params:
-                return self._unknown_program(context, equation, inputs)
+                # Nothing is known of it: a kernel, or a reduction by the user's function.
+                if equation.primitive.name in DOORS:
+                    self.record.door(context, equation, inputs)
+                return [self.joined(inputs)] * len(equation.outvars)
             case _:
                 return super().holder(context, equation, inputs)
 
@@ -288,14 +291,6 @@ class PrivacyFlow(Equations):
         ]
         self.lengths = outside
         return results
-
-    def _unknown_program(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
-    ) -> list[Value]:
-        """Nothing is known of what it makes: a kernel, or a reduction by the user's function."""
-        if equation.primitive.name in DOORS:
-            self.record.door(context, equation, inputs)
-        return [self.joined(inputs)] * len(equation.outvars)
 
 
 def _told(value: Value, which: Public) -> Value:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..privacy import PrivacyPlan
+from ..shown import some
 from ..tables import Part, tabular
 
 
@@ -142,21 +143,16 @@ class PrivacyReport(NamedTuple):
             head,
             *(
                 (
-                    _few(release.outputs),
+                    some(release.outputs, 2),
                     f"{release.sensitivity:.4g}",
                     f"{release.stddev:.4g}",
                     _shown(release.noise_multiplier),
                     str(release.times),
-                    _few(release.where),
+                    some(release.where, 2),
                 )
                 for release in self.releases
             ),
         ]
-
-
-def _few(names: tuple[str, ...]) -> str:
-    rest = len(names) - 2
-    return ", ".join(names[:2]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _shown(multiplier: float) -> str:

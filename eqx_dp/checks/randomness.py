@@ -15,30 +15,34 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from ..isolation import shape_of
-from ..programs import named
+from ..isolation import dtype_of, shape_of, size_of
+from ..programs import UNCHANGED, named
 from .values import SOME, Public, Random, Value
 
 Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Random | None]
 
 # Entries stay entries, and each stays independent of the others.
-_KEEPS = named(
-    """reshape squeeze copy sharding_constraint layout_constraint reshard stop_gradient name pvary
-    pbroadcast"""
-)
+_KEEPS = UNCHANGED | named("reshape squeeze")
 _MOVES = named("transpose rev slice split dynamic_slice unstack")
 
 
-def _kept(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
-    value = inputs[0]
-    return value if isinstance(value, Random) else None
+def _of_first(rule: Callable[[jex_core.JaxprEqn, Random], Random | None]) -> Rule:
+    """A rule of the first operand; nothing is known if that is not random."""
+
+    def of(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+        return rule(equation, inputs[0]) if isinstance(inputs[0], Random) else None
+
+    return of
 
 
-def _moved(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
+@_of_first
+def _kept(equation: jex_core.JaxprEqn, value: Random) -> Random:
+    return value
+
+
+@_of_first
+def _moved(equation: jex_core.JaxprEqn, value: Random) -> Random:
     """Some of the numbers, or all in another order; of slices of a vector it is known which."""
-    value = inputs[0]
-    if not isinstance(value, Random):
-        return None
     before = shape_of(equation.invars[0])
     is_slice = equation.primitive.name == "slice" and len(before) == 1
     if not is_slice or value.part == SOME or set(equation.params["strides"] or ()) - {1}:
@@ -60,10 +64,10 @@ def parts(equation: jex_core.JaxprEqn, before: Random) -> list[Random]:
     return found
 
 
-def _converted(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
-    value = inputs[0]
+@_of_first
+def _converted(equation: jex_core.JaxprEqn, value: Random) -> Random | None:
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in _dtypes(equation))
-    return value if isinstance(value, Random) and floats else None
+    return value if floats else None
 
 
 def _shifted(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
@@ -84,9 +88,10 @@ def _with_exponent(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random |
             return None
 
 
-def _as_float(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
-    value, dtype = inputs[0], _dtypes(equation)[1]
-    if not isinstance(value, Random) or value.kind != "one to two":
+@_of_first
+def _as_float(equation: jex_core.JaxprEqn, value: Random) -> Random | None:
+    dtype = _dtypes(equation)[1]
+    if value.kind != "one to two":
         return None
     if not jnp.issubdtype(dtype, jnp.floating) or value.low != jnp.finfo(dtype).nmant:
         return None
@@ -143,9 +148,9 @@ def _divided(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
             return None
 
 
-def _negated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
-    value = inputs[0]
-    return value if isinstance(value, Random) and value.kind == "normal" else None
+@_of_first
+def _negated(equation: jex_core.JaxprEqn, value: Random) -> Random | None:
+    return value if value.kind == "normal" else None
 
 
 def _at_least(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
@@ -158,9 +163,9 @@ def _at_least(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None
             return None
 
 
-def _erf_inv(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
-    value = inputs[0]
-    if not isinstance(value, Random) or value.kind != "uniform":
+@_of_first
+def _erf_inv(equation: jex_core.JaxprEqn, value: Random) -> Random | None:
+    if value.kind != "uniform":
         return None
     # The least number above -1 is excluded or not: by some 1e-3 in half precision.
     error = 4 * float(jnp.finfo(_dtypes(equation)[0]).eps)
@@ -177,11 +182,11 @@ def _joined(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
     return Random(frozenset(draws), "normal", 0.0, min(value.high for value in found), SOME)
 
 
-def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Random | None:
-    value = inputs[0]
-    if isinstance(value, Random) and _grows(equation, 0):
+@_of_first
+def _repeated(equation: jex_core.JaxprEqn, value: Random) -> Random | None:
+    if _grows(equation, 0):
         return replace(value, kind="repeated") if value.kind == "normal" else None
-    return value if isinstance(value, Random) else None
+    return value
 
 
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
@@ -207,10 +212,8 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in nam
 
 def _grows(equation: jex_core.JaxprEqn, operand: int) -> bool:
     """Whether one number stands at several places of the result."""
-    before, after = equation.invars[operand], equation.outvars[0]
-    return math.prod(shape_of(before)) != math.prod(shape_of(after))
+    return size_of(equation.invars[operand]) != size_of(equation.outvars[0])
 
 
 def _dtypes(equation: jex_core.JaxprEqn) -> list[Any]:
-    variables: list[Any] = [equation.invars[0], equation.outvars[0]]
-    return [variable.aval.dtype for variable in variables]
+    return list(map(dtype_of, (equation.invars[0], equation.outvars[0])))

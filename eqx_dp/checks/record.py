@@ -42,11 +42,6 @@ class Record:
         self.met: frozenset[Path] = Nothing
         self.used: dict[Path, str] = {}
 
-    @property
-    def shown_releases(self) -> frozenset[Path]:
-        """Releases that leave the program beside its results, or that private values hold."""
-        return self.met.union(*(v.releases for v, _ in self.shown if isinstance(v, Public)))
-
     def meet(self, context: Context, inputs: Sequence[Value]) -> None:
         """Notes releases and noise that go on in private values, where they are not followed."""
         if not context.is_final:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .flow import Loop
+from .flow import Context
 from .terms import Key
 from .values import Cut, Linear, Path, Sum, Value
 
@@ -32,15 +32,11 @@ class Drawn(NamedTuple):
 
     Attributes:
         key: that they are drawn with.
-        line: where.
-        loops: around it, outermost first.
-        branches: around it: where the choice is, and the number of the branch.
+        at: where.
     """
 
     key: Key
-    line: str
-    loops: tuple[Loop, ...]
-    branches: tuple[tuple[Hashable, int], ...] = ()
+    at: Context
 
 
 class Noised(NamedTuple):
@@ -51,18 +47,14 @@ class Noised(NamedTuple):
         stddev: the least standard deviation of an entry of the noise.
         draws: the bits that the noise is made of.
         part: which of their numbers, where a vector was cut.
-        line: where it is added.
-        loops: around it, outermost first.
-        branches: around it: where the choice is, and the number of the branch.
+        at: where it is added.
     """
 
     value: Sum
     stddev: float
     draws: frozenset[Path]
     part: tuple[int, int] | None
-    line: str
-    loops: tuple[Loop, ...]
-    branches: tuple[tuple[Hashable, int], ...]
+    at: Context
 
     @property
     def is_known(self) -> bool:
@@ -71,12 +63,7 @@ class Noised(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Releases that have clipped sums in common.
-
-    Attributes:
-        releases: where they are.
-        sources: the clipped sums.
-    """
+    """Releases that have clipped sums in common."""
 
     releases: tuple[Path, ...]
     sources: tuple[Hashable, ...]
@@ -89,7 +76,7 @@ def alternatives(releases: Mapping[Path, Noised]) -> list[dict[Path, Noised]]:
     """
     choices: defaultdict[Hashable, set[int]] = defaultdict(set)
     for release in releases.values():
-        for choice, branch in release.branches:
+        for choice, branch in release.at.branches:
             choices[choice].add(branch)
     several = {choice: branches for choice, branches in choices.items() if len(branches) > 1}
     if len(several) > 6:
@@ -98,7 +85,7 @@ def alternatives(releases: Mapping[Path, Noised]) -> list[dict[Path, Noised]]:
         {
             path: release
             for path, release in releases.items()
-            if all(taken.get(choice, branch) == branch for choice, branch in release.branches)
+            if all(taken.get(choice, branch) == branch for choice, branch in release.at.branches)
         }
         for branches in itertools.product(*several.values())
         for taken in [dict(zip(several, branches, strict=True))]
@@ -204,7 +191,7 @@ def _ratio(term: Linear, release: Noised) -> float:
 def _repeats(release: Noised, source: Source) -> float:
     """How often a release is made of the same batch; four times as often, if of parts of it."""
     found = 1.0
-    for loop in release.loops:
+    for loop in release.at.loops:
         is_sample = is_another_sample(source.cuts, loop.path) and loop.length is not None
         if loop.path in release.value.turns or is_sample:
             continue

@@ -6,10 +6,9 @@ from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 
-from ..isolation import shape_of
-from ..programs import named
+from ..isolation import dtype_of, shape_of, size_of
+from ..programs import UNCHANGED, named
 from .values import Public, Sum, Value, added, either, side_by_side
 from .widths import width_of
 
@@ -19,22 +18,28 @@ Rule: TypeAlias = Callable[[jex_core.JaxprEqn, list[Value]], Sum | None]
 UNKNOWN_SCALE = "it is multiplied by a value that is no constant of the program"
 
 # An entry moves by no more than that of the operand, and each entry of the result has its own.
-_KEEPS = named(
-    """reshape squeeze transpose rev copy slice dynamic_slice sharding_constraint
-    layout_constraint reshard neg abs stop_gradient name pvary pbroadcast split unstack real
+_KEEPS = UNCHANGED | named(
+    """reshape squeeze transpose rev slice dynamic_slice neg abs split unstack real
     convert_element_type optimization_barrier"""
 )
 
 
-def _kept(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
-    value = inputs[0]
-    return value if isinstance(value, Sum) and not _narrows(equation) else None
+def _of_first(rule: Callable[[jex_core.JaxprEqn, Sum], Sum | None]) -> Rule:
+    """A rule of the first operand; nothing is known if that is no sum."""
+
+    def of(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+        return rule(equation, inputs[0]) if isinstance(inputs[0], Sum) else None
+
+    return of
+
+
+@_of_first
+def _kept(equation: jex_core.JaxprEqn, value: Sum) -> Sum | None:
+    return None if _narrows(equation) else value
 
 
 def _narrows(equation: jex_core.JaxprEqn) -> bool:
-    before, after = (
-        width_of(getattr(v.aval, "dtype", None)) for v in (equation.invars[0], equation.outvars[0])
-    )
+    before, after = (width_of(dtype_of(v)) for v in (equation.invars[0], equation.outvars[0]))
     return before is not None and (after is None or after.narrower(before))
 
 
@@ -120,44 +125,38 @@ def _rows(indices: Any) -> int:
     return math.prod(rows)
 
 
-def _repeated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
-    value = inputs[0]
-    if not isinstance(value, Sum):
-        return None
+@_of_first
+def _repeated(equation: jex_core.JaxprEqn, value: Sum) -> Sum:
     return value.scaled(_growth(equation, equation.invars[0]))
 
 
-def _reduced(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
+@_of_first
+def _reduced(equation: jex_core.JaxprEqn, value: Sum) -> Sum:
     """A sum of n entries moves by at most sqrt(n) times the norm (Cauchy and Schwarz)."""
-    value = inputs[0]
-    if not isinstance(value, Sum):
-        return None
     along = value.apart_along
     if along is not None and value.is_even and tuple(equation.params["axes"]) == (along,):
         length = shape_of(equation.invars[0])[along]
         return value.scaled(1 / (2 * math.sqrt(length)))  # an example is in one entry alone
-    n = _size(equation.invars[0]) / max(1, _size(equation.outvars[0]))
+    n = size_of(equation.invars[0]) / max(1, size_of(equation.outvars[0]))
     return value.scaled(math.sqrt(n), is_tight=n == 1)
 
 
-def _accumulated(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
-    value = inputs[0]
-    if not isinstance(value, Sum):
-        return None
+@_of_first
+def _accumulated(equation: jex_core.JaxprEqn, value: Sum) -> Sum:
     n = shape_of(equation.invars[0])[equation.params["axis"]]
     return value.scaled(float(n), is_tight=n == 1)
 
 
-def _extreme(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
-    value = inputs[0]
-    return value.scaled(1.0, is_tight=False) if isinstance(value, Sum) else None
+@_of_first
+def _extreme(equation: jex_core.JaxprEqn, value: Sum) -> Sum:
+    return value.scaled(1.0, is_tight=False)
 
 
 def _product(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     """By a matrix whose norm is at most that of all its entries together (Frobenius)."""
     match inputs:
         case [Sum() as value, Public() as matrix, *_] | [Public() as matrix, Sum() as value, *_]:
-            entries = _size(equation.invars[inputs.index(matrix)])
+            entries = size_of(equation.invars[inputs.index(matrix)])
             norm = matrix.largest * math.sqrt(entries)
             return value.scaled(norm, UNKNOWN_SCALE, is_tight=False)
         case _:
@@ -169,9 +168,9 @@ def _padded(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
     return value if isinstance(value, Sum) and isinstance(filling, Public) else None
 
 
-def _power(equation: jex_core.JaxprEqn, inputs: list[Value]) -> Sum | None:
-    value = inputs[0]
-    return value if isinstance(value, Sum) and equation.params["y"] == 1 else None
+@_of_first
+def _power(equation: jex_core.JaxprEqn, value: Sum) -> Sum | None:
+    return value if equation.params["y"] == 1 else None
 
 
 _BY_RULE: tuple[tuple[Rule, frozenset[str]], ...] = (
@@ -201,10 +200,9 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in nam
 _ENTRY_BY_ENTRY = named("convert_element_type neg mul div copy sharding_constraint")
 
 
-_EVEN = named(
-    """reshape squeeze copy sharding_constraint layout_constraint reshard stop_gradient name pvary
-    pbroadcast convert_element_type optimization_barrier add add_any broadcast_in_dim concatenate
-    reduce_sum transpose slice"""
+_EVEN = UNCHANGED | named(
+    """reshape squeeze convert_element_type optimization_barrier add add_any broadcast_in_dim
+    concatenate reduce_sum transpose slice"""
 )
 
 
@@ -242,14 +240,9 @@ def is_rounded(equation: jex_core.JaxprEqn) -> bool:
 
 def _growth(equation: jex_core.JaxprEqn, variable: Any) -> float:
     """How much longer an array gets by being repeated, as arithmetic does it."""
-    return math.sqrt(_size(equation.outvars[0]) / max(1, _size(variable)))
-
-
-def _size(variable: Any) -> int:
-    return math.prod(shape_of(variable))
+    return math.sqrt(size_of(equation.outvars[0]) / max(1, size_of(variable)))
 
 
 def is_float(variable: Any) -> bool:
     """Whether a variable holds real floating-point numbers."""
-    dtype: Any = getattr(variable.aval, "dtype", np.dtype(bool))
-    return jnp.issubdtype(dtype, jnp.floating)
+    return jnp.issubdtype(dtype_of(variable), jnp.floating)

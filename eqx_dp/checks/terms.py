@@ -48,12 +48,7 @@ class Affine(NamedTuple):
 
 
 class Each(NamedTuple):
-    """The entry of an array that a loop is at. No two entries are equal.
-
-    Attributes:
-        loop: the loop.
-        entries: of the array.
-    """
+    """The entry of an array that a loop is at. No two entries are equal."""
 
     loop: Hashable
     entries: "Span | Listed | Root"

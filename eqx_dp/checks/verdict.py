@@ -2,10 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 
 from ..paths import matches
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
+from ..shown import some
 from .calls import StepCall, TracedStep
 from .freshness import fresh_noise
 from .key_paths import paths_part
@@ -31,14 +32,7 @@ def names_it(pattern: str, name: str) -> bool:
 def report_on(
     step: TracedStep, call: StepCall, plan: PrivacyPlan | None, disclose: tuple[str, ...]
 ) -> PrivacyReport:
-    """The report on a call.
-
-    Args:
-        step: the step.
-        call: the call.
-        plan: what the noise is held against.
-        disclose: patterns of results that are disclosed.
-    """
+    """The report on a call, held against a plan; `disclose` has patterns of its results."""
     record, releases = call.record, call.releases
     leaving, kept, disclosed = _outputs(step, call, disclose)
     multiplier, steps, released = _releases(step, call, plan)
@@ -121,7 +115,7 @@ def _outputs(
         how = "the noise of a release, which is in the model, the data or another private value too"
         leaving[Finding("fresh noise", how, call.record.used[draw], _OF_ITS_OWN, False)].append("")
     findings = [
-        finding._replace(found=f"result{'s' * (len(names) > 1)} {_listed(names)}: {finding.found}")
+        finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
         for finding, names in leaving.items()
     ]
     return findings, tuple(kept), tuple(disclosed)
@@ -195,11 +189,6 @@ def _how(value: Private | Sum) -> Finding:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _releases(
     step: TracedStep, call: StepCall, plan: PrivacyPlan | None
 ) -> tuple[float, int, tuple[Release, ...]]:
@@ -239,11 +228,11 @@ def _row(
     parts = releases.values()
     stddev = min(part.stddev for part in parts)
     sensitivity = stddev / multiplier if multiplier else math.inf
-    where = tuple(sorted({part.line for part in parts}))
+    where = tuple(sorted({part.at.line for part in parts}))
     cuts = [call.record.sources[term.source].cuts for part in parts for term in part.value.terms]
     turns = [
         loop.length or 0
-        for loop in {loop for part in parts for loop in part.loops}
+        for loop in {loop for part in parts for loop in part.at.loops}
         if all(is_another_sample(cut, loop.path) for cut in cuts)
     ]
     return Release(outputs, sensitivity, stddev, multiplier, math.prod(turns), where)
@@ -254,15 +243,15 @@ def _against_plan(
 ) -> list[Finding]:
     found: list[Finding] = []
     releases = call.releases.values()
-    lines = " and ".join(dict.fromkeys(release.line for release in releases))
+    lines = " and ".join(dict.fromkeys(release.at.line for release in releases))
     for release in releases:
         bounds = [call.record.sources[term.source].bound for term in release.value.terms]
         if math.inf in bounds:
             advice = "Set a finite l2_clip_norm."
             text = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
-            found.append(Finding("noise", text, release.line, advice))
+            found.append(Finding("noise", text, release.at.line, advice))
         elif not release.is_known:
-            found.append(_not_known(release.value.why, release.line))
+            found.append(_not_known(release.value.why, release.at.line))
     if plan is None or not releases or found:
         return found
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):

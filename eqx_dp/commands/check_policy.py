@@ -13,6 +13,7 @@ import numpy as np
 
 from ..planning import Description, describe
 from ..precision import dtypes_of, load_policy, refusal, refusals_name
+from ..trees import is_shape
 
 _ALLOWED = "MODULE:FUNCTION, a function without arguments that returns a model"
 
@@ -20,9 +21,7 @@ _ALLOWED = "MODULE:FUNCTION, a function without arguments that returns a model"
 def checked(file: str, model: str) -> Description:
     """Reads a policy, and tries its rules on the shapes of a model.
 
-    Args:
-        file: a preset, or the path of a file.
-        model: `module:function`; modules are found in the working folder as well.
+    The model is given as `module:function`; modules are found in the working folder as well.
 
     Raises:
         ValueError: the policy is refused, or a rule has no effect on the model; there is no such
@@ -34,7 +33,7 @@ def checked(file: str, model: str) -> Description:
     dtypes = [*dtypes_of(policy).values(), *(rule.compute_dtype for rule in policy.modules)]
     with jax.enable_x64(np.dtype("float64") in dtypes or bool(jax.config.read("jax_enable_x64"))):
         shapes = _shapes(make, model)
-        if not jax.tree.leaves(eqx.filter(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))):
+        if not jax.tree.leaves(eqx.filter(shapes, is_shape)):
             found = f"{model!r}, which returns a {type(shapes).__name__} without arrays"
             raise refusal("--model", found, _ALLOWED)
         with refusals_name(file):

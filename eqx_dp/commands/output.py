@@ -80,7 +80,7 @@ def show(table: Table, arguments: argparse.Namespace) -> None:
         _print(table)
     plot: Path | None = getattr(arguments, "plot", None)
     if plot is not None:
-        _draw(table, plot)
+        _figure(table).savefig(plot, dpi=120)
 
 
 def _print(table: Table) -> None:
@@ -97,10 +97,6 @@ def _print(table: Table) -> None:
     console.print(drawn)
     for note in table.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-
-
-def _draw(table: Table, path: Path) -> None:
-    _figure(table).savefig(path, dpi=120)
 
 
 def _figure(table: Table) -> Any:

@@ -7,7 +7,14 @@ from typing import Any
 import jax
 
 from ..planning import Description
-from ..precision import ModuleRule, Policy, available_policies, dtypes_of, load_policy, schema_text
+from ..precision import (
+    Policy,
+    available_policies,
+    content_of_rule,
+    dtypes_of,
+    load_policy,
+    schema_text,
+)
 from .check_policy import checked
 from .command import Command
 from .output import Table, add_output_arguments, check_output, show
@@ -82,10 +89,11 @@ def _listed(policies: list[Policy]) -> Table:
 
 
 def _in_full(policy: Policy) -> Table:
+    scale = policy.loss_scale
     rows = [
         *((stage, str(dtype)) for stage, dtype in dtypes_of(policy).items()),
         ("rounding of params", policy.rounding),
-        ("loss scale", _told_loss_scale(policy)),
+        ("loss scale", scale.kind + (f" {scale.value:g}" if scale.kind == "static" else "")),
         ("matmul precision", policy.matmul_precision),
         ("matmul", str(policy.matmul or "in the compute dtype")),
         *((f"module {rule.match}", str(rule)) for rule in policy.modules),
@@ -97,11 +105,6 @@ def _in_full(policy: Policy) -> Table:
     return Table(title, ("stage", "dtype"), rows, notes, _data(policy), [])
 
 
-def _told_loss_scale(policy: Policy) -> str:
-    scale = policy.loss_scale
-    return f"{scale.kind} {scale.value:g}" if scale.kind == "static" else scale.kind
-
-
 def _data(policy: Policy) -> dict[str, Any]:
     return {
         "name": policy.name,
@@ -111,17 +114,11 @@ def _data(policy: Policy) -> dict[str, Any]:
         "loss_scale": {"kind": policy.loss_scale.kind, "value": policy.loss_scale.value},
         "matmul_precision": policy.matmul_precision,
         "matmul": None if policy.matmul is None else str(policy.matmul),
-        "modules": [_rule_data(rule) for rule in policy.modules],
+        "modules": list(map(content_of_rule, policy.modules)),
         "unsafe": policy.unsafe,
         "narrow_optimizer": policy.narrow_optimizer,
         "text": str(policy),
     }
-
-
-def _rule_data(rule: ModuleRule) -> dict[str, Any]:
-    more = {"matmul": rule.matmul, "optional": rule.optional}
-    said = {key: value for key, value in more.items() if value}
-    return {"match": rule.match, "compute": str(rule.compute_dtype), **said}
 
 
 COMMAND = Command(

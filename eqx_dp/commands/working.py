@@ -1,6 +1,7 @@
 """What a command is at while it works, on standard error: what it found goes to standard output."""
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,15 +16,13 @@ def working(total: int) -> Generator[Callable[[str], None]]:
     On a terminal a bar shows the part and the time, and goes when the work is done. Elsewhere, and
     without rich, each part is a line.
     """
-    begun = 0
+    begun = itertools.count()
     has_rich = importlib.util.find_spec("rich") is not None
     console = extra("rich.console").Console(stderr=True) if has_rich else None
     if console is None or not console.is_terminal:
 
         def say(part: str) -> None:
-            nonlocal begun
-            begun += 1
-            print(f"eqx-dp: {begun}/{total} {part}", file=sys.stderr, flush=True)
+            print(f"eqx-dp: {next(begun) + 1}/{total} {part}", file=sys.stderr, flush=True)
 
         yield say
         return
@@ -37,10 +36,4 @@ def working(total: int) -> Generator[Callable[[str], None]]:
     )
     with rich.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
-
-        def show(part: str) -> None:
-            nonlocal begun
-            bar.update(task, description=part, completed=begun)
-            begun += 1
-
-        yield show
+        yield lambda part: bar.update(task, description=part, completed=next(begun))

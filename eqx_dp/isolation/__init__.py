@@ -1,19 +1,14 @@
 """Examples never meet: shown on the program that runs, differentiated and batched."""
 
-from .dependence import Apart, Dependence, Mixed, Shared, shape_of
-from .follow import Follow
-from .rules import OPERAND_BY_OPERAND, RULES
-from .run import run_apart, sum_over_examples
-
-__all__ = [
-    "OPERAND_BY_OPERAND",
-    "RULES",
-    "Apart",
-    "Dependence",
-    "Follow",
-    "Mixed",
-    "Shared",
-    "run_apart",
-    "shape_of",
-    "sum_over_examples",
-]
+from .dependence import Apart as Apart
+from .dependence import Dependence as Dependence
+from .dependence import Mixed as Mixed
+from .dependence import Shared as Shared
+from .dependence import dtype_of as dtype_of
+from .dependence import shape_of as shape_of
+from .dependence import size_of as size_of
+from .follow import Follow as Follow
+from .rules import OPERAND_BY_OPERAND as OPERAND_BY_OPERAND
+from .rules import RULES as RULES
+from .run import run_apart as run_apart
+from .run import sum_over_examples as sum_over_examples

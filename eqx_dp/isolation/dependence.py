@@ -1,5 +1,6 @@
 """Which examples a value of a batched program depends on, and where they stand in it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -74,3 +75,13 @@ def mixed_among(facts: list[Dependence]) -> Mixed | None:
 def shape_of(variable: Any) -> tuple[int, ...]:
     """The shape of what a variable or a literal holds; of what is no array, ()."""
     return tuple(getattr(variable.aval, "shape", ()))
+
+
+def size_of(variable: Any) -> int:
+    """How many entries it has."""
+    return math.prod(shape_of(variable))
+
+
+def dtype_of(variable: Any) -> Any:
+    """Their dtype; None of what is no array."""
+    return getattr(variable.aval, "dtype", None)

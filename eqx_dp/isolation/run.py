@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..programs import channels_last, checkpoint_results_compiled, own_line, source_line
-from .dependence import Apart, Dependence, Mixed, Single
+from .dependence import Apart, Dependence, Mixed, Single, dtype_of
 from .follow import ENGINES_SUM, Follow
 from .rules import REDUCTIONS, WRITES, axes_named, is_known
 from .steering import may_be_trusted
@@ -52,7 +52,7 @@ def run_apart(
     # in float16, where XLA may multiply constants of the loss with each other, to 0, before it sees
     # that their other factor is a constant loss scale.
     is_traced = any(isinstance(value, jax.core.Tracer) for value in values)
-    is_call = is_traced and not any(map(_is_float16, loss.invars))
+    is_call = is_traced and not any(dtype_of(variable) == jnp.float16 for variable in loss.invars)
     program = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*values)
     num_examples = values[0].shape[0]
     fact: Dependence = Apart(0) if num_examples > 1 else Single()
@@ -62,10 +62,6 @@ def run_apart(
     run = jex_core.jaxpr_as_fun(checkpoint_results_compiled(channels_last(program)))
     results: list[Array] = run(*values)
     return jax.tree.unflatten(structures[0], results)
-
-
-def _is_float16(variable: Any) -> bool:
-    return getattr(variable.aval, "dtype", None) == jnp.float16
 
 
 def sum_over_examples(function: Function) -> Function:

@@ -33,12 +33,6 @@ def candidates(
     What the function was made with stays as it is: a method that is not "auto", a microbatch that
     is a number.
 
-    Args:
-        grad_fn: the function.
-        call: of it, on shapes.
-        methods: instead of its own.
-        sizes: instead of its own.
-
     Raises:
         ValueError: there are no examples, no methods or no sizes, or one of them is unknown.
     """

@@ -44,14 +44,7 @@ class Costs(NamedTuple):
 
 
 class ClippedErrors:
-    """Runs the same call by many policies; each is compiled once.
-
-    Args:
-        grad_fn: the function.
-        call: the model, its batch and its key.
-        wide: the dtype of the reference.
-        tell: what is told which policy is run.
-    """
+    """Runs the same call (model, batch, key) by many policies; each is compiled once."""
 
     def __init__(
         self,
@@ -66,13 +59,7 @@ class ClippedErrors:
         self._errors: dict[Policy, float] = {}
 
     def of(self, label: str, policy: Policy, layers: Sequence[Layer]) -> Costs:
-        """What a policy costs each layer, and all of them.
-
-        Args:
-            label: what the table calls it.
-            policy: the policy.
-            layers: the rest is the last of them.
-        """
+        """What a policy costs each layer, and all of them."""
         exact = self.exact.compute_dtype
         # Beside [matmul] nothing may be float64: what is around a layer is float32 there.
         around = _FLOAT32 if policy.matmul is not None else exact
@@ -112,11 +99,7 @@ class ClippedErrors:
         return Costs(label, policy, tuple(rows), _relative(floor, reference, reference), error)
 
     def error(self, policy: Policy) -> float:
-        """The error of the whole sum by a policy.
-
-        Args:
-            policy: the policy.
-        """
+        """The error of the whole sum by a policy."""
         if policy not in self._errors:
             reference = self._of_reference()
             found = self._sums(policy, "what is recommended")

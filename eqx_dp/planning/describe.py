@@ -21,10 +21,10 @@ from ..precision import (
 )
 from ..sharding import ShardingRules, checked_rules
 from ..tables import Part, tabular
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape
 from ..updates import first_state, wide_parameters
 from .parts import bytes_of, copy_bytes, gathered_bytes, is_spread, local_bytes, part_bytes
-from .step import is_array_or_shape, specs_of_state
+from .step import specs_of_state
 
 
 class Declared(NamedTuple):

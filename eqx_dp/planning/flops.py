@@ -12,8 +12,7 @@ from ..privacy import gaussian_privatizer
 from ..programs import loops, matmul_flops, primitives
 from ..sharding import ShardingRules, on_device
 from ..tables import Part, tabular
-from ..trees import PyTree
-from .step import is_array_or_shape
+from ..trees import PyTree, is_array_or_shape
 
 # For one Gaussian number by JAX's threefry, integer operations included: 115 for its bits (20
 # rounds of five, and the key added five times); and 65 by the compiler's own count for what makes

@@ -58,11 +58,6 @@ def layers_of(
     Without patterns these are the modules that hold trained leaves, level by level from the outside
     as far in as there are at most `MOST_LAYERS` of them.
 
-    Args:
-        model: the model.
-        trained: the same tree, with None where it is not trained.
-        patterns: paths or class names, as module rules have them.
-
     Raises:
         ValueError: a pattern matches no module, or only the model itself; two layers cannot be told
             apart by their paths.
@@ -155,11 +150,8 @@ def _depth(layers: Sequence[Layer], layer: Layer) -> int:
 def assembled(base: Policy, layers: Sequence[Layer], levels: Sequence[Level]) -> Policy:
     """A policy by which every layer has its level, with as few rules as that takes.
 
-    Args:
-        base: gives all but the compute dtype and the module rules.
-        layers: the rest is the last of them.
-        levels: one for each layer. One that is wide needs a base with `[matmul]`; with such a base,
-            one that is not has the base's compute dtype.
+    Each layer has a level. One that is wide needs a base with `[matmul]`; with such a base, one
+    that is not has the base's compute dtype.
     """
     rest, narrows = levels[-1], base.matmul is not None
     catches_all = narrows and rest.is_wide

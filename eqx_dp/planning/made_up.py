@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+
+from ..trees import PyTree, is_array_or_shape, is_key
 
 
 def made_up(like: PyTree[Any]) -> PyTree[Any]:
@@ -19,15 +19,14 @@ def made_up(like: PyTree[Any]) -> PyTree[Any]:
     | booleans | False |
     | keys of JAX | of zeros |
 
-    Args:
-        like: arrays of JAX or numpy, or `jax.ShapeDtypeStruct`; other leaves stay as they are.
+    Leaves that are no arrays, and stand for none, stay as they are.
     """
     draws = np.random.default_rng(0)
 
     def of(leaf: Any) -> Any:
-        if not _has_shape(leaf):
+        if not (is_array_or_shape(leaf) or isinstance(leaf, np.ndarray | np.generic)):
             return leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             return jnp.empty(leaf.shape, leaf.dtype)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -35,7 +34,3 @@ def made_up(like: PyTree[Any]) -> PyTree[Any]:
         return jnp.asarray(draws.standard_normal(leaf.shape, np.float32)).astype(dtype)
 
     return jax.tree.map(of, like)
-
-
-def _has_shape(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)

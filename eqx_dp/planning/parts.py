@@ -5,11 +5,11 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..gradients import slices_of
 from ..precision import Policy, cast_parameters
 from ..sharding import ShardingRules, axes_of, cut_of
+from ..trees import is_key
 from .step import PlannedStep
 
 _KEY_BYTES = 8  # of a threefry key, whose dtype names no size
@@ -49,12 +49,7 @@ class DeviceBytes:
 
 
 def device_bytes(step: PlannedStep, policy: Policy | None) -> DeviceBytes:
-    """Adds up the parts of a step, for one device.
-
-    Args:
-        step: on shapes.
-        policy: of its clipped gradient.
-    """
+    """Adds up the parts of a step, for one device."""
     call = step.call
     _, state, batch = map(jax.tree.leaves, step.arguments)
     slices = slices_of(call, step.rules)
@@ -74,13 +69,7 @@ def device_bytes(step: PlannedStep, policy: Policy | None) -> DeviceBytes:
 
 
 def _of_parameters(step: PlannedStep, policy: Policy | None, slices: list[int | None]) -> int:
-    """Bytes of the model, and of what the loss is given of it.
-
-    Args:
-        step: on shapes.
-        policy: of its clipped gradient.
-        slices: that an array is gathered in, as `slices_of` says.
-    """
+    """Bytes of the model, and of what the loss is given of it, gathered in so many slices."""
     model = given = jax.tree.leaves(step.arguments[0])  # as stored; in the dtypes of the loss
     if policy is not None:
         as_given = jax.eval_shape(lambda x: cast_parameters(x, policy), step.arguments[0])
@@ -99,12 +88,7 @@ def _of_parameters(step: PlannedStep, policy: Policy | None, slices: list[int | 
 
 
 def _of_sums(step: PlannedStep, slices: list[int | None]) -> int:
-    """Bytes of the sums of clipped gradients.
-
-    Args:
-        step: on shapes.
-        slices: that a sum is scattered in, as `slices_of` says.
-    """
+    """Bytes of the sums of clipped gradients, scattered in so many slices."""
     held, at_a_time = 0, _AtATime()
     for total, its in zip(step.sums, slices, strict=True):
         whole = gathered_bytes(total, total.dtype, step.rules)
@@ -135,8 +119,7 @@ class _AtATime:
 
 def bytes_of(x: Any) -> int:
     """Bytes of an array, of all devices."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return math.prod(x.shape) * (_KEY_BYTES if is_key else x.dtype.itemsize)
+    return math.prod(x.shape) * (_KEY_BYTES if is_key(x) else x.dtype.itemsize)
 
 
 def local_bytes(x: Any) -> int:

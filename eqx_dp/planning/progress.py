@@ -8,12 +8,7 @@ from ..extras import extra
 
 @contextmanager
 def told_on_terminal(what: str, is_wanted: bool) -> Generator[Callable[[str], None]]:
-    """What tells a terminal what is being done; elsewhere, and unasked, nothing is told.
-
-    Args:
-        what: is done, in a word.
-        is_wanted: whether to tell.
-    """
+    """What tells a terminal what is being done; elsewhere, and unasked, nothing is told."""
     if not is_wanted:
         yield lambda said: None
         return

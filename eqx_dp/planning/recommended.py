@@ -36,14 +36,7 @@ def recommended(
     tolerance: float,
     measure: Callable[[Policy], float],
 ) -> tuple[Policy | None, float, list[str]]:
-    """The policy, its error as measured, and what each layer is multiplied in.
-
-    Args:
-        costs: what each policy costs.
-        layers: the rest is the last of them.
-        tolerance: the largest error that is allowed.
-        measure: the error of a policy as a whole.
-    """
+    """The policy, its error as measured, and what each layer is multiplied in."""
     for base in sorted(costs, key=lambda one: (one.bits, one.error)):
         rungs = _ladder(base, costs)
         found = _climbed(base, rungs, layers, tolerance, measure)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from ..gradients import ClippedGrad, Prepared, described
 from ..precision import agreed_policy
 from ..sharding import ShardingRules
+from ..trees import PyTree, is_array_or_shape
 from ..updates import apply_updates, first_state, stored_state, wide_parameters, widened
 
 
@@ -64,15 +64,7 @@ def planned_step(
     optimizer: optax.GradientTransformation,
     key: Any,
 ) -> PlannedStep:
-    """Clipped gradient, noise and update, with padding in the batch as a sampler leaves it.
-
-    Args:
-        grad_fn: what `filter_clipped_grad` returned; it returns gradients alone.
-        model: arrays, or shapes of them.
-        batch: the same.
-        optimizer: all that happens to the gradients.
-        key: of the loss, or None.
-    """
+    """Clipped gradient alone, noise, update, with padding in the batch as a sampler leaves it."""
     rules = grad_fn.sharding
     with on_mesh(rules):
         call = described(grad_fn, model, batch, key)
@@ -120,11 +112,6 @@ def planned_step(
         rules,
         of_arrays,
     )
-
-
-def is_array_or_shape(x: Any) -> bool:
-    """Whether a leaf is an array, or stands for one."""
-    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def on_mesh(rules: ShardingRules | None) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from ..gradients import ClippedGrad, Prepared, described
 from ..timing import Spread, interleaved
 from .candidates import Candidate
 from .made_up import made_up
-from .memory import CompiledBytes, read_compiled, told
+from .memory import read_compiled, told
 from .tuning import Trial, Tuning
 
 # What takes so many times as long as the fastest in the first round is not timed again.
@@ -78,13 +78,16 @@ class Work(NamedTuple):
             program = self._compiled(candidate)
             found = read_compiled(program)
             seconds = time.perf_counter() - began
-            trial = trial._replace(bytes=_bytes(found), compile_seconds=seconds)
-            if problem := self._too_much(found.total if found else 0, "compiled"):
-                return trial._replace(problem=problem), None
+            trial = trial._replace(compile_seconds=seconds)
+            if found is not None:
+                trial = trial._replace(bytes=(found.total, found.temporary))
+                if problem := self._too_much(found.total, "compiled"):
+                    return trial._replace(problem=problem), None
             runs = self._runs(program, candidate)
             jax.block_until_ready(runs.all())
         except Exception as error:  # whatever a method, a compiler or a loss may raise
-            return trial._replace(problem=_reason(error)), None
+            first = str(error).strip().partition("\n")[0]
+            return trial._replace(problem=f"{type(error).__name__}: {first}"[:200]), None
         return trial, runs
 
     def _estimated(self, candidate: Candidate) -> int:
@@ -176,11 +179,7 @@ def timed(
 ) -> dict[Candidate, list[float]]:
     """Expected seconds of each candidate in each round.
 
-    Args:
-        runs: what to run.
-        own: the candidate that is timed in all rounds, however slow it is.
-        rounds: how many.
-        turn: a run's seconds in one turn; by default as [`interleaved`][] takes them.
+    Its own candidate is timed in all rounds, however slow it is. `turn` is as for `interleaved`.
     """
     found = _rounds(runs, 1, turn)
     most = _HOPELESS * min(seconds[0] for seconds in found.values())
@@ -208,18 +207,5 @@ def _rounds(
 
 
 def fastest(trials: list[Trial]) -> Trial:
-    """The trial of the smallest median; the earlier one of two that are equal.
-
-    Args:
-        trials: at least one of them timed.
-    """
+    """The trial of the smallest median, of those that were timed; of equal ones the first."""
     return min((x for x in trials if x.seconds), key=lambda x: x.seconds.median if x.seconds else 0)
-
-
-def _bytes(found: CompiledBytes | None) -> tuple[int, int] | None:
-    return None if found is None else (found.total, found.temporary)
-
-
-def _reason(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"[:200]

@@ -107,7 +107,8 @@ def tune(
         grad_fn = checked_grad_fn(grad_fn).of_samples(plan.sampling)
     rules = checked_grad_fn(grad_fn).sharding
     given = Call(model, batch, key, is_padding_example)
-    _refuse_tracers(given)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+        raise ValueError("tune runs programs, and was called while one is traced: call it outside.")
     with on_mesh(rules):
         call = described(grad_fn, model, batch, key, is_padding_example)
         has_mask = is_padding_example is not None or call.choice.batch.sample is not None
@@ -151,11 +152,6 @@ def limit_of(memory_limit: SupportsIndex | None) -> int | None:
     # What does not fit is an error on a device, and the end of the process on the host.
     memory = device_memory()
     return memory // 2 if memory is not None and is_cpu() else memory
-
-
-def _refuse_tracers(given: Call) -> None:
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
-        raise ValueError("tune runs programs, and was called while one is traced: call it outside.")
 
 
 def _check_place(path: Path | None) -> None:

@@ -1,45 +1,26 @@
 """Which dtype each stage of a private training step uses."""
 
-from .files import available_policies, load_policy
-from .leaf_dtypes import LeafDtypes, leaf_dtypes
-from .loss_scale import LossScale
-from .matmul import Matmul
-from .module_rule import ModuleRule
-from .modules import cast_parameters, matched_by, matmul_precision, modules_of
-from .pairing import agreed_policy, apply_policy, inside_engine
-from .policy import (
-    MatmulPrecision,
-    Policy,
-    checked_policy,
-    dtypes_of,
-)
-from .refusals import refusal, refusals_name
-from .schema import schema_text
-from .stages import stage
-from .text import parse_policy
-
-__all__ = [
-    "LeafDtypes",
-    "LossScale",
-    "Matmul",
-    "MatmulPrecision",
-    "ModuleRule",
-    "Policy",
-    "agreed_policy",
-    "apply_policy",
-    "available_policies",
-    "cast_parameters",
-    "checked_policy",
-    "dtypes_of",
-    "inside_engine",
-    "leaf_dtypes",
-    "load_policy",
-    "matched_by",
-    "matmul_precision",
-    "modules_of",
-    "parse_policy",
-    "refusal",
-    "refusals_name",
-    "schema_text",
-    "stage",
-]
+from .files import available_policies as available_policies
+from .files import load_policy as load_policy
+from .leaf_dtypes import LeafDtypes as LeafDtypes
+from .leaf_dtypes import leaf_dtypes as leaf_dtypes
+from .loss_scale import LossScale as LossScale
+from .matmul import Matmul as Matmul
+from .module_rule import ModuleRule as ModuleRule
+from .module_rule import content_of_rule as content_of_rule
+from .modules import cast_parameters as cast_parameters
+from .modules import matched_by as matched_by
+from .modules import matmul_precision as matmul_precision
+from .modules import modules_of as modules_of
+from .pairing import agreed_policy as agreed_policy
+from .pairing import apply_policy as apply_policy
+from .pairing import inside_engine as inside_engine
+from .policy import MatmulPrecision as MatmulPrecision
+from .policy import Policy as Policy
+from .policy import checked_policy as checked_policy
+from .policy import dtypes_of as dtypes_of
+from .refusals import refusal as refusal
+from .refusals import refusals_name as refusals_name
+from .schema import schema_text as schema_text
+from .stages import stage as stage
+from .text import parse_policy as parse_policy

@@ -160,15 +160,7 @@ def policy_of(content: Content, name: str | None = None) -> Policy:
 
 
 def merged(base: Content, content: Content) -> Content:
-    """A file's content on top of that of the file that it extends.
-
-    | entry | what holds |
-    |---|---|
-    | `description`, `unsafe`, `narrow_optimizer` | the file's own: none of them is inherited |
-    | `[loss_scale]`, `[matmul]` | the file's own, if it has one, as a whole |
-    | any other table | entry by entry, the file's own where it has one |
-    | `[[modules]]` | its own rules, then those of the base with other patterns |
-    """
+    """A file's content on top of that of the file that it extends: see `load_policy`."""
     result = {key: base[key] for key in base if key not in (*_CONSENTS, "description")}
     for key, value in content.items():
         if key == "modules":

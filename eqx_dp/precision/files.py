@@ -115,7 +115,7 @@ def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
     chain = (*extended_by, path)
     with refusals_name(EXTENDS):
         base = _preset(name) if _is_preset_name(name) else path.parent / name
-    if any(_is_same(Path(str(base)), one) for one in chain):
+    if Path(str(base)).resolve() in [one.resolve() for one in chain]:
         told = " -> ".join(f"{one.name} extends" for one in chain)
         raise refusal(
             EXTENDS,
@@ -124,10 +124,6 @@ def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
         )
     with refusals_name(f"{EXTENDS} {base}"):
         return merged(_inherited(base, chain), content)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def _read(source: Traversable) -> Content:

@@ -2,13 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..paths import dotted
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape
 from .modules import Governed, rebuild, rules_of
 from .pairing import agreed_policy
 from .policy import Policy
@@ -43,10 +41,7 @@ class LeafDtypes(NamedTuple):
 def leaf_dtypes(model: PyTree[Any], policy: Policy) -> tuple[LeafDtypes, ...]:
     """The dtypes of every leaf of a model under a policy, in the model's order.
 
-    Args:
-        model: an `eqx.Module`, paired or not, or any tree; `jax.ShapeDtypeStruct` may stand for
-            arrays.
-        policy: the policy; a paired model has the same, or none.
+    `jax.ShapeDtypeStruct` may stand for arrays.
 
     Raises:
         ValueError: the model is paired with another policy; a rule has no effect on it.
@@ -64,7 +59,7 @@ def leaf_dtypes(model: PyTree[Any], policy: Policy) -> tuple[LeafDtypes, ...]:
 
 def _row(leaf: Any, governed: Governed, policy: Policy) -> LeafDtypes:
     path = dotted(governed.path)
-    if not (eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)):
+    if not (is_array_or_shape(leaf) or isinstance(leaf, np.ndarray)):
         return LeafDtypes(path, getattr(leaf, "__name__", None) or type(leaf).__name__)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return LeafDtypes(path, str(leaf.dtype))

@@ -72,9 +72,7 @@ class Matmul:
 def read_matmul(text: str, named: Callable[[str, str], Any]) -> Matmul | None:
     """Reads `FORWARD`, `FORWARD:BACKWARD` or `FORWARD:BACKWARD:SCALING`; None from `none`.
 
-    Args:
-        text: the value of `matmul` in a policy's string form.
-        named: from a key and jmp's name of a dtype to that dtype, or to what was given.
+    `named` gives a dtype from a key and jmp's name of it, or what it was given.
 
     Raises:
         ValueError: it has more parts; or as `Matmul`.

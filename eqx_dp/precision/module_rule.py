@@ -59,3 +59,10 @@ class ModuleRule:
     def __str__(self) -> str:
         more = (*filter(None, [self.matmul]), *(["optional"] if self.optional else []))
         return ":".join([str(self.compute_dtype), *more])
+
+
+def content_of_rule(rule: ModuleRule) -> dict[str, object]:
+    """What a policy file says of a rule: defaults are left out."""
+    more = {"matmul": rule.matmul, "optional": rule.optional}
+    said = {key: value for key, value in more.items() if value}
+    return {"match": rule.match, "compute": str(rule.compute_dtype), **said}

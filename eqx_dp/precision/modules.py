@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..paths import dotted, matches
+from ..shown import some
 from ..trees import PyTree
 from .module_rule import ModuleRule
 from .policy import MatmulPrecision, Policy, cast_floats
@@ -57,12 +58,8 @@ def rebuild(
 ) -> T:
     """Rebuilds a tree from its leaves up, telling every leaf and module what governs it.
 
-    Args:
-        tree: a module, or any tree of modules and arrays.
-        compute: the dtype around the tree.
-        matched: the rule that matches a module, given its dotted path; or None.
-        on_module: makes a module anew, its contents already done.
-        on_leaf: makes a leaf anew.
+    The contents of a module are done before `on_module` makes it anew. `matched` gives the rule
+    that matches a module at a dotted path, or None; `compute` is the dtype around the tree.
     """
 
     def visit(node: Any, governed: Governed) -> Any:
@@ -95,10 +92,7 @@ def cast_leaf(leaf: Any, governed: Governed) -> Any:
 def cast_parameters(tree: T, policy: Policy) -> T:
     """Converts the floating-point arrays of a model, or of a part of it, to their compute dtypes.
 
-    Args:
-        tree: the model, or what `eqx.partition` makes of it.
-        policy: gives the dtype of every leaf: that of the innermost module that a rule matches, or
-            the policy's own.
+    The dtype of a leaf is that of the innermost module that a rule matches, or the policy's own.
     """
     return rebuild(tree, policy.compute_dtype, rules_of(policy), on_leaf=cast_leaf)
 
@@ -194,6 +188,4 @@ def _listed(modules: list[tuple[str, eqx.Module]]) -> str:
     if not modules:
         return "no module rules, as the model holds no eqx.Module"
     names = [f"{path or '(root)'} {type(module).__name__}" for path, module in modules]
-    more = f", and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    listed = ", ".join(names[:_MOST_LISTED])
-    return f"the path or the class of a module, of which there are: {listed}{more}"
+    return f"the path or the class of a module, of which there are: {some(names, _MOST_LISTED)}"

@@ -130,10 +130,6 @@ def inside_engine(model: T, policy: Policy) -> T:
     """The model for a loss whose parameters, inputs and result the engine casts itself.
 
     Only modules that rules match cast by themselves; the rest is as if it had never been paired.
-
-    Args:
-        model: paired or not, parameters in whatever dtype.
-        policy: what governs it.
     """
     precision, compute = policy.matmul_precision, policy.compute_dtype
     return _entered(model, compute, rules_of(policy), precision, compute)

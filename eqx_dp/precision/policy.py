@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from ..shown import shown
 from .loss_scale import LossScale
 from .matmul import Matmul
-from .module_rule import ModuleRule
+from .module_rule import ModuleRule, content_of_rule
 from .refusals import DTYPES, float_dtype, one_of, refusal
 from .toml_text import toml_text
 
@@ -240,7 +240,7 @@ def _content_of(policy: Policy) -> Content:
         "params": {"rounding": policy.rounding} if policy.rounding != "nearest" else {},
         "loss_scale": _scale_of(policy.loss_scale),
         "matmul": _products_of(policy.matmul),
-        "modules": [_rule_of(rule) for rule in policy.modules],
+        "modules": [content_of_rule(rule) for rule in policy.modules],
     }
     return {key: value for key, value in found.items() if value and value != "default"}
 
@@ -259,12 +259,6 @@ def _products_of(matmul: Matmul | None) -> Content:
         "backward": str(matmul.backward),
         "scaling": matmul.scaling,
     }
-
-
-def _rule_of(rule: ModuleRule) -> Content:
-    more = {"matmul": rule.matmul, "optional": rule.optional}
-    said = {key: value for key, value in more.items() if value}
-    return {"match": rule.match, "compute": str(rule.compute_dtype), **said}
 
 
 def _wider(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,11 @@ import numpy as np
 from .content import ENTRIES, EXTENDS, Entry
 from .refusals import DTYPES
 
-SCHEMA_FILE = files("eqx_dp") / "precision" / "policy.schema.json"
-"""What the package carries: `schema_text()`, which a test holds it to."""
-
 _TYPES = {str: "string", np.dtype: "string", bool: "boolean", float: "number", dict: "object"}
 
 
 def schema_text() -> str:
-    """The schema, as the file of the package holds it (JSON Schema, draft 7: editors know it).
+    """The schema, as `policy.schema.json` holds it (JSON Schema, draft 7: editors know it).
 
     It knows keys, types, names and what is required. What follows from several entries together
     (which dtype is too narrow for which, whether a scale is a power of two) the reader alone knows.

@@ -1,35 +1,23 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
-from .accounting import SENSITIVITY_OF_UNIT_NORM
-from .arguments import real_number, whole_number
-from .keys import Secret, digest, fold_text, fold_texts, key_from_secret, shape_of_keys
-from .noise import GaussianPrivatizerState, gaussian_privatizer
-from .plan import NeighboringRelation, PrivacyPlan
-from .random_bits import is_partitionable, random_bits
-from .sample_size import SampleSize, Sampling
-from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
-from .trade_off import TradeOff, trade_off_of
-
-__all__ = [
-    "OVERFLOW_PROBABILITY",
-    "SENSITIVITY_OF_UNIT_NORM",
-    "GaussianPrivatizerState",
-    "NeighboringRelation",
-    "PoissonSampler",
-    "PrivacyPlan",
-    "SampleSize",
-    "Sampling",
-    "Secret",
-    "TradeOff",
-    "digest",
-    "fold_text",
-    "fold_texts",
-    "gaussian_privatizer",
-    "is_partitionable",
-    "key_from_secret",
-    "random_bits",
-    "real_number",
-    "shape_of_keys",
-    "trade_off_of",
-    "whole_number",
-]
+from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
+from .arguments import real_number as real_number
+from .arguments import whole_number as whole_number
+from .keys import Secret as Secret
+from .keys import digest as digest
+from .keys import fold_text as fold_text
+from .keys import fold_texts as fold_texts
+from .keys import key_from_secret as key_from_secret
+from .keys import shape_of_keys as shape_of_keys
+from .noise import GaussianPrivatizerState as GaussianPrivatizerState
+from .noise import gaussian_privatizer as gaussian_privatizer
+from .plan import NeighboringRelation as NeighboringRelation
+from .plan import PrivacyPlan as PrivacyPlan
+from .random_bits import is_partitionable as is_partitionable
+from .random_bits import random_bits as random_bits
+from .sample_size import SampleSize as SampleSize
+from .sample_size import Sampling as Sampling
+from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
+from .sampling import PoissonSampler as PoissonSampler
+from .trade_off import TradeOff as TradeOff
+from .trade_off import trade_off_of as trade_off_of

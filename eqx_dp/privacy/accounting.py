@@ -10,6 +10,8 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as pld
 
+from ..expected import expect
+
 # How far one example can move a sum of gradients, each of them at most 1 in norm.
 SENSITIVITY_OF_UNIT_NORM = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: 1.0,
@@ -29,12 +31,8 @@ from 1e-5 to 1, intervals from 1e-5 to 1e-3).
 
 def check_relation(relation: object) -> None:
     """Raises a ValueError unless it is one of dp_accounting's relations."""
-    if not isinstance(relation, NeighboringRelation):
-        raise ValueError(
-            "neighboring_relation must be one of "
-            f"{', '.join(f'NeighboringRelation.{known.name}' for known in NeighboringRelation)}; "
-            f"found {relation!r}."
-        )
+    known = ", ".join(f"NeighboringRelation.{one.name}" for one in NeighboringRelation)
+    expect("neighboring_relation", relation, NeighboringRelation, f"one of {known}")
 
 
 class Run(NamedTuple):
@@ -94,13 +92,9 @@ def epsilon_at(
 ) -> float:
     """Epsilon at a discretization, to the last bit what PLDAccountant gives for `event_of`.
 
-    Args:
-        run: Of at least one step.
-        noise_multiplier: At least `LEAST_NOISE`.
-        left: By `delta_left`.
-        interval: Of the discretization.
-        in_stages: Composes in two stages, which is faster for many steps: dp_accounting bounds the
-            range of a sum of many losses far too widely. Not to the last bit then.
+    The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`. Many
+    steps are composed faster `in_stages`, of which there are two, and then not to the last bit:
+    dp_accounting bounds the range of a sum of many losses far too widely.
     """
     if left <= 0 or interval > WIDEST_INTERVAL:
         return math.inf
@@ -120,10 +114,7 @@ def epsilon_at(
 def deltas_of(run: Run, noise_multiplier: float, epsilons: Sequence[float]) -> list[float]:
     """Delta of a run for each epsilon, with what float64 may lose of it, at most 1.
 
-    Args:
-        run: Of at least one step.
-        noise_multiplier: As for a plan; below `LEAST_NOISE` every delta is 1.
-        epsilons: At least 0 and finite.
+    The run has at least one step, and epsilons are finite. Below `LEAST_NOISE` every delta is 1.
     """
     interval = WIDEST_INTERVAL + 1
     if noise_multiplier >= LEAST_NOISE:

@@ -38,12 +38,7 @@ def real_number(
 ) -> float:
     """Returns `value` as a float, or raises a ValueError: unless finite, and in range.
 
-    Args:
-        name: Of the argument.
-        value: What was found.
-        is_in_range: Asked of a finite number.
-        wanted: The range, in words.
-        advice: For numbers that are not finite.
+    `wanted` is the range, in words. Advice is given for numbers that are not finite.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(

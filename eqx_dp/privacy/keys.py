@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from ..trees import is_key
+
 Secret: TypeAlias = SupportsIndex | bytes
 """A number of at least 0, or bytes; of any length."""
 
@@ -121,7 +123,7 @@ def checked_secret(name: str, secret: object) -> int | bytes:
 
 def shape_of_keys(keys: Any) -> tuple[int, ...] | None:
     """The shape of an array of keys, typed or raw; None of an array that cannot be keys."""
-    if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+    if is_key(keys):
         return keys.shape
     try:
         return jax.random.wrap_key_data(keys).shape

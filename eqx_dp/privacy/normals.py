@@ -46,13 +46,6 @@ def normal(
     | a raw key (`jax.random.PRNGKey`) | the numbers of the typed key with the same words |
     | `vmap` over keys | each key's numbers are those that it gives alone |
     | the array is spread over devices | each device computes its own part, without communication |
-
-    Args:
-        key: One key, of any generator; may be traced.
-        shape: Of the result.
-        dtype: Of the result; floating point.
-        out_sharding: Where the result lives, on a mesh with Explicit axes; as for
-            `jax.random.normal`.
     """
     if not _is_written_out(key, shape, dtype):
         return jax.random.normal(key, shape, dtype, out_sharding=out_sharding)

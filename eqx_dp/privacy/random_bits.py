@@ -36,12 +36,6 @@ def random_bits(
     **Guarantee.** The numbers are those of `jax.random.bits(key, shape, dtype)`, bit for bit, on
     any number of devices. Whatever is not uint32, has more than 2**32 entries or comes from another
     generator than threefry2x32 is drawn by `jax.random.bits` itself.
-
-    Args:
-        key: One key, of any generator; may be traced.
-        shape: Of the result.
-        dtype: Of the result: an unsigned integer.
-        out_sharding: Where the result lives, on a mesh with Explicit axes.
     """
     if np.dtype(dtype) != np.uint32 or not is_written_out(key, shape):
         return jax.random.bits(key, shape, dtype, out_sharding=out_sharding)

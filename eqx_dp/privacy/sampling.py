@@ -6,14 +6,17 @@ import functools
 import math
 from typing import Any, SupportsFloat, SupportsIndex
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int64
 
+from ..expected import expect
+from ..paths import below
 from ..trees import PyTree
 from .arguments import real_number, sampling_probability, whole_number
 from .keys import Secret, checked_secret, digest, public_bytes
 from .sample_size import binomial
-from .sources import checked_source, drawn_from
 
 OVERFLOW_PROBABILITY = 1e-12
 """The largest probability, a step, that more examples are drawn than a batch has room for."""
@@ -129,6 +132,7 @@ class PoissonSampler:
         shared: bool = False,
     ):
         hosts = whole_number("hosts", hosts, least=1, most=2**53)
+        expect("shared", shared, bool, "True (every host can read every example) or False")
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
@@ -145,7 +149,7 @@ class PoissonSampler:
             ),
             "run": public_bytes("run", run),
             "devices": whole_number("devices", devices, least=1, most=2**53),
-            "shared": _checked_shared(shared),
+            "shared": shared,
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -241,9 +245,9 @@ class PoissonSampler:
         if not sources:
             raise ValueError("take needs at least one source of examples behind the step.")
         for position, source in enumerate(sources):
-            checked_source(source, f"source {position}", self.num_examples)
+            _check_source(source, f"source {position}", self.num_examples)
         indices, is_padding_example = self.batch(step)
-        examples = tuple(drawn_from(source, indices, is_padding_example) for source in sources)
+        examples = tuple(_drawn_from(source, indices, is_padding_example) for source in sources)
         return examples, is_padding_example
 
     def _drawn(self, step: int) -> Int64[np.ndarray, "drawn"]:
@@ -301,17 +305,49 @@ def _checked_host(value: object, hosts: int) -> int:
     return host
 
 
-def _checked_shared(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"shared must be True (every host can read every example) or False; found a "
-            f"{type(value).__name__}."
-        )
-    return value
-
-
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:
     def fits(capacity: int) -> bool:
         return float(binomial().sf(capacity, num_examples, sampling_prob)) <= tau
 
     return bisect.bisect_left(range(num_examples + 1), True, key=fits)
+
+
+def _check_source(source: PyTree[Any], name: str, num_examples: int) -> None:
+    """Raises a ValueError unless a source is arrays with that many examples in front."""
+    leaves = jax.tree_util.tree_leaves_with_path(source)
+    if not leaves:
+        raise ValueError(
+            f"{name} holds no arrays. Give arrays with the examples along their leading axis."
+        )
+    for path, leaf in leaves:
+        where = below(name, path)
+        if not isinstance(leaf, (np.ndarray, jax.Array)):
+            raise ValueError(
+                f"{where} is a {type(leaf).__name__}, not an array: give numpy or JAX arrays with "
+                "the examples along their leading axis (np.asarray)."
+            )
+        if leaf.ndim == 0 or leaf.shape[0] != num_examples:
+            raise ValueError(
+                f"{where} has shape {leaf.shape}, and the sampler draws from {num_examples} "
+                "examples, which have to be along its leading axis: give the whole data set that "
+                "the sampler is for."
+            )
+
+
+def _drawn_from(
+    source: PyTree[Any],
+    indices: Int64[np.ndarray, "capacity"],
+    is_padding_example: Bool[np.ndarray, "capacity"],
+) -> PyTree[Any]:
+    """The examples at some positions; zeros, for which nothing is read, where there is padding."""
+
+    def of_leaf(leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        if isinstance(leaf, jax.Array):
+            # One shape, however many were drawn: nothing is compiled anew.
+            beyond = np.where(is_padding_example, leaf.shape[0], indices)
+            return jnp.take(leaf, beyond, axis=0, mode="fill", fill_value=0)
+        batch = np.zeros((len(indices), *leaf.shape[1:]), leaf.dtype)
+        batch[~is_padding_example] = leaf[indices[~is_padding_example]]
+        return batch
+
+    return jax.tree.map(of_leaf, source)

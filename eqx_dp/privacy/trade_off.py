@@ -53,10 +53,6 @@ def trade_off_of(plan: PrivacyPlan, steps: int) -> TradeOff:
     | no steps | true positives are as frequent as false ones: nothing can be found out |
     | no noise | true positives are 1 everywhere |
     | epsilon above 50 | true for all attacks; exact to some percent |
-
-    Args:
-        plan: what the run followed.
-        steps: how many have been taken.
     """
     if steps == 0:
         return TradeOff(np.array([0.0, 1.0]), np.array([0.0, 1.0]), 0.5)

@@ -1,100 +1,52 @@
 """Reading and rewriting JAX programs."""
 
-from .channels_last import channels_last
-from .checkpoint_results import checkpoint_results_compiled
-from .derivative_rules import (
-    RULE_PARAMS,
-    Rule,
-    RuleOf,
-    has_rules,
-    is_changed_by_reading,
-    read_apart,
-    with_rules,
-)
-from .inside import (
-    Call,
-    Cond,
-    LinearSolve,
-    Scan,
-    ShardMap,
-    While,
-    closed,
-    equations,
-    inside,
-    open_jaxpr,
-    programs_of,
-    with_programs,
-)
-from .interpreter import (
-    at,
-    bound,
-    evaluated,
-    interpret,
-    literal_value,
-    looped,
-    rematerialised,
-    scanned,
-    settled,
-    switched,
-)
-from .lines import own_line, source_line, users_line, written_in
-from .names import named
-from .operations import (
-    equation_flops,
-    has_free_dimensions,
-    loops,
-    matmul_flops,
-    primitives,
-)
-from .ragged import with_masked_products
-from .rewriting import inlined
-from .shardings import PLACEMENTS, result_sharding, shardings
-
-__all__ = [
-    "PLACEMENTS",
-    "RULE_PARAMS",
-    "Call",
-    "Cond",
-    "LinearSolve",
-    "Rule",
-    "RuleOf",
-    "Scan",
-    "ShardMap",
-    "While",
-    "at",
-    "bound",
-    "channels_last",
-    "checkpoint_results_compiled",
-    "closed",
-    "equation_flops",
-    "equations",
-    "evaluated",
-    "has_free_dimensions",
-    "has_rules",
-    "inlined",
-    "inside",
-    "interpret",
-    "is_changed_by_reading",
-    "literal_value",
-    "looped",
-    "loops",
-    "matmul_flops",
-    "named",
-    "open_jaxpr",
-    "own_line",
-    "primitives",
-    "programs_of",
-    "read_apart",
-    "rematerialised",
-    "result_sharding",
-    "scanned",
-    "settled",
-    "shardings",
-    "source_line",
-    "switched",
-    "users_line",
-    "with_masked_products",
-    "with_programs",
-    "with_rules",
-    "written_in",
-]
+from .channels_last import channels_last as channels_last
+from .checkpoint_results import checkpoint_results_compiled as checkpoint_results_compiled
+from .derivative_rules import RULE_PARAMS as RULE_PARAMS
+from .derivative_rules import Rule as Rule
+from .derivative_rules import RuleOf as RuleOf
+from .derivative_rules import has_rules as has_rules
+from .derivative_rules import is_changed_by_reading as is_changed_by_reading
+from .derivative_rules import read_apart as read_apart
+from .derivative_rules import with_rules as with_rules
+from .inside import Call as Call
+from .inside import Cond as Cond
+from .inside import LinearSolve as LinearSolve
+from .inside import Scan as Scan
+from .inside import ShardMap as ShardMap
+from .inside import While as While
+from .inside import closed as closed
+from .inside import equations as equations
+from .inside import inside as inside
+from .inside import open_jaxpr as open_jaxpr
+from .inside import programs_of as programs_of
+from .inside import with_programs as with_programs
+from .interpreter import at as at
+from .interpreter import bound as bound
+from .interpreter import evaluated as evaluated
+from .interpreter import interpret as interpret
+from .interpreter import literal_value as literal_value
+from .interpreter import looped as looped
+from .interpreter import rematerialised as rematerialised
+from .interpreter import scanned as scanned
+from .interpreter import settled as settled
+from .interpreter import switched as switched
+from .lines import own_line as own_line
+from .lines import source_line as source_line
+from .lines import users_line as users_line
+from .lines import written_in as written_in
+from .names import COLLECTIVES as COLLECTIVES
+from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
+from .names import UNCHANGED as UNCHANGED
+from .names import UNSEEN as UNSEEN
+from .names import named as named
+from .operations import equation_flops as equation_flops
+from .operations import has_free_dimensions as has_free_dimensions
+from .operations import loops as loops
+from .operations import matmul_flops as matmul_flops
+from .operations import primitives as primitives
+from .ragged import with_masked_products as with_masked_products
+from .rewriting import inlined as inlined
+from .shardings import PLACEMENTS as PLACEMENTS
+from .shardings import result_sharding as result_sharding
+from .shardings import shardings as shardings

@@ -25,9 +25,7 @@ def channels_last(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     kernel of a transposed convolution takes 1 / 16 of the time or less. Convolutions of each
     channel by itself stay as they are. Nothing else changes, and on other platforms nothing at all.
 
-    Args:
-        program: any program, already differentiated and batched: derivative rules that are not yet
-            applied stay as they are.
+    The program is differentiated and batched: derivative rules not yet applied stay as they are.
 
     Returns:
         A program of the same inputs and results.

@@ -14,7 +14,7 @@ from .rewriting import inlined, rewritten
 
 
 def checkpoint_results_compiled(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-    """Rewrites a program so that XLA can compile the checkpoints in it on a CPU.
+    """Rewrites a differentiated program so that XLA can compile the checkpoints in it on a CPU.
 
     The operands of a differentiated `jax.checkpoint` are behind a barrier, which XLA takes away
     once all arrays have their layouts. If a batch of products comes before the barrier and nothing
@@ -24,9 +24,6 @@ def checkpoint_results_compiled(program: jex_core.ClosedJaxpr) -> jex_core.Close
     is clamped between the infinities, which keeps normal numbers, infinities and NaN as they are
     (what is smaller may become zero, as in any arithmetic there), and is part of the loop that
     transposes. Nothing else changes, and on other platforms nothing at all.
-
-    Args:
-        program: any program, already differentiated and batched.
 
     Returns:
         A program of the same inputs and results.

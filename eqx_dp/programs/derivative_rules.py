@@ -64,10 +64,8 @@ def is_changed_by_reading(program: jex_core.ClosedJaxpr) -> bool:
 def with_rules(equation: jex_core.JaxprEqn, changed: Callable[[RuleOf], Rule]) -> dict[str, Any]:
     """The parameters of an equation that hold derivative rules, with others in their place.
 
-    Args:
-        equation: whose rules are to be replaced.
-        changed: from what traces a rule to what is to stand in its place; called when JAX asks for
-            the rule, in the context that JAX asks in.
+    `changed` gets what traces a rule, and gives what is to stand in its place. It is called when
+    JAX asks for the rule, in the context that JAX asks in.
     """
     asked: list[tuple[bool, ...]] = []
 

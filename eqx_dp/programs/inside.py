@@ -99,11 +99,7 @@ class While(NamedTuple):
 
 
 class Cond(NamedTuple):
-    """Programs of which one runs: the first operand says which, all take the others.
-
-    Attributes:
-        branches: the programs.
-    """
+    """Programs of which one runs: the first operand says which, all take the others."""
 
     branches: tuple[jex_core.ClosedJaxpr, ...]
 
@@ -212,11 +208,9 @@ def equations(program: Any) -> Iterator[jex_core.JaxprEqn]:
 
 
 def with_programs(equation: jex_core.JaxprEqn, changed: Callable[[Any], Any]) -> dict[str, Any]:
-    """An equation's parameters with other programs in them.
+    """An equation's parameters with other programs in them, open or closed as they are.
 
-    Args:
-        equation: any. A Pallas kernel stays as it is: it speaks of blocks of memory.
-        changed: from each program to another, open or closed as it is.
+    A Pallas kernel stays as it is: it speaks of blocks of memory.
     """
     if equation.primitive.name == _PALLAS:
         return equation.params

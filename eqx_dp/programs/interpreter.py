@@ -22,15 +22,7 @@ def interpret(
     of_equation: Callable[[jex_core.JaxprEqn, list[Value]], Sequence[Value]],
     of_literal: Callable[[jex_core.Literal], Value],
 ) -> list[Value]:
-    """Goes through a program from its inputs to its results.
-
-    Args:
-        jaxpr: the program.
-        consts: the values of its constants.
-        inputs: the values of its inputs.
-        of_equation: from an equation and the values of its operands to those of its results.
-        of_literal: the value of a literal.
-    """
+    """Goes through a program from its inputs to its results."""
     values: dict[Any, Value] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
     )
@@ -58,11 +50,8 @@ def settled(
 ) -> list[Value]:
     """What a loop carries, as facts: the least that another step does not change.
 
-    Args:
-        step: from the facts about the carry to those after a step.
-        start: those before the first.
-        joined: what is known of a value that may be either of two. There are finitely many facts
-            above any, so that this ends.
+    `joined` says what is known of a value that may be either of two. There are finitely many facts
+    above any, so that this ends.
     """
     carry = start
     while True:

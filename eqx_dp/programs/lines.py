@@ -34,11 +34,8 @@ def own_line(equation: jex_core.JaxprEqn) -> str:
 def users_line(equation: jex_core.JaxprEqn, around: str, within: str) -> str:
     """The innermost line that is in no library; else that of a library.
 
-    Args:
-        equation: of a traced program.
-        around: the line of the equation that holds its program. JAX forgets the calls that led to a
-            branch.
-        within: the name of a function of this package: its callers are not looked at.
+    JAX forgets the calls that led to a branch: then `around` counts, the line of the equation that
+    holds its program. Callers of the function `within` of this package are not looked at.
     """
     traceback: Any = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:

@@ -24,9 +24,6 @@ WITHOUT_OBJECT = frozenset(
 def named(text: str) -> frozenset[str]:
     """A set of primitives, by name.
 
-    Args:
-        text: names with spaces between them.
-
     Raises:
         ImportError: JAX has no primitive of a name, and it is not in the list of the others.
     """
@@ -35,3 +32,21 @@ def named(text: str) -> frozenset[str]:
     if unknown:
         raise ImportError(f"JAX has no primitives of these names any more: {sorted(unknown)}.")
     return names
+
+
+UNCHANGED = named(
+    "copy sharding_constraint layout_constraint reshard stop_gradient name pvary pbroadcast"
+)
+"""Their result holds what their operand holds."""
+
+SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
+COLLECTIVES = SUMS_OF_DEVICES | named(
+    "reduce_scatter all_gather all_gather_invariant all_to_all ppermute pmax pmin"
+)
+"""By these devices exchange values."""
+
+UNSEEN = named(
+    """pure_callback io_callback buffer_callback ffi_call tpu_custom_call triton_kernel_call
+    call_exported"""
+)
+"""Nothing is known of their results: host functions, kernels, programs of elsewhere."""

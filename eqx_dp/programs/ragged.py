@@ -21,8 +21,7 @@ def with_masked_products(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
 
     Products whose groups divide a contracted or a batch dimension stay as they are.
 
-    Args:
-        program: any program; `jax.custom_jvp` and `jax.custom_vjp` functions stay what they are.
+    `jax.custom_jvp` and `jax.custom_vjp` functions stay what they are.
 
     Returns:
         A program of the same inputs and results.

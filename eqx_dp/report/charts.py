@@ -48,11 +48,7 @@ class _Scale(NamedTuple):
 def chart(says: str, x: Axis, y: Axis, lines: Sequence[Line]) -> Markup:
     """A chart; nothing if there is no point, or if the points are too far apart for floats.
 
-    Args:
-        says: what is seen, for those who do not see it.
-        x: its label and range.
-        y: as well.
-        lines: the first is the lowest.
+    The first line is the lowest. `says` is what is seen, for those who do not see it.
     """
     points = [(float(a), float(b)) for line in lines for a, b in line.points if b is not None]
     across = _scale(x, [a for a, _ in points], (_LEFT, _WIDTH - _RIGHT))

@@ -17,6 +17,7 @@ from ..training import (
     RUN,
     CheckpointError,
     RunDirectory,
+    finite_or_none,
     read_json,
     versions,
 )
@@ -57,9 +58,6 @@ def description_of(directory: Path) -> dict[str, Any]:
     | made_by | where the run was made, and its libraries' versions |
     | versions | those of the libraries that made the report |
 
-    Args:
-        directory: of the run.
-
     Raises:
         ValueError: there is no run; or a file in it is damaged, or of another release or run.
     """
@@ -83,9 +81,9 @@ def description_of(directory: Path) -> dict[str, Any]:
         "programs": len(record["programs"]),
         "steps_saved": saved,
         "steps_released": released,
-        "epsilon": _finite(plan.epsilon(released)),
+        "epsilon": finite_or_none(plan.epsilon(released)),
         "delta": plan.delta,
-        "epsilon_saved": _finite(plan.epsilon(saved)),
+        "epsilon_saved": finite_or_none(plan.epsilon(saved)),
         "epsilon_over_steps": _epsilon_over_steps(plan, released),
         "trade_off": np.stack([curve.false_positives, curve.true_positives], axis=1).tolist(),
         "right_guesses": curve.right_guesses,
@@ -216,7 +214,7 @@ def _metrics(file: Path) -> dict[str, list[tuple[int, float | None]]]:
             continue
         for name, value in cast("dict[str, Any]", figures).items():
             if name not in ("step", "seconds", "epsilon") and _is_figure(value):
-                found.setdefault(name, []).append((figures["step"], _finite(value)))
+                found.setdefault(name, []).append((figures["step"], finite_or_none(value)))
     return found
 
 
@@ -229,12 +227,8 @@ def _is_figure(value: Any) -> bool:
     return value is None or (is_number and abs(value) <= 1e308)
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _epsilon_over_steps(plan: PrivacyPlan, released: int) -> list[tuple[int, float | None]]:
     """Closer at the beginning, where epsilon rises fast."""
     shares = np.linspace(0, 1, _FIGURES) ** 2
     steps = sorted({released, *(round(float(share) * plan.steps) for share in shares)})
-    return [(step, _finite(plan.epsilon(step))) for step in steps]
+    return [(step, finite_or_none(plan.epsilon(step))) for step in steps]

@@ -43,10 +43,7 @@ def facts(said: Mapping[str, Any]) -> Markup:
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], says: str) -> Markup:
     """A table that scrolls by itself where the page is narrow.
 
-    Args:
-        columns: their heads.
-        rows: as many values each; figures are set as such.
-        says: what it holds, for those who do not see it.
+    `says` is what it holds, for those who do not see it.
     """
     head = tag("thead", tag("tr", *(tag("th", column, scope="col") for column in columns)))
     body = tag("tbody", *(tag("tr", *map(_cell, row)) for row in rows[:_MOST_ROWS]))

@@ -37,13 +37,7 @@ def joined(*parts: str) -> Markup:
 
 
 def tag(_name: str, *inside: str, **attributes: str) -> Markup:
-    """An element with what is inside of it.
-
-    Args:
-        _name: of the element.
-        *inside: texts and HTML.
-        **attributes: `class_` stands for `class`, `aria_label` for `aria-label`.
-    """
+    """An element and what is inside: `class_` stands for `class`, `aria_label` for `aria-label`."""
     named = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"'
         for key, value in attributes.items()

@@ -19,13 +19,10 @@ def page_of(description: Mapping[str, Any]) -> str:
     """The page: HTML that needs no network and no scripts, for a wide window or a phone.
 
     Whatever stands in the description is escaped.
-
-    Args:
-        description: what `description_of` returned, or the same read from JSON.
     """
     sections = (
         ("protected", "What is protected", _protected),
-        ("meaning", "What epsilon and delta mean", _meaning),
+        ("meaning", "What epsilon and delta mean", lambda said: _paragraphs(*words.meaning(said))),
         ("attack", "What an attack can find out", _attack),
         ("steps", "Epsilon over the steps", _steps),
         ("limits", "What the promise does not cover", _limits),
@@ -87,10 +84,6 @@ def _protected(said: Mapping[str, Any]) -> list[Markup]:
         tag("h3", "Who may see what"),
         facts(words.who_may_see(said)),
     ]
-
-
-def _meaning(said: Mapping[str, Any]) -> list[Markup]:
-    return _paragraphs(*words.meaning(said))
 
 
 def _attack(said: Mapping[str, Any]) -> list[Markup]:

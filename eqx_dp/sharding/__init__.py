@@ -1,31 +1,21 @@
 """Sharding rules, applied outside of the boundary between a batch and its examples."""
 
-from .axes import axes_of
-from .boundary import Argument, agreement, check_context, example_program, on_device, over_devices
-from .constraints import constraints_of
-from .processes import slots_by_process
-from .rules import ShardingRules, checked_rules
-from .shards import Cut, Shard, cut_of, evaluated_whole, keeps_parts, rearranged, whole
-from .uneven import warn_of_uneven
-
-__all__ = [
-    "Argument",
-    "Cut",
-    "Shard",
-    "ShardingRules",
-    "agreement",
-    "axes_of",
-    "check_context",
-    "checked_rules",
-    "constraints_of",
-    "cut_of",
-    "evaluated_whole",
-    "example_program",
-    "keeps_parts",
-    "on_device",
-    "over_devices",
-    "rearranged",
-    "slots_by_process",
-    "warn_of_uneven",
-    "whole",
-]
+from .axes import axes_of as axes_of
+from .boundary import Argument as Argument
+from .boundary import agreement as agreement
+from .boundary import check_context as check_context
+from .boundary import example_program as example_program
+from .boundary import on_device as on_device
+from .boundary import over_devices as over_devices
+from .constraints import constraints_of as constraints_of
+from .processes import slots_by_process as slots_by_process
+from .rules import ShardingRules as ShardingRules
+from .rules import checked_rules as checked_rules
+from .shards import Cut as Cut
+from .shards import Shard as Shard
+from .shards import cut_of as cut_of
+from .shards import evaluated_whole as evaluated_whole
+from .shards import keeps_parts as keeps_parts
+from .shards import rearranged as rearranged
+from .shards import whole as whole
+from .uneven import warn_of_uneven as warn_of_uneven

@@ -11,9 +11,6 @@ class BatchOfTwo:
     """For equations of programs traced on a batch of one, those of the same on a batch of two.
 
     A program is traced on a batch of two when one of its equations is asked for.
-
-    Args:
-        examples: the mesh axes that examples are spread over.
     """
 
     def __init__(self, examples: Sequence[str]):
@@ -25,11 +22,9 @@ class BatchOfTwo:
         self._partners: dict[int, list[jex_core.JaxprEqn]] = {}
 
     def add(self, one: jex_core.Jaxpr, trace: Callable[[], Sequence[jex_core.Jaxpr]]) -> None:
-        """Adds a program.
+        """Adds a program on a batch of one.
 
-        Args:
-            one: on a batch of one.
-            trace: gives the programs on a batch of two, one for each place where this one stands.
+        `trace` gives those on a batch of two, one for each place where this one stands.
         """
         ours = list(demanding(one, self._examples))
         self._added.update((id(equation), (ours, trace)) for equation in ours)

@@ -45,11 +45,7 @@ def example_program(
 ) -> jex_core.ClosedJaxpr:
     """Traces the loss of one example, with its sharding constraints moved inside the boundary.
 
-    Args:
-        loss: takes the arguments, one by one.
-        arguments: their shapes and specs.
-        rules: the sharding rules.
-        is_batched: whether the loss is written for a batch; it then gets batches of one.
+    A loss that is written for a batch (`is_batched`) gets batches of one.
 
     Returns:
         A jaxpr that takes the arguments, without an axis of examples, to be evaluated
@@ -327,10 +323,6 @@ def agreement(
     Where devices meet within a microbatch (they share an example, or hold a part each of a
     parameter), those that skip what others compute would keep them waiting for ever. Without that
     every device goes by its own number, and there is nothing to agree on.
-
-    Args:
-        rules: the sharding rules.
-        is_meeting: whether a parameter is gathered, or a sum scattered, within a microbatch.
 
     Returns:
         From the number of microbatches that hold a real example here to that of all; or None.

@@ -11,10 +11,6 @@ from jaxtyping import Int
 def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
     """How many parts of the examples the devices of this process hold.
 
-    Args:
-        mesh: the mesh.
-        examples: the axes that examples are spread over.
-
     Raises:
         ValueError: devices of several processes hold the same part. Each process would give other
             examples for it, and several examples would meet in one slot.
@@ -33,13 +29,7 @@ def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
 def slots_by_process(
     mesh: Mesh, examples: Sequence[str], num_examples: int
 ) -> Int[np.ndarray, " slots"]:
-    """The slots of a batch: those of the first process first, whatever the order of the mesh.
-
-    Args:
-        mesh: the mesh.
-        examples: the axes that examples are spread over.
-        num_examples: how many slots there are.
-    """
+    """The slots of a batch: those of the first process first, whatever the order of the mesh."""
     of_parts = _processes(mesh, examples)
     slots = np.arange(num_examples).reshape(len(of_parts), -1)
     return slots[np.argsort(of_parts[:, 0], kind="stable")].ravel()

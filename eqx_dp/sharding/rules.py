@@ -8,16 +8,15 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 import equinox as eqx
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..expected import expect
 from ..paths import below, dotted, matches
-from ..shown import shown
-from ..trees import PyTree
-from .axes import PathRule, axes_of, axes_text, example_axes, only, path_rules
-from .fitting import check_fits
+from ..shown import shown, some
+from ..trees import PyTree, is_array_or_shape, is_key
+from .axes import PathRule, axes_of, axes_text, check_fits, example_axes, only, path_rules
 from .processes import local_shards
 
 T = TypeVar("T")
@@ -85,11 +84,7 @@ class ShardingRules:
         params: Iterable[PathRule] = (),
         accumulators: Accumulators = "params",
     ):
-        if not isinstance(cast(object, mesh), Mesh):
-            raise ValueError(
-                "mesh must be a jax.sharding.Mesh (jax.make_mesh(shape, names)), found "
-                f"{shown(mesh)}."
-            )
+        expect("mesh", mesh, Mesh, "a jax.sharding.Mesh (jax.make_mesh(shape, names))")
         if accumulators not in get_args(Accumulators):
             allowed = ", ".join(map(repr, get_args(Accumulators)))
             raise ValueError(f"accumulators must be one of {allowed}, found {shown(accumulators)}.")
@@ -328,7 +323,7 @@ class ShardingRules:
 
     def _joined(self, part: Any, spec: PartitionSpec) -> Array:
         """The whole of which every process gives its part."""
-        if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+        if is_key(part):
             data = self._joined(jax.random.key_data(part), spec)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
         sharding = NamedSharding(self.mesh, spec)
@@ -360,7 +355,7 @@ def _specs_of(
 
 def has_shape(leaf: Any) -> bool:
     """Whether a leaf of a model is an array, or stands for one."""
-    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
+    return is_array_or_shape(leaf) or isinstance(leaf, np.ndarray)
 
 
 def _is_placeable(leaf: Any) -> bool:
@@ -385,5 +380,4 @@ def _listed(names: list[str]) -> str:
         return "It has no arrays."
     if names == [""]:
         return "It is one array, which has an empty path."
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"Its arrays are {', '.join(names[:8])}{more}."
+    return f"Its arrays are {some(names, 8)}."

@@ -1,5 +1,7 @@
 """Parameters of which each device holds a part: gathered where they are used, scattered as sums."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -34,7 +36,7 @@ class Cut(NamedTuple):
     def over(self, rank: int) -> list[tuple[int, tuple[str, ...]]]:
         """The dimensions that are cut over example axes, and by which."""
         longer = longer_than_one(self.rules)
-        found = [tuple(axis for axis in axes if axis in longer) for axes in self._last(rank)]
+        found = [tuple(axis for axis in axes if axis in longer) for axes in self.last(rank)]
         return [(dim, axes) for dim, axes in enumerate(found) if axes]
 
     def parts(self, axes: Sequence[str]) -> int:
@@ -43,17 +45,13 @@ class Cut(NamedTuple):
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a device's part."""
-        lengths = list(shape)
-        for dim, axes in self.over(len(shape)):
-            lengths[dim] //= self.parts(axes)
-        return tuple(lengths)
+        parts = {dim: self.parts(axes) for dim, axes in self.over(len(shape))}
+        return tuple(n // parts.get(dim, 1) for dim, n in enumerate(shape))
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the array, from that of a device's part."""
-        lengths = list(shape)
-        for dim, axes in self.over(len(shape)):
-            lengths[dim] *= self.parts(axes)
-        return tuple(lengths)
+        parts = {dim: self.parts(axes) for dim, axes in self.over(len(shape))}
+        return tuple(n * parts.get(dim, 1) for dim, n in enumerate(shape))
 
     def gathered(self, part: Array) -> Array:
         """The array, from a device's part."""
@@ -106,9 +104,10 @@ class Cut(NamedTuple):
     def _over_others(self, rank: int) -> PartitionSpec:
         """The spec over the axes that examples are not spread over."""
         others = [axis for axis in self.rules.mesh.axis_names if axis not in self.rules.examples]
-        return only(PartitionSpec(*self._last(rank)), others)
+        return only(PartitionSpec(*self.last(rank)), others)
 
-    def _last(self, rank: int) -> Entries:
+    def last(self, rank: int) -> Entries:
+        """The axes along each dimension of an array of so many."""
         return self.entries[len(self.entries) - rank :]
 
 
@@ -133,7 +132,12 @@ def inner_mesh(rules: ShardingRules) -> jax.sharding.AbstractMesh:
     return rules.mesh.abstract_mesh.update_axis_types(types)
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("part",),
+    meta_fields=("cut", "is_gathered_again"),
+)
+@dataclasses.dataclass(eq=False, repr=False)  # which would show the part
 class Shard:
     """A device's part of a parameter, which stands for the whole until an equation needs that.
 
@@ -149,19 +153,7 @@ class Shard:
 
     part: Any
     cut: Cut
-    is_gathered_again: bool
-
-    def __init__(self, part: Any, cut: Cut, is_gathered_again: bool = True):
-        self.part, self.cut, self.is_gathered_again = part, cut, is_gathered_again
-
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Cut, bool]]:
-        """The part, and all else."""
-        return (self.part,), (self.cut, self.is_gathered_again)
-
-    @classmethod
-    def tree_unflatten(cls, aux: tuple[Cut, bool], children: Sequence[Any]) -> "Shard":
-        """The way back."""
-        return cls(children[0], *aux)
+    is_gathered_again: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -247,7 +239,7 @@ def _same(equation: jex_core.JaxprEqn, shard: Shard) -> Shard:
 
 def _transposed(equation: jex_core.JaxprEqn, shard: Shard) -> Shard:
     order = equation.params["permutation"]
-    entries = shard.cut.entries[len(shard.cut.entries) - shard.ndim :]
+    entries = shard.cut.last(shard.ndim)
     cut = shard.cut._replace(entries=tuple(entries[i] for i in order))
     return Shard(jax.lax.transpose(shard.part, order), cut, shard.is_gathered_again)
 
@@ -265,8 +257,7 @@ def _reshaped(equation: jex_core.JaxprEqn, shard: Shard) -> Shard | None:
     if math.prod(before) != math.prod(after) or 0 in before:  # repeated; or nothing there
         return None
     entries: list[tuple[str, ...]] = [()] * len(after)
-    own = shard.cut.entries[len(shard.cut.entries) - shard.ndim :]
-    for dim, axes in enumerate(own):
+    for dim, axes in enumerate(shard.cut.last(shard.ndim)):
         if not axes:
             continue
         ahead, parts = math.prod(before[:dim]), shard.cut.parts(axes)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..paths import dotted, matches
+from ..shown import some
 from ..trees import PyTree
 from .axes import axes_of, axes_text
 from .rules import ShardingRules, has_shape
@@ -20,11 +21,6 @@ def warn_of_uneven(rules: ShardingRules, model: PyTree[Any], trained: PyTree[Any
     It is said by name, of parameters that no rule speaks of where others are spread over example
     axes, and of sums that are to be spread over them. Arrays with fewer entries than devices are
     left out.
-
-    Args:
-        rules: the sharding rules.
-        model: a tree of arrays, or shapes.
-        trained: the trained part of it, None elsewhere.
     """
     arrays = {
         dotted(path): leaf.shape
@@ -38,18 +34,12 @@ def warn_of_uneven(rules: ShardingRules, model: PyTree[Any], trained: PyTree[Any
     axes = [axis for axis in rules.examples if axis in ruled]
     _warn("parameter", {name: arrays[name] for name in free}, rules.mesh, axes)
     if rules.accumulators == "examples":
-        sums = {
-            dotted(path): leaf.shape
-            for path, leaf in jax.tree_util.tree_leaves_with_path(trained)
-            if not _is_spread(rules, path, leaf.shape)
-        }
+        sums: dict[str, tuple[int, ...]] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+            spec = rules.accumulator_spec(rules.spec(path, leaf.shape), leaf.shape)
+            if not any(axis in rules.examples for entry in spec for axis in axes_of(entry)):
+                sums[dotted(path)] = leaf.shape
         _warn("gradient", sums, rules.mesh, rules.examples)
-
-
-def _is_spread(rules: ShardingRules, path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the sum of a parameter is spread over example axes."""
-    spec = rules.accumulator_spec(rules.spec(path, shape), shape)
-    return any(axis in rules.examples for entry in spec for axis in axes_of(entry))
 
 
 def _warn(what: str, arrays: dict[str, tuple[int, ...]], mesh: Mesh, axes: Sequence[str]) -> None:
@@ -62,9 +52,8 @@ def _warn(what: str, arrays: dict[str, tuple[int, ...]], mesh: Mesh, axes: Seque
     ]
     if devices == 1 or not whole:
         return
-    more = f", and {len(whole) - 8} more" if len(whole) > 8 else ""
     warnings.warn(
-        f"Every device holds the whole {what} of {', '.join(whole[:8])}{more}: no dimension is a "
+        f"Every device holds the whole {what} of {some(whole, 8)}: no dimension is a "
         f"multiple of the {devices} devices of {axes_text(axes)} (mesh {dict(mesh.shape)}). Where "
         "that is large, change the model's width, or the mesh.",
         stacklevel=2,

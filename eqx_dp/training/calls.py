@@ -9,10 +9,7 @@ from .step import Step
 def checked_number(steps_per_call: SupportsIndex, step: Step[Any], *, has_extra: bool) -> int:
     """How many steps a call takes; a ValueError if that is no number, or does not go.
 
-    Args:
-        steps_per_call: as it was given to a trainer.
-        step: the trainer's.
-        has_extra: whether the optimizer is given more, which depends on the model of every step.
+    What an optimizer is given beside (`has_extra`) depends on the model of every step.
     """
     number = step.with_steps_per_call(steps_per_call).steps_per_call
     if step.steps_per_call > 1:
@@ -41,11 +38,8 @@ def calls(start: int, stop: int, most: int, ends: Iterable[int]) -> Iterator[ran
     | 0 to 20, 8 at most, a save after every 10 | 0-7, 8, 9, 10-17, 18, 19 |
     | a run that goes on after an end | as if it had not been interrupted |
 
-    Args:
-        start: how many steps were taken before.
-        stop: how many are to be taken, with these.
-        most: how many steps a call takes, at least 1.
-        ends: numbers of steps, after every multiple of which a call is to end.
+    Steps from `start` to below `stop` are taken, and a call ends after every multiple of a number
+    in `ends`.
     """
     every, done = tuple(ends), start
     while done < stop:

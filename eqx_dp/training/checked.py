@@ -15,7 +15,7 @@ from typing import Any
 
 from ..checks import PrecisionReport, PrivacyReport, check_precision, check_privacy
 from .directory import CHECKS
-from .files import write_json
+from .files import going_on, write_json
 from .hosts import is_first_host
 from .step import Step
 
@@ -24,41 +24,25 @@ def checks_of(step: Step[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What each check says of a step, as JSON's types; nothing is said on hosts after the first.
 
     The step is read as it was traced, if it was lowered for the same arguments before.
-
-    Args:
-        step: of the run.
-        *args: as the step is called.
-        **kwargs: as the step is called.
     """
     if not is_first_host():
         return {}
-    return {
-        "precision": _said("precision", lambda: _precision(step, *args, **kwargs)),
-        "privacy": _said("privacy", lambda: _privacy(step, *args, **kwargs)),
-    }
+    policy, has_noise = step.policy, step.plan.noise_multiplier > 0
+
+    def precision() -> PrecisionReport | None:
+        return None if policy is None else check_precision(step, *args, policy=policy, **kwargs)
+
+    def privacy() -> PrivacyReport | None:
+        return check_privacy(step, *args, **kwargs) if has_noise else None
+
+    return {"precision": _said("precision", precision), "privacy": _said("privacy", privacy)}
 
 
 def write_checks(directory: Path, found: dict[str, Any]) -> None:
     """Writes what the checks said beside the run; a warning if that cannot be."""
-    if not found:
-        return
-    try:
-        write_json(directory / CHECKS, found)
-    except OSError as error:
-        warnings.warn(
-            f"{directory / CHECKS} cannot be written ({error.strerror}); the run goes on without.",
-            stacklevel=2,
-        )
-
-
-def _precision(step: Step[Any], *args: Any, **kwargs: Any) -> PrecisionReport | None:
-    policy = step.policy
-    return None if policy is None else check_precision(step, *args, policy=policy, **kwargs)
-
-
-def _privacy(step: Step[Any], *args: Any, **kwargs: Any) -> PrivacyReport | None:
-    has_noise = step.plan.noise_multiplier > 0
-    return check_privacy(step, *args, **kwargs) if has_noise else None
+    if found:
+        with going_on(f"{directory / CHECKS} cannot be written"):
+            write_json(directory / CHECKS, found)
 
 
 def _said(

@@ -110,9 +110,6 @@ class Checkpoints:
         Arrays are read to where they are to live, and no other state is made for that (but where
         the optimizer is another, or its `init` cannot be traced).
 
-        Args:
-            first: the model before the first step; it is taken.
-
         Raises:
             ValueError: the checkpoint belongs to another run, each difference is named; or the plan
                 has no steps left for another program.

@@ -8,7 +8,6 @@ import socket
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import TextIO
 
 from .files import CheckpointError, CheckpointWarning, is_remote, read_whole, write_whole
 from .hosts import from_first_host
@@ -24,27 +23,23 @@ class Claim:
     that do not know of one another, and see each other's writes, the later one counts all steps of
     the earlier one, or the earlier one takes none of them: it ends.
 
-    Args:
-        file: None for a claim that nobody can contest.
-        is_made: whether the name is in the file by now.
+    Without a file nobody can contest it; `is_made` says that the name is in the file by now.
+
+    Attributes:
+        name: which process this is, for people; no other claim has the same.
     """
 
     def __init__(self, file: Path | None = None, is_made: bool = False):
         self._file, self._is_made = file, is_made
-        self._name = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
+        self.name = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
         self._before = b""
-
-    @property
-    def name(self) -> str:
-        """Which process this is, for people; no other claim has the same."""
-        return self._name
 
     def make(self) -> None:
         """Names this run in the file, if it is not named there."""
         if self._file is None or self._is_made:
             return
         self._before = _read(self._file)
-        write_whole(self._file, self._name.encode())
+        write_whole(self._file, self.name.encode())
         self._is_made = True
 
     def give_back(self) -> None:
@@ -56,7 +51,7 @@ class Claim:
     def other(self) -> str | None:
         """The name of a later run; None if there is none."""
         found = b"" if self._file is None else _read(self._file)
-        is_other = bool(found) and found != self._name.encode()
+        is_other = bool(found) and found != self.name.encode()
         return found[:200].decode(errors="replace") if is_other else None
 
     def check(self) -> None:
@@ -126,8 +121,10 @@ def _lock(directory: Path, name: str, stack: contextlib.ExitStack) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200) or "a process that has just begun"
         raise CheckpointError(
-            f"Another run is under way in {directory}: {_holder(file)}. Wait until it ends or end "
+            f"Another run is under way in {directory}: {holder}. Wait until it ends or end "
             "it, and start again; or name another directory, for a run with a seed of its own."
         ) from None
     except OSError as error:
@@ -140,8 +137,3 @@ def _lock(directory: Path, name: str, stack: contextlib.ExitStack) -> None:
     file.truncate(0)
     file.write(name)
     file.flush()
-
-
-def _holder(file: TextIO) -> str:
-    file.seek(0)
-    return file.read(200) or "a process that has just begun"

@@ -112,11 +112,7 @@ class Batches:
         One thread draws and others read, while steps run: a batch's examples are read as soon as
         they are drawn, and no more than `ahead` batches beyond the one in use.
 
-        Args:
-            start: the first step.
-            stop: the step after the last.
-            calls: which of these steps are taken together: their batches come stacked. By default
-                each comes by itself.
+        The batches of steps that are taken together, in one of `calls`, come stacked.
 
         Raises:
             DataError: a source raised an error, or gave arrays of another shape or dtype.

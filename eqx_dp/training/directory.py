@@ -223,9 +223,7 @@ class RunDirectory:
     ) -> tuple[int, Sequence[int]]:
         """The newest checkpoint that is whole, and those that are newer, of which it warns.
 
-        Args:
-            numbers: of the checkpoints, newest first.
-            problem: what is wrong with the files of a folder; the same on all hosts.
+        `problem` says what is wrong with the files of a folder, the same on all hosts.
         """
         for position, number in enumerate(numbers):
             found = problem(self.checkpoint(number))

@@ -13,7 +13,8 @@ from jaxtyping import Array, PyTree
 from ..expected import expect
 from ..programs import primitives
 from ..sharding import ShardingRules
-from .state import Specs, TrainState, is_array_or_shape, is_gone, refuse_used_up, specs_of
+from ..trees import is_array_or_shape
+from .state import Specs, TrainState, is_gone, refuse_used_up, specs_of
 
 Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")

@@ -4,17 +4,15 @@ Nothing in it depends on the data, but for what is disclosed or evaluated.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import itertools
 import json
-import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from ..expected import directory, path
 from ..extras import extra
 from .dispatch import FlatState
-from .files import append, write_whole
+from .files import append, finite_or_none, going_on, write_whole
 from .hosts import is_first_host
 from .state import TrainState
 
@@ -224,7 +222,7 @@ class JsonLines:
     def __init__(self, file: str | os.PathLike[str], resumed_at: int = 0):
         self._file = directory("file", file)
         if is_first_host():
-            with _told_once(self._file):
+            with going_on(f"Metrics cannot be written to {self._file}"):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 self._drop_after(resumed_at)
 
@@ -235,9 +233,9 @@ class JsonLines:
         line = {
             "step": event.step,
             "seconds": round(event.seconds, 3),
-            "epsilon": _finite_or_none(event.epsilon),
-        } | {name: _finite_or_none(value) for name, value in event.metrics.items()}
-        with _told_once(self._file):
+            "epsilon": finite_or_none(event.epsilon),
+        } | {name: finite_or_none(value) for name, value in event.metrics.items()}
+        with going_on(f"Metrics cannot be written to {self._file}"):
             append(self._file, json.dumps(line) + "\n")
 
     def _drop_after(self, step: int) -> None:
@@ -255,29 +253,12 @@ def set_aside(file: Path) -> None:
     if not file.exists() or file.is_dir() or not file.read_bytes():
         return
     names = (file.with_name(f"{file.stem}.before{n}{file.suffix}") for n in itertools.count(1))
-    with _told_once(file):
+    with going_on(f"Metrics cannot be written to {file}"):
         aside = next(name for name in names if not name.exists())
         file.rename(aside)
         warnings.warn(
             f"{file} is of another run, which left no record; it is now {aside.name}.", stacklevel=2
         )
-
-
-@contextlib.contextmanager
-def _told_once(file: Path) -> Generator[None, None, None]:
-    """Warns, where metrics cannot be written; once, since Python shows a warning once."""
-    try:
-        yield
-    except OSError as error:
-        warnings.warn(
-            f"Metrics cannot be written to {file} ({error.strerror}); the run goes on without.",
-            stacklevel=4,
-        )
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    """A number for JSON, which has none that are not finite."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _is_after(line: bytes, step: int) -> bool:
@@ -317,7 +298,7 @@ class TensorBoard:
         epsilon = {} if event.epsilon is None else {"epsilon": event.epsilon}
         events = extra("tensorboardX.proto.event_pb2", name="tensorboard")
         summaries = extra("tensorboardX.summary", name="tensorboard")
-        with _told_once(self._folder):
+        with going_on(f"Metrics cannot be written to {self._folder}"):
             for name, value in (*event.metrics.items(), *epsilon.items()):
                 summary = summaries.scalar(name, value)
                 self._writer.write_event(

@@ -9,8 +9,10 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
@@ -92,6 +94,11 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     write_whole(file, json.dumps(content, indent=2).encode())
 
 
+def finite_or_none(value: float | None) -> float | None:
+    """A number for JSON, which has none that are not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def append(file: Path, line: str) -> None:
     """Adds a line to a file. In an object store, where files do not grow, it is written anew."""
     if not is_remote(file):
@@ -122,6 +129,15 @@ def sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def going_on(told: str, kind: type[Warning] = UserWarning) -> Generator[None]:
+    """Warns where something cannot be written; once, since Python shows a warning once."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{told} ({error.strerror}); the run goes on without.", kind, stacklevel=3)
 
 
 @contextlib.contextmanager

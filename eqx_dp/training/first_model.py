@@ -19,13 +19,12 @@ Model = TypeVar("Model")
 class FirstModel(Generic[Model]):
     """The model before the first step.
 
-    Args:
-        model: the model; None if there is a function. It is held until `take`.
-        init_model: returns the model; None if there is a model.
+    It is a model, which is held until `take`, or a function that returns it.
 
     Attributes:
         shapes: the model, with shapes in place of arrays.
         make: the function, or None.
+        given: the model that was given; None after it was taken, and where there is a function.
         place: where a state without sharding rules lives; None if the model's arrays are in several
             places.
 
@@ -42,7 +41,7 @@ class FirstModel(Generic[Model]):
                 f"arguments that returns it; found {found}."
             )
         self.make: Callable[[], Model] | None = None
-        self._model = model
+        self.given = model
         if init_model is None:
             refuse_used_up("model", model)
             self.shapes: Model = jax.tree.map(shape_of, model)
@@ -55,26 +54,17 @@ class FirstModel(Generic[Model]):
         places = places or {jnp.zeros(()).sharding}
         self.place: Sharding | None = places.pop() if len(places) == 1 else None
 
-    @property
-    def given(self) -> Model | None:
-        """The model that was given; None after it was taken, and where there is a function."""
-        return self._model
-
     def take(self) -> Model:
         """The model that was given, which is not held any longer."""
-        if self._model is None:
+        if self.given is None:
             raise ValueError("The model before the first step was taken already.")
-        model, self._model = self._model, None
+        model, self.given = self.given, None
         return model
 
     def keep_frozen(self, filter_spec: FilterSpec) -> None:
-        """Lets go of what is trained of a model that was given.
-
-        Args:
-            filter_spec: says what is trained.
-        """
-        if self._model is not None:
-            self._model = split_trainable(self._model, filter_spec)[1]
+        """Lets go of what is trained of a model that was given."""
+        if self.given is not None:
+            self.given = split_trainable(self.given, filter_spec)[1]
 
 
 def _shapes_made(make: Callable[[], Model]) -> Model:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from .files import CheckpointError, is_remote
 
 T = TypeVar("T")
+_Process: TypeAlias = subprocess.Popen[bytes]
 
 
 def is_first_host() -> bool:
@@ -87,19 +88,7 @@ def watched(directory: Path | None) -> Generator[Callable[[int], None]]:
     if directory is None or jax.process_count() == 1:
         yield lambda step: None
         return
-    if is_remote(directory):
-        try:
-            yield lambda step: None
-        except BaseException as error:
-            if not isinstance(error, SystemExit) or error.code != 0:
-                atexit.register(_leave)
-            raise
-        return
-    program, folder = Path(__file__).with_name("watchdog.py"), _new_folder(directory)
-    hosts = (str(jax.process_index()), str(jax.process_count()))
-    watchdog = subprocess.Popen(
-        [sys.executable, "-I", str(program), str(folder), *hosts], stdin=subprocess.PIPE
-    )
+    watchdog = None if is_remote(directory) else _watchdog(directory)
     last_word = "done"
     try:
         yield lambda step: _tell(watchdog, f"step {step}")
@@ -115,23 +104,30 @@ def watched(directory: Path | None) -> Generator[Callable[[int], None]]:
             atexit.register(_leave, watchdog)
 
 
-def _tell(watchdog: "subprocess.Popen[bytes]", line: str) -> None:
-    with contextlib.suppress(OSError):  # it has ended, and said why
-        stream = cast("IO[bytes]", watchdog.stdin)
-        stream.write(line.encode() + b"\n")
-        stream.flush()
+def _watchdog(directory: Path) -> _Process:
+    program, folder = Path(__file__).with_name("watchdog.py"), _new_folder(directory)
+    hosts = (str(jax.process_index()), str(jax.process_count()))
+    command = [sys.executable, "-I", str(program), str(folder), *hosts]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
-def _end(watchdog: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(OSError):
-        cast("IO[bytes]", watchdog.stdin).close()
-    watchdog.wait()
+def _tell(watchdog: _Process | None, line: str) -> None:
+    if watchdog is not None and watchdog.stdin is not None:
+        with contextlib.suppress(OSError):  # it has ended, and said why
+            watchdog.stdin.write(line.encode() + b"\n")
+            watchdog.stdin.flush()
 
 
-def _leave(watchdog: "subprocess.Popen[bytes] | None" = None) -> None:
+def _end(watchdog: _Process | None) -> None:
+    if watchdog is not None and watchdog.stdin is not None:
+        with contextlib.suppress(OSError):
+            watchdog.stdin.close()
+        watchdog.wait()
+
+
+def _leave(watchdog: _Process | None) -> None:
     """At exit, before JAX waits for hosts that will not come."""
-    if watchdog is not None:
-        _end(watchdog)
+    _end(watchdog)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -158,5 +158,5 @@ padding | the same except for padding |
         _update=optimizer,
         _keep_batch_dim=keep_batch_dim,
         _seed=sampler.seed,
-        _is_seed_known=seed is not None,
+        is_seed_known=seed is not None,
     )

@@ -20,12 +20,6 @@ _TIMES_SHOWN = 20
 class Measures(Generic[Model]):
     """What is measured, and after which steps.
 
-    Args:
-        step: of the run.
-        evaluate: returns numbers by name for a model; None for nothing.
-        evaluate_every: steps between evaluations; None for a twentieth of the plan's.
-        progress: whether progress is shown.
-
     Attributes:
         ends: numbers of steps, after every multiple of which the model is evaluated.
     """
@@ -47,12 +41,7 @@ class Measures(Generic[Model]):
         self.ends = [self._every] * (evaluate is not None)
 
     def told_after(self, done: int, stop: int) -> Iterator[int]:
-        """The steps after which epsilon is shown, or told beside what is measured.
-
-        Args:
-            done: how many steps were taken before.
-            stop: how many are to be taken, with these.
-        """
+        """The steps after which epsilon is shown, or told beside what is measured."""
         is_measured = self._evaluate is not None or bool(self._disclose)
         every = [*self._shown_every, *([self._every] * is_measured)]
         while True:
@@ -70,15 +59,7 @@ class Measures(Generic[Model]):
         seconds: float,
         epsilons: EpsilonAhead,
     ) -> Iterator[Event[Model]]:
-        """What happened in a call, step by step; only the last one has a state.
-
-        Args:
-            flat: the state after the call.
-            call: its steps, counted from 0.
-            stop: how many steps the run takes.
-            seconds: the time since it began.
-            epsilons: for the steps of `told_after`.
-        """
+        """What happened in a call, step by step; only the last one has a state."""
         disclosed = (flat.shown or flat.state.disclosed) if self._disclose else {}
         figures = {name: np.asarray(value).reshape(-1) for name, value in disclosed.items()}
         for index, before in enumerate(call):

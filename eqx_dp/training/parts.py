@@ -45,22 +45,13 @@ class Known(NamedTuple):
 def write_part(folder: Path, host: int, save: int) -> None:
     """Lists the files that a host wrote, for the first one; once all hosts have written theirs.
 
-    Args:
-        folder: of the checkpoint.
-        host: its number, not that of the first.
-        save: a number that tells this save from others of the same step.
+    `save` is a number that tells this save from others of the same step.
     """
     write_json(_part(folder, host), {"save": save, "files": _listed(folder, host, host + 1)})
 
 
 def write_list(folder: Path, hosts: int, save: int, step: int) -> None:
     """Lists all files of a checkpoint: those of the other hosts by their lists, and the rest.
-
-    Args:
-        folder: of the checkpoint.
-        hosts: of the run.
-        save: as for `write_part`.
-        step: of the checkpoint.
 
     Raises:
         OSError: a host did not list its part; a file is in no list.
@@ -77,10 +68,7 @@ def write_list(folder: Path, hosts: int, save: int, step: int) -> None:
 def problem_of(folder: Path, host: int = 0, hosts: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, as far as one of some hosts reads them.
 
-    Args:
-        folder: of the checkpoint; its name is the step's number.
-        host: which of the hosts that share the work this is.
-        hosts: how many they are.
+    The name of the folder is the number of the step.
 
     Returns:
         None if all is well with this host's share.

@@ -30,6 +30,7 @@ from ..programs import (
     interpret,
     literal_value,
 )
+from ..trees import is_key
 
 # Of a parameter that speaks of devices, by its name or its type, nothing is written.
 _OF_DEVICES = ("sharding", "mesh", "layout")
@@ -51,9 +52,6 @@ def program_text(program: jex_core.ClosedJaxpr) -> str:
     An array of more than one number enters by its hash (BLAKE2b, 128 bits); one that this host
     does not hold whole, by its shape and dtype alone. A derivative rule that cannot be traced by
     itself, and a callback, enter by the name of the Python function.
-
-    Args:
-        program: as `jax.make_jaxpr` gives it. Traced constants may be in it.
     """
     return _closed(program.jaxpr, program.consts, with_rules=True)
 
@@ -177,7 +175,7 @@ def _value(value: Any) -> str:
     """An array, by its number if it is one, else by a hash of its numbers."""
     if isinstance(value, jax.core.Tracer) or not hasattr(value, "dtype"):
         return _kind(value)
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         return f"{value.dtype} {_value(jax.random.key_data(value))}"
     if isinstance(value, jax.Array) and not (
         value.is_fully_addressable or value.is_fully_replicated

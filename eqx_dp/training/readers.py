@@ -17,8 +17,7 @@ class Readers:
 
     A source that is pickled, or used in a forked process, has threads of its own there.
 
-    Args:
-        number: how many; one is the thread that asks.
+    With one reader, the thread that asks reads.
 
     Raises:
         ValueError: it is no whole number from 1 to 1024.

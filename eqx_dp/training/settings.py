@@ -58,7 +58,8 @@ class StepSettings(Generic[Model]):
     _update: optax.GradientTransformation
     _keep_batch_dim: bool
     _seed: int | bytes
-    _is_seed_known: bool = True
+    is_seed_known: bool = True
+    """Whether another process can be given the seed: it was not drawn by `make_step`."""
 
     def __post_init__(self) -> None:
         _ = (
@@ -102,18 +103,13 @@ class StepSettings(Generic[Model]):
             return optax.identity()
         return self.plan.privatizer(self.grad_fn, key=key_of(self._seed, "noise", self.run))
 
-    @property
-    def is_seed_known(self) -> bool:
-        """Whether another process can be given the seed: it was not drawn by `make_step`."""
-        return self._is_seed_known
-
     @functools.cached_property
     def _loss_root(self) -> PRNGKeyArray:
         return key_of(self._seed, "loss", self.run)
 
     @functools.cached_property
     def _rounding_root(self) -> PRNGKeyArray | None:
-        if not self._parameters.rounds_at_random:
+        if self.policy is None or self.policy.rounding != "stochastic":
             return None
         return key_of(self._seed, "rounding", self.run)
 

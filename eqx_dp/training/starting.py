@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 from ..gradients import checked_trainable, split_trainable
 from ..precision import agreed_policy
 from ..sharding import ShardingRules
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape, is_shape
 from ..updates import first_state
 from .first_model import FirstModel
 from .settings import StepSettings
@@ -28,8 +28,6 @@ from .state import (
     arrays_of,
     as_array,
     copied,
-    is_array_or_shape,
-    is_shape,
     on_mesh,
     same,
     sharding_of,
@@ -75,11 +73,7 @@ class Starting(StepSettings[Model]):
         return self.first_state(first)
 
     def first_state(self, first: FirstModel[Model]) -> TrainState[Model]:
-        """As `init`. A model that was given is taken.
-
-        Args:
-            first: the model, or the function.
-        """
+        """As `init`. A model that was given is taken."""
         form = self.form(first)
         with self.mesh():
             if first.make is None:
@@ -125,9 +119,6 @@ class Starting(StepSettings[Model]):
         | the optimizer's `init` cannot be traced on Explicit axes | None: it has to be run |
         | no sharding rules, and a model whose arrays are in several places | the same |
         | no sharding rules otherwise | all of the state is where the model is |
-
-        Args:
-            first: the model, or the function that makes it.
 
         Raises:
             ValueError: the step cannot train the model.
@@ -205,11 +196,7 @@ class Starting(StepSettings[Model]):
     # What a state that was read needs beside.
 
     def with_noise(self, form: TrainState[Model]) -> TrainState[Model]:
-        """A state, or its shapes, with the noise's own state, which is saved nowhere.
-
-        Args:
-            form: the state.
-        """
+        """A state, or its shapes, with the noise's own state, which is saved nowhere."""
         with self.mesh():
             noise = self._noise.init(form.model)  # type: ignore[arg-type]
             if self.sharding is not None:
@@ -221,10 +208,6 @@ class Starting(StepSettings[Model]):
 
         Those that `init_model` makes are compared up to rounding, because a compiler rounds as it
         likes, and otherwise for another number of devices.
-
-        Args:
-            first: the model in the beginning, or the function that makes it.
-            model: one that was read.
         """
         found = _frozen(model, self.filter_spec)
         if not found:
@@ -253,12 +236,7 @@ class Starting(StepSettings[Model]):
 
 
 def placed_as(tree: T, form: PyTree[Any]) -> T:
-    """Puts each array where its form says.
-
-    Args:
-        tree: arrays, and anything else.
-        form: the same tree, with shapes that have shardings.
-    """
+    """Puts each array where its form says."""
 
     def put(shape: Any, leaf: Any) -> Any:
         return jax.device_put(leaf, shape.sharding) if is_array_or_shape(shape) else leaf

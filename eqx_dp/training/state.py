@@ -17,7 +17,8 @@ from ..paths import below
 from ..precision import Policy
 from ..privacy import GaussianPrivatizerState
 from ..sharding import ShardingRules, axes_of
-from ..trees import PyTree
+from ..shown import some
+from ..trees import PyTree, is_array_or_shape, is_key, is_shape
 from ..updates import apply_updates, wide_parameters
 
 Model = TypeVar("Model")
@@ -121,11 +122,6 @@ class Parameters(NamedTuple):
         params = wide_parameters(params, self.policy)
         return params if self.rules is None else self.rules.shard_accumulators(params)
 
-    @property
-    def rounds_at_random(self) -> bool:
-        """Whether an update takes a key."""
-        return self.policy is not None and self.policy.rounding == "stochastic"
-
     def updated(
         self, model: Model, updates: PyTree[Array | None], key: PRNGKeyArray | None
     ) -> Model:
@@ -140,11 +136,7 @@ def moved(average: PyTree[Any], params: PyTree[Array], ema: float, step: Array) 
     It is sum_i ema^(t-i) p_i / sum_i ema^(t-i) over the parameters p_i after steps i = 1..t: the
     starting values are not in it, as they are not in Adam's debiased moments (Kingma and Ba, 2015).
 
-    Args:
-        average: before; after the first step it is the parameters, whatever it was.
-        params: after the step, as wide as the average.
-        ema: the decay, in [0, 1).
-        step: t, from 1.
+    `average` may be anything before the first step; `step` is t.
     """
 
     def mean(old: Array, new: Array) -> Array:
@@ -195,16 +187,6 @@ def as_array(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def is_shape(leaf: Any) -> bool:
-    """Whether it stands for an array."""
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def is_array_or_shape(leaf: Any) -> bool:
-    """Whether it is an array, or stands for one."""
-    return eqx.is_array(leaf) or is_shape(leaf)
-
-
 def is_gone(leaf: Any) -> bool:
     """Whether it is an array whose buffer was donated, or deleted."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
@@ -219,9 +201,8 @@ def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if is_gone(leaf)
     ]
-    rest = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
     raise ValueError(
-        f"{gone[0]}{rest}: the array is gone. A step uses up the state that it is given: its "
+        f"{some(gone, 1)}: the array is gone. A step uses up the state that it is given: its "
         "buffers are donated to the next state. Go on with the state that the step returned, "
         "state = step(state, ...), and copy beforehand what is needed later, the model too: "
         "jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)."
@@ -267,7 +248,7 @@ def constrained(state: T, specs: Specs, rules: ShardingRules | None) -> T:
     arrays, static = eqx.partition(state, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     leaves = [
-        leaf if spec is None or _is_key(leaf) else rules.place(leaf, spec)
+        leaf if spec is None or is_key(leaf) else rules.place(leaf, spec)
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
     return eqx.combine(structure.unflatten(leaves), static)
@@ -327,7 +308,7 @@ def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainStat
         found = arrays.get(jax.tree_util.keystr(path)) if is_array_or_shape(leaf) else None
         if found is None:
             return leaf
-        return key_of_words(found, leaf) if _is_key(leaf) else found
+        return key_of_words(found, leaf) if is_key(leaf) else found
 
     return jax.tree_util.tree_map_with_path(replaced, state)
 
@@ -352,13 +333,9 @@ def same(one: Array, other: Array) -> bool:
 
 
 def _numbers(leaf: Any) -> Any:
-    if not _is_key(leaf):
+    if not is_key(leaf):
         return leaf
     if not is_shape(leaf):
         return jax.random.key_data(leaf)
     words = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
 import equinox as eqx
@@ -124,17 +124,17 @@ class Step(Starting[Model]):
         Raises:
             ValueError: it is no whole number from 1 to 65,536.
         """
-        return self._of_several(whole_number("steps_per_call", number, least=1, most=_MOST_STEPS))
+        number = whole_number("steps_per_call", number, least=1, most=_MOST_STEPS)
+        if number == self.steps_per_call:
+            return self
+        if number not in self._known_several:
+            self._known_several[number] = dataclasses.replace(self, steps_per_call=number)
+        return self._known_several[number]
 
     @functools.cached_property
-    def _of_several(self) -> Callable[[int], "Step[Model]"]:
-        """Kept by number, since a step that was traced is not traced again."""
-
-        def of_several(number: int) -> Step[Model]:
-            is_own = number == self.steps_per_call
-            return self if is_own else dataclasses.replace(self, steps_per_call=number)
-
-        return functools.cache(of_several)
+    def _known_several(self) -> dict[int, "Step[Model]"]:
+        """By number, since a step that was traced is not traced again."""
+        return {}
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
         """Puts this host's part of a batch where the step wants it.
@@ -279,16 +279,14 @@ class Step(Starting[Model]):
             state = TrainState(model, opt_state, arguments.step, disclosed, average)
             shown: dict[str, Array] = {}
             if self.steps_per_call == 1:
-                state = self._stays(self._next(state, arguments), arguments)
+                after = self._next(state, arguments)
+                state = constrained(after, arguments.specs, self.sharding)
             else:
                 state, shown = self._several(state, arguments)
             carry = (state.model, state.opt_state, state.disclosed, state.average)
             return carry, (state.step, shown)
 
         return Dispatch(take)
-
-    def _stays(self, state: TrainState[Model], given: _Arguments) -> TrainState[Model]:
-        return constrained(state, given.specs, self.sharding)
 
     def _several(
         self, state: TrainState[Model], given: _Arguments
@@ -300,7 +298,7 @@ class Step(Starting[Model]):
             batch, mask = its
             its_state = eqx.combine(arrays, rest)
             after = self._next(its_state, given._replace(batch=batch, mask=mask))
-            after = self._stays(after, given)
+            after = constrained(after, given.specs, self.sharding)
             after, others = eqx.partition(after, eqx.is_array)
             if not eqx.tree_equal(others, rest):
                 raise ValueError(

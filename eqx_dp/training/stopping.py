@@ -25,8 +25,7 @@ class StopSignal:
     nothing; nor does it hear a Ctrl-C for which the program has a handler of its own. On several
     hosts JAX hears of SIGTERM (and must not be cut), and SIGINT ends a host at once.
 
-    Args:
-        can_save: whether there is a directory; else signals are left alone.
+    Without a directory (`can_save`) signals are left alone.
 
     Attributes:
         asked: the signal that this process has heard; None before.

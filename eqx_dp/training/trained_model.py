@@ -16,7 +16,7 @@ from ..paths import dotted, dotted_name
 from ..precision import Policy
 from ..privacy import PrivacyPlan
 from ..shown import shown
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape, is_key
 from .directory import PRIVACY, RunDirectory, record_in
 from .files import CheckpointError, read_json
 from .saved_arrays import arrays_in
@@ -58,17 +58,17 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
     of_run = path.is_dir()
     name: Callable[[Any], str] = jax.tree_util.keystr if of_run else dotted
     wanted = {
-        name(at): jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        name(at): jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         for at, leaf in jax.tree_util.tree_leaves_with_path(like)
-        if _is_array(leaf)
+        if is_array_or_shape(leaf)
     }
     found = _of_run(path, wanted, averaged) if of_run else _of_file(path, wanted, averaged)
 
     def read(at: tuple[Any, ...], leaf: Any) -> Any:
-        if not _is_array(leaf):
+        if not is_array_or_shape(leaf):
             return leaf
         array = found[name(at)]
-        return key_of_words(array, leaf) if _is_key(leaf) else array
+        return key_of_words(array, leaf) if is_key(leaf) else array
 
     return jax.tree_util.tree_map_with_path(read, like)
 
@@ -106,7 +106,7 @@ def save_model(
         raise ValueError(f"model holds no arrays; found {shown(model)}. Give the trained model.")
     if policy is not None:
         expected.expect("policy", policy, Policy, "a dp.Policy, as from dp.load_policy, or None")
-    keys = [name for name, leaf in arrays.items() if _is_key(leaf) or _may_be_raw_key(leaf)]
+    keys = [name for name, leaf in arrays.items() if is_key(leaf) or _may_be_raw_key(leaf)]
     if keys:
         raise ValueError(
             f"model.{', model.'.join(keys)} is a key of random numbers, or looks "
@@ -222,14 +222,6 @@ def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
         return read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
-
-
-def _is_array(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _may_be_raw_key(leaf: Any) -> bool:

@@ -1,19 +1,17 @@
 """The method and the microbatch of a run that leaves them to the clock, or to the memory."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 from jaxtyping import PyTree
 
 from ..gradients import takes_key
 from ..planning import Tuning, largest_microbatch, limit_of, local_bytes, read_compiled, tune
-from ..privacy import whole_number
 from .directory import RUN, TUNING, record_in
-from .files import CheckpointWarning, write_whole
+from .files import CheckpointWarning, going_on, write_whole
 from .first_model import FirstModel
 from .hosts import broadcast, from_first_host, is_first_host
 from .settings import MicrobatchSize
@@ -28,7 +26,7 @@ def settled(
     first: FirstModel[Model],
     example: tuple[PyTree[Any], ...],
     directory: Path | None,
-    device_memory: SupportsIndex | None,
+    device_memory: int | None,
     progress: bool,
 ) -> Step[Model]:
     """A step whose method and microbatch are known, where `microbatch_size` was "tune".
@@ -47,14 +45,6 @@ def settled(
     | several hosts, and no run is recorded | `ValueError`, which says what to do |
     | the table cannot be written | a `CheckpointWarning`; the run goes on |
 
-    Args:
-        step: as it was made.
-        first: the model before the first step.
-        example: one example, as the loss gets it, with a leading axis of one.
-        directory: of the run, or None.
-        device_memory: as for the trainer.
-        progress: whether to show what is being done.
-
     Raises:
         ValueError: as for [`tune`][].
         CheckpointError: the record of the run is damaged.
@@ -67,7 +57,10 @@ def settled(
             return step.with_choice(*kept)
     tuning = _measured(step, first, example, device_memory, progress)
     if directory is not None and is_first_host():
-        _write(directory / TUNING, tuning)
+        file = directory / TUNING
+        told = f"The table of what was measured cannot be written to {file}"
+        with going_on(told, CheckpointWarning):
+            write_whole(file, tuning.to_json().encode())
     return step.with_choice(tuning.method, tuning.microbatch_size)
 
 
@@ -83,11 +76,9 @@ def _measured(
     step: Step[Any],
     first: FirstModel[Any],
     example: tuple[PyTree[Any], ...],
-    device_memory: SupportsIndex | None,
+    device_memory: int | None,
     progress: bool,
 ) -> Tuning:
-    if device_memory is not None:
-        device_memory = whole_number("device_memory", device_memory, least=1, most=2**60)
     slots = step.sampler().capacity
     state = step.init(first.given, init_model=first.make)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), example)
@@ -112,14 +103,7 @@ def largest_size(
     given: tuple[tuple[Any, ...], Mask, Mapping[str, Any]],
     device_memory: int | None,
 ) -> int:
-    """The largest microbatch that fits into the memory of a device; nothing is run for it.
-
-    Args:
-        step: of the run.
-        state: arrays or shapes of arrays.
-        given: examples, mask and extra of a call.
-        device_memory: bytes of a device; None for what it reports.
-    """
+    """The largest microbatch that fits into the memory of a device; nothing is run for it."""
     batch, mask, extra = given
     limit = _device_memory() if device_memory is None else device_memory
 
@@ -145,15 +129,3 @@ def _device_memory() -> int:
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
-
-
-def _write(file: Path, tuning: Tuning) -> None:
-    try:
-        write_whole(file, tuning.to_json().encode())
-    except OSError as error:
-        warnings.warn(
-            f"The table of what was measured cannot be written to {file} ({error.strerror}); the "
-            "run goes on.",
-            CheckpointWarning,
-            stacklevel=2,
-        )

@@ -1,6 +1,7 @@
 """What becomes of noisy gradients: how a model and an optimizer's state are stored again."""
 
-from .apply_updates import apply_updates
-from .optimizer_state import first_state, stored_state, wide_parameters, widened
-
-__all__ = ["apply_updates", "first_state", "stored_state", "wide_parameters", "widened"]
+from .apply_updates import apply_updates as apply_updates
+from .optimizer_state import first_state as first_state
+from .optimizer_state import stored_state as stored_state
+from .optimizer_state import wide_parameters as wide_parameters
+from .optimizer_state import widened as widened

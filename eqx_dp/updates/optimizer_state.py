@@ -14,11 +14,6 @@ from ..precision import Policy, refusal
 T = TypeVar("T")
 
 
-def _update_dtype(policy: Policy) -> np.dtype[Any]:
-    """The dtype of gradients, parameters and state in an optimizer's update."""
-    return jnp.promote_types(policy.accumulate_dtype, policy.optimizer_dtype)
-
-
 def widened(tree: T, policy: Policy | None) -> T:
     """State, gradients or parameters as an optimizer's update gets them: none is made narrower.
 
@@ -26,7 +21,7 @@ def widened(tree: T, policy: Policy | None) -> T:
     """
     if policy is None:
         return tree
-    dtype = _update_dtype(policy)
+    dtype = jnp.promote_types(policy.accumulate_dtype, policy.optimizer_dtype)
     return _cast(tree, lambda x: jnp.promote_types(x.dtype, dtype))
 
 
@@ -46,21 +41,11 @@ def first_state(
     """An optimizer's state before the first step, as it is stored, for parameters as stored.
 
     Raises:
-        ValueError: the optimizer itself keeps an array narrower than declared.
+        ValueError: the optimizer itself keeps an array of floats narrower than declared.
     """
     state = optimizer.init(wide_parameters(params, policy))
-    _check_state(state, policy)
-    return stored_state(state, policy)
-
-
-def _check_state(state: PyTree[Any], policy: Policy | None) -> None:
-    """Refuses a first state that the optimizer itself keeps narrower than declared.
-
-    Raises:
-        ValueError: an array of floats is; the message names it.
-    """
     if policy is None:
-        return
+        return state
     declared = policy.optimizer_dtype
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if _is_array_of_floats(leaf) and jnp.promote_types(leaf.dtype, declared) != leaf.dtype:
@@ -70,6 +55,7 @@ def _check_state(state: PyTree[Any], policy: Policy | None) -> None:
                 f"{declared} or wider, as dtypes.optimizer says. Leave out what makes the "
                 f'optimizer narrow it (mu_dtype), or declare optimizer = "{leaf.dtype}"',
             )
+    return stored_state(state, policy)
 
 
 def _cast(tree: T, to: Callable[[Any], np.dtype[Any]]) -> T:

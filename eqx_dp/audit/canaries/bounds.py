@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -14,6 +13,7 @@ from ...extras import extra
 from ...privacy import PrivacyPlan
 from ...shown import shown
 from ...tables import Part, tabular
+from ...training import finite_or_none
 
 GUESSES = (1 / 32, 1 / 16, 1 / 8, 3 / 8)
 """Shares of the canaries that are guessed to be in, of which the best counts."""
@@ -124,9 +124,8 @@ class CanaryAudit(NamedTuple):
 
     def _as_dict(self) -> dict[str, Any]:
         bounds = [bound._asdict() for bound in self.bounds]
-        upper = self.upper if math.isfinite(self.upper) else None
         more = {"lower": self.lower, "exceeds_plan": self.exceeds_plan}
-        return self._asdict() | {"upper": upper, "bounds": bounds} | more
+        return self._asdict() | {"upper": finite_or_none(self.upper), "bounds": bounds} | more
 
 
 def audited(

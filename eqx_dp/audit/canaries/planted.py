@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
+from ...expected import expect
 from ...paths import below
 from ...privacy import PrivacyPlan, Secret, digest, whole_number
 from ...shown import shown
@@ -277,8 +278,7 @@ def _coins(seed: Secret, kind: str, number: int) -> Bool[np.ndarray, " canaries"
 
 def _length(sources: tuple[PyTree[Any], ...], name: str) -> int:
     """How many examples there are; refuses sources that are no arrays of one length."""
-    if not isinstance(sources, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"{name} must be a tuple of sources; found {shown(sources)}.")
+    expect(name, sources, tuple, "a tuple of sources")
     lengths: set[int] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(sources):
         if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.ndim == 0:
