@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 from ..paths import below
 from ..shown import shown
 from ..trees import PyTree
+from .powers import power_of_two
 
 
 class Clipping(NamedTuple):
@@ -212,22 +213,6 @@ def to_unit_scale(
     largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), initial=0)
     scale, inverse = power_of_two(largest)
     return x * inverse.reshape(-1, *[1] * (x.ndim - 1)), scale
-
-
-def power_of_two(size: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """The power of two at or below a positive number, and its inverse, both normal numbers."""
-    # A scale known to the compiler would be squared where what it multiplies is, and overflow.
-    size = jax.lax.optimization_barrier(size)
-    # The bits of a positive number begin with its exponent, those of a power of two end with it.
-    info = jnp.finfo(size.dtype)
-    bits = jax.lax.bitcast_convert_type(size, f"int{info.bits}")
-    bias = int(info.maxexp) - 1
-    exponent = jnp.clip(bits >> info.nmant, 1, 2 * bias - 1)
-    scale, inverse = (
-        jax.lax.bitcast_convert_type(e << info.nmant, size.dtype)
-        for e in (exponent, 2 * bias - exponent)
-    )
-    return scale, inverse
 
 
 def combined_norms(

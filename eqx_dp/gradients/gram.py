@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norm_error, norms, power_of_two, sum_in_blocks, unit_roundoff
+from .clip import norm_error, norms, sum_in_blocks, unit_roundoff
+from .powers import exponent_of, power, power_of_two, times_power
 
 
 class OneHot(NamedTuple):
@@ -76,9 +77,8 @@ def to_common_scale(uses: list[OuterProducts]) -> tuple[list[OuterProducts], Int
     largest = jnp.where(largest > _NOTHING, largest, 0)
 
     def follow(g: Array, exponent: Array) -> Array:
-        exponent = exponent - largest[:, None, None]
-        power = jnp.where(exponent < _smallest(g), 0, jnp.ldexp(jnp.ones((), g.dtype), exponent))
-        return _without_subnormal(g * power[..., None])
+        of_all = power(exponent - largest[:, None, None], g.dtype)
+        return _without_subnormal(g * of_all[..., None])
 
     uses = [
         use._replace(x=x, g=follow(g, e + f))
@@ -97,16 +97,10 @@ def _to_unit(x: Side) -> tuple[Any, Int[Array, "batch group time"]]:
         return x, jnp.zeros_like(x.rows)
     largest = jnp.max(jnp.abs(x), axis=-1, initial=0)
     limit = int(jnp.finfo(x.dtype).maxexp) - 2
-    exponent = jnp.clip(jnp.frexp(largest)[1] - 1, -limit, limit)
+    exponent = jnp.clip(exponent_of(largest), -limit, limit)
     is_zero = largest < jnp.finfo(x.dtype).tiny
-    exponent = jnp.where(is_zero | ~jnp.isfinite(largest), 0, exponent)
-    scaled = x * jnp.ldexp(jnp.ones((), x.dtype), -exponent)[..., None]
-    scaled = _without_subnormal(jnp.where(is_zero[..., None], 0, scaled))
-    return scaled, jnp.where(is_zero, _NOTHING, exponent)
-
-
-def _smallest(x: Array) -> int:
-    return int(jnp.finfo(x.dtype).minexp)
+    inverse = power(jnp.where(is_zero, _NOTHING, -exponent), x.dtype)
+    return _without_subnormal(x * inverse[..., None]), jnp.where(is_zero, _NOTHING, exponent)
 
 
 def _without_subnormal(x: Array) -> Array:
@@ -241,11 +235,11 @@ def weighted_products(
     of_rows, roundings = products_in_blocks("bgk,gkp->bgp", jnp.square(x), jnp.square(weights))
     terms = of_rows * jnp.square(g)
     square = sum_in_blocks(terms.reshape(-1, columns)).reshape(terms.shape[:2])
-    lost = [jnp.ldexp(jnp.asarray(tiny, dtype), -e) for e in (of_x, of_g, of_weights)]
+    lost = [times_power(jnp.asarray(tiny, dtype), -e) for e in (of_x, of_g, of_weights)]
     vanished = 64 * math.sqrt(rows * columns) * (3 * tiny + sum(lost))
     bound = jnp.sqrt(square + 1024 * rows * columns * tiny) + vanished
     exponent = of_x + of_g + of_weights
-    norm, bound = (jnp.ldexp(size, exponent) for size in (jnp.sqrt(square), bound))
+    norm, bound = (times_power(size, exponent) for size in (jnp.sqrt(square), bound))
     # Beyond, a factor times that power of two could be infinite where the weighted sum is not.
     is_within = exponent < int(jnp.finfo(dtype).maxexp) - 8
     bound = jnp.where(is_within, jnp.maximum(bound, tiny), jnp.inf)
@@ -280,7 +274,7 @@ def products_in_blocks(
 def _to_powers(x: Float[Array, "*n entry"]) -> tuple[Float[Array, "*n entry"], Int[Array, "*n"]]:
     """Divides every vector by a power of two near its largest entry, and says which."""
     scale, inverse = power_of_two(jnp.max(jnp.abs(x), axis=-1, initial=0))
-    return x * inverse[..., None], jnp.frexp(scale)[1] - 1
+    return x * inverse[..., None], exponent_of(scale)
 
 
 _BLOCK, _MOST_BLOCKS = 64, 32

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .clip import combined_norms, norm_error, norms, power_of_two, weighted_sum
+from .clip import combined_norms, norm_error, norms, weighted_sum
 from .computed_once import computed_once
 from .cross_terms import Member, overlaps
 from .gram import (
@@ -31,6 +31,7 @@ from .gram import (
     to_common_scale,
 )
 from .layouts import layout_of
+from .powers import exponent_of, power_of_two, times_power
 from .scattering import Scattering
 from .uses import ParamUse, contraction, convolution, lookup
 
@@ -134,7 +135,7 @@ def _summed(
     sums: list[Array] = []
     for members, (products, exponent) in zip(_sets(form), held, strict=True):
         # The power of two comes in with the factor: g alone could vanish beside a large x.
-        weights = jnp.ldexp(factors[:, None], exponent)
+        weights = times_power(factors[:, None], exponent)
         for (index, *_), (x, g) in zip(members, products, strict=True):
             use = form.uses[index]
             total = weighted(use, x, g, weights, contributes)
@@ -152,7 +153,7 @@ def _scattered(
 ) -> Array:
     """The weighted sum of a leaf with one use, slice by slice, of which a device keeps its part."""
     (use,), ((((x, g),), exponent),) = form.uses, held
-    weights, inner = jnp.ldexp(factors[:, None], exponent), use.inside()
+    weights, inner = times_power(factors[:, None], exponent), use.inside()
     here = LeafForm(inner.view.shape, (inner,), form.way, form.dtype)
     steps = math.prod(use.slices)
 
@@ -302,12 +303,12 @@ def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[A
         norm, bound, lengths = one_term(first.x, first.g)
         scale, inverse = power_of_two(lengths)
         terms = [first._replace(x=first.x * inverse[..., None, None])]
-        exponent = jnp.frexp(scale)[1] - 1
+        exponent = exponent_of(scale)
     else:
         terms, exponent = to_common_scale(terms)
         norm, bound = gram_norms(terms)
         tiny = jnp.finfo(form.dtype).tiny
-        norm, scaled_back = jnp.ldexp(norm, exponent), jnp.ldexp(bound, exponent)
+        norm, scaled_back = times_power(norm, exponent), times_power(bound, exponent)
         bound = jnp.where(bound > 0, jnp.maximum(scaled_back, tiny), bound)
         exponent = exponent[:, None]
     return norm, bound, ([(use.x, use.g) for use in terms], exponent)

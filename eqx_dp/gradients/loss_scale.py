@@ -13,7 +13,7 @@ from ..isolation import run_apart
 from ..precision import LossScale, Policy
 from ..programs import evaluated
 from ..sharding import Shard, whole
-from .clip import power_of_two
+from .powers import power_of_two
 from .magnitudes import Largest, is_narrow, pulled_back
 from .program import Inputs
 from .split import Split

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..precision import stage
-from .clip import norm_error, norms, power_of_two, weighted_sum
+from .clip import norm_error, norms, weighted_sum
 from .computed_once import computed_once
 from .gram import sum_of_products, weighted_products
 from .layouts import Layout
@@ -23,6 +23,7 @@ from .leaves import (
     sides,
     to_parameter,
 )
+from .powers import power_of_two, times_power
 
 
 def entry_by_entry(
@@ -93,7 +94,7 @@ def _summed(
     x, g, derivative, exponent = held
     # Where it is not finite no example adds anything, and zero times it must be zero.
     derivative = jnp.where(jnp.isfinite(derivative), derivative, 0)
-    weights = jnp.ldexp(factors[:, None], exponent)
+    weights = times_power(factors[:, None], exponent)
     total = sum_of_products(x[:, :, None], g[:, :, None], weights, contributes) * derivative
     return entries.pulled_back(to_parameter(form, form.uses[0], total), shape)
 
