@@ -172,12 +172,20 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
 
 def one_term(
     x: Float[Array, "batch group 1 features_in"], g: Float[Array, "batch group 1 features_out"]
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"], Float[Array, "batch group"]]:
-    """The norm of x g', a bound on that of what the weighted sum adds, and the lengths of x.
+) -> tuple[
+    Float[Array, " batch"],
+    Float[Array, " batch"],
+    Float[Array, "batch group 1 features_in"],
+    Float[Array, "batch group"],
+]:
+    """The norm of x g', a bound on that of what the weighted sum adds, and x by powers of two.
 
     One term has no sum to get wrong. Its norm is |x| |g|, of which each factor is off by no more
     than `norm_error`, and what is added of it is rounded twice. A length that a machine without
     subnormal numbers takes for zero counts as the smallest normal number.
+
+    Returns:
+        The norm, the bound, x divided by a power of two near its length, and that power.
     """
     shape = x.shape[:2]
     lengths = [norms(side.reshape(-1, side.shape[-1])).reshape(shape) for side in (x, g)]
@@ -186,7 +194,9 @@ def one_term(
     at_least = [jnp.maximum(length, tiny) for length in lengths]
     bound = jnp.maximum(norms(at_least[0] * at_least[1]), tiny)
     error = sum(norm_error(n, norm.dtype) for n in (shape[1], x.shape[-1], g.shape[-1]))
-    return norm, bound * (1 + error + 6 * unit_roundoff(norm.dtype)), lengths[0]
+    scale, inverse = power_of_two(lengths[0])
+    bound *= 1 + error + 6 * unit_roundoff(norm.dtype)
+    return norm, bound, x * inverse[..., None, None], scale
 
 
 class Weighted(NamedTuple):

@@ -74,13 +74,14 @@ def penalised(
         penalties: with respect to the parameter.
     """
     own = leaf_gradient(form, met)
-    norm, bound = _measured(form, met, own.norm, own.bound, heights, penalties)
+    assert own.known is not None
+    known = _measured(form, met, *own.known, heights, penalties)
 
     def total(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
         found = own.sum(factors, contributes)
         return found + _summed(heights, penalties, factors, contributes)
 
-    return LeafGradient(norm, bound, total)
+    return LeafGradient(total, known=known)
 
 
 @jax.jit

@@ -36,18 +36,36 @@ def power(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> Float[Array, "*n"
 def times_power(x: Float[Array, "*n"], exponent: Int[Array, "*#n"]) -> Float[Array, "*n"]:
     """A number times two to an exponent, exactly where the result is a normal number.
 
-    In two steps, since the power alone may be beyond the dtype's range. A result below twice the
-    smallest normal number may be zero, one beyond the largest is infinite.
+    A result below four times the smallest normal number may be zero, one beyond the largest is
+    infinite.
+    """
+    one, other = halves(exponent, x.dtype)
+    return x * one * other
+
+
+def halves(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Two powers whose product is two to an exponent, which may be beyond the dtype's range.
+
+    Both are on the same side of 1: a number is multiplied by one, then by the other, and overflows
+    or vanishes on the way only if it does in the end.
     """
     half = exponent >> 1
-    return x * power(half, x.dtype) * power(exponent - half, x.dtype)
+    return power(half, dtype), power(exponent - half, dtype)
 
 
 def power_of_two(size: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
     """The power of two at or below a positive number, and its inverse, both normal numbers."""
-    limit = _bias(size.dtype) - 1
-    exponent = jnp.clip(exponent_of(size), -limit, limit)
-    return _of_bits(exponent, size.dtype), _of_bits(-exponent, size.dtype)
+    # In few operations: the compiler repeats them in every kernel that needs the result.
+    info, bias = jnp.finfo(size.dtype), _bias(size.dtype)
+    bits = jax.lax.bitcast_convert_type(
+        jax.lax.optimization_barrier(size), f"int{info.bits}"
+    )
+    exponent = jnp.clip(bits >> info.nmant, 1, 2 * bias - 1)
+    scale, inverse = (
+        jax.lax.bitcast_convert_type(e << info.nmant, size.dtype)
+        for e in (exponent, 2 * bias - exponent)
+    )
+    return scale, inverse
 
 
 def _of_bits(exponent: Int[Array, "*n"], dtype: Any) -> Float[Array, "*n"]:

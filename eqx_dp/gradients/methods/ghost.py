@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
+from ..leaves import combined
 from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
@@ -84,26 +85,37 @@ def clipped_sum(
     with stage("probe"):
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
 
-    known = known_uses(traced)
+    known_of_uses = known_uses(traced)
+    batch, dtype = len(is_padding_example), traced.accumulate_dtype
 
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
         here, asked, held = jax.lax.optimization_barrier((examples, past[:2], traced.parts))
-        backward = functools.partial(_backward, traced.with_parts(held), known, asked[0])
+        backward = functools.partial(_backward, traced.with_parts(held), known_of_uses, asked[0])
         found = run_apart(backward, traced.split.program.jaxpr.jaxpr, here, asked[1], scales)
         groups = [target.group for target in traced.targets]
         leaves = [
-            _of_target(traced, known, index, found, Ask(asked[0], asked[1][group]))
+            _of_target(traced, known_of_uses, index, found, Ask(asked[0], asked[1][group]))
             for index, group in enumerate(groups)
         ]
-        norms, bounds = ([leaf.measured[:, i] for leaf in leaves] for i in range(2))
         with stage("norm"):
-            clipped = clip(traced, groups, norms, bounds, found.loss, scales, is_padding_example)
-        chosen = [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors]
+            known = [
+                combined(
+                    [
+                        (leaf.measured[:, 0], leaf.measured[:, 1])
+                        for leaf, its in zip(leaves, groups, strict=True)
+                        if its == group
+                    ],
+                    batch,
+                    dtype,
+                )
+                for group in range(len(asked[1]))
+            ]
+            clipped = clip(traced, known, found.loss, scales, is_padding_example)
         factors, grad_norms = jax.tree.map(
             lambda new, old: jnp.where(asked[0], new, old),
-            (chosen, clipped.norms),
+            (clipped.factors, clipped.norms),
             (asked[1], past.result.grad_norms),
         )
         totals = traced.of_leaves([leaf.total for leaf in leaves])
@@ -114,7 +126,6 @@ def clipped_sum(
             jnp.zeros((), bool), factors, ClippedSum(totals, found.loss, grad_norms, found.aux)
         )
 
-    batch, dtype = len(is_padding_example), traced.accumulate_dtype
     nothing = traced.no_sums()
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
     of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)

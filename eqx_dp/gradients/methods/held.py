@@ -76,7 +76,7 @@ def held_gradient(
     if target.way == "whole":
         return from_per_example(held.grads[first].astype(dtype))
     if target.way == "unused":
-        return no_gradient(num_examples, shape, dtype)
+        return no_gradient(shape, dtype)
     scattering = None
     if (
         is_scattered

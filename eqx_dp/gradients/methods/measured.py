@@ -27,6 +27,7 @@ from ..leaves import (
     as_formed,
     from_per_example,
     leaf_gradient,
+    norm_and_bound,
     per_example_gradients,
 )
 from ..microbatches import over_microbatches
@@ -294,7 +295,8 @@ def ask(
             del is_padding
             with stage("norm"):
                 leaf = gradient(structure.unflatten(values)[1])
-            return (), jnp.stack([leaf.norm, leaf.bound], axis=-1)
+                known = norm_and_bound([leaf], len(values[0]), dtype)
+            return (), jnp.stack(known, axis=-1)
 
         _, measured = over_microbatches(step, flat, None, batch, several)
         return jnp.zeros(shape if ends is None else ends[0], dtype), measured

@@ -51,7 +51,7 @@ def clipped_sum(
             leaves = [
                 from_per_example(grads[leaf].astype(dtype))
                 if leaf in grads
-                else no_gradient(len(loss), param.shape, dtype)
+                else no_gradient(param.shape, dtype)
                 for leaf, param in enumerate(params)
             ]
         return clip_and_sum(traced, traced.groups, leaves, loss, aux, scales, is_padding_example)
