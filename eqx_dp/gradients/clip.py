@@ -306,9 +306,9 @@ def weighted_sum(
     An example that does not contribute is selected away after the product, since 0 x NaN is NaN:
     the sum is, bit for bit, what it would be with a zero gradient in its place.
 
-    A few examples are added one by one, which the compiler makes one pass of; many as a contraction
-    at the highest precision, so that no accelerator rounds its inputs to a narrower format. The
-    contraction needs a second copy of all gradients: where they are large, more are a few.
+    A few large gradients are added one by one, which the compiler makes one pass of; others as a
+    contraction at the highest precision, so that no accelerator rounds its inputs to a narrower
+    format. The contraction needs a second copy of all gradients.
     """
     batch, dtype = leaf.shape[0], factors.dtype
     if 0 < batch <= few(math.prod(leaf.shape[1:])):
@@ -316,8 +316,17 @@ def weighted_sum(
             jnp.where(contributes[i], leaf[i].astype(dtype) * factors[i], 0) for i in range(batch)
         ]
         return functools.reduce(jnp.add, weighted)
+    return contracted(leaf, factors, contributes)
+
+
+def contracted(
+    leaf: Float[Array, "batch *shape"],
+    factors: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Float[Array, "*shape"]:
+    """The same as a contraction, however few there are."""
     mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
-    selected = jnp.where(mask, leaf.astype(dtype), 0)
+    selected = jnp.where(mask, leaf.astype(factors.dtype), 0)
     factors = jnp.where(contributes, factors, 0)
     return jnp.tensordot(factors, selected, axes=1, precision=jax.lax.Precision.HIGHEST)
 

@@ -41,19 +41,33 @@ Met: TypeAlias = tuple[Any, Array]
 """Residuals of a use and its cotangent, examples in front, then the scans around it."""
 
 
+def _as_it_is(total: Array) -> Array:
+    return total
+
+
 class LeafGradient(NamedTuple):
     """The gradient of one leaf for a batch of examples, in whatever form it is at hand.
 
     Attributes:
-        sum: from factors and a mask of the examples that contribute to their weighted sum.
-        formed: each example's gradient, where that is what `sum` adds; None where it is not there.
-        known: where it is not: the norm of each example's gradient as it was computed, and an upper
-            bound on the true norm of what `sum` adds for a factor of 1; None where both are zero.
+        formed: each example's gradient, where it is there.
+        arranged: where it is, from a weighted sum of what is there to that of the leaf.
+        known: where it is not, the norm of each example's gradient as it was computed, and an upper
+            bound on the true norm of what is added for a factor of 1; None where both are zero.
+        weighted: from factors and a mask of the examples that contribute to their weighted sum;
+            None where that is made of what is there.
     """
 
-    sum: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array]
     formed: Float[Array, "batch ..."] | None = None
+    arranged: Callable[[Array], Array] = _as_it_is
     known: tuple[Float[Array, " batch"], Float[Array, " batch"]] | None = None
+    weighted: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array] | None = None
+
+    def sum(self, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
+        """The weighted sum over the examples that contribute."""
+        if self.weighted is not None:
+            return self.weighted(factors, contributes)
+        assert self.formed is not None
+        return self.arranged(weighted_sum(self.formed, factors, contributes))
 
 
 class LeafForm(NamedTuple):
@@ -72,14 +86,9 @@ class LeafForm(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
-    """The leaf's gradient where each example's is there."""
-    return LeafGradient(functools.partial(weighted_sum, grads), grads)
-
-
 def no_gradient(shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
     """That of a leaf which the loss does not use: what it adds is zero, and so is the bound."""
-    return LeafGradient(lambda *_: jnp.zeros(shape, dtype))
+    return LeafGradient(weighted=lambda *_: jnp.zeros(shape, dtype))
 
 
 def norm_and_bound(
@@ -131,13 +140,14 @@ def leaf_gradient(
             example's gradient is formed, and so held as a whole.
     """
     if form.way == "kept":
-        grads = _formed_alike(form, list(met))
-        return LeafGradient(functools.partial(_sum_of_formed, form, grads), grads)
+        return LeafGradient(
+            _formed_alike(form, list(met)), functools.partial(arranged, form)
+        )
     norm, bound, held = _measured(form, list(met))
     total = functools.partial(_summed, form, held)
     if scattering is not None:
         total = functools.partial(_scattered, form, scattering, held)
-    return LeafGradient(total, known=(norm, bound))
+    return LeafGradient(known=(norm, bound), weighted=total)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -148,14 +158,6 @@ def _measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
     known = [(norm, bound) for norm, bound, _ in parts]
     batch = len(jax.tree.leaves(met)[0])
     return *combined(known, batch, form.dtype), [held for _, _, held in parts]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _sum_of_formed(
-    form: LeafForm, grads: Array, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]
-) -> Array:
-    """The weighted sum of what `_formed_alike` gives."""
-    return arranged(form, weighted_sum(grads, factors, contributes))
 
 
 @functools.partial(jax.jit, static_argnums=0)

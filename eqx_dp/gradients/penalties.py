@@ -81,7 +81,7 @@ def penalised(
         found = own.sum(factors, contributes)
         return found + _summed(heights, penalties, factors, contributes)
 
-    return LeafGradient(total, known=known)
+    return LeafGradient(known=known, weighted=total)
 
 
 @jax.jit

@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..precision import stage
-from .clip import weighted_sum
 from .computed_once import computed_once
 from .gram import Weighted, sum_of_products, weighted_products
 from .layouts import Layout
@@ -44,10 +43,12 @@ def entry_by_entry(
     """
     if form.way == "kept":
         grads = _formed(form, entries, shape, derivative, met)
-        return LeafGradient(functools.partial(_sum_of_formed, entries, shape, grads), grads)
+        if not entries.is_isometric:
+            return LeafGradient(grads)
+        return LeafGradient(grads, lambda total: entries.pulled_back(total, shape))
     norm, bound, held = _measured(form, derivative, met)
     total = functools.partial(_summed, form, entries, shape, derivative, held)
-    return LeafGradient(total, known=(norm, bound))
+    return LeafGradient(known=(norm, bound), weighted=total)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -68,18 +69,6 @@ def _formed(
         return jax.vmap(lambda one: entries.pulled_back(one, shape))(grads)
 
     return computed_once(form_all, met, met[0][1])
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sum_of_formed(
-    entries: Layout,
-    shape: tuple[int, ...],
-    grads: Array,
-    factors: Float[Array, " batch"],
-    contributes: Bool[Array, " batch"],
-) -> Array:
-    total = weighted_sum(grads, factors, contributes)
-    return entries.pulled_back(total, shape) if entries.is_isometric else total
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -13,6 +13,7 @@ from ...sharding import Cut, Shard, whole
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors
 from ..cost import LeafCost
+from ..joined import joined
 from ..leaves import LeafGradient, norm_and_bound
 from ..loss_scale import LossScaling
 from ..penalties import Penalties, of_penalties
@@ -295,14 +296,18 @@ def clip_and_sum(
     `inner_products`: nearer to the end of the range products lose digits to underflow, which no
     relative bound makes up for; `gram.md` says how many.)
     """
-    pairs, dtype = list(zip(leaves, groups, strict=True)), traced.accumulate_dtype
+    batch, dtype = len(loss), traced.accumulate_dtype
+    members = [
+        [index for index, its in enumerate(groups) if its == group]
+        for group in range(len(traced.clipping.clip_norms))
+    ]
     with stage("norm"):
-        known = [
-            norm_and_bound([leaf for leaf, its in pairs if its == group], len(loss), dtype)
-            for group in range(len(traced.clipping.clip_norms))
-        ]
+        parts = [joined([leaves[index] for index in its]) for its in members]
+        known = [norm_and_bound(together, batch, dtype) for together, _ in parts]
         clipped = clip(traced, known, loss, scales, is_padding_example)
+    sums: dict[int, Array] = {}
     with stage("sum"):
-        factors = [clipped.factors[group] for group in groups]
-        sums = [leaf.sum(its, its > 0) for leaf, its in zip(leaves, factors, strict=True)]
-    return ClippedSum(sums, loss, clipped.norms, aux)
+        for its, (together, apart), factors in zip(members, parts, clipped.factors, strict=True):
+            totals = apart([leaf.sum(factors, factors > 0) for leaf in together])
+            sums.update(zip(its, totals, strict=True))
+    return ClippedSum([sums[index] for index in range(len(leaves))], loss, clipped.norms, aux)

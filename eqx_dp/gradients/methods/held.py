@@ -13,7 +13,6 @@ from ..computed_once import computed_once
 from ..leaves import (
     LeafForm,
     LeafGradient,
-    from_per_example,
     leaf_gradient,
     no_gradient,
     per_example_gradients,
@@ -74,7 +73,7 @@ def held_gradient(
     if target.relation in ("penalised", "through"):
         return _through(traced, index, held, num_examples)
     if target.way == "whole":
-        return from_per_example(held.grads[first].astype(dtype))
+        return LeafGradient(held.grads[first].astype(dtype))
     if target.way == "unused":
         return no_gradient(shape, dtype)
     scattering = None
@@ -118,7 +117,7 @@ def _through(traced: TracedLoss, index: int, held: Held, num_examples: int) -> L
     its = held.of_roots(target.roots, traced.uses)
     heights, grads = computed_once(form, its, jax.tree.leaves(its[1:])[0])
     if grads is not None:
-        return from_per_example(grads)
+        return LeafGradient(grads)
     assert penalties is not None
     uses = traced.uses.of[leaf]
     way = LeafForm(traced.root(leaf).shape, tuple(uses.values()), target.way, dtype)

@@ -25,7 +25,6 @@ from ..leaves import (
     Way,
     arranged,
     as_formed,
-    from_per_example,
     leaf_gradient,
     norm_and_bound,
     per_example_gradients,
@@ -152,7 +151,7 @@ def formed_gradient(
     root = target.roots[0]
     for at, use in traced.uses.of[root].items():
         if isinstance(tap := cotangents[at], Formed):
-            return from_per_example(of_parameter(tap, use, traced.root(root).shape))
+            return LeafGradient(of_parameter(tap, use, traced.root(root).shape))
     return None
 
 
@@ -320,7 +319,7 @@ def ask(
 @jax.jit
 def ask_formed(grads: Float[Array, "batch *shape"], asked: Ask) -> Found:
     """The same of gradients that are there."""
-    return ask(from_per_example, grads.shape[1:], grads, asked, len(grads))
+    return ask(LeafGradient, grads.shape[1:], grads, asked, len(grads))
 
 
 def of_slices(measured: Float[Array, "batch *slices 2"]) -> Float[Array, "batch 2"]:
