@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norm_error, norms, sum_in_blocks, unit_roundoff
+from .clip import norm_error, norms, roundings_in_blocks, sum_in_blocks, unit_roundoff
 from .powers import exponent_of, power, power_of_two, times_power
 
 
@@ -264,9 +264,11 @@ def products_in_blocks(
 ) -> tuple[Float[Array, "..."], int]:
     """Contracts the last axis of x with the last but one of y, a block of it at a time.
 
-    Beside that, how many roundings a product goes through.
+    Beside that, how many roundings a product goes through. Blocks are few: on two cores, 64 vectors
+    of 784 with a matrix of 256 columns take 1.7 times as long in 13 blocks as in one.
     """
-    size, block = x.shape[-1], _block(x.shape[-1])
+    size = x.shape[-1]
+    block = max(1, -(-size // min(8, -(-size // 256) or 1)))
     blocks = [
         jnp.einsum(
             spec,
@@ -301,6 +303,8 @@ def _roundings(side: Side) -> int:
     if isinstance(side, OneHot):
         return 0
     features = side.shape[-1]
+    if side.shape[2] == 1:
+        return 1 + roundings_in_blocks(features)
     block = _block(features)
     return min(features, block) + -(-features // block) - 1
 
@@ -314,6 +318,8 @@ def _inner_products(x: Side, y: Side, dtype: Any) -> Float[Array, "batch group t
     if isinstance(y, OneHot):
         return jnp.take_along_axis(x, y.rows[..., None, :], axis=-1, mode="clip")
     size, block = x.shape[-1], _block(x.shape[-1])
+    if x.shape[2] == y.shape[2] == 1:
+        return sum_in_blocks((x * y).reshape(-1, size)).reshape(*x.shape[:2], 1, 1)
     blocks = [
         jnp.einsum(
             "bgtk,bgsk->bgts",

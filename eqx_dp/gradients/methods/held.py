@@ -115,7 +115,10 @@ def _through(traced: TracedLoss, index: int, held: Held, num_examples: int) -> L
         return heights, functools.reduce(jnp.add, own)
 
     its = held.of_roots(target.roots, traced.uses)
-    heights, grads = computed_once(form, its, jax.tree.leaves(its[1:])[0])
+    # Heights alone are nothing but cotangents, which are there.
+    heights, grads = (
+        computed_once(form, its, jax.tree.leaves(its[1:])[0]) if is_formed else form(its)
+    )
     if grads is not None:
         return LeafGradient(grads)
     assert penalties is not None
