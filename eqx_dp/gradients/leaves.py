@@ -114,9 +114,7 @@ def combined(
     """Norm and bound of gradients from those of their parts."""
     if len(known) == 1:
         return known[0]
-    norm, bound = (
-        combined_norms([of[i] for of in known], (batch,), dtype) for i in range(2)
-    )
+    norm, bound = (combined_norms([of[i] for of in known], (batch,), dtype) for i in range(2))
     return norm, bound * (1 + norm_error(len(known), dtype))
 
 
@@ -140,9 +138,7 @@ def leaf_gradient(
             example's gradient is formed, and so held as a whole.
     """
     if form.way == "kept":
-        return LeafGradient(
-            _formed_alike(form, list(met)), functools.partial(arranged, form)
-        )
+        return LeafGradient(_formed_alike(form, list(met)), functools.partial(arranged, form))
     norm, bound, held = _measured(form, list(met))
     total = functools.partial(_summed, form, held)
     if scattering is not None:
@@ -352,6 +348,21 @@ def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[A
         bound = jnp.where(bound > 0, jnp.maximum(scaled_back, tiny), bound)
         powers = tuple(x[:, None] for x in powers)
     return norm, bound, ([(use.x, use.g) for use in terms], powers)
+
+
+def columns_last(use: ParamUse) -> tuple[int, ...]:
+    """The axes of the cotangent of a contraction in the order in which it is needed.
+
+    A cotangent on its way into a conditional, from which it comes in another order, is rearranged
+    before it goes in: the compiler would compute it, and all that leads to it in the same loop, a
+    second time.
+    """
+    rank = len(use.result.shape)
+    if use.kind is not contraction:
+        return tuple(range(rank))
+    order = contraction.columns_last(use.operation, use.operand)
+    front = rank - len(order)
+    return (*range(front), *(front + axis for axis in order))
 
 
 def sides(

@@ -57,9 +57,7 @@ def power_of_two(size: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Ar
     """The power of two at or below a positive number, and its inverse, both normal numbers."""
     # In few operations: the compiler repeats them in every kernel that needs the result.
     info, bias = jnp.finfo(size.dtype), _bias(size.dtype)
-    bits = jax.lax.bitcast_convert_type(
-        jax.lax.optimization_barrier(size), f"int{info.bits}"
-    )
+    bits = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(size), f"int{info.bits}")
     exponent = jnp.clip(bits >> info.nmant, 1, 2 * bias - 1)
     scale, inverse = (
         jax.lax.bitcast_convert_type(e << info.nmant, size.dtype)

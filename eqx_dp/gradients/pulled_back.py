@@ -72,9 +72,7 @@ def _formed(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _measured(
-    form: LeafForm, derivative: Array, met: list[Met]
-) -> tuple[Array, Array, Weighted]:
+def _measured(form: LeafForm, derivative: Array, met: list[Met]) -> tuple[Array, Array, Weighted]:
     """Norm, bound, and what the weighted sum is made of."""
     met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
     (use,), (one,) = form.uses, met

@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Float
 from ...isolation import run_apart
 from ...precision import stage
 from ..computed_once import computed_once
+from ..leaves import columns_last
 from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
-from ..uses import contraction
 from .contract import ClippedSum, TracedLoss, clip_and_sum
 from .held import Held, held_gradient
 from .measured import at_use, formed_gradient, known_uses, tap_of
@@ -43,11 +43,9 @@ def clipped_sum(
         scales,
     )
 
-    orders = _orders(traced)
-
     def finish(met: Any) -> ClippedSum:
         loss, aux, residuals, cotangents, grads, scales = met
-        cotangents = _moved(cotangents, {at: np.argsort(order) for at, order in orders.items()})
+        cotangents = _moved(traced, cotangents, is_back=True)
         held, targets = Held(residuals, cotangents, grads), traced.targets
         with stage("norm"):
             found = [
@@ -59,33 +57,23 @@ def clipped_sum(
         result = clip_and_sum(traced, groups, found, loss, aux, scales, is_padding_example)
         return result._replace(grads=traced.of_leaves(result.grads))
 
-    met = (loss, aux, residuals, _moved(cotangents, orders), grads, scales)
+    met = (loss, aux, residuals, _moved(traced, cotangents), grads, scales)
     result = computed_once(finish, met, loss)
     return result._replace(grads=traced.scattered(result.grads))
 
 
-def _orders(traced: TracedLoss) -> dict[Address, np.ndarray]:
-    """The axes of the cotangents of contractions, examples in front, in the order of what is made
-    of them.
-
-    So the compiler has nothing to rearrange on the way into the conditional: it would compute the
-    cotangent, and all that leads to it in the same loop, a second time.
-    """
-    found: dict[Address, np.ndarray] = {}
+def _moved(
+    traced: TracedLoss, cotangents: dict[Address, Any], *, is_back: bool = False
+) -> dict[Address, Any]:
+    """The cotangents with their axes in the order of `columns_last`, or back in their own."""
+    found = dict(cotangents)
     for uses in traced.uses.of:
         for at, use in uses.items():
-            if use.kind is contraction:
-                order = np.array(contraction.columns_last(use.operation, use.operand), int)
-                front = len(use.result.shape) - len(order) + 1
-                found[at] = np.concatenate([np.arange(front), front + order])
+            if isinstance(x := cotangents[at], jax.Array):
+                order = columns_last(use)
+                order = np.argsort(order) if is_back else order
+                found[at] = jnp.transpose(x, (0, *(1 + axis for axis in order)))
     return found
-
-
-def _moved(cotangents: dict[Address, Any], orders: dict[Address, np.ndarray]) -> dict[Address, Any]:
-    return {
-        at: jnp.transpose(x, orders[at]) if at in orders and isinstance(x, jax.Array) else x
-        for at, x in cotangents.items()
-    }
 
 
 def _backward(

@@ -307,7 +307,7 @@ def clip_and_sum(
         clipped = clip(traced, known, loss, scales, is_padding_example)
     sums: dict[int, Array] = {}
     with stage("sum"):
-        for its, (together, apart), factors in zip(members, parts, clipped.factors, strict=True):
-            totals = apart([leaf.sum(factors, factors > 0) for leaf in together])
+        for its, (together, of_all), factors in zip(members, parts, clipped.factors, strict=True):
+            totals = of_all([leaf.sum(factors, factors > 0) for leaf in together])
             sums.update(zip(its, totals, strict=True))
     return ClippedSum([sums[index] for index in range(len(leaves))], loss, clipped.norms, aux)

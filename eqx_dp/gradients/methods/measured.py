@@ -25,6 +25,7 @@ from ..leaves import (
     Way,
     arranged,
     as_formed,
+    columns_last,
     leaf_gradient,
     norm_and_bound,
     per_example_gradients,
@@ -235,10 +236,14 @@ def _of_batch(form: LeafForm, scattering: Scattering | None) -> Callable[[Any, A
     def of_batch(residuals: Any, cotangent: Array, asked: Ask) -> Found:
         batch = len(asked.factors)
         several = at_once(form.way, form.shape, form.uses, batch)
+        order = columns_last(form.uses[0])
+        cotangent = jnp.transpose(cotangent, (0, *(1 + axis for axis in order)))
         met, own = (residuals, cotangent), as_formed(form)
 
         def gradient(met: Any) -> LeafGradient:
-            return leaf_gradient(own, [met])
+            residuals, cotangent = met
+            back = (0, *(1 + axis for axis in np.argsort(order)))
+            return leaf_gradient(own, [(residuals, jnp.transpose(cotangent, back))])
 
         if scattering is not None:
             ends = scattering.part, scattered
@@ -297,7 +302,7 @@ def ask(
                 known = norm_and_bound([leaf], len(values[0]), dtype)
             return (), jnp.stack(known, axis=-1)
 
-        _, measured = over_microbatches(step, flat, None, batch, several)
+        _, measured = over_microbatches(step, _within(flat), None, batch, several)
         return jnp.zeros(shape if ends is None else ends[0], dtype), measured
 
     def add() -> tuple[Array, Array]:
@@ -308,12 +313,17 @@ def ask(
             with stage("sum"):
                 return leaf.sum(factors, (factors > 0) & ~is_padding), ()
 
-        total, _ = over_microbatches(step, flat, None, batch, several)
+        total, _ = over_microbatches(step, _within(flat), None, batch, several)
         return total if ends is None else ends[1](total), jnp.zeros((batch, 2), dtype)
 
     # Outside of the loop over parts: each would have to write, and add up, what is zero.
     total, measured = jax.lax.cond(asked.is_measuring, measure, add)
     return Found(measured, total)
+
+
+def _within(flat: list[Array]) -> list[Array]:
+    """What a branch is given, in the form that it is given in: none is rearranged on the way in."""
+    return jax.lax.optimization_barrier(flat)
 
 
 @jax.jit
