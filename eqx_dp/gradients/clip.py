@@ -316,17 +316,8 @@ def weighted_sum(
             jnp.where(contributes[i], leaf[i].astype(dtype) * factors[i], 0) for i in range(batch)
         ]
         return functools.reduce(jnp.add, weighted)
-    return contracted(leaf, factors, contributes)
-
-
-def contracted(
-    leaf: Float[Array, "batch *shape"],
-    factors: Float[Array, " batch"],
-    contributes: Bool[Array, " batch"],
-) -> Float[Array, "*shape"]:
-    """The same as a contraction, however few there are."""
     mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
-    selected = jnp.where(mask, leaf.astype(factors.dtype), 0)
+    selected = jnp.where(mask, leaf.astype(dtype), 0)
     factors = jnp.where(contributes, factors, 0)
     return jnp.tensordot(factors, selected, axes=1, precision=jax.lax.Precision.HIGHEST)
 

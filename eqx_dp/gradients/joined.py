@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from .clip import contracted
 from .computed_once import computed_once
 from .leaves import LeafGradient
 
@@ -70,6 +69,15 @@ def joined(
         ]
 
     rest = [leaf for index, leaf in enumerate(leaves) if index not in small]
-    # A contraction: else the compiler would add up each part by itself.
-    first = LeafGradient(matrix, weighted=functools.partial(contracted, matrix))
+    first = LeafGradient(matrix, weighted=functools.partial(_in_one_sum, matrix))
     return [first, *rest], of_all
+
+
+def _in_one_sum(
+    matrix: Float[Array, "batch entry"],
+    factors: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Float[Array, " entry"]:
+    """As `weighted_sum`; what is added one by one the compiler would add for each leaf by itself."""
+    weighted = matrix * factors[:, None]
+    return jnp.sum(jnp.where(contributes[:, None], weighted, 0), axis=0)
