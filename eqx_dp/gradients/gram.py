@@ -254,7 +254,7 @@ def weighted_products(
     is_within = exponent < int(jnp.finfo(dtype).maxexp) - 8
     bound = jnp.where(is_within, jnp.maximum(bound, tiny), jnp.inf)
     error = sum(norm_error(n, dtype) for n in (groups, columns))
-    error += (roundings + 3) / 2 * roundoff
+    error += 33 / 32 * (roundings + 3) / 2 * roundoff  # 33 / 32 for products of errors
     bound = norms(bound) * (1 + error + 8 * roundoff)
     return norms(norm), bound, Weighted(x, g, weights, exponent)
 
