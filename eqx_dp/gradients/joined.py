@@ -78,6 +78,6 @@ def _in_one_sum(
     factors: Float[Array, " batch"],
     contributes: Bool[Array, " batch"],
 ) -> Float[Array, " entry"]:
-    """As `weighted_sum`; what is added one by one the compiler would add for each leaf by itself."""
+    """As `weighted_sum`, but never one by one: the compiler would do that leaf by leaf."""
     weighted = matrix * factors[:, None]
     return jnp.sum(jnp.where(contributes[:, None], weighted, 0), axis=0)

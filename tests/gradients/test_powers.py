@@ -63,26 +63,36 @@ def test_norms_of_parts_are_as_near_as_is_said(count, scale):
 
 @pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 def test_small_leaves_side_by_side(method):
-    """Of several shapes and clip norms, with one that is zero, one that is empty, and NaN."""
+    """Two groups of several shapes, with a leaf that is zero, one that is empty, and NaN."""
     rng = np.random.default_rng(0)
-    shapes = {"a": (3,), "b": (2, 5), "c": (), "d": (0,), "e": (7,), "large": (70, 70)}
-    model = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
-    batch = {name: jnp.asarray(rng.normal(size=(6, *shape))) for name, shape in shapes.items()}
-    batch["b"] = batch["b"].at[1, 0, 0].set(jnp.nan)
-    batch["e"] = batch["e"] * 0
+    groups = {"one": {"a": (3,), "b": (2, 5), "large": (70, 70)}, "other": {"c": (), "d": (0,)}}
+    groups["other"]["e"] = (7,)
+
+    def normal(*batch):
+        def of(shape):
+            return jnp.asarray(rng.normal(size=(*batch, *shape)))
+
+        return jax.tree.map(of, groups, is_leaf=lambda x: isinstance(x, tuple))
+
+    model, batch = normal(), normal(6)
+    batch["one"]["b"] = batch["one"]["b"].at[1, 0, 0].set(jnp.nan)
+    batch["other"]["e"] = batch["other"]["e"] * 0
 
     def loss(model, x):
-        return sum(jnp.sum(model[name] * x[name] + jnp.sin(model[name])) for name in shapes)
+        terms = jax.tree.map(lambda w, x: jnp.sum(w * x + jnp.sin(w)), model, x)
+        return sum(jax.tree.leaves(terms))
 
-    clip = {"a": 0.5, "b": 1.0, "c": 0.5, "d": 1.0, "e": 1.0, "large": 2.0}
+    clip = {"one": 0.5, "other": 1.0}
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=clip, method=method)
     found = jax.jit(grad_fn)(model, batch)
-    for name in shapes:
-        each = np.float64(batch[name] + jnp.cos(model[name])).reshape(6, -1)
-        norm = np.linalg.norm(each, axis=1)
-        factors = np.minimum(1, clip[name] / np.maximum(norm, 1e-300)) * (np.arange(6) != 1)
-        expected = np.where(factors[:, None] > 0, factors[:, None] * each, 0).sum(0)
-        np.testing.assert_allclose(found[name].ravel(), expected, rtol=1e-4, atol=1e-5)
+    for group, leaves in model.items():
+        each = {name: np.float64(batch[group][name] + jnp.cos(w)) for name, w in leaves.items()}
+        rows = np.concatenate([x.reshape(6, -1) for x in each.values()], axis=1)
+        factors = np.minimum(1, clip[group] / np.linalg.norm(rows, axis=1))
+        for name, x in each.items():
+            others = np.delete(np.arange(6), 1)
+            expected = np.tensordot(factors[others], x[others], axes=1)
+            np.testing.assert_allclose(found[group][name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_one_clip_norm_for_all_of_them():
