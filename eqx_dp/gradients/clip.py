@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 from ..paths import below
 from ..shown import shown
 from ..trees import PyTree
+from .powers import power_of_two
 
 
 class Clipping(NamedTuple):
@@ -138,13 +139,30 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         | norm beyond the dtype's range | inf |
         | NaN or infinity among them | NaN or inf |
     """
+    return norms_of_parts([gradients])
+
+
+def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, " batch"]:
+    """The same of gradients that are given in parts, one array a leaf."""
     # A gradient known to the compiler would be squared before it is divided, and overflow.
-    gradients = jax.lax.optimization_barrier(gradients)
+    parts = jax.lax.optimization_barrier(list(parts))
+    flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
+    if len(flat) == 1 and flat[0].shape[1] == 1:
+        return jnp.abs(flat[0][:, 0])
     # In blocks from the start: what comes after a reshape is one loop with the sum.
-    batch, *shape = gradients.shape
-    scaled, scale = to_unit_scale(_in_blocks(gradients.reshape(batch, math.prod(shape))))
-    squares = jax.lax.optimization_barrier(jnp.sum(jnp.square(scaled), axis=2))
-    return jnp.sqrt(sum_in_blocks(squares)) * scale
+    blocks = [_in_blocks(x) for x in flat]
+    largest = functools.reduce(jnp.maximum, map(_largest, blocks))
+    scale, inverse = power_of_two(largest)
+    if len(blocks) > 1:
+        # The same number. The compiler repeats anything but a division for every part.
+        inverse = 1 / scale
+    squares = [
+        jax.lax.optimization_barrier(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2))
+        for x in blocks
+    ]
+    sums = [sum_in_blocks(x) for x in squares]
+    total = sums[0] if len(sums) == 1 else sum_in_blocks(jnp.stack(sums, axis=1))
+    return jnp.sqrt(total) * scale
 
 
 _BLOCK = 64
@@ -179,8 +197,10 @@ def _block(size: int) -> int:
     return max(divisors, default=_BLOCK)
 
 
-def norm_error(size: int, dtype: np.dtype[Any]) -> float:
+def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     """A bound on the relative error of `norms` for gradients of `size` entries.
+
+    In so many parts it is for parts of at most that size.
 
     A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
     terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
@@ -188,12 +208,18 @@ def norm_error(size: int, dtype: np.dtype[Any]) -> float:
     rounding of its own (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section
     4.2). Two more make up for products of errors, and for squares that vanish beside the largest.
     """
-    roundings, left = 1, size
-    while left > 1:
-        entries = _block(left)
-        roundings += entries - 1
-        left = -(-left // entries)
+    roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
     return (roundings / 2 + 3) * unit_roundoff(dtype)
+
+
+def roundings_in_blocks(size: int) -> int:
+    """How many roundings a term goes through in `sum_in_blocks`."""
+    roundings = 0
+    while size > 1:
+        entries = _block(size)
+        roundings += entries - 1
+        size = -(-size // entries)
+    return roundings
 
 
 def unit_roundoff(dtype: np.dtype[Any]) -> float:
@@ -201,33 +227,8 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def to_unit_scale(
-    x: Float[Array, "batch ..."],
-) -> tuple[Float[Array, "batch ..."], Float[Array, " batch"]]:
-    """Divides each example by a power of two that brings its largest entry into [1, 2).
-
-    It and its inverse are normal numbers of the dtype: an example too small or too large for that
-    is scaled as far as they go. One that is zero or not finite stays so.
-    """
-    largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), initial=0)
-    scale, inverse = power_of_two(largest)
-    return x * inverse.reshape(-1, *[1] * (x.ndim - 1)), scale
-
-
-def power_of_two(size: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """The power of two at or below a positive number, and its inverse, both normal numbers."""
-    # A scale known to the compiler would be squared where what it multiplies is, and overflow.
-    size = jax.lax.optimization_barrier(size)
-    # The bits of a positive number begin with its exponent, those of a power of two end with it.
-    info = jnp.finfo(size.dtype)
-    bits = jax.lax.bitcast_convert_type(size, f"int{info.bits}")
-    bias = int(info.maxexp) - 1
-    exponent = jnp.clip(bits >> info.nmant, 1, 2 * bias - 1)
-    scale, inverse = (
-        jax.lax.bitcast_convert_type(e << info.nmant, size.dtype)
-        for e in (exponent, 2 * bias - exponent)
-    )
-    return scale, inverse
+def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:
+    return jnp.max(jnp.abs(x), axis=(1, 2), initial=0)
 
 
 def combined_norms(
@@ -240,9 +241,14 @@ def combined_norms(
 
 
 def clip_factors(
-    bounds: Float[Array, " batch"], clip_norm: float, rescale_to_unit_norm: bool
+    bounds: Float[Array, " batch"],
+    clip_norm: float,
+    rescale_to_unit_norm: bool,
+    contributes: Bool[Array, " batch"],
 ) -> Float[Array, " batch"]:
     """The factor that brings each gradient to a norm of at most `clip_norm`.
+
+    It is zero for an example that does not contribute.
 
     This is min(1, C / norm) of Abadi et al., "Deep Learning with Differential Privacy", 2016; with
     `rescale_to_unit_norm` it is divided by C (De et al., "Unlocking High-Accuracy
@@ -250,9 +256,9 @@ def clip_factors(
 
     Guarantee: with `bound` an upper bound on the true norm of what is multiplied, factor x
     gradient has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (1).
-    Proof: quotient, margin, product and division are each off by one rounding, and the margin
-    takes 5 off. Where the factor is 1 nothing is rounded but the last division and the bound
-    itself, and the bound has room for 3.
+    Proof: quotient, product and division are each off by one rounding, as is the bound with its
+    room, and the margin takes 5 off. Where the factor is 1 nothing is rounded but the last division
+    and the bound itself, and the bound has room for 3.
 
     | clip norm C | bound | factor (rescaled) |
     |---|---|---|
@@ -262,18 +268,25 @@ def clip_factors(
     | any | <= C | 1 (1 / C) |
     | any | > C | C / bound (1 / bound) |
     | any | C / bound vanishes | 0 |
-    | any | NaN or inf | of no use: select such an example away |
+    | any | NaN or inf | as if finite: such an example must not contribute |
     """
     roundoff = unit_roundoff(bounds.dtype)
     margin = 1 - 5 * roundoff
     bounds = bounds * (1 + 3 * roundoff)
-    clip = jnp.asarray(_round_down(clip_norm, bounds.dtype), bounds.dtype)
+    clip, less = (_round_down(c, bounds.dtype) for c in (clip_norm, clip_norm * margin))
     if not rescale_to_unit_norm:
-        return jnp.where(bounds <= clip, 1, clip / bounds * margin)
-    larger = jnp.maximum(bounds, clip)
-    # Below the inverse of the largest number an inverse would overflow.
-    smallest = 2 / float(jnp.finfo(bounds.dtype).max)
-    return jnp.where(larger > 0, margin / jnp.maximum(larger, smallest), 0)
+        is_within = bounds <= clip
+        numerator, denominator = jnp.where(is_within, 1, less), jnp.where(is_within, 1, bounds)
+    else:
+        larger = jnp.maximum(bounds, clip)
+        # Below the inverse of the largest number an inverse would overflow.
+        smallest = 2 / float(jnp.finfo(bounds.dtype).max)
+        numerator = jnp.where(larger > 0, margin, 0)
+        denominator = jnp.maximum(larger, smallest)
+    # The division comes last: the compiler repeats anything else in the sum of every leaf.
+    nothing, one = jnp.zeros_like(bounds), jnp.ones_like(bounds)
+    numerator = jnp.where(contributes, numerator, nothing)
+    return numerator / jnp.where(contributes, denominator, one)
 
 
 def _round_down(value: float, dtype: np.dtype[Any]) -> float:
@@ -293,9 +306,9 @@ def weighted_sum(
     An example that does not contribute is selected away after the product, since 0 x NaN is NaN:
     the sum is, bit for bit, what it would be with a zero gradient in its place.
 
-    A few examples are added one by one, which the compiler makes one pass of; many as a contraction
-    at the highest precision, so that no accelerator rounds its inputs to a narrower format. The
-    contraction needs a second copy of all gradients: where they are large, more are a few.
+    A few large gradients are added one by one, which the compiler makes one pass of; others as a
+    contraction at the highest precision, so that no accelerator rounds its inputs to a narrower
+    format. The contraction needs a second copy of all gradients.
     """
     batch, dtype = leaf.shape[0], factors.dtype
     if 0 < batch <= few(math.prod(leaf.shape[1:])):

@@ -34,7 +34,7 @@ def computed_once(
 
     # Behind a barrier, or a constraint of the user's on a result would have to be in both branches.
     def ever(operands: Operands) -> Result:
-        return jax.lax.optimization_barrier(function(operands))
+        return jax.lax.optimization_barrier(function(jax.lax.optimization_barrier(operands)))
 
     def never(operands: Operands) -> Result:
         del operands

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .clip import combined_norms, norm_error, norms, power_of_two, weighted_sum
+from .clip import combined_norms, norm_error, norms_of_parts, weighted_sum
 from .computed_once import computed_once
 from .cross_terms import Member, overlaps
 from .gram import (
@@ -31,6 +31,7 @@ from .gram import (
     to_common_scale,
 )
 from .layouts import layout_of
+from .powers import halves
 from .scattering import Scattering
 from .uses import ParamUse, contraction, convolution, lookup
 
@@ -40,18 +41,33 @@ Met: TypeAlias = tuple[Any, Array]
 """Residuals of a use and its cotangent, examples in front, then the scans around it."""
 
 
+def _as_it_is(total: Array) -> Array:
+    return total
+
+
 class LeafGradient(NamedTuple):
     """The gradient of one leaf for a batch of examples, in whatever form it is at hand.
 
     Attributes:
-        norm: the norm of each example's gradient, as it was computed.
-        bound: an upper bound on the true norm of what `sum` adds for a factor of 1.
-        sum: from factors and a mask of the examples that contribute to their weighted sum.
+        formed: each example's gradient, where it is there.
+        arranged: where it is, from a weighted sum of what is there to that of the leaf.
+        known: where it is not, the norm of each example's gradient as it was computed, and an upper
+            bound on the true norm of what is added for a factor of 1; None where both are zero.
+        weighted: from factors and a mask of the examples that contribute to their weighted sum;
+            None where that is made of what is there.
     """
 
-    norm: Float[Array, " batch"]
-    bound: Float[Array, " batch"]
-    sum: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array]
+    formed: Float[Array, "batch ..."] | None = None
+    arranged: Callable[[Array], Array] = _as_it_is
+    known: tuple[Float[Array, " batch"], Float[Array, " batch"]] | None = None
+    weighted: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array] | None = None
+
+    def sum(self, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
+        """The weighted sum over the examples that contribute."""
+        if self.weighted is not None:
+            return self.weighted(factors, contributes)
+        assert self.formed is not None
+        return self.arranged(weighted_sum(self.formed, factors, contributes))
 
 
 class LeafForm(NamedTuple):
@@ -70,23 +86,43 @@ class LeafForm(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def from_per_example(grads: Float[Array, "batch ..."]) -> LeafGradient:
-    """The leaf's gradient where each example's is there."""
-    norm, bound = _of_formed(grads)
-    return LeafGradient(norm, bound, functools.partial(weighted_sum, grads))
-
-
-def no_gradient(batch: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
+def no_gradient(shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
     """That of a leaf which the loss does not use: what it adds is zero, and so is the bound."""
-    nothing = jnp.zeros(batch, dtype)
-    return LeafGradient(nothing, nothing, lambda *_: jnp.zeros(shape, dtype))
+    return LeafGradient(weighted=lambda *_: jnp.zeros(shape, dtype))
+
+
+def norm_and_bound(
+    leaves: Sequence[LeafGradient], batch: int, dtype: np.dtype[Any]
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """The norm of the gradient that some leaves make together, and the bound on what is added.
+
+    What is there as it is added is measured together, so that all has one scale: its bound covers
+    no more than the norm's own error.
+    """
+    formed = [leaf.formed for leaf in leaves if leaf.formed is not None]
+    known = [leaf.known for leaf in leaves if leaf.known is not None]
+    if formed:
+        known.append(_of_formed(formed))
+    return combined(known, batch, dtype)
+
+
+def combined(
+    known: Sequence[tuple[Float[Array, " batch"], Float[Array, " batch"]]],
+    batch: int,
+    dtype: np.dtype[Any],
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """Norm and bound of gradients from those of their parts."""
+    if len(known) == 1:
+        return known[0]
+    norm, bound = (combined_norms([of[i] for of in known], (batch,), dtype) for i in range(2))
+    return norm, bound * (1 + norm_error(len(known), dtype))
 
 
 @jax.jit
-def _of_formed(grads: Float[Array, "batch ..."]) -> tuple[Array, Array]:
-    """Norm and bound; what is added is what is there, so the bound covers the norm's own error."""
-    norm = norms(grads)
-    return norm, norm * (1 + norm_error(math.prod(grads.shape[1:]), grads.dtype))
+def _of_formed(grads: list[Float[Array, "batch ..."]]) -> tuple[Array, Array]:
+    norm = norms_of_parts(grads)
+    longest = max(math.prod(x.shape[1:]) for x in grads)
+    return norm, norm * (1 + norm_error(longest, norm.dtype, len(grads)))
 
 
 def leaf_gradient(
@@ -101,26 +137,23 @@ def leaf_gradient(
             of the sum over all; None where it is this device's own. It changes nothing where each
             example's gradient is formed, and so held as a whole.
     """
+    if form.way == "kept":
+        return LeafGradient(_formed_alike(form, list(met)), functools.partial(arranged, form))
     norm, bound, held = _measured(form, list(met))
-    if scattering is not None and form.way == "inner_products":
-        return LeafGradient(norm, bound, functools.partial(_scattered, form, scattering, held))
-    return LeafGradient(norm, bound, functools.partial(_summed, form, held))
+    total = functools.partial(_summed, form, held)
+    if scattering is not None:
+        total = functools.partial(_scattered, form, scattering, held)
+    return LeafGradient(known=(norm, bound), weighted=total)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
     """Norm, bound, and what the weighted sum is made of."""
     met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
-    if form.way == "kept":
-        grads = _formed_alike(form, met)
-        return *_of_formed(grads), grads
     parts = [_ghost(form, members, met) for members in _sets(form)]
-    if len(parts) == 1:
-        ((norm, bound, held),) = parts
-        return norm, bound, [held]
-    of_sets, bounds, held = zip(*parts, strict=True)
-    norm, bound = (combined_norms(x, x[0].shape, form.dtype) for x in (of_sets, bounds))
-    return norm, bound * (1 + norm_error(len(parts), form.dtype)), list(held)
+    known = [(norm, bound) for norm, bound, _ in parts]
+    batch = len(jax.tree.leaves(met)[0])
+    return *combined(known, batch, form.dtype), [held for _, _, held in parts]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -128,13 +161,9 @@ def _summed(
     form: LeafForm, held: Any, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]
 ) -> Array:
     """The weighted sum."""
-    if form.way == "kept":
-        total = weighted_sum(held, factors, contributes)
-        return arranged(form, total)
     sums: list[Array] = []
-    for members, (products, exponent) in zip(_sets(form), held, strict=True):
-        # The power of two comes in with the factor: g alone could vanish beside a large x.
-        weights = jnp.ldexp(factors[:, None], exponent)
+    for members, (products, powers) in zip(_sets(form), held, strict=True):
+        weights = _times(factors, powers)
         for (index, *_), (x, g) in zip(members, products, strict=True):
             use = form.uses[index]
             total = weighted(use, x, g, weights, contributes)
@@ -151,8 +180,8 @@ def _scattered(
     contributes: Bool[Array, " batch"],
 ) -> Array:
     """The weighted sum of a leaf with one use, slice by slice, of which a device keeps its part."""
-    (use,), ((((x, g),), exponent),) = form.uses, held
-    weights, inner = jnp.ldexp(factors[:, None], exponent), use.inside()
+    (use,), ((((x, g),), powers),) = form.uses, held
+    weights, inner = _times(factors, powers), use.inside()
     here = LeafForm(inner.view.shape, (inner,), form.way, form.dtype)
     steps = math.prod(use.slices)
 
@@ -166,6 +195,13 @@ def _scattered(
         return scattering(to_parameter(here, inner, total))
 
     return scattering.stacked(jax.lax.map(at, jnp.arange(steps)))
+
+
+def _times(
+    factors: Float[Array, " batch"], powers: Sequence[Float[Array, "batch #group"]]
+) -> Float[Array, "batch #group"]:
+    """Powers of two come in with the factor: g alone could vanish beside a large x."""
+    return functools.reduce(jnp.multiply, powers, factors[:, None])
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
@@ -191,8 +227,10 @@ def per_example_gradients(form: LeafForm, met: Sequence[Met]) -> Float[Array, "b
     return form_all(met) if len(met) == 1 else computed_once(form_all, met, met[0][1])
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _formed_alike(form: LeafForm, met: list[Met]) -> Float[Array, "batch ..."]:
     """Each example's gradient, in the form that it comes in where that is as good as another."""
+    met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
     if not _is_left_as_formed(form):
         return per_example_gradients(form, met)
     (use,), (one,) = form.uses, met
@@ -285,8 +323,8 @@ def _fold_scans(use: ParamUse, factor: Array) -> Array:
 def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[Array, Array, Any]:
     """Norm and bound of what uses that overlap add, and what their weighted sum is made of.
 
-    The latter is of each use the sides of its outer products, and the binary exponents, of every
-    example (and group), that they have lost.
+    The latter is of each use the sides of its outer products, and the powers of two, of every
+    example (and group), that they were divided by, to be multiplied one after the other.
     """
     terms = [
         OuterProducts(*sides(form.uses[index], *met[index], form.dtype), transposed, sign)
@@ -297,20 +335,34 @@ def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[A
     if len(rows) == len(terms):  # all look up rows, and none of them columns
         values = jnp.concatenate([use.sign * use.g for use in terms], axis=2)
         norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
-        exponent = jnp.zeros((1, 1), int)
+        powers = ()
     elif not others and first.time == 1 and not isinstance(first.x, OneHot):
-        norm, bound, lengths = one_term(first.x, first.g)
-        scale, inverse = power_of_two(lengths)
-        terms = [first._replace(x=first.x * inverse[..., None, None])]
-        exponent = jnp.frexp(scale)[1] - 1
+        norm, bound, x, scale = one_term(first.x, first.g)
+        terms, powers = [first._replace(x=x)], (scale,)
     else:
         terms, exponent = to_common_scale(terms)
         norm, bound = gram_norms(terms)
         tiny = jnp.finfo(form.dtype).tiny
-        norm, scaled_back = jnp.ldexp(norm, exponent), jnp.ldexp(bound, exponent)
+        powers = halves(exponent, form.dtype)
+        norm, scaled_back = (functools.reduce(jnp.multiply, powers, x) for x in (norm, bound))
         bound = jnp.where(bound > 0, jnp.maximum(scaled_back, tiny), bound)
-        exponent = exponent[:, None]
-    return norm, bound, ([(use.x, use.g) for use in terms], exponent)
+        powers = tuple(x[:, None] for x in powers)
+    return norm, bound, ([(use.x, use.g) for use in terms], powers)
+
+
+def columns_last(use: ParamUse) -> tuple[int, ...]:
+    """The axes of the cotangent of a contraction in the order in which it is needed.
+
+    A cotangent on its way into a conditional, from which it comes in another order, is rearranged
+    before it goes in: the compiler would compute it, and all that leads to it in the same loop, a
+    second time.
+    """
+    rank = len(use.result.shape)
+    if use.kind is not contraction:
+        return tuple(range(rank))
+    order = contraction.columns_last(use.operation, use.operand)
+    front = rank - len(order)
+    return (*range(front), *(front + axis for axis in order))
 
 
 def sides(

@@ -13,8 +13,8 @@ from ..isolation import run_apart
 from ..precision import LossScale, Policy
 from ..programs import evaluated
 from ..sharding import Shard, whole
-from .clip import power_of_two
 from .magnitudes import Largest, is_narrow, pulled_back
+from .powers import power_of_two
 from .program import Inputs
 from .split import Split
 from .tapped import evaluate, zero_tap

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norm_error, norms, power_of_two, sum_in_blocks, unit_roundoff, weighted_sum
+from .clip import norm_error, norms, sum_in_blocks, unit_roundoff, weighted_sum
 from .gram import OneHot, OuterProducts, products_in_blocks, to_common_scale
 from .leaves import LeafForm, LeafGradient, Met, leaf_gradient, sides
+from .powers import exponent_of, power_of_two, times_power
 
 
 class Penalties(NamedTuple):
@@ -44,14 +45,14 @@ def of_penalties(gradients: Sequence[Float[Array, "..."]]) -> Penalties:
     flat = stacked.reshape(len(gradients), -1)
     scale, inverse = power_of_two(jnp.max(jnp.abs(flat), axis=1, initial=0))
     scaled = (flat * inverse[:, None]).reshape(stacked.shape)
-    return Penalties(scaled, jnp.frexp(scale)[1] - 1)
+    return Penalties(scaled, exponent_of(scale))
 
 
 def formed_penalties(
     heights: Float[Array, "batch penalty"], penalties: Penalties
 ) -> list[Float[Array, "batch ..."]]:
     """What each penalty adds to the gradient of each example."""
-    weights = jnp.ldexp(heights, penalties.exponents)
+    weights = times_power(heights, penalties.exponents)
     return [
         weights[:, i].reshape(-1, *[1] * gradient.ndim) * gradient
         for i, gradient in enumerate(penalties.gradients)
@@ -73,13 +74,14 @@ def penalised(
         penalties: with respect to the parameter.
     """
     own = leaf_gradient(form, met)
-    norm, bound = _measured(form, met, own.norm, own.bound, heights, penalties)
+    assert own.known is not None
+    known = _measured(form, met, *own.known, heights, penalties)
 
     def total(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
         found = own.sum(factors, contributes)
         return found + _summed(heights, penalties, factors, contributes)
 
-    return LeafGradient(norm, bound, total)
+    return LeafGradient(known=known, weighted=total)
 
 
 @jax.jit
@@ -91,7 +93,7 @@ def _summed(
 ) -> Array:
     """What penalties add to the weighted sum."""
     weights = [
-        weighted_sum(height, jnp.ldexp(factors, exponent), contributes)
+        weighted_sum(height, times_power(factors, exponent), contributes)
         for height, exponent in zip(heights.T, penalties.exponents, strict=True)
     ]
     pairs = zip(weights, penalties.finite, strict=True)
@@ -111,14 +113,14 @@ def _measured(
     dtype, count = form.dtype, heights.shape[1]
     roundoff, tiny = unit_roundoff(dtype), jnp.finfo(dtype).tiny
     inner, gross, of_own, roundings = _inner_products(form, met, penalties)
-    of_heights = jnp.frexp(heights)[1] + penalties.exponents
+    of_heights = exponent_of(jnp.abs(heights)) + penalties.exponents
     unit = jnp.max(jnp.where(heights == 0, -(2**20), of_heights), axis=1)
     unit = jnp.maximum(unit, jnp.where(gross > 0, of_own, -(2**20)))
     unit = jnp.where(unit > -(2**20), unit, 0)
-    scaled = jnp.ldexp(heights, penalties.exponents - unit[:, None])
-    own_norm, own_bound = (jnp.ldexp(size, -unit) for size in (own_norm, own_bound))
-    inner = jnp.ldexp(inner, (of_own - unit)[:, None])
-    gross = jnp.ldexp(gross, of_own - unit)
+    scaled = times_power(heights, penalties.exponents - unit[:, None])
+    own_norm, own_bound = (times_power(size, -unit) for size in (own_norm, own_bound))
+    inner = times_power(inner, (of_own - unit)[:, None])
+    gross = times_power(gross, of_own - unit)
 
     flat = penalties.gradients.reshape(count, -1)
     lengths = norms(flat)
@@ -137,7 +139,7 @@ def _measured(
     bound = jnp.sqrt(jnp.maximum(own_bound**2 + cross + alone, 0) + slack)
     bound = (bound + few * roundoff * (own_bound + of_penalties)) * (1 + 8 * roundoff)
     norm = jnp.sqrt(jnp.maximum(own_norm**2 + cross + alone, 0))
-    norm, back = jnp.ldexp(norm, unit), jnp.ldexp(bound, unit)
+    norm, back = times_power(norm, unit), times_power(bound, unit)
     return norm, jnp.where(bound > 0, jnp.maximum(back, tiny), bound)
 
 

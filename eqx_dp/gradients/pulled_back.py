@@ -1,7 +1,6 @@
 """Gradients of parameters that reach data only as values derived from them."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..precision import stage
-from .clip import norm_error, norms, power_of_two, weighted_sum
 from .computed_once import computed_once
-from .gram import sum_of_products, weighted_products
+from .gram import Weighted, sum_of_products, weighted_products
 from .layouts import Layout
 from .leaves import (
     LeafForm,
@@ -23,6 +21,7 @@ from .leaves import (
     sides,
     to_parameter,
 )
+from .powers import power_of_two, times_power
 
 
 def entry_by_entry(
@@ -42,20 +41,25 @@ def entry_by_entry(
         derivative: of each entry of the value, in the accumulate dtype.
         met: of the value's uses.
     """
-    norm, bound, held = _measured(form, entries, shape, derivative, met)
+    if form.way == "kept":
+        grads = _formed(form, entries, shape, derivative, met)
+        if not entries.is_isometric:
+            return LeafGradient(grads)
+        return LeafGradient(grads, lambda total: entries.pulled_back(total, shape))
+    norm, bound, held = _measured(form, derivative, met)
     total = functools.partial(_summed, form, entries, shape, derivative, held)
-    return LeafGradient(norm, bound, total)
+    return LeafGradient(known=(norm, bound), weighted=total)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _measured(
+def _formed(
     form: LeafForm,
     entries: Layout,
     shape: tuple[int, ...],
     derivative: Array,
     met: list[Met],
-) -> tuple[Array, Array, Any]:
-    """Norm, bound, and what the weighted sum is made of."""
+) -> Float[Array, "batch ..."]:
+    """Each example's gradient; where that only moves entries, with respect to the value."""
     met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
 
     def form_all(met: list[Met]) -> Array:
@@ -64,16 +68,18 @@ def _measured(
             return grads
         return jax.vmap(lambda one: entries.pulled_back(one, shape))(grads)
 
-    if form.way == "kept":
-        grads = computed_once(form_all, met, met[0][1])
-        norm = norms(grads)
-        return norm, norm * (1 + norm_error(math.prod(grads.shape[1:]), grads.dtype)), grads
+    return computed_once(form_all, met, met[0][1])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measured(form: LeafForm, derivative: Array, met: list[Met]) -> tuple[Array, Array, Weighted]:
+    """Norm, bound, and what the weighted sum is made of."""
+    met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
     (use,), (one,) = form.uses, met
     assert use.matrices is not None
     x, g = sides(use, *one, form.dtype)
     weights = use.matrices._replace(sign=1).taken(derivative)
-    norm, bound, held = weighted_products(x[:, :, 0], g[:, :, 0], weights)
-    return norm, bound, held
+    return weighted_products(x[:, :, 0], g[:, :, 0], weights)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -82,18 +88,15 @@ def _summed(
     entries: Layout,
     shape: tuple[int, ...],
     derivative: Array,
-    held: Any,
+    held: Weighted,
     factors: Float[Array, " batch"],
     contributes: Bool[Array, " batch"],
 ) -> Array:
     """The weighted sum, multiplied by the derivative once."""
-    if form.way == "kept":
-        total = weighted_sum(held, factors, contributes)
-        return entries.pulled_back(total, shape) if entries.is_isometric else total
     x, g, derivative, exponent = held
     # Where it is not finite no example adds anything, and zero times it must be zero.
     derivative = jnp.where(jnp.isfinite(derivative), derivative, 0)
-    weights = jnp.ldexp(factors[:, None], exponent)
+    weights = times_power(factors[:, None], exponent)
     total = sum_of_products(x[:, :, None], g[:, :, None], weights, contributes) * derivative
     return entries.pulled_back(to_parameter(form, form.uses[0], total), shape)
 

@@ -11,11 +11,14 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
 from ..computed_once import computed_once
+from ..leaves import columns_last
 from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
@@ -42,6 +45,7 @@ def clipped_sum(
 
     def finish(met: Any) -> ClippedSum:
         loss, aux, residuals, cotangents, grads, scales = met
+        cotangents = _moved(traced, cotangents, is_back=True)
         held, targets = Held(residuals, cotangents, grads), traced.targets
         with stage("norm"):
             found = [
@@ -53,8 +57,23 @@ def clipped_sum(
         result = clip_and_sum(traced, groups, found, loss, aux, scales, is_padding_example)
         return result._replace(grads=traced.of_leaves(result.grads))
 
-    result = computed_once(finish, (loss, aux, residuals, cotangents, grads, scales), loss)
+    met = (loss, aux, residuals, _moved(traced, cotangents), grads, scales)
+    result = computed_once(finish, met, loss)
     return result._replace(grads=traced.scattered(result.grads))
+
+
+def _moved(
+    traced: TracedLoss, cotangents: dict[Address, Any], *, is_back: bool = False
+) -> dict[Address, Any]:
+    """The cotangents with their axes in the order of `columns_last`, or back in their own."""
+    found = dict(cotangents)
+    for uses in traced.uses.of:
+        for at, use in uses.items():
+            if isinstance(x := cotangents[at], jax.Array):
+                order = columns_last(use)
+                order = np.argsort(order) if is_back else order
+                found[at] = jnp.transpose(x, (0, *(1 + axis for axis in order)))
+    return found
 
 
 def _backward(

@@ -11,11 +11,10 @@ from jaxtyping import Array, Bool, Float
 from ...precision import stage
 from ...sharding import Cut, Shard, whole
 from ..activations import activation_bytes
-from ..clip import Clipping, clip_factors, combined_norms, norm_error
+from ..clip import Clipping, clip_factors
 from ..cost import LeafCost
-from ..leaves import (
-    LeafGradient,
-)
+from ..joined import joined
+from ..leaves import LeafGradient, norm_and_bound
 from ..loss_scale import LossScaling
 from ..penalties import Penalties, of_penalties
 from ..program import Program
@@ -239,25 +238,21 @@ class Clip(NamedTuple):
     Attributes:
         norms: for each clip norm one norm an example, before clipping.
         factors: for each clip norm what each example's gradient is multiplied by, as it came out of
-            the backward pass: the loss scale is undone with it.
-        contributes: the examples that add anything at all.
+            the backward pass: the loss scale is undone with it. Zero where an example adds nothing.
     """
 
     norms: list[Float[Array, " batch"]]
     factors: list[Float[Array, " batch"]]
-    contributes: Bool[Array, " batch"]
 
 
 def clip(
     traced: TracedLoss,
-    groups: list[int],
-    norms: list[Float[Array, " batch"]],
-    bounds: list[Float[Array, " batch"]],
+    known: list[tuple[Float[Array, " batch"], Float[Array, " batch"]]],
     loss: Float[Array, " batch"],
     scales: Float[Array, " batch"] | None,
     is_padding_example: Bool[Array, " batch"],
 ) -> Clip:
-    """From the norms of every leaf (or target), and bounds on what is added of it, to clip factors.
+    """From the norms of every group of leaves, and bounds on what is added of it, to clip factors.
 
     Norms and bounds are those of gradients of the scaled loss. Scales are powers of two, so to
     undo them is exact; what becomes too small for that is rounded away from harm, bounds up to the
@@ -265,35 +260,22 @@ def clip(
     """
     clipping, dtype = traced.clipping, traced.accumulate_dtype
     tiny = jnp.finfo(dtype).tiny
-
-    def by_group(values: list[Array]) -> list[Float[Array, " batch"]]:
-        return [
-            combined_norms(
-                [value for value, its in zip(values, groups, strict=True) if its == group],
-                loss.shape,
-                dtype,
-            )
-            for group in range(len(clipping.clip_norms))
-        ]
-
-    of_groups = by_group(norms)
-    error = norm_error(len(norms), dtype)
-    of_sums = [bound * (1 + error) for bound in by_group(bounds)]
+    of_groups, of_sums = ([of[i] for of in known] for i in range(2))
     if scales is not None:
         of_groups = [norm / scales for norm in of_groups]
         of_sums = [jnp.where(b > 0, jnp.maximum(b / scales, tiny), b) for b in of_sums]
-    factors = [
-        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm)
-        for bound, clip_norm in zip(of_sums, clipping.clip_norms, strict=True)
-    ]
     contributes = jnp.isfinite(loss) & ~is_padding_example
     # Where terms that overflow cancel, the norm may be finite, and what is added still not known.
     for size in (*of_groups, *of_sums):
         contributes &= jnp.isfinite(size)
+    factors = [
+        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm, contributes)
+        for bound, clip_norm in zip(of_sums, clipping.clip_norms, strict=True)
+    ]
     if scales is not None:
         unscaled = [factor / scales for factor in factors]
         factors = [jnp.where(factor >= tiny, factor, 0) for factor in unscaled]
-    return Clip(of_groups, factors, contributes)
+    return Clip(of_groups, factors)
 
 
 def clip_and_sum(
@@ -314,12 +296,18 @@ def clip_and_sum(
     `inner_products`: nearer to the end of the range products lose digits to underflow, which no
     relative bound makes up for; `gram.md` says how many.)
     """
-    norms, bounds = [leaf.norm for leaf in leaves], [leaf.bound for leaf in leaves]
+    batch, dtype = len(loss), traced.accumulate_dtype
+    members = [
+        [index for index, its in enumerate(groups) if its == group]
+        for group in range(len(traced.clipping.clip_norms))
+    ]
     with stage("norm"):
-        clipped = clip(traced, groups, norms, bounds, loss, scales, is_padding_example)
+        parts = [joined([leaves[index] for index in its]) for its in members]
+        known = [norm_and_bound(together, batch, dtype) for together, _ in parts]
+        clipped = clip(traced, known, loss, scales, is_padding_example)
+    sums: dict[int, Array] = {}
     with stage("sum"):
-        sums = [
-            leaf.sum(clipped.factors[group], clipped.contributes)
-            for leaf, group in zip(leaves, groups, strict=True)
-        ]
-    return ClippedSum(sums, loss, clipped.norms, aux)
+        for its, (together, of_all), factors in zip(members, parts, clipped.factors, strict=True):
+            totals = of_all([leaf.sum(factors, factors > 0) for leaf in together])
+            sums.update(zip(its, totals, strict=True))
+    return ClippedSum([sums[index] for index in range(len(leaves))], loss, clipped.norms, aux)

@@ -15,9 +15,12 @@ from jaxtyping import Array, Bool, Float
 
 from ...isolation import run_apart
 from ...precision import stage
+from ..joined import apart, is_small, side_by_side
+from ..leaves import combined
 from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
+from ..targets import Target
 from .contract import ClippedSum, TracedLoss, clip
 from .held import Held, held_gradient
 from .measured import (
@@ -84,37 +87,40 @@ def clipped_sum(
     with stage("probe"):
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
 
-    known = known_uses(traced)
+    known_of_uses = known_uses(traced)
+    batch, dtype = len(is_padding_example), traced.accumulate_dtype
 
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
         here, asked, held = jax.lax.optimization_barrier((examples, past[:2], traced.parts))
-        backward = functools.partial(_backward, traced.with_parts(held), known, asked[0])
+        backward = functools.partial(_backward, traced.with_parts(held), known_of_uses, asked[0])
         found = run_apart(backward, traced.split.program.jaxpr.jaxpr, here, asked[1], scales)
-        groups = [target.group for target in traced.targets]
-        leaves = [
-            _of_target(traced, known, index, found, Ask(asked[0], asked[1][group]))
-            for index, group in enumerate(groups)
-        ]
-        norms, bounds = ([leaf.measured[:, i] for leaf in leaves] for i in range(2))
+        asks = [Ask(asked[0], factors) for factors in asked[1]]
+        totals, known = dict[int, Array](), list[tuple[Array, Array]]()
+        for group, its in enumerate(asks):
+            members = [
+                index for index, target in enumerate(traced.targets) if target.group == group
+            ]
+            sums, measured = _of_group(traced, known_of_uses, members, found, its)
+            totals.update(sums)
+            with stage("norm"):
+                known.append(combined([(x[:, 0], x[:, 1]) for x in measured], batch, dtype))
         with stage("norm"):
-            clipped = clip(traced, groups, norms, bounds, found.loss, scales, is_padding_example)
-        chosen = [jnp.where(clipped.contributes, factor, 0) for factor in clipped.factors]
+            clipped = clip(traced, known, found.loss, scales, is_padding_example)
         factors, grad_norms = jax.tree.map(
             lambda new, old: jnp.where(asked[0], new, old),
-            (chosen, clipped.norms),
+            (clipped.factors, clipped.norms),
             (asked[1], past.result.grad_norms),
         )
-        totals = traced.of_leaves([leaf.total for leaf in leaves])
+        sums = traced.of_leaves([totals[index] for index in range(len(traced.targets))])
         if any(traced.cuts):
             # Nothing is sent in the first pass.
-            totals = jax.lax.cond(asked[0], lambda _: traced.no_sums(), traced.scattered, totals)
+            sums = jax.lax.cond(asked[0], lambda _: traced.no_sums(), traced.scattered, sums)
         return _Pass(
-            jnp.zeros((), bool), factors, ClippedSum(totals, found.loss, grad_norms, found.aux)
+            jnp.zeros((), bool), factors, ClippedSum(sums, found.loss, grad_norms, found.aux)
         )
 
-    batch, dtype = len(is_padding_example), traced.accumulate_dtype
     nothing = traced.no_sums()
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
     of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
@@ -173,6 +179,49 @@ def _taps(traced: TracedLoss, known: dict[Address, Known]) -> tuple[dict[str, An
     return {"uses": uses, "whole": whole}, {"uses": axes, "whole": dict.fromkeys(whole, 0)}
 
 
+def _of_group(
+    traced: TracedLoss,
+    known: dict[Address, Known],
+    members: list[int],
+    found: _Backward,
+    asked: Ask,
+) -> tuple[dict[int, Array], list[Array]]:
+    """The sums of the targets of one clip norm, and what is measured of them."""
+    formed = {index: _formed(traced, traced.targets[index], found) for index in members}
+    small = {index: x for index, x in formed.items() if x is not None and is_small(x)}
+    sums, measured = dict[int, Array](), list[Array]()
+    if small:
+        its = ask_formed(side_by_side(list(small.values())), asked)
+        parts = apart(its.total, [x.shape[1:] for x in small.values()])
+        sums, measured = dict(zip(small, parts, strict=True)), [its.measured]
+    for index in members:
+        if index in small:
+            continue
+        own = formed[index]
+        its = (
+            _of_target(traced, known, index, found, asked)
+            if own is None
+            else ask_formed(own, asked)
+        )
+        sums[index] = its.total
+        measured.append(its.measured)
+    return sums, measured
+
+
+def _formed(traced: TracedLoss, target: Target, found: _Backward) -> Array | None:
+    """Each example's gradient with respect to a root by itself, where it is there."""
+    root, dtype = target.roots[0], traced.accumulate_dtype
+    if target.relation != "itself":
+        return None
+    if root in traced.uses.whole:
+        return found.cotangents["whole"][root].astype(dtype)
+    if len(uses := traced.uses.of[root]) == 1:
+        ((at, use),) = uses.items()
+        if isinstance(tap := found.cotangents["uses"][at], Formed):
+            return of_parameter(tap, use, traced.root(root).shape)
+    return None
+
+
 def _of_target(
     traced: TracedLoss,
     known: dict[Address, Known],
@@ -205,13 +254,10 @@ def _of_root(
     found: _Backward,
     asked: Ask,
 ) -> Found | None:
-    """The same of a root by itself; None where all that it meets is held."""
+    """The same of a root by itself, not formed; None where all that it meets is held."""
     shape, dtype, batch = traced.root(root).shape, traced.accumulate_dtype, len(asked.factors)
     cotangents, uses = found.cotangents["uses"], traced.uses.of[root]
-    own = None
-    if root in traced.uses.whole:
-        own = found.cotangents["whole"][root].astype(dtype)
-    elif not uses:  # the loss does not depend on it
+    if not uses:  # the loss does not depend on it
         return Found(jnp.zeros((batch, 2), dtype), jnp.zeros(shape, dtype))
     if len(uses) == 1:
         ((at, use),) = uses.items()
@@ -220,6 +266,4 @@ def _of_root(
             if scattering is not None:
                 return Found(measured, scattering.stacked(tap.total))
             return Found(measured, use.view.pulled_back(tap.total, shape))
-        if isinstance(tap, Formed):
-            own = of_parameter(tap, use, shape)
-    return None if own is None else ask_formed(own, asked)
+    return None

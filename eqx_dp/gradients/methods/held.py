@@ -13,7 +13,6 @@ from ..computed_once import computed_once
 from ..leaves import (
     LeafForm,
     LeafGradient,
-    from_per_example,
     leaf_gradient,
     no_gradient,
     per_example_gradients,
@@ -74,9 +73,9 @@ def held_gradient(
     if target.relation in ("penalised", "through"):
         return _through(traced, index, held, num_examples)
     if target.way == "whole":
-        return from_per_example(held.grads[first].astype(dtype))
+        return LeafGradient(held.grads[first].astype(dtype))
     if target.way == "unused":
-        return no_gradient(num_examples, shape, dtype)
+        return no_gradient(shape, dtype)
     scattering = None
     if (
         is_scattered
@@ -116,9 +115,12 @@ def _through(traced: TracedLoss, index: int, held: Held, num_examples: int) -> L
         return heights, functools.reduce(jnp.add, own)
 
     its = held.of_roots(target.roots, traced.uses)
-    heights, grads = computed_once(form, its, jax.tree.leaves(its[1:])[0])
+    # Heights alone are nothing but cotangents, which are there.
+    heights, grads = (
+        computed_once(form, its, jax.tree.leaves(its[1:])[0]) if is_formed else form(its)
+    )
     if grads is not None:
-        return from_per_example(grads)
+        return LeafGradient(grads)
     assert penalties is not None
     uses = traced.uses.of[leaf]
     way = LeafForm(traced.root(leaf).shape, tuple(uses.values()), target.way, dtype)

@@ -25,8 +25,9 @@ from ..leaves import (
     Way,
     arranged,
     as_formed,
-    from_per_example,
+    columns_last,
     leaf_gradient,
+    norm_and_bound,
     per_example_gradients,
 )
 from ..microbatches import over_microbatches
@@ -151,7 +152,7 @@ def formed_gradient(
     root = target.roots[0]
     for at, use in traced.uses.of[root].items():
         if isinstance(tap := cotangents[at], Formed):
-            return from_per_example(of_parameter(tap, use, traced.root(root).shape))
+            return LeafGradient(of_parameter(tap, use, traced.root(root).shape))
     return None
 
 
@@ -235,10 +236,14 @@ def _of_batch(form: LeafForm, scattering: Scattering | None) -> Callable[[Any, A
     def of_batch(residuals: Any, cotangent: Array, asked: Ask) -> Found:
         batch = len(asked.factors)
         several = at_once(form.way, form.shape, form.uses, batch)
+        order = columns_last(form.uses[0])
+        cotangent = jnp.transpose(cotangent, (0, *(1 + axis for axis in order)))
         met, own = (residuals, cotangent), as_formed(form)
 
         def gradient(met: Any) -> LeafGradient:
-            return leaf_gradient(own, [met])
+            residuals, cotangent = met
+            back = (0, *(1 + axis for axis in np.argsort(order)))
+            return leaf_gradient(own, [(residuals, jnp.transpose(cotangent, back))])
 
         if scattering is not None:
             ends = scattering.part, scattered
@@ -294,9 +299,10 @@ def ask(
             del is_padding
             with stage("norm"):
                 leaf = gradient(structure.unflatten(values)[1])
-            return (), jnp.stack([leaf.norm, leaf.bound], axis=-1)
+                known = norm_and_bound([leaf], len(values[0]), dtype)
+            return (), jnp.stack(known, axis=-1)
 
-        _, measured = over_microbatches(step, flat, None, batch, several)
+        _, measured = over_microbatches(step, _within(flat), None, batch, several)
         return jnp.zeros(shape if ends is None else ends[0], dtype), measured
 
     def add() -> tuple[Array, Array]:
@@ -307,7 +313,7 @@ def ask(
             with stage("sum"):
                 return leaf.sum(factors, (factors > 0) & ~is_padding), ()
 
-        total, _ = over_microbatches(step, flat, None, batch, several)
+        total, _ = over_microbatches(step, _within(flat), None, batch, several)
         return total if ends is None else ends[1](total), jnp.zeros((batch, 2), dtype)
 
     # Outside of the loop over parts: each would have to write, and add up, what is zero.
@@ -315,10 +321,15 @@ def ask(
     return Found(measured, total)
 
 
+def _within(flat: list[Array]) -> list[Array]:
+    """What a branch is given, in the form that it is given in: none is rearranged on the way in."""
+    return jax.lax.optimization_barrier(flat)
+
+
 @jax.jit
 def ask_formed(grads: Float[Array, "batch *shape"], asked: Ask) -> Found:
     """The same of gradients that are there."""
-    return ask(from_per_example, grads.shape[1:], grads, asked, len(grads))
+    return ask(LeafGradient, grads.shape[1:], grads, asked, len(grads))
 
 
 def of_slices(measured: Float[Array, "batch *slices 2"]) -> Float[Array, "batch 2"]:

@@ -9,7 +9,7 @@ from ...isolation import run_apart
 from ...precision import stage
 from ...sharding import whole
 from ..computed_once import computed_once
-from ..leaves import from_per_example, no_gradient
+from ..leaves import LeafGradient, no_gradient
 from ..loss_scale import loss_cotangent
 from .contract import ClippedSum, TracedLoss, clip_and_sum
 
@@ -49,9 +49,9 @@ def clipped_sum(
         loss, grads, aux, scales = met
         with stage("norm"):
             leaves = [
-                from_per_example(grads[leaf].astype(dtype))
+                LeafGradient(grads[leaf].astype(dtype))
                 if leaf in grads
-                else no_gradient(len(loss), param.shape, dtype)
+                else no_gradient(param.shape, dtype)
                 for leaf, param in enumerate(params)
             ]
         return clip_and_sum(traced, traced.groups, leaves, loss, aux, scales, is_padding_example)

@@ -44,6 +44,17 @@ def factors(
     return x, jnp.swapaxes(g, 1, 2) if operand == 0 else g
 
 
+def columns_last(operation: Operation, operand: int) -> tuple[int, ...]:
+    """The axes of the result in the order of `factors`: time, then features."""
+    contracted, batch, free = _dimensions(operation, 1 - operand)
+    del contracted
+    rank = len(operation.result)
+    if operand == 1:
+        return tuple(range(rank))
+    cut = rank - len(free)
+    return (*range(len(batch)), *range(cut, rank), *range(len(batch), cut))
+
+
 def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
     """The sum of the outer products."""
     return outer_products(*factors(operation, operand, residuals, cotangent))

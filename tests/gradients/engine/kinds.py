@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from eqx_dp.gradients.cross_terms import overlaps
-from eqx_dp.gradients.leaves import LeafForm, leaf_gradient
+from eqx_dp.gradients.leaves import LeafForm, leaf_gradient, norm_and_bound
 from eqx_dp.gradients.program import Program
 from eqx_dp.gradients.tapped import evaluate, zero_tap
 from eqx_dp.gradients.taps import Uses
@@ -88,8 +88,7 @@ def check(
                 form = LeafForm(parameter.shape, tuple(uses.values()), way, np.dtype(np.float64))
                 leaf = leaf_gradient(form, met)
                 results[way] = (
-                    leaf.norm,
-                    leaf.bound,
+                    *norm_and_bound([leaf], NUM_EXAMPLES, form.dtype),
                     leaf.sum(jnp.asarray(FACTORS), jnp.asarray(CONTRIBUTES)),
                 )
             truth = jax.vmap(jax.value_and_grad(loss), (None, *[0] * len(batch)))

@@ -11,7 +11,7 @@ import pytest
 from jaxtyping import Array
 
 from eqx_dp.gradients.cross_terms import overlaps
-from eqx_dp.gradients.leaves import LeafForm, leaf_gradient
+from eqx_dp.gradients.leaves import LeafForm, leaf_gradient, norm_and_bound
 from eqx_dp.gradients.program import Program
 from eqx_dp.gradients.taps import Uses
 from tests.gradients.engine.cross_programs import FORMS, CrossProgram, batch_of, drawn, fitted
@@ -74,7 +74,7 @@ def by_inner_products(one: Traced, w: Array, batch: tuple[Array, ...]) -> Any:
     weights = jnp.concatenate([alone[0], jnp.asarray(FACTORS, w.dtype)[None]])
     masks = jnp.concatenate([alone[1], jnp.asarray(CONTRIBUTES)[None]])
     sums = jax.vmap(leaf.sum)(weights, masks)
-    return leaf.norm, leaf.bound, sums[:-1], sums[-1]
+    return *norm_and_bound([leaf], NUM_EXAMPLES, one.form.dtype), sums[:-1], sums[-1]
 
 
 def one_by_one(one: Traced, w: Array, batch: tuple[Array, ...]) -> Array:
