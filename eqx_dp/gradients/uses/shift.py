@@ -10,11 +10,14 @@ from .use import Operation, sum_to
 
 name = "shift"
 
+_PRIMITIVES = (add_p, add_jaxvals_p, sub_p)
+PRIMITIVES = frozenset(primitive.name for primitive in _PRIMITIVES)
+
 
 def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     """A sum with data, or a difference."""
     del operand
-    return equation.primitive in (add_p, add_jaxvals_p, sub_p)
+    return equation.primitive in _PRIMITIVES
 
 
 def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
