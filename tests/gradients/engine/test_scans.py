@@ -104,6 +104,20 @@ def test_the_cotangents_of_a_bias_are_not_held_at_every_step(steps):
     assert weight.bytes >= 2 * 4 * steps * 16
 
 
+@pytest.mark.parametrize("method", ["book_keeping", "ghost"])
+def test_the_steps_of_a_bias_are_added_up_in_the_accumulate_dtype(method):
+    """In bfloat16 a sum of ones ends at 256."""
+
+    def loss(b, x):
+        return jnp.sum(lax.scan(lambda _, x: (0.0, b + x), 0.0, x)[1], dtype=jnp.float32)
+
+    policy = dp.parse_policy("p=float32,c=bfloat16,o=float32,a=float32,n=float32")
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1e6, policy=policy, method=method)
+    found = jax.jit(grad_fn)(jnp.zeros(3), jnp.zeros((2, 600, 3)))
+    assert found.dtype == jnp.float32
+    assert jnp.allclose(found, 1200, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["contraction_view", "lookup"])
 def test_time_and_slices(name):
     """A stack of layers at every step: time outside, slices inside."""
