@@ -1,4 +1,8 @@
-"""`add` and `sub`: biases, learned positions."""
+"""`add` and `sub`: biases, learned positions.
+
+Where the steps of a scan share the parameter, JAX differentiates the operand (`vjp`): then the
+cotangents of the steps are added up on the way, and need not be held.
+"""
 
 from typing import Any
 
