@@ -15,12 +15,19 @@ parameters twice (forward, backward), writes its sums, and adds them to the tota
 |---|---|---|
 | `move`: one number | 16 | 64: 16 operations a byte |
 | `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
-| memory for a microbatch | 32 MiB | 0.4 of the device's |
+| one example at once | 1.25 times the operations | no more |
+| memory for a microbatch | 24 MiB, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores. Above 32 MiB the C library gives temporary memory
 back to the system after each call, and the next call pays for fresh pages: the vision transformer
-of Equinox' documentation takes 1.3 times as long at 8 examples (38 MiB) as at 4 (16 MiB), and an
-MLP of 0.9 million entries, example by example, twice as long at 16 (58 MiB) as at 8 (28 MiB).
+of Equinox' documentation takes 1.35 times as long at 8 examples (33 MiB) as at 4 (14 MiB), and an
+MLP of 0.9 million entries, example by example, twice as long at 16 (58 MiB) as at 8 (28 MiB). What
+is held is an estimate, which compiled programs exceed by up to a third: so 24 MiB.
+
+Two at once are taken however large they are: one by one, each example takes longer, by more than
+what fresh pages cost. Beyond, the pages count. Of a GPT with 512 tokens (36 MiB an example) two at
+once take 0.73 to 0.84 of the time of one by one, four 0.87 to 0.95, eight 1.05 to 1.45; with 1024
+tokens (101 MiB) two take 0.79 and four 1.05.
 
 Those of others are data sheets': float32 operations outside of tensor cores over bytes of memory,
 in a second, are 12 (A100), 20 (H100) and 14 (H200). Nothing of them was measured.
@@ -36,9 +43,11 @@ from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
 from .cost import LeafCost, move
 
-# Of larger examples two at once are faster than one: 1.25 times (GPT) and 1.4 times (an MLP of 5.8
-# million entries, example by example).
-_CPU_SHARE = 32 * 2**20
+# Bytes for a microbatch on a CPU, unless two examples need more.
+_CPU_SHARE = 24 * 2**20
+# How many times as long as in a larger microbatch an example takes on a CPU that is alone in one:
+# 1.25 (GPT), 1.4 (an MLP of 5.8 million entries, example by example), 1.5 (U-Net).
+_ALONE = 1.25
 # The share of memory that per-example parts may take.
 _MEMORY_SHARE = 0.4
 # Numbers moved for an entry and a microbatch. Measured on two CPU cores: 3 (CNN) to 8 (MLP).
@@ -197,6 +206,7 @@ class _Method(NamedTuple):
         leaves = [*zip(self.costs, self.sizes, strict=True)]
         of_one = float(self.flops + sum(cost.norm_flops for cost in self.costs))
         of_one += move() * sum(cost.moved(entries, size) for cost, entries in leaves)
+        of_one *= _ALONE if size == 1 and is_cpu() else 1
         used = [entries for cost, entries in leaves if cost.way != "unused"]
         starting = _KERNELS * len(used) * (1e5 if is_cpu() else 1e8)
         count, real = batch.microbatches(size), batch.real
@@ -226,10 +236,9 @@ def _sizes(most: int, slots: int) -> Iterator[int]:
 
 def _fitting(held: int, slots: int, memory: int | None) -> int:
     """The largest microbatch whose parts fit."""
+    available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
     if is_cpu():
-        available = max(_CPU_SHARE, 2 * held if held <= _CPU_SHARE else 0)
-    else:
-        available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
+        available = min(available, max(_CPU_SHARE, 2 * held))
     if held * slots <= available:
         return slots
     return 2 ** int(math.log2(max(1, available // held)))

@@ -10,7 +10,7 @@ from .clip import few
 from .cross_terms import overlaps
 from .leaves import Way
 from .taps import Uses
-from .uses import ParamUse, contraction, lookup, vjp
+from .uses import ParamUse, contraction, lookup, shift, vjp
 
 
 def move() -> int:
@@ -140,8 +140,11 @@ def _cheapest(found: Uses, leaf: int, parameter: jax.Array | jax.ShapeDtypeStruc
 def _reason_to_form(uses: tuple[ParamUse, ...]) -> str:
     if len(uses) > 1:
         return f"{len(uses)} uses: their gradients are added up"
-    unknown = [use.operation.primitive for use in uses if use.kind is vjp]
-    return f"no kind of use knows '{unknown[0]}'" if unknown else "no larger than what it meets"
+    added = [use.operation.primitive for use in uses if use.kind is vjp]
+    unknown = [name for name in added if name not in shift.PRIMITIVES]
+    if unknown:
+        return f"no kind of use knows '{unknown[0]}'"
+    return "added up by the scan's backward pass" if added else "no larger than what it meets"
 
 
 def num_steps(found: Uses, leaf: int) -> int:

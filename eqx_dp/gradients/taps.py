@@ -32,6 +32,7 @@ from .uses import (
     ParamUse,
     as_matrices,
     operation_of,
+    shift,
     vjp,
 )
 
@@ -187,6 +188,11 @@ class _Search(NamedTuple):
             case _:
                 pass
         if len(operands) == 1 and _is_real(equation):
+            is_repeated = any(at not in first.over for at, _ in scans)
+            if is_repeated and shift.claims(equation, operands[0]):
+                # Each step's gradient is its cotangent: added up there, it need not be held.
+                self.differentiate(equation, {operands[0]: first}, address, scans)
+                return nothing
             for kind in KINDS:
                 if kind.claims(equation, operands[0]) and self.use(
                     kind, equation, operands[0], first, address, scans

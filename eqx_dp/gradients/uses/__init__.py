@@ -19,5 +19,6 @@ __all__ = [
     "ScanUse",
     "as_matrices",
     "operation_of",
+    "shift",
     "vjp",
 ]

@@ -1,4 +1,8 @@
-"""`add` and `sub`: biases, learned positions."""
+"""`add` and `sub`: biases, learned positions.
+
+Where the steps of a scan share the parameter, JAX differentiates the operand (`vjp`): then the
+cotangents of the steps are added up on the way, and need not be held.
+"""
 
 from typing import Any
 
@@ -10,11 +14,14 @@ from .use import Operation, sum_to
 
 name = "shift"
 
+_PRIMITIVES = (add_p, add_jaxvals_p, sub_p)
+PRIMITIVES = frozenset(primitive.name for primitive in _PRIMITIVES)
+
 
 def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     """A sum with data, or a difference."""
     del operand
-    return equation.primitive in (add_p, add_jaxvals_p, sub_p)
+    return equation.primitive in _PRIMITIVES
 
 
 def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Any other equation: a branch, a custom derivative rule, a nonlinear function.
+"""Any other equation: a branch, a custom derivative rule, a nonlinear function. A bias in a scan.
 
 JAX differentiates the equation itself (`jax.vjp`), by its own rule, with respect to the operands
 that are parameters. What is tapped is therefore the operand: the cotangent of the tap is the
