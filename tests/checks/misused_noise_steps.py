@@ -913,6 +913,16 @@ def epoch_whose_carried_key_does_not_move():
     return epoch_with_noise(lambda outer, state: (jax.random.split(state.key)[1], state))
 
 
+@misused("fresh noise", decided=False)
+def epoch_whose_carried_key_is_set_anew_to_one_key():
+    """The second step and the third draw from one key; the first from another."""
+
+    def key_of(outer, state):
+        return jax.random.fold_in(state.key, 0), state._replace(key=jax.random.fold_in(outer, 1))
+
+    return epoch_with_noise(key_of)
+
+
 @misused("fresh noise", says="key")
 def epoch_with_copies_of_one_key():
     """The keys of all steps are handed to the scan, and are all the same."""
