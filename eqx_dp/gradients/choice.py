@@ -20,14 +20,14 @@ parameters twice (forward, backward), writes its sums, and adds them to the tota
 
 The figures of the CPU are measured on two cores. Above 32 MiB the C library gives temporary memory
 back to the system after each call, and the next call pays for fresh pages: the vision transformer
-of Equinox' documentation takes 1.35 times as long at 8 examples (33 MiB) as at 4 (14 MiB), and an
+of Equinox' documentation takes 1.4 times as long at 8 examples (33 MiB) as at 4 (14 MiB), and an
 MLP of 0.9 million entries, example by example, twice as long at 16 (58 MiB) as at 8 (28 MiB). What
 is held is an estimate, which compiled programs exceed by up to a third: so 24 MiB.
 
 Two at once are taken however large they are: one by one, each example takes longer, by more than
 what fresh pages cost. Beyond, the pages count. Of a GPT with 512 tokens (36 MiB an example) two at
-once take 0.73 to 0.84 of the time of one by one, four 0.87 to 0.95, eight 1.05 to 1.45; with 1024
-tokens (101 MiB) two take 0.79 and four 1.05.
+once take 0.73 to 0.93 of the time of one by one (0.87 of the CPU time), four 0.87 to 0.95, eight
+1.05 to 1.45; with 1024 tokens (101 MiB) two take 0.7 to 0.97 (0.84), four 1.05.
 
 Those of others are data sheets': float32 operations outside of tensor cores over bytes of memory,
 in a second, are 12 (A100), 20 (H100) and 14 (H200). Nothing of them was measured.
