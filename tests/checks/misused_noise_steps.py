@@ -923,6 +923,30 @@ def epoch_whose_carried_key_is_set_anew_to_one_key():
     return epoch_with_noise(key_of)
 
 
+@misused("fresh noise", decided=False)
+def epoch_whose_end_counts_back():
+    """The step behind the loop has the key of the second in it: the number 3 - 2 was there."""
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def epoch(params, state, xs, ys, masks):
+        outer, state = next_key(state)
+
+        def step(carry, batch, ago=0):
+            params, state, number = carry
+            x, y, mask = batch
+            grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
+            key = jax.random.fold_in(outer, number - ago)
+            return (*updated(params, state, with_noise(grads, key)), number + 1), None
+
+        in_loop, at_end = (tuple(leaf[part] for leaf in (xs, ys, masks)) for part in (slice(3), 3))
+        carry, _ = jax.lax.scan(step, (params, state, 0), in_loop)
+        return step(carry, at_end, ago=2)[0][:2]
+
+    batches = tuple(jnp.stack([leaf] * 4) for leaf in data())
+    return by_hand(epoch, model=params, state=first_state(params), batch=batches)
+
+
 @misused("fresh noise", says="key")
 def epoch_with_copies_of_one_key():
     """The keys of all steps are handed to the scan, and are all the same."""

@@ -7,11 +7,14 @@ import jax.experimental.buffer_callback
 import jax.experimental.pallas.tpu
 import jax.export
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from eqx_dp.programs import named
+from eqx_dp.programs import SUMS_OF_DEVICES, named
 from eqx_dp.programs.inside import HOLDERS
 from eqx_dp.programs.names import WITHOUT_OBJECT
+from tests.sharding.losses import mesh_of
 
 MODULES = (equinox.internal, jax.experimental.buffer_callback, jax.export)
 MODULES += (jax.experimental.pallas.tpu,)  # whose import makes primitives
@@ -33,3 +36,17 @@ def test_a_name_that_jax_does_not_know_fails():
     assert named("add scatter-add unvmap_any") == {"add", "scatter-add", "unvmap_any"}
     with pytest.raises(ImportError, match="'scatter_add'"):
         named("add scatter_add")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_sum_over_devices_is_known_by_the_name_that_jax_gives_it(check_vma):
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"),
+        mesh=mesh_of("auto", data=8),
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    (equation,) = jax.make_jaxpr(mapped)(jnp.ones(8)).jaxpr.eqns
+    *_, last = equation.params["jaxpr"].eqns
+    assert last.primitive.name in SUMS_OF_DEVICES

@@ -104,3 +104,8 @@ def test_what_is_gathered_is_the_whole_on_any_other_axis(spec):
         gathered, scattered = jax.jit(run)(there)
     assert np.array_equal(gathered, x)
     assert np.array_equal(scattered, 4 * x)
+
+
+def test_a_part_shows_its_shape_and_not_its_numbers():
+    cut = cut_of(dp.ShardingRules(mesh_of("auto", data=8)), P("data"), 1)
+    assert "12345" not in repr(Shard(np.array([12345.0]), cut))
