@@ -117,7 +117,7 @@ def test_products_that_are_summed_in_bfloat16(monkeypatch):
 def test_an_8_bit_sum_over_examples(monkeypatch):
     def narrow_sum(traced, groups, leaves, *rest):
         def cast(leaf):
-            return leaf._replace(sum=lambda *x: leaf.sum(*x).astype(E4).astype(jnp.float32))
+            return leaf._replace(weighted=lambda *x: leaf.sum(*x).astype(E4).astype(jnp.float32))
 
         return clip_and_sum(traced, groups, list(map(cast, leaves)), *rest)
 
