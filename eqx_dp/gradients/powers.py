@@ -33,7 +33,7 @@ def power(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> Float[Array, "*n"
     return _of_bits(jnp.clip(exponent, -bias, bias), dtype)
 
 
-def times_power(x: Float[Array, "*n"], exponent: Int[Array, "*#n"]) -> Float[Array, "*n"]:
+def times_power(x: Float[Array, "*#n"], exponent: Int[Array, "*#n"]) -> Float[Array, "*n"]:
     """A number times two to an exponent, exactly where the result is a normal number.
 
     A result below four times the smallest normal number may be zero, one beyond the largest is
