@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
+import eqx_dp as dp
 from tests.gradients.engine.kinds import check, examples, normal
 
 
@@ -87,3 +89,18 @@ def test_a_table_tied_to_the_output():
         kinds=["lookup", "contraction"],
         ghost=True,
     )
+
+
+@pytest.mark.parametrize("method", ["book_keeping", "ghost"])
+def test_a_parameter_in_front_with_more_dimensions_than_the_data(method):
+    """The axes of its cotangent change places in a circle, and have to come back."""
+
+    def loss(weight, x):
+        return jnp.sum(jnp.tanh(lax.dot_general(weight, x, (((2,), (1,)), ((), ())))) ** 2)
+
+    batch = jnp.sin(jnp.arange(24.0)).reshape(2, 4, 3)
+    found, expected = (
+        dp.filter_clipped_grad(loss, l2_clip_norm=1.0, method=one)(normal(4, 4, 3), batch)
+        for one in (method, "per_example")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
