@@ -238,8 +238,7 @@ def load(name):
         return importlib.import_module(name)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "least"), [("mnist", 0.86), ("names", 0.62)])
 def test_data_of_packages_is_learned(name, least, tmp_path):
     picture = tmp_path / f"{name}.png"

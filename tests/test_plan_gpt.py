@@ -29,6 +29,7 @@ def printed(example, *arguments):
     return rows, output.getvalue()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ghost", "book_keeping"])
 def test_the_sum_of_parts_is_near_the_compiled_bytes(example, method):

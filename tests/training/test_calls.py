@@ -130,7 +130,11 @@ def test_the_identity_is_the_same():
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(4, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(4, 4), (1, 4)])],
+    [
+        (4, 1),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+        pytest.param(4, 4, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_killed_run_goes_on_with_any_number(before, after, tmp_path, whole):
     """Killed in the middle of a call: what it took of that is taken again."""
@@ -304,7 +308,7 @@ def test_a_check_finds_noise_that_is_not_new(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.exhaustive)])
 def test_on_a_mesh_it_is_the_run_of_single_steps(kind, tmp_path, monkeypatch):
     """Examples lie along the second axis; parameters and moments stay where they are.
 
