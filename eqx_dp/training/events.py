@@ -14,10 +14,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..expected import directory, path
+from ..expected import RunPath, directory, path
 from ..extras import extra
 from .dispatch import FlatState
 from .files import append, finite_or_none, going_on, write_whole
@@ -248,7 +247,7 @@ class JsonLines:
         write_whole(self._file, b"".join(kept))
 
 
-def set_aside(file: Path) -> None:
+def set_aside(file: RunPath) -> None:
     """Gives metrics that another run has left a name of their own; their lines stay."""
     if not file.exists() or file.is_dir() or not file.read_bytes():
         return

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import expected
+from ..expected import RunPath
 from ..extras import extra
 from ..paths import dotted, dotted_name
 from ..precision import Policy
@@ -124,7 +124,7 @@ def save_model(
     beside.replace(path)
 
 
-def _of_run(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a run's model, each to where its target lives."""
     directory = RunDirectory(path)
     latest = directory.latest()
@@ -162,7 +162,7 @@ def _below(part: str, recorded: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_file(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+def _of_file(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a file that `save_model` wrote, likewise."""
     safetensors = extra("safetensors")
     try:
@@ -183,7 +183,7 @@ def _of_file(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, An
     return {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
 
 
-def _check_alike(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_alike(path: RunPath, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises a ValueError unless both have the same arrays, by name and shape."""
     problems = [
         f"{dotted_name(name)} is not there"
