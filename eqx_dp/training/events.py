@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from ..expected import RunPath, directory, path
 from ..extras import extra
+from ..shown import shown
 from .dispatch import FlatState
 from .files import append, finite_or_none, going_on, write_whole
 from .hosts import is_first_host
@@ -89,16 +90,18 @@ def checked_metrics(found: object) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, value in found.items():
         if name in _RESERVED or not isinstance(name, str):
-            shown = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+            told = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise ValueError(
                 f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; "
-                f"found {shown}."
+                f"found {told}."
             )
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError):
+            told = shown(value) if hasattr(value, "dtype") else f"a {type(value).__name__}"
             raise ValueError(
-                f"evaluate must return numbers; found a {type(value).__name__} for {name!r}."
+                f"evaluate must return numbers; found {told} for {name!r}. Of an array give the "
+                "mean, or one name for each of its numbers."
             ) from None
     return metrics
 

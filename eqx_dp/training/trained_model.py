@@ -94,8 +94,8 @@ def save_model(
         policy: the policy that the model was trained with.
 
     Raises:
-        ValueError: the file has another ending; an array is a key of random numbers, which is
-            secret.
+        ValueError: the file has another ending, or its folder is not there; an array is a key of
+            random numbers, which is secret.
         CheckpointError: the directory has no statement of privacy.
     """
     path, leaves = expected.path("file", file), jax.tree_util.tree_leaves_with_path(model)
@@ -118,6 +118,8 @@ def save_model(
         told["privacy"] = json.dumps(_statement(privacy))
     if policy is not None:
         told["policy"] = str(policy)
+    if not path.parent.is_dir():
+        raise ValueError(f"file is in a folder that is not there: {path.parent}. Make it first.")
     written = {name: jnp.asarray(leaf) for name, leaf in arrays.items()}
     beside = path.with_name(f"{path.name}.partial")
     extra("safetensors.flax").save_file(written, beside, metadata=told)
