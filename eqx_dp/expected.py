@@ -2,13 +2,20 @@
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, cast
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from .extras import extra
 from .shown import shown
+
+# Where a file or folder of a run is: a path of `pathlib` on a file system, one of `etils.epath` in
+# an object store. That has those methods of `pathlib.Path` that are used, and is a `PurePath`.
+if TYPE_CHECKING:
+    RunPath = Path
+else:
+    RunPath = PurePath
 
 
 def expect(name: str, value: object, kinds: type | tuple[type, ...], allowed: str) -> None:
@@ -37,10 +44,8 @@ def path(name: str, value: object) -> Path:
     return Path(text)
 
 
-def directory(name: str, value: object) -> Path:
+def directory(name: str, value: object) -> RunPath:
     """A directory on a file system, absolute, or in an object store.
-
-    One in a store is a path of `etils.epath`, with those methods of `pathlib.Path` that are used.
 
     Raises:
         ValueError: it is no path, or in a store that orbax does not write to.

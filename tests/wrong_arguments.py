@@ -3,6 +3,8 @@
 Prints a line for each call whose first error is not the package's own, naming the argument.
 """
 
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -89,6 +91,8 @@ CASES = [
     ("seed", lambda x: PLAN.sampler(8, seed=x), NUMBERS[:3]),
     ("grad_fn", lambda x: PLAN.privatizer(x, key=1), (None, "x", loss)),
     ("key", lambda x: PLAN.privatizer(GRAD_FN, key=x), (None, "x", 1.5)),
+    ("an optimizer", lambda x: PLAN.privatizer(clipped(), key=1).init(x), ("x", 3, loss)),
+    ("updates", lambda x: dp.apply_updates(MODEL, x), (3, "x", X, MODEL.weight)),
     ("stddev", lambda x: dp.gaussian_privatizer(stddev=x, key=1), NUMBERS),
     ("name_or_path", dp.load_policy, (None, 1, object(), b"x", ["float32"])),
     ("text", dp.parse_policy, (None, 1, ["x"])),
@@ -131,9 +135,11 @@ CASES = [
     ("device_memory", lambda x: trained(device_memory=x), NUMBERS[1:]),
     ("steps", lambda x: trained().run(MODEL, steps=x), ("x", 1.5, True)),
     ("name", dp.kept_secret, (None, 3, "")),
+    ("is a folder", dp.kept_secret, (str(Path(__file__).parent),)),
+    ("files", lambda x: dp.Parquet(x, ("a",)), (None, 3, [3], "/nowhere", "/nowhere/a.parquet")),
     ("a secret", dp.key_from_secret, (None, "x", 1.5)),
     ("source", lambda x: dp.load_model(x, like=MODEL), (None, 3)),
-    ("file", lambda x: saved(file=x), (None, 3, "x.bin")),
+    ("file", lambda x: saved(file=x), (None, 3, "x.bin", "/nowhere/a.safetensors")),
     ("model", lambda x: saved(x), (None, "x", 3)),
     ("policy", lambda x: saved(policy=x), ("float32", 3)),
     ("privacy", lambda x: saved(privacy=x), (3, object())),

@@ -48,7 +48,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     check_output(arguments)
     with working(2) as begin:
-        begin("the noise multiplier")
+        begin("the plan" if arguments.epsilon is None else "the noise multiplier")
         plan = _planned(arguments)
         begin("epsilon over the steps")
         table = _table(plan, arguments)

@@ -12,6 +12,11 @@ from .outputs import NoScalar
 from .trained import STATE_ADVICE
 
 _MOST_NAMED = 8
+_AUTO_AXES = (
+    "The mesh has Explicit axes: where JAX cannot tell where a result lives, the model has to say "
+    "so, and most layers do not. Make a mesh of Auto axes, where the compiler decides: "
+    "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+)
 
 
 def explain_failure(
@@ -49,6 +54,8 @@ def explain_failure(
         ) from error
     if policy is not None and isinstance(error, TypeCheckError):
         error.add_note(_settling(str(error), policy))
+    if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
+        error.add_note(_AUTO_AXES)
     if on_a_batch_of_one is not None:
         error.add_note(f"The loss was called as fun(model, *example), where {_told(example)}.")
 

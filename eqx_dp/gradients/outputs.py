@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..paths import below
+from ..shown import shown
 from ..trees import PyTree
 from .trained import is_state
 
@@ -33,7 +34,7 @@ def check_output(
         if not (isinstance(output, tuple) and len(output) == 2):
             raise ValueError(
                 "With has_aux=True the loss must return a pair (loss, aux); it returned "
-                f"{type(output).__name__}."
+                f"{shown(output)}."
             )
         loss, aux = output
     else:
@@ -54,9 +55,8 @@ def check_output(
     if not eqx.is_array_like(loss):
         pair = f"; pass has_aux=True if it returns (loss, aux). {_NO_GRADIENT}"
         hint = pair if isinstance(loss, tuple) else "."
-        raise ValueError(
-            f"The loss must return a scalar array; it returned {type(loss).__name__}{hint}"
-        )
+        found = "None" if loss is None else f"a {type(loss).__name__}"
+        raise ValueError(f"The loss must return a scalar array; it returned {found}{hint}")
     raise NoScalar(
         f"The loss of one example must be a scalar; its shape is {jnp.shape(loss)}. Reduce it with "
         "jnp.mean or jnp.sum; a loss written for a whole batch needs keep_batch_dim=True. "

@@ -104,9 +104,9 @@ class Tuning(NamedTuple):
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
-            raise ValueError(f"a tuning must be JSON, as to_json writes it; {_ADVICE}") from None
+            raise ValueError(f"a tuning must be JSON, as to_json writes it. {_ADVICE}") from None
         if not isinstance(found, dict):
-            raise ValueError(f"a tuning in JSON must be an object; {_ADVICE}")
+            raise ValueError(f"a tuning in JSON must be an object. {_ADVICE}")
         fields = cast("dict[str, Any]", found)
         kind = fields.pop("format", None), fields.pop("version", None)
         if kind != (_FORMAT, _VERSION):

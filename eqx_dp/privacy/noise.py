@@ -124,7 +124,7 @@ def gaussian_privatizer(
         ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
             secret; `sharding` is not rules, or the key's generator does not allow sharding. From
             `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
-            range of the noise dtype.
+            range of the noise dtype. From `init`: if a leaf is no array.
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
@@ -133,7 +133,7 @@ def gaussian_privatizer(
         _check_generator(root)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
-        del params
+        _check_arrays_alone(params)
         # A copy, since a step that donates its state would take the caller's own key along.
         return GaussianPrivatizerState(jnp.copy(root), jnp.zeros((), jnp.int32))
 
@@ -160,6 +160,18 @@ def gaussian_privatizer(
         return jax.tree_util.tree_unflatten(structure, noisy), next_state
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+
+
+def _check_arrays_alone(params: optax.Params) -> None:
+    """Refuses a whole model, whose functions and numbers fail in the next optimizer of a chain."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"an optimizer is made for arrays alone; found a {type(leaf).__name__} at "
+                f"{dotted(path) or 'the root'}. Give it what is trained: "
+                "optimizer.init(grad_fn.trainable(model)), which is eqx.filter(model, "
+                "eqx.is_inexact_array) unless a filter_spec says otherwise."
+            )
 
 
 def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:

@@ -10,10 +10,10 @@ a step that does not keep to what is declared has a warning, and so has a check 
 import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..checks import PrecisionReport, PrivacyReport, check_precision, check_privacy
+from ..expected import RunPath
 from .directory import CHECKS
 from .files import going_on, write_json
 from .hosts import is_first_host
@@ -38,7 +38,7 @@ def checks_of(step: Step[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"precision": _said("precision", precision), "privacy": _said("privacy", privacy)}
 
 
-def write_checks(directory: Path, found: dict[str, Any]) -> None:
+def write_checks(directory: RunPath, found: dict[str, Any]) -> None:
     """Writes what the checks said beside the run; a warning if that cannot be."""
     if found:
         with going_on(f"{directory / CHECKS} cannot be written"):

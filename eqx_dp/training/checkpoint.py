@@ -26,12 +26,12 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 
+from ..expected import RunPath
 from ..extras import extra
 from ..paths import dotted_name
 from .claim import Claim
@@ -75,7 +75,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: RunPath,
         step: Step[Any],
         keep: int = 3,
         *,
@@ -240,7 +240,7 @@ class Checkpoints:
         self._pending = (number, commit)
         return True
 
-    def _new_folder(self, folder: Path, arrays: Mapping[str, Any]) -> Exception | None:
+    def _new_folder(self, folder: RunPath, arrays: Mapping[str, Any]) -> Exception | None:
         """Makes the folder of a checkpoint, with the record in it; what went wrong, if anything."""
         record = record_of(self.step, arrays, self._identity, self._salt)
         record["programs"] = self._programs
@@ -295,7 +295,7 @@ class Checkpoints:
             self._directory.set_bound(max(number, self._released))
             self._claim.check()  # after it: see `Claim`
 
-    def _commit(self, folder: Path, number: int, save: int) -> None:
+    def _commit(self, folder: RunPath, number: int, save: int) -> None:
         self._checkpointer.wait_until_finished()
         if not is_first_host():
             write_part(folder, jax.process_index(), save)
@@ -335,7 +335,7 @@ class Checkpoints:
                     remove(self._directory.checkpoint(number))
 
 
-def _problem_on_any_host(folder: Path) -> str | None:
+def _problem_on_any_host(folder: RunPath) -> str | None:
     """What is wrong with the files of a checkpoint, each host having read its share."""
     found = from_every_host(problem_of(folder, jax.process_index(), jax.process_count()))
     return next((problem for problem in found if problem is not None), None)

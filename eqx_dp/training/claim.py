@@ -7,8 +7,8 @@ import secrets
 import socket
 import warnings
 from collections.abc import Generator
-from pathlib import Path
 
+from ..expected import RunPath
 from .files import CheckpointError, CheckpointWarning, is_remote, read_whole, write_whole
 from .hosts import from_first_host
 
@@ -29,7 +29,7 @@ class Claim:
         name: which process this is, for people; no other claim has the same.
     """
 
-    def __init__(self, file: Path | None = None, is_made: bool = False):
+    def __init__(self, file: RunPath | None = None, is_made: bool = False):
         self._file, self._is_made = file, is_made
         self.name = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
         self._before = b""
@@ -71,7 +71,7 @@ class Claim:
             )
 
 
-def _read(file: Path) -> bytes:
+def _read(file: RunPath) -> bytes:
     try:
         return read_whole(file)
     except FileNotFoundError:
@@ -79,7 +79,7 @@ def _read(file: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path | None) -> Generator[Claim]:
+def claimed(directory: RunPath | None) -> Generator[Claim]:
     """A context in which no other run uses a directory; it is made if it is not there.
 
     On a file system the lock is `flock`'s on a file named `lock`: it ends with the process that
@@ -107,7 +107,7 @@ def claimed(directory: Path | None) -> Generator[Claim]:
         yield claim
 
 
-def _lock(directory: Path, name: str, stack: contextlib.ExitStack) -> None:
+def _lock(directory: RunPath, name: str, stack: contextlib.ExitStack) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"directory is a file: {directory}. Name a folder.")
     try:

@@ -24,9 +24,9 @@ it.)
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from ..expected import RunPath
 from .files import (
     CheckpointError,
     CheckpointWarning,
@@ -72,7 +72,7 @@ class RunDirectory:
     | a bound cannot be raised | `CheckpointError`, before a step beyond it is taken |
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: RunPath):
         self.path = path
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class RunDirectory:
 
     # Checkpoints, by number.
 
-    def checkpoint(self, number: int) -> Path:
+    def checkpoint(self, number: int) -> RunPath:
         """The folder of a checkpoint."""
         return self.path / f"{number:08d}"
 
@@ -209,7 +209,7 @@ class RunDirectory:
                 "damaged, or gone. The newest checkpoint that is whole is used."
             )
 
-    def _remove_unfinished(self, folder: Path) -> None:
+    def _remove_unfinished(self, folder: RunPath) -> None:
         remove(folder)
         latest = self.latest()
         before = "there is none" if latest is None else f"that of step {latest}"
@@ -219,7 +219,7 @@ class RunDirectory:
         )
 
     def newest_whole(
-        self, numbers: Sequence[int], problem: Callable[[Path], str | None] = problem_of
+        self, numbers: Sequence[int], problem: Callable[[RunPath], str | None] = problem_of
     ) -> tuple[int, Sequence[int]]:
         """The newest checkpoint that is whole, and those that are newer, of which it warns.
 
@@ -250,7 +250,7 @@ class RunDirectory:
                 self.checkpoint(step).rename(aside)
 
 
-def record_in(folder: Path) -> dict[str, Any]:
+def record_in(folder: RunPath) -> dict[str, Any]:
     """Reads the record of a run; a `CheckpointError` if it is none that this release knows."""
     try:
         found = read_json(folder / RUN)

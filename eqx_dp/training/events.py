@@ -14,11 +14,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..expected import directory, path
+from ..expected import RunPath, directory, path
 from ..extras import extra
+from ..shown import shown
 from .dispatch import FlatState
 from .files import append, finite_or_none, going_on, write_whole
 from .hosts import is_first_host
@@ -90,16 +90,18 @@ def checked_metrics(found: object) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, value in found.items():
         if name in _RESERVED or not isinstance(name, str):
-            shown = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+            told = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise ValueError(
                 f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; "
-                f"found {shown}."
+                f"found {told}."
             )
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError):
+            told = shown(value) if hasattr(value, "dtype") else f"a {type(value).__name__}"
             raise ValueError(
-                f"evaluate must return numbers; found a {type(value).__name__} for {name!r}."
+                f"evaluate must return numbers; found {told} for {name!r}. Of an array give the "
+                "mean, or one name for each of its numbers."
             ) from None
     return metrics
 
@@ -248,7 +250,7 @@ class JsonLines:
         write_whole(self._file, b"".join(kept))
 
 
-def set_aside(file: Path) -> None:
+def set_aside(file: RunPath) -> None:
     """Gives metrics that another run has left a name of their own; their lines stay."""
     if not file.exists() or file.is_dir() or not file.read_bytes():
         return

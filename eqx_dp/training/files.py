@@ -17,6 +17,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
+from ..expected import RunPath
+
 
 class CheckpointWarning(UserWarning):
     """A run goes on, and something in its directory was damaged, changed, or not written."""
@@ -26,7 +28,7 @@ class CheckpointError(Exception):
     """The directory of a run, or every checkpoint in it, cannot be used."""
 
 
-def is_remote(path: Path) -> bool:
+def is_remote(path: RunPath) -> bool:
     """Whether a path is in an object store."""
     return not isinstance(cast(object, path), Path)
 
@@ -34,7 +36,7 @@ def is_remote(path: Path) -> bool:
 # Reading.
 
 
-def files_below(folder: Path) -> set[str]:
+def files_below(folder: RunPath) -> set[str]:
     """The files in a folder and in those below it, by their paths from there."""
     found: set[str] = set()
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -45,14 +47,14 @@ def files_below(folder: Path) -> set[str]:
     return found
 
 
-def size_and_digest(file: Path) -> tuple[int, str]:
+def size_and_digest(file: RunPath) -> tuple[int, str]:
     """How many bytes a file has, and their SHA-256; it is read from beginning to end."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return stream.tell(), digest
 
 
-def read_whole(file: Path) -> bytes:
+def read_whole(file: RunPath) -> bytes:
     """What a file holds; an OSError if it cannot be read, whatever a store's library raises."""
     if not is_remote(file):
         return file.read_bytes()
@@ -60,7 +62,7 @@ def read_whole(file: Path) -> bytes:
         return file.read_bytes()
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: RunPath) -> dict[str, Any]:
     """Reads a JSON object; a ValueError if it is none."""
     try:
         found = json.loads(read_whole(file))
@@ -74,7 +76,7 @@ def read_json(file: Path) -> dict[str, Any]:
 # Writing.
 
 
-def write_whole(file: Path, content: bytes) -> None:
+def write_whole(file: RunPath, content: bytes) -> None:
     """Replaces a file in one atomic act; on a file system it lasts through a power failure."""
     if is_remote(file):
         with _told_as_os_error():
@@ -89,7 +91,7 @@ def write_whole(file: Path, content: bytes) -> None:
     sync(file.parent)
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: RunPath, content: dict[str, Any]) -> None:
     """Replaces a file by JSON, likewise."""
     write_whole(file, json.dumps(content, indent=2).encode())
 
@@ -99,7 +101,7 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def append(file: Path, line: str) -> None:
+def append(file: RunPath, line: str) -> None:
     """Adds a line to a file. In an object store, where files do not grow, it is written anew."""
     if not is_remote(file):
         with file.open("a") as stream:
@@ -109,7 +111,7 @@ def append(file: Path, line: str) -> None:
     write_whole(file, before + line.encode())
 
 
-def remove(path: Path) -> None:
+def remove(path: RunPath) -> None:
     """Removes a file, or a folder with all that is in it, if there is one."""
     if not is_remote(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -120,7 +122,7 @@ def remove(path: Path) -> None:
             cast(Any, path).rmtree()
 
 
-def sync(directory: Path) -> None:
+def sync(directory: RunPath) -> None:
     """Makes names in a directory of a file system last through a power failure."""
     if is_remote(directory):
         return

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ..expected import RunPath
 from .files import CheckpointError, is_remote
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ def from_every_host(said: T) -> list[T]:
 
 
 @contextlib.contextmanager
-def watched(directory: Path | None) -> Generator[Callable[[int], None]]:
+def watched(directory: RunPath | None) -> Generator[Callable[[int], None]]:
     """A context in which no host waits for one that is lost; for several hosts with a directory.
 
     JAX's heartbeat ends a process whose peer is lost: at once where a collective reports it or the
@@ -104,7 +105,7 @@ def watched(directory: Path | None) -> Generator[Callable[[int], None]]:
             atexit.register(_leave, watchdog)
 
 
-def _watchdog(directory: Path) -> _Process:
+def _watchdog(directory: RunPath) -> _Process:
     program, folder = Path(__file__).with_name("watchdog.py"), _new_folder(directory)
     hosts = (str(jax.process_index()), str(jax.process_count()))
     command = [sys.executable, "-I", str(program), str(folder), *hosts]
@@ -133,7 +134,7 @@ def _leave(watchdog: _Process | None) -> None:
     os._exit(1)
 
 
-def _new_folder(directory: Path) -> Path:
+def _new_folder(directory: RunPath) -> RunPath:
     """A folder that this run alone has: one of a name that its hosts have agreed on."""
     if is_first_host():
         shutil.rmtree(directory / "hosts", ignore_errors=True)

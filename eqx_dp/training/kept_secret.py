@@ -71,6 +71,8 @@ def _path_of(name: str | os.PathLike[str]) -> Path:
 
 
 def _of_file(path: Path) -> int:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Name a file in it, in which the secret is kept.")
     with contextlib.suppress(FileExistsError):
         if not path.exists():
             _make(path)

@@ -199,6 +199,8 @@ def _footer(file: str) -> Any:
     parquet = extra("pyarrow.parquet", name="parquet")
     try:
         return parquet.read_metadata(file)
+    except FileNotFoundError:
+        raise ValueError(f"files names {file}, and there is no such file or folder.") from None
     except extra("pyarrow", name="parquet").ArrowInvalid as error:
         raise ValueError(
             f"{file} is no Parquet file, or damaged: {error}. Name Parquet files alone."

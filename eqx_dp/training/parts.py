@@ -23,9 +23,9 @@ was written, of the save that wrote its list.
 
 import re
 import time
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from ..expected import RunPath
 from .files import files_below, read_json, remove, size_and_digest, write_json
 
 FILES = "files.json"
@@ -42,7 +42,7 @@ class Known(NamedTuple):
     digest: str
 
 
-def write_part(folder: Path, host: int, save: int) -> None:
+def write_part(folder: RunPath, host: int, save: int) -> None:
     """Lists the files that a host wrote, for the first one; once all hosts have written theirs.
 
     `save` is a number that tells this save from others of the same step.
@@ -50,7 +50,7 @@ def write_part(folder: Path, host: int, save: int) -> None:
     write_json(_part(folder, host), {"save": save, "files": _listed(folder, host, host + 1)})
 
 
-def write_list(folder: Path, hosts: int, save: int, step: int) -> None:
+def write_list(folder: RunPath, hosts: int, save: int, step: int) -> None:
     """Lists all files of a checkpoint: those of the other hosts by their lists, and the rest.
 
     Raises:
@@ -65,7 +65,7 @@ def write_list(folder: Path, hosts: int, save: int, step: int) -> None:
     write_json(folder / FILES, {"step": step, "files": found})
 
 
-def problem_of(folder: Path, host: int = 0, hosts: int = 1) -> str | None:
+def problem_of(folder: RunPath, host: int = 0, hosts: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, as far as one of some hosts reads them.
 
     The name of the folder is the number of the step.
@@ -91,7 +91,7 @@ def problem_of(folder: Path, host: int = 0, hosts: int = 1) -> str | None:
     return None
 
 
-def read_list(folder: Path) -> dict[str, Known]:
+def read_list(folder: RunPath) -> dict[str, Known]:
     """What the list of a checkpoint says of its files; a ValueError if it is none."""
     content = read_json(folder / FILES)
     files = content.get("files", content)  # earlier releases: file and digest, and nothing else
@@ -108,7 +108,7 @@ def read_list(folder: Path) -> dict[str, Known]:
     return {name: Known(size, str(digest)) for name, (size, digest) in known.items()}
 
 
-def _listed(folder: Path, host: int, hosts: int) -> dict[str, list[Any]]:
+def _listed(folder: RunPath, host: int, hosts: int) -> dict[str, list[Any]]:
     """The files of a host: those in its own folder, and for the first one those in nobody's."""
     found: dict[str, list[Any]] = {}
     for name in sorted(files_below(folder)):
@@ -119,7 +119,7 @@ def _listed(folder: Path, host: int, hosts: int) -> dict[str, list[Any]]:
     return found
 
 
-def _awaited(folder: Path, host: int, save: int) -> dict[str, list[Any]]:
+def _awaited(folder: RunPath, host: int, save: int) -> dict[str, list[Any]]:
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         try:
@@ -132,7 +132,7 @@ def _awaited(folder: Path, host: int, save: int) -> dict[str, list[Any]]:
     raise OSError(f"host {host} did not list what it wrote within {_PATIENCE:g} seconds")
 
 
-def _part(folder: Path, host: int) -> Path:
+def _part(folder: RunPath, host: int) -> RunPath:
     return folder / f"files.{host}.json"
 
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
+from ..expected import RunPath
 from ..extras import extra
 from .directory import STATE
 from .files import is_remote
@@ -18,7 +18,7 @@ from .files import is_remote
 _PART, _LEAST, _LEAST_OF_STORE = 64, 2**24, 2**28
 
 
-def writer(arrays: Mapping[str, Array], folder: Path) -> Any:
+def writer(arrays: Mapping[str, Array], folder: RunPath) -> Any:
     """Orbax's checkpointer for arrays like these, in folders like this.
 
     A few parts of arrays are packed and written at a time: without a limit, packed copies of all
@@ -35,7 +35,7 @@ def writer(arrays: Mapping[str, Array], folder: Path) -> Any:
     return orbax.AsyncCheckpointer(handler)
 
 
-def arrays_in(folder: Path, targets: Mapping[str, Any]) -> dict[str, Array]:
+def arrays_in(folder: RunPath, targets: Mapping[str, Any]) -> dict[str, Array]:
     """Arrays of a checkpoint, by name, each to where its target lives, an array or its shape.
 
     Each host reads the parts that its devices hold, a few at a time: what is on its way is read
@@ -61,7 +61,7 @@ def arrays_in(folder: Path, targets: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def _bytes_on_the_way(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, Any], folder: Path
+    shapes: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, Any], folder: RunPath
 ) -> int:
     """How many bytes may be read at once: at least those of any part, with chunks around it."""
     total, largest = 0, 0
@@ -75,7 +75,7 @@ def _bytes_on_the_way(
     return _limit(largest, total, folder)
 
 
-def _limit(largest: int, total: int, folder: Path) -> int:
+def _limit(largest: int, total: int, folder: RunPath) -> int:
     """How many bytes may be on their way: of any part, and a part of all."""
     # A tenth more: the limit is handed over in gigabytes.
     least = _LEAST_OF_STORE if is_remote(folder) else _LEAST

@@ -166,7 +166,7 @@ class Starting(StepSettings[Model]):
     ) -> TrainState[Model]:
         return TrainState(
             model,
-            (self._noise.init(model), opt_state),  # type: ignore[arg-type]
+            (self._noise.init(()), opt_state),
             jnp.zeros((), jnp.int32),
             {name: jnp.zeros((), jnp.float32) for name in self.disclose},
             average,
@@ -198,7 +198,7 @@ class Starting(StepSettings[Model]):
     def with_noise(self, form: TrainState[Model]) -> TrainState[Model]:
         """A state, or its shapes, with the noise's own state, which is saved nowhere."""
         with self.mesh():
-            noise = self._noise.init(form.model)  # type: ignore[arg-type]
+            noise = self._noise.init(())
             if self.sharding is not None:
                 noise = placed_as(noise, form.opt_state[0])
         return eqx.tree_at(lambda state: state.opt_state, form, (noise, form.opt_state[1]))

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import expected
+from ..expected import RunPath
 from ..extras import extra
 from ..paths import dotted, dotted_name
 from ..precision import Policy
@@ -94,8 +94,8 @@ def save_model(
         policy: the policy that the model was trained with.
 
     Raises:
-        ValueError: the file has another ending; an array is a key of random numbers, which is
-            secret.
+        ValueError: the file has another ending, or its folder is not there; an array is a key of
+            random numbers, which is secret.
         CheckpointError: the directory has no statement of privacy.
     """
     path, leaves = expected.path("file", file), jax.tree_util.tree_leaves_with_path(model)
@@ -118,13 +118,15 @@ def save_model(
         told["privacy"] = json.dumps(_statement(privacy))
     if policy is not None:
         told["policy"] = str(policy)
+    if not path.parent.is_dir():
+        raise ValueError(f"file is in a folder that is not there: {path.parent}. Make it first.")
     written = {name: jnp.asarray(leaf) for name, leaf in arrays.items()}
     beside = path.with_name(f"{path.name}.partial")
     extra("safetensors.flax").save_file(written, beside, metadata=told)
     beside.replace(path)
 
 
-def _of_run(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a run's model, each to where its target lives."""
     directory = RunDirectory(path)
     latest = directory.latest()
@@ -162,7 +164,7 @@ def _below(part: str, recorded: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_file(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+def _of_file(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a file that `save_model` wrote, likewise."""
     safetensors = extra("safetensors")
     try:
@@ -183,7 +185,7 @@ def _of_file(path: Path, wanted: dict[str, Any], averaged: bool) -> dict[str, An
     return {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
 
 
-def _check_alike(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_alike(path: RunPath, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises a ValueError unless both have the same arrays, by name and shape."""
     problems = [
         f"{dotted_name(name)} is not there"

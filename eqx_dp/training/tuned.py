@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
 from jaxtyping import PyTree
 
+from ..expected import RunPath
 from ..gradients import takes_key
 from ..planning import Tuning, largest_microbatch, limit_of, local_bytes, read_compiled, tune
 from .directory import RUN, TUNING, record_in
@@ -25,7 +25,7 @@ def settled(
     step: Step[Model],
     first: FirstModel[Model],
     example: tuple[PyTree[Any], ...],
-    directory: Path | None,
+    directory: RunPath | None,
     device_memory: int | None,
     progress: bool,
 ) -> Step[Model]:
@@ -64,7 +64,7 @@ def settled(
     return step.with_choice(tuning.method, tuning.microbatch_size)
 
 
-def _recorded(directory: Path, step: Step[Any]) -> tuple[str, MicrobatchSize] | None:
+def _recorded(directory: RunPath, step: Step[Any]) -> tuple[str, MicrobatchSize] | None:
     """Method and microbatch of the run that is recorded; None if there is none."""
     if not (directory / RUN).exists():
         return None

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..paths import dotted
 from ..precision import Policy, agreed_policy, checked_policy, refusal
 from ..privacy import fold_text, fold_texts, random_bits, shape_of_keys
 from ..shown import shown
@@ -62,11 +63,13 @@ def apply_updates(
 
     Raises:
         ValueError: the policy says "stochastic", something has to be rounded, and there is no key;
-            `key` is not one key; or the model is paired with another policy.
+            `key` is not one key; the model is paired with another policy; or the updates are of
+            another tree, or of other shapes, than the model.
     """
     policy = agreed_policy(model, checked_policy(policy))
     if key is not None:
         _check_key(key)
+    _check_alike(updates, model)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
     leaf_keys: dict[str, PRNGKeyArray] = {}
     if key is not None and policy is not None and policy.rounding == "stochastic":
@@ -85,8 +88,27 @@ def apply_updates(
         total = leaf.astype(wide) + update.astype(wide)
         return _stored(total, policy, jax.tree_util.keystr(path), leaf_keys)
 
-    added = jax.tree_util.tree_map_with_path(add, updates, model, is_leaf=lambda x: x is None)
+    added = jax.tree_util.tree_map_with_path(add, updates, model, is_leaf=_is_none)
     return cast(Model, added)
+
+
+def _is_none(leaf: object) -> bool:
+    return leaf is None
+
+
+def _check_alike(updates: PyTree[Array | None], model: PyTree[Any]) -> None:
+    """Refuses updates that are not of this model, before arrays of other shapes are broadcast."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_none)
+    allowed = "what optimizer.update returned for this model"
+    try:
+        parts = structure.flatten_up_to(model)
+    except (TypeError, ValueError) as error:
+        found = f"a tree that is not the model's: {error}"
+        raise refusal("updates", found, allowed) from None
+    for (path, update), leaf in zip(leaves, parts, strict=True):
+        if update is not None and getattr(leaf, "shape", None) != jnp.shape(update):
+            where = f"updates at {dotted(path) or 'the root'}"
+            raise refusal(where, f"{shown(update)} for {shown(leaf)}", allowed)
 
 
 def _check_key(key: object) -> None:

@@ -305,6 +305,15 @@ def test_other_leaves_are_refused(leaf, stddev):
         privatizer.update({"w": (None, leaf)}, privatizer.init(None))
 
 
+def test_a_whole_model_is_refused_before_the_next_optimizer_fails_on_its_functions():
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    optimizer = optax.chain(gaussian_privatizer(stddev=1.0, key=KEY), optax.adam(1e-3))
+    with pytest.raises(ValueError, match=r"at activation\. Give it .*trainable\(model\)"):
+        optimizer.init(model)
+    optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    optimizer.init(eqx.filter_eval_shape(lambda: eqx.filter(model, eqx.is_inexact_array)))
+
+
 # Standard deviation 0, and others at the edge.
 
 

@@ -248,6 +248,16 @@ def constrained(*entries, value=lambda w, x: x):
     return loss
 
 
+def test_where_jax_cannot_tell_on_explicit_axes_the_error_names_auto_axes():
+    table, at = eqx.nn.Embedding(8, 3, key=jax.random.key(0)), np.zeros(8, np.int32)
+    rules = dp.ShardingRules(mesh_of("explicit", data=4, model=2), params=(("weight", P("model")),))
+    grad_fn = dp.filter_clipped_grad(
+        lambda table, i: jnp.sum(table(i)), l2_clip_norm=1.0, sharding=rules
+    )
+    with jax.set_mesh(rules.mesh), pytest.raises(Exception, match="a mesh of Auto axes"):
+        grad_fn(rules.shard(table), rules.shard_batch(at))
+
+
 def test_examples_over_an_axis_that_the_rules_do_not_name():
     message = (
         r"(?s)sharding_constraint with spec P\('model',?\).*test_constraints.*'model'.*"

@@ -112,6 +112,22 @@ def test_what_is_no_key_is_refused(key):
         updated(jnp.ones(3, BF16), jnp.ones(3), key=key)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("updates", "named"),
+    [
+        ({"a": jnp.ones((3, 1)), "b": None}, "updates at a: found .*(3, 1).*(3,)"),
+        ({"a": jnp.ones(3), "b": jnp.ones(())}, "updates at b"),
+        ({"a": jnp.ones(3)}, "updates: found a tree that is not the model's"),
+    ],
+    ids=["another shape", "for what is no array", "another tree"],
+)
+def test_updates_of_another_model_are_refused(updates, named):
+    """A sum of arrays of two shapes would be a parameter of a third one."""
+    with pytest.raises(ValueError, match=named.replace("(", r"\(").replace(")", r"\)")):
+        dp.apply_updates({"a": jnp.ones(3), "b": jax.nn.relu}, updates)
+
+
 def test_a_paired_model_brings_its_policy():
     linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
     model = STOCHASTIC.cast_to_param(linear)
