@@ -260,7 +260,9 @@ def weighted_products(
     (x, of_x), (g, of_g) = (_to_powers(jnp.swapaxes(side, 0, 1)) for side in (x, g))
     largest = jnp.max(jnp.abs(weights), axis=(1, 2), keepdims=True, initial=0)
     scale, inverse = power_of_two(largest)
-    weights, of_weights = weights * inverse, exponent_of(scale)[..., 0]
+    # Behind a barrier: the compiler would square weights and scale apart where that is one number.
+    weights = jax.lax.optimization_barrier(weights * inverse)
+    of_weights = exponent_of(scale)[..., 0]
     of_rows, roundings = products_in_blocks(jnp.square(x), jnp.square(weights))
     terms = of_rows * jnp.square(g)
     square = sum_in_blocks(terms.reshape(-1, columns)).reshape(terms.shape[:2])
@@ -389,9 +391,12 @@ def row_norms(
 
     # In units of a power of two near each example's largest entry: what vanishes there is less than
     # the rounding of that entry, which counts in any case.
+    values = jax.lax.optimization_barrier(values)
     largest = jnp.max(jnp.abs(values.reshape(batch, -1)), axis=1, initial=0)
     scale, inverse = power_of_two(largest)
-    flat = (values * inverse[:, None, None, None]).reshape(len(place), -1)
+    # Behind a barrier: values known to the compiler would be squared before they are divided.
+    flat = jax.lax.optimization_barrier(values * inverse[:, None, None, None])
+    flat = flat.reshape(len(place), -1)
     norm = _norms_as_they_are(of_rows(flat))
     lengths = _norms_as_they_are(flat)[:, None]
     gross, times = of_rows(lengths), of_rows(jnp.ones_like(lengths))

@@ -44,7 +44,9 @@ def of_penalties(gradients: Sequence[Float[Array, "..."]]) -> Penalties:
     stacked = jnp.stack(gradients)
     axes = tuple(range(1, stacked.ndim))
     scale, inverse = power_of_two(jnp.max(jnp.abs(stacked), axis=axes, initial=0))
-    return Penalties(stacked * jnp.expand_dims(inverse, axes), exponent_of(scale))
+    # Behind a barrier: the compiler would square gradient and scale apart where that is one number.
+    scaled = jax.lax.optimization_barrier(stacked * jnp.expand_dims(inverse, axes))
+    return Penalties(scaled, exponent_of(scale))
 
 
 def formed_penalties(
