@@ -204,12 +204,6 @@ def _times(
     return functools.reduce(jnp.multiply, powers, factors[:, None])
 
 
-def is_one_term(form: LeafForm) -> bool:
-    """Whether each example's gradient is one outer product, in every group."""
-    (use, *others) = form.uses
-    return not others and use.kind is not lookup and use.steps == 1
-
-
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
     """The uses that overlap, together."""
     found = overlaps(form.uses, form.shape)

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .clip import norm_error, norms, sum_in_blocks, unit_roundoff, weighted_sum
-from .gram import OneHot, OuterProducts, products_in_blocks, to_common_scale
-from .leaves import LeafForm, LeafGradient, Met, is_one_term, measured, sides, summed
+from .gram import OneHot, OuterProducts, to_common_scale
+from .leaves import LeafForm, LeafGradient, Met, measured, sides, summed
 from .powers import exponent_of, power, power_of_two, times_power
+from .uses import lookup
+from .weighted_products import products_in_blocks
 
 
 class Penalties(NamedTuple):
@@ -117,7 +119,7 @@ def _measured(
     pairs = (flat[:, None] * flat[None, :]).reshape(count * count, -1)
     of_pairs = sum_in_blocks(pairs).reshape(count, count)
     lengths = jnp.sqrt(jnp.diagonal(of_pairs))
-    if is_one_term(form):
+    if _is_one_term(form):
         inner, gross, of_own, roundings = _inner_product(form, held, own_bound, penalties)
     else:
         inner, gross, of_own, roundings = _inner_products(form, met, penalties)
@@ -145,6 +147,12 @@ def _measured(
     norm = jnp.sqrt(jnp.maximum(own_norm**2 + cross + alone, 0))
     norm, back = times_power(norm, unit), times_power(bound, unit)
     return norm, jnp.where(bound > 0, jnp.maximum(back, tiny), bound)
+
+
+def _is_one_term(form: LeafForm) -> bool:
+    """Whether each example's gradient is one outer product, in every group."""
+    (use, *others) = form.uses
+    return not others and use.kind is not lookup and use.steps == 1
 
 
 def _inner_products(

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float
 
 from ..precision import stage
 from .computed_once import computed_once
-from .gram import Weighted, weighted_products
 from .layouts import Layout
 from .leaves import (
     LeafForm,
@@ -21,6 +20,7 @@ from .leaves import (
     sides,
 )
 from .powers import power_of_two
+from .weighted_products import Weighted, weighted_products
 
 
 def entry_by_entry(
