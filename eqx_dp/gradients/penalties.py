@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .clip import norm_error, norms, sum_in_blocks, unit_roundoff, weighted_sum
 from .gram import OneHot, OuterProducts, to_common_scale
 from .leaves import LeafForm, LeafGradient, Met, measured, sides, summed
-from .powers import exponent_of, power, power_of_two, times_power
-from .uses import lookup
+from .powers import exponent_of, power_of_two, times_power
 from .weighted_products import products_in_blocks
 
 
@@ -77,7 +76,7 @@ def penalised(
         penalties: with respect to the parameter.
     """
     norm, bound, held = measured(form, met)
-    known = _measured(form, met, held, norm, bound, heights, penalties)
+    known = _measured(form, met, norm, bound, heights, penalties)
 
     def total(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
         found = summed(form, held, factors, contributes)
@@ -106,7 +105,6 @@ def _summed(
 def _measured(
     form: LeafForm,
     met: list[Met],
-    held: Any,
     own_norm: Float[Array, " batch"],
     own_bound: Float[Array, " batch"],
     heights: Float[Array, "batch penalty"],
@@ -119,10 +117,7 @@ def _measured(
     pairs = (flat[:, None] * flat[None, :]).reshape(count * count, -1)
     of_pairs = sum_in_blocks(pairs).reshape(count, count)
     lengths = jnp.sqrt(jnp.diagonal(of_pairs))
-    if _is_one_term(form):
-        inner, gross, of_own, roundings = _inner_product(form, held, own_bound, penalties)
-    else:
-        inner, gross, of_own, roundings = _inner_products(form, met, penalties)
+    inner, gross, of_own, roundings = _inner_products(form, met, penalties)
     of_heights = exponent_of(jnp.abs(heights)) + penalties.exponents
     unit = jnp.max(jnp.where(heights == 0, -(2**20), of_heights), axis=1)
     unit = jnp.maximum(unit, jnp.where(gross > 0, of_own, -(2**20)))
@@ -147,12 +142,6 @@ def _measured(
     norm = jnp.sqrt(jnp.maximum(own_norm**2 + cross + alone, 0))
     norm, back = times_power(norm, unit), times_power(bound, unit)
     return norm, jnp.where(bound > 0, jnp.maximum(back, tiny), bound)
-
-
-def _is_one_term(form: LeafForm) -> bool:
-    """Whether each example's gradient is one outer product, in every group."""
-    (use, *others) = form.uses
-    return not others and use.kind is not lookup and use.steps == 1
 
 
 def _inner_products(
@@ -180,26 +169,6 @@ def _inner_products(
         gross.append(jnp.sum(lengths, axis=(1, 2)))
     found = jnp.stack([functools.reduce(jnp.add, its) for its in zip(*inner, strict=True)], axis=1)
     return found, functools.reduce(jnp.add, gross), exponent, roundings + len(terms)
-
-
-def _inner_product(
-    form: LeafForm, held: Any, bound: Float[Array, " batch"], penalties: Penalties
-) -> tuple[Float[Array, "batch penalty"], Float[Array, " batch"], Int[Array, " batch"], float]:
-    """The same where G is one outer product: x is there, and |x| |g| is the norm."""
-    (use,), (([(x, g)], (scale,)),) = form.uses, held
-    assert use.matrices is not None
-    batch = len(g)
-    size, inverse = power_of_two(jnp.max(jnp.abs(g), axis=(2, 3), initial=0))
-    g = g * inverse[..., None, None]
-    exponents = exponent_of(scale) + exponent_of(size)
-    # Groups may differ in scale: each follows the largest.
-    exponent = jnp.max(exponents, axis=1)
-    g = g * power(exponents - exponent[:, None], g.dtype)[..., None, None]
-    matrices = [use.matrices.outputs_first.taken(one) for one in penalties.gradients]
-    products, its = zip(*(_rows(x, matrix) for matrix in matrices), strict=True)
-    inner = jnp.stack([sum_in_blocks((y * g).reshape(batch, -1)) for y in products], axis=1)
-    roundings = its[0] + 2 * norm_error(g[0].size, form.dtype) / unit_roundoff(form.dtype)
-    return inner, times_power(bound, -exponent), exponent, roundings + 1
 
 
 def _lengths(x: Float[Array, "batch group time entry"]) -> Float[Array, "batch group time"]:

@@ -229,6 +229,6 @@ def test_norms_of_rows():
     right = np.array([0, 1, 0, 1, np.nan, np.inf, np.sqrt(2) * 1e30]) * np.sqrt(2)
     np.testing.assert_allclose(norm, right, rtol=1e-6)
     assert bound[0] == 0
-    assert 2**-24 < bound[2] < 1e-6
+    assert 5e-7 < bound[2] < 1e-6
     assert (bound[jnp.array([1, 3, 6])] >= right[[1, 3, 6]]).all()
     assert not jnp.isfinite(bound[4:6]).any()
