@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .clip import norm_error, norms, roundings_in_blocks, sum_in_blocks, unit_roundoff
-from .powers import exponent_of, power, power_of_two, times_power
+from .powers import exponent_of, power, power_of_two
 
 
 class OneHot(NamedTuple):
@@ -199,96 +199,6 @@ def one_term(
     return norm, bound, x * inverse[..., None, None], scale
 
 
-class Weighted(NamedTuple):
-    """Outer products x g' whose entries are each multiplied by a weight, all groups side by side.
-
-    Attributes:
-        x: the vectors on the side of the data, divided by powers of two.
-        g: the vectors on the side of the cotangent, likewise.
-        weights: the weights, likewise.
-        exponent: the binary exponents that all have lost together.
-    """
-
-    x: Float[Array, "batch group features_in"]
-    g: Float[Array, "batch group features_out"]
-    weights: Float[Array, "group features_in features_out"]
-    exponent: Int[Array, "batch group"]
-
-
-def weighted_products(
-    x: Float[Array, "batch group features_in"],
-    g: Float[Array, "batch group features_out"],
-    weights: Float[Array, "group features_in features_out"],
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"], Weighted]:
-    """The norm of an outer product x g' whose entries are each multiplied by a weight.
-
-    Its square is (x^2)' W^2 (g^2), with squares entry by entry: one product of matrices gives it
-    for all examples. No term is negative, so that no digits are lost but to underflow.
-
-    Returns:
-        The norm; a bound on that of what is added for a factor of 1, where g is multiplied by the
-        factor, the product by the weight; and what the sum is made of.
-
-        | x, g, weights | norm | bound |
-        |---|---|---|
-        | squares that overflow, or vanish | right, to rounding | right, to rounding |
-        | zero | 0 | next to 0 |
-        | below 1e-15 of what the largest entries could make | loses digits | at least that |
-        | the largest entries could make 1e36 or more | the same | inf |
-        | NaN or infinity, whatever the weight | NaN or inf | NaN or inf |
-    """
-    dtype, (groups, rows, columns) = g.dtype, weights.shape
-    roundoff, tiny = unit_roundoff(dtype), float(jnp.finfo(dtype).tiny)
-    (x, of_x), (g, of_g) = _to_powers(x), _to_powers(g)
-    flat, of_weights = _to_powers(weights.reshape(groups, -1))
-    weights = flat.reshape(weights.shape)
-    of_rows, roundings = products_in_blocks("bgk,gkp->bgp", jnp.square(x), jnp.square(weights))
-    terms = of_rows * jnp.square(g)
-    square = sum_in_blocks(terms.reshape(-1, columns)).reshape(terms.shape[:2])
-    lost = [times_power(jnp.asarray(tiny, dtype), -e) for e in (of_x, of_g, of_weights)]
-    vanished = 64 * math.sqrt(rows * columns) * (3 * tiny + sum(lost))
-    bound = jnp.sqrt(square + 1024 * rows * columns * tiny) + vanished
-    exponent = of_x + of_g + of_weights
-    norm, bound = (times_power(size, exponent) for size in (jnp.sqrt(square), bound))
-    # Beyond, a factor times that power of two could be infinite where the weighted sum is not.
-    is_within = exponent < int(jnp.finfo(dtype).maxexp) - 8
-    bound = jnp.where(is_within, jnp.maximum(bound, tiny), jnp.inf)
-    error = sum(norm_error(n, dtype) for n in (groups, columns))
-    error += 33 / 32 * (roundings + 3) / 2 * roundoff  # 33 / 32 for products of errors
-    bound = norms(bound) * (1 + error + 8 * roundoff)
-    return norms(norm), bound, Weighted(x, g, weights, exponent)
-
-
-def products_in_blocks(
-    spec: str, x: Float[Array, "..."], y: Float[Array, "..."]
-) -> tuple[Float[Array, "..."], int]:
-    """Contracts the last axis of x with the last but one of y, a block of it at a time.
-
-    Beside that, how many roundings a product goes through. Blocks are few: on two cores, 64 vectors
-    of 784 with a matrix of 256 columns take 1.7 times as long in 13 blocks as in one.
-    """
-    size = x.shape[-1]
-    block = max(1, -(-size // min(8, -(-size // 256) or 1)))
-    blocks = [
-        jnp.einsum(
-            spec,
-            x[..., i : i + block],
-            y[..., i : i + block, :],
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        for i in range(0, size, block)
-    ]
-    # The barrier keeps the compiler from adding one block up on top of another.
-    total = functools.reduce(jnp.add, jax.lax.optimization_barrier(blocks))
-    return total, min(size, block) + len(blocks) - 1
-
-
-def _to_powers(x: Float[Array, "*n entry"]) -> tuple[Float[Array, "*n entry"], Int[Array, "*n"]]:
-    """Divides every vector by a power of two near its largest entry, and says which."""
-    scale, inverse = power_of_two(jnp.max(jnp.abs(x), axis=-1, initial=0))
-    return x * inverse[..., None], exponent_of(scale)
-
-
 _BLOCK, _MOST_BLOCKS = 64, 32
 """Smaller blocks make for smaller bounds, and more of them for slower products: on two cores blocks
 of 64 take up to twice the time of a single product, for bounds that are a few 1e-5 nearer."""
@@ -343,27 +253,48 @@ def row_norms(
     """The norm of a table of rows, and a bound on that of what is added for a factor of 1.
 
     Lookups of one row add up first, and may cancel.
+
+    Returns:
+        The norm, and the bound.
+
+        | values | norm | bound |
+        |---|---|---|
+        | squares that overflow, or vanish | right, to rounding | right, to rounding |
+        | zero | 0 | 0 |
+        | one row's lookups cancel | what is left | at least what rounding could leave |
+        | NaN or infinity among them | NaN or inf | NaN or inf |
+        | other examples' | as if they were not there | the same |
     """
     dtype = values.dtype
     roundoff = unit_roundoff(dtype)
     batch, groups, time = rows.shape
-    same = rows[..., :, None] == rows[..., None, :]
-    is_first = jnp.argmax(same, axis=-1) == jnp.arange(time)
-    # A row's first lookup takes the sum of all of its lookups, the others nothing.
-    at_first = (same & is_first[..., :, None]).astype(dtype)
-
-    def of_rows(x: Array) -> Array:
-        highest = jax.lax.Precision.HIGHEST
-        return jnp.einsum("bgts,bgse->bgte", at_first, x, precision=highest)
-
-    totals = of_rows(values)
-    norm = norms(totals)
     if time == 1:
-        return norm, norm * (1 + norm_error(totals[0].size, dtype) + 2 * roundoff)
-    lengths = norms(values.reshape(batch * groups * time, -1)).reshape(batch, groups, time, 1)
-    times = jnp.sum(at_first, axis=-1, keepdims=True)
-    # Selected, as lengths may be infinite.
-    gross = jnp.sum(jnp.where(at_first > 0, jnp.swapaxes(lengths, -1, -2), 0), -1, keepdims=True)
-    in_sums = roundoff * norms((2 * times - 1) * gross)
-    bound = norm * (1 + norm_error(totals[0].size, dtype)) + 33 / 32 * in_sums
-    return norm, bound * (1 + 4 * roundoff)
+        norm = norms(values)
+        return norm, norm * (1 + norm_error(values[0].size, dtype) + 2 * roundoff)
+    same = rows[..., :, None] == rows[..., None, :]
+    # A row's first lookup takes the sum of all of its lookups, the others nothing.
+    first = jnp.min(jnp.where(same, jnp.arange(time)[:, None], time), axis=-2)
+    place = (jnp.arange(batch * groups)[:, None] * time + first.reshape(-1, time)).reshape(-1)
+
+    def of_rows(x: Float[Array, "lookup entry"]) -> Float[Array, "batch _"]:
+        sums = jnp.zeros_like(x).at[place].add(x, mode="promise_in_bounds")
+        return sums.reshape(batch, -1)
+
+    # In units of a power of two near each example's largest entry: what vanishes there is less than
+    # the rounding of that entry, which counts in any case.
+    values = jax.lax.optimization_barrier(values)
+    largest = jnp.max(jnp.abs(values.reshape(batch, -1)), axis=1, initial=0)
+    scale, inverse = power_of_two(largest)
+    # Behind a barrier: values known to the compiler would be squared before they are divided.
+    flat = jax.lax.optimization_barrier(values * inverse[:, None, None, None])
+    flat = flat.reshape(len(place), -1)
+    norm = _norms_as_they_are(of_rows(flat))
+    lengths = _norms_as_they_are(flat)[:, None]
+    gross, times = of_rows(lengths), of_rows(jnp.ones_like(lengths))
+    in_sums = roundoff * _norms_as_they_are((2 * times - 1) * gross)
+    bound = norm * (1 + norm_error(values[0].size, dtype)) + 33 / 32 * in_sums
+    return norm * scale, bound * scale * (1 + 4 * roundoff)
+
+
+def _norms_as_they_are(x: Float[Array, "n entry"]) -> Float[Array, " n"]:
+    return jnp.sqrt(sum_in_blocks(jnp.square(x)))

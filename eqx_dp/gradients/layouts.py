@@ -46,6 +46,12 @@ class Layout(NamedTuple):
         """Whether no entry stands for several: a gradient keeps its norm on the way back."""
         return all(stride != 0 for axis in self.axes for _, stride in axis)
 
+    @property
+    def outputs_first(self) -> "Layout":
+        """Of matrices `(group, in, out)`: the layout of `(group, out, in)`."""
+        groups, rows, columns = self.axes
+        return self._replace(axes=(groups, columns, rows))
+
     def is_regular(self, size: int) -> bool:
         """Whether each digit runs along an axis of its own in a parameter of so many entries."""
         return all(

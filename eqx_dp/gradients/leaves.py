@@ -139,16 +139,16 @@ def leaf_gradient(
     """
     if form.way == "kept":
         return LeafGradient(_formed_alike(form, list(met)), functools.partial(arranged, form))
-    norm, bound, held = _measured(form, list(met))
-    total = functools.partial(_summed, form, held)
+    norm, bound, held = measured(form, list(met))
+    total = functools.partial(summed, form, held)
     if scattering is not None:
         total = functools.partial(_scattered, form, scattering, held)
     return LeafGradient(known=(norm, bound), weighted=total)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
-    """Norm, bound, and what the weighted sum is made of."""
+def measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
+    """Norm, bound, and what the weighted sum is made of, see `_ghost`, where none is formed."""
     met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
     parts = [_ghost(form, members, met) for members in _sets(form)]
     known = [(norm, bound) for norm, bound, _ in parts]
@@ -157,7 +157,7 @@ def _measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _summed(
+def summed(
     form: LeafForm, held: Any, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]
 ) -> Array:
     """The weighted sum."""
@@ -389,6 +389,8 @@ def weighted(
     groups, features = g.shape[1], g.shape[-1]
     g = jnp.where(contributes[:, None, None, None], g * weights[..., None, None], 0)
     scatter = functools.partial(lookup.scatter, use.operation.operands[0][0])
+    if groups == 1:
+        return scatter(x.rows.reshape(-1), g.reshape(-1, features))[None]
     return jax.vmap(scatter)(
         jnp.moveaxis(x.rows, 1, 0).reshape(groups, -1),
         jnp.moveaxis(g, 1, 0).reshape(groups, -1, features),

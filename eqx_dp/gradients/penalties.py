@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .clip import norm_error, norms, sum_in_blocks, unit_roundoff, weighted_sum
-from .gram import OneHot, OuterProducts, products_in_blocks, to_common_scale
-from .leaves import LeafForm, LeafGradient, Met, leaf_gradient, sides
+from .gram import OneHot, OuterProducts, to_common_scale
+from .leaves import LeafForm, LeafGradient, Met, measured, sides, summed
 from .powers import exponent_of, power_of_two, times_power
+from .weighted_products import products_in_blocks
 
 
 class Penalties(NamedTuple):
@@ -42,9 +43,10 @@ class Penalties(NamedTuple):
 def of_penalties(gradients: Sequence[Float[Array, "..."]]) -> Penalties:
     """Divides penalties' gradients, in the accumulate dtype, by powers of two."""
     stacked = jnp.stack(gradients)
-    flat = stacked.reshape(len(gradients), -1)
-    scale, inverse = power_of_two(jnp.max(jnp.abs(flat), axis=1, initial=0))
-    scaled = (flat * inverse[:, None]).reshape(stacked.shape)
+    axes = tuple(range(1, stacked.ndim))
+    scale, inverse = power_of_two(jnp.max(jnp.abs(stacked), axis=axes, initial=0))
+    # Behind a barrier: the compiler would square gradient and scale apart where that is one number.
+    scaled = jax.lax.optimization_barrier(stacked * jnp.expand_dims(inverse, axes))
     return Penalties(scaled, exponent_of(scale))
 
 
@@ -73,12 +75,11 @@ def penalised(
         heights: the gradient with respect to each penalty, in the accumulate dtype.
         penalties: with respect to the parameter.
     """
-    own = leaf_gradient(form, met)
-    assert own.known is not None
-    known = _measured(form, met, *own.known, heights, penalties)
+    norm, bound, held = measured(form, met)
+    known = _measured(form, met, norm, bound, heights, penalties)
 
     def total(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
-        found = own.sum(factors, contributes)
+        found = summed(form, held, factors, contributes)
         return found + _summed(heights, penalties, factors, contributes)
 
     return LeafGradient(known=known, weighted=total)
@@ -112,6 +113,10 @@ def _measured(
     """Norm and bound, in units of a power of two near the larger of |G| and |h r|."""
     dtype, count = form.dtype, heights.shape[1]
     roundoff, tiny = unit_roundoff(dtype), jnp.finfo(dtype).tiny
+    flat = penalties.gradients.reshape(count, -1)
+    pairs = (flat[:, None] * flat[None, :]).reshape(count * count, -1)
+    of_pairs = sum_in_blocks(pairs).reshape(count, count)
+    lengths = jnp.sqrt(jnp.diagonal(of_pairs))
     inner, gross, of_own, roundings = _inner_products(form, met, penalties)
     of_heights = exponent_of(jnp.abs(heights)) + penalties.exponents
     unit = jnp.max(jnp.where(heights == 0, -(2**20), of_heights), axis=1)
@@ -122,10 +127,6 @@ def _measured(
     inner = times_power(inner, (of_own - unit)[:, None])
     gross = times_power(gross, of_own - unit)
 
-    flat = penalties.gradients.reshape(count, -1)
-    lengths = norms(flat)
-    pairs = (flat[:, None] * flat[None, :]).reshape(count * count, -1)
-    of_pairs = sum_in_blocks(pairs).reshape(count, count)
     cross = 2 * jnp.sum(scaled * inner, axis=1)
     alone = jnp.sum(scaled[:, :, None] * scaled[:, None, :] * of_pairs, axis=(1, 2))
     of_penalties = jnp.sum(jnp.abs(scaled) * lengths, axis=1)
@@ -159,7 +160,7 @@ def _inner_products(
     inner, gross = [], []
     for use, (x, g, *_) in zip(form.uses, terms, strict=True):
         assert use.matrices is not None
-        matrices = [use.matrices.taken(one) for one in penalties.gradients]
+        matrices = [use.matrices.outputs_first.taken(one) for one in penalties.gradients]
         products, its = zip(*(_rows(x, matrix) for matrix in matrices), strict=True)
         inner.append([sum_in_blocks((y * g).reshape(batch, -1)) for y in products])
         of_sum = 2 * norm_error(g[0].size, form.dtype) / unit_roundoff(form.dtype)
@@ -174,9 +175,13 @@ def _lengths(x: Float[Array, "batch group time entry"]) -> Float[Array, "batch g
     return norms(x.reshape(-1, x.shape[-1])).reshape(x.shape[:3])
 
 
-def _rows(x: Any, matrix: Float[Array, "group features_in features_out"]) -> tuple[Array, int]:
+def _rows(x: Any, matrix: Float[Array, "group features_out features_in"]) -> tuple[Array, int]:
     """x_n' r for all vectors, and how many roundings a product goes through."""
     if isinstance(x, OneHot):
         of_group = functools.partial(jnp.take, axis=0, mode="clip")
-        return jax.vmap(of_group, in_axes=(0, 1), out_axes=1)(matrix, x.rows), 0
-    return products_in_blocks("bgtk,gkp->bgtp", x, matrix)
+        columns = jnp.swapaxes(matrix, 1, 2)
+        return jax.vmap(of_group, in_axes=(0, 1), out_axes=1)(columns, x.rows), 0
+    batch, groups, time, features = x.shape
+    rows = jnp.moveaxis(x, 1, 0).reshape(groups, batch * time, features)
+    found, roundings = products_in_blocks(rows, matrix)
+    return jnp.moveaxis(found.reshape(groups, batch, time, -1), 0, 1), roundings

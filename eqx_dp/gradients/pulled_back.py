@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float
 
 from ..precision import stage
 from .computed_once import computed_once
-from .gram import Weighted, sum_of_products, weighted_products
 from .layouts import Layout
 from .leaves import (
     LeafForm,
@@ -19,9 +18,9 @@ from .leaves import (
     Met,
     per_example_gradients,
     sides,
-    to_parameter,
 )
-from .powers import power_of_two, times_power
+from .powers import power_of_two
+from .weighted_products import Weighted, weighted_products
 
 
 def entry_by_entry(
@@ -47,7 +46,7 @@ def entry_by_entry(
             return LeafGradient(grads)
         return LeafGradient(grads, lambda total: entries.pulled_back(total, shape))
     norm, bound, held = _measured(form, derivative, met)
-    total = functools.partial(_summed, form, entries, shape, derivative, held)
+    total = functools.partial(_summed, form, entries, shape, held)
     return LeafGradient(known=(norm, bound), weighted=total)
 
 
@@ -78,7 +77,7 @@ def _measured(form: LeafForm, derivative: Array, met: list[Met]) -> tuple[Array,
     (use,), (one,) = form.uses, met
     assert use.matrices is not None
     x, g = sides(use, *one, form.dtype)
-    weights = use.matrices._replace(sign=1).taken(derivative)
+    weights = use.matrices._replace(sign=1).outputs_first.taken(derivative)
     return weighted_products(x[:, :, 0], g[:, :, 0], weights)
 
 
@@ -87,18 +86,15 @@ def _summed(
     form: LeafForm,
     entries: Layout,
     shape: tuple[int, ...],
-    derivative: Array,
     held: Weighted,
     factors: Float[Array, " batch"],
     contributes: Bool[Array, " batch"],
 ) -> Array:
-    """The weighted sum, multiplied by the derivative once."""
-    x, g, derivative, exponent = held
-    # Where it is not finite no example adds anything, and zero times it must be zero.
-    derivative = jnp.where(jnp.isfinite(derivative), derivative, 0)
-    weights = times_power(factors[:, None], exponent)
-    total = sum_of_products(x[:, :, None], g[:, :, None], weights, contributes) * derivative
-    return entries.pulled_back(to_parameter(form, form.uses[0], total), shape)
+    """The weighted sum."""
+    matrices = form.uses[0].matrices
+    assert matrices is not None
+    total = held.sum(factors, contributes)
+    return entries.pulled_back(matrices.outputs_first.pulled_back(total, form.shape), shape)
 
 
 def pulled_back(

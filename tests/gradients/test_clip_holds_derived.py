@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.gradients.weighted_products import weighted_products
 from tests.gradients.engine import uses
 from tests.gradients.test_clip_holds import added, float32, hostile_tokens, lengths, shares
 
@@ -92,6 +93,21 @@ def test_wide_weighted_products():
     assert (share["random"] >= 0.9999).all()
 
 
+def test_bounds_of_weighted_products_hold_for_sums_term_by_term():
+    """The order in which sums are at their worst, whichever this machine's products take."""
+    size = 1024
+    weights = np.sqrt(1 + np.linspace(2**-16, 2**-14, 64)).astype(np.float32)
+    squares = np.square(weights)
+    worst = np.cumsum(np.tile(squares[:, None], size), axis=1, dtype=np.float32)[:, -1]
+    each = np.argmax(size * squares.astype(np.float64) / worst)
+    norm, bound, _ = jax.jit(weighted_products)(
+        jnp.ones((1, 1, size)), jnp.ones((1, 1, 1)), jnp.full((1, 1, size), weights[each])
+    )
+    lost = size * np.float64(squares[each]) / worst[each]
+    assert lost > 1 + 1e-5
+    assert np.float64(bound[0] / norm[0]) ** 2 >= lost
+
+
 def penalised(model, x, g, height):
     """The gradient is the sum over time of g_t (outer) x_t, and height times twice the model."""
     return jnp.sum((x @ model.T) * g) + height * jnp.sum(model**2)
@@ -146,6 +162,19 @@ def test_penalties_that_nearly_take_each_other_back(method):
 
         batch = float32(x, g, 1 + rng.random(SIZE))
         shares(loss, jnp.asarray(model, jnp.float32), {order: (batch, 1e-12)}, method=method)
+
+
+@pytest.mark.slow
+def test_a_penalty_that_nearly_takes_back_an_outer_product():
+    """The same of one outer product, whose norm the inner product has to reach."""
+    rng = np.random.default_rng(6)
+    g, x, noise = rng.normal(size=5), rng.normal(size=8), rng.normal(size=(5, 8))
+    for order in (1e-4, 2e-4):
+        model = np.outer(g, x) * (1 + order * noise)
+        heights = -0.5 * (1 + 1e-5 * rng.normal(size=SIZE))
+        scales = 10.0 ** rng.integers(-3, 4, (SIZE, 1, 1))
+        batch = float32(x * scales, g / scales, heights)
+        shares(penalised, jnp.asarray(model, jnp.float32), {order: (batch, 1e-12)})
 
 
 @pytest.mark.sampled(2)

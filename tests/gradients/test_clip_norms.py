@@ -9,6 +9,8 @@ from dp_accounting import NeighboringRelation
 
 import eqx_dp as dp
 from eqx_dp.gradients.clip import norms
+from eqx_dp.gradients.gram import row_norms
+from eqx_dp.gradients.weighted_products import weighted_products
 from tests import models, oracle
 from tests.gradients import jitted
 
@@ -199,3 +201,34 @@ def test_norms_of_what_the_compiler_knows(value):
     """A constant's scale is a constant too, which the compiler must not square."""
     found = jax.jit(lambda: norms(jnp.full((2, 3), value)))()
     np.testing.assert_allclose(found, value * np.sqrt(3), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e30])
+def test_sides_that_the_compiler_knows(value):
+    """The same of the values of lookups, and of weights where one example is alone."""
+    rows, ones = jnp.array([[[0, 1, 0]]]), jnp.ones((1, 1, 2))
+
+    def both():
+        found = row_norms(rows, jnp.full((1, 1, 3, 2), value))
+        return found, weighted_products(ones, ones, jnp.full((1, 2, 2), value))[:2]
+
+    of_rows, of_weights = jax.jit(both)()
+    np.testing.assert_allclose(of_rows, np.full((2, 1), value * np.sqrt(10)), rtol=1e-5)
+    np.testing.assert_allclose(of_weights, np.full((2, 1), value * 2), rtol=1e-5)
+
+
+def test_norms_of_rows():
+    """Example by example, whatever another one's values are."""
+    values = np.zeros((7, 1, 3, 2))
+    values[1:, 0, 0] = 1
+    values[2, 0, 2] = -1  # of the same row
+    values[3:, 0, 2] = [[1e-30], [np.nan], [np.inf], [1e18]]
+    values[6, 0, 1], values[6, 0, 0] = 1e30, 1e30
+    rows = jnp.tile(jnp.array([0, 1, 0]), (7, 1, 1))
+    norm, bound = row_norms(rows, jnp.asarray(values, jnp.float32))
+    right = np.array([0, 1, 0, 1, np.nan, np.inf, np.sqrt(2) * 1e30]) * np.sqrt(2)
+    np.testing.assert_allclose(norm, right, rtol=1e-6)
+    assert bound[0] == 0
+    assert 5e-7 < bound[2] < 1e-6
+    assert (bound[jnp.array([1, 3, 6])] >= right[[1, 3, 6]]).all()
+    assert not jnp.isfinite(bound[4:6]).any()

@@ -45,7 +45,7 @@ def clipped_sum(
 
     def finish(met: Any) -> ClippedSum:
         loss, aux, residuals, cotangents, grads, scales = met
-        cotangents = _moved(traced, cotangents, is_back=True)
+        residuals, cotangents = _moved(traced, residuals, cotangents, is_back=True)
         held, targets = Held(residuals, cotangents, grads), traced.targets
         with stage("norm"):
             found = [
@@ -57,23 +57,36 @@ def clipped_sum(
         result = clip_and_sum(traced, groups, found, loss, aux, scales, is_padding_example)
         return result._replace(grads=traced.of_leaves(result.grads))
 
-    met = (loss, aux, residuals, _moved(traced, cotangents), grads, scales)
+    met = (loss, aux, *_moved(traced, residuals, cotangents), grads, scales)
     result = computed_once(finish, met, loss)
     return result._replace(grads=traced.scattered(result.grads))
 
 
 def _moved(
-    traced: TracedLoss, cotangents: dict[Address, Any], *, is_back: bool = False
-) -> dict[Address, Any]:
-    """The cotangents with their axes in the order of `columns_last`, or back in their own."""
-    found = dict(cotangents)
+    traced: TracedLoss,
+    residuals: dict[Address, Any],
+    cotangents: dict[Address, Any],
+    *,
+    is_back: bool = False,
+) -> tuple[dict[Address, Any], dict[Address, Any]]:
+    """What uses met in the order in which it is needed, or back in its own.
+
+    Cotangents have their axes in the order of `columns_last`. What comes of a scan over slices of a
+    parameter has the slices in front of the examples, as the scan leaves it and as products of a
+    slice each take it.
+    """
+    residuals, cotangents = dict(residuals), dict(cotangents)
     for uses in traced.uses.of:
         for at, use in uses.items():
-            if isinstance(x := cotangents[at], jax.Array):
-                order = columns_last(use)
-                order = np.argsort(order) if is_back else order
-                found[at] = jnp.transpose(x, (0, *(1 + axis for axis in order)))
-    return found
+            if not isinstance(x := cotangents[at], jax.Array):
+                continue
+            scans = len(use.stacked) if {*use.stacked} == {"slices"} else 0
+            order = (0, *(1 + axis for axis in columns_last(use)))
+            order = (*order[1 : 1 + scans], 0, *order[1 + scans :])
+            cotangents[at] = jnp.transpose(x, np.argsort(order).tolist() if is_back else order)
+            ends = (scans, 0) if is_back else (0, scans)
+            residuals[at] = jax.tree.map(lambda x, ends=ends: jnp.moveaxis(x, *ends), residuals[at])
+    return residuals, cotangents
 
 
 def _backward(
