@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
         """Shapes and dtypes of all arrays, in the order in which a program takes them."""
         arrays = jax.tree.leaves((self.params, self.frozen, self.example, self.key))
         if self.specs is None:  # as they are, with the mesh axes that they vary along
-            return [jax.eval_shape(lambda x: x, x) for x in arrays]
+            return jax.eval_shape(lambda x: x, arrays)
         types = map(jax.typeof, arrays)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
 
