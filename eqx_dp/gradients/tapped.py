@@ -223,7 +223,8 @@ class _Evaluation(NamedTuple):
 
         def run(inputs: list[Any], own: dict[Address, Any]) -> tuple[list[Any], dict[Address, Any]]:
             taps = {**own, **same}
-            outputs, residuals = inner.program(scan.body, below, inputs, taps)
+            of_body = {address: taps[address] for address in below}
+            outputs, residuals = inner.program(scan.body, below, inputs, of_body)
             outputs = list(map(whole, outputs))
             for i, address in given_on.items():
                 outputs[i] = _with_tap(outputs[i], taps[address])

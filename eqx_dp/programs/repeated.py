@@ -13,11 +13,11 @@ from jax.extend.core import primitives as jax_primitives
 
 from .inside import closed, equations, open_jaxpr, programs_of
 
-_WINDOWS = 4, 16
+_WINDOW = 4
 """How many equations in a row have to come again for a distance to be thought of."""
 
 _DISTANCES = 16
-"""How many distances are tried."""
+"""How many distances are tried, and how often rows are looked for."""
 
 _CALL = 6
 """How many equations cost as much as a call of a program."""
@@ -27,6 +27,7 @@ _PLAIN = frozenset(
     for name, value in vars(jax_primitives).items()
     if name.endswith("_p") and not name.startswith("custom_")
 )
+"""Primitives that say all that they do: no rule and no library stands behind them."""
 
 Places: TypeAlias = tuple[tuple[int, ...], ...]
 """Of every equation of a program its new address: its index, behind that of a call around it."""
@@ -54,151 +55,97 @@ def outlined(program: jex_core.ClosedJaxpr) -> tuple[jex_core.ClosedJaxpr, Place
         kind for itself.
     """
     jaxpr = open_jaxpr(program)
-    unchanged = program, tuple((i,) for i in range(len(jaxpr.eqns)))
-    if len(jaxpr.eqns) < 2 * _CALL or _holds_float16(jaxpr):
-        return unchanged
-    rows = list(_rows(jaxpr))
-    if not rows:
-        return unchanged
-    new, places = list[jex_core.JaxprEqn](), list[tuple[int, ...]]()
-    for start, end, call in _all_of(rows, len(jaxpr.eqns)):
-        if call is None:
-            places += [(len(new) + i,) for i in range(end - start)]
-            new += jaxpr.eqns[start:end]
-        else:
-            places += [(len(new), i) for i in range(end - start)]
+    calls = {} if _holds_float16(jaxpr) else _calls(jaxpr)
+    new, places, rest = list[jex_core.JaxprEqn](), list[tuple[int, ...]](), 0
+    for index, equation in enumerate(jaxpr.eqns):
+        if call := calls.get(index):
+            rest = len(open_jaxpr(call.params["jaxpr"]).eqns)
+            places += [(len(new), i) for i in range(rest)]
             new.append(call)
+        elif rest <= 0:
+            places.append((len(new),))
+            new.append(equation)
+        rest -= 1
+    if not calls:
+        return program, tuple(places)
     changed: Any = jaxpr.replace(eqns=new)
     # In JAX 0.11 a closed program is an open one with constants, and both are one class.
     result = changed if jaxpr is program else jex_core.ClosedJaxpr(changed, program.consts)
     return result, tuple(places)
 
 
-def _all_of(
-    rows: list[tuple[int, int, jex_core.JaxprEqn]], size: int
-) -> Iterator[tuple[int, int, jex_core.JaxprEqn | None]]:
-    """The rows that are calls, and those between them."""
-    at = 0
-    for start, end, call in sorted(rows, key=lambda row: row[0]):
-        if at < start:
-            yield at, start, None
-        yield start, end, call
-        at = end
-    if at < size:
-        yield at, size, None
-
-
-def _rows(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[int, int, jex_core.JaxprEqn]]:
-    """Rows of equations, each with the call in its place."""
-    known, plain = dict[Any, int](), dict[Any, bool]()
-    labels = [known.setdefault(_label(one, plain), len(known)) for one in jaxpr.eqns]
-    program = _Variables.of(jaxpr)
-    for starts, size in _repeated(np.array(labels), program.alive()):
-        alike: dict[Any, list[int]] = {}
-        for start in starts:
-            alike.setdefault(program.shape_of(start, size), []).append(start)
-        for its in alike.values():
-            if len(its) > 1:
-                yield from program.calls(its, size)
-
-
-class _Variables(NamedTuple):
-    """Where a program's variables are made and needed.
+class _Row(NamedTuple):
+    """Some equations of a program, one behind the other.
 
     Attributes:
-        jaxpr: the program.
-        made: of every result of an equation, which equation's, and which of its results it is.
-        last: which equation needs it last; one behind all where it is a result of the program.
+        start: the index of the first.
+        operands: what they take from outside, in the order in which it is needed.
+        sources: for everything that they need, in order: which operand, or which result of which
+            equation in the row. Equal for rows that are equal.
+        results: which results of which equations are needed behind the row.
     """
 
-    jaxpr: jex_core.Jaxpr
-    made: dict[Any, tuple[int, int]]
-    last: dict[Any, int]
+    start: int
+    operands: list[Any]
+    sources: tuple[int | tuple[int, int], ...]
+    results: frozenset[tuple[int, int]]
 
-    @classmethod
-    def of(cls, jaxpr: jex_core.Jaxpr) -> "_Variables":
-        """Those of a program."""
-        made = {
-            variable: (index, place)
-            for index, equation in enumerate(jaxpr.eqns)
-            for place, variable in enumerate(equation.outvars)
-        }
-        last = {x: index for index, equation in enumerate(jaxpr.eqns) for x in _needed(equation)}
-        last.update({x: len(jaxpr.eqns) for x in _variables(jaxpr.outvars)})
-        return cls(jaxpr, made, last)
 
-    def alive(self) -> np.ndarray[Any, Any]:
-        """Ahead of every equation, how many results of those before are still needed."""
-        changes = np.zeros(len(self.jaxpr.eqns) + 2, int)
-        for variable, (index, _) in self.made.items():
-            if variable in self.last:
-                changes[index + 1] += 1
-                changes[self.last[variable] + 1] -= 1
-        return np.cumsum(changes)
-
-    def operands(self, start: int, size: int) -> list[Any]:
-        """What a row takes from outside, in the order in which it is needed."""
-        found = dict[Any, None]()
-        for equation in self.jaxpr.eqns[start : start + size]:
-            for variable in _needed(equation):
-                if not self._is_inside(variable, start):
-                    found[variable] = None
-        return list(found)
-
-    def _is_inside(self, variable: Any, start: int) -> bool:
-        return variable in self.made and self.made[variable][0] >= start
-
-    def shape_of(self, start: int, size: int) -> tuple[Any, ...]:
-        """Where the equations of a row take each operand from: equal for rows that are equal."""
-        outside = {variable: i for i, variable in enumerate(self.operands(start, size))}
-
-        def source(variable: Any) -> Any:
-            if variable in outside:
-                return outside[variable]
-            index, place = self.made[variable]
-            return index - start, place
-
-        row = self.jaxpr.eqns[start : start + size]
-        return tuple(tuple(map(source, _needed(equation))) for equation in row)
-
-    def results(self, start: int, size: int) -> set[tuple[int, int]]:
-        """Which results of a row's equations are needed behind it."""
-        row = enumerate(self.jaxpr.eqns[start : start + size])
-        return {
-            (index, place)
-            for index, equation in row
-            for place, variable in enumerate(equation.outvars)
-            if self.last.get(variable, -1) >= start + size
-        }
-
-    def calls(
-        self, starts: Sequence[int], size: int
-    ) -> Iterator[tuple[int, int, jex_core.JaxprEqn]]:
-        """Calls of one program in the place of equal rows, from what each row takes."""
-        eqns = self.jaxpr.eqns
-        results = sorted(set[tuple[int, int]]().union(*(self.results(at, size) for at in starts)))
-
-        def made(start: int) -> list[Any]:
-            return [eqns[start + index].outvars[place] for index, place in results]
-
-        first, *_ = starts
-        row = eqns[first : first + size]
-        name = jex_core.DebugInfo("repeated", "layer", None, None)
-        body = closed(
-            jex_core.Jaxpr(
-                (), self.operands(first, size), made(first), row, frozenset(), debug_info=name
-            )
-        )
-        call = _call(body)
+def _calls(jaxpr: jex_core.Jaxpr) -> dict[int, jex_core.JaxprEqn]:
+    """Calls in the place of rows of equations, by where the rows start."""
+    known = dict[Any, int]()
+    labels = np.array([known.setdefault(_label(one), len(known)) for one in jaxpr.eqns])
+    # Which equation needs a variable last; one behind all where it is a result of the program.
+    last = {x: index for index, equation in enumerate(jaxpr.eqns) for x in _needed(equation)}
+    last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
+    calls = dict[int, jex_core.JaxprEqn]()
+    for starts, size in _repeated(labels, _alive(jaxpr, last)):
+        alike: dict[Any, list[_Row]] = {}
         for start in starts:
-            operands = self.operands(start, size)
-            # The line of a row is that of its first equation; names of scopes are inside.
-            said = call.source_info.replace(traceback=eqns[start].source_info.traceback)
-            yield (
-                start,
-                start + size,
-                call.replace(invars=operands, outvars=made(start), source_info=said),
-            )
+            row = _row(jaxpr, last, start, size)
+            alike.setdefault(row.sources, []).append(row)
+        for rows in alike.values():
+            if len(rows) > 1:
+                calls |= _calls_of(jaxpr, rows, size)
+    return calls
+
+
+def _row(jaxpr: jex_core.Jaxpr, last: dict[Any, int], start: int, size: int) -> _Row:
+    row = jaxpr.eqns[start : start + size]
+    made = {
+        variable: (index, place)
+        for index, equation in enumerate(row)
+        for place, variable in enumerate(equation.outvars)
+    }
+    needed = [variable for equation in row for variable in _needed(equation)]
+    operands = {variable: None for variable in needed if variable not in made}
+    sources = {**{variable: i for i, variable in enumerate(operands)}, **made}
+    results = {at for variable, at in made.items() if last.get(variable, -1) >= start + size}
+    return _Row(start, list(operands), tuple(map(sources.__getitem__, needed)), frozenset(results))
+
+
+def _calls_of(
+    jaxpr: jex_core.Jaxpr, rows: Sequence[_Row], size: int
+) -> dict[int, jex_core.JaxprEqn]:
+    """Calls of one program in the place of equal rows."""
+    results = sorted(frozenset[tuple[int, int]]().union(*(row.results for row in rows)))
+
+    def made(row: _Row) -> list[Any]:
+        return [jaxpr.eqns[row.start + index].outvars[place] for index, place in results]
+
+    first, said = rows[0], jex_core.DebugInfo("repeated", "layer", None, None)
+    its = jaxpr.eqns[first.start : first.start + size]
+    body = jex_core.Jaxpr((), first.operands, made(first), its, frozenset(), debug_info=said)
+    call, calls = _call(closed(body)), dict[int, jex_core.JaxprEqn]()
+    for row in rows:
+        # The line of a row is that of its first equation; names of scopes are inside.
+        line = jaxpr.eqns[row.start].source_info.traceback
+        calls[row.start] = call.replace(
+            invars=row.operands,
+            outvars=made(row),
+            source_info=call.source_info.replace(traceback=line),
+        )
+    return calls
 
 
 def _call(body: jex_core.ClosedJaxpr) -> jex_core.JaxprEqn:
@@ -209,6 +156,17 @@ def _call(body: jex_core.ClosedJaxpr) -> jex_core.JaxprEqn:
 
     (call,) = jax.make_jaxpr(jax.jit(repeated))(*body.in_avals).jaxpr.eqns
     return call.replace(params={**call.params, "jaxpr": body})
+
+
+def _alive(jaxpr: jex_core.Jaxpr, last: dict[Any, int]) -> np.ndarray[Any, Any]:
+    """Ahead of every equation, how many results of those before are still needed."""
+    changes = np.zeros(len(jaxpr.eqns) + 2, int)
+    for index, equation in enumerate(jaxpr.eqns):
+        for variable in equation.outvars:
+            if variable in last:
+                changes[index + 1] += 1
+                changes[last[variable] + 1] -= 1
+    return np.cumsum(changes)
 
 
 def _repeated(
@@ -225,34 +183,27 @@ def _repeated(
     for _ in range(_DISTANCES):
         found = [
             (saved, starts, size)
-            for size in _distances(np.where(free, labels, -1))
-            for starts, size in _runs(labels, free, alive, size)
+            for size in _distances(np.where(free, labels, -1).tolist())
+            for starts in _runs(labels, free, alive, size)
             if (saved := (len(starts) - 1) * size - len(starts) * _CALL) > 0
         ]
         if not found:
             return
         _, starts, size = max(found, key=lambda its: its[0])
         yield starts, size
-        for start in starts:
-            free[start : start + size] = False
+        free[starts[0] : starts[-1] + size] = False
 
 
-def _distances(labels: np.ndarray[Any, Any]) -> list[int]:
-    """How far apart the same windows stand, the most frequent distances, and multiples of them."""
-    found = Counter[int]()
-    for width in _WINDOWS:
-        before: dict[tuple[int, ...], int] = {}
-        values = labels.tolist()
-        for index in range(len(values) - width + 1):
-            window = tuple(values[index : index + width])
-            if -1 in window:
-                continue
+def _distances(labels: list[int]) -> list[int]:
+    """How far apart the same windows stand: the most frequent distances."""
+    found, before = Counter[int](), dict[tuple[int, ...], int]()
+    for index in range(len(labels) - _WINDOW + 1):
+        window = tuple(labels[index : index + _WINDOW])
+        if -1 not in window:
             if window in before:
                 found[index - before[window]] += 1
             before[window] = index
-    frequent = [distance for distance, _ in found.most_common(_DISTANCES)]
-    several = {distance * 2**i for distance in frequent for i in range(5)}
-    return sorted(size for size in several if size <= len(labels) // 2)
+    return [distance for distance, _ in found.most_common(_DISTANCES)]
 
 
 def _runs(
@@ -260,39 +211,36 @@ def _runs(
     free: np.ndarray[Any, Any],
     alive: np.ndarray[Any, Any],
     size: int,
-) -> Iterator[tuple[list[int], int]]:
-    """Rows of a size that follow each other."""
+) -> Iterator[list[int]]:
+    """Where rows of a size start that follow each other."""
     again = (labels[size:] == labels[:-size]) & free[size:] & free[:-size]
     edges = np.flatnonzero(np.diff([False, *again.tolist(), False]))
     for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        count = (end - begin) // size + 1
-        slack = (end - begin) % size
+        count, slack = (end - begin) // size + 1, (end - begin) % size
         if count > 1 and free[begin : end + size].all():
-            needed = [
-                int(alive[[begin + shift + i * size for i in range(count + 1)]].sum())
-                for shift in range(slack + 1)
-            ]
+            offsets = size * np.arange(count + 1)
+            needed = [int(alive[begin + shift + offsets].sum()) for shift in range(slack + 1)]
             first = begin + int(np.argmin(needed))
-            yield [first + i * size for i in range(count)], size
+            yield (first + offsets[:-1]).tolist()
 
 
-def _label(equation: jex_core.JaxprEqn, plain: dict[Any, bool]) -> Any:
+def _label(equation: jex_core.JaxprEqn) -> Any:
     """What tells an equation from others; of one that is like no other, itself."""
-    said = equation.source_info
     if equation.effects:
         return id(equation)
-    found = (
-        equation.primitive,
-        tuple(map(_operand, equation.invars)),
-        tuple(variable.aval for variable in equation.outvars),
-        tuple((name, _value(value)) for name, value in sorted(equation.params.items())),
-        said.name_stack,
-        equation.ctx,
-        () if _is_plain(equation, plain) else _files(equation),
-    )
     try:
+        found = (
+            equation.primitive,
+            tuple(map(_operand, equation.invars)),
+            # The type says whether a result is dropped.
+            tuple((type(variable), variable.aval) for variable in equation.outvars),
+            tuple((name, _value(value)) for name, value in sorted(equation.params.items())),
+            equation.source_info.name_stack,
+            equation.ctx,
+            () if _is_plain(equation) else _files(equation),
+        )
         hash(found)
-    except TypeError:
+    except TypeError:  # a parameter that cannot be compared, a literal that is no number
         return id(equation)
     return found
 
@@ -311,15 +259,10 @@ def _value(value: Any) -> Any:
     return type(value), value.hex() if isinstance(value, float) else value
 
 
-def _is_plain(equation: jex_core.JaxprEqn, known: dict[Any, bool]) -> bool:
+def _is_plain(equation: jex_core.JaxprEqn) -> bool:
     """Whether JAX's own primitives say all that an equation does."""
-    if equation.primitive not in _PLAIN:
-        return False
-    programs = programs_of(equation)
-    for program in programs:
-        if program not in known:
-            known[program] = all(_is_plain(one, known) for one in program.eqns)
-    return all(known[program] for program in programs)
+    inner = (one for program in programs_of(equation) for one in equations(program))
+    return all(one.primitive in _PLAIN for one in itertools.chain([equation], inner))
 
 
 def _files(equation: jex_core.JaxprEqn) -> tuple[str, ...]:
@@ -338,5 +281,6 @@ def _needed(equation: jex_core.JaxprEqn) -> list[Any]:
 
 def _holds_float16(jaxpr: jex_core.Jaxpr) -> bool:
     """Whether anything in a program is in float16."""
-    variables = itertools.chain(jaxpr.invars, *(one.outvars for one in equations(jaxpr)))
+    made = (one.outvars for one in equations(jaxpr))
+    variables = itertools.chain(jaxpr.constvars, jaxpr.invars, *made)
     return any(getattr(variable.aval, "dtype", None) == jnp.float16 for variable in variables)
