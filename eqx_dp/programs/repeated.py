@@ -54,7 +54,7 @@ def outlined(program: jex_core.ClosedJaxpr) -> tuple[jex_core.ClosedJaxpr, Place
         The program, and where its equations are; an equation in a call has another equation of its
         kind for itself.
     """
-    jaxpr = open_jaxpr(program)
+    jaxpr: Any = open_jaxpr(program)
     calls = {} if _holds_float16(jaxpr) else _calls(jaxpr)
     new, places, rest = list[jex_core.JaxprEqn](), list[tuple[int, ...]](), 0
     for index, equation in enumerate(jaxpr.eqns):
@@ -68,7 +68,7 @@ def outlined(program: jex_core.ClosedJaxpr) -> tuple[jex_core.ClosedJaxpr, Place
         rest -= 1
     if not calls:
         return program, tuple(places)
-    changed: Any = jaxpr.replace(eqns=new)
+    changed = jaxpr.replace(eqns=new)
     # In JAX 0.11 a closed program is an open one with constants, and both are one class.
     result = changed if jaxpr is program else jex_core.ClosedJaxpr(changed, program.consts)
     return result, tuple(places)
