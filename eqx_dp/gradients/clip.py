@@ -296,6 +296,7 @@ def _round_down(value: float, dtype: np.dtype[Any]) -> float:
     return float(np.nextafter(rounded, np.zeros((), dtype)) if float(rounded) > value else rounded)
 
 
+@jax.jit
 def weighted_sum(
     leaf: Float[Array, "batch *shape"],
     factors: Float[Array, " batch"],

@@ -30,6 +30,7 @@ def computed_once(
         some: any value of them, or one that comes with them. The condition on it always holds,
             which the compiler cannot know.
     """
+    function = jax.jit(function, inline=True)  # traced once, for shapes and for the branch
     shapes = jax.eval_shape(function, operands)
 
     # Behind a barrier, or a constraint of the user's on a result would have to be in both branches.

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ..paths import below
 from ..precision import Policy, inside_engine, matmul_precision
-from ..programs import with_masked_products
+from ..programs import outlined, with_masked_products
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
 from .failures import explain_failure
 from .narrow_products import Narrow, narrow_products
@@ -52,7 +52,7 @@ class Program(NamedTuple):
         self, params: list[Array], frozen: list[Array], example: list[Array]
     ) -> tuple[Array, list[Array]]:
         """Evaluates the loss and the aux leaves of one example."""
-        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self.run())
+        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(outlined(self.run())[0])
         loss, *aux = evaluate(*params, *frozen, *example)
         return jnp.asarray(loss), [jnp.asarray(leaf) for leaf in aux]
 
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
         """Shapes and dtypes of all arrays, in the order in which a program takes them."""
         arrays = jax.tree.leaves((self.params, self.frozen, self.example, self.key))
         if self.specs is None:  # as they are, with the mesh axes that they vary along
-            return [jax.eval_shape(lambda x: x, x) for x in arrays]
+            return jax.eval_shape(lambda x: x, arrays)
         types = map(jax.typeof, arrays)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
 

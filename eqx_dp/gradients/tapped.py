@@ -17,10 +17,12 @@ from jaxtyping import Array
 
 from ..programs import (
     Call,
+    Places,
     Scan,
     inside,
     interpret,
     literal_value,
+    outlined,
     rematerialised,
     scanned,
 )
@@ -112,6 +114,8 @@ class _Evaluation(NamedTuple):
         taps: dict[Address, Any],
     ) -> tuple[list[Any], dict[Address, Any]]:
         """Evaluates a program; addresses are those in it."""
+        program, places = outlined(program)
+        at, taps = (_moved(of, places) for of in (at, taps))
         indices, residuals = itertools.count(), dict[Address, Any]()
         holders = {address[0] for address in at if len(address) > 1}
 
@@ -134,7 +138,7 @@ class _Evaluation(NamedTuple):
             return outputs
 
         outputs = interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)
-        return outputs, residuals
+        return outputs, _moved_back(residuals, places)
 
     def inside(
         self,
@@ -219,7 +223,8 @@ class _Evaluation(NamedTuple):
 
         def run(inputs: list[Any], own: dict[Address, Any]) -> tuple[list[Any], dict[Address, Any]]:
             taps = {**own, **same}
-            outputs, residuals = inner.program(scan.body, below, inputs, taps)
+            of_body = {address: taps[address] for address in below}
+            outputs, residuals = inner.program(scan.body, below, inputs, of_body)
             outputs = list(map(whole, outputs))
             for i, address in given_on.items():
                 outputs[i] = _with_tap(outputs[i], taps[address])
@@ -243,6 +248,21 @@ def _takes_parts(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> bool:
 
 def _with_tap(value: Array, tap: Array) -> Array:
     return value + tap.astype(value.dtype)
+
+
+def _moved(of: Mapping[Address, Any], places: Places) -> dict[Address, Any]:
+    """The same by where equations are in an outlined program."""
+    return {(*places[index], *below): its for (index, *below), its in of.items()}
+
+
+def _moved_back(of: Mapping[Address, Any], places: Places) -> dict[Address, Any]:
+    """The same by where they are in the program as it was."""
+    indices = {place: index for index, place in enumerate(places)}
+    found = dict[Address, Any]()
+    for address, its in of.items():
+        known = 1 if address[:1] in indices else 2
+        found[(indices[address[:known]], *address[known:])] = its
+    return found
 
 
 def _below(of: Mapping[Address, Any], index: int) -> dict[Address, Any]:

@@ -46,6 +46,8 @@ from .operations import loops as loops
 from .operations import matmul_flops as matmul_flops
 from .operations import primitives as primitives
 from .ragged import with_masked_products as with_masked_products
+from .repeated import Places as Places
+from .repeated import outlined as outlined
 from .rewriting import inlined as inlined
 from .shardings import PLACEMENTS as PLACEMENTS
 from .shardings import result_sharding as result_sharding

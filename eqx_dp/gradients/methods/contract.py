@@ -308,6 +308,7 @@ def clip_and_sum(
     sums: dict[int, Array] = {}
     with stage("sum"):
         for its, (together, of_all), factors in zip(members, parts, clipped.factors, strict=True):
-            totals = of_all([leaf.sum(factors, factors > 0) for leaf in together])
+            contributes = factors > 0
+            totals = of_all([leaf.sum(factors, contributes) for leaf in together])
             sums.update(zip(its, totals, strict=True))
     return ClippedSum([sums[index] for index in range(len(leaves))], loss, clipped.norms, aux)

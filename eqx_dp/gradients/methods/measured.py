@@ -140,6 +140,7 @@ def tap_of(known: Known, dtype: np.dtype[Any]) -> Array | Formed:
     return Formed(jnp.zeros((*use.slices, *form.shape), form.dtype))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def of_parameter(formed: Formed, use: ParamUse, shape: tuple[int, ...]) -> Array:
     """Each example's gradient with respect to the parameter, from that to the only use of it."""
     return jax.vmap(lambda one: use.view.pulled_back(one, shape))(formed.gradient)
