@@ -10,6 +10,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as jax_primitives
+from jaxtyping import Bool, Int
 
 from .inside import closed, equations, open_jaxpr, programs_of
 
@@ -94,7 +95,7 @@ class _Row(NamedTuple):
 def _calls(jaxpr: jex_core.Jaxpr) -> dict[int, jex_core.JaxprEqn]:
     """Calls in the place of rows of equations, by where the rows start."""
     known = dict[Any, int]()
-    labels = np.array([known.setdefault(_label(one), len(known)) for one in jaxpr.eqns])
+    labels = np.array([known.setdefault(_label(one), len(known)) for one in jaxpr.eqns], int)
     # Which equation needs a variable last; one behind all where it is a result of the program.
     last = {x: index for index, equation in enumerate(jaxpr.eqns) for x in _needed(equation)}
     last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
@@ -158,7 +159,7 @@ def _call(body: jex_core.ClosedJaxpr) -> jex_core.JaxprEqn:
     return call.replace(params={**call.params, "jaxpr": body})
 
 
-def _alive(jaxpr: jex_core.Jaxpr, last: dict[Any, int]) -> np.ndarray[Any, Any]:
+def _alive(jaxpr: jex_core.Jaxpr, last: dict[Any, int]) -> Int[np.ndarray, " place"]:
     """Ahead of every equation, how many results of those before are still needed."""
     changes = np.zeros(len(jaxpr.eqns) + 2, int)
     for index, equation in enumerate(jaxpr.eqns):
@@ -170,7 +171,7 @@ def _alive(jaxpr: jex_core.Jaxpr, last: dict[Any, int]) -> np.ndarray[Any, Any]:
 
 
 def _repeated(
-    labels: np.ndarray[Any, Any], alive: np.ndarray[Any, Any]
+    labels: Int[np.ndarray, " equation"], alive: Int[np.ndarray, " place"]
 ) -> Iterator[tuple[list[int], int]]:
     """Where rows of equal labels start that stand side by side, and how long they are.
 
@@ -207,9 +208,9 @@ def _distances(labels: list[int]) -> list[int]:
 
 
 def _runs(
-    labels: np.ndarray[Any, Any],
-    free: np.ndarray[Any, Any],
-    alive: np.ndarray[Any, Any],
+    labels: Int[np.ndarray, " equation"],
+    free: Bool[np.ndarray, " equation"],
+    alive: Int[np.ndarray, " place"],
     size: int,
 ) -> Iterator[list[int]]:
     """Where rows of a size start that follow each other."""

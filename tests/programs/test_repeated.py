@@ -122,7 +122,7 @@ def with_metadata(weight, x, flag):
 def with_other_source(weight, x, flag):
     first = jnp.sin(x)
     second = jnp.sin(first)
-    return block(weight, first - (first if flag else second))
+    return block(weight, x + (first - second if flag else second - first))
 
 
 def with_effect(weight, x, flag):
@@ -135,12 +135,12 @@ TOLD = jax.jit(lambda x: (jax.debug.callback(lambda x: None, x), x + 1)[1])
 
 def with_operand(weight, x, flag):
     one, other = OPERANDS[flag]
-    return block(weight, x + jnp.greater(one, other))
+    return block(weight, x + jax.lax.gt(one, other))
 
 
 OPERANDS = (
     [np.eye(3, dtype=np.float32), np.ones((3, 3), np.float32)],
-    [np.eye(3, dtype=np.int32)] * 2,
+    [np.eye(3, dtype=np.int32), np.ones((3, 3), np.int32)],
 )
 
 
