@@ -8,6 +8,7 @@ what takes the time is how many equations there are, not how large they are.
 
 import argparse
 import functools
+import gc
 import random
 import shlex
 import time
@@ -56,9 +57,10 @@ class Seconds(NamedTuple):
 
 
 def stages(gradient: Gradient, row: Row) -> Seconds:
-    """Makes a program from cold caches: nobody profits from the one before."""
+    """Makes a program from cold caches: nobody profits from, or cleans up after, the one before."""
     params, frozen, _ = row.split()
     jax.clear_caches()
+    gc.collect()
     jitted = jax.jit(gradient)
     times = [time.perf_counter()]
     traced = jitted.trace(params, frozen, *row.batch)
