@@ -44,7 +44,7 @@ from ..privacy import SampleSize
 from .cost import LeafCost, move
 
 # Bytes for a microbatch on a CPU, unless two examples need more.
-_CPU_SHARE = 24 * 2**20
+_CPU_SHARE = 30 * 2**20
 # How many times as long as in a larger microbatch an example takes on a CPU that is alone in one:
 # 1.25 (GPT), 1.4 (an MLP of 5.8 million entries, example by example), 1.5 (U-Net).
 _ALONE = 1.25
@@ -149,7 +149,7 @@ def choose(
     of_leaves, of_formed = (sum(cost.bytes for cost in its) for its in (costs, formed))
     methods = {
         "book_keeping": _Method(costs, sizes, flops, max(1, activations, of_leaves)),
-        "per_example": _Method(formed, sizes, flops, max(1, activations + of_formed)),
+        "per_example": _Method(formed, sizes, flops, max(1, activations, of_formed)),
         "ghost": _Method(costs, sizes, 2 * flops, max(1, activations)),
     }
     if method != "auto":
@@ -161,7 +161,7 @@ def choose(
     def at_its_best(method: _Method) -> tuple[int | None, Work]:
         size = microbatch_size
         if size is None:
-            size = _best_size(method, batch, _fitting(method.held, batch.slots, memory))
+            size = _best_size(method, batch, _fitting(method, batch.slots, memory))
         return size, method.work(batch, size)
 
     best = {name: at_its_best(method) for name, method in methods.items()}
@@ -234,11 +234,12 @@ def _sizes(most: int, slots: int) -> Iterator[int]:
         yield most
 
 
-def _fitting(held: int, slots: int, memory: int | None) -> int:
+def _fitting(method: _Method, slots: int, memory: int | None) -> int:
     """The largest microbatch whose parts fit."""
+    held = method.held
     available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
     if is_cpu():
-        available = min(available, max(_CPU_SHARE, 2 * held))
+        available = min(available, max(_CPU_SHARE - 4 * sum(method.sizes), 2 * held))
     if held * slots <= available:
         return slots
     return 2 ** int(math.log2(max(1, available // held)))
