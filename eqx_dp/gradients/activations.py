@@ -49,7 +49,7 @@ def activation_bytes(program: Program, num_params: int, num_frozen: int) -> int:
         num_frozen: how many behind those are the same for every example.
     """
     jaxpr, found = program.jaxpr.jaxpr, _Arrays()
-    shared: list[_Fact] = [True] * num_params + [False] * num_frozen
+    shared = [True] * num_params + [False] * num_frozen
     examples = [_elsewhere(False) for _ in jaxpr.invars[len(shared) :]]
     found.run(jaxpr, [*shared, *examples])
     return found.total
@@ -181,10 +181,9 @@ class _Arrays:
         elif is_trained and name not in _NOT_OF_OPERANDS:
             self.keep(inputs)
         if len(arrays) == 1 and name in _FOUND_AGAIN:
-            is_formed = name in REARRANGED and all(
-                fact.is_formed for fact in inputs if isinstance(fact, _Value)
-            )
-            return [_Value(*arrays, is_trained, is_formed)] * len(variables)
+            was_formed = all(fact.is_formed for fact in inputs if isinstance(fact, _Value))
+            found = _Value(arrays.pop(), is_trained, was_formed and name in REARRANGED)
+            return [found for _ in variables]
         results = self.new(variables, is_trained)
         if is_trained and (name in OF_RESULT or (name == "div" and _is_trained(inputs[1]))):
             self.keep(results)

@@ -47,13 +47,13 @@ REARRANGED = UNCHANGED | named(
 )
 """The entries of their results are those of the first operand, in another order or dtype."""
 
-CHEAP_LINEAR = named("add add_any concatenate dynamic_update_slice imag neg pad real select_n stack sub")
+CHEAP_LINEAR = named(
+    "add add_any concatenate dynamic_update_slice imag neg pad real select_n stack sub"
+)
 CHEAP = CHEAP_LINEAR | named("abs clamp integer_pow max min mul square")
 """Arithmetic that costs less than to write its result to memory and to read it again."""
 
-LINEAR = (
-    REARRANGED | CHEAP_LINEAR | named("cumsum gather reduce_sum reduce_window_sum scatter-add")
-)
+LINEAR = REARRANGED | CHEAP_LINEAR | named("cumsum gather reduce_sum reduce_window_sum scatter-add")
 """Their derivatives need no operand, but for indices and for what selects."""
 
 OF_RESULT = named("cbrt exp exp2 logistic rsqrt sqrt tanh")
