@@ -16,18 +16,32 @@ parameters twice (forward, backward), writes its sums, and adds them to the tota
 | `move`: one number | 16 | 64: 16 operations a byte |
 | `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
 | one example at once | 1.25 times the operations | no more |
-| memory for a microbatch | 24 MiB, or two examples | 0.4 of the device's |
+| memory for a microbatch | 30 MiB less the sums, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores. Above 32 MiB the C library gives temporary memory
-back to the system after each call, and the next call pays for fresh pages: the vision transformer
-of Equinox' documentation takes 1.4 times as long at 8 examples (33 MiB) as at 4 (14 MiB), and an
-MLP of 0.9 million entries, example by example, twice as long at 16 (58 MiB) as at 8 (28 MiB). What
-is held is an estimate, which compiled programs exceed by up to a third: so 24 MiB.
+back to the system after each call, and the next call pays for fresh pages. CPU time, beside that of
+the microbatch that is chosen, with the temporary memory of the compiled program:
+
+| | half of it | chosen | twice as many |
+|---|---|---|---|
+| vision transformer | | 4 (14 MiB) | 1.4 (33 MiB) |
+| U-Net | 1.04 (13 MiB) | 4 (26 MiB) | 1.24 (53 MiB) |
+| MLP mixer | 0.99 (11 MiB) | 8 (20 MiB) | 1.15 (50 MiB) |
+| GPT of haliax blocks | 1.02 (15 MiB) | 4 (30 MiB) | 1.17 (61 MiB) |
+| small GPT, 64 tokens | 0.99 (14 MiB) | 8 (29 MiB) | |
+| mixture of experts | 0.97 (14 MiB) | 16 (27 MiB) | |
+| BERT, by book-keeping | | 2 (24 MiB) | 1.03 to 1.13 (32 MiB) |
+
+What is held for an example is the larger of its activations (`activations.py`) and its gradients,
+which come where activations were. A gradient is there twice if a scan stacks it, or if it is found
+through another value (`LeafCost.copies`). Compiled programs of 24 models that hold more than 0.3
+MiB an example hold 0.8 to 1.4 times as much. Beside a microbatch there are the sums of all
+gradients: 15 of BERT's 24 MiB.
 
 Two at once are taken however large they are: one by one, each example takes longer, by more than
-what fresh pages cost. Beyond, the pages count. Of a GPT with 512 tokens (36 MiB an example) two at
+what fresh pages cost. Beyond, the pages count. Of a GPT with 512 tokens (41 MiB an example) two at
 once take 0.73 to 0.93 of the time of one by one (0.87 of the CPU time), four 0.87 to 0.95, eight
-1.05 to 1.45; with 1024 tokens (101 MiB) two take 0.7 to 0.97 (0.84), four 1.05.
+1.05 to 1.45; with 1024 tokens (135 MiB) two take 0.7 to 0.97 (0.84), four 1.05.
 
 Those of others are data sheets': float32 operations outside of tensor cores over bytes of memory,
 in a second, are 12 (A100), 20 (H100) and 14 (H200). Nothing of them was measured.
@@ -43,8 +57,8 @@ from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
 from .cost import LeafCost, move
 
-# Bytes for a microbatch on a CPU, unless two examples need more.
-_CPU_SHARE = 24 * 2**20
+# Bytes for a microbatch and the sums of all gradients on a CPU, unless two examples need more.
+_CPU_SHARE = 30 * 2**20
 # How many times as long as in a larger microbatch an example takes on a CPU that is alone in one:
 # 1.25 (GPT), 1.4 (an MLP of 5.8 million entries, example by example), 1.5 (U-Net).
 _ALONE = 1.25
@@ -149,7 +163,7 @@ def choose(
     of_leaves, of_formed = (sum(cost.bytes for cost in its) for its in (costs, formed))
     methods = {
         "book_keeping": _Method(costs, sizes, flops, max(1, activations, of_leaves)),
-        "per_example": _Method(formed, sizes, flops, max(1, activations + of_formed)),
+        "per_example": _Method(formed, sizes, flops, max(1, activations, of_formed)),
         "ghost": _Method(costs, sizes, 2 * flops, max(1, activations)),
     }
     if method != "auto":
@@ -161,7 +175,7 @@ def choose(
     def at_its_best(method: _Method) -> tuple[int | None, Work]:
         size = microbatch_size
         if size is None:
-            size = _best_size(method, batch, _fitting(method.held, batch.slots, memory))
+            size = _best_size(method, batch, _fitting(method, batch.slots, memory))
         return size, method.work(batch, size)
 
     best = {name: at_its_best(method) for name, method in methods.items()}
@@ -234,11 +248,12 @@ def _sizes(most: int, slots: int) -> Iterator[int]:
         yield most
 
 
-def _fitting(held: int, slots: int, memory: int | None) -> int:
+def _fitting(method: _Method, slots: int, memory: int | None) -> int:
     """The largest microbatch whose parts fit."""
+    held = method.held
     available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
     if is_cpu():
-        available = min(available, max(_CPU_SHARE, 2 * held))
+        available = min(available, max(_CPU_SHARE - 4 * sum(method.sizes), 2 * held))
     if held * slots <= available:
         return slots
     return 2 ** int(math.log2(max(1, available // held)))

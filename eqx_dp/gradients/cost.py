@@ -51,6 +51,8 @@ class LeafCost(NamedTuple):
         bytes: what is held for it until the clip factor is known.
         reason: why this way.
         times: iterations of scans that use all of it again.
+        copies: how often an example's gradient is there at once, where it is differentiated: a scan
+            over slices of the parameter puts the slices in front of the examples.
     """
 
     kinds: tuple[str, ...]
@@ -60,6 +62,7 @@ class LeafCost(NamedTuple):
     bytes: int
     reason: str
     times: int = 0
+    copies: int = 1
 
     @property
     def flops(self) -> float:
@@ -88,7 +91,8 @@ class LeafCost(NamedTuple):
             return self
         reason = "each example's gradient is formed by the backward pass itself"
         reason = self.reason if self.way == "whole" else reason
-        return LeafCost(self.kinds, "whole", 2 * size, 2 * size, 4 * size, reason, self.times)
+        held = 4 * size * self.copies
+        return LeafCost(self.kinds, "whole", 2 * size, 2 * size, held, reason, self.times)
 
 
 def leaf_cost(found: Uses, leaf: int, parameter: jax.Array | jax.ShapeDtypeStruct) -> LeafCost:
@@ -97,7 +101,9 @@ def leaf_cost(found: Uses, leaf: int, parameter: jax.Array | jax.ShapeDtypeStruc
     for use in found.of[leaf].values():
         lengths = [n for n, its in zip(use.result.shape, use.scans, strict=False) if its == "time"]
         times += math.prod(lengths) if lengths else 0
-    return _cheapest(found, leaf, parameter)._replace(times=times)
+    is_stacked = any("slices" in use.scans for use in found.of[leaf].values())
+    copies = 2 if is_stacked else 1
+    return _cheapest(found, leaf, parameter)._replace(times=times, copies=copies)
 
 
 def _cheapest(found: Uses, leaf: int, parameter: jax.Array | jax.ShapeDtypeStruct) -> LeafCost:

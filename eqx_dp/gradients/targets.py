@@ -90,7 +90,9 @@ def find_targets(
         its = tuple([leaf] * is_direct[leaf] + roots)
         target, cost = _derived(leaf, groups[leaf], its, uses, used, costs)
         targets.append(target)
-        of_leaves[leaf] = cost
+        # What goes through a value is there beside the gradient with respect to that.
+        through = 2 if target.relation == "through" else 1
+        of_leaves[leaf] = cost._replace(copies=max(through, *(costs[r].copies for r in its)))
     return targets, of_leaves
 
 

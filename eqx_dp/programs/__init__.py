@@ -35,7 +35,12 @@ from .lines import own_line as own_line
 from .lines import source_line as source_line
 from .lines import users_line as users_line
 from .lines import written_in as written_in
+from .names import CHEAP as CHEAP
 from .names import COLLECTIVES as COLLECTIVES
+from .names import LINEAR as LINEAR
+from .names import OF_RESULT as OF_RESULT
+from .names import PRODUCTS as PRODUCTS
+from .names import REARRANGED as REARRANGED
 from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
 from .names import UNCHANGED as UNCHANGED
 from .names import UNSEEN as UNSEEN

@@ -39,6 +39,29 @@ UNCHANGED = named(
 )
 """Their result holds what their operand holds."""
 
+REARRANGED = UNCHANGED | named(
+    """
+    broadcast_in_dim convert_element_type dynamic_slice reshape rev slice split squeeze tile
+    transpose unstack
+    """
+)
+"""The entries of their results are those of the first operand, in another order or dtype."""
+
+CHEAP_LINEAR = named(
+    "add add_any concatenate dynamic_update_slice imag neg pad real select_n stack sub"
+)
+CHEAP = CHEAP_LINEAR | named("abs clamp integer_pow max min mul square")
+"""Arithmetic that costs less than to write its result to memory and to read it again."""
+
+LINEAR = REARRANGED | CHEAP_LINEAR | named("cumsum gather reduce_sum reduce_window_sum scatter-add")
+"""Their derivatives need no operand, but for indices and for what selects."""
+
+OF_RESULT = named("cbrt exp exp2 logistic rsqrt sqrt tanh")
+"""Their derivatives are functions of their results."""
+
+PRODUCTS = named("conv_general_dilated dot_general ragged_dot_general")
+"""Contractions and convolutions: what they multiply stands in memory."""
+
 SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
 COLLECTIVES = SUMS_OF_DEVICES | named(
     "reduce_scatter all_gather all_gather_invariant all_to_all ppermute pmax pmin"

@@ -1,5 +1,6 @@
 """Products of rows with one matrix a group (`jax.lax.ragged_dot`): a mixture of experts."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,13 +46,20 @@ def _of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | N
         ends = jnp.cumsum(sizes)
         at = jnp.arange(rows.shape[ragged[0]])[:, None]
         is_of_group = (at >= ends - sizes) & (at < ends)
-        along = [1] * rows.ndim + [len(sizes)]
-        along[ragged[0]] = len(at)
-        masked = jnp.where(is_of_group.reshape(along), rows[..., None], 0)
+        free = [axis for axis in range(rows.ndim) if axis not in rows_contracted]
+        along = [len(at) if axis == ragged[0] else 1 for axis in free]
+        mask = is_of_group.reshape(*along, len(sizes), *[1] * len(contracted))
+        left = jnp.expand_dims(jnp.transpose(rows, (*free, *rows_contracted)), len(free))
+        # Groups and features as one dimension: with two, the gradients of all matrices are
+        # rearranged and copied, which doubled their memory.
+        summed = (groups[0], *contracted)
+        others = [axis for axis in range(matrices.ndim) if axis not in summed]
+        right = jnp.transpose(matrices, (*summed, *others))
+        length = math.prod(right.shape[: len(summed)])
         return jax.lax.dot_general(
-            masked,
-            matrices,
-            (((rows.ndim, *rows_contracted), (groups[0], *contracted)), ((), ())),
+            jnp.where(mask, left, 0).reshape(*(rows.shape[axis] for axis in free), length),
+            right.reshape(length, *(matrices.shape[axis] for axis in others)),
+            (((len(free),), (0,)), ((), ())),
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
         )

@@ -64,6 +64,12 @@ def test_nothing_of_another_group_comes_in():
     (found,) = jax.core.eval_jaxpr(new.jaxpr, new.consts, rows, np.float32(MATRICES))
     np.testing.assert_array_equal(np.isnan(found).any(1), np.arange(6) == 1)
 
+    def total(matrices):
+        return jnp.sum(jax.core.eval_jaxpr(new.jaxpr, new.consts, rows, matrices)[0])
+
+    gradient = jax.grad(total)(np.float32(MATRICES))
+    np.testing.assert_array_equal(np.isnan(gradient).any((1, 2)), np.arange(3) == 0)
+
 
 def test_what_is_left_as_it_is():
     numbers = general(((0,), (0,)), [0], [])

@@ -137,7 +137,7 @@ class TracedLoss(NamedTuple):
     @property
     def activations(self) -> int:
         """Bytes that one example's forward pass leaves for its backward pass, roughly."""
-        return activation_bytes(self.program, len(self.params) + len(self.frozen))
+        return activation_bytes(self.program, len(self.params), len(self.frozen))
 
     def root(self, root: int) -> Any:
         """Shape and dtype of a root."""

@@ -114,7 +114,8 @@ def test_the_least_work_of_all_sizes(num_examples, prob, entries, flops):
             size: chosen(batch, entries=entries, flops=flops, method=method, size=size)
             for size in range(1, batch.slots + 1)
         }
-        fitting = {s: its.work.total for s, its in totals.items() if s * its.held <= 24 * 2**20}
+        room = 30 * 2**20 - 4 * entries
+        fitting = {s: its.work.total for s, its in totals.items() if s * its.held <= room}
         # Of the sizes that are looked at the best; of all it is next to that.
         even = [s for s in range(2, batch.slots + 1, 2) if batch.slots % s == 0]
         looked_at = [s for s in fitting if s in (1, 2, 4, batch.slots, *even) or s % 8 == 0]
@@ -137,11 +138,16 @@ def test_costly_examples_go_two_by_two_and_cheap_ones_together():
     assert 64 < (chosen(batch, flops=1.0, entries=10**6).microbatch_size or 0) < batch.slots
 
 
+def with_room(monkeypatch, examples, *, entries):
+    """Beside the sums of so many entries."""
+    monkeypatch.setattr(choice, "_CPU_SHARE", examples * GHOST.bytes + 4 * entries)
+
+
 @pytest.mark.parametrize("prob", [1.0, 0.5, 0.01])
 def test_no_more_is_held_than_fits(monkeypatch, prob):
     batch = batch_of(1000, prob)
     for room in (1, 3, 7, 9, 20):
-        monkeypatch.setattr(choice, "_CPU_SHARE", room * GHOST.bytes)
+        with_room(monkeypatch, room, entries=10**6)
         for flops in (1.0, 1e6):
             size = chosen(batch, flops=flops, entries=10**6).microbatch_size or batch.slots
             assert size <= max(2, room)  # two at once, however large
@@ -193,11 +199,27 @@ def test_what_was_asked_for_is_kept(method, size, sample):
 
 
 def test_the_last_microbatch_is_not_left_half_empty(monkeypatch):
-    monkeypatch.setattr(choice, "_CPU_SHARE", 32 * GHOST.bytes)
+    with_room(monkeypatch, 32, entries=10**5)
     for slots, size in ((32, None), (36, 18), (40, 20), (64, 32), (96, 32), (60, 30)):
         found = chosen(DeviceBatch(slots), entries=10**5)
         assert found.microbatch_size == size, slots
         assert found.work.padding == 0
+
+
+def test_what_each_method_holds_for_an_example():
+    """Gradients come where activations were, but for those that scans or other values copy."""
+    cases = {
+        (kept(500), 10): (2100, 2000),
+        (kept(500), 9000): (9000, 9000),
+        (kept(500)._replace(copies=2), 10): (2100, 4000),
+        (UNUSED, 10): (10, 10),
+    }
+    for (cost, activations), expected in cases.items():
+        found = [
+            choose([cost], [leaf_of(500)], 1e6, activations, DeviceBatch(4), method, None).held
+            for method in ("book_keeping", "per_example", "ghost")
+        ]
+        assert found == [*expected, activations]
 
 
 def test_methods_by_what_is_formed():

@@ -96,6 +96,30 @@ def test_numbers_that_are_moved():
     assert kept.moved(2**20, large) < 4.1 * 2**20 < 11 * 2**20 < kept.moved(2**20, large + 1)
 
 
+@pytest.mark.parametrize(
+    ("loss", "copies"),
+    [
+        pytest.param(lambda w, x: jnp.sum(w[0] @ x), 1, id="as it is"),
+        pytest.param(
+            lambda w, x: jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(w @ h), None), x, w)[0]),
+            2,
+            id="stacked by a scan",
+        ),
+        pytest.param(
+            lambda w, x: jnp.sum((w / jnp.linalg.norm(w))[0] @ x), 2, id="through another value"
+        ),
+        pytest.param(lambda w, x: jnp.sum(jnp.tanh(w)[0] @ x), 1, id="entry by entry"),
+    ],
+)
+def test_gradients_that_are_there_twice(loss, copies):
+    """Where they are differentiated example by example: so compiled programs hold them."""
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
+    batch = (jnp.zeros((4, 5)),)
+    (cost,) = grad_fn.prepare(jnp.ones((3, 5, 5)), batch, None, None).traced.costs
+    assert cost.copies == copies
+    assert cost.differentiated(75).bytes == 4 * 75 * copies
+
+
 def test_a_recurrent_matrix_is_not_added_up_at_every_step_of_every_example():
     """By the scan's own backward pass, where book-keeping adds up once."""
 
