@@ -1,5 +1,6 @@
 """A loss whose gradient is clipped example by example: what `filter_clipped_grad` returns."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -23,6 +24,7 @@ from .configuration import Configuration
 from .cost import leaf_cost
 from .examples import MaskRule, read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
+from .mapped import is_mapped
 from .methods import MethodName, TracedLoss
 from .program import Inputs, Options, check_key, refuse_batch_norm, trace
 from .split import Split, split
@@ -253,7 +255,10 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         leaves = jax.tree.leaves(params)
         roots = [*leaves, *(its.value for its in parts.derived)]
         of_roots = [leaf_cost(uses, root, value) for root, value in enumerate(roots)]
-        targets, costs = find_targets(uses, parts.derived, of_roots, groups)
+        known = functools.partial(
+            is_mapped, parts, uses, leaves, jax.tree.leaves(frozen), accumulate_dtype
+        )
+        targets, costs = find_targets(uses, parts.derived, of_roots, groups, known)
         traced = TracedLoss(
             parts,
             uses,

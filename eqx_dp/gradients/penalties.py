@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .clip import norm_error, norms, sum_in_blocks, unit_roundoff, weighted_sum
+from .computed_again import MOST_ROUNDINGS
 from .gram import OneHot, OuterProducts, to_common_scale
 from .leaves import LeafForm, LeafGradient, Met, measured, sides, summed
 from .powers import exponent_of, power_of_two, times_power
@@ -133,12 +134,14 @@ def _measured(
 
     few = (count + 4) ** 2
     steps = sum(use.steps for use in form.uses)
-    slack = (roundings + 2 * steps + few) * 2 * gross * of_penalties
-    slack += (few + 2 * norm_error(flat.shape[1], dtype) / roundoff) * of_penalties**2
+    again = MOST_ROUNDINGS
+    slack = (roundings + again + 2 * steps + few) * 2 * gross * of_penalties
+    slack += (few + 2 * again + 2 * norm_error(flat.shape[1], dtype) / roundoff) * of_penalties**2
     slack = 33 / 32 * roundoff * (slack + few * own_bound**2)
     slack += 2.0**-60 * (gross + of_penalties) ** 2
     bound = jnp.sqrt(jnp.maximum(own_bound**2 + cross + alone, 0) + slack)
-    bound = (bound + few * roundoff * (own_bound + of_penalties)) * (1 + 8 * roundoff)
+    bound += (few + again) * roundoff * (own_bound + of_penalties)
+    bound *= 1 + 8 * roundoff
     norm = jnp.sqrt(jnp.maximum(own_norm**2 + cross + alone, 0))
     norm, back = times_power(norm, unit), times_power(bound, unit)
     return norm, jnp.where(bound > 0, jnp.maximum(back, tiny), bound)

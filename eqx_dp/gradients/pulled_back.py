@@ -99,24 +99,24 @@ def _summed(
 
 def pulled_back(
     function: Callable[[list[Array]], list[Array]],
-    parameter: Array,
+    params: list[Array],
     grads: list[Array],
     dtype: np.dtype[Any],
-) -> Float[Array, "batch ..."]:
-    """Each example's gradient with respect to a parameter, through values derived from it.
+) -> list[Float[Array, "batch ..."]]:
+    """Each example's gradients with respect to parameters, through values derived from them.
 
-    It is formed before it is measured, and what is measured is what is summed. Where the derivative
-    is computed in a narrower dtype than gradients are, it is given each example's with a largest
-    entry near one, so that none overflows.
+    They are formed before they are measured, and what is measured is what is summed. Where the
+    derivative is computed in a narrower dtype than gradients are, it is given each example's with a
+    largest entry near one, so that none overflows.
 
     Args:
-        function: from the parameter, alone in a list, to the values derived from it.
-        parameter: the parameter.
+        function: from the parameters to the values derived from them.
+        params: the parameters.
         grads: with respect to each value, in the order of the function's results.
         dtype: the accumulate dtype.
     """
     with stage("loss"):  # what is left of the backward pass
-        values, pullback = jax.vjp(lambda value: function([value]), parameter)
+        values, pullback = jax.vjp(function, params)
         pairs = list(zip(values, grads, strict=True))
         scale: Any = None
         if any(value.dtype != grad.dtype for value, grad in pairs):
@@ -128,7 +128,7 @@ def pulled_back(
                 for value, grad in pairs
             ]
         (found,) = jax.vmap(pullback)(grads)
-    found = found.astype(dtype)
+    found = [one.astype(dtype) for one in found]
     if scale is not None:
-        found *= scale.reshape(-1, *[1] * (found.ndim - 1))
+        found = [one * scale.reshape(-1, *[1] * (one.ndim - 1)) for one in found]
     return found

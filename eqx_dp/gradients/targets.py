@@ -5,7 +5,7 @@ derivative of that value times the value's own gradient.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from .leaves import Way
 from .taps import Uses
 from .uses import contraction, convolution
 
-Relation: TypeAlias = Literal["itself", "entrywise", "penalised", "through"]
+Relation: TypeAlias = Literal["itself", "entrywise", "mapped", "penalised", "through"]
 
 
 class Target(NamedTuple):
@@ -43,7 +43,11 @@ class Target(NamedTuple):
 
 
 def find_targets(
-    uses: Uses, derived: Sequence[Derived], costs: list[LeafCost], groups: list[int]
+    uses: Uses,
+    derived: Sequence[Derived],
+    costs: list[LeafCost],
+    groups: list[int],
+    is_mapped: Callable[[int, int], bool] = lambda leaf, root: False,
 ) -> tuple[list[Target], list[LeafCost]]:
     """What is measured and summed as one, and what every parameter costs.
 
@@ -52,6 +56,8 @@ def find_targets(
         derived: the roots behind the parameters.
         costs: of every root, each by itself.
         groups: of clip norms, the one of every parameter.
+        is_mapped: whether a parameter's gradient through a value is a known linear map of one
+            outer product.
     """
     num_leaves = len(groups)
     used = {
@@ -64,6 +70,7 @@ def find_targets(
     ]
     is_direct = [costs[leaf].way != "unused" for leaf in range(num_leaves)]
     targets: list[Target] = []
+    formed = set[int]()
     of_leaves = list(costs[:num_leaves])
     joined = {
         root
@@ -88,8 +95,17 @@ def find_targets(
             targets.append(Target((leaf,), groups[leaf], "itself", (leaf,), costs[leaf].way))
             continue
         its = tuple([leaf] * is_direct[leaf] + roots)
-        target, cost = _derived(leaf, groups[leaf], its, uses, used, costs)
+        first = its[0]
+        is_alone = len(its) == 1 and first in used and used[first].entries is None
+        if is_alone and costs[first].way == "inner_products" and is_mapped(leaf, first):
+            targets.append(Target((leaf,), groups[leaf], "mapped", its, "inner_products"))
+            size = 0 if first in formed else math.prod(used[first].value.shape)
+            of_leaves[leaf] = _mapped(costs[first], size)
+            formed.add(first)
+            continue
+        target, cost = _derived(leaf, groups[leaf], its, uses, used, costs, formed)
         targets.append(target)
+        formed |= {root for root in its if target.relation == "through"}
         # What goes through a value is there beside the gradient with respect to that.
         through = 2 if target.relation == "through" else 1
         of_leaves[leaf] = cost._replace(copies=max(through, *(costs[r].copies for r in its)))
@@ -103,8 +119,9 @@ def _derived(
     uses: Uses,
     derived: dict[int, Derived],
     costs: list[LeafCost],
+    formed: set[int],
 ) -> tuple[Target, LeafCost]:
-    """A parameter that values are derived from."""
+    """A parameter that values are derived from; of some the gradients are formed already."""
     first, *others = roots
     kinds = tuple(kind for root in roots for kind in costs[root].kinds)
     held = sum(costs[root].bytes for root in roots)
@@ -126,16 +143,17 @@ def _derived(
         way = "inner_products" if cost.way == "inner_products" else "kept"
         return Target((leaf,), group, "penalised", roots, way, penalties), cost
     size = sum(math.prod(derived[root].value.shape) for root in values)
-    flops = sum(costs[root].flops for root in roots) + 2 * size
+    new = [costs[root] for root in roots if root not in formed]
     reason = "its gradient goes through values derived from it, example by example"
     whole = [costs[root].reason for root in roots if costs[root].way == "whole"]
     cost = LeafCost(
         kinds,
         "whole" if whole else "kept",
-        flops,
-        2 * size,
-        held + 4 * size,
+        sum(its.norm_flops for its in new) + 4 * size,
+        sum(its.sum_flops for its in new) + 2 * size,
+        sum(its.bytes for its in new) + 4 * size,
         "; ".join([*whole[:1], reason]),
+        through=sum(math.prod(derived[root].value.shape) for root in values if root not in formed),
     )
     roots = tuple(root for root in roots if root not in penalties) + penalties
     return Target((leaf,), group, "through", roots, "kept", penalties), cost
@@ -167,6 +185,12 @@ def _penalised(own: LeafCost | None, kinds: tuple[str, ...], held: int, count: i
     flops = count * own.sum_flops if own.way == "inner_products" else 0
     reason = f"{own.reason}; {told} found once"
     return LeafCost(kinds, own.way, own.norm_flops + flops, own.sum_flops, held, reason)
+
+
+def _mapped(cost: LeafCost, size: int) -> LeafCost:
+    """What a parameter costs whose gradient is a linear map of that of a value of some size."""
+    reason = f"{cost.reason}, once a linear map that all examples share is known"
+    return cost._replace(norm_flops=4 * cost.sum_flops, reason=reason, copies=2, through=size)
 
 
 def _share(cost: LeafCost, share: float, is_joined: bool) -> LeafCost:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .clip import norm_error, norms, sum_in_blocks, unit_roundoff
+from .computed_again import MOST_ROUNDINGS
 from .powers import exponent_of, power_of_two, times_power
 
 
@@ -21,13 +22,15 @@ class Weighted(NamedTuple):
     Attributes:
         x: the vectors on the side of the data, divided by powers of two.
         g: the vectors on the side of the cotangent, likewise.
-        weights: the weights, likewise, outputs first.
-        exponent: the binary exponents that all have lost together.
+        weights: the weights as they are, outputs first.
+        inverse: the power of two that brings them near one.
+        exponent: the binary exponents that all lose together.
     """
 
     x: Float[Array, "group batch features_in"]
     g: Float[Array, "group batch features_out"]
     weights: Float[Array, "group features_out features_in"]
+    inverse: Float[Array, "group 1 1"]
     exponent: Int[Array, "group batch"]
 
     def sum(
@@ -44,7 +47,7 @@ class Weighted(NamedTuple):
         if len(x) == 1:
             x, g, spec = x[0], g[0], "np,nk->pk"
         # Where it is not finite no example adds anything, and zero times it must be zero.
-        weights = jnp.where(jnp.isfinite(self.weights), self.weights, 0)
+        weights = jnp.where(jnp.isfinite(self.weights), self.weights * self.inverse, 0)
         return jnp.einsum(spec, g, x, precision=highest).reshape(weights.shape) * weights
 
 
@@ -73,13 +76,13 @@ def weighted_products(
     dtype, (groups, columns, rows) = g.dtype, weights.shape
     roundoff, tiny = unit_roundoff(dtype), float(jnp.finfo(dtype).tiny)
     # Groups first, as products of matrices take them.
-    (x, of_x), (g, of_g) = (_to_powers(jnp.swapaxes(side, 0, 1)) for side in (x, g))
+    (x, of_x), (g, of_g) = (to_powers(jnp.swapaxes(side, 0, 1)) for side in (x, g))
     largest = jnp.max(jnp.abs(weights), axis=(1, 2), keepdims=True, initial=0)
     scale, inverse = power_of_two(largest)
     # Behind a barrier: the compiler would square weights and scale apart where that is one number.
-    weights = jax.lax.optimization_barrier(weights * inverse)
+    scaled = jax.lax.optimization_barrier(weights * inverse)
     of_weights = exponent_of(scale)[..., 0]
-    of_rows, roundings = products_in_blocks(jnp.square(x), jnp.square(weights))
+    of_rows, roundings = products_in_blocks(jnp.square(x), jnp.square(scaled))
     terms = of_rows * jnp.square(g)
     square = sum_in_blocks(terms.reshape(-1, columns)).reshape(terms.shape[:2])
     lost = [times_power(jnp.asarray(tiny, dtype), -e) for e in (of_x, of_g, of_weights)]
@@ -92,8 +95,9 @@ def weighted_products(
     bound = jnp.where(is_within, jnp.maximum(bound, tiny), jnp.inf)
     error = sum(norm_error(n, dtype) for n in (groups, columns))
     error += 33 / 32 * (roundings + 3) / 2 * roundoff  # 33 / 32 for products of errors
-    norm, bound = norms(norm.T), norms(bound.T) * (1 + error + 8 * roundoff)
-    return norm, bound, Weighted(x, g, weights, exponent)
+    error += (8 + 2 * MOST_ROUNDINGS) * roundoff
+    norm, bound = norms(norm.T), norms(bound.T) * (1 + error)
+    return norm, bound, Weighted(x, g, weights, inverse, exponent)
 
 
 def products_in_blocks(
@@ -129,7 +133,7 @@ _FEATURES = 1024
 """So many in one block, in float32, are a relative error of 3e-5 of a norm at most."""
 
 
-def _to_powers(x: Float[Array, "*n entry"]) -> tuple[Float[Array, "*n entry"], Int[Array, "*n"]]:
+def to_powers(x: Float[Array, "*n entry"]) -> tuple[Float[Array, "*n entry"], Int[Array, "*n"]]:
     """Divides every vector by a power of two near its largest entry, and says which."""
     scale, inverse = power_of_two(jnp.max(jnp.abs(x), axis=-1, initial=0))
     return x * inverse[..., None], exponent_of(scale)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.gradients.linear_maps import LinearMap, Step, size_of
+from eqx_dp.gradients.mapped_products import mapped_products
 from eqx_dp.gradients.weighted_products import weighted_products
 from tests.gradients.engine import uses
 from tests.gradients.test_clip_holds import added, float32, hostile_tokens, lengths, shares
@@ -103,6 +105,101 @@ def test_bounds_of_weighted_products_hold_for_sums_term_by_term():
     norm, bound, _ = jax.jit(weighted_products)(
         jnp.ones((1, 1, size)), jnp.ones((1, 1, 1)), jnp.full((1, 1, size), weights[each])
     )
+    lost = size * np.float64(squares[each]) / worst[each]
+    assert lost > 1 + 1e-5
+    assert np.float64(bound[0] / norm[0]) ** 2 >= lost
+
+
+def normed(model, x, g):
+    """One product with a matrix whose rows have length one each."""
+    return jnp.sum((model / jnp.linalg.norm(model, axis=1, keepdims=True) @ x) * g)
+
+
+def weight_normed(model, x, g):
+    """The same, with lengths that are parameters, too."""
+    return normed(model["v"], x, g * model["g"])
+
+
+MAPPED = (
+    "random",
+    "huge",
+    "tiny",
+    "lopsided",
+    "huge and tiny",
+    "subnormal",
+    "along",
+    "nearly along",
+)
+
+
+def mapped_vectors(model, kind):
+    """One example's sides, and the order of the norm of what the map makes of their product."""
+    if "along" not in kind:
+        return vectors(kind, np.ones_like(model))
+    rng = np.random.default_rng(5)
+    # Of a matrix of one row, nearly nothing is left.
+    x = np.broadcast_to(model[0], (SIZE, model.shape[1])) * rng.uniform(1, 2, (SIZE, 1))
+    if kind == "nearly along":
+        x = x * (1 + 1e-6 * rng.normal(size=x.shape))
+    g = rng.normal(size=(SIZE, 1)) * np.eye(len(model))[0]
+    return *float32(x, g), 1e-8
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e12, 1e-12])
+@pytest.mark.parametrize(
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
+)
+def test_mapped_products(scale, method):
+    """A norm of rows takes off what lies along them; what it does not is off by rounding."""
+    rng = np.random.default_rng(4)
+    model = np.asarray(scale * rng.normal(size=(5, 8)), np.float32)
+    attacks = {}
+    for kind in MAPPED:
+        x, g, clip_norm = mapped_vectors(model / scale, kind)
+        attacks[kind] = (x, g), float(np.clip(clip_norm / scale, 1e-20, 1e25))
+    share = shares(normed, jnp.asarray(model), attacks, method=method)
+    for kind in ("random", "huge and tiny"):
+        # With rows of 1e-12 there are numbers of 1e24 on the way.
+        assert (share[kind] >= (0.9999 if scale > 1e-12 else 0)).all(), kind
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("width", [8, pytest.param(1500, marks=pytest.mark.slow)])
+def test_weight_norm(width, method):
+    """The bound of an ordinary layer is near its norm."""
+    rng = np.random.default_rng(0)
+    model = {"v": rng.normal(size=(10, width)), "g": rng.normal(size=10)}
+    model = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), model)
+    x, g = rng.normal(size=(4, width)), rng.normal(size=(4, 10))
+    share = shares(weight_normed, model, {"random": (float32(x, g), 0.1)}, method=method)
+    assert (share["random"] >= 0.9998).all()
+
+
+def test_maps_that_nearly_take_all_back():
+    """What is left of a wide product is beyond the digits of inner products."""
+    rng = np.random.default_rng(8)
+    model = np.asarray(rng.normal(size=(1, 1000)), np.float32)
+    for order in (1e-3, 1e-4):
+        x = model * (1 + order * rng.normal(size=(SIZE, 1000)))
+        batch = float32(x, rng.normal(size=(SIZE, 1)))
+        shares(normed, jnp.asarray(model), {order: (batch, 1e-7)})
+
+
+def test_bounds_of_mapped_products_hold_for_sums_term_by_term():
+    """As of weighted products: a map that multiplies by the same number everywhere."""
+    size, shape = 1024, (1, 1024)
+    weights = np.sqrt(1 + np.linspace(2**-16, 2**-14, 64)).astype(np.float32)
+    squares = np.square(weights)
+    worst = np.cumsum(np.tile(squares[:, None], size), axis=1, dtype=np.float32)[:, -1]
+    each = np.argmax(size * squares.astype(np.float64) / worst)
+    times = LinearMap((Step("times", (0,)),), 1, [jnp.full(shape, weights[each])])
+    x, g = jnp.ones(shape), jnp.ones((1, 1))
+    sizes = size_of(times, shape, np.dtype(np.float32))
+    norm, bound, _ = mapped_products(x, g, (1, 0), shape, times, sizes)
     lost = size * np.float64(squares[each]) / worst[each]
     assert lost > 1 + 1e-5
     assert np.float64(bound[0] / norm[0]) ** 2 >= lost

@@ -23,7 +23,7 @@ from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
 from .contract import ClippedSum, TracedLoss, clip_and_sum
-from .held import Held, held_gradient
+from .held import Held, held_gradient, through_values
 from .measured import at_use, formed_gradient, known_uses, tap_of
 
 
@@ -48,8 +48,10 @@ def clipped_sum(
         residuals, cotangents = _moved(traced, residuals, cotangents, is_back=True)
         held, targets = Held(residuals, cotangents, grads), traced.targets
         with stage("norm"):
+            through = through_values(traced, held, loss)
             found = [
                 formed_gradient(traced, target, cotangents)
+                or through.get(index)
                 or held_gradient(traced, index, held, len(loss), is_scattered=True)
                 for index, target in enumerate(targets)
             ]

@@ -1,5 +1,6 @@
 """What every method of the engine is given for a microbatch, and what it gives back."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,10 +13,12 @@ from ...precision import stage
 from ...sharding import Cut, Shard, whole
 from ..activations import activation_bytes
 from ..clip import Clipping, clip_factors
+from ..computed_again import again_or_held
 from ..cost import LeafCost
 from ..joined import joined
 from ..leaves import LeafGradient, norm_and_bound
 from ..loss_scale import LossScaling
+from ..mapped import Map, map_of
 from ..penalties import Penalties, of_penalties
 from ..program import Program
 from ..split import Shared, Split
@@ -28,13 +31,16 @@ class Outside(NamedTuple):
 
     Attributes:
         shared: what the program of one example takes.
-        derivatives: of the targets that are a value's entry by entry, of each entry.
-        penalties: of the targets that have some, their gradients.
+        derivatives: of the targets that are a value's entry by entry, of each entry; a function,
+            since to compute some where they are needed takes less than to hold them.
+        penalties: of the targets that have some, their gradients, likewise.
+        maps: of the targets that are mapped, from the value's gradient.
     """
 
     shared: Shared
-    derivatives: dict[int, Array]
-    penalties: dict[int, Penalties]
+    derivatives: dict[int, Callable[[], Array]]
+    penalties: dict[int, Callable[[], Penalties]]
+    maps: dict[int, Map]
 
 
 class TracedLoss(NamedTuple):
@@ -92,29 +98,46 @@ class TracedLoss(NamedTuple):
             roots = {root for target in targets for root in target.penalties}
             gradients = {root: self._gradients(root, shared) for root in sorted(roots)}
             penalties = {
-                index: of_penalties(
-                    [gradients[root][target.leaves[0]] for root in target.penalties]
-                )
+                index: functools.partial(_penalties, target, gradients)
                 for index, target in enumerate(targets)
                 if target.penalties
             }
-        return self._replace(outside=Outside(shared, derivatives, penalties))
+            maps = {
+                index: self._map(target, shared)
+                for index, target in enumerate(targets)
+                if target.relation == "mapped"
+            }
+        return self._replace(outside=Outside(shared, derivatives, penalties, maps))
 
-    def _derivative(self, target: Target, shared: Shared) -> Array:
+    def _map(self, target: Target, shared: Shared) -> Map:
+        """From the gradient with respect to a value to that of a parameter."""
+        (leaf,), (root,), dtype = target.leaves, target.roots, self.accumulate_dtype
+        return map_of(self.split, leaf, root, shared, whole(self.params[leaf]), dtype)
+
+    def _derivative(self, target: Target, shared: Shared) -> Callable[[], Array]:
         """The derivative of each entry of a derived value in the entry that it comes from."""
         function = self.split.of_leaves(target.leaves, target.roots, shared)
         values = [whole(self.params[leaf]) for leaf in target.leaves]
-        _, (found,) = jax.jvp(function, (values,), ([jnp.ones_like(x) for x in values],))
-        return found.astype(self.accumulate_dtype)
 
-    def _gradients(self, root: int, shared: Shared) -> dict[int, Array]:
+        def found() -> list[Array]:
+            _, (found,) = jax.jvp(function, (values,), ([jnp.ones_like(x) for x in values],))
+            return [found.astype(self.accumulate_dtype)]
+
+        (derivative,) = again_or_held(found, self.accumulate_dtype)
+        return derivative
+
+    def _gradients(self, root: int, shared: Shared) -> dict[int, Callable[[], Array]]:
         """The gradient of a penalty with respect to all parameters that it depends on."""
         leaves = sorted(self.split.derived[root - len(self.params)].leaves)
         function = self.split.of_leaves(leaves, [root], shared)
-        values, pullback = jax.vjp(function, [whole(self.params[leaf]) for leaf in leaves])
-        (found,) = pullback([jnp.ones_like(value) for value in values])
-        wide = [gradient.astype(self.accumulate_dtype) for gradient in found]
-        return dict(zip(leaves, wide, strict=True))
+        at = [whole(self.params[leaf]) for leaf in leaves]
+
+        def found() -> list[Array]:
+            values, pullback = jax.vjp(function, at)
+            (found,) = pullback([jnp.ones_like(value) for value in values])
+            return [gradient.astype(self.accumulate_dtype) for gradient in found]
+
+        return dict(zip(leaves, again_or_held(found, self.accumulate_dtype), strict=True))
 
     @property
     def consts(self) -> list[Any]:
@@ -210,6 +233,12 @@ class TracedLoss(NamedTuple):
             for leaf, total in enumerate(sums)
             for cut in [self.cut(leaf)]
         ]
+
+
+def _penalties(target: Target, gradients: dict[int, dict[int, Callable[[], Array]]]) -> Penalties:
+    """Those of a target, from the gradients of all."""
+    (leaf,) = target.leaves
+    return of_penalties([gradients[root][leaf]() for root in target.penalties])
 
 
 class ClippedSum(NamedTuple):

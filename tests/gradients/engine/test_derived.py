@@ -36,6 +36,16 @@ def normed(v, g):
     return g[:, None] * v / jnp.linalg.norm(v, axis=1, keepdims=True)
 
 
+def standardised(v):
+    centred = v - jnp.mean(v, axis=1, keepdims=True)
+    return centred / jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True) + 0.1)
+
+
+def convolved(x, w):
+    """Three channels, windows of two: all of the matrix is the kernel."""
+    return lax.conv(x.reshape(1, 3, -1), w.reshape(WIDTH, 3, 2), (1,), "SAME")
+
+
 def spectral(w, x):
     """Multiplies the lowest frequencies by complex weights made of two real leaves."""
     return jnp.fft.irfft(jnp.fft.rfft(x) * lax.complex(w["a"][: WIDTH // 2 + 1, 0], w["b"][0, :4]))
@@ -81,6 +91,18 @@ CASES = {
     "number": lambda w, x: 0.3 * w["a"] @ x[0],
     "shift": lambda w, x: (1 - w["g"]) * x,
     "norm": lambda w, x: normed(w["a"], w["g"]) @ x[0],
+    "norm, turned": lambda w, x: x[0] @ normed(w["a"], w["g"]),
+    "norm of all": lambda w, x: (w["a"] / jnp.linalg.norm(w["a"])) @ x[0],
+    "norm, cut": lambda w, x: normed(w["a"], w["g"])[1:4] @ x[0],
+    "norm of columns": lambda w, x: normed(w["a"].T, w["g"]).T @ x[0],
+    "norm of columns, tokens": lambda w, x: x @ normed(w["a"].T, w["g"]),
+    "norm, tokens": lambda w, x: x @ normed(w["a"], w["g"]).T,
+    "norm, as a kernel": lambda w, x: convolved(x, normed(w["a"], w["g"])),
+    "norm, twice": lambda w, x: jnp.sin(x @ normed(w["a"], w["g"])) @ normed(w["a"], w["g"]),
+    "norm, and direct": lambda w, x: normed(w["a"], w["g"]) @ jnp.sin(w["a"] @ x[0]),
+    "centred, one step": lambda w, x: (w["a"] - jnp.mean(w["a"], 0)) @ x[0],
+    "standardised, one step": lambda w, x: standardised(w["a"]) @ x[0],
+    "standardised, tokens": lambda w, x: x @ standardised(w["a"]),
     "norm in a scan": lambda w, x: layers(w["s"], x[0], lambda v: normed(v, w["g"])),
     "side by side": lambda w, x: x @ jnp.concatenate([w["a"], w["b"].T], axis=1),
     "stacked": lambda w, x: layers(jnp.stack([w["a"], -w["b"]]), x, lambda w: w),
@@ -171,6 +193,9 @@ def test_what_is_said():
         "one step: |x| |g| is the norm; a penalty's gradient is found once"
     )
     assert cost_of("norm", "['g']").reason == (
+        "one step: |x| |g| is the norm, once a linear map that all examples share is known"
+    )
+    assert cost_of("norm, tokens", "['g']").reason == (
         "its gradient goes through values derived from it, example by example"
     )
     assert cost_of("complex", "['a']").reason.startswith("no kind of use knows 'mul'")
@@ -178,6 +203,7 @@ def test_what_is_said():
 
 def test_what_is_never_formed():
     names = [name for name in CASES if name.startswith(("mask, one", "mask in", "side", "stacke"))]
+    names += ["norm", "norm, turned", "norm of all", "centred, one step", "standardised, one step"]
     names += [name for name in PENALTIES if name not in ("penalty in a scan",)]
     names = set(names) - {"mask in a scan over time", "stacked, and direct"}
     names -= {"stacked as they are, and direct"}

@@ -1,15 +1,18 @@
 """What the engine finds in a loss, asked for directly."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 
 from eqx_dp.gradients import clipped_grad
 from eqx_dp.gradients.cost import LeafCost, leaf_cost
 from eqx_dp.gradients.cross_terms import overlaps
+from eqx_dp.gradients.mapped import is_mapped
 from eqx_dp.gradients.program import Inputs, Options, Program, trace
 from eqx_dp.gradients.split import split
 from eqx_dp.gradients.taps import Uses, find_uses
@@ -49,7 +52,9 @@ def costs(case: Case) -> dict[str, LeafCost]:
     roots = [*leaves, *(its.value for its in parts.derived)]
     found = find_uses(parts.program, len(roots))
     of_roots = [leaf_cost(found, root, value) for root, value in enumerate(roots)]
-    _, of_leaves = find_targets(found, parts.derived, of_roots, [0] * len(leaves))
+    dtype = jnp.result_type(jnp.float32, *leaves)
+    known = functools.partial(is_mapped, parts, found, leaves, frozen, dtype)
+    _, of_leaves = find_targets(found, parts.derived, of_roots, [0] * len(leaves), known)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     return dict(zip(paths, of_leaves, strict=True))
 
