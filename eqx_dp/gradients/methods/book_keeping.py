@@ -101,12 +101,9 @@ def _backward(
         values = [whole.get(root, value) for root, value in enumerate(roots)]
         inputs = [*values, *fixed, *example]
         with stage("loss"):
-            loss, aux, residuals = evaluate(
-                traced.split.program, known, inputs, taps, at_use, asked
-            )
+            loss, aux, residuals = evaluate(traced.split.program, known, inputs, taps, at_use)
         return loss, (aux, residuals)
 
-    asked: list[None] = [None] * len(traced.clipping.clip_norms)
     taps = {at: tap_of(its, traced.accumulate_dtype) for at, its in known.items()}
     whole = {root: roots[root] for root in traced.uses.whole}
     loss, pullback, (aux, residuals) = jax.vjp(run, taps, whole, has_aux=True)

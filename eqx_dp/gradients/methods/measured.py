@@ -5,7 +5,7 @@ Both of a leaf are found by one program, which is traced once for all uses that 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,7 +13,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from ...isolation import sum_over_examples
 from ...precision import stage
@@ -40,14 +40,14 @@ from .contract import TracedLoss
 
 
 class Ask(NamedTuple):
-    """What is asked for.
+    """What is asked for, in the accumulate dtype.
 
     Attributes:
-        is_measuring: norms, or weighted sums.
+        is_measuring: 1 for norms, 0 for weighted sums.
         factors: the weights; of one example, or of a batch.
     """
 
-    is_measuring: Bool[Array, ""]
+    is_measuring: Float[Array, ""]
     factors: Float[Array, "*batch"]
 
 
@@ -164,25 +164,25 @@ def _met(use: ParamUse) -> int:
 
 
 def at_use(
-    known: Known,
-    equation: jex_core.JaxprEqn,
-    inputs: list[Any],
-    tap: Any,
-    asked: Sequence[Ask | None],
+    known: Known, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
 ) -> tuple[Array, Any]:
-    """The result of a use, whose cotangent becomes that of the tap."""
+    """The result of a use, whose cotangent becomes that of the tap.
+
+    In the place of residuals stands what asks for it (an `Ask` of zeros), where something is to be
+    asked for: what its cotangent says. So the forward pass does not depend on it.
+    """
     use = known.use
     if known.form is None:
-        return tapped(use, equation, inputs, tap, asked)
+        return tapped(use, equation, inputs, tap)
     (result,) = evaluated_whole(equation, inputs)
-    watched: Any = _watched(known, result, tap, use.kept(inputs), asked[known.group])
-    return use.received(watched), ()
+    watched, asking = _watched(known, result, tap, use.kept(inputs))
+    return use.received(watched), asking
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watched(
-    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask | None
-) -> Array:
+    known: Known, result: Array, tap: Found | Formed, residuals: Any
+) -> tuple[Array, Ask | tuple[()]]:
     """The result of a use as it is; from its cotangent follows that of the tap.
 
     A tap of `Formed` asks for nothing.
@@ -190,24 +190,29 @@ def _watched(
     It depends on the tap, which every example has its own of: the cotangent of what all examples
     share would be summed over them before it comes here.
     """
-    del known, residuals, asked
+    del residuals
     zero = tap.measured if isinstance(tap, Found) else tap.gradient
-    return result + zero.reshape(-1)[0].astype(result.dtype)
+    result = result + zero.reshape(-1)[0].astype(result.dtype)
+    if isinstance(tap, Formed):
+        return result, ()
+    assert known.form is not None
+    nothing = jnp.zeros((), known.form.dtype)
+    return result, Ask(nothing, nothing)
 
 
 def _watched_forward(
-    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask | None
-) -> tuple[Array, Any]:
-    return _watched(known, result, tap, residuals, asked), (residuals, asked)
+    known: Known, result: Array, tap: Found | Formed, residuals: Any
+) -> tuple[Any, Any]:
+    return _watched(known, result, tap, residuals), residuals
 
 
-def _watched_backward(known: Known, held: Any, cotangent: Array) -> tuple[Any, ...]:
-    residuals, asked = held
+def _watched_backward(known: Known, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    cotangent, asked = cotangents
     assert known.form is not None
     if known.is_small:
-        return cotangent, _formed(known.form, residuals, cotangent), None, None
+        return cotangent, _formed(known.form, residuals, cotangent), None
     of_batch = _of_batch(known.form, known.scattering)
-    return cotangent, of_batch(residuals, cotangent, asked), None, None
+    return cotangent, of_batch(residuals, cotangent, asked), None
 
 
 _watched.defvjp(_watched_forward, _watched_backward)
@@ -318,7 +323,7 @@ def ask(
         return total if ends is None else ends[1](total), jnp.zeros((batch, 2), dtype)
 
     # Outside of the loop over parts: each would have to write, and add up, what is zero.
-    total, measured = jax.lax.cond(asked.is_measuring, measure, add)
+    total, measured = jax.lax.cond(asked.is_measuring > 0, measure, add)
     return Found(measured, total)
 
 
