@@ -42,6 +42,7 @@ from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
 from .names import UNCHANGED as UNCHANGED
 from .names import UNSEEN as UNSEEN
 from .names import named as named
+from .ones import without_ones as without_ones
 from .operations import equation_flops as equation_flops
 from .operations import has_free_dimensions as has_free_dimensions
 from .operations import loops as loops

@@ -27,15 +27,14 @@ from .contract import ClippedSum, TracedLoss, clip
 from .held import Held, held_gradient
 from .measured import (
     Ask,
-    Formed,
     Found,
     Known,
     ask,
     ask_formed,
     at_once,
     at_use,
+    formed_gradient,
     known_uses,
-    of_parameter,
     of_slices,
     tap_of,
 )
@@ -231,7 +230,7 @@ def _of_group(
     asked: Ask,
 ) -> tuple[dict[int, Array], list[Array]]:
     """The sums of the targets of one clip norm, and what is measured of them."""
-    formed = {index: _formed(traced, traced.targets[index], found) for index in members}
+    formed = {index: _formed(traced, known, traced.targets[index], found) for index in members}
     small = {index: x for index, x in formed.items() if x is not None and is_small(x)}
     sums, measured = dict[int, Array](), list[Array]()
     if small:
@@ -252,18 +251,17 @@ def _of_group(
     return sums, measured
 
 
-def _formed(traced: TracedLoss, target: Target, found: _Backward) -> Array | None:
+def _formed(
+    traced: TracedLoss, known: dict[Address, Known], target: Target, found: _Backward
+) -> Array | None:
     """Each example's gradient with respect to a root by itself, where it is there."""
     root, dtype = target.roots[0], traced.accumulate_dtype
     if target.relation != "itself":
         return None
     if root in traced.uses.whole:
         return found.cotangents["whole"][root].astype(dtype)
-    if len(uses := traced.uses.of[root]) == 1:
-        ((at, use),) = uses.items()
-        if isinstance(tap := found.cotangents["uses"][at], Formed):
-            return of_parameter(tap, use, traced.root(root).shape)
-    return None
+    its = formed_gradient(traced, known, target, found.cotangents["uses"])
+    return None if its is None else its.formed
 
 
 def _of_target(

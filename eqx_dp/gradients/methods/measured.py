@@ -77,7 +77,7 @@ class Known(NamedTuple):
     """What is known of a use.
 
     Attributes:
-        use: the use.
+        use: the use; where its view repeats entries and its gradient is small, as if it did not.
         group: of clip norms, the one of its leaf.
         form: how the gradient with respect to the operand is found, in one iteration of the scans
             around. None where the cotangent is held, as it alone does not tell what there is to
@@ -118,13 +118,18 @@ def _known_of(traced: TracedLoss, target: Target, use: ParamUse, is_held: bool) 
     way, group, root = target.way, target.group, target.roots[0]
     is_alone = target.relation == "itself" and len(traced.uses.of[root]) == 1
     is_alone &= "time" not in use.scans
-    if not is_alone or not use.view.is_isometric or use.kind is vjp:
+    is_once = use.view.is_isometric
+    if not is_alone or use.kind is vjp or not (is_once or use.matrices is None):
         return Known(use, group)
-    here = use.inside()
-    is_small = way == "kept" and 8 * math.prod(here.view.shape) <= _met(here)
-    if is_held and not is_small:
+    here, own, shape = use.inside(), use, use.inside().view.shape
+    if not is_once:
+        view, inner = use.view.without_repeats(len(use.slices))
+        here, own = here._replace(view=inner), use._replace(view=view)
+        shape = view.shape[len(use.slices) :]
+    is_small = way == "kept" and 8 * math.prod(shape) <= _met(here)
+    if not is_small and (is_held or not is_once):
         return Known(use, group)
-    form = LeafForm(here.view.shape, (here,), way, traced.accumulate_dtype)
+    use, form = own, LeafForm(shape, (here,), way, traced.accumulate_dtype)
     if is_small or root >= len(traced.params):
         return Known(use, group, form, is_small)
     scattering = scattering_of(use, traced.params[root].shape, traced.cut(root))
@@ -147,13 +152,13 @@ def of_parameter(formed: Formed, use: ParamUse, shape: tuple[int, ...]) -> Array
 
 
 def formed_gradient(
-    traced: TracedLoss, target: Target, cotangents: dict[Address, Any]
+    traced: TracedLoss, known: dict[Address, Known], target: Target, cotangents: dict[Address, Any]
 ) -> LeafGradient | None:
     """The gradient of a target that was formed within the backward pass; None where it was not."""
     root = target.roots[0]
-    for at, use in traced.uses.of[root].items():
+    for at in traced.uses.of[root]:
         if isinstance(tap := cotangents[at], Formed):
-            return LeafGradient(of_parameter(tap, use, traced.root(root).shape))
+            return LeafGradient(of_parameter(tap, known[at].use, traced.root(root).shape))
     return None
 
 
