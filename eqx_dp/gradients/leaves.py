@@ -211,6 +211,12 @@ def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
     return found
 
 
+def example_gradient(form: LeafForm, residuals: Any, cotangent: Array) -> Float[Array, "..."]:
+    """One example's gradient with respect to a parameter that has one use."""
+    (use,) = form.uses
+    return to_parameter(form, use, _formed(use, residuals, cotangent, form.dtype))
+
+
 def per_example_gradients(form: LeafForm, met: Sequence[Met]) -> Float[Array, "batch ..."]:
     """Each example's gradient with respect to the parameter."""
 

@@ -26,9 +26,9 @@ from ..leaves import (
     arranged,
     as_formed,
     columns_last,
+    example_gradient,
     leaf_gradient,
     norm_and_bound,
-    per_example_gradients,
 )
 from ..microbatches import over_microbatches
 from ..scattering import Scattering, scattering_of
@@ -226,9 +226,8 @@ _watched.defvjp(_watched_forward, _watched_backward)
 @functools.partial(jax.jit, static_argnums=0)
 def _formed(form: LeafForm, residuals: Any, cotangent: Array) -> Formed:
     """One example's gradient."""
-    met = jax.tree.map(lambda x: x[None], (residuals, cotangent))
     with stage("norm"):
-        return Formed(per_example_gradients(form, [met])[0])
+        return Formed(example_gradient(form, residuals, cotangent))
 
 
 @functools.lru_cache(maxsize=1024)
