@@ -161,7 +161,9 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         retrace = None if options.keep_batch_dim else lambda: trace(fun, on_a_batch, inputs)
         explain_failure(error, inputs.example, options.policy, retrace)
         raise
-    return Program(without_ones(with_masked_products(jaxpr)), aux_trees[0], narrow_products(options.policy))
+    return Program(
+        without_ones(with_masked_products(jaxpr)), aux_trees[0], narrow_products(options.policy)
+    )
 
 
 def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:

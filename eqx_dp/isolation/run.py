@@ -45,7 +45,9 @@ def run_apart(
     Raises:
         ValueError: examples meet; it names the equation and the line.
     """
-    found = _shown_apart(lambda first, _: function(*first.of_examples), loss, Values(batch), Values(()))
+    found = _shown_apart(
+        lambda first, _: function(*first.of_examples), loss, Values(batch), Values(())
+    )
     run = jex_core.jaxpr_as_fun(_compiled(found.program))
     return jax.tree.unflatten(found.results, run(*found.values))
 

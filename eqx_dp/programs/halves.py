@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from .inside import Call, closed, inside
 from .names import named
@@ -17,10 +18,10 @@ from .repeated import call_of
 
 _CHEAP = named(
     """
-    abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy cos div eq erf erfc exp
-    exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne
-    neg not or pow reduce_precision rem reshape round rsqrt select_n sign sin sqrt square squeeze
-    stop_gradient sub tan tanh transpose
+    abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy cos div eq erf
+    erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min
+    mul name ne neg not or pow reduce_precision rem reshape round rsqrt select_n sign sin sqrt
+    square squeeze stop_gradient sub tan tanh transpose
     """
 )
 """Primitives that are made again."""
@@ -122,7 +123,7 @@ class _Left:
         found = inside(equation)
         if not isinstance(found, Call) or found.wrapper != "jit" or equation.effects:
             return None
-        key = found.body.jaxpr, tuple(wanted)
+        key = found.body, tuple(wanted)
         if key not in self._parts:
             self._parts[key] = _parts_of(found.body, wanted)
         return self._parts[key]
@@ -165,12 +166,12 @@ def _parts_of(body: jex_core.ClosedJaxpr, wanted: list[bool]) -> _Parts | None:
     """Both parts of a program, some of whose results are wanted later; None where all is left."""
     jaxpr = body.jaxpr
     variables = [*jaxpr.invars, *(x for one in jaxpr.eqns for x in one.outvars)]
-    if body.consts or any(map(_is_extended, variables)):
+    if any(map(_is_extended, variables)):
         return None
     results = [x for x, its in zip(jaxpr.outvars, wanted, strict=True) if its]
-    left = _Left({*_variables(results)}, set())
+    left = _Left({*_variables(results)} - {*jaxpr.constvars}, {*jaxpr.constvars})
     first, again = left.found(list(jaxpr.eqns))
-    again_made = {x for one in again for x in one.outvars} | {*jaxpr.invars}
+    again_made = {x for one in again for x in one.outvars} | {*jaxpr.invars, *jaxpr.constvars}
     made = tuple(
         i
         for i, (x, its) in enumerate(zip(jaxpr.outvars, wanted, strict=True))
@@ -227,7 +228,7 @@ def _bytes(variable: Any) -> int:
 
 
 def _is_extended(variable: Any) -> bool:
-    return jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.extended)
+    return jnp.issubdtype(variable.aval.dtype, jax.dtypes.extended)
 
 
 def _part(

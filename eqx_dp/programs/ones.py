@@ -11,7 +11,9 @@ from .rewriting import inlined, rewritten
 
 
 def without_ones(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-    """A program in which a product with a constant one is its other factor, bit for bit.
+    """A program in which a product with a constant one is its other factor.
+
+    It is the same number, where that is a normal one.
 
     Libraries that parametrise layers multiply a weight by a scale, which is one unless it is set.
     Without that, the weight itself meets the data.

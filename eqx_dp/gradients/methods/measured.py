@@ -180,7 +180,8 @@ def at_use(
     if known.form is None:
         return tapped(use, equation, inputs, tap)
     (result,) = evaluated_whole(equation, inputs)
-    watched, asking = _watched(known, result, tap, use.kept(inputs))
+    found: Any = _watched(known, result, tap, use.kept(inputs))
+    watched, asking = found
     return use.received(watched), asking
 
 
