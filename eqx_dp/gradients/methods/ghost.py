@@ -1,9 +1,10 @@
 """Ghost clipping: two backward passes, the memory of ordinary training.
 
 Li et al., "Large Language Models Can Be Strong Differentially Private Learners", 2022. The first
-pass turns the cotangent at every use into the norm of each example's gradient, and forgets it; the
-second goes the same way again and sums what each use makes of its cotangent and the clip factors.
-Scans stay scans, and what is rematerialised stays so.
+pass back turns the cotangent at every use into the norm of each example's gradient, and forgets it;
+the second goes the same way again and sums what each use makes of its cotangent and the clip
+factors. Both start from what one forward pass leaves. Scans stay scans, and what is rematerialised
+stays so.
 """
 
 import functools
@@ -82,14 +83,14 @@ def clipped_sum(
 
     Of a leaf whose norm is not the sum of what its uses know each by itself (several uses, a use
     at every step of a scan) all that it meets is held from the uses to the end of the pass, as by
-    `book_keeping`; of one that no use describes, each example's gradient.
+    `book_keeping`; of one that no use describes, each example's gradient. Where that is most of
+    what uses meet, `book_keeping` holds little more, in one pass, and does it.
     """
-    with stage("probe"):
-        scales = traced.loss_scale(traced.params, traced.frozen, examples)
-
     known_of_uses = known_uses(traced)
     if _holds_most(known_of_uses):
         return book_keeping.clipped_sum(traced, examples, is_padding_example)
+    with stage("probe"):
+        scales = traced.loss_scale(traced.params, traced.frozen, examples)
     batch, dtype = len(is_padding_example), traced.accumulate_dtype
     nothing = traced.no_sums()
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)

@@ -62,7 +62,7 @@ def test_repeated_ones_are_small(method):
 
     # The scan's own residuals: the data, and the derivative of tanh.
     def stacked(text):
-        return text.count(f"stablehlo.dynamic_update_slice")
+        return text.count("stablehlo.dynamic_update_slice")
 
     def ordinary(model, x):
         return jax.vmap(eqx.filter_grad(loss), (None, 0))(model, x)
