@@ -93,6 +93,26 @@ def test_transposed():
     )
 
 
+@pytest.mark.parametrize(
+    ("padding", "dilation", "steps"),
+    [("SAME", (2, 1), 3 * 4), ("SAME", (1, 1), 3 * 4), ("VALID", (1, 1), 2 * 3)],
+    ids=str,
+)
+def test_steps_are_the_positions_of_the_smaller_side(padding, dilation, steps):
+    found = check(
+        lambda w, x: lax.conv_general_dilated(
+            x, w, (1, 1), padding, lhs_dilation=dilation, feature_group_count=2
+        )
+        if padding == "VALID"
+        else lax.conv_general_dilated(x, w, (1, 1), [(1, 0), (1, 0)], dilation, None, None, 2),
+        normal(4, 1, 2, 2),
+        examples(1, 2, 3, 4),
+        kinds=["convolution"],
+        ghost=True,
+    )
+    assert [use.steps for use in found.at.values()] == [steps]
+
+
 def test_inside_vmap():
     """One kernel for many images, and a kernel for each: the latter becomes groups."""
     check(
