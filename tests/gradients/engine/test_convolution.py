@@ -94,17 +94,12 @@ def test_transposed():
 
 
 @pytest.mark.parametrize(
-    ("padding", "dilation", "steps"),
-    [("SAME", (2, 1), 3 * 4), ("SAME", (1, 1), 3 * 4), ("VALID", (1, 1), 2 * 3)],
-    ids=str,
+    ("low", "dilation", "steps"), [(1, (2, 1), 3 * 4), (1, (1, 1), 3 * 4), (0, (1, 1), 2 * 3)]
 )
-def test_steps_are_the_positions_of_the_smaller_side(padding, dilation, steps):
+def test_steps_are_the_positions_of_the_smaller_side(low, dilation, steps):
+    options = {"lhs_dilation": dilation, "feature_group_count": 2}
     found = check(
-        lambda w, x: lax.conv_general_dilated(
-            x, w, (1, 1), padding, lhs_dilation=dilation, feature_group_count=2
-        )
-        if padding == "VALID"
-        else lax.conv_general_dilated(x, w, (1, 1), [(1, 0), (1, 0)], dilation, None, None, 2),
+        lambda w, x: lax.conv_general_dilated(x, w, (1, 1), [(low, 0), (low, 0)], **options),
         normal(4, 1, 2, 2),
         examples(1, 2, 3, 4),
         kinds=["convolution"],

@@ -9,7 +9,7 @@ import eqx_dp as dp
 from tests.gradients.engine import agreement
 from tests.models import Case
 
-LAYERS, TOKENS, WIDTH = 2, 9, 3
+LAYERS, TOKENS, WIDTH = 2, 33, 3
 
 
 def drawn(rng, size):
