@@ -32,7 +32,8 @@ def repeated(model, x):
     def layer(x, its):
         scale = jnp.broadcast_to(its["scale"] * 1.0, x.shape)
         # The first row for the first tokens, the second for the last, one token for none.
-        shift = jnp.repeat(its["shift"][:, None], TOKENS // 2, axis=1).reshape(-1, WIDTH)
+        shift = jnp.broadcast_to(its["shift"][:, None], (2, TOKENS // 2, WIDTH))
+        shift = shift.reshape(-1, WIDTH)
         x = x * scale
         x = x.at[1:].add(0) + jnp.concatenate([jnp.zeros((1, WIDTH)), x[1:] + shift])
         return jnp.tanh(x @ (its["weight"] * 1.0)), None
