@@ -52,6 +52,22 @@ class Layout(NamedTuple):
         groups, rows, columns = self.axes
         return self._replace(axes=(groups, columns, rows))
 
+    def without_repeats(self, over: int) -> tuple["Layout", "Layout"]:
+        """This layout in two: of an array that repeats nothing, and that of this array in it.
+
+        Args:
+            over: how many of the first axes are beside it: the latter does not know them, and in
+                the former they are as they are here.
+        """
+        outer, axes = self.axes[:over], self.axes[over:]
+        once = tuple(tuple(digit for digit in axis if digit[1] != 0) for axis in axes)
+        lengths = [n for axis in once for n, _ in axis]
+        strides = iter([math.prod(lengths[i + 1 :]) for i in range(len(lengths))])
+        inner = tuple(
+            tuple((n, 0 if stride == 0 else next(strides)) for n, stride in axis) for axis in axes
+        )
+        return self._replace(axes=(*outer, *once)), Layout(inner)
+
     def is_regular(self, size: int) -> bool:
         """Whether each digit runs along an axis of its own in a parameter of so many entries."""
         return all(

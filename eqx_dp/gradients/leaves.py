@@ -151,8 +151,7 @@ def measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
     """Norm, bound, and what the weighted sum is made of, see `_ghost`, where none is formed."""
     met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
     parts = [_ghost(form, members, met) for members in _sets(form)]
-    known = [(norm, bound) for norm, bound, _ in parts]
-    batch = len(jax.tree.leaves(met)[0])
+    known, batch = [its[:2] for its in parts], len(jax.tree.leaves(met)[0])
     return *combined(known, batch, form.dtype), [held for _, _, held in parts]
 
 
@@ -211,15 +210,19 @@ def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
     return found
 
 
+def example_gradient(form: LeafForm, residuals: Any, cotangent: Array) -> Float[Array, "..."]:
+    """One example's gradient with respect to a parameter that has one use."""
+    formed = _formed(form.uses[0], residuals, cotangent, form.dtype)
+    return to_parameter(form, form.uses[0], formed)
+
+
 def per_example_gradients(form: LeafForm, met: Sequence[Met]) -> Float[Array, "batch ..."]:
     """Each example's gradient with respect to the parameter."""
 
     def form_all(met: Sequence[Met]) -> Array:
         parts = [
-            jax.vmap(lambda r, g, use=use: to_parameter(form, use, _formed(use, r, g, form.dtype)))(
-                residuals, cotangent
-            )
-            for use, (residuals, cotangent) in zip(form.uses, met, strict=True)
+            jax.vmap(functools.partial(example_gradient, form._replace(uses=(use,))))(*its)
+            for use, its in zip(form.uses, met, strict=True)
         ]
         return functools.reduce(jnp.add, parts)
 

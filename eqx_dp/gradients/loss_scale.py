@@ -154,14 +154,13 @@ def _of_leaves(uses: Uses, bounds: dict[Address, Array]) -> list[Float[Array, ""
 
 
 def _bounded(
-    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array, given: Any
+    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
 ) -> tuple[Array, Any]:
     """The result of a use; the gradient of the tap is a bound on the parameter's.
 
     No entry of the gradient is larger than the largest entry of the data, times the sum of the
     cotangents that it meets. Neither is a sum of some of its terms, in any order.
     """
-    del given
     (result,) = evaluated(equation, inputs)
     if not is_narrow(jnp.result_type(inputs[use.operand])):
         return result, ()

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ..paths import below
 from ..precision import Policy, inside_engine, matmul_precision
-from ..programs import outlined, with_masked_products
+from ..programs import outlined, with_masked_products, without_ones
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
 from .failures import explain_failure
 from .narrow_products import Narrow, narrow_products
@@ -161,7 +161,9 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         retrace = None if options.keep_batch_dim else lambda: trace(fun, on_a_batch, inputs)
         explain_failure(error, inputs.example, options.policy, retrace)
         raise
-    return Program(with_masked_products(jaxpr), aux_trees[0], narrow_products(options.policy))
+    return Program(
+        without_ones(with_masked_products(jaxpr)), aux_trees[0], narrow_products(options.policy)
+    )
 
 
 def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:

@@ -49,16 +49,15 @@ def zero_tap(use: ParamUse, dtype: np.dtype[Any], *batch: int) -> Array:
     return jnp.zeros((*batch, *use.result.shape), dtype)
 
 
-AtUse: TypeAlias = Callable[[Any, jex_core.JaxprEqn, list[Any], Any, Any], tuple[Array, Any]]
-"""What happens at a use: from what is known of it, its equation, the values of its operands, its
-tap and what is given to all, to the result and the residuals."""
+AtUse: TypeAlias = Callable[[Any, jex_core.JaxprEqn, list[Any], Any], tuple[Array, Any]]
+"""What happens at a use: from what is known of it, its equation, the values of its operands and its
+tap to the result and the residuals."""
 
 
 def tapped(
-    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array, given: Any
+    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
 ) -> tuple[Array, Any]:
     """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
-    del given
     (result,) = evaluated_whole(equation, inputs)
     return use.received(result + tap), use.kept(inputs)
 
@@ -69,7 +68,6 @@ def evaluate(
     inputs: Sequence[Array | Shard],
     taps: dict[Address, Any],
     at_use: AtUse = tapped,
-    given: Any = None,
 ) -> tuple[Array, list[Array], dict[Address, Any]]:
     """Evaluates one example's loss with taps.
 
@@ -80,12 +78,11 @@ def evaluate(
             the model's, a device may hold a part; it is gathered at the equations that need it.
         taps: what each use is given, the lengths of the scans around it in front of every array.
         at_use: what happens there.
-        given: arrays that all uses are given.
 
     Returns:
         The loss, aux, and the residuals of every use, the scans' lengths in front.
     """
-    evaluation = _Evaluation(at_use, given, {}, 0)
+    evaluation = _Evaluation(at_use, {}, 0)
     outputs, residuals = evaluation.program(program.run(), at, inputs, taps)
     loss, *aux = (jnp.asarray(whole(x)) for x in outputs)
     return loss, aux, residuals
@@ -96,13 +93,11 @@ class _Evaluation(NamedTuple):
 
     Attributes:
         at_use: what happens at a use.
-        given: what all uses are given.
         calls: the functions that stand for calls, by what they call: equal ones are traced once.
         depth: how many scans there are around.
     """
 
     at_use: AtUse
-    given: Any
     calls: dict[Any, Callable[..., Any]]
     depth: int
 
@@ -123,9 +118,7 @@ class _Evaluation(NamedTuple):
             index = next(indices)
             here = (index,)
             if here in at:
-                result, residuals[here] = self.at_use(
-                    at[here], equation, inputs, taps[here], self.given
-                )
+                result, residuals[here] = self.at_use(at[here], equation, inputs, taps[here])
                 return [result]
             if index not in holders:
                 part = rearranged(equation, inputs)
@@ -181,11 +174,9 @@ class _Evaluation(NamedTuple):
                 key = body, *at.items()
                 if key not in self.calls:
                     self.calls[key] = jax.jit(
-                        lambda given, inputs, taps: self._replace(given=given).program(
-                            body, at, inputs, taps
-                        )
+                        lambda inputs, taps: self.program(body, at, inputs, taps)
                     )
-                return self.calls[key](self.given, inputs, taps)
+                return self.calls[key](inputs, taps)
             case Call("remat", body):
                 run = functools.partial(self.program, body, at)
                 if equation.params["policy"] is None:  # what is gathered inside is not saved

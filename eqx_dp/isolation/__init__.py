@@ -10,5 +10,7 @@ from .dependence import size_of as size_of
 from .follow import Follow as Follow
 from .rules import OPERAND_BY_OPERAND as OPERAND_BY_OPERAND
 from .rules import RULES as RULES
+from .run import Values as Values
+from .run import in_halves_apart as in_halves_apart
 from .run import run_apart as run_apart
 from .run import sum_over_examples as sum_over_examples

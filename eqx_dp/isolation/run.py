@@ -1,7 +1,7 @@
 """Running a program of a batch that has been shown to keep its examples apart."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -9,8 +9,14 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..programs import channels_last, checkpoint_results_compiled, own_line, source_line
-from .dependence import Apart, Dependence, Mixed, Single, dtype_of
+from ..programs import (
+    channels_last,
+    checkpoint_results_compiled,
+    halved,
+    own_line,
+    source_line,
+)
+from .dependence import SHARED, Apart, Dependence, Mixed, Single, dtype_of
 from .follow import ENGINES_SUM, Follow
 from .rules import REDUCTIONS, WRITES, axes_named, is_known
 from .steering import may_be_trusted
@@ -39,6 +45,78 @@ def run_apart(
     Raises:
         ValueError: examples meet; it names the equation and the line.
     """
+    found = _shown_apart(
+        lambda first, _: function(*first.of_examples), loss, Values(batch), Values(())
+    )
+    run = jex_core.jaxpr_as_fun(_compiled(found.program))
+    return jax.tree.unflatten(found.results, run(*found.values))
+
+
+class Values(NamedTuple):
+    """What a function of a batch takes.
+
+    Attributes:
+        of_examples: a tree of arrays, examples in front of every leaf.
+        shared: a tree of arrays that depend on no example.
+    """
+
+    of_examples: Any
+    shared: Any = ()
+
+
+def in_halves_apart(
+    function: Callable[[Values, Values], Results],
+    loss: jex_core.Jaxpr,
+    first: Values,
+    second: Values,
+) -> tuple[list[Array], Callable[[list[Array], Values], Results]]:
+    """Calls a function so far as it does not depend on its second argument.
+
+    Guarantee: as that of `run_apart`, of all that the function computes.
+
+    Args:
+        function: of both arguments.
+        loss: as that of `run_apart`.
+        first: its first argument.
+        second: its second one, or any of the same shapes and dtypes.
+
+    Returns:
+        What the rest of the function needs, and the rest: from that, and from a second argument, to
+        the results.
+
+    Raises:
+        ValueError: as `run_apart`.
+    """
+    found = _shown_apart(function, loss, first, second)
+    num_first = len(jax.tree.leaves(first))
+    is_late = [index >= num_first for index in range(len(found.values))]
+    halves = halved(_compiled(found.program), is_late)
+    met = jex_core.jaxpr_as_fun(halves.first)(*found.values[:num_first])
+    run = jex_core.jaxpr_as_fun(halves.second)
+
+    def rest(met: list[Array], second: Values) -> Results:
+        return jax.tree.unflatten(found.results, run(*met, *jax.tree.leaves(second)))
+
+    return met, rest
+
+
+class _Shown(NamedTuple):
+    """A function in which examples were shown to be apart.
+
+    Attributes:
+        program: what it is traced to.
+        values: the arrays that it is given.
+        results: the structure of its results.
+    """
+
+    program: jex_core.ClosedJaxpr
+    values: list[Array]
+    results: Any
+
+
+def _shown_apart(
+    function: Callable[[Values, Values], Any], loss: jex_core.Jaxpr, first: Values, second: Values
+) -> _Shown:
     structures: list[Any] = []
 
     def flat(*values: Array) -> list[Array]:
@@ -47,21 +125,31 @@ def run_apart(
         structures.append(tree)
         return leaves
 
-    values, structure = jax.tree.flatten(batch)
+    values, structure = jax.tree.flatten((first, second))
+    num_examples = jax.tree.leaves((first.of_examples, second.of_examples))[0].shape[0]
+    of_example: Dependence = Apart(0) if num_examples > 1 else Single()
+    facts = [
+        fact
+        for its in (first, second)
+        for part, fact in zip(its, (of_example, SHARED), strict=True)
+        for _ in jax.tree.leaves(part)
+    ]
     # Within a trace, a jitted function is one equation there: nothing is traced a second time. Not
     # in float16, where XLA may multiply constants of the loss with each other, to 0, before it sees
     # that their other factor is a constant loss scale.
     is_traced = any(isinstance(value, jax.core.Tracer) for value in values)
     is_call = is_traced and not any(dtype_of(variable) == jnp.float16 for variable in loss.invars)
+    is_call = is_call and not jax.tree.leaves(second)
     program = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*values)
-    num_examples = values[0].shape[0]
-    fact: Dependence = Apart(0) if num_examples > 1 else Single()
     follow = Follow(num_examples, may_be_trusted(loss))
-    for found in follow.program(program, [fact] * len(values)) + follow.written:
+    for found in follow.program(program, facts) + follow.written:
         _check(found)
-    run = jex_core.jaxpr_as_fun(checkpoint_results_compiled(channels_last(program)))
-    results: list[Array] = run(*values)
-    return jax.tree.unflatten(structures[0], results)
+    return _Shown(program, values, structures[0])
+
+
+def _compiled(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+    """A program as it is run."""
+    return checkpoint_results_compiled(channels_last(program))
 
 
 def sum_over_examples(function: Function) -> Function:

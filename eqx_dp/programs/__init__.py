@@ -9,6 +9,8 @@ from .derivative_rules import has_rules as has_rules
 from .derivative_rules import is_changed_by_reading as is_changed_by_reading
 from .derivative_rules import read_apart as read_apart
 from .derivative_rules import with_rules as with_rules
+from .halves import Halves as Halves
+from .halves import halved as halved
 from .inside import Call as Call
 from .inside import Cond as Cond
 from .inside import LinearSolve as LinearSolve
@@ -45,6 +47,7 @@ from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
 from .names import UNCHANGED as UNCHANGED
 from .names import UNSEEN as UNSEEN
 from .names import named as named
+from .ones import without_ones as without_ones
 from .operations import equation_flops as equation_flops
 from .operations import has_free_dimensions as has_free_dimensions
 from .operations import loops as loops

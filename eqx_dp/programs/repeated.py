@@ -137,7 +137,7 @@ def _calls_of(
     first, said = rows[0], jex_core.DebugInfo("repeated", "layer", None, None)
     its = jaxpr.eqns[first.start : first.start + size]
     body = jex_core.Jaxpr((), first.operands, made(first), its, frozenset(), debug_info=said)
-    call, calls = _call(closed(body)), dict[int, jex_core.JaxprEqn]()
+    call, calls = call_of(closed(body)), dict[int, jex_core.JaxprEqn]()
     for row in rows:
         # The line of a row is that of its first equation; names of scopes are inside.
         line = jaxpr.eqns[row.start].source_info.traceback
@@ -149,7 +149,7 @@ def _calls_of(
     return calls
 
 
-def _call(body: jex_core.ClosedJaxpr) -> jex_core.JaxprEqn:
+def call_of(body: jex_core.ClosedJaxpr) -> jex_core.JaxprEqn:
     """An equation that calls a program."""
 
     def repeated(*inputs: Any) -> list[Any]:

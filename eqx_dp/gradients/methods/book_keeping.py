@@ -24,7 +24,7 @@ from ..tapped import evaluate
 from ..taps import Address
 from .contract import ClippedSum, TracedLoss, clip_and_sum
 from .held import Held, held_gradient, through_values
-from .measured import at_use, formed_gradient, known_uses, tap_of
+from .measured import Known, at_use, formed_gradient, known_uses, tap_of
 
 
 def clipped_sum(
@@ -36,8 +36,9 @@ def clipped_sum(
     """
     with stage("probe"):
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
+    known = known_uses(traced, is_held=True)
     loss, aux, residuals, cotangents, grads = run_apart(
-        jax.vmap(functools.partial(_backward, traced)),
+        jax.vmap(functools.partial(_backward, traced, known)),
         traced.split.program.jaxpr.jaxpr,
         examples,
         scales,
@@ -50,7 +51,7 @@ def clipped_sum(
         with stage("norm"):
             through = through_values(traced, held, loss)
             found = [
-                formed_gradient(traced, target, cotangents)
+                formed_gradient(traced, known, target, cotangents)
                 or through.get(index)
                 or held_gradient(traced, index, held, len(loss), is_scattered=True)
                 for index, target in enumerate(targets)
@@ -92,10 +93,13 @@ def _moved(
 
 
 def _backward(
-    traced: TracedLoss, example: list[Array], scale: Float[Array, ""] | None
+    traced: TracedLoss,
+    known: dict[Address, Known],
+    example: list[Array],
+    scale: Float[Array, ""] | None,
 ) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Any], dict[int, Array]]:
     """One example's loss, aux, residuals, cotangents of its uses, and gradients of the rest."""
-    known, (roots, fixed) = known_uses(traced, is_held=True), traced.shared
+    roots, fixed = traced.shared
 
     def run(
         taps: dict[Address, Any], whole: dict[int, Array]
@@ -103,12 +107,9 @@ def _backward(
         values = [whole.get(root, value) for root, value in enumerate(roots)]
         inputs = [*values, *fixed, *example]
         with stage("loss"):
-            loss, aux, residuals = evaluate(
-                traced.split.program, known, inputs, taps, at_use, asked
-            )
+            loss, aux, residuals = evaluate(traced.split.program, known, inputs, taps, at_use)
         return loss, (aux, residuals)
 
-    asked: list[None] = [None] * len(traced.clipping.clip_norms)
     taps = {at: tap_of(its, traced.accumulate_dtype) for at, its in known.items()}
     whole = {root: roots[root] for root in traced.uses.whole}
     loss, pullback, (aux, residuals) = jax.vjp(run, taps, whole, has_aux=True)

@@ -1,19 +1,21 @@
 """Ghost clipping: two backward passes, the memory of ordinary training.
 
 Li et al., "Large Language Models Can Be Strong Differentially Private Learners", 2022. The first
-pass turns the cotangent at every use into the norm of each example's gradient, and forgets it; the
-second goes the same way again and sums what each use makes of its cotangent and the clip factors.
-Scans stay scans, and what is rematerialised stays so.
+pass back turns the cotangent at every use into the norm of each example's gradient, and forgets it;
+the second goes the same way again and sums what each use makes of its cotangent and the clip
+factors. Both start from what one forward pass leaves. Scans stay scans, and what is rematerialised
+stays so.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ...isolation import run_apart
+from ...isolation import Values, in_halves_apart
 from ...precision import stage
 from ..joined import apart, is_small, side_by_side
 from ..leaves import combined
@@ -21,19 +23,19 @@ from ..loss_scale import loss_cotangent
 from ..tapped import evaluate
 from ..taps import Address
 from ..targets import Target
+from . import book_keeping
 from .contract import ClippedSum, TracedLoss, clip
 from .held import Held, held_gradient
 from .measured import (
     Ask,
-    Formed,
     Found,
     Known,
     ask,
     ask_formed,
     at_once,
     at_use,
+    formed_gradient,
     known_uses,
-    of_parameter,
     of_slices,
     tap_of,
 )
@@ -43,12 +45,12 @@ class _Pass(NamedTuple):
     """What a pass leaves to the next.
 
     Attributes:
-        is_measuring: whether the next one looks for norms; else it adds up.
+        is_measuring: 1 where the next one looks for norms, 0 where it adds up.
         factors: the clip factors of each group, once they are known.
         result: the sums, which are zero as long as factors are missing, and all else.
     """
 
-    is_measuring: Bool[Array, ""]
+    is_measuring: Float[Array, ""]
     factors: list[Float[Array, " batch"]]
     result: ClippedSum
 
@@ -77,26 +79,36 @@ def clipped_sum(
     Guarantee: as that of the method `per_example`. Cotangents that nearly cancel would round
     differently if the factors came in at the loss, or if the two passes were compiled apart. So
     both are one loop's body, and the factors come in at the uses: what is added is what was
-    measured. The forward pass is in it too, for what it leaves to a backward pass costs the
-    compiler less memory where it sees both.
+    measured. The forward pass is ahead of it: both go back from what it leaves.
 
     Of a leaf whose norm is not the sum of what its uses know each by itself (several uses, a use
     at every step of a scan) all that it meets is held from the uses to the end of the pass, as by
-    `book_keeping`; of one that no use describes, each example's gradient.
+    `book_keeping`; of one that no use describes, each example's gradient. Where that is most of
+    what uses meet, `book_keeping` holds little more, in one pass, and does it.
     """
+    known_of_uses = known_uses(traced)
+    if _holds_most(known_of_uses):
+        return book_keeping.clipped_sum(traced, examples, is_padding_example)
     with stage("probe"):
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
-
-    known_of_uses = known_uses(traced)
     batch, dtype = len(is_padding_example), traced.accumulate_dtype
+    nothing = traced.no_sums()
+    loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
+    of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
+    start = _Pass(jnp.ones((), dtype), of_groups, ClippedSum(nothing, loss, of_groups, aux))
+    met, backward = in_halves_apart(
+        functools.partial(_backward, traced, known_of_uses),
+        traced.split.program.jaxpr.jaxpr,
+        Values((examples, scales), traced.parts),
+        Values(start.factors, start.is_measuring),
+    )
 
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
-        here, asked, held = jax.lax.optimization_barrier((examples, past[:2], traced.parts))
-        backward = functools.partial(_backward, traced.with_parts(held), known_of_uses, asked[0])
-        found = run_apart(backward, traced.split.program.jaxpr.jaxpr, here, asked[1], scales)
-        asks = [Ask(asked[0], factors) for factors in asked[1]]
+        here, measuring, factors = jax.lax.optimization_barrier((met, *past[:2]))
+        found = backward(here, Values(factors, measuring))
+        asks = [Ask(measuring, of_group) for of_group in factors]
         totals, known = dict[int, Array](), list[tuple[Array, Array]]()
         for group, its in enumerate(asks):
             members = [
@@ -109,57 +121,89 @@ def clipped_sum(
         with stage("norm"):
             clipped = clip(traced, known, found.loss, scales, is_padding_example)
         factors, grad_norms = jax.tree.map(
-            lambda new, old: jnp.where(asked[0], new, old),
+            lambda new, old: jnp.where(measuring > 0, new, old),
             (clipped.factors, clipped.norms),
-            (asked[1], past.result.grad_norms),
+            (factors, past.result.grad_norms),
         )
         sums = traced.of_leaves([totals[index] for index in range(len(traced.targets))])
         if any(traced.cuts):
             # Nothing is sent in the first pass.
-            sums = jax.lax.cond(asked[0], lambda _: traced.no_sums(), traced.scattered, sums)
+            is_first = measuring > 0
+            sums = jax.lax.cond(is_first, lambda _: traced.no_sums(), traced.scattered, sums)
         return _Pass(
-            jnp.zeros((), bool), factors, ClippedSum(sums, found.loss, grad_norms, found.aux)
+            jnp.zeros((), dtype), factors, ClippedSum(sums, found.loss, grad_norms, found.aux)
         )
 
-    nothing = traced.no_sums()
-    loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
-    of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
-    start = _Pass(jnp.ones((), bool), of_groups, ClippedSum(nothing, loss, of_groups, aux))
     return jax.lax.fori_loop(0, 2, lambda _, past: once(past), start).result
+
+
+def _holds_most(known: dict[Address, Known]) -> bool:
+    """Whether a second pass would save less than half of what is held at uses in any case."""
+    held = saved = 0
+    for its in known.values():
+        met = jax.tree.leaves((its.use.result, its.use.residuals))
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in met)
+        if its.form is None:
+            held += size
+        elif not its.is_small:
+            saved += size
+    return 2 * saved < held or not saved
 
 
 def _backward(
     traced: TracedLoss,
     known: dict[Address, Known],
-    is_measuring: Bool[Array, ""],
-    examples: list[Array],
-    factors: list[Array],
-    scales: Array | None,
+    forward: Values,
+    back: Values,
 ) -> _Backward:
-    """The cotangents of all taps, some of which become norms or sums on the spot."""
+    """The cotangents of all taps, some of which become norms or sums on the spot.
+
+    Args:
+        traced: the loss.
+        known: what is known of every use.
+        forward: what the forward pass takes: the examples and their loss scales, and the
+            parameters of which a device holds a part.
+        back: what only the backward pass does: the clip factors of each group, and whether it is
+            to measure.
+    """
+    traced = traced.with_parts(forward.shared)
     (roots, fixed), (taps, axes) = traced.shared, _taps(traced, known)
 
     def one(
-        example: list[Array], factors: list[Array], scale: Array | None
+        of_example: tuple[list[Array], Array | None], factors: list[Array]
     ) -> tuple[Array, list[Array], dict[Address, Any], dict[str, Any]]:
-        asked = [Ask(is_measuring, x) for x in factors]
+        example, scale = of_example
 
-        def run(taps: dict[str, Any]) -> tuple[Array, tuple[list[Array], dict[Address, Any]]]:
+        def run(taps: dict[str, Any]) -> tuple[Any, tuple[list[Array], dict[Address, Any]]]:
             values = [taps["whole"].get(root, value) for root, value in enumerate(roots)]
             inputs = [*values, *fixed, *example]
             with stage("loss"):
                 loss, aux, residuals = evaluate(
-                    traced.split.program, known, inputs, taps["uses"], at_use, asked
+                    traced.split.program, known, inputs, taps["uses"], at_use
                 )
-            return loss, (aux, residuals)
+            asking = {at: its for at, its in residuals.items() if isinstance(its, Ask)}
+            held = {at: its for at, its in residuals.items() if at not in asking}
+            return (loss, asking), (aux, held)
 
-        loss, pullback, (aux, residuals) = jax.vjp(run, taps, has_aux=True)
-        (cotangents,) = pullback(loss_cotangent(loss, scale))
+        (loss, asking), pullback, (aux, residuals) = jax.vjp(run, taps, has_aux=True)
+        # The backward pass comes behind what is asked for, all of it.
+        start, measuring, factors = jax.lax.optimization_barrier(
+            (loss_cotangent(loss, scale), back.shared, factors)
+        )
+        asked = {
+            at: jax.tree.map(
+                lambda x, its: jnp.broadcast_to(x, its.shape),
+                Ask(measuring, factors[known[at].group]),
+                its,
+            )
+            for at, its in asking.items()
+        }
+        (cotangents,) = pullback((start, asked))
         return loss, aux, residuals, cotangents
 
     # A total is the same for all examples, and no parameter has them in front.
     mapped = jax.vmap(one, out_axes=(0, 0, 0, axes))
-    return _Backward(*mapped(examples, factors, scales))
+    return _Backward(*mapped(forward.of_examples, back.of_examples))
 
 
 def _taps(traced: TracedLoss, known: dict[Address, Known]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -187,7 +231,7 @@ def _of_group(
     asked: Ask,
 ) -> tuple[dict[int, Array], list[Array]]:
     """The sums of the targets of one clip norm, and what is measured of them."""
-    formed = {index: _formed(traced, traced.targets[index], found) for index in members}
+    formed = {index: _formed(traced, known, traced.targets[index], found) for index in members}
     small = {index: x for index, x in formed.items() if x is not None and is_small(x)}
     sums, measured = dict[int, Array](), list[Array]()
     if small:
@@ -208,18 +252,17 @@ def _of_group(
     return sums, measured
 
 
-def _formed(traced: TracedLoss, target: Target, found: _Backward) -> Array | None:
+def _formed(
+    traced: TracedLoss, known: dict[Address, Known], target: Target, found: _Backward
+) -> Array | None:
     """Each example's gradient with respect to a root by itself, where it is there."""
     root, dtype = target.roots[0], traced.accumulate_dtype
     if target.relation != "itself":
         return None
     if root in traced.uses.whole:
         return found.cotangents["whole"][root].astype(dtype)
-    if len(uses := traced.uses.of[root]) == 1:
-        ((at, use),) = uses.items()
-        if isinstance(tap := found.cotangents["uses"][at], Formed):
-            return of_parameter(tap, use, traced.root(root).shape)
-    return None
+    its = formed_gradient(traced, known, target, found.cotangents["uses"])
+    return None if its is None else its.formed
 
 
 def _of_target(

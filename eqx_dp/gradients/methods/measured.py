@@ -5,7 +5,7 @@ Both of a leaf are found by one program, which is traced once for all uses that 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,7 +13,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from ...isolation import sum_over_examples
 from ...precision import stage
@@ -26,9 +26,9 @@ from ..leaves import (
     arranged,
     as_formed,
     columns_last,
+    example_gradient,
     leaf_gradient,
     norm_and_bound,
-    per_example_gradients,
 )
 from ..microbatches import over_microbatches
 from ..scattering import Scattering, scattering_of
@@ -40,14 +40,14 @@ from .contract import TracedLoss
 
 
 class Ask(NamedTuple):
-    """What is asked for.
+    """What is asked for, in the accumulate dtype.
 
     Attributes:
-        is_measuring: norms, or weighted sums.
+        is_measuring: 1 for norms, 0 for weighted sums.
         factors: the weights; of one example, or of a batch.
     """
 
-    is_measuring: Bool[Array, ""]
+    is_measuring: Float[Array, ""]
     factors: Float[Array, "*batch"]
 
 
@@ -77,7 +77,7 @@ class Known(NamedTuple):
     """What is known of a use.
 
     Attributes:
-        use: the use.
+        use: the use; where its view repeats entries and its gradient is small, as if it did not.
         group: of clip norms, the one of its leaf.
         form: how the gradient with respect to the operand is found, in one iteration of the scans
             around. None where the cotangent is held, as it alone does not tell what there is to
@@ -118,13 +118,18 @@ def _known_of(traced: TracedLoss, target: Target, use: ParamUse, is_held: bool) 
     way, group, root = target.way, target.group, target.roots[0]
     is_alone = target.relation == "itself" and len(traced.uses.of[root]) == 1
     is_alone &= "time" not in use.scans
-    if not is_alone or not use.view.is_isometric or use.kind is vjp:
+    is_once = use.view.is_isometric
+    if not is_alone or use.kind is vjp or not (is_once or use.matrices is None):
         return Known(use, group)
-    here = use.inside()
-    is_small = way == "kept" and 8 * math.prod(here.view.shape) <= _met(here)
-    if is_held and not is_small:
+    here, own, shape = use.inside(), use, use.inside().view.shape
+    if not is_once:
+        view, inner = use.view.without_repeats(len(use.slices))
+        here, own = here._replace(view=inner), use._replace(view=view)
+        shape = view.shape[len(use.slices) :]
+    is_small = way == "kept" and 8 * math.prod(shape) <= _met(here)
+    if not is_small and (is_held or not is_once):
         return Known(use, group)
-    form = LeafForm(here.view.shape, (here,), way, traced.accumulate_dtype)
+    use, form = own, LeafForm(shape, (here,), way, traced.accumulate_dtype)
     if is_small or root >= len(traced.params):
         return Known(use, group, form, is_small)
     scattering = scattering_of(use, traced.params[root].shape, traced.cut(root))
@@ -147,13 +152,13 @@ def of_parameter(formed: Formed, use: ParamUse, shape: tuple[int, ...]) -> Array
 
 
 def formed_gradient(
-    traced: TracedLoss, target: Target, cotangents: dict[Address, Any]
+    traced: TracedLoss, known: dict[Address, Known], target: Target, cotangents: dict[Address, Any]
 ) -> LeafGradient | None:
     """The gradient of a target that was formed within the backward pass; None where it was not."""
     root = target.roots[0]
-    for at, use in traced.uses.of[root].items():
+    for at in traced.uses.of[root]:
         if isinstance(tap := cotangents[at], Formed):
-            return LeafGradient(of_parameter(tap, use, traced.root(root).shape))
+            return LeafGradient(of_parameter(tap, known[at].use, traced.root(root).shape))
     return None
 
 
@@ -164,25 +169,26 @@ def _met(use: ParamUse) -> int:
 
 
 def at_use(
-    known: Known,
-    equation: jex_core.JaxprEqn,
-    inputs: list[Any],
-    tap: Any,
-    asked: Sequence[Ask | None],
+    known: Known, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
 ) -> tuple[Array, Any]:
-    """The result of a use, whose cotangent becomes that of the tap."""
+    """The result of a use, whose cotangent becomes that of the tap.
+
+    In the place of residuals stands what asks for it (an `Ask` of zeros), where something is to be
+    asked for: what its cotangent says. So the forward pass does not depend on it.
+    """
     use = known.use
     if known.form is None:
-        return tapped(use, equation, inputs, tap, asked)
+        return tapped(use, equation, inputs, tap)
     (result,) = evaluated_whole(equation, inputs)
-    watched: Any = _watched(known, result, tap, use.kept(inputs), asked[known.group])
-    return use.received(watched), ()
+    found: Any = _watched(known, result, tap, use.kept(inputs))
+    watched, asking = found
+    return use.received(watched), asking
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watched(
-    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask | None
-) -> Array:
+    known: Known, result: Array, tap: Found | Formed, residuals: Any
+) -> tuple[Array, Ask | tuple[()]]:
     """The result of a use as it is; from its cotangent follows that of the tap.
 
     A tap of `Formed` asks for nothing.
@@ -190,24 +196,29 @@ def _watched(
     It depends on the tap, which every example has its own of: the cotangent of what all examples
     share would be summed over them before it comes here.
     """
-    del known, residuals, asked
+    del residuals
     zero = tap.measured if isinstance(tap, Found) else tap.gradient
-    return result + zero.reshape(-1)[0].astype(result.dtype)
+    result = result + zero.reshape(-1)[0].astype(result.dtype)
+    if isinstance(tap, Formed):
+        return result, ()
+    assert known.form is not None
+    nothing = jnp.zeros((), known.form.dtype)
+    return result, Ask(nothing, nothing)
 
 
 def _watched_forward(
-    known: Known, result: Array, tap: Found | Formed, residuals: Any, asked: Ask | None
-) -> tuple[Array, Any]:
-    return _watched(known, result, tap, residuals, asked), (residuals, asked)
+    known: Known, result: Array, tap: Found | Formed, residuals: Any
+) -> tuple[Any, Any]:
+    return _watched(known, result, tap, residuals), residuals
 
 
-def _watched_backward(known: Known, held: Any, cotangent: Array) -> tuple[Any, ...]:
-    residuals, asked = held
+def _watched_backward(known: Known, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    cotangent, asked = cotangents
     assert known.form is not None
     if known.is_small:
-        return cotangent, _formed(known.form, residuals, cotangent), None, None
+        return cotangent, _formed(known.form, residuals, cotangent), None
     of_batch = _of_batch(known.form, known.scattering)
-    return cotangent, of_batch(residuals, cotangent, asked), None, None
+    return cotangent, of_batch(residuals, cotangent, asked), None
 
 
 _watched.defvjp(_watched_forward, _watched_backward)
@@ -216,9 +227,8 @@ _watched.defvjp(_watched_forward, _watched_backward)
 @functools.partial(jax.jit, static_argnums=0)
 def _formed(form: LeafForm, residuals: Any, cotangent: Array) -> Formed:
     """One example's gradient."""
-    met = jax.tree.map(lambda x: x[None], (residuals, cotangent))
     with stage("norm"):
-        return Formed(per_example_gradients(form, [met])[0])
+        return Formed(example_gradient(form, residuals, cotangent))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -318,7 +328,7 @@ def ask(
         return total if ends is None else ends[1](total), jnp.zeros((batch, 2), dtype)
 
     # Outside of the loop over parts: each would have to write, and add up, what is zero.
-    total, measured = jax.lax.cond(asked.is_measuring, measure, add)
+    total, measured = jax.lax.cond(asked.is_measuring > 0, measure, add)
     return Found(measured, total)
 
 

@@ -32,6 +32,12 @@ def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
     return MatrixAxes(operation.operands[operand], batch, contracted, free)
 
 
+def steps(operation: Operation, operand: int) -> int:
+    """The data's free dimensions."""
+    _, _, free = _dimensions(operation, 1 - operand)
+    return math.prod(operation.operands[1 - operand][i] for i in free)
+
+
 def factors(
     operation: Operation, operand: int, residuals: Any, cotangent: Array
 ) -> tuple[Array, Array]:

@@ -30,7 +30,8 @@ def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
 
 
 def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
-    """Rows are the entries of the window, channels last; columns the output channels of a group."""
+    """Rows and columns are input and output channels, with the entries of the window before those
+    of the side that patches are cut out of."""
     output, channel, *window = operation.param("dimension_numbers").rhs_spec
     groups = operation.param("feature_group_count")
     shape = list(operation.operands[operand])
@@ -39,14 +40,27 @@ def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
     def moved(axis: int) -> int:
         return axis + (axis > output)
 
-    rows = tuple(moved(axis) for axis in (*window, channel))
-    return MatrixAxes(tuple(shape), (output,), rows, (output + 1,))
+    rows, columns = (moved(channel),), (output + 1,)
+    window = tuple(map(moved, window))
+    if _cuts_cotangent(operation):
+        columns = (*window, *columns)
+    else:
+        rows = (*window, *rows)
+    return MatrixAxes(tuple(shape), (output,), rows, columns)
+
+
+def steps(operation: Operation, operand: int) -> int:
+    """The positions of the side that is not cut."""
+    del operand
+    sides = _sides(operation)
+    images, _, *positions = sides[not _cuts_cotangent(operation)]
+    return images * math.prod(positions)
 
 
 def factors(
     operation: Operation, operand: int, residuals: Any, cotangent: Array
 ) -> tuple[Array, Array]:
-    """Positions are time, a patch of the image is the input, output channels are the output."""
+    """Positions are time, a patch of one side and the channels of the other the two factors."""
     del operand
     x, g = _columns(operation, residuals, cotangent)
     return jnp.swapaxes(x, 1, 2), jnp.swapaxes(g, 1, 2)
@@ -59,45 +73,76 @@ def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Arra
     return jnp.einsum("gkt,gpt->gkp", x, g, precision=jax.lax.Precision.HIGHEST)
 
 
-def _columns(operation: Operation, image: Any, cotangent: Array) -> tuple[Array, Array]:
-    """Patches `(group, offset x channel, time)`, and cotangents `(group, channel, time)`."""
-    groups = operation.param("feature_group_count")
-    numbers = operation.param("dimension_numbers")
-    patches = _patches(operation, jnp.transpose(image, numbers.lhs_spec))
-    images, offsets, channels, positions = patches.shape
-    x = patches.reshape(images, offsets, groups, channels // groups, positions)
-    g = jnp.transpose(cotangent, numbers.out_spec).reshape(images, groups, -1, positions)
-    time = images * positions
-    return (
-        jnp.transpose(x, (2, 1, 3, 0, 4)).reshape(groups, -1, time),
-        jnp.transpose(g, (1, 2, 0, 3)).reshape(groups, -1, time),
+def _sides(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of image and result: images, channels, positions."""
+    numbers, (image, _), result = (
+        operation.param("dimension_numbers"),
+        operation.operands,
+        operation.result,
     )
+    return tuple(image[i] for i in numbers.lhs_spec), tuple(result[i] for i in numbers.out_spec)
 
 
-def _patches(operation: Operation, images: Array) -> Array:
+def _cuts_cotangent(operation: Operation) -> bool:
+    """Whether patches are cut out of the cotangent: of an image that the convolution enlarges.
+
+    Each entry of the window takes all of the smaller side to a part of the larger one. Of a
+    transposed convolution, an image that is filled up with zeros is mostly zeros.
+    """
+    image, result = _sides(operation)
+    return math.prod(image[2:]) < math.prod(result[2:])
+
+
+def _columns(operation: Operation, image: Any, cotangent: Array) -> tuple[Array, Array]:
+    """The factors, `(group, features, time)`; features of patches are offset x channel."""
+    groups, numbers = operation.param("feature_group_count"), operation.param("dimension_numbers")
+    sides = jnp.transpose(image, numbers.lhs_spec), jnp.transpose(cotangent, numbers.out_spec)
+    is_cut = _cuts_cotangent(operation)
+    patches = _patches(operation, sides[is_cut], is_cut)
+    images, offsets, channels, positions = patches.shape
+    cut = patches.reshape(images, offsets, groups, channels // groups, positions)
+    cut = jnp.transpose(cut, (2, 1, 3, 0, 4)).reshape(groups, -1, images * positions)
+    other = sides[not is_cut].reshape(images, groups, -1, positions)
+    other = jnp.transpose(other, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
+    return (other, cut) if is_cut else (cut, other)
+
+
+def _patches(operation: Operation, images: Array, is_cotangent: bool) -> Array:
     """Cuts `(image, channel, *space)` into `(image, offset, channel, position)`.
 
-    One spatial dimension after the other: as many cuts as a window has edges, not entries.
-    """
-    params = dict(operation.params)
-    numbers = params["dimension_numbers"]
-    kernel, output = operation.operands[1], operation.result
-    window = [kernel[i] for i in numbers.rhs_spec[2:]]
-    positions = [output[i] for i in numbers.out_spec[2:]]
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    One spatial dimension after the other: as many cuts as a window has edges, not entries. The
+    entry of the window at o takes the image's position i to the result's p where
 
+        i x lhs_dilation + low = p x stride + o x rhs_dilation.
+    """
+    params, (image, result) = dict(operation.params), _sides(operation)
+    kernel = operation.operands[1]
+    window = [kernel[i] for i in params["dimension_numbers"].rhs_spec[2:]]
+    dilation, lows = params["rhs_dilation"], [low for low, _ in params["padding"]]
+    # Apart in what is cut, apart in what is filled up with zeros first.
+    strides, fillings = params["window_strides"], params["lhs_dilation"]
+    if is_cotangent:
+        positions, strides, fillings = image[2:], fillings, strides
+        lows = [(k - 1) * d - low for k, d, low in zip(window, dilation, lows, strict=True)]
+    else:
+        positions = result[2:]
+    spans = [(n - 1) * stride + 1 for n, stride in zip(positions, strides, strict=True)]
     edges = [
-        (low, high, step - 1)
-        for (low, high), step in zip(params["padding"], params["lhs_dilation"], strict=True)
+        (low, span + (k - 1) * d - low - ((n - 1) * filling + 1), filling - 1)
+        for low, span, k, d, n, filling in zip(
+            lows, spans, window, dilation, images.shape[2:], fillings, strict=True
+        )
     ]
     cut = jax.lax.pad(images, jnp.zeros((), images.dtype), [(0, 0, 0), (0, 0, 0), *edges])
     for dimension in reversed(range(len(window))):
-        span = (positions[dimension] - 1) * strides[dimension] + 1
         axis = cut.ndim - len(window) + dimension
-        starts = [offset * dilation[dimension] for offset in range(window[dimension])]
+        offsets = range(window[dimension])
+        starts = [offset * dilation[dimension] for offset in offsets]
+        if is_cotangent:
+            starts.reverse()
         cut = jnp.stack(
             [
-                jax.lax.slice_in_dim(cut, start, start + span, strides[dimension], axis)
+                jax.lax.slice_in_dim(cut, start, start + spans[dimension], strides[dimension], axis)
                 for start in starts
             ],
             axis=1,

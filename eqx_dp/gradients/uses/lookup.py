@@ -61,6 +61,11 @@ def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
     return MatrixAxes(shape, (), (0,), tuple(range(1, len(shape))))
 
 
+def steps(operation: Operation, operand: int) -> int:
+    """One for each row that is looked up."""
+    return math.prod(operation.result) // math.prod(operation.operands[operand][1:])
+
+
 def factors(
     operation: Operation, operand: int, residuals: Any, cotangent: Array
 ) -> tuple[Array, Array]:

@@ -92,6 +92,10 @@ class MatrixKind(Kind, Protocol):
         """How the operand is made of matrices (group, in, out)."""
         ...
 
+    def steps(self, operation: Operation, operand: int) -> int:
+        """How many outer products there are in each group."""
+        ...
+
     def factors(
         self, operation: Operation, operand: int, residuals: Any, cotangent: Array
     ) -> tuple[Array, Array]:
@@ -172,9 +176,10 @@ class ParamUse(NamedTuple):
     @property
     def steps(self) -> int:
         """How many outer products there are in each of its matrices."""
-        assert self.matrices is not None
-        groups, _, columns = self.matrices.shape
-        return math.prod(self.result.shape) // (groups * columns)
+        assert isinstance(self.kind, MatrixKind)
+        lengths = zip(self.result.shape, self.stacked, strict=False)
+        times = math.prod(n for n, use in lengths if use == "time")
+        return times * self.kind.steps(self.operation, self.operand)
 
     @property
     def is_empty(self) -> bool:

@@ -93,6 +93,21 @@ def test_transposed():
     )
 
 
+@pytest.mark.parametrize(
+    ("low", "dilation", "steps"), [(1, (2, 1), 3 * 4), (1, (1, 1), 3 * 4), (0, (1, 1), 2 * 3)]
+)
+def test_steps_are_the_positions_of_the_smaller_side(low, dilation, steps):
+    options = {"lhs_dilation": dilation, "feature_group_count": 2}
+    found = check(
+        lambda w, x: lax.conv_general_dilated(x, w, (1, 1), [(low, 0), (low, 0)], **options),
+        normal(4, 1, 2, 2),
+        examples(1, 2, 3, 4),
+        kinds=["convolution"],
+        ghost=True,
+    )
+    assert [use.steps for use in found.at.values()] == [steps]
+
+
 def test_inside_vmap():
     """One kernel for many images, and a kernel for each: the latter becomes groups."""
     check(

@@ -1,0 +1,43 @@
+"""Multiplications by a constant one, which change nothing."""
+
+from collections.abc import Sequence
+
+import jax.extend.core as jex_core
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core.primitives import div_p, mul_p
+
+from .rewriting import inlined, rewritten
+
+
+def without_ones(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+    """A program in which a product with a constant one is its other factor.
+
+    It is the same number, where that is a normal one.
+
+    Libraries that parametrise layers multiply a weight by a scale, which is one unless it is set.
+    Without that, the weight itself meets the data.
+
+    Returns:
+        A program of the same inputs and results.
+    """
+    return rewritten(program, _of_equation)
+
+
+def _of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | None:
+    if equation.primitive is not mul_p and equation.primitive is not div_p:
+        return None
+    result = equation.outvars[0].aval
+    first, second = equation.invars
+    for place, (factor, other) in enumerate(((second, first), (first, second))):
+        is_factor = equation.primitive is mul_p or place == 0
+        if is_factor and _is_one(factor) and other.aval == result:
+            return inlined(lambda *x, place=place: checkpoint_name(x[place], _NAME), equation)
+    return None
+
+
+_NAME = "times_one"
+
+
+def _is_one(atom: jex_core.Var | jex_core.Literal) -> bool:
+    return isinstance(atom, jex_core.Literal) and np.shape(atom.val) == () and atom.val == 1
