@@ -129,11 +129,11 @@ def filter_clipped_grad(
             the method `"auto"`, the engine's choice. It changes memory and time but not the result
             (except for rounding), and need not divide the batch.
         method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
-            the inputs and cotangents of each use of a parameter), `"ghost"` (two passes, with the
-            memory of ordinary training), `"per_example"` (per-example gradients side by side), or
-            `"auto"`. `"auto"` takes book-keeping if that saves work, else `"per_example"`, and
-            `"ghost"` if one example would hold too much memory; it also chooses the microbatch
-            unless `microbatch_size` is given.
+            the inputs and cotangents of each use of a parameter), `"ghost"` (two backward passes,
+            with about the memory of ordinary training), `"per_example"` (per-example gradients
+            side by side), or `"auto"`. `"auto"` takes book-keeping if that saves work, else
+            `"per_example"`, and `"ghost"` if one example would hold too much memory; it also
+            chooses the microbatch unless `microbatch_size` is given.
 
     Returns:
         A [`ClippedGrad`][], called as

@@ -8,8 +8,9 @@ floating-point operations; moving a number and starting a kernel count as so man
 
 F are the operations of the loss's contractions, and D are the trained entries that the loss uses. N
 are the operations of the norms and M the numbers that are moved for them and for the weighted sum,
-leaf by leaf (`LeafCost`), with b examples at once. Ghost computes F twice. A microbatch reads the
-parameters twice (forward, backward), writes its sums, and adds them to the totals (three more).
+leaf by leaf (`LeafCost`), with b examples at once. Ghost goes back twice: it computes 5 F in the
+place of 3 F. A microbatch reads the parameters twice (forward, backward), writes its sums, and adds
+them to the totals (three more).
 
 | | CPU | others |
 |---|---|---|
@@ -164,7 +165,7 @@ def choose(
     methods = {
         "book_keeping": _Method(costs, sizes, flops, max(1, activations, of_leaves)),
         "per_example": _Method(formed, sizes, flops, max(1, activations, of_formed)),
-        "ghost": _Method(costs, sizes, 2 * flops, max(1, activations)),
+        "ghost": _Method(costs, sizes, 5 / 3 * flops, max(1, activations)),
     }
     if method != "auto":
         asked = methods[method]

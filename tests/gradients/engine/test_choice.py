@@ -49,7 +49,7 @@ def of_one_by_hand(method, flops, entries, size):
     if method == "per_example":
         copies = 4 if size <= 8 or 4 * size * entries <= 2**22 else 12
         return alone * (flops + 2 * entries + 16 * copies * entries)
-    return alone * (flops * (2 if method == "ghost" else 1) + 1e3 + 16 * 11 * GHOST.bytes / 4)
+    return alone * (flops * (5 / 3 if method == "ghost" else 1) + 1e3 + 16 * 11 * GHOST.bytes / 4)
 
 
 def work_by_hand(sample, slots, of_one, entries, size):
