@@ -83,6 +83,7 @@ def test_a_run_of_the_size_of_the_largest_that_was_published():
     assert [row.method for row in few] == ["ghost", "book_keeping"]
     for one, other in zip(few, many, strict=True):
         assert one.hours["H100"] == pytest.approx(8 * other.hours["H100"])
+    # Where parameters are in parts, ghost goes forward and back twice.
     assert few[0].hours["H100"] == pytest.approx(2 * few[1].hours["H100"], rel=0.01)
     # 6 N D a token and what is computed again, at 0.4 of 989 TFLOP/s.
     textbook = 8 * 1.04e9 * 1024 * 518_000 * 1e5 / 256 / (0.4 * 989e12) / 3600

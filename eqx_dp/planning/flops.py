@@ -144,7 +144,7 @@ def flop_report(
     |---|---|
     | forward | contractions and convolutions of the loss, from the traced program |
     | backward | those of its gradient, less the forward ones; frozen parameters have none |
-    | second pass | backward again, by the method ghost |
+    | second pass | backward again, by the method ghost; forward, too, if parameters are in parts |
     | norms | of each example's gradient, by the way that the engine takes for each leaf |
     | accumulation | B D': an addition for each example and trained parameter |
     | noise | 180 D': a Gaussian for each trained parameter, integer operations included |
@@ -220,7 +220,13 @@ def _rows(call: Prepared, rules: ShardingRules | None) -> tuple[FlopRow, ...]:
         ("noise", f"{_NOISE} D'", _NOISE * trained),
     ]
     if call.choice.method == "ghost":
-        stages.insert(2, ("second pass", "backward again", backward))
+        is_in_parts = call.specs is not None and any(call.specs.is_cut)
+        formula, again = (
+            ("forward and backward again", forward + backward)
+            if is_in_parts
+            else ("backward again", backward)
+        )
+        stages.insert(2, ("second pass", formula, again))
     total = sum(flops for _, _, flops in stages)
     return tuple(
         FlopRow(stage, formula, float(flops), flops / total) for stage, formula, flops in stages

@@ -79,7 +79,8 @@ def clipped_sum(
     Guarantee: as that of the method `per_example`. Cotangents that nearly cancel would round
     differently if the factors came in at the loss, or if the two passes were compiled apart. So
     both are one loop's body, and the factors come in at the uses: what is added is what was
-    measured. The forward pass is ahead of it: both go back from what it leaves.
+    measured. The forward pass is ahead of it: both go back from what it leaves. Where a device
+    holds parts of parameters, each pass goes forward itself: the compiler then holds less at once.
 
     Of a leaf whose norm is not the sum of what its uses know each by itself (several uses, a use
     at every step of a scan) all that it meets is held from the uses to the end of the pass, as by
@@ -96,18 +97,22 @@ def clipped_sum(
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
     of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
     start = _Pass(jnp.ones((), dtype), of_groups, ClippedSum(nothing, loss, of_groups, aux))
-    met, backward = in_halves_apart(
+    halves = functools.partial(
+        in_halves_apart,
         functools.partial(_backward, traced, known_of_uses),
         traced.split.program.jaxpr.jaxpr,
-        Values((examples, scales), traced.parts),
-        Values(start.factors, start.is_measuring),
     )
+    forward = Values((examples, scales), traced.parts)
+    ahead = None if traced.parts else halves(forward, Values(start.factors, start.is_measuring))
 
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
         # cotangents, and hold them all from the first to the second.
-        here, measuring, factors = jax.lax.optimization_barrier((met, *past[:2]))
-        found = backward(here, Values(factors, measuring))
+        needed = forward if ahead is None else ahead[0]
+        here, measuring, factors = jax.lax.optimization_barrier((needed, *past[:2]))
+        back = Values(factors, measuring)
+        met, backward = halves(here, back) if ahead is None else (here, ahead[1])
+        found = backward(met, back)
         asks = [Ask(measuring, of_group) for of_group in factors]
         totals, known = dict[int, Array](), list[tuple[Array, Array]]()
         for group, its in enumerate(asks):
