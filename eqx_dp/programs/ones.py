@@ -40,4 +40,4 @@ _NAME = "times_one"
 
 
 def _is_one(atom: jex_core.Var | jex_core.Literal) -> bool:
-    return isinstance(atom, jex_core.Literal) and np.shape(atom.val) == () and atom.val == 1
+    return isinstance(atom, jex_core.Literal) and np.shape(atom.val) == () and bool(atom.val == 1)
