@@ -93,6 +93,7 @@ def gpt_examples():
     return [np.float64(leaf) for leaf in jax.tree.leaves(jax.jit(jax.vmap(of_one))(*case.batch))]
 
 
+@pytest.mark.slow
 def test_gpt_has_the_gradient_of_clipping_by_hand(measured, gpt_examples):
     number = len(gpt_examples[0])
     norms = np.sqrt(sum(np.sum(g.reshape(number, -1) ** 2, axis=1) for g in gpt_examples))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("typed_script.py")
 
@@ -114,7 +116,6 @@ def errors_of(command: list[str], *arguments: str) -> tuple[list[dict[str, Any]]
     return report["generalDiagnostics"], report["summary"]["filesAnalyzed"]
 
 
-@pytest.mark.slow
 def test_the_examples_are_strictly_typed(pyright):
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     assert settings["typeCheckingMode"] == "strict"
@@ -156,7 +157,6 @@ def snippets(pyright, tmp_path_factory) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", WAYS)
@@ -179,7 +179,6 @@ def test_a_script_of_a_user_has_no_errors(snippets):
     assert snippets["script"] == []
 
 
-@pytest.mark.slow
 def test_the_script_runs(tmp_path):
     command = [sys.executable, SCRIPT, tmp_path]
     done = subprocess.run(
@@ -192,7 +191,6 @@ def test_the_script_runs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_mypy_finds_no_error_in_the_script_and_each_misuse(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT.read_text())
     names = {f"misuse_{number}.py": name for number, name in enumerate(MISUSES)}

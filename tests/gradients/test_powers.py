@@ -46,6 +46,7 @@ def test_a_number_times_a_power(exponent):
     assert np.isinf(found[exact > np.finfo(np.float32).max]).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("count", [2, 70])
 def test_norms_of_parts_are_as_near_as_is_said(count, scale):

@@ -131,7 +131,7 @@ def test_the_identity_is_the_same():
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (4, 1),
+        pytest.param(4, 1, marks=pytest.mark.slow),
         pytest.param(1, 4, marks=pytest.mark.slow),
         pytest.param(4, 4, marks=pytest.mark.exhaustive),
     ],

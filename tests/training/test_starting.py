@@ -131,6 +131,7 @@ def test_no_device_makes_a_whole_array(kind, monkeypatch):
     assert not any(re.search(rf"\b{int(word)}\b", text) for word in words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_FAST)
 def test_a_run_of_a_function_is_that_of_its_model(kind, tmp_path, monkeypatch):
     """Also when it is resumed, for which no first state is made."""
