@@ -258,6 +258,7 @@ def test_images_of_mnist():
     assert not {image.tobytes() for image in images} & {image.tobytes() for image in held_out}
 
 
+@pytest.mark.slow
 def test_names_are_read_character_by_character():
     names = load("names")
     assert names.encoded("Åb-ç")[:4] == [3, 4, 5, 0]  # as "Abc"

@@ -152,6 +152,7 @@ def test_gpt_does_not_see_what_it_predicts():
     np.testing.assert_array_equal(jnp.any(changed, axis=1), np.arange(8) > 4)
 
 
+@pytest.mark.slow
 def test_what_is_written_begins_with_the_prompt():
     model = gpt.GPT(8, WIDTH, 1, jax.random.key(0))
     assert gpt.written(model, "def", jax.random.key(1)).startswith("def")

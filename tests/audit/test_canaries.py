@@ -188,6 +188,7 @@ def test_a_loss_of_any_arguments_can_be_planted_in():
 # Scores.
 
 
+@pytest.mark.slow
 def test_the_loss_attack_scores_how_far_losses_fell():
     planted, after = planted_images(), mlp(depth=1).model
     losses = [
@@ -300,6 +301,7 @@ def score(noise_of, seed):
     return planted.audit(planted.scores(trained), plan, attack="gradient")
 
 
+@pytest.mark.slow
 def test_an_honest_run_is_not_accused():
     audit = score(1.0, seed=1)
     assert 0.3 < audit.lower < 2

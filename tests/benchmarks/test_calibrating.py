@@ -15,6 +15,7 @@ def test_command(tmp_path, capsys):
         assert f"| {name} |" in written
 
 
+@pytest.mark.slow
 def test_both_find_the_same_noise():
     (plan,) = calibrating.TINY.values()
     expected = calibrating.calibrated_by_dp_accounting(plan)

@@ -81,6 +81,7 @@ def test_a_narrow_sum_is_found_on_eight_devices(kind):
     assert {"sum over examples", "sum over devices"} <= {row.stage for row in report.violations}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_step_inside_of_another_program_keeps_its_arrays_in_their_places(kind):
     mesh = mesh_of(kind, data=4, model=2)

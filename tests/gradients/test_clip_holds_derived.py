@@ -145,7 +145,7 @@ def mapped_vectors(model, kind):
     return *float32(x, g), 1e-8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e12, 1e-12])
 @pytest.mark.parametrize(
     "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
@@ -189,6 +189,7 @@ def test_maps_that_nearly_take_all_back():
         shares(normed, jnp.asarray(model), {order: (batch, 1e-7)})
 
 
+@pytest.mark.slow
 def test_bounds_of_mapped_products_hold_for_sums_term_by_term():
     """As of weighted products: a map that multiplies by the same number everywhere."""
     size, shape = 1024, (1, 1024)

@@ -92,7 +92,7 @@ def test_a_batch_of_padding_gives_zeros(microbatch_size):
     assert grads["weight"].shape == (5,)
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("microbatch_size", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_empty_batch_gives_zeros(microbatch_size):
     case = models.mlp()
     per_example, grads = jitted.value_and_grad(

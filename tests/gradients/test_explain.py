@@ -119,6 +119,7 @@ def test_a_call_is_described_by_shapes_that_outlive_the_trace(preset):
     assert [x.shape for x in call.traced.params] == [x.shape for x in trained]
 
 
+@pytest.mark.slow
 def test_a_variant_differs_in_what_it_is_told(unchecked):
     case = models.mlp()
     grad_fn = dp.filter_value_and_clipped_grad(

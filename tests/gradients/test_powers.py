@@ -46,9 +46,8 @@ def test_a_number_times_a_power(exponent):
     assert np.isinf(found[exact > np.finfo(np.float32).max]).all()
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("count", [2, 70])
+@pytest.mark.parametrize("count", [2, pytest.param(70, marks=pytest.mark.slow)])
 def test_norms_of_parts_are_as_near_as_is_said(count, scale):
     random = np.random.default_rng(count)
     sizes = [int(n) for n in random.integers(0, 300, count)]
@@ -62,6 +61,7 @@ def test_norms_of_parts_are_as_near_as_is_said(count, scale):
     assert (np.abs(found - exact) <= error * exact).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 def test_small_leaves_side_by_side(method):
     """Two groups of several shapes, with a leaf that is zero, one that is empty, and NaN."""
@@ -96,6 +96,7 @@ def test_small_leaves_side_by_side(method):
             np.testing.assert_allclose(found[group][name], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_clip_norm_for_all_of_them():
     model = {str(i): jnp.full(i + 1, 0.5) for i in range(9)}
     batch = {str(i): jnp.linspace(-2, 3, 4 * (i + 1)).reshape(4, i + 1) for i in range(9)}

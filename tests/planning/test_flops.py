@@ -150,6 +150,7 @@ def test_loops_are_named_where_the_compiler_counts_them_once():
     assert one.compiled == pytest.approx(one.flops / 9, rel=0.1)
 
 
+@pytest.mark.slow
 def test_it_prints_as_a_table():
     found = mlp()
     text = str(found)

@@ -99,6 +99,7 @@ def test_an_error_is_that_of_one_layer_against_the_oracle(policy, layer, by_hand
     assert row.size == sum(x.size for x in jax.tree.leaves(getattr(MODEL, layer)))
 
 
+@pytest.mark.slow
 def test_errors_of_whole_policies_and_of_each_part(found, truth):
     assert [name for name, _ in found.errors] == [*POLICIES]
     for name, error in found.errors:

@@ -48,6 +48,7 @@ def close(one, other):
 # End to end, by the real clock.
 
 
+@pytest.mark.slow
 def test_the_same_function_fixed_to_what_was_fastest():
     original = dp.filter_value_and_clipped_grad(CASE.loss, l2_clip_norm=0.3, normalize_by=4.0)
     tuned = dp.tune(original, CASE.model, *BATCH, **FEW)

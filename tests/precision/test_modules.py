@@ -429,6 +429,7 @@ def test_serialisation_pickle_and_copies(tmp_path):
         np.testing.assert_array_equal(read.layers[0].weight, model.layers[0].weight)
 
 
+@pytest.mark.slow
 def test_training_without_privacy():
     model = dp.apply_policy(net(), policy_of("Head=float16"))
     optimizer = optax.adam(0.1)

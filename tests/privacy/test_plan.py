@@ -252,6 +252,7 @@ def test_large_losses_are_told_apart_less_finely_but_well_enough():
     assert PrivacyPlan(0.1, 10, 0.1, 1e-5).epsilon() == pytest.approx(329.2342, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_very_large_losses_are_accounted_for():
     # At dp_accounting's own interval these would need gigabytes.
     assert 1e5 < PrivacyPlan(0.5, 100, 0.01, 1e-5).epsilon() < 1e6
@@ -268,6 +269,7 @@ def test_a_figure_asked_for_again_is_not_computed_again(monkeypatch):
     repr(dataclasses.replace(PLAN, noise_multiplier=2.345))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_losses_of_a_step_are_worked_out_once_for_all_figures(relation, monkeypatch):

@@ -80,6 +80,7 @@ def test_it_pays_for_batches_that_overflow():
     assert trade_off_of(plan, 1).right_guesses >= exact + plan.overflow_delta() / 2
 
 
+@pytest.mark.slow
 def test_its_ends():
     plan = dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
     nothing = trade_off_of(plan, 0)

@@ -100,6 +100,7 @@ def test_experts_are_contractions():
     assert set(map(tuple, uses.kinds(experts_case()).values())) == {("contraction",)}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["inner_products", "kept"])
 def test_a_mixture_of_experts(way, monkeypatch):

@@ -257,6 +257,7 @@ def test_every_equation_is_where_it_is_said_to_be(name):
         same_bits(its, others)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_jax_makes_of_it_is_the_same_bit_for_bit(name):
     """Values, gradients and gradients of a batch, compiled."""

@@ -99,6 +99,7 @@ def test_a_narrow_model_with_a_key_of_its_own_comes_back(tmp_path):
     assert found.model.weight.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_other_numbers_of_devices(kind, tmp_path, whole):

@@ -61,6 +61,7 @@ def test_a_run_in_a_store_is_resumed(any_bucket):
     assert [x for x in directory.rglob("*") if x.is_symlink()] == []
 
 
+@pytest.mark.slow
 def test_of_two_runs_the_earlier_one_ends(bucket):
     """Before it takes a step that the later one does not count; which goes on as if alone."""
     STEP.unrecorded.steps = 0

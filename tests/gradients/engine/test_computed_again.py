@@ -68,7 +68,9 @@ def loss_of(name):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("name", "weights"), [("squared", 2), ("penalised", 5)])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("squared", 2), pytest.param("penalised", 5, marks=pytest.mark.slow)]
+)
 def test_nothing_as_large_as_the_model_is_held(name, weights):
     """Else there were three more of them."""
     model, x = list(jnp.ones((3, 128, 128))), jnp.ones((8, 128))

@@ -50,7 +50,7 @@ STEPS = {
 }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5))
 def test_rearrangements(names):
     def function(x):
