@@ -47,7 +47,7 @@ _FAST = {
 }
 if jax.__version_info__ < (0, 11):
     _FAST["xla_cpu_use_fusion_emitters"] = False
-_options: dict[str, Any] = {}
+_options = dict(_FAST)  # the models that test modules make as they are imported are such, too
 _get_compile_options = compiler.get_compile_options
 
 
