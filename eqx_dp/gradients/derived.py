@@ -14,7 +14,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-from ..programs import Call, Scan, evaluated, inside, interpret, named
+from ..programs import ENTRY_BY_ENTRY, Call, Scan, evaluated, inside, interpret, named
 from .carried_back import operands_wanted
 from .layouts import Layout, layout_of, shape_of, through
 from .program import Program
@@ -349,7 +349,7 @@ def _is_entry_by_entry(equation: jex_core.JaxprEqn, has_rule: bool = True) -> bo
     if equation.primitive is primitives.broadcast_in_dim_p:
         return all(isinstance(x, jex_core.Literal) for x in equation.invars)
     fits = all(shape_of(x) in ((), shape) for x in equation.invars)
-    return equation.primitive.name in _ENTRY_BY_ENTRY and fits
+    return equation.primitive.name in ENTRY_BY_ENTRY and fits
 
 
 def _with_tangents(equation: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr:
@@ -369,12 +369,3 @@ def _with_tangents(equation: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr:
 
 _SHIFTS = named("add add_any sub")
 _SIDE_BY_SIDE = {primitives.concatenate_p.name: "dimension", "stack": "axis"}
-
-_ENTRY_BY_ENTRY = named(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
-    copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite
-    le lgamma log log1p log2 logistic lt max min mul ne neg not one_minus_square or pow
-    reduce_precision rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh
-    """
-)

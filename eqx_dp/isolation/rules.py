@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 
-from ..programs import inside, named
+from ..programs import ENTRY_BY_ENTRY, UNCHANGED, inside, named
 from .dependence import Apart, shape_of
 from .folds import convolved, reshaped
 
@@ -235,16 +235,12 @@ def _virtual(equation: jex_core.JaxprEqn, operand: int, dim: int) -> int | None:
 _DIMENSIONS: tuple[tuple[str, Dimension], ...] = (
     (
         """
-        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-        clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv
-        erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le
-        le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not
-        one_minus_square or polygamma population_count pow real reduce_precision
-        regularized_incomplete_beta rem round rsqrt select_if_vmap select_n shift_left
-        shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-        tanh threefry2x32 threefry4x32 philox2x32 philox4x32 random_clone random_seed xor zeta name
-        nonbatchable nondifferentiable_backward sharding_constraint layout_constraint reshard
-        ppermute slice dynamic_slice dynamic_update_slice random_unwrap pvary pbroadcast
+        bessel_i0e bessel_i1e clz complex conj eq_to igamma igamma_grad_a igammac imag le_to
+        lt_to mulhi nextafter polygamma population_count real regularized_incomplete_beta
+        select_if_vmap shift_left shift_right_arithmetic shift_right_logical threefry2x32
+        threefry4x32 philox2x32 philox4x32 random_clone random_seed xor zeta nonbatchable
+        nondifferentiable_backward ppermute slice dynamic_slice dynamic_update_slice
+        random_unwrap
         """,
         _same,
     ),
@@ -307,6 +303,7 @@ def _along(rule: Dimension) -> Rule:
 
 
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(ENTRY_BY_ENTRY | UNCHANGED, _along(_same)),
     **{name: _along(rule) for names, rule in _DIMENSIONS for name in named(names)},
     "reshape": reshaped,
     "conv_general_dilated": convolved,

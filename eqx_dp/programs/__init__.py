@@ -39,6 +39,7 @@ from .lines import users_line as users_line
 from .lines import written_in as written_in
 from .names import CHEAP as CHEAP
 from .names import COLLECTIVES as COLLECTIVES
+from .names import ENTRY_BY_ENTRY as ENTRY_BY_ENTRY
 from .names import LINEAR as LINEAR
 from .names import OF_RESULT as OF_RESULT
 from .names import PRODUCTS as PRODUCTS

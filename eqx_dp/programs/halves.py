@@ -13,16 +13,11 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from .inside import Call, closed, inside
-from .names import named
+from .names import ENTRY_BY_ENTRY, named
 from .repeated import call_of
 
-_CHEAP = named(
-    """
-    abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy cos div eq erf
-    erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min
-    mul name ne neg not or pow reduce_precision rem reshape round rsqrt select_n sign sin sqrt
-    square squeeze stop_gradient sub tan tanh transpose
-    """
+_CHEAP = ENTRY_BY_ENTRY | named(
+    "broadcast_in_dim iota name reshape squeeze stop_gradient transpose"
 )
 """Primitives that are made again."""
 

@@ -47,6 +47,16 @@ REARRANGED = UNCHANGED | named(
 )
 """The entries of their results are those of the first operand, in another order or dtype."""
 
+ENTRY_BY_ENTRY = named(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
+    copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite
+    le lgamma log log1p log2 logistic lt max min mul ne neg not one_minus_square or pow
+    reduce_precision rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh
+    """
+)
+"""An entry of their result is a function of the entries of their operands at the same place."""
+
 CHEAP_LINEAR = named(
     "add add_any concatenate dynamic_update_slice imag neg pad real select_n stack sub"
 )
