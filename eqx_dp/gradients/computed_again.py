@@ -15,11 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..programs import Call, inside, named
+from ..programs import Call, equations, inside, named
 from .split import pruned
 
 MOST_ROUNDINGS = 4
 """Of what is computed again. Those of bounds that make up for it have room for twice as many."""
+
+_MOST_GROWTH = 2.0**8
+"""By what constants multiply, at most, for a value that is computed again.
+
+A product may vanish on the way in one order and not in another. It is then off by less than 1e-35.
+Bounds are relative, and have no room for more.
+"""
 
 
 def again_or_held(
@@ -28,7 +35,8 @@ def again_or_held(
     """The results of a function, each held unless it is only a few products entry by entry.
 
     Guarantee: where one is computed twice, each entry is off by a relative error of at most
-    `MOST_ROUNDINGS` roundings each time.
+    `MOST_ROUNDINGS` roundings each time, or by less than 1e-35 where a product is so small that it
+    vanishes.
 
     Args:
         function: gives arrays.
@@ -44,7 +52,8 @@ def again_or_held(
             (found,) = jex_core.jaxpr_as_fun(alone)()
             return found
 
-        if roundings is not None and roundings <= MOST_ROUNDINGS:
+        is_exact = roundings is not None and roundings <= MOST_ROUNDINGS
+        if is_exact and _growth(alone.jaxpr) <= _MOST_GROWTH:
             return computed
         held = computed()
         return lambda: held
@@ -79,6 +88,17 @@ def _roundings(jaxpr: jex_core.Jaxpr, dtype: np.dtype[Any]) -> int | None:
             return None
         count += its
     return count
+
+
+def _growth(jaxpr: jex_core.Jaxpr) -> float:
+    """By how much constants can make a number larger, all together."""
+    found = 1.0
+    for equation in equations(jaxpr):
+        constants = [x.val for x in equation.invars if isinstance(x, jex_core.Literal)]
+        for constant in constants:
+            if jnp.issubdtype(jnp.result_type(constant), jnp.inexact):
+                found *= max(1.0, float(np.max(np.abs(constant), initial=0)))
+    return found
 
 
 _EXACT = named(

@@ -31,6 +31,7 @@ HELD = {
     "where it is rounded": lambda x: jnp.where(0.3 * x > 1, x, 0),
     "narrow": lambda x: (x.astype(jnp.bfloat16) * 3).astype(jnp.float32),
     "over entries": jnp.cumsum,
+    "down and up again": jax.jit(lambda x: 1e-30 * x * 1e30),
 }
 
 
