@@ -208,6 +208,7 @@ class Case(NamedTuple):
             l2_clip_norm=self.l2_clip_norm,
             normalize_by=len(self.batch[0]),  # the loss is a mean
             keep_batch_dim=True,
+            method="per_example",  # of each program, so that costs can be compared
             sharding=rules,
         )
 

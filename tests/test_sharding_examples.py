@@ -58,8 +58,7 @@ def test_all_cases_stay_within_their_limits(measured):
     found = {(figures.case, figures.axis_type) for figures in measured.figures}
     assert found == {(name, axes) for name in cases() for axes in ("Auto", "Explicit")}
     for figures in measured.figures:
-        # `auto` may choose another method on other axes, and each proves a bound of its own.
-        assert figures.error <= 5e-5, figures
+        assert figures.error <= 1e-5, figures
         assert figures.flops <= 1.1 * figures.silent_flops, figures
         assert figures.temporary_bytes <= 1.2 * figures.silent_temporary_bytes, figures
         assert figures.flops <= 1.3 * figures.flops_share, figures
