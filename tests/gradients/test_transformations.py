@@ -139,3 +139,26 @@ def test_numpy_batches_are_fine():
         CASE.model, *jax.tree.map(np.asarray, BATCH)
     )
     assert oracle.relative_error(grads, expected().grads) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_forward_mode(method):
+    """How the sum changes with the model, which a search for settings may ask for."""
+
+    def loss(model, x):
+        rows = jnp.tanh(x @ model["wide"])[:, :3] @ model["small"] + model["shift"]
+        return jnp.sum(jnp.tanh(rows) ** 2)
+
+    rng = np.random.default_rng(0)
+    shapes = {"wide": (8, 8), "small": (3, 2), "shift": (2,)}
+    model = {name: jnp.asarray(rng.normal(size=its), jnp.float32) for name, its in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(3, 20, 8)), jnp.float32)
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=0.5, method=method)
+    _, found = jax.jvp(jax.jit(lambda model: grad_fn(model, x)), (model,), (model,))
+
+    def truth(scale):
+        scaled = {name: scale * np.asarray(leaf, np.float64) for name, leaf in model.items()}
+        return oracle.clipped_gradients(loss, scaled, x, l2_clip_norm=0.5).grads
+
+    slope = jax.tree.map(lambda up, down: (up - down) / 2e-4, truth(1 + 1e-4), truth(1 - 1e-4))
+    assert oracle.relative_error(found, slope) < 1e-4

@@ -197,6 +197,11 @@ def _watched(
     share would be summed over them before it comes here.
     """
     del residuals
+    return _marked(known, result, tap)
+
+
+def _marked(known: Known, result: Array, tap: Found | Formed) -> tuple[Array, Ask | tuple[()]]:
+    """What `_watched` returns, without its rule: a rule that stays would have no derivative."""
     zero = tap.measured if isinstance(tap, Found) else tap.gradient
     result = result + zero.reshape(-1)[0].astype(result.dtype)
     if isinstance(tap, Formed):
@@ -209,7 +214,7 @@ def _watched(
 def _watched_forward(
     known: Known, result: Array, tap: Found | Formed, residuals: Any
 ) -> tuple[Any, Any]:
-    return _watched(known, result, tap, residuals), residuals
+    return _marked(known, result, tap), residuals
 
 
 def _watched_backward(known: Known, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
