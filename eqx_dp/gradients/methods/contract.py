@@ -16,6 +16,7 @@ from ..clip import Clipping, clip_factors
 from ..computed_again import again_or_held
 from ..cost import LeafCost
 from ..joined import joined
+from ..layouts import layout_of
 from ..leaves import LeafGradient, norm_and_bound
 from ..loss_scale import LossScaling
 from ..mapped import Map, map_of
@@ -115,12 +116,22 @@ class TracedLoss(NamedTuple):
         return map_of(self.split, leaf, root, shared, whole(self.params[leaf]), dtype)
 
     def _derivative(self, target: Target, shared: Shared) -> Callable[[], Array]:
-        """The derivative of each entry of a derived value in the entry that it comes from."""
+        """The derivative of each entry of a derived value in the entry that it comes from.
+
+        In reverse mode where these are all entries in their order, as `jax.grad` has it: where an
+        infinite slope is selected away, forward mode multiplies it by zero.
+        """
         function = self.split.of_leaves(target.leaves, target.roots, shared)
         values = [whole(self.params[leaf]) for leaf in target.leaves]
+        entries = self.split.derived[target.roots[0] - len(self.params)].entries
+        is_in_order = entries is not None and entries.layout == layout_of(values[0].shape)
 
         def found() -> list[Array]:
-            _, (found,) = jax.jvp(function, (values,), ([jnp.ones_like(x) for x in values],))
+            if is_in_order:
+                value, pullback = jax.vjp(function, values)
+                ((found,),) = pullback([jnp.ones_like(x) for x in value])
+            else:
+                _, (found,) = jax.jvp(function, (values,), ([jnp.ones_like(x) for x in values],))
             return [found.astype(self.accumulate_dtype)]
 
         (derivative,) = again_or_held(found, self.accumulate_dtype)

@@ -261,6 +261,20 @@ def test_a_derived_value_that_is_not_finite(name, method):
         assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
 
 
+def test_an_infinite_slope_that_is_selected_away():
+    """Half of the entries are the root of zero, and have no gradient."""
+    w, x = np.random.default_rng(3).normal(size=(WIDTH, WIDTH)), np.ones((2, WIDTH))
+    w, x = jnp.asarray(w, jnp.float32), jnp.asarray(x, jnp.float32)
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ jnp.sqrt(jnp.tril(jax.nn.softplus(w)))))
+
+    truth = oracle.clipped_gradients(loss, w, x, l2_clip_norm=0.3)
+    for method in agreement.METHODS:
+        grads = dp.filter_clipped_grad(loss, l2_clip_norm=0.3, method=method)(w, x)
+        assert oracle.relative_error(grads, truth.grads) < 1e-5, method
+
+
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16"])
