@@ -15,6 +15,7 @@ from ..programs import (
     halved,
     own_line,
     source_line,
+    thin_products_summed,
 )
 from .dependence import SHARED, Apart, Dependence, Mixed, Single, dtype_of
 from .follow import ENGINES_SUM, Follow
@@ -33,9 +34,9 @@ def run_apart(
     Guarantee: of every result, the entries of one example depend on that example alone and on what
     `function` closes over. It is shown on the program that `function` is traced to, in which
     the user's derivative and batching rules have been applied, and that very program is run (on
-    a CPU with its convolutions written channels last, and some results clamped between the
-    infinities, which keeps them as they are). The exception is what the engine adds up
-    itself, by `sum_over_examples`.
+    a CPU with its convolutions written channels last, under JAX 0.10 with products of thin matrices
+    written as sums, and with some results clamped between the infinities, which keeps them as they
+    are). The exception is what the engine adds up itself, by `sum_over_examples`.
 
     Args:
         function: takes the batch; results have examples in front.
@@ -149,7 +150,7 @@ def _shown_apart(
 
 def _compiled(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     """A program as it is run."""
-    return checkpoint_results_compiled(channels_last(program))
+    return checkpoint_results_compiled(thin_products_summed(channels_last(program)))
 
 
 def sum_over_examples(function: Function) -> Function:

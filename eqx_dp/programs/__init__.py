@@ -61,3 +61,4 @@ from .rewriting import inlined as inlined
 from .shardings import PLACEMENTS as PLACEMENTS
 from .shardings import result_sharding as result_sharding
 from .shardings import shardings as shardings
+from .thin_products import thin_products_summed as thin_products_summed
