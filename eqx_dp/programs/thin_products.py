@@ -20,8 +20,8 @@ def thin_products_summed(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     XLA of JAX 0.10 ends the process on a CPU where such a product is transposed twice and both
     results go into a conditional: it merges the two once its layouts are fixed, and then asks for a
     product in a layout that it has no code for (`tests/programs/test_thin_products.py` has such a
-    program). Matrices are thin if at most 3 numbers are added up, or at most 3 rows meet at most 3
-    columns. Products on Explicit axes stay as they are.
+    program). Matrices are thin if 2 or 3 numbers are added up, or 2 or 3 rows meet 2 or 3 columns.
+    Products on Explicit axes stay as they are.
 
     Returns:
         A program of the same inputs and results, which may differ by rounding.
@@ -44,9 +44,9 @@ def _of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | N
     def size(i: int, axes: Sequence[int]) -> int:
         return math.prod(avals[i].shape[axis] for axis in axes)
 
-    rows, columns = size(0, free[0]), size(1, free[1])
-    is_thin = size(0, contracted[0]) <= _THIN or max(rows, columns) <= _THIN
-    if not is_thin or size(0, stacked[0]) == 1 or min(rows, columns) == 1:
+    added, rows, columns = size(0, contracted[0]), size(0, free[0]), size(1, free[1])
+    is_thin = added <= _THIN or max(rows, columns) <= _THIN
+    if not is_thin or 1 in (size(0, stacked[0]), added, rows, columns):
         return None
     result: Any = equation.outvars[0].aval
     is_narrow = jnp.issubdtype(result.dtype, jnp.floating) and result.dtype.itemsize < 4
