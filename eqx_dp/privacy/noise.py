@@ -22,9 +22,9 @@ from .keys import (
     checked_secret,
     fold_text,
     fold_texts,
+    fresh_secret,
     is_threefry,
     key_from_secret,
-    public_bytes,
     shape_of_keys,
 )
 from .normals import normal, normal_on_one_device
@@ -35,7 +35,8 @@ class GaussianPrivatizerState(NamedTuple):
     """State of `gaussian_privatizer`: all that the noise of every step to come depends on.
 
     Attributes:
-        key: The key handed in, or made from the secret handed in; never changed. Secret.
+        key: A fresh key, or the one handed in, or one made from the secret handed in; never
+            changed. Secret: do not save it, and let `init` draw another one at the next start.
         step: How many updates have been made; a scalar int32.
     """
 
@@ -51,10 +52,9 @@ class GaussianPrivatizerState(NamedTuple):
 def gaussian_privatizer(
     *,
     stddev: SupportsFloat,
-    key: PRNGKeyArray | Secret,
+    key: PRNGKeyArray | Secret | None = None,
     policy: Policy | None = None,
     sharding: ShardingRules | None = None,
-    run: str | bytes = "",
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
@@ -69,16 +69,16 @@ def gaussian_privatizer(
     one kernel a leaf, where they are added, and (but for leaves of short rows on a CPU) no array of
     noise is held.
 
-    The noise of a leaf is a pure function of the key, `run`, the step, the leaf's path in the tree
-    and its shape. The step is folded into the key with its 32 bits, the others with 64 bits of
-    their hashes. A run that is resumed from a saved state repeats its noise, so that nothing is
-    released twice. Leaves of one tree have different paths, and so independent noise, however the
+    The noise of a leaf is a pure function of the key, the step, the leaf's path in the tree and its
+    shape. The step is folded into the key with its 32 bits, the others with 64 bits of their
+    hashes. Leaves of one tree have different paths, and so independent noise, however the
     tree is divided: one privatizer may serve several groups of `optax.multi_transform`,
     `optax.partition` or `optax.masked`.
 
-    Two runs with the same key and the same `run` get the same noise. It cancels in the difference
-    of their models, and neither is private any more. A second `init` within a run starts over at
-    step 0, with the same effect: it needs a `run` or a key of its own.
+    Without `key` every `init` draws a key from 256 random bits of the operating system. No two runs
+    share noise then, and a run that goes on from a saved model takes a new `init`. **A key given by
+    hand repeats its noise**: two runs with one key, or a second `init`, have the same noise. It
+    cancels in the difference of their models, and neither is private any more.
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
@@ -108,14 +108,13 @@ def gaussian_privatizer(
     Args:
         stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
             array: it is part of the compiled program.
-        key: A secret that is not used elsewhere: a number of any size or bytes, from which
+        key: None: fresh randomness at every `init`. Or, to repeat an experiment, a secret that is
+            not used elsewhere: a number of any size or bytes, from which
             `key_from_secret(key, "noise")` makes a key; or one key, from `key_from_secret` or
             `jax.random.key` (which keeps 32 bits of its seed: an attacker can try all of them).
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
         sharding: The noise is placed where the rules place accumulators. The updates must then
             have the tree of the model that the rules describe.
-        run: A text that is different for each run with this key; public. `PrivacyPlan.privatizer`
-            puts the plan and the norm bound in front of it.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
@@ -124,18 +123,20 @@ def gaussian_privatizer(
         ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
             secret; `sharding` is not rules, or the key's generator does not allow sharding. From
             `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
-            range of the noise dtype. From `init`: if a leaf is no array.
+            range of the noise dtype. From `init`: if a leaf is no array; if it has to draw a key
+            and is traced (a compiled `init` would give the same key at every call).
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
-    root, told_apart = _single_key(key), public_bytes("run", run)
-    if rules is not None:
+    root = None if key is None else _single_key(key)
+    if rules is not None and root is not None:
         _check_generator(root)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         _check_arrays_alone(params)
         # A copy, since a step that donates its state would take the caller's own key along.
-        return GaussianPrivatizerState(jnp.copy(root), jnp.zeros((), jnp.int32))
+        own = _fresh_key() if root is None else jnp.copy(root)
+        return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32))
 
     def update(
         updates: optax.Updates,
@@ -145,8 +146,7 @@ def gaussian_privatizer(
         del params
         # The text keeps noise apart from the keys that split or fold_in make of the same key
         # elsewhere: jax.random.split(key, n)[i] is fold_in(key, i).
-        run_key = fold_text(fold_text(state.key, "eqx_dp noise"), told_apart)
-        step_key = jax.random.fold_in(run_key, state.step)
+        step_key = jax.random.fold_in(fold_text(state.key, "eqx_dp noise"), state.step)
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
         _check_told_apart([path for path, _ in leaves])
         gradients = [_checked_gradient(leaf, path, policy) for path, leaf in leaves]
@@ -283,6 +283,17 @@ def _check_range(stddev: float, dtype: Any) -> None:
             f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
             "infinity. Rescale the gradients, or take a wider noise dtype."
         )
+
+
+def _fresh_key() -> PRNGKeyArray:
+    """A key of the noise that nobody else has."""
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise ValueError(
+            "init is traced (by jit, vmap or eval_shape), and the noise has no key: a key that is "
+            "drawn now would be the same at every call of the compiled function. Call "
+            "optimizer.init outside of jit; or hand a secret to the privatizer, key=."
+        )
+    return key_from_secret(fresh_secret(), "noise")
 
 
 def _single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:

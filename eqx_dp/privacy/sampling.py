@@ -15,7 +15,7 @@ from ..expected import expect
 from ..paths import below
 from ..trees import PyTree
 from .arguments import real_number, sampling_probability, whole_number
-from .keys import Secret, checked_secret, digest, public_bytes
+from .keys import Secret, checked_secret, digest, fresh_secret
 from .sample_size import binomial
 
 OVERFLOW_PROBABILITY = 1e-12
@@ -29,11 +29,10 @@ _MOST_BLOCKS = 64
 class PoissonSampler:
     """Draws a fresh batch a step: every example takes part with one probability, independently.
 
-    A batch is a pure function of `(seed, run, num_examples, sampling_prob, step)`, by BLAKE2b. Step
-    1,000 is drawn without the 999 before it, and a run that is killed and resumed sees the same
-    batches again (under the same release of numpy, which may change its streams between releases).
-    Where any of the five differs, batches are independent, as far as Philox's streams for different
-    keys are.
+    Without `seed` the sampler draws 256 random bits from the operating system, and stores them
+    nowhere else. A batch is a pure function of `(seed, num_examples, sampling_prob, step)`, by
+    BLAKE2b, so step 1,000 is drawn without the 999 before it. Where any of the four differs,
+    batches are independent, as far as Philox's streams for different keys are.
 
     The draw is exact Poisson sampling in two parts: how many examples, binomially distributed, and
     then that many different examples, uniformly. Time and memory are those of a batch, whatever the
@@ -65,9 +64,8 @@ class PoissonSampler:
     Wang 2019) holds for the batches before they are cut to `capacity`; delta has to pay for the
     probability of a cut, as that of `PrivacyPlan` does. It holds only as long as **the seed is
     secret** and hard to guess: with the seed, anyone can tell which examples were in which batch.
-    Take it from the system (`secrets.randbits(128)` or `secrets.token_bytes(32)`) and keep it like
-    the data. The run's noise may be made of the same secret. Philox is a good generator of numbers,
-    not a cryptographic one.
+    A fresh one is. One that is given must come from the system (`secrets.token_bytes(32)`) and be
+    kept like the data. Philox is a good generator of numbers, not a cryptographic one.
 
     **Not private.** Batches, and the number of examples in them, are drawn without noise. Use them
     in the training step alone; do not publish or log them.
@@ -88,7 +86,8 @@ class PoissonSampler:
     Args:
         num_examples: How many examples the data set holds, from 1 to 2**53.
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
-        seed: Secret, see above: a number of at least 0, or bytes; of any length.
+        seed: None for fresh bits, the same on every host. Or a secret, see above: a number of at
+            least 0, or bytes; of any length.
         pad_to: `capacity` is a multiple of this, such as microbatch size times devices (those of
             one host), and of `devices`.
         steps: How many steps are accounted for; `batch` refuses later ones. None for no limit.
@@ -96,7 +95,6 @@ class PoissonSampler:
             `host`.
         host: Which of them this one is, from 0: `jax.process_index()`.
         overflow_probability: With which a step may overflow at most, above 0 and below 1.
-        run: What tells this run from others with the same seed; public.
         devices: How many devices of a host share its batch.
         shared: Whether every host can read every example.
 
@@ -112,7 +110,6 @@ class PoissonSampler:
     hosts: int = 1
     host: int = 0
     overflow_probability: float = OVERFLOW_PROBABILITY
-    run: bytes = dataclasses.field(default=b"", repr=False)
     devices: int = 1
     shared: bool = False
 
@@ -121,13 +118,12 @@ class PoissonSampler:
         self,
         num_examples: SupportsIndex,
         sampling_prob: SupportsFloat,
-        seed: Secret,
+        seed: Secret | None = None,
         pad_to: SupportsIndex = 1,
         steps: SupportsIndex | None = None,
         hosts: SupportsIndex = 1,
         host: SupportsIndex = 0,
         overflow_probability: SupportsFloat = OVERFLOW_PROBABILITY,
-        run: str | bytes = b"",
         devices: SupportsIndex = 1,
         shared: bool = False,
     ):
@@ -136,7 +132,7 @@ class PoissonSampler:
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
-            "seed": checked_secret("seed", seed),
+            "seed": fresh_secret() if seed is None else checked_secret("seed", seed),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
             "hosts": hosts,
@@ -147,7 +143,6 @@ class PoissonSampler:
                 lambda real: 0 < real < 1,
                 "between 0 and 1, both excluded (delta pays for it, so it must be far below delta)",
             ),
-            "run": public_bytes("run", run),
             "devices": whole_number("devices", devices, least=1, most=2**53),
             "shared": shared,
         }
@@ -290,7 +285,7 @@ class PoissonSampler:
 
     def _generator(self, step: int, *what: str) -> np.random.Generator:
         numbers = str(self.num_examples), self.sampling_prob.hex(), str(step)
-        what_for = ("eqx_dp sample", self.run, *numbers, *what)
+        what_for = ("eqx_dp sample", *numbers, *what)
         key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
         return np.random.Generator(np.random.Philox(key=key))
 

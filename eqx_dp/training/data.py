@@ -1,27 +1,134 @@
-"""Where batches come from: drawn and read ahead of the steps that use them."""
+"""Where batches come from: sources of examples, read ahead of the steps that use them."""
 
 import collections
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, SupportsIndex, cast, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
+from ..expected import function
 from ..paths import dotted
-from ..privacy import PoissonSampler
+from ..privacy import PoissonSampler, whole_number
+from ..shown import shown
 from ..trees import PyTree
-from .sources import Source, checked_sources, end_threads, is_plain_tuple
 
-Indices = Int[np.ndarray, " batch"]
 Mask = Bool[np.ndarray, " batch"]
 
-# Drawing some steps at once takes a tenth of the time, where a draw is small.
-_STEPS_AT_ONCE, _SLOTS_AT_ONCE = 16, 2**17
+
+@runtime_checkable
+class Source(Protocol):
+    """Anything that knows how many examples it holds, and gives those at an array of positions.
+
+    Numpy arrays, memory-mapped files and data sets with fast random access are sources. Indexing
+    gives an array, or a tree of arrays, with the examples in front; a tuple is several arguments of
+    the loss.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
+
+
+class Records:
+    """A source whose examples are read one by one: `dp.Trainer(step, dp.Records(records))`.
+
+    For what is indexed by one position and gives one example: a list, a data set of PyTorch or
+    Hugging Face, grain's random-access sources (ArrayRecord files, Bagz). Only the records that are
+    drawn are read.
+
+    ```python
+    records = grain.sources.ArrayRecordDataSource(paths)
+    data = dp.Records(records, decode=parse, readers=16)  # parse(record) is a tree of arrays
+    ```
+
+    | case | what happens |
+    |---|---|
+    | the source has `__getitems__` | it is asked for all records of a batch at once |
+    | an example holds a list of numbers | it is an array, as data sets mean it |
+    | records differ in shape, dtype or structure | `DataError` |
+    | a record cannot be read or decoded | `DataError`, which does not say which |
+
+    Args:
+        records: `len(records)` examples; `records[i]` is one, for i from 0. With several readers it
+            is indexed by several threads at the same time.
+        decode: `decode(record)` is the example: numbers, arrays, or a tree of them. A tuple is
+            several arguments of the loss. None for records that are so already.
+        readers: how many records of a batch are read at the same time, each by a thread.
+
+    Raises:
+        ValueError: `records` has no length or cannot be indexed; `decode` is no function; `readers`
+            is no whole number from 1 to 1024.
+    """
+
+    def __init__(
+        self,
+        records: Any,
+        decode: Callable[[Any], PyTree[Any]] | None = None,
+        readers: SupportsIndex = 1,
+    ):
+        if not isinstance(records, Source) or isinstance(records, (str, bytes, Mapping)):
+            raise ValueError(
+                "records must have a length and be indexed by whole numbers, as a list is; found "
+                f"{shown(records)}."
+            )
+        if decode is not None:
+            function("decode", decode, "decode(record), or None")
+        self._records, self._decode = records, decode
+        self._readers = whole_number("readers", readers, least=1, most=1024)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, indices: Int[np.ndarray, " n"], /) -> PyTree[np.ndarray]:
+        """Some examples, stacked.
+
+        Args:
+            indices: their positions, at least one.
+        """
+        of_many = getattr(self._records, "__getitems__", None)
+        if of_many is not None:
+            records = of_many([int(i) for i in indices])
+            examples = [self._decoded(record) for record in records]
+        elif self._readers == 1:
+            examples = [self._example(index) for index in indices]
+        else:
+            with ThreadPoolExecutor(self._readers, "eqx_dp-records") as pool:
+                examples = list(pool.map(self._example, indices))
+        if len({jax.tree.structure(example) for example in examples}) > 1:
+            raise ValueError("records differ in structure")
+        return jax.tree.map(_stacked, *examples)
+
+    def _example(self, index: Any) -> PyTree[Any]:
+        return self._decoded(self._records[int(index)])
+
+    def _decoded(self, record: Any) -> PyTree[np.ndarray]:
+        example = record if self._decode is None else self._decode(record)
+        # A list is an array in the making, not a tree: data sets give sequences so.
+        return jax.tree.map(np.asarray, example, is_leaf=lambda x: isinstance(x, list))
+
+
+def _stacked(*arrays: np.ndarray) -> np.ndarray:
+    if len({(array.shape, array.dtype) for array in arrays}) > 1:
+        raise ValueError("records differ in shape or dtype")
+    return np.stack(arrays)
+
+
+class Columns:
+    """A dictionary of sources, which gives dictionaries of arrays."""
+
+    def __init__(self, columns: Mapping[str, Source]):
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, indices: Any, /) -> dict[str, Any]:
+        return {name: column[indices] for name, column in self._columns.items()}
 
 
 class DataError(Exception):
@@ -48,10 +155,7 @@ class DataError(Exception):
 
 
 class MaskedBatch(NamedTuple):
-    """What a call takes: arguments of the loss with examples in front, and which are padding.
-
-    A call that takes several steps takes their batches stacked: steps are in front.
-    """
+    """What a step takes: arguments of the loss with examples in front, and which are padding."""
 
     examples: tuple[PyTree[np.ndarray], ...]
     is_padding_example: Mask
@@ -65,69 +169,43 @@ class Batches:
 
     Args:
         data: a source, or a tuple of sources of one length, one an argument of the loss.
-        sampler: which examples take part in a step.
-        readers: how many batches are read at the same time, each by a thread.
-        ahead: how many batches are read before the call that uses the first of them; at least as
-            many as there are readers. (The stacked batches of a call are one here.)
+        num_examples: how many examples each holds.
+        position: of the example that is read first.
+        ahead: how many batches are read at the same time, each by a thread, while a step runs.
 
     Raises:
         ValueError: `data` is no source; sources differ in length, or hold another number of
-            examples than the sampler draws from.
+            examples.
         DataError: a source cannot be read.
     """
 
-    def __init__(self, data: Any, sampler: PoissonSampler, readers: int = 1, ahead: int = 1):
-        self._readers, self._ahead = readers, max(readers, ahead)
-        self._sources = checked_sources(data, sampler)
-        self._sampler = sampler
-        position = sampler.owned.start if len(sampler.owned) else 0
+    def __init__(self, data: Any, num_examples: int, position: int = 0, ahead: int = 1):
+        self._ahead = ahead
+        self._sources = checked_sources(data, num_examples)
         self._example = [
             _read(name, source, np.array([position]), None) for name, source in self._sources
         ]
 
-    @property
-    def example(self) -> tuple[PyTree[np.ndarray], ...]:
-        """One example, as the loss gets it, with a leading axis of one: its shapes and dtypes."""
-        return _arguments(self._example)
-
-    def zeros(self, steps: int) -> MaskedBatch:
-        """What a call takes that takes so many steps, made up; without a padding example."""
-        slots = (*([steps] if steps > 1 else []), self._sampler.capacity)
+    def zeros(self, slots: int) -> MaskedBatch:
+        """A batch that is made up, without a padding example."""
         examples = jax.tree.map(
-            lambda one: np.zeros((*slots, *one.shape[1:]), one.dtype), self.example
+            lambda one: np.zeros((slots, *one.shape[1:]), one.dtype), _arguments(self._example)
         )
         return MaskedBatch(examples, np.zeros(slots, bool))
 
-    def drawn_by(self, sampler: PoissonSampler) -> "Batches":
-        """The same sources, with the batches of another sampler of as many examples."""
-        other = copy.copy(self)
-        other._sampler = sampler
-        return other
-
-    def from_step(
-        self, start: int, stop: int, calls: Iterable[range] | None = None
-    ) -> Generator[MaskedBatch]:
-        """Batches of the steps from `start` to below `stop`, in their order.
-
-        One thread draws and others read, while steps run: a batch's examples are read as soon as
-        they are drawn, and no more than `ahead` batches beyond the one in use.
-
-        The batches of steps that are taken together, in one of `calls`, come stacked.
+    def drawn_by(self, sampler: PoissonSampler, steps: int) -> Generator[MaskedBatch]:
+        """The batches of a sampler's first steps, in their order, read while steps run.
 
         Raises:
             DataError: a source raised an error, or gave arrays of another shape or dtype.
         """
-        draws = self._draws(start, stop)
-        coming_calls = iter(calls or (range(step, step + 1) for step in range(start, stop)))
-        drawer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-draw")
-        readers = ThreadPoolExecutor(self._readers, thread_name_prefix="eqx_dp-data")
+        numbers = iter(range(steps))
+        pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="eqx_dp-data")
         coming: collections.deque[Future[MaskedBatch]] = collections.deque()
 
         def read_on() -> None:
-            call = next(coming_calls, None)
-            if call is not None:
-                drawn = drawer.submit(lambda: list(itertools.islice(draws, len(call))))
-                coming.append(readers.submit(self._read_drawn, drawn))
+            for step in itertools.islice(numbers, 1):
+                coming.append(pool.submit(self._batch, sampler, step))
 
         try:
             for _ in range(self._ahead):
@@ -137,26 +215,10 @@ class Batches:
                 read_on()
                 yield batch
         finally:
-            for pool in (drawer, readers):
-                pool.shutdown(cancel_futures=True)
-            for _, source in self._sources:
-                end_threads(source)
+            pool.shutdown(cancel_futures=True)
 
-    def _read_drawn(self, draws: Future[list[tuple[Indices, Mask]]]) -> MaskedBatch:
-        """The batch of a call: each step's examples are read by themselves, as ever."""
-        batches = [self._batch(*draw) for draw in draws.result()]
-        if len(batches) == 1:
-            return batches[0]
-        return jax.tree.map(lambda *parts: np.stack(parts), *batches)
-
-    def _draws(self, start: int, stop: int) -> Iterator[tuple[Indices, Mask]]:
-        """The examples of each step."""
-        at_once = max(1, min(_STEPS_AT_ONCE, _SLOTS_AT_ONCE // self._sampler.capacity))
-        for first in range(start, stop, at_once):
-            steps = range(first, min(first + at_once, stop))
-            yield from [self._sampler.batch(step) for step in steps]
-
-    def _batch(self, indices: Indices, is_padding_example: Mask) -> MaskedBatch:
+    def _batch(self, sampler: PoissonSampler, step: int) -> MaskedBatch:
+        indices, is_padding_example = sampler.batch(step)
         drawn = indices[~is_padding_example]
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
@@ -254,3 +316,40 @@ def _padded(found: Any, like: Any, is_padding_example: Mask) -> Any:
         return filled
 
     return jax.tree.map(fill, like, *([] if found is None else [found]))
+
+
+def checked_sources(data: Any, num_examples: int) -> list[tuple[str, Source]]:
+    """Sources by name, one an argument of the loss; a ValueError if something is none."""
+    sources: list[tuple[str, Any]] = [("data", data)]
+    if is_plain_tuple(data):
+        sources = [(f"data[{i}]", part) for i, part in enumerate(data)]
+    if not sources:
+        raise ValueError("data is an empty tuple; it must hold a source an argument of the loss.")
+    return [(name, _checked(name, source, num_examples)) for name, source in sources]
+
+
+def _checked(name: str, source: Any, num_examples: int) -> Source:
+    if isinstance(source, dict):
+        columns = cast("dict[Any, Any]", source)
+        if not columns:
+            raise ValueError(f"{name} is an empty dictionary; it must hold sources.")
+        checked = {key: _checked(f"{name}[{key!r}]", x, num_examples) for key, x in columns.items()}
+        return Columns(checked)
+    if not isinstance(source, Source) or isinstance(source, (str, bytes, list)):
+        raise ValueError(
+            f"{name} is a {type(source).__name__}: a source has a length and is indexed by an "
+            "array of integers, as numpy arrays are (np.asarray), or is a dictionary or a tuple of "
+            "such. What gives one example at a time is one by dp.Records(...)."
+        )
+    if len(source) != num_examples:
+        raise ValueError(
+            f"{name} holds {len(source)} examples, and the step was made with num_examples="
+            f"{num_examples}: sampling and noise would be those of another data set. "
+            "Give the data set that the step was made for, or make the step anew."
+        )
+    return source
+
+
+def is_plain_tuple(value: Any) -> bool:
+    """Whether it stands for several arguments of the loss; a named tuple is one, with fields."""
+    return isinstance(value, tuple) and not hasattr(value, "_fields")

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ..expected import expect
 from ..programs import primitives
@@ -59,8 +59,8 @@ def flat(tree: Tree) -> Flat[Tree]:
     return Flat(_Rest(structure, others), arrays)
 
 
-Carry = tuple[Any, PyTree[Any], dict[str, Any], PyTree[Any]]
-"""Model, optimizer's state, what was disclosed, average: what a step uses up of a state."""
+Carry = tuple[Any, PyTree[Any], Any, dict[str, Any], PyTree[Any]]
+"""Model, optimizer's state, key, what was disclosed, average: what a step uses up of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +72,18 @@ class FlatState(Generic[Model]):
         step: how many steps have been taken (a scalar, or its shape). It is not used up: to wait
             for it is to wait for the step that has made it, also when the next one has been called.
         specs: where its arrays live.
-        shown: what each step disclosed of its batch, by name, of the call that has made the state;
-            empty if the call took one step, whose figures are in the state.
     """
 
     carry: Flat[Carry]
     step: Any
     specs: Specs
-    shown: dict[str, Array] = dataclasses.field(default_factory=dict[str, Array])
 
     @classmethod
     def of(cls, state: TrainState[Model], rules: ShardingRules | None) -> "FlatState[Model]":
         """Takes a state apart; a ValueError if it is none, or an earlier step has used it up."""
         allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
         expect("state", state, TrainState, allowed)
-        carry = flat((state.model, state.opt_state, state.disclosed, state.average))
+        carry = flat((state.model, state.opt_state, state.key, state.disclosed, state.average))
         if any(map(is_gone, carry.arrays)) or is_gone(state.step):
             refuse_used_up("state", state)
         return cls(carry, state.step, specs_of(state, rules))
@@ -94,8 +91,8 @@ class FlatState(Generic[Model]):
     @property
     def state(self) -> TrainState[Model]:
         """The state, put together."""
-        model, opt_state, disclosed, average = self.carry.tree
-        return TrainState(model, opt_state, self.step, disclosed, average)
+        model, opt_state, key, disclosed, average = self.carry.tree
+        return TrainState(model, opt_state, self.step, key, disclosed, average)
 
 
 @jax.tree_util.register_static

@@ -1,6 +1,5 @@
-"""What a run carries from step to step: where it lives, and what of it is saved."""
+"""What a run carries from step to step, and where it lives."""
 
-import dataclasses
 import functools
 import math
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,7 +14,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..paths import below
 from ..precision import Policy
-from ..privacy import GaussianPrivatizerState
 from ..sharding import ShardingRules, axes_of
 from ..shown import some
 from ..trees import PyTree, is_array_or_shape, is_key, is_shape
@@ -33,9 +31,11 @@ class TrainState(eqx.Module, Generic[Model]):
 
     Attributes:
         model: the model as it is stored, in the policy's params dtype.
-        opt_state: the state of the noise and of the optimizer. **Secret**: it holds the key of the
-            noise (checkpoints do not).
-        step: how many steps have been taken.
+        opt_state: the states of the noise and of the optimizer. **Secret**: the first holds the key
+            of the noise (checkpoints do not).
+        step: how many steps this model has taken.
+        key: **secret**: what the keys of the loss and of stochastic rounding follow from. It is
+            fresh at every start, and not in checkpoints.
         disclosed: the figures that the last step disclosed of its batch, by name; empty without
             `disclose`. **Not private.**
         average: the moving average of what is trained, in the dtype in which it is updated; None
@@ -43,15 +43,17 @@ class TrainState(eqx.Module, Generic[Model]):
     """
 
     model: Model
-    opt_state: PyTree[Any]
+    opt_state: tuple[Any, PyTree[Any]]
     step: Int[Array, ""]
+    key: PRNGKeyArray
     disclosed: dict[str, Float[Array, ""]]
     average: PyTree[Array] | None = None
 
     def __repr__(self) -> str:
         more = f", disclosed={tuple(self.disclosed)}" if self.disclosed else ""
         more += "" if self.average is None else ", averaged"
-        return f"{type(self).__name__}({type(self.model).__name__}, step={_told(self.step)}{more})"
+        step = _number_of(self.step)
+        return f"{type(self).__name__}({type(self.model).__name__}, step={step}{more})"
 
     @property
     def averaged(self) -> Model:
@@ -78,17 +80,10 @@ class TrainState(eqx.Module, Generic[Model]):
         return self.model if self.average is None else self.averaged
 
 
-def _told(step: Any) -> str:
+def _number_of(step: Any) -> str:
     """A number of steps, if it is there: an array may be traced, used up, or of other hosts."""
     is_here = isinstance(step, jax.Array) and not isinstance(step, Tracer) and not is_gone(step)
     return str(int(step)) if is_here and step.is_fully_addressable else "?"
-
-
-@dataclasses.dataclass
-class Unrecorded:
-    """How many steps were taken that no directory tells of; all forms of a step share it."""
-
-    steps: int = 0
 
 
 class Parameters(NamedTuple):
@@ -171,8 +166,8 @@ def _there(leaf: Array) -> Array:
 def strong(tree: T) -> T:
     """The same values, without weak types, which `jnp.asarray(1.0)` has.
 
-    An array loses its weak type when it is updated, saved, or carried by a scan. By other types the
-    loss promotes to others, and is another program, whose noise and keys are others.
+    An array loses its weak type when it is updated, saved, or carried by a scan. With other types
+    the loss promotes otherwise, and the step is compiled anew.
     """
 
     def of(leaf: Any) -> Any:
@@ -284,58 +279,3 @@ def _written(spec: PartitionSpec, ndim: int, mesh: Mesh, is_explicit: bool) -> P
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
-
-
-# What is saved.
-
-
-def named_arrays(state: TrainState[Any]) -> dict[str, Any]:
-    """What is saved of a state: its arrays by path, keys as numbers, without the noise's key."""
-
-    def is_noise(node: object) -> bool:
-        return isinstance(node, GaussianPrivatizerState)
-
-    state = jax.tree.map(
-        lambda node: node._replace(key=None) if is_noise(node) else node, state, is_leaf=is_noise
-    )
-    return {name: _numbers(leaf) for name, leaf in arrays_of(state).items()}
-
-
-def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainState[Model]:
-    """The state with its arrays replaced by saved ones."""
-
-    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = arrays.get(jax.tree_util.keystr(path)) if is_array_or_shape(leaf) else None
-        if found is None:
-            return leaf
-        return key_of_words(found, leaf) if is_key(leaf) else found
-
-    return jax.tree_util.tree_map_with_path(replaced, state)
-
-
-def key_of_words(words: Array, like: Any) -> Array:
-    """Keys from the numbers that they are made of; `like` is a key, or the shape of one."""
-    generators: list[Any] = []
-    jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(words, impl=generators[0])
-
-
-def arrays_of(tree: PyTree[Any]) -> dict[str, Any]:
-    """The arrays of a tree, or the shapes that stand for them, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-def same(one: Array, other: Array) -> bool:
-    """Whether two arrays hold the same values; NaN is the same as NaN."""
-    one, other = _numbers(one), _numbers(other)
-    return bool(jnp.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact)))
-
-
-def _numbers(leaf: Any) -> Any:
-    if not is_key(leaf):
-        return leaf
-    if not is_shape(leaf):
-        return jax.random.key_data(leaf)
-    words = jax.eval_shape(jax.random.key_data, leaf)
-    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)

@@ -17,32 +17,30 @@ from ..precision import Policy
 from ..privacy import PrivacyPlan
 from ..shown import shown
 from ..trees import PyTree, is_array_or_shape, is_key
-from .directory import PRIVACY, RunDirectory, record_in
-from .files import CheckpointError, read_json
-from .saved_arrays import arrays_in
-from .state import key_of_words
+from .checkpoints import Checkpoints, key_of_words, words_of
+from .ledger import CheckpointError, entries_in, statement
 
 Model = TypeVar("Model")
 
 _FORMAT = "eqx_dp.model"
 _SUFFIX = ".safetensors"
 # Parts of a state, as a checkpoint names them.
-_MODEL, _AVERAGE = ".model", ".average"
+_MODEL, _AVERAGE = "model", "average"
 _ADVICE = "Give the path of what save_model or a Trainer wrote; or restore it from a backup."
 
 
 def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = False) -> Model:
-    """Reads a trained model, without the loss, the optimizer, the data or the seed of its run.
+    """Reads a trained model, without the loss, the optimizer or the data of its run.
 
     ```python
     like = eqx.filter_eval_shape(Model, jax.random.key(0))  # or a model, whose arrays are ignored
     model = dp.load_model("run", like=like)
     ```
 
-    Every file is compared with its digest first. Arrays keep the dtypes in which they were stored.
+    Arrays keep the dtypes in which they were stored.
 
     Args:
-        source: the directory of a run, whose newest checkpoint that is whole is read, on a file
+        source: the directory of a run, whose newest checkpoint that can be read is taken, on a file
             system or in Google's cloud storage; or a file that `save_model` wrote.
         like: a model of the same structure: its arrays, or `jax.ShapeDtypeStruct` in their place,
             say what is read and where it is placed; all else is taken from it.
@@ -58,7 +56,7 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
     of_run = path.is_dir()
     name: Callable[[Any], str] = jax.tree_util.keystr if of_run else dotted
     wanted = {
-        name(at): jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        name(at): words_of(leaf)
         for at, leaf in jax.tree_util.tree_leaves_with_path(like)
         if is_array_or_shape(leaf)
     }
@@ -89,14 +87,15 @@ def save_model(
     Args:
         file: ends in `.safetensors`.
         model: any tree of arrays; what is no array is not written.
-        privacy: the directory of the run that trained the model, whose `privacy.json` is copied; or
-            the plan of a loop of your own, all of whose steps are taken. None: no statement.
+        privacy: the directory of the run that trained the model: the statement counts all steps
+            that its ledger knows of, also while the run goes on. Or the plan of a loop of your own,
+            all of whose steps are taken. None: no statement.
         policy: the policy that the model was trained with.
 
     Raises:
         ValueError: the file has another ending, or its folder is not there; an array is a key of
             random numbers, which is secret.
-        CheckpointError: the directory has no statement of privacy.
+        CheckpointError: the directory has no ledger, or a damaged one.
     """
     path, leaves = expected.path("file", file), jax.tree_util.tree_leaves_with_path(model)
     arrays = {dotted(at): leaf for at, leaf in leaves if eqx.is_array(leaf)}
@@ -113,46 +112,55 @@ def save_model(
             "like one (uint32, 2 or 4 words): it may be secret, and is not written. Put None "
             "in its place, by eqx.tree_at."
         )
-    told = {"format": _FORMAT, "version": "1"}
+    metadata = {"format": _FORMAT, "version": "1"}
     if privacy is not None:
-        told["privacy"] = json.dumps(_statement(privacy))
+        metadata["privacy"] = json.dumps(_statement(privacy))
     if policy is not None:
-        told["policy"] = str(policy)
+        metadata["policy"] = str(policy)
     if not path.parent.is_dir():
         raise ValueError(f"file is in a folder that is not there: {path.parent}. Make it first.")
     written = {name: jnp.asarray(leaf) for name, leaf in arrays.items()}
     beside = path.with_name(f"{path.name}.partial")
-    extra("safetensors.flax").save_file(written, beside, metadata=told)
+    extra("safetensors.flax").save_file(written, beside, metadata=metadata)
     beside.replace(path)
 
 
 def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a run's model, each to where its target lives."""
-    directory = RunDirectory(path)
-    latest = directory.latest()
-    numbers = [n for n in directory.numbers() if latest is None or n <= latest]
-    if not numbers:
+    checkpoints = Checkpoints(path)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def read(number: int) -> dict[str, Any]:
+        recorded = checkpoints.shapes(number)
+        saved, means = _below(_MODEL, recorded), _below(_AVERAGE, recorded)
+        _check_alike(path, saved, wanted)
+        if averaged and not means:
+            raise CheckpointError(
+                f"{path} has no average: its step was made without `ema`. Leave `averaged` out."
+            )
+        parts = {name: _AVERAGE if averaged and name in means else _MODEL for name in saved}
+        targets = {
+            f"{part}{name}": jax.ShapeDtypeStruct(
+                saved[name].shape,
+                (means if part == _AVERAGE else saved)[name].dtype,
+                sharding=wanted[name].sharding or here,
+            )
+            for name, part in parts.items()
+        }
+        found, _ = checkpoints.read(number, targets)
+        return {
+            name: found[f"{part}{name}"].astype(saved[name].dtype) for name, part in parts.items()
+        }
+
+    try:
+        found = checkpoints.newest(read)
+    finally:
+        checkpoints.close()
+    if found is None:
         raise CheckpointError(
             f"{path} holds no checkpoint of a run. Name the directory of a Trainer, or a file."
         )
-    folder = directory.checkpoint(directory.newest_whole(numbers)[0])
-    recorded = {name: _shape_of(text) for name, text in record_in(folder)["arrays"].items()}
-    saved = _below(_MODEL, recorded)
-    _check_alike(path, saved, wanted)
-    means = _below(_AVERAGE, recorded) if averaged else {}
-    if averaged and not means:
-        raise CheckpointError(
-            f"{path} has no average: its step was made without `ema`. Leave `averaged` out."
-        )
-    place = {name: f"{_AVERAGE if name in means else _MODEL}{name}" for name in saved}
-    targets = {
-        at: jax.ShapeDtypeStruct(
-            saved[name].shape, recorded[at].dtype, sharding=wanted[name].sharding
-        )
-        for name, at in place.items()
-    }
-    found = arrays_in(folder, targets)
-    return {name: found[at].astype(saved[name].dtype) for name, at in place.items()}
+    return found
 
 
 def _below(part: str, recorded: dict[str, Any]) -> dict[str, Any]:
@@ -169,11 +177,11 @@ def _of_file(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str,
     safetensors = extra("safetensors")
     try:
         with safetensors.safe_open(path, "flax") as opened:
-            told = opened.metadata() or {}
+            metadata = opened.metadata() or {}
             found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
-    if told.get("format") != _FORMAT:
+    if metadata.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} was not written by save_model. Read it with safetensors itself."
         )
@@ -204,26 +212,21 @@ def _check_alike(path: RunPath, found: dict[str, Any], wanted: dict[str, Any]) -
         )
 
 
-def _shape_of(text: str) -> jax.ShapeDtypeStruct:
-    """From what a record says of an array, `float32[2, 3]`."""
-    dtype, _, shape = text.partition("[")
-    lengths = [int(n) for n in shape.removesuffix("]").split(",") if n.strip()]
-    return jax.ShapeDtypeStruct(tuple(lengths), jnp.dtype(dtype))
-
-
 def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
     if isinstance(privacy, PrivacyPlan):
         return {
             "plan": json.loads(privacy.to_json()),
-            "steps_done": privacy.steps,
+            "steps_released": privacy.steps,
             "epsilon": privacy.epsilon(),
             "delta": privacy.delta,
         }
-    path = expected.directory("privacy", privacy) / PRIVACY
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
+    path = expected.directory("privacy", privacy)
+    entries = entries_in(path)
+    if not entries:
+        raise CheckpointError(f"{path} holds no ledger of a run. {_ADVICE}")
+    plan = PrivacyPlan.from_json(json.dumps(next(iter(entries.values()))["plan"]))
+    steps = sum(entry["steps"] for entry in entries.values())
+    return statement(plan, entries, plan.epsilon(min(steps, plan.steps)))
 
 
 def _may_be_raw_key(leaf: Any) -> bool:

@@ -1,0 +1,283 @@
+"""Checkpoints of a run, by orbax: `checkpoints/NUMBER/`, one for each number of released steps.
+
+Orbax writes in the background and from all hosts, commits a checkpoint in one atomic act, and keeps
+the newest ones. No key of random numbers is in a checkpoint: every start has its own.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+from jaxtyping import Array
+
+from ..expected import RunPath
+from ..extras import extra
+from ..paths import dotted_name
+from ..trees import PyTree, is_array_or_shape, is_key, is_shape
+from .first_state import Body, FirstModel, Recipe
+from .hosts import on_every_host
+from .ledger import CheckpointError, CheckpointWarning
+from .state import TrainState
+
+T = TypeVar("T")
+
+CHECKPOINTS = "checkpoints"
+_STATE, _RECORD = "state", "record"
+
+
+class Checkpoints:
+    """The checkpoints in a directory that all hosts share.
+
+    Args:
+        directory: of the run.
+        keep: how many stay; None to read alone.
+    """
+
+    def __init__(self, directory: RunPath, keep: int | None = None):
+        self._folder = directory / CHECKPOINTS
+        self._orbax = extra("orbax.checkpoint")
+        options = self._orbax.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        handlers = {
+            _STATE: self._orbax.PyTreeCheckpointHandler(),
+            _RECORD: self._orbax.JsonCheckpointHandler(),
+        }
+        self._open: Callable[[], Any] = lambda: self._orbax.CheckpointManager(
+            self._folder, options=options, item_handlers=handlers
+        )
+        # Orbax refuses to read a folder that is not there.
+        self._manager: Any = self._open() if keep is not None or self._folder.is_dir() else None
+
+    def numbers(self) -> list[int]:
+        """The checkpoints that were committed, newest first."""
+        return [] if self._manager is None else sorted(self._manager.all_steps(), reverse=True)
+
+    def newest(self, read: Callable[[int], T]) -> T | None:
+        """What `read` returns for the newest checkpoint that can be read; None if there is none.
+
+        Warns of those that cannot be.
+
+        Raises:
+            ValueError: `read` refuses a checkpoint that is whole.
+            CheckpointError: there are checkpoints, and none can be read.
+        """
+        numbers, causes = self.numbers(), []
+        for number in numbers:
+            found: T | None = None
+            try:
+                found, error = read(number), None
+            except (_Misfit, CheckpointError) as refusal:
+                raise refusal
+            except Exception as damage:  # whatever the libraries beneath raise for damaged files
+                error = damage
+            if on_every_host(error is None):
+                return found
+            causes.append(f"{number} ({type(error).__name__})")
+            warnings.warn(
+                f"The checkpoint {self._folder / str(number)} cannot be read, and the one before "
+                f"it is tried. {type(error).__name__}: {str(error)[:300]}",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+        if causes:
+            raise CheckpointError(
+                f"None of the checkpoints in {self._folder} can be read: {', '.join(causes)}. "
+                "Restore one from a backup; or remove the folder, to begin with the model before "
+                "the first step: the steps that were released still count."
+            )
+        return None
+
+    def shapes(self, number: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a checkpoint, by name."""
+        tree = getattr(self._manager.item_metadata(number), _STATE).tree
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tree.items()}
+
+    def read(
+        self, number: int, targets: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arrays of a checkpoint, each to where its target lives, and what was kept beside them."""
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
+            for name, x in targets.items()
+        }
+        args = self._orbax.args
+        state = args.PyTreeRestore(
+            shapes,
+            restore_args=self._orbax.checkpoint_utils.construct_restore_args(shapes),
+            partial_restore=True,
+        )
+        items = {_STATE: state, _RECORD: args.JsonRestore()}
+        found = self._manager.restore(number, args=args.Composite(**items))
+        return dict(found[_STATE]), dict(found[_RECORD])
+
+    def save(self, number: int, state: TrainState[Any], record: Mapping[str, Any]) -> bool:
+        """Starts to save a state; returns when the state may be used up by the next step.
+
+        Waits for the save before. What fails is a warning: the run goes on, and its last good
+        checkpoint stays.
+
+        Returns:
+            whether it could be started.
+        """
+        is_whole, args = self.wait(), self._orbax.args
+        if not is_whole:  # a manager whose save failed keeps the number that failed
+            self._manager.close()
+            self._manager = self._open()
+        arrays = named_arrays(Body(state.model, state.opt_state[1], state.average))
+        arrays["step"] = state.step
+        items = {_STATE: args.PyTreeSave(arrays), _RECORD: args.JsonSave(dict(record))}
+        try:
+            self._manager.save(number, args=args.Composite(**items), force=True)
+        except Exception as error:
+            _warn_not_saved(self._folder, error)
+            return False
+        return True
+
+    def wait(self) -> bool:
+        """Waits for the save that is under way; whether there was none, or it succeeded."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            _warn_not_saved(self._folder, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends what writes."""
+        if self._manager is not None:
+            self._manager.close()
+
+
+class _Misfit(ValueError):
+    """A checkpoint is whole, and does not fit."""
+
+
+def restored(
+    checkpoints: Checkpoints, recipe: Recipe, first: FirstModel[Any]
+) -> tuple[Body, int, dict[str, Any]] | None:
+    """The newest state that can be read; None where there is no checkpoint.
+
+    Arrays are read to where they are to live, and no other state is made for that (but where the
+    optimizer is another, or its `init` cannot be traced).
+
+    | of the checkpoint | what happens |
+    |---|---|
+    | another array in the model, or another shape | `ValueError`, each is named |
+    | another dtype | it is cast: the policy may change |
+    | other arrays in the optimizer's state | that is made anew, with a warning |
+    | an average that is not kept any more, or was not | dropped; or begins with the parameters |
+
+    Returns:
+        the body, the steps that the model has taken, and what the ledger kept with it.
+    """
+    if not checkpoints.numbers():
+        return None
+    form = recipe.form(first)
+    like: Body = recipe.made(first) if form is None else form
+    wanted = named_arrays(like)
+
+    def read(number: int) -> tuple[Body, int, dict[str, Any]]:
+        saved = checkpoints.shapes(number)
+        _check_model(number, saved, wanted)
+        others = [
+            part
+            for part in ("opt_state", "average")
+            if _below(part, saved, shape_of) != _below(part, wanted, shape_of)
+        ]
+        targets = {name: x for name, x in wanted.items() if _part(name) not in others}
+        targets["step"] = jax.ShapeDtypeStruct((), saved["step"].dtype)
+        arrays, record = checkpoints.read(number, targets)
+        body: Body = with_arrays(like, arrays)
+        opt_state, average = recipe.beside(body.model) if others else (None, None)
+        if "average" in others:
+            body = body._replace(average=average)
+        if "opt_state" in others:
+            body = body._replace(opt_state=opt_state)
+            warnings.warn(
+                f"The optimizer's state in checkpoint {number} has other arrays than that of this "
+                "optimizer. It is made anew; the model goes on.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+        return body, int(arrays["step"]), record
+
+    return checkpoints.newest(read)
+
+
+def named_arrays(tree: PyTree[Any]) -> dict[str, Any]:
+    """The arrays of a tree, or the shapes that stand for them, by path; keys as their words."""
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
+    return {_name(path): words_of(leaf) for path, leaf in leaves}
+
+
+def with_arrays(tree: T, arrays: Mapping[str, Any]) -> T:
+    """The tree with those of its arrays replaced that have a name among these."""
+
+    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
+        found = arrays.get(_name(path)) if is_array_or_shape(leaf) else None
+        if found is None:
+            return leaf
+        return key_of_words(found, leaf) if is_key(leaf) else found
+
+    return jax.tree_util.tree_map_with_path(replaced, tree)
+
+
+def words_of(leaf: Any) -> Any:
+    """An array, or its shape; of a model's random keys the words."""
+    if not is_key(leaf):
+        return leaf
+    if not is_shape(leaf):
+        return jax.random.key_data(leaf)
+    words = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
+
+
+def key_of_words(words: Array, like: Any) -> Array:
+    """Keys from the words that they are made of; `like` is a key, or the shape of one."""
+    generators: list[Any] = []
+    jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(words, impl=generators[0])
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of an array."""
+    return tuple(x.shape)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path).removeprefix(".")
+
+
+def _part(name: str) -> str:
+    """The part of a state that an array belongs to."""
+    return name.split(".")[0].split("[")[0]
+
+
+def _below(part: str, arrays: Mapping[str, Any], of: Callable[[Any], T]) -> dict[str, T]:
+    return {name: of(x) for name, x in arrays.items() if _part(name) == part}
+
+
+def _check_model(number: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    one, other = (_below("model", arrays, shape_of) for arrays in (saved, wanted))
+    differences = [
+        f"{dotted_name(name)}: {one.get(name, 'nothing')} in the checkpoint, "
+        f"{other.get(name, 'nothing')} in this model"
+        for name in {**one, **other}
+        if one.get(name) != other.get(name)
+    ]
+    if differences:
+        raise _Misfit(
+            f"Checkpoint {number} does not fit the model: {'; '.join(differences)}. Give a model "
+            "of the same structure; or start another run, in another directory."
+        )
+
+
+def _warn_not_saved(folder: RunPath, error: Exception) -> None:
+    warnings.warn(
+        f"A checkpoint could not be written to {folder} ({type(error).__name__}: "
+        f"{str(error)[:300]}). The run goes on; the checkpoint before stays.",
+        CheckpointWarning,
+        stacklevel=4,
+    )
