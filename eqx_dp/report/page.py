@@ -138,7 +138,6 @@ def _limits(said: Mapping[str, Any]) -> list[Markup]:
     items = (tag("li", text) for text in said["does_not_cover"])
     return [
         *_paragraphs(
-            f"The run states of its last checkpoint, that of step {said['steps_saved']:,}:",
             said["covers"],
             "Not covered are:",
         ),
@@ -149,7 +148,7 @@ def _limits(said: Mapping[str, Any]) -> list[Markup]:
 
 def _checks(said: Mapping[str, Any]) -> list[Markup]:
     found, has_policy = said["checks"], said["policy"] is not None
-    newest = [words.NEWEST_PROGRAM] if said["programs"] > 1 else []
+    newest = [words.NEWEST_START] if said["starts"] > 1 else []
     return [
         *_paragraphs(words.CHECKS, *newest),
         tag("h3", "Privacy"),

@@ -1,17 +1,13 @@
 """A compiled step that takes little work to call, and that is not waited for."""
 
-import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
 from ..expected import expect
-from ..programs import primitives
 from ..sharding import ShardingRules
 from ..trees import is_array_or_shape
 from .state import Specs, TrainState, is_gone, refuse_used_up, specs_of
@@ -20,9 +16,6 @@ Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 Model = TypeVar("Model")
-
-# In the names of primitives: pure_callback, io_callback, debug_callback, debug_print.
-_CALLS_HOST = ("callback", "debug_print")
 
 
 class _Rest(NamedTuple):
@@ -116,29 +109,22 @@ class Dispatch(Generic[Beside, Tree, Result]):
     As `eqx.filter_jit(function, donate="all-except-first")`: arrays are traced, all else is static,
     it is compiled once for what is static and for shapes and dtypes, and the buffers of a carry go
     to the next. `eqx.filter_jit` waits for every result, to tell what `eqx.error_if` has to say.
-    This waits where a program calls the host back, as `eqx.error_if` does, and nowhere else.
+    This does not: such an error is raised where the result is waited for.
     """
 
     def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]]):
         self._function = function
         self._jitted: Any = jax.jit(self._of_arrays, donate_argnums=2)
-        self._waited_for: Any = eqx.filter_jit(function, donate="all-except-first")
         self._form: _Form | None = None
-        self._calls_host: dict[Any, bool] = {}
 
     def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Result]:
         """The next carry, and arrays that are there when the call has ended; uses up the carry."""
-        arguments = self._arguments(beside, carry)
-        if self._has_to_wait(arguments):
-            tree, result = self._waited_for(beside, carry.tree)
-            return flat(tree), result
-        form, arrays, result = self._jitted(*arguments)
+        form, arrays, result = self._jitted(*self._arguments(beside, carry))
         return Flat(form.rests[0], arrays), result
 
     def lower(self, beside: Beside, carry: Flat[Tree]) -> jax.stages.Lowered:
         """Lowers the function for these arguments; nothing is computed."""
-        with _unused_donations_untold():
-            return self._jitted.lower(*self._arguments(beside, carry))
+        return self._jitted.lower(*self._arguments(beside, carry))
 
     def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[_Form, list[Any], list[Any]]:
         first, form = flat(beside), self._form
@@ -152,24 +138,3 @@ class Dispatch(Generic[Beside, Tree, Result]):
         tree, result = self._function(*arguments)
         after = flat(tree)
         return _Form(after.rest), after.arrays, result
-
-    def _has_to_wait(self, arguments: tuple[_Form, list[Any], list[Any]]) -> bool:
-        form, beside, carry = arguments
-        program = (form, *[(array.shape, array.dtype) for array in (*beside, *carry)])
-        known = self._calls_host.get(program)
-        if known is None:  # a program that is called for the first time
-            traced = self._jitted.trace(*arguments)
-            with _unused_donations_untold():
-                traced.lower()
-            known = self._calls_host[program] = any(
-                word in name for name in primitives(traced.jaxpr) for word in _CALLS_HOST
-            )
-        return known
-
-
-@contextlib.contextmanager
-def _unused_donations_untold() -> Generator[None]:
-    """A context in which JAX says nothing of donated buffers that no result can use."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        yield

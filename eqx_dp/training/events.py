@@ -9,13 +9,12 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from ..expected import RunPath
 from ..extras import extra
 from ..files import append, finite_or_none, going_on
 from ..privacy import PrivacyPlan
-from ..shown import shown
 from .dispatch import FlatState
 from .hosts import is_first_host
 from .state import TrainState
@@ -59,27 +58,20 @@ Callback = Callable[[Event[Any]], bool | None]
 
 def checked_metrics(found: object) -> dict[str, float]:
     """What an evaluation returned, as floats; a ValueError if that is no mapping to numbers."""
-    if not isinstance(found, Mapping):
+    try:
+        metrics = {name: float(value) for name, value in cast("Any", found).items()}
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"evaluate must return a mapping of names to numbers, as {{'accuracy': 0.9}}; found a "
-            f"{type(found).__name__}."
+            "evaluate must return a mapping of names to numbers, as {'accuracy': 0.9}; found a "
+            f"{type(found).__name__} ({type(error).__name__}). Of an array give the mean, or one "
+            "name for each of its numbers."
+        ) from None
+    wrong = [name for name in metrics if name in _RESERVED or not isinstance(cast(Any, name), str)]
+    if wrong:
+        raise ValueError(
+            f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; found "
+            f"{wrong[0]!r}."
         )
-    metrics: dict[str, float] = {}
-    for name, value in found.items():
-        if name in _RESERVED or not isinstance(name, str):
-            found_name = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise ValueError(
-                f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; "
-                f"found {found_name}."
-            )
-        try:
-            metrics[name] = float(value)
-        except (TypeError, ValueError):
-            kind = shown(value) if hasattr(value, "dtype") else f"a {type(value).__name__}"
-            raise ValueError(
-                f"evaluate must return numbers; found {kind} for {name!r}. Of an array give the "
-                "mean, or one name for each of its numbers."
-            ) from None
     return metrics
 
 

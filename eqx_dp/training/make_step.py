@@ -8,7 +8,12 @@ import optax
 
 from ..expected import expect, flag, function
 from ..expected import optimizer as checked_optimizer
-from ..gradients import FilterSpec, MethodName
+from ..gradients import (
+    FilterSpec,
+    MethodName,
+    filter_clipped_grad,
+    filter_value_and_clipped_grad,
+)
 from ..precision import Policy
 from ..privacy import PrivacyPlan, Secret, checked_secret, real_number
 from ..sharding import ShardingRules
@@ -113,21 +118,28 @@ def make_step(
     function("loss", loss, "loss(model, *example)")
     checked_optimizer("optimizer", optimizer)
     expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan")
-    return Step(
-        plan=plan,
-        num_examples=plan.sampler(num_examples).num_examples,
+    num_examples = plan.sampler(num_examples).num_examples
+    names = checked_names(disclose)
+    grad_fn = (filter_value_and_clipped_grad if names else filter_clipped_grad)(
+        loss,
         l2_clip_norm=l2_clip_norm,
         policy=policy,
         sharding=sharding,
         filter_spec=filter_spec,
+        keep_batch_dim=keep_batch_dim,
         rescale_to_unit_norm=rescale_to_unit_norm,
+        normalize_by=plan.sampling_prob * num_examples,
         microbatch_size=microbatch_size,
         method=method,
+    )
+    return Step(
+        plan=plan,
+        num_examples=num_examples,
+        grad_fn=grad_fn,
         ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
-        disclose=checked_names(disclose),
+        disclose=names,
         shared=flag("shared", shared),
-        _loss=loss,
         _update=optimizer,
-        _keep_batch_dim=keep_batch_dim,
+        _filter_spec=filter_spec,
         _seed=None if seed is None else checked_secret("seed", seed),
     )

@@ -97,20 +97,10 @@ class Parameters(NamedTuple):
     rules: ShardingRules | None
 
     def stored(self, model: Model) -> Model:
-        """A copy of the model as it is stored; an array goes as soon as its copy is there."""
-        specs = None if self.rules is None else self.rules.specs(model)
-        leaves, structure = jax.tree.flatten(model)
-        del model
-        where = [None] * len(leaves) if specs is None else structure.flatten_up_to(specs)
-        for index, spec in enumerate(where):
-            leaf = leaves[index]
-            leaf = leaf.copy() if isinstance(leaf, np.ndarray) else strong(copied(leaf))
-            leaf = leaf if self.policy is None else self.policy.cast_to_param(leaf)
-            if self.rules is not None and spec is not None:
-                leaves[index] = _there(self.rules.place(leaf, spec))
-            else:
-                leaves[index] = as_array(leaf)
-        return structure.unflatten(leaves)
+        """A copy of the model as it is stored."""
+        model = strong(copied(model))
+        model = model if self.policy is None else self.policy.cast_to_param(model)
+        return model if self.rules is None else self.rules.shard(model)
 
     def wide(self, params: PyTree[Any]) -> PyTree[Any]:
         """Trained parameters as wide as an optimizer gets them, and where gradients live."""
@@ -151,16 +141,9 @@ def copied(tree: T) -> T:
     Optimizers may hold a parameter, or one array twice. A step donates every buffer of its state,
     and the same one cannot be donated twice.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    del tree  # an array goes as soon as its copy is there
-    for index, leaf in enumerate(leaves):
-        leaves[index] = _there(jnp.copy(leaf)) if eqx.is_array(leaf) else leaf
-    return structure.unflatten(leaves)
-
-
-def _there(leaf: Array) -> Array:
-    """An array once it is computed: JAX makes room for all that it is asked for at once."""
-    return leaf if isinstance(leaf, Tracer) else jax.block_until_ready(leaf)
+    return jax.tree.map(
+        lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf, tree
+    )
 
 
 def strong(tree: T) -> T:
@@ -175,11 +158,6 @@ def strong(tree: T) -> T:
         return jax.lax.convert_element_type(leaf, leaf.dtype) if is_weak else leaf
 
     return jax.tree.map(of, tree)
-
-
-def as_array(leaf: Any) -> Any:
-    """A numpy array as one of JAX's; all else as it is."""
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def is_gone(leaf: Any) -> bool:

@@ -13,15 +13,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Bool
 
-from ..gradients import (
-    ClippedGrad,
-    FilterSpec,
-    MethodName,
-    PerExample,
-    filter_clipped_grad,
-    filter_value_and_clipped_grad,
-    takes_key,
-)
+from ..gradients import ClippedGrad, FilterSpec, PerExample, takes_key
 from ..precision import Policy
 from ..privacy import (
     GaussianPrivatizerState,
@@ -80,57 +72,42 @@ class Step(Generic[Model]):
     Attributes:
         plan: what sampling, noise and accounting follow.
         num_examples: in the data set.
-        policy: as it was given, and so `sharding`, `method`, `l2_clip_norm`, `microbatch_size`,
-            `filter_spec`, `ema` and `rescale_to_unit_norm`.
+        grad_fn: the clipped gradient, divided by the expected batch size.
+        ema: the decay of the moving average, or None.
         disclose: what each batch discloses although no plan accounts for it.
         shared: whether hosts share one draw evenly.
     """
 
     plan: PrivacyPlan
     num_examples: int
-    l2_clip_norm: PyTree[Any]
-    policy: Policy | None
-    sharding: ShardingRules | None
-    filter_spec: FilterSpec
-    rescale_to_unit_norm: bool
-    microbatch_size: int | None
-    method: MethodName
+    grad_fn: ClippedGrad[Any]
     ema: float | None
     disclose: tuple[str, ...]
-    shared: bool = False
-    _loss: Callable[..., Any]
+    shared: bool
     _update: optax.GradientTransformation
-    _keep_batch_dim: bool
+    _filter_spec: FilterSpec
     _seed: int | bytes | None
 
     def __post_init__(self) -> None:
         _ = self._noise  # refused now if at all, and made outside of any trace
 
     def __repr__(self) -> str:
-        fields = {"policy": self.policy and str(self.policy), "method": self.method}
-        fields |= {"microbatch_size": self.microbatch_size, "ema": self.ema}
+        fields = {"policy": self.policy and str(self.policy), "ema": self.ema}
         more = "".join(f", {name}={value!r}" for name, value in fields.items() if value is not None)
         return (
-            f"{type(self).__name__}({function_name(self._loss)}, {self.plan}, "
+            f"{type(self).__name__}({function_name(self.grad_fn.__wrapped__)}, {self.plan}, "
             f"num_examples={self.num_examples}{more})"
         )
 
-    @functools.cached_property
-    def grad_fn(self) -> ClippedGrad[Any]:
-        """The clipped gradient, divided by the expected batch size."""
-        make_grad = filter_value_and_clipped_grad if self.disclose else filter_clipped_grad
-        return make_grad(
-            self._loss,
-            l2_clip_norm=self.l2_clip_norm,
-            policy=self.policy,
-            sharding=self.sharding,
-            filter_spec=self.filter_spec,
-            keep_batch_dim=self._keep_batch_dim,
-            rescale_to_unit_norm=self.rescale_to_unit_norm,
-            normalize_by=self.plan.sampling_prob * self.num_examples,
-            microbatch_size=self.microbatch_size,
-            method=self.method,
-        )
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that the step was made with."""
+        return self.grad_fn.policy
+
+    @property
+    def sharding(self) -> ShardingRules | None:
+        """The sharding rules that the step was made with."""
+        return self.grad_fn.sharding
 
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation | None:
@@ -230,14 +207,7 @@ class Step(Generic[Model]):
     @property
     def recipe(self) -> Recipe:
         """How a state is made of a model."""
-        return Recipe(
-            self._update,
-            self.policy,
-            self.sharding,
-            self.filter_spec,
-            self.grad_fn.trainable,
-            self.ema is not None,
-        )
+        return Recipe(self._update, self.grad_fn, self._filter_spec, self.ema is not None)
 
     def begun(self, body: Body, steps: int, secret: bytes) -> TrainState[Model]:
         """The state of a start, whose keys follow from its secret.
@@ -364,7 +334,7 @@ class Step(Generic[Model]):
         def key_for(purpose: str) -> Any:
             return jax.random.fold_in(fold_text(state.key, purpose), state.step)
 
-        has_key, _ = takes_key(self._loss, 1 + len(given.batch))
+        has_key, _ = takes_key(self.grad_fn.__wrapped__, 1 + len(given.batch))
         result = self.grad_fn(
             state.model,
             *given.batch,

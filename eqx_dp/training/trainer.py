@@ -225,15 +225,11 @@ class Trainer(Generic[Model]):
             ValueError: the loss is refused, or the step breaks its policy or its plan.
         """
         step = self._step
-        form: Any = step.recipe.form(first)
-        if form is None:
-            state = step.init(first.given, init_model=first.make)
-        else:
-            state = step.begun(form, 0, b"a check")
+        state = step.begun(step.recipe.form(first), 0, b"a check")
         examples, mask = step.place(self._batches.zeros(self._slots))
         extra = {}
         if self._options.extra is not None:
-            model = step.init(first.given, init_model=first.make).model if form else state.model
+            model = step.init(first.given, init_model=first.make).model
             extra = {"extra": self._options.extra(0, model)}
         arguments: dict[str, Any] = {"is_padding_example": mask, **extra}
         step.lower(state, *examples, **arguments)
