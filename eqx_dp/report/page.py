@@ -198,8 +198,7 @@ def _metrics(said: Mapping[str, Any]) -> list[Markup]:
     if not found:
         return _paragraphs("The run recorded no metrics.")
     names = list(found)
-    disclosed = set(said["disclose"])
-    figures = [_metric(name, found[name], name in disclosed) for name in names[:_MOST_METRICS]]
+    figures = [_metric(name, found[name]) for name in names[:_MOST_METRICS]]
     left = names[_MOST_METRICS:]
     more = [f"And {len(left):,} more, in the JSON file beside this page."] if left else []
     return [
@@ -209,10 +208,9 @@ def _metrics(said: Mapping[str, Any]) -> list[Markup]:
     ]
 
 
-def _metric(name: str, points: Sequence[Sequence[Any]], is_disclosed: bool) -> Markup:
+def _metric(name: str, points: Sequence[Sequence[Any]]) -> Markup:
     label, (step, value) = spaced(name), points[-1]
     last = f"After step {step:,}: {'not finite' if value is None else shown(value)}."
-    told = " Disclosed by the run: epsilon does not cover it." if is_disclosed else ""
     drawn = chart(
         f"{label} over the steps. {last}", Axis("steps", 0.0), Axis(label[:40]), [Line(points)]
     )

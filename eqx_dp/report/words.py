@@ -85,9 +85,6 @@ def warnings_of(said: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     if said["epsilon"] is None:
         found.append("There is no promise of privacy: epsilon is infinite.")
-    if said["disclose"]:
-        names = ", ".join(said["disclose"])
-        found.append(f"The run also discloses {names} of each batch. Epsilon does not cover it.")
     if said["is_unsafe"]:
         found.append("The policy is unsafe: sums or noise may have too few digits.")
     checks = [*said["checks"].values(), *(said["audit"] or {}).values()]
@@ -153,11 +150,6 @@ def who_may_see(said: Mapping[str, Any]) -> dict[str, str]:
     }
     if said["randomness"] == "seeded":
         found["the seed"] = "Nobody: anyone with the seed can subtract the noise."
-    if said["disclose"]:
-        names = ", ".join(said["disclose"])
-        found[f"{names} of each batch"] = (
-            f"{few} The run discloses them without noise, and epsilon does not cover them."
-        )
     return found
 
 

@@ -52,8 +52,8 @@ def flat(tree: Tree) -> Flat[Tree]:
     return Flat(_Rest(structure, others), arrays)
 
 
-Carry = tuple[Any, PyTree[Any], Any, dict[str, Any], PyTree[Any]]
-"""Model, optimizer's state, key, what was disclosed, average: what a step uses up of a state."""
+Carry = tuple[Any, PyTree[Any], Any, PyTree[Any]]
+"""Model, optimizer's state, key, average: what a step uses up of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class FlatState(Generic[Model]):
         """Takes a state apart; a ValueError if it is none, or an earlier step has used it up."""
         allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
         expect("state", state, TrainState, allowed)
-        carry = flat((state.model, state.opt_state, state.key, state.disclosed, state.average))
+        carry = flat((state.model, state.opt_state, state.key, state.average))
         if any(map(is_gone, carry.arrays)) or is_gone(state.step):
             refuse_used_up("state", state)
         return cls(carry, state.step, specs_of(state, rules))
@@ -84,8 +84,8 @@ class FlatState(Generic[Model]):
     @property
     def state(self) -> TrainState[Model]:
         """The state, put together."""
-        model, opt_state, key, disclosed, average = self.carry.tree
-        return TrainState(model, opt_state, self.step, key, disclosed, average)
+        model, opt_state, key, average = self.carry.tree
+        return TrainState(model, opt_state, self.step, key, average)
 
 
 @jax.tree_util.register_static

@@ -32,7 +32,7 @@ class Event(Generic[Model]):
     Attributes:
         step: how many steps may have been released so far, by all starts of the run: what epsilon
             depends on. Without a directory, how many were taken.
-        metrics: figures by name, from an evaluation or disclosed. Empty after most steps.
+        metrics: figures by name, from an evaluation. Empty after most steps.
         seconds: the time since this start began.
         epsilon: epsilon of those steps; None if it was not computed after this step.
     """

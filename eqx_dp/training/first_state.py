@@ -104,7 +104,9 @@ class Recipe(NamedTuple):
                 model = given[0] if first.make is None else first.make()
                 return self.parameters._replace(rules=None).stored(model)
 
-        given = (first.given,) if first.make is None else ()
+        given = () if first.make is not None else (first.given,)
+        if rules is not None and given:  # arrays may be committed to another device
+            given = (rules.shard(first.given),)
         model = _compiled(stored, form.model, *given)
         return Body(model, *self.beside(form, model))
 

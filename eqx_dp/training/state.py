@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from ..paths import below
 from ..precision import Policy
@@ -36,8 +36,6 @@ class TrainState(eqx.Module, Generic[Model]):
         step: how many steps this model has taken.
         key: **secret**: what the keys of the loss and of stochastic rounding follow from. It is
             fresh at every start, and not in checkpoints.
-        disclosed: the figures that the last step disclosed of its batch, by name; empty without
-            `disclose`. **Not private.**
         average: the moving average of what is trained, in the dtype in which it is updated; None
             without `ema`.
     """
@@ -46,12 +44,10 @@ class TrainState(eqx.Module, Generic[Model]):
     opt_state: tuple[Any, PyTree[Any]]
     step: Int[Array, ""]
     key: PRNGKeyArray
-    disclosed: dict[str, Float[Array, ""]]
     average: PyTree[Array] | None = None
 
     def __repr__(self) -> str:
-        more = f", disclosed={tuple(self.disclosed)}" if self.disclosed else ""
-        more += "" if self.average is None else ", averaged"
+        more = "" if self.average is None else ", averaged"
         step = _number_of(self.step)
         return f"{type(self).__name__}({type(self.model).__name__}, step={step}{more})"
 
