@@ -219,7 +219,7 @@ def _metric(name: str, points: Sequence[Sequence[Any]]) -> Markup:
         "figure",
         tag("h3", label),
         drawn,
-        tag("figcaption", f"{last}{told}"),
+        tag("figcaption", last),
         _details("The figures", table(("Step", label), rows, f"{label} over the steps")),
     )
 

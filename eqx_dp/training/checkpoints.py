@@ -189,8 +189,11 @@ def restored(
         arrays, record = checkpoints.read(number, targets)
         body = with_arrays(form, arrays)
         if others:
-            made = dict(zip(("opt_state", "average"), recipe.beside(form, body.model), strict=True))
-            body = body._replace(**{part: made[part] for part in others})
+            opt_state, average = recipe.beside(form, body.model)
+            body = body._replace(
+                opt_state=opt_state if "opt_state" in others else body.opt_state,
+                average=average if "average" in others else body.average,
+            )
         if "opt_state" in others:
             warnings.warn(
                 f"The optimizer's state in checkpoint {number} has other arrays than that of this "

@@ -1,16 +1,17 @@
 """A compiled step that takes little work to call, and that is not waited for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ..expected import expect
-from ..sharding import ShardingRules
 from ..trees import is_array_or_shape
-from .state import Specs, TrainState, is_gone, refuse_used_up, specs_of
+from .state import TrainState, is_gone, refuse_used_up
 
 Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
@@ -64,22 +65,20 @@ class FlatState(Generic[Model]):
         carry: all but the count of steps. Used up by the next step.
         step: how many steps have been taken (a scalar, or its shape). It is not used up: to wait
             for it is to wait for the step that has made it, also when the next one has been called.
-        specs: where its arrays live.
     """
 
     carry: Flat[Carry]
     step: Any
-    specs: Specs
 
     @classmethod
-    def of(cls, state: TrainState[Model], rules: ShardingRules | None) -> "FlatState[Model]":
+    def of(cls, state: TrainState[Model]) -> "FlatState[Model]":
         """Takes a state apart; a ValueError if it is none, or an earlier step has used it up."""
         allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
         expect("state", state, TrainState, allowed)
         carry = flat((state.model, state.opt_state, state.key, state.average))
         if any(map(is_gone, carry.arrays)) or is_gone(state.step):
             refuse_used_up("state", state)
-        return cls(carry, state.step, specs_of(state, rules))
+        return cls(carry, state.step)
 
     @property
     def state(self) -> TrainState[Model]:
@@ -110,21 +109,35 @@ class Dispatch(Generic[Beside, Tree, Result]):
     it is compiled once for what is static and for shapes and dtypes, and the buffers of a carry go
     to the next. `eqx.filter_jit` waits for every result, to tell what `eqx.error_if` has to say.
     This does not: such an error is raised where the result is waited for.
+
+    On a mesh (`is_spread`) the arrays of the next carry live where those of the carry lived. The
+    compiler would choose for itself, and compile once more for what it chose.
     """
 
-    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]]):
-        self._function = function
-        self._jitted: Any = jax.jit(self._of_arrays, donate_argnums=2)
+    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]], is_spread: bool):
+        self._function, self._is_spread = function, is_spread
         self._form: _Form | None = None
+        self._jitted = functools.cache(self._compiled)
 
     def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Result]:
         """The next carry, and arrays that are there when the call has ended; uses up the carry."""
-        form, arrays, result = self._jitted(*self._arguments(beside, carry))
+        function = self._jitted(self._places(carry))
+        form, arrays, result = function(*self._arguments(beside, carry))
         return Flat(form.rests[0], arrays), result
 
     def lower(self, beside: Beside, carry: Flat[Tree]) -> jax.stages.Lowered:
         """Lowers the function for these arguments; nothing is computed."""
-        return self._jitted.lower(*self._arguments(beside, carry))
+        return self._jitted(self._places(carry)).lower(*self._arguments(beside, carry))
+
+    def _places(self, carry: Flat[Tree]) -> tuple[Any, ...] | None:
+        """Where arrays live; None of one that is traced, where nothing says it."""
+        if not self._is_spread:
+            return None
+        return tuple(None if isinstance(x, Tracer) else x.sharding for x in carry.arrays)
+
+    def _compiled(self, places: tuple[Any, ...] | None) -> Any:
+        out = None if places is None else (None, list(places), None)
+        return jax.jit(self._of_arrays, donate_argnums=2, out_shardings=out)
 
     def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[_Form, list[Any], list[Any]]:
         first, form = flat(beside), self._form

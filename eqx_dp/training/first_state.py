@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..expected import function
 from ..gradients import ClippedGrad, FilterSpec, checked_trainable
@@ -21,7 +21,7 @@ from ..precision import agreed_policy
 from ..sharding import ShardingRules
 from ..trees import PyTree, is_shape
 from ..updates import first_state
-from .state import Parameters, copied, refuse_used_up, sharding_of, strong
+from .state import Parameters, copied, refuse_used_up, strong
 
 Model = TypeVar("Model")
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Recipe(NamedTuple):
             where = first.place
             if rules is not None:
                 spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
-                where = sharding_of(spec, leaf.ndim, rules)
+                where = NamedSharding(rules.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
         return jax.tree.map(placed, shapes)

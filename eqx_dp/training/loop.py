@@ -79,7 +79,7 @@ class Loop(Generic[Model]):
     def run(self, state: TrainState[Model], batches: Generator[MaskedBatch]) -> TrainState[Model]:
         """The state after the last step; the batches are those of the steps to come."""
         step, options, plan = self._step, self._options, self._step.plan
-        flat, began = FlatState.of(state, step.sharding), time.monotonic()
+        flat, began = FlatState.of(state), time.monotonic()
         before_last = flat.step
         with (
             closing(ProgressBar(self._done, self._stop, options.progress)) as bar,

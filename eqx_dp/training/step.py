@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from ..gradients import ClippedGrad, FilterSpec, takes_key
@@ -32,12 +33,9 @@ from .dispatch import Carry, Dispatch, FlatState
 from .first_state import Body, FirstModel, Recipe
 from .state import (
     Parameters,
-    Specs,
     TrainState,
-    constrained,
     is_gone,
     moved,
-    on_mesh,
     refuse_used_up,
     strong,
 )
@@ -51,7 +49,6 @@ class _Arguments(NamedTuple):
 
     batch: tuple[PyTree[Any], ...]
     mask: Any
-    specs: Specs
     step: Any
 
 
@@ -218,7 +215,7 @@ class Step(Generic[Model]):
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         if self.sharding is not None:
-            small = on_mesh(small, self.sharding)
+            small = jax.device_put(small, NamedSharding(self.sharding.mesh, PartitionSpec()))
         noise, count, key = small
         return TrainState(body.model, (noise, body.opt_state), count, key, body.average)
 
@@ -242,7 +239,7 @@ class Step(Generic[Model]):
             ValueError: as for `grad_fn`; an array of `state` or `batch` was used up by an earlier
                 step.
         """
-        flat = FlatState.of(state, self.sharding)
+        flat = FlatState.of(state)
         refuse_used_up("batch", batch)
         after = self.next(flat, batch, is_padding_example).state
         # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
@@ -265,7 +262,7 @@ class Step(Generic[Model]):
             refuse_used_up("state", flat.state)
         with self.mesh():
             carry, count = self._taken(_arguments(batch, mask, flat), flat.carry)
-        return FlatState(carry, count, flat.specs)
+        return FlatState(carry, count)
 
     def lower(
         self,
@@ -281,7 +278,7 @@ class Step(Generic[Model]):
             *batch: as for a call.
             is_padding_example: the same.
         """
-        flat = FlatState.of(state, self.sharding)
+        flat = FlatState.of(state)
         with self.mesh():
             return self._taken.lower(_arguments(batch, is_padding_example, flat), flat.carry)
 
@@ -291,10 +288,9 @@ class Step(Generic[Model]):
             model, opt_state, key, average = strong(carry)
             state = TrainState(model, opt_state, arguments.step, key, average)
             after = self._next(state, strong(arguments.batch), arguments.mask)
-            after = constrained(after, arguments.specs, self.sharding)
             return (after.model, after.opt_state, after.key, after.average), after.step
 
-        return Dispatch(take)
+        return Dispatch(take, self.sharding is not None)
 
     def _next(
         self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Any
@@ -347,4 +343,4 @@ def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) 
             "sampler.take or sampler.batch returns; for a batch without padding, "
             "np.zeros(length, bool)."
         )
-    return _Arguments(batch, mask, flat.specs, flat.step)
+    return _Arguments(batch, mask, flat.step)
