@@ -20,7 +20,7 @@ from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
 from .sample_size import Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
-from .sensitivity import HasSensitivity, TakesSamples, agreed_with, checked_sensitivity
+from .sensitivity import HasSensitivity, agreed_with, checked_sensitivity
 
 _MOST_STEPS = 2**53
 _DELTA_WANTED = (
@@ -276,9 +276,11 @@ class PrivacyPlan:
 
         With the same key, another plan, norm bound or policy gives independent noise.
 
-        If the plan samples (`sampling_prob` below 1), this call also changes `grad_fn`: from now on
-        it refuses calls without `is_padding_example`. The sampler's padding has index -1, so
-        without the mask the last example would count in every padding slot.
+        `grad_fn` stays as it is. If the plan samples (`sampling_prob` below 1), calls of it need
+        `is_padding_example`: the sampler's padding has index -1, so without the mask the last
+        example would count in every padding slot. `check_privacy` refuses a step without the mask,
+        whenever it was compiled, a step of `make_step` a call without it, and so does what
+        `grad_fn.of_samples(plan.sampling)` returns.
 
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
@@ -307,12 +309,9 @@ class PrivacyPlan:
         sharding = agreed_with(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
         told_apart = self._told_apart(run, float(grad_fn.l2_norm_bound), str(policy))
-        privatizer = gaussian_privatizer(
+        return gaussian_privatizer(
             stddev=stddev, key=key, policy=policy, sharding=sharding, run=told_apart
         )
-        if self.sampling_prob < 1 and isinstance(grad_fn, TakesSamples):
-            grad_fn.expect_samples(self.sampling)
-        return privatizer
 
     def to_json(self) -> str:
         """Writes the plan as JSON; `from_json` reads an equal plan from it."""

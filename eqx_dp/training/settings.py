@@ -83,7 +83,7 @@ class StepSettings(Generic[Model]):
         """The clipped gradient, divided by the expected batch size."""
         make_grad = filter_value_and_clipped_grad if self.disclose else filter_clipped_grad
         size = self.microbatch_size
-        return make_grad(
+        grad_fn = make_grad(
             self._loss,
             l2_clip_norm=self.l2_clip_norm,
             policy=self.policy,
@@ -95,11 +95,11 @@ class StepSettings(Generic[Model]):
             microbatch_size=None if size == "auto" or size == "tune" else size,
             method=self.method,
         )
+        return grad_fn.of_samples(self.plan.sampling)
 
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation:
         if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
-            self.grad_fn.expect_samples(self.plan.sampling)
             return optax.identity()
         return self.plan.privatizer(self.grad_fn, key=key_of(self._seed, "noise", self.run))
 

@@ -319,11 +319,11 @@ def ask(
         factors, met = structure.unflatten(_within(values))
         with stage("norm"):
             there = gradient(met)
-        is_formed = there.formed is not None
-        held = _within([there.formed] if is_formed else jax.tree.leaves(met))
+        formed = there.formed
+        held = _within(jax.tree.leaves(met) if formed is None else [formed])
 
         def leaf(held: list[Array]) -> LeafGradient:
-            if is_formed:
+            if formed is not None:
                 return there._replace(formed=held[0])
             with stage("norm"):  # again: what is not asked for is dead code
                 return gradient(jax.tree.unflatten(jax.tree.structure(met), held))
