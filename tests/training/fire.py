@@ -79,6 +79,9 @@ def start(scenario, place, cache, channel, hosts, host, port, *arguments):
             f"127.0.0.1:{port}", hosts, host, heartbeat_timeout_seconds=10
         )
     place.open()
+    place.root.mkdir(exist_ok=True)
+    with (place.root / "stderr.txt").open("a") as stream:
+        os.dup2(stream.fileno(), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", dp.CheckpointWarning)
         try:

@@ -98,7 +98,7 @@ def test_killed_at_random_moments(kills, hosts, is_store, seed, fleet, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path, capfd):
+def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path):
     place = Place(tmp_path)
     run = fleet.start(fire.slowly, place)
     assert run.until_step(3)
@@ -111,7 +111,7 @@ def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path, capfd):
     said = f"saved at step {taken} of {STEPS} in {place.directory}; start again to go on."
     if number == signal.SIGTERM:
         assert status == 143
-        assert f"eqx_dp: {said}" in capfd.readouterr().err
+        assert f"eqx_dp: {said}" in (tmp_path / "stderr.txt").read_text()
     else:
         assert "KeyboardInterrupt" in run.found
         assert said in run.found
