@@ -128,7 +128,7 @@ def save_model(
 def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a run's model, each to where its target lives."""
     checkpoints = Checkpoints(path)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def read(number: int) -> dict[str, Any]:
         recorded = checkpoints.shapes(number)
