@@ -76,7 +76,7 @@ class Checkpoints:
             found: T | None = None
             try:
                 found, error = read(number), None
-            except (_Misfit, CheckpointError) as refusal:
+            except (Misfit, CheckpointError) as refusal:
                 raise refusal
             except Exception as damage:  # whatever the libraries beneath raise for damaged files
                 error = damage
@@ -160,7 +160,7 @@ class Checkpoints:
                 self._manager.close()
 
 
-class _Misfit(ValueError):
+class Misfit(ValueError):
     """A checkpoint is whole, and does not fit."""
 
 
@@ -278,7 +278,7 @@ def _check_model(number: int, saved: Mapping[str, Any], wanted: Mapping[str, Any
         if one.get(name) != other.get(name)
     ]
     if differences:
-        raise _Misfit(
+        raise Misfit(
             f"Checkpoint {number} does not fit the model: {'; '.join(differences)}. Give a model "
             "of the same structure; or start another run, in another directory."
         )

@@ -115,7 +115,7 @@ def make_step(
     expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan")
     return Step(
         plan=plan,
-        num_examples=plan.sampler(num_examples).num_examples,
+        num_examples=plan.sampler(num_examples, b"its length").num_examples,
         l2_clip_norm=l2_clip_norm,
         policy=policy,
         sharding=sharding,

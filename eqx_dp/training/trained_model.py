@@ -17,7 +17,7 @@ from ..precision import Policy
 from ..privacy import PrivacyPlan
 from ..shown import shown
 from ..trees import PyTree, is_array_or_shape, is_key
-from .checkpoints import Checkpoints, key_of_words, words_of
+from .checkpoints import Checkpoints, Misfit, key_of_words, words_of
 from .ledger import CheckpointError, entries_in, statement
 
 Model = TypeVar("Model")
@@ -206,7 +206,7 @@ def _check_alike(path: RunPath, found: dict[str, Any], wanted: dict[str, Any]) -
         if name not in found or name not in wanted or found[name].shape != wanted[name].shape
     ]
     if problems:
-        raise ValueError(
+        raise Misfit(
             f"The model in {path} has another structure than `like`: {'; '.join(problems)}. Give a "
             "model made as the one that was trained."
         )
