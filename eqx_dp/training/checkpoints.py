@@ -75,7 +75,7 @@ class Checkpoints:
             found: T | None = None
             try:
                 found, error = read(number), None
-            except (Misfit, CheckpointError) as refusal:
+            except (_Misfit, CheckpointError) as refusal:
                 raise refusal
             except Exception as damage:  # whatever the libraries beneath raise for damaged files
                 error = damage
@@ -159,7 +159,7 @@ class Checkpoints:
                 self._manager.close()
 
 
-class Misfit(ValueError):
+class _Misfit(ValueError):
     """A checkpoint is whole, and does not fit."""
 
 
@@ -258,7 +258,7 @@ def check_fits(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) 
         if one.get(name) != other.get(name)
     ]
     if differences:
-        raise Misfit(
+        raise _Misfit(
             f"The model in {where} has other arrays than the one that was given: "
             f"{'; '.join(differences)}. Give a model of the same structure."
         )

@@ -13,9 +13,7 @@ def test_hosts_share_what_one_would_draw(monkeypatch):
     """Evenly, so that they need fewer slots; each may read all examples."""
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     rules = runs.rules_of("Auto")  # all of its devices are of this host, the first
-    shared, owned = (
-        seeded(sharding=rules, shared=x).sampler() for x in (True, False)
-    )
+    shared, owned = (seeded(sharding=rules, shared=x).sampler() for x in (True, False))
     assert (shared.shared, owned.shared) == (True, False)
     assert (shared.hosts, shared.host, shared.devices) == (4, 0, rules.local_shards())
     assert shared.capacity < owned.capacity

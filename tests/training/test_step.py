@@ -13,7 +13,17 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.privacy import fold_text, key_from_secret
 from tests.training import runs
-from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS, assert_same, leaves, make, seeded, small_model
+from tests.training.runs import (
+    NUM_EXAMPLES,
+    SEED,
+    XS,
+    YS,
+    assert_same,
+    leaves,
+    make,
+    seeded,
+    small_model,
+)
 
 
 def run(step, model, steps=3, xs=XS, ys=YS):
@@ -71,7 +81,6 @@ def test_a_step_is_the_loop_written_out():
 
     state = run(step, model, steps)
     assert int(state.step) == steps
-    assert state.disclosed == {}
     assert_same(state.model, expected)
     assert_same(state.opt_state[1], opt_state[1])
     assert_same(state.opt_state[0].step, opt_state[0].step)
@@ -124,7 +133,7 @@ def test_a_step_is_traced_and_compiled_once(kind):
     optimizer = optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.adamw(1e-2)
     )
-    step = seeded(loss=counting, optimizer=optimizer, sharding=rules, disclose=("loss",))
+    step = seeded(loss=counting, optimizer=optimizer, sharding=rules)
     state, sampler = step.init(small_model()), step.sampler()
     where = [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
     seen = []
@@ -173,49 +182,6 @@ def test_updates_are_rounded_once():
         np.testing.assert_array_equal(leaf.astype(np.float32), 1 + 2.0**-7)
 
 
-def test_an_example_has_its_key_wherever_the_padding_stands():
-    """By the number of the example in the batch, and not by its slot."""
-
-    def keyed(model, x, key):
-        return jnp.sum(model(x)) * jax.random.normal(key)
-
-    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
-    step = seeded(plan, loss=keyed, optimizer=optax.sgd(1.0))
-    indices, mask = step.sampler().batch(0)
-    real = indices[~mask]
-    assert 2 < len(real) < len(indices)
-    layouts = [np.arange(len(real)), np.arange(len(indices))[-len(real) :]]
-    layouts.append(np.r_[0, np.arange(len(indices))[1 - len(real) :]])
-    after = []
-    for slots in layouts:
-        x, is_padding_example = (
-            np.zeros((len(indices), *XS.shape[1:]), XS.dtype),
-            np.ones_like(mask),
-        )
-        x[slots], is_padding_example[slots] = XS[real], False
-        state = step(step.init(small_model()), x, is_padding_example=is_padding_example)
-        after.append(state.model.weight)
-    for moved in after[1:]:
-        np.testing.assert_allclose(moved, after[0], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_an_example_has_its_key_on_any_mesh(kind):
-    def keyed(model, x, key):
-        return jnp.sum(model(x)) * jax.random.normal(key)
-
-    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
-    after = []
-    for rules in (None, runs.rules_of(kind)):
-        step = seeded(plan, loss=keyed, optimizer=optax.sgd(1.0), sharding=rules)
-        indices, mask = step.sampler().batch(0)
-        x, mask = step.place((XS[indices], mask))
-        state = step(step.init(small_model()), x, is_padding_example=mask)
-        after.append(np.asarray(state.model.weight))
-    np.testing.assert_allclose(after[1], after[0], rtol=1e-5, atol=1e-6)
-
-
 def test_a_loss_gets_a_key_an_example_and_step():
     """Its keys are those of `grad_fn` for (seed, t): one root a step, split over examples."""
     plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), small_model()
@@ -233,7 +199,9 @@ def test_a_loss_gets_a_key_an_example_and_step():
         x = np.ones((len(indices), 4), np.float32)
         state = step(state, x, is_padding_example=mask)
         seen.append(before - float(state.model.weight[0, 0]))
-        keys = jax.random.split(jax.random.fold_in(fold_text(key_of("step"), "loss"), t), len(indices))
+        keys = jax.random.split(
+            jax.random.fold_in(fold_text(key_of("step"), "loss"), t), len(indices)
+        )
         drawn = np.asarray(jax.vmap(jax.random.normal)(keys))[~mask]
         assert len(set(drawn.tolist())) == len(drawn)
         np.testing.assert_allclose(seen[-1], drawn.sum() / (0.25 * NUM_EXAMPLES), rtol=1e-4)
@@ -247,25 +215,6 @@ def test_frozen_leaves_stay_as_they_are():
     state = run(seeded(filter_spec=spec, optimizer=optax.adamw(1e-2)), model)
     np.testing.assert_array_equal(model.bias, state.model.bias)
     assert not np.array_equal(model.weight, state.model.weight)
-
-
-def test_a_batch_discloses_what_is_asked_for():
-    model, names = small_model(), ("loss", "grad_norm", "num_examples")
-    step = seeded(disclose=names)
-    indices, mask = step.sampler().batch(0)
-    drawn = indices[~mask]
-    residual = XS[drawn] @ np.asarray(model.weight).T + model.bias - YS[drawn, None]
-    losses = (residual**2).sum(1)
-    norms = 2 * np.sqrt(losses * (1 + (XS[drawn] ** 2).sum(1)))  # of 2 r (x, 1)
-    found = run(step, model, 1).disclosed
-    assert set(found) == set(names)
-    np.testing.assert_allclose(found["loss"], np.mean(losses), rtol=1e-5)
-    np.testing.assert_allclose(found["grad_norm"], np.mean(norms), rtol=1e-4)
-    assert float(found["num_examples"]) == len(drawn)
-    assert_same(run(step, model).model, run(seeded(), model).model)
-
-    nothing = step(step.init(model), XS[:4], YS[:4], is_padding_example=np.ones(4, bool))
-    assert all(float(value) == 0 for value in nothing.disclosed.values())
 
 
 def test_without_noise_and_bound_it_is_ordinary_training():
@@ -290,9 +239,6 @@ def test_without_noise_and_bound_it_is_ordinary_training():
         ({"seed": -1}, "seed must be"),
         ({"seed": b""}, "seed must be at least one byte"),
         ({"seed": True}, "seed must be a whole number or bytes; found a bool"),
-        ({"disclose": "loss"}, "disclose must be a tuple"),
-        ({"disclose": ("loss", "loss")}, "disclose must be a tuple"),
-        ({"disclose": ("accuracy",)}, "'loss', 'grad_norm', 'num_examples'; found ['accuracy']"),
     ],
 )
 def test_what_a_step_refuses(options, message, unchecked):
@@ -401,7 +347,7 @@ def test_a_rule_for_some_operands_alone_serves_one_step_after_another():
     plan, mask = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), np.zeros(4, bool)
     model = small_model()
 
-    sgd = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    sgd = optax.sgd(0.1)
 
     def model_by(method, function=jitted):
         def loss(model, x, y):
@@ -409,7 +355,7 @@ def test_a_rule_for_some_operands_alone_serves_one_step_after_another():
 
         step = seeded(plan, sgd, loss, method=method)
         state, batch = step.init(model), (XS[:4], YS[:4])
-        return step(state, *batch, is_padding_example=mask, extra={"value": 0.5}).model
+        return step(state, *batch, is_padding_example=mask).model
 
     expected = leaves(model_by("per_example", lambda x, scale: x * scale))
     for method in ("book_keeping", "ghost", "per_example", "book_keeping"):
