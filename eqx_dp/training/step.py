@@ -27,7 +27,7 @@ from ..privacy import (
 )
 from ..sharding import ShardingRules
 from ..shown import function_name
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
 from .dispatch import Carry, Dispatch, FlatState
 from .first_state import Body, FirstModel, Recipe
@@ -214,9 +214,10 @@ class Step(Generic[Model]):
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
-        if self.sharding is not None:
-            small = jax.device_put(small, NamedSharding(self.sharding.mesh, PartitionSpec()))
-        noise, count, key = small
+        rules, arrays = self.sharding, filter(is_array_or_shape, jax.tree.leaves(body.model))
+        # A step's results are placed on purpose: were these not, it would be compiled twice.
+        place = next(arrays).sharding if rules is None else NamedSharding(rules.mesh, PartitionSpec())
+        noise, count, key = jax.device_put(small, place)
         return TrainState(body.model, (noise, body.opt_state), count, key, body.average)
 
     # A step.

@@ -132,7 +132,7 @@ def killed_at_a_file(place, channel, save_every, count):
 
 
 def slowly(place, channel, save_every=1000):
-    """Steps of a while, to be told to stop; what a shell starts in the background ignores Ctrl-C."""
+    """Steps of a while, to be told to stop; a background process may ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return train(place, channel, save_every, lambda event: time.sleep(0.05))
 

@@ -149,7 +149,8 @@ class Recording:
     def note(self, event):
         """Notes the noise of a step that was taken."""
         arrays = jax.tree.leaves(event.state.opt_state[1][0].trace)
-        noise = np.concatenate([np.ravel(np.asarray(x.addressable_data(0))) for x in arrays])
+        parts = [x if x.is_fully_addressable else x.addressable_data(0) for x in arrays]
+        noise = np.concatenate([np.ravel(np.asarray(part)) for part in parts])
         self._note("noises", jax.process_index(), noise.tolist())
 
     @property
