@@ -84,12 +84,9 @@ class Step(Generic[Model]):
         _ = self._noise  # refused now if at all, and made outside of any trace
 
     def __repr__(self) -> str:
-        fields = {"policy": self.policy and str(self.policy), "ema": self.ema}
-        more = "".join(f", {name}={value!r}" for name, value in fields.items() if value is not None)
-        return (
-            f"{type(self).__name__}({function_name(self.grad_fn.__wrapped__)}, {self.plan}, "
-            f"num_examples={self.num_examples}{more})"
-        )
+        loss, policy = function_name(self.grad_fn.__wrapped__), self.policy and str(self.policy)
+        more = f"num_examples={self.num_examples}, policy={policy!r}"
+        return f"{type(self).__name__}({loss}, {self.plan}, {more})"
 
     @property
     def policy(self) -> Policy | None:
@@ -213,11 +210,12 @@ class Step(Generic[Model]):
         if self._noise is not None:
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
+        where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
+        if self.sharding is not None:
+            where = NamedSharding(self.sharding.mesh, PartitionSpec())
+        # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
-        rules, arrays = self.sharding, filter(is_array_or_shape, jax.tree.leaves(body.model))
-        # A step's results are placed on purpose: were these not, it would be compiled twice.
-        place = next(arrays).sharding if rules is None else NamedSharding(rules.mesh, PartitionSpec())
-        noise, count, key = jax.device_put(small, place)
+        noise, count, key = jax.device_put(small, where)
         return TrainState(body.model, (noise, body.opt_state), count, key, body.average)
 
     # A step.
