@@ -21,5 +21,3 @@ from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
 from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
-from .trade_off import TradeOff as TradeOff
-from .trade_off import trade_off_of as trade_off_of

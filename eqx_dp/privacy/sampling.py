@@ -21,9 +21,6 @@ from .sample_size import binomial
 OVERFLOW_PROBABILITY = 1e-12
 """The largest probability, a step, that more examples are drawn than a batch has room for."""
 
-_BLOCK = 2**24
-_MOST_BLOCKS = 64
-
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PoissonSampler:
@@ -36,16 +33,15 @@ class PoissonSampler:
 
     The draw is exact Poisson sampling in two parts: how many examples, binomially distributed, and
     then that many different examples, uniformly. Time and memory are those of a batch, whatever the
-    size of the data set. A data set of more than 2**24 examples is drawn in blocks (at most 64),
-    independently: the law is the same.
+    size of the data set.
 
     Batches have one static shape, `capacity`, so that a compiled step is compiled once. It is the
     smallest multiple of `pad_to` that a step overflows with probability at most
     `overflow_probability`, and at least `pad_to`. Slots left over are padding.
 
     **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
-    batch is that part of the draw. A host draws the blocks that hold its stretch, from the same
-    seed and step as all others, so that they need not communicate. Together they hold what one host
+    batch is that part of the draw. Each host makes the whole draw, from the same seed and step, so
+    that they need not communicate. Together they hold what one host
     would (but for cuts), and a run may be resumed on another number of hosts. Every part has the
     same `capacity`: the smallest multiple of `pad_to` that the largest stretch overflows with
     probability at most `overflow_probability / (2 * hosts)`. (The factor of 2 is for neighboring
@@ -136,7 +132,9 @@ class PoissonSampler:
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
             "hosts": hosts,
-            "host": _checked_host(host, hosts),
+            "host": whole_number(
+                "host", host, least=0, most=hosts - 1, advice=" Hosts are counted from 0."
+            ),
             "overflow_probability": real_number(
                 "overflow_probability",
                 overflow_probability,
@@ -162,11 +160,6 @@ class PoissonSampler:
         least = -(-of_part // self.hosts) if self.shared else of_part
         multiple = math.lcm(self.pad_to, self.devices)
         return max(1, -(-least // multiple)) * multiple
-
-    @property
-    def blocks(self) -> int:
-        """How many parts of the data set are drawn independently, each with a key of its own."""
-        return -(-self.num_examples // self._block_size)
 
     @property
     def owned(self) -> range:
@@ -247,32 +240,19 @@ class PoissonSampler:
 
     def _drawn(self, step: int) -> Int64[np.ndarray, "drawn"]:
         """What this host's batch of a step holds, in increasing order."""
-        size, owned = self._block_size, self.owned
-        blocks = range(owned.start // size, -(-owned.stop // size)) if owned else ()
-        drawn = np.concatenate([np.zeros(0, np.int64), *(self._of_block(step, b) for b in blocks)])
+        generator, owned = self._generator(step), self.owned
+        number = int(generator.binomial(self.num_examples, self.sampling_prob))
+        # Floyd's algorithm up to a fiftieth of the examples, a partial shuffle of them all beyond:
+        # either way no more than a constant a slot.
+        drawn = np.sort(
+            generator.choice(self.num_examples, size=number, replace=False, shuffle=False)
+        )
         drawn = drawn[(drawn >= owned.start) & (drawn < owned.stop)]
         if self.shared:
             kept = self._cut(drawn, self.hosts * self.capacity, step)
             return np.array_split(kept, self.hosts)[self.host]
         # Hosts cut independently of each other.
         return self._cut(drawn, self.capacity, step, str(self.host), str(self.hosts))
-
-    def _of_block(self, step: int, block: int) -> Int64[np.ndarray, "drawn"]:
-        """What is drawn of a block, in increasing order."""
-        first = block * self._block_size
-        num_examples = min(self._block_size, self.num_examples - first)
-        what = () if self.blocks == 1 else ("block", str(block))
-        generator = self._generator(step, *what)
-        drawn = int(generator.binomial(num_examples, self.sampling_prob))
-        # Floyd's algorithm up to a twentieth of the examples, a partial shuffle of them all beyond:
-        # either way no more than a constant a slot.
-        chosen = generator.choice(num_examples, size=drawn, replace=False, shuffle=False)
-        return first + np.sort(chosen)
-
-    @property
-    def _block_size(self) -> int:
-        """Of every block but the last; a function of the number of examples alone."""
-        return max(_BLOCK, -(-self.num_examples // _MOST_BLOCKS))
 
     def _cut(
         self, drawn: Int64[np.ndarray, "drawn"], most: int, step: int, *whose: str
@@ -288,16 +268,6 @@ class PoissonSampler:
         what_for = ("eqx_dp sample", *numbers, *what)
         key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
         return np.random.Generator(np.random.Philox(key=key))
-
-
-def _checked_host(value: object, hosts: int) -> int:
-    host = whole_number("host", value, least=0, most=2**53)
-    if host >= hosts:
-        raise ValueError(
-            f"host must be below {hosts}, the number of hosts (they are counted from 0, as by "
-            f"jax.process_index()); found {host}. Check hosts, which is jax.process_count()."
-        )
-    return host
 
 
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:

@@ -10,8 +10,9 @@ from typing import Any, cast
 import numpy as np
 
 from ..files import finite_or_none, read_json
-from ..privacy import PrivacyPlan, trade_off_of
+from ..privacy import PrivacyPlan
 from ..training import CHECKS, LEDGER, METRICS, CheckpointError, entries_in, statement, versions
+from .trade_off import trade_off_of
 
 FORMAT, VERSION = "eqx_dp.report", 2
 AUDIT = "audit.json"
