@@ -4,6 +4,7 @@ Orbax writes in the background and from all hosts, commits a checkpoint in one a
 the newest ones. No key of random numbers is in a checkpoint: every start has its own.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -46,7 +47,15 @@ class Checkpoints:
             self._folder, options=options, item_handlers=handlers
         )
         # Orbax refuses to read a folder that is not there.
-        self._manager: Any = self._open() if keep is not None or self._folder.is_dir() else None
+        self._manager: Any = None
+        try:
+            if keep is not None or self._folder.is_dir():
+                self._manager = self._open()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder} cannot be used for checkpoints ({error.strerror}). Make the "
+                "directory writable; or name another, and start another run there."
+            ) from None
 
     def numbers(self) -> list[int]:
         """The checkpoints that were committed, newest first."""
@@ -96,7 +105,7 @@ class Checkpoints:
         self, number: int, targets: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arrays of a checkpoint, each to where its target lives, and what was kept beside them."""
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
             for name, x in targets.items()
@@ -120,10 +129,10 @@ class Checkpoints:
         Returns:
             whether it could be started.
         """
-        is_whole, args = self.wait(), self._orbax.args
-        if not is_whole:  # a manager whose save failed keeps the number that failed
-            self._manager.close()
+        if not on_every_host(self.wait()):  # a manager whose save failed keeps its number
+            self.close()
             self._manager = self._open()
+        args = self._orbax.args
         arrays = named_arrays(Body(state.model, state.opt_state[1], state.average))
         arrays["step"] = state.step
         items = {_STATE: args.PyTreeSave(arrays), _RECORD: args.JsonSave(dict(record))}
@@ -146,7 +155,8 @@ class Checkpoints:
     def close(self) -> None:
         """Ends what writes."""
         if self._manager is not None:
-            self._manager.close()
+            with contextlib.suppress(Exception):  # which `wait` has told
+                self._manager.close()
 
 
 class _Misfit(ValueError):

@@ -59,11 +59,19 @@ def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
     """What each start wrote, by the name of its file.
 
     Raises:
-        CheckpointError: a file is damaged, or of another release.
+        CheckpointError: a file is damaged, or of another release; two are of different runs.
     """
     folder = directory / LEDGER
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return {name: _entry(folder / name) for name in names if name.endswith(".json")}
+    found = {name: _entry(folder / name) for name in names if name.endswith(".json")}
+    first = next(iter(found.values()), {})
+    for fact in ("plan", "num_examples"):
+        if any(entry[fact] != first[fact] for entry in found.values()):
+            raise CheckpointError(
+                f"The files in {folder} disagree about the {fact}: one of them was edited, or is "
+                "of another run. Restore it from a backup."
+            )
+    return found
 
 
 def statement(

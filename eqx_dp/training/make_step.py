@@ -113,7 +113,7 @@ def make_step(
     function("loss", loss, "loss(model, *example)")
     checked_optimizer("optimizer", optimizer)
     expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan")
-    num_examples = plan.sampler(num_examples).num_examples
+    num_examples = plan.sampler(num_examples, b"its length").num_examples
     grad_fn = filter_clipped_grad(
         loss,
         l2_clip_norm=l2_clip_norm,

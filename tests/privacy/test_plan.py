@@ -405,42 +405,23 @@ def noise_of(plan, key=7, grad_fn=None, **arguments):
 
 
 SPARSE = PrivacyPlan(sampling_prob=1e-4, steps=500, noise_multiplier=2.0, delta=1e-7)
-OTHER_PLANS = [
-    {"steps": 501},
-    {"sampling_prob": 1.0001e-4},
-    {"noise_multiplier": 2.5},
-    {"delta": 1.1e-7},
-    {"neighboring_relation": REPLACE_ONE},
-    {"neighboring_relation": REPLACE_SPECIAL},
-]
 
 
-@pytest.mark.parametrize("change", OTHER_PLANS)
-def test_another_plan_is_another_sample_and_other_noise(change):
-    other = dataclasses.replace(SPARSE, **change)
-    assert np.intersect1d(sample_of(SPARSE), sample_of(other)).size <= 3
-    correlation = np.corrcoef(noise_of(SPARSE), noise_of(other))[0, 1]
-    assert abs(correlation) < 5 / math.sqrt(1000)
+def test_without_a_key_or_seed_samples_and_noise_are_fresh():
+    """Each sampler, and each init of one privatizer; compiled, init is refused."""
+    samples = [sample_of(SPARSE, seed=None) for _ in range(3)]
+    assert np.unique(np.concatenate(samples)).size > sum(map(len, samples)) - 3
+    privatizer, grads = SPARSE.privatizer(FakeGradFn(1.0)), jnp.zeros(1000)
+    noises = [privatizer.update(grads, privatizer.init(grads))[0] for _ in range(3)]
+    noises += [noise_of(SPARSE, key=None)]
+    assert np.unique(np.concatenate(noises)).size > 3990
+    with pytest.raises(ValueError, match=r"init is traced.*outside of jit"):
+        jax.jit(privatizer.init)(grads)
 
 
-@pytest.mark.parametrize("run", ["again", b"again", "[1]"])
-def test_another_run_is_another_sample_and_other_noise(run):
-    assert np.intersect1d(sample_of(SPARSE), sample_of(SPARSE, run=run)).size <= 3
-    correlation = np.corrcoef(noise_of(SPARSE), noise_of(SPARSE, run=run))[0, 1]
-    assert abs(correlation) < 5 / math.sqrt(1000)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"grad_fn": FakeGradFn(2.0)},
-        {"policy": load_policy("mixed_bfloat16")},
-        {"key": 7 + 2**32},
-        {"key": b"\7"},
-    ],
-)
-def test_another_bound_policy_or_secret_is_other_noise(change):
-    correlation = np.corrcoef(noise_of(SPARSE), noise_of(SPARSE, **change))[0, 1]
+@pytest.mark.parametrize("key", [7 + 2**32, b"\7"])
+def test_another_secret_is_other_noise(key):
+    correlation = np.corrcoef(noise_of(SPARSE), noise_of(SPARSE, key=key))[0, 1]
     assert abs(correlation) < 5 / math.sqrt(1000)
 
 
@@ -454,11 +435,10 @@ def test_the_same_run_is_the_same_sample_and_noise(secret):
 
 
 def test_sample_and_noise_of_a_plan_stay_what_they_are():
-    # A run that is resumed under a later release has to see the same; a change of to_json, too,
-    # would change them.
-    assert sample_of(SPARSE, 7, 40_000, run="a").tolist() == [1066, 7499, 39488]
+    # An experiment with secrets of its own repeats under a later release.
+    assert sample_of(SPARSE, 7, 40_000).tolist() == [4243, 11161, 18019, 38005, 39326]
     np.testing.assert_allclose(
-        noise_of(SPARSE, run="a")[:3], [-0.760965, -0.068635, -0.35183], rtol=1e-4
+        noise_of(SPARSE)[:3], [-0.07676245, -0.43924248, 0.39065903], rtol=1e-4
     )
 
 

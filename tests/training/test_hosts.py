@@ -11,9 +11,9 @@ import time
 import jax
 import numpy as np
 import pytest
+from eqx_dp.training.parts import problem_of, read_list
 
 import eqx_dp as dp
-from eqx_dp.training.parts import problem_of, read_list
 from tests.training import host as one_host
 from tests.training import runs
 from tests.training.host import PLAN, STEPS

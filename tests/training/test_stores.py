@@ -4,10 +4,10 @@ import json
 import time
 
 import pytest
-
-import eqx_dp as dp
 from eqx_dp.training.directory import RunDirectory
 from eqx_dp.training.parts import problem_of
+
+import eqx_dp as dp
 from tests.training import runs, store
 from tests.training.runs import SEED, assert_same, make, small_model
 
