@@ -27,9 +27,8 @@ class TrainsPrivately(Protocol):
         """What sampling, noise and accounting follow."""
         ...
 
-    @property
-    def disclose(self) -> tuple[str, ...]:
-        """What it discloses of each batch, under `disclosed` in its state."""
+    def init(self, model: Any) -> Any:
+        """The state before the first step."""
         ...
 
 
@@ -130,9 +129,8 @@ is another one; keys change from turn to turn of a loop and from call to call |
     made = cast(object, fn)
     if isinstance(made, TrainsPrivately):
         if private is None:
-            private = (*range(1, len(args)), *(name for name in kwargs if name != "extra"))
+            private = (*range(1, len(args)), *kwargs)
         plan = made.plan if plan is None else plan
-        disclose = (*disclose, *(f"disclosed.{name}" for name in made.disclose))
     expect("plan", plan, (PrivacyPlan, type(None)), "a PrivacyPlan or None")
     function("fn", fn, "the step")
     args, kwargs = traceable((args, kwargs))

@@ -26,7 +26,7 @@ def description_of(directory: Path) -> dict[str, Any]:
     """Describes a run, for a program and for `page_of`.
 
     Nothing of it depends on private data, unless the run has written such data down itself: what
-    its `evaluate` returned, and what it discloses. Nothing in the directory is changed, and the run
+    its `evaluate` returned. Nothing in the directory is changed, and the run
     may be under way.
 
     | key | value |
@@ -34,7 +34,7 @@ def description_of(directory: Path) -> dict[str, Any]:
     | format, version | "eqx_dp.report", 2 |
     | name, made_at | of the directory; when this was written, UTC |
     | plan | as `PrivacyPlan.to_json` writes it |
-    | num_examples, policy, is_unsafe, disclose | of the run |
+    | num_examples, policy, is_unsafe | of the run |
     | starts, randomness | how often the run was started; "fresh" or "seeded" |
     | steps_released | of all starts: how many may have been seen |
     | epsilon, delta | of the steps released; epsilon is null where it is infinite |
@@ -67,7 +67,6 @@ def description_of(directory: Path) -> dict[str, Any]:
         "num_examples": said["num_examples"],
         "policy": said["policy"],
         "is_unsafe": any(entry["unsafe"] for entry in starts),
-        "disclose": sorted({str(name) for entry in starts for name in entry["disclose"]}),
         "starts": len(starts),
         "randomness": said["randomness"],
         "steps_released": released,

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import Array
 
 from ..expected import RunPath
 from ..extras import extra
 from ..paths import dotted_name
-from ..trees import PyTree, is_array_or_shape, is_key, is_shape
+from ..trees import PyTree, is_array_or_shape, is_key
 from .first_state import Body, FirstModel, Recipe
 from .hosts import on_every_host
 from .ledger import CheckpointError, CheckpointWarning
@@ -175,26 +174,27 @@ def restored(
     if not checkpoints.numbers():
         return None
     form = recipe.form(first)
-    like: Body = recipe.made(first) if form is None else form
-    wanted = named_arrays(like)
+    wanted = named_arrays(form)
 
     def read(number: int) -> tuple[Body, int, dict[str, Any]]:
         saved = checkpoints.shapes(number)
-        _check_model(number, saved, wanted)
+        check_fits(f"checkpoint {number}", saved, wanted)
         others = [
             part
             for part in ("opt_state", "average")
-            if _below(part, saved, shape_of) != _below(part, wanted, shape_of)
+            if _shapes(part, saved) != _shapes(part, wanted)
         ]
-        targets = {name: x for name, x in wanted.items() if _part(name) not in others}
+        targets = {name: x for name, x in wanted.items() if part_of(name) not in others}
         targets["step"] = jax.ShapeDtypeStruct((), saved["step"].dtype)
         arrays, record = checkpoints.read(number, targets)
-        body: Body = with_arrays(like, arrays)
-        opt_state, average = recipe.beside(body.model) if others else (None, None)
-        if "average" in others:
-            body = body._replace(average=average)
+        body = with_arrays(form, arrays)
+        if others:
+            opt_state, average = recipe.beside(form, body.model)
+            body = body._replace(
+                opt_state=opt_state if "opt_state" in others else body.opt_state,
+                average=average if "average" in others else body.average,
+            )
         if "opt_state" in others:
-            body = body._replace(opt_state=opt_state)
             warnings.warn(
                 f"The optimizer's state in checkpoint {number} has other arrays than that of this "
                 "optimizer. It is made anew; the model goes on.",
@@ -207,71 +207,55 @@ def restored(
 
 
 def named_arrays(tree: PyTree[Any]) -> dict[str, Any]:
-    """The arrays of a tree, or the shapes that stand for them, by path; keys as their words."""
+    """The arrays of a tree, or the shapes that stand for them, by path.
+
+    Raises:
+        ValueError: one is a key of random numbers.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
-    return {_name(path): words_of(leaf) for path, leaf in leaves}
+    named = {_name(path): leaf for path, leaf in leaves}
+    keys = [dotted_name(name) for name, leaf in named.items() if is_key(leaf)]
+    if keys:
+        raise ValueError(
+            f"{keys[0]} is a key of random numbers. It may be secret, and no file holds one: give "
+            "the loss a `key` argument, or put None in its place by eqx.tree_at."
+        )
+    return named
 
 
 def with_arrays(tree: T, arrays: Mapping[str, Any]) -> T:
     """The tree with those of its arrays replaced that have a name among these."""
-
-    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = arrays.get(_name(path)) if is_array_or_shape(leaf) else None
-        if found is None:
-            return leaf
-        return key_of_words(found, leaf) if is_key(leaf) else found
-
-    return jax.tree_util.tree_map_with_path(replaced, tree)
-
-
-def words_of(leaf: Any) -> Any:
-    """An array, or its shape; of a model's random keys the words."""
-    if not is_key(leaf):
-        return leaf
-    if not is_shape(leaf):
-        return jax.random.key_data(leaf)
-    words = jax.eval_shape(jax.random.key_data, leaf)
-    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
-
-
-def key_of_words(words: Array, like: Any) -> Array:
-    """Keys from the words that they are made of; `like` is a key, or the shape of one."""
-    generators: list[Any] = []
-    jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(words, impl=generators[0])
-
-
-def shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of an array."""
-    return tuple(x.shape)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: arrays.get(_name(path), leaf) if is_array_or_shape(leaf) else leaf, tree
+    )
 
 
 def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
     """The part of a state that an array belongs to."""
     return name.split(".")[0].split("[")[0]
 
 
-def _below(part: str, arrays: Mapping[str, Any], of: Callable[[Any], T]) -> dict[str, T]:
-    return {name: of(x) for name, x in arrays.items() if _part(name) == part}
-
-
-def _check_model(number: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    one, other = (_below("model", arrays, shape_of) for arrays in (saved, wanted))
+def check_fits(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises a ValueError unless the arrays of two models have the same names and shapes."""
+    one, other = (_shapes("model", arrays) for arrays in (saved, wanted))
     differences = [
-        f"{dotted_name(name)}: {one.get(name, 'nothing')} in the checkpoint, "
-        f"{other.get(name, 'nothing')} in this model"
+        f"{dotted_name(name)}: {one.get(name, 'nothing')} there, {other.get(name, 'nothing')} here"
         for name in {**one, **other}
         if one.get(name) != other.get(name)
     ]
     if differences:
         raise _Misfit(
-            f"Checkpoint {number} does not fit the model: {'; '.join(differences)}. Give a model "
-            "of the same structure; or start another run, in another directory."
+            f"The model in {where} has other arrays than the one that was given: "
+            f"{'; '.join(differences)}. Give a model of the same structure."
         )
+
+
+def _shapes(part: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in arrays.items() if part_of(name) == part}
 
 
 def _warn_not_saved(folder: RunPath, error: Exception) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from ..expected import function
-from ..paths import dotted
 from ..privacy import PoissonSampler, whole_number
 from ..shown import shown
 from ..trees import PyTree
@@ -234,74 +233,50 @@ def _arguments(parts: Iterable[Any]) -> tuple[Any, ...]:
 
 def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) -> Any:
     """Examples of a source, as a tree of numpy arrays; `like` is what one example looked like."""
-    found, fault = _attempt(source, indices, like)
-    if fault is None:
+    found, fault, words = _attempt(source, indices, like)
+    if not fault:
         return found
     # Not raised where the source's own error is handled: Python would keep that as its context.
     raise DataError(
-        f"{name}, a {type(source).__name__}: the source {fault.kind} when it was read for the "
+        f"{name}, a {type(source).__name__}: the source {fault} when it was read for the "
         "examples of a step. Which example it was, and what the source said, is private: catch "
         "this error and look at error.private_details(). The run stops here; mend the source, and "
         "start it again to go on from the last checkpoint.",
-        functools.partial(_details, name, source, indices, like, fault.words),
+        functools.partial(_details, name, source, indices, like, words),
     )
 
 
-class _Fault(NamedTuple):
-    """What is wrong with examples: its kind, which says nothing of them, and all of it, private."""
-
-    kind: str
-    words: str
-
-
-def _attempt(
-    source: Source, indices: Int[np.ndarray, " n"], like: Any
-) -> tuple[Any, _Fault | None]:
+def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple[Any, str, str]:
+    """What a source gave; the kind of fault, which says nothing of it; and all of it, private."""
     try:
         # A list is an array in the making, not a tree: data sets give columns so.
         found = jax.tree.map(np.asarray, source[indices], is_leaf=lambda x: isinstance(x, list))
-        return found, _fault(found, like, len(indices))
     except Exception as error:
-        return None, _Fault(f"raised {type(error).__name__}", f"raised {error!r}")
+        return None, f"raised {type(error).__name__}", f"raised {error!r}"
+    leaves = jax.tree.leaves(found)
+    shapes = f"gave {jax.tree.map(_form, found)} for {len(indices)} examples"
+    if not leaves or any(leaf.dtype.hasobject or leaf.dtype.kind in "USV" for leaf in leaves):
+        return None, "gave something else than arrays of numbers", shapes
+    if any(leaf.ndim == 0 or len(leaf) != len(indices) for leaf in leaves):
+        return None, "gave an array without one entry for each example in front", shapes
+    if like is not None and jax.tree.map(_form, found) != (before := jax.tree.map(_form, like)):
+        kind = "gave examples of another shape, dtype or structure than before"
+        return None, kind, f"{shapes}, and {before} before"
+    return found, "", ""
 
 
-def _fault(found: Any, like: Any, length: int) -> _Fault | None:
-    leaves = jax.tree_util.tree_leaves_with_path(found)
-    if not leaves:
-        return _Fault("gave no arrays", "gave no arrays")
-    for path, leaf in leaves:
-        where = dotted(path) or "an array"
-        if leaf.dtype.hasobject or leaf.dtype.kind in "USV":
-            kind = "gave an array of a dtype that is no number"
-            return _Fault(kind, f"gave {where} of dtype {leaf.dtype}, which is no number")
-        if leaf.ndim == 0 or len(leaf) != length:
-            kind = "gave an array without one entry for each example in front"
-            return _Fault(kind, f"gave {where} of shape {leaf.shape} for {length} examples")
-    if like is None:
-        return None
-    now, before = jax.tree.structure(found), jax.tree.structure(like)
-    if now != before:
-        return _Fault("gave another tree of arrays than before", f"gave {now}, and {before} before")
-    for (path, leaf), first in zip(leaves, jax.tree.leaves(like), strict=True):
-        now, before = ((x.shape[1:], x.dtype) for x in (leaf, first))
-        if now != before:
-            where = dotted(path) or "examples"
-            return _Fault(
-                "gave examples of another shape or dtype than before",
-                "gave {} of shape {} and dtype {}, and of shape {} and dtype {} before".format(
-                    where, *now, *before
-                ),
-            )
-    return None
+def _form(leaf: np.ndarray) -> str:
+    """Dtype and shape of an example."""
+    return f"{leaf.dtype}{list(leaf.shape[1:])}"
 
 
 def _details(
     name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any, words: str
 ) -> str:
     for index in indices if len(indices) > 1 else ():
-        _, fault = _attempt(source, np.array([index]), like)
-        if fault is not None:
-            return f"{name}: index {index}: the source {fault.words}."
+        _, fault, found = _attempt(source, np.array([index]), like)
+        if fault:
+            return f"{name}: index {index}: the source {found}."
     where = f"index {indices[0]}" if len(indices) == 1 else f"{len(indices)} indices together"
     return f"{name}: {where}: the source {words}."
 

@@ -5,17 +5,15 @@ Nothing in it depends on the data, but for what is disclosed or evaluated.
 
 import dataclasses
 import functools
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from ..expected import RunPath
 from ..extras import extra
 from ..files import append, finite_or_none, going_on
 from ..privacy import PrivacyPlan
-from ..shown import shown
 from .dispatch import FlatState
 from .hosts import is_first_host
 from .state import TrainState
@@ -33,7 +31,7 @@ class Event(Generic[Model]):
     Attributes:
         step: how many steps may have been released so far, by all starts of the run: what epsilon
             depends on. Without a directory, how many were taken.
-        metrics: figures by name, from an evaluation or disclosed. Empty after most steps.
+        metrics: figures by name, from an evaluation. Empty after most steps.
         seconds: the time since this start began.
         epsilon: epsilon of those steps; None if it was not computed after this step.
     """
@@ -59,27 +57,20 @@ Callback = Callable[[Event[Any]], bool | None]
 
 def checked_metrics(found: object) -> dict[str, float]:
     """What an evaluation returned, as floats; a ValueError if that is no mapping to numbers."""
-    if not isinstance(found, Mapping):
+    try:
+        metrics = {name: float(value) for name, value in cast("Any", found).items()}
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"evaluate must return a mapping of names to numbers, as {{'accuracy': 0.9}}; found a "
-            f"{type(found).__name__}."
+            "evaluate must return a mapping of names to numbers, as {'accuracy': 0.9}; found a "
+            f"{type(found).__name__} ({type(error).__name__}). Of an array give the mean, or one "
+            "name for each of its numbers."
+        ) from None
+    wrong = [name for name in metrics if name in _RESERVED or not isinstance(name, str)]
+    if wrong:
+        raise ValueError(
+            f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; found "
+            f"{wrong[0]!r}."
         )
-    metrics: dict[str, float] = {}
-    for name, value in found.items():
-        if name in _RESERVED or not isinstance(name, str):
-            found_name = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise ValueError(
-                f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; "
-                f"found {found_name}."
-            )
-        try:
-            metrics[name] = float(value)
-        except (TypeError, ValueError):
-            kind = shown(value) if hasattr(value, "dtype") else f"a {type(value).__name__}"
-            raise ValueError(
-                f"evaluate must return numbers; found {kind} for {name!r}. Of an array give the "
-                "mean, or one name for each of its numbers."
-            ) from None
     return metrics
 
 
@@ -113,72 +104,39 @@ class EpsilonAhead:
 
 
 class ProgressBar:
-    """Shows steps, rate, time left, epsilon so far, and metrics as they come.
+    """Shows steps, time left, epsilon so far, and metrics as they come.
 
-    On a terminal a bar, and in a notebook that has ipywidgets; elsewhere (a file, a pipe, another
-    notebook) a line whenever epsilon or a metric is new.
+    On a terminal a bar; elsewhere (a file, a pipe, a notebook) a line whenever there is something
+    new.
     """
 
     def __init__(self, start: int, stop: int, shown: bool):
-        self._stop = stop
-        self._status = "compiling"
-        self._first: tuple[int, float] | None = None
-        self._console: Any = None
-        self._bar: Any = None
-        if not shown or not is_first_host():
+        self._is_shown, self._stop, self._bar = shown and is_first_host(), stop, None
+        if not self._is_shown:
             return
-        self._console = extra("rich.console").Console()
-        has_widgets = importlib.util.find_spec("ipywidgets") is not None
-        if self._console.is_terminal or (self._console.is_jupyter and has_widgets):
-            rich = extra("rich.progress")
-            self._bar = rich.Progress(
-                rich.TextColumn("training"),
-                rich.BarColumn(),
-                rich.MofNCompleteColumn(),
-                rich.TextColumn("{task.fields[rate]}"),
-                rich.TimeRemainingColumn(),
-                rich.TextColumn("{task.fields[status]}", markup=False),
-                console=self._console,
-            )
-            self._task = self._bar.add_task(
-                "training", total=stop, completed=start, status=self._status, rate=""
-            )
-            self._bar.start()
+        rich = extra("rich.progress")
+        status = rich.TextColumn("{task.fields[status]}", markup=False)
+        columns = (*rich.Progress.get_default_columns(), rich.MofNCompleteColumn(), status)
+        bar = rich.Progress(*columns)
+        if bar.console.is_terminal:
+            self._bar: Any = bar
+            self._task = bar.add_task("training", total=stop, completed=start, status="compiling")
+            bar.start()
 
     def update(self, event: Event[Any]) -> None:
         """Shows what an event says."""
-        if self._console is None:
-            return
-        is_news = event.epsilon is not None or bool(event.metrics)
-        if is_news:
-            self._status = _figures(event)
-        rate = self._rate(event)
+        known = {} if event.epsilon is None else {"epsilon": event.epsilon}
+        figures = [f"{name} {value:.4g}" for name, value in {**known, **event.metrics}.items()]
+        text = "  ".join(figures)
         if self._bar is not None:
-            self._bar.update(self._task, completed=event.step, rate=rate, status=self._status)
-        elif is_news:
-            figures = "  ".join(filter(None, (rate, self._status)))
-            line = f"step {event.step}/{self._stop}  {figures}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _rate(self, event: Event[Any]) -> str:
-        """Steps a second since the first of them, in which the step was compiled."""
-        step, seconds = self._first or (event.step, event.seconds)
-        if event.step == step:
-            self._first = (event.step, seconds)
-            return ""
-        return f"{(event.step - step) / max(event.seconds - seconds, 1e-9):.3g} steps/s"
+            self._bar.update(self._task, completed=event.step, **({"status": text} if text else {}))
+        elif self._is_shown and text:
+            print(f"step {event.step}/{self._stop}  {text}", flush=True)
 
     def close(self) -> None:
         """Leaves a terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
-
-
-def _figures(event: Event[Any]) -> str:
-    figures = {} if event.epsilon is None else {"epsilon": event.epsilon}
-    return "  ".join(
-        f"{name} {value:.4g}" for name, value in (*figures.items(), *event.metrics.items())
-    )
 
 
 class JsonLines:

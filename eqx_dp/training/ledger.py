@@ -37,19 +37,8 @@ from .step import Step
 
 LEDGER, PRIVACY, CHECKS, METRICS = "ledger", "privacy.json", "checks.json", "metrics.jsonl"
 _FORMAT, _STATEMENT, _VERSION = "eqx_dp.ledger", "eqx_dp.privacy", 1
-_FIELDS: dict[str, Any] = {
-    "start": int,
-    "plan": dict,
-    "num_examples": int,
-    "steps": int,
-    "ended": bool,
-    "l2_norm_bound": (int, float, str),
-    "policy": (str, type(None)),
-    "unsafe": bool,
-    "disclose": list,
-    "randomness": str,
-    "made_by": dict,
-}
+_COUNTS = ("start", "num_examples", "steps")
+_FACTS = ("plan", "ended", "l2_norm_bound", "policy", "unsafe", "randomness", "made_by")
 _OF_EARLIER_RELEASES = "run.json"
 
 
@@ -94,7 +83,6 @@ def statement(
     steps = sum(entry["steps"] for entry in starts)
     is_seeded = any(entry["randomness"] == "seeded" for entry in starts)
     is_unsafe = any(entry["unsafe"] for entry in starts)
-    shown = list(dict.fromkeys(name for entry in starts for name in entry["disclose"]))
     relation = plan.neighboring_relation.name
     covers = (
         f"The models of all {steps} steps that may have been released, seen together, are "
@@ -109,7 +97,6 @@ def statement(
         "how long steps take",
         "choices that were made by looking at private data (hyperparameters, when to stop)",
         "steps that a directory restored from an older backup does not know of",
-        *(f"{name} of each batch, which this run discloses" for name in shown),
         *(["other runs with the same seed, whose noise is the same"] if is_seeded else []),
         *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
     ]
@@ -161,7 +148,6 @@ class Ledger:
             "l2_norm_bound": bound if math.isfinite(bound) else str(bound),
             "policy": None if step.policy is None else str(step.policy),
             "unsafe": step.policy is not None and step.policy.unsafe,
-            "disclose": list(step.disclose),
             "randomness": "seeded" if step.is_seeded else "fresh",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
@@ -283,16 +269,11 @@ class Ledger:
                 "writable, and start again to go on from the last checkpoint."
             ) from None
         left = max(0, self._plan.steps - others - self.taken)
-        if excess > 0:
-            raise CheckpointError(
-                f"Another start in {self._directory} has announced steps as well: {left} of "
-                f"{self._plan.steps} steps are left, and this start was about to take {steps}. "
-                "It took none of them. Start again when the other one has ended."
-            )
+        reason = "it has announced steps as well" if excess > 0 else "both have one seed"
         raise CheckpointError(
-            f"Another start in {self._directory} is under way, and both have the seed's randomness "
-            f"of start {self.start}. This one took no more steps; {left} are left. Start again "
-            "when the other one has ended, or make the step without a seed."
+            f"Another start in {self._directory} is under way, and {reason}: {left} of "
+            f"{self._plan.steps} steps are left. This start was about to take {steps}, and took "
+            "none of them. Start again when the other one has ended."
         )
 
     def _write(self, steps: int, *, ended: bool = False) -> None:
@@ -330,12 +311,9 @@ def _entry(file: RunPath) -> dict[str, Any]:
 def _problem(entry: Mapping[str, Any]) -> str | None:
     if (entry.get("format"), entry.get("version")) != (_FORMAT, _VERSION):
         return f"it is not of format {_FORMAT}, version {_VERSION}"
-    for name, kind in _FIELDS.items():
-        if name not in entry or not isinstance(entry[name], kind):
-            return f"its {name!r} is missing or of the wrong type"
-    if isinstance(entry["steps"], bool) or entry["steps"] < 0 or entry["start"] < 0:
-        return "it holds a negative number"
-    return None
+    wrong = [name for name in _COUNTS if type(entry.get(name)) is not int or entry[name] < 0]
+    wrong += [name for name in _FACTS if name not in entry]
+    return f"{wrong[0]!r} is missing, or wrong" if wrong else None
 
 
 def _different(one: Any, other: Any) -> str:

@@ -31,7 +31,6 @@ class Options(NamedTuple):
     show_every: int
     callbacks: tuple[Callback, ...]
     progress: bool
-    extra: Callable[[int, Any], Mapping[str, Any]] | None
 
 
 class Record(NamedTuple):
@@ -80,7 +79,7 @@ class Loop(Generic[Model]):
     def run(self, state: TrainState[Model], batches: Generator[MaskedBatch]) -> TrainState[Model]:
         """The state after the last step; the batches are those of the steps to come."""
         step, options, plan = self._step, self._options, self._step.plan
-        flat, began = FlatState.of(state, step.sharding), time.monotonic()
+        flat, began = FlatState.of(state), time.monotonic()
         before_last = flat.step
         with (
             closing(ProgressBar(self._done, self._stop, options.progress)) as bar,
@@ -100,7 +99,7 @@ class Loop(Generic[Model]):
                         break
                     self._announce(epsilons)
                     before_last = flat.step
-                    flat = step.next(flat, examples, mask, self._extra(flat))
+                    flat = step.next(flat, examples, mask)
                     self._count()
                     event = self._event(flat, time.monotonic() - began, epsilons)
                     answers = [
@@ -146,13 +145,6 @@ class Loop(Generic[Model]):
         if self._record is not None:
             self._record.ledger.taken = self._taken
 
-    def _extra(self, flat: FlatState[Model]) -> Mapping[str, Any]:
-        extra = self._options.extra
-        return {} if extra is None else extra(self._done, flat.state.model)
-
-    def _is_evaluated(self, done: int) -> bool:
-        return done % self._options.evaluate_every == 0 or done == self._stop
-
     def _next_shown(self) -> int:
         """The next number of steps whose epsilon is shown, or told beside an evaluation."""
         options = self._options
@@ -165,13 +157,10 @@ class Loop(Generic[Model]):
     ) -> Event[Model]:
         done, options, epsilon = self._done, self._options, None
         metrics: dict[str, float] = {}
-        if self._step.disclose:
-            metrics = {name: float(value) for name, value in flat.state.disclosed.items()}
-        if options.evaluate is not None and self._is_evaluated(done):
-            metrics |= checked_metrics(options.evaluate(flat.state.evaluated))
-        is_measured = options.evaluate is not None or bool(self._step.disclose)
-        is_shown = options.progress and done % options.show_every == 0
-        if is_shown or (is_measured and self._is_evaluated(done)):
+        is_due = done % options.evaluate_every == 0 or done == self._stop
+        if options.evaluate is not None and is_due:
+            metrics = checked_metrics(options.evaluate(flat.state.evaluated))
+        if metrics or (options.progress and done % options.show_every == 0):
             epsilon = epsilons.of(done)
             epsilons.expect(self._next_shown())
         return Event(done, metrics, seconds, epsilon, flat)

@@ -1,6 +1,6 @@
 """A step of private training, made from a loss, an optimizer and a plan."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Concatenate, SupportsIndex, TypeVar
 
 import equinox as eqx
@@ -8,12 +8,15 @@ import optax
 
 from ..expected import expect, flag, function
 from ..expected import optimizer as checked_optimizer
-from ..gradients import FilterSpec, MethodName
+from ..gradients import (
+    FilterSpec,
+    MethodName,
+    filter_clipped_grad,
+)
 from ..precision import Policy
 from ..privacy import PrivacyPlan, Secret, checked_secret, real_number
 from ..sharding import ShardingRules
 from ..trees import PyTree
-from .disclosure import Disclosed, checked_names
 from .step import Step
 
 Model = TypeVar("Model")
@@ -34,7 +37,6 @@ def make_step(
     microbatch_size: int | None = None,
     method: MethodName = "auto",
     ema: float | None = None,
-    disclose: Iterable[Disclosed] = (),
     shared: bool = False,
     seed: Secret | None = None,
 ) -> Step[Model]:
@@ -62,8 +64,8 @@ def make_step(
     from these bits, the purpose, t and the path of the leaf.
 
     **Guarantee.** The models of all steps that follow one `init`, seen together, are
-    `plan.epsilon()`-differentially private, if there are at most `plan.steps` of them, batches come
-    from one `step.sampler()`, and nothing is disclosed. Each further `init` is a release of its
+    `plan.epsilon()`-differentially private, if there are at most `plan.steps` of them and batches
+    come from one `step.sampler()`. Each further `init` is a release of its
     own. `Trainer` counts the steps of all starts in one directory.
 
     | case | what happens |
@@ -77,7 +79,7 @@ def make_step(
         loss: the loss of one example, `loss(model, *example)`, or with `key=...`: it then gets a
             separate key for each example and step.
         optimizer: an optax optimizer, without noise. Its update gets the parameters (for weight
-            decay) and the step's `extra`. Its state may share arrays with the model or within
+            decay). Its state may share arrays with the model or within
             itself, because `init` copies. An optimizer that evaluates losses or gradients by itself
             (a line search, `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would
             cover these.
@@ -94,8 +96,6 @@ def make_step(
         ema: the decay, in [0, 1), of a moving average of what is trained (0.999, say). It is in
             `state.averaged`, is saved in checkpoints, and is what a Trainer evaluates. It changes
             neither the steps nor epsilon: it is post-processing.
-        disclose: names of figures of each batch that are shown although no plan accounts for them:
-            "loss", "grad_norm", "num_examples". **Not private.**
         shared: whether every host can read every example. All hosts then deal one draw out evenly,
             and batches have fewer slots (see `PoissonSampler`): 4,608 and not 8,704, where 64 hosts
             expect 4,096 examples together. On one host it changes nothing.
@@ -107,27 +107,32 @@ def make_step(
 
     Raises:
         ValueError: `num_examples` or `seed` is not a whole number in its range, `ema` no number in
-            its own; a name in `disclose` is unknown; and as for `filter_clipped_grad` and
+            its own; and as for `filter_clipped_grad` and
             `plan.privatizer`.
     """
     function("loss", loss, "loss(model, *example)")
     checked_optimizer("optimizer", optimizer)
     expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan")
-    return Step(
-        plan=plan,
-        num_examples=plan.sampler(num_examples).num_examples,
+    num_examples = plan.sampler(num_examples).num_examples
+    grad_fn = filter_clipped_grad(
+        loss,
         l2_clip_norm=l2_clip_norm,
         policy=policy,
         sharding=sharding,
         filter_spec=filter_spec,
+        keep_batch_dim=keep_batch_dim,
         rescale_to_unit_norm=rescale_to_unit_norm,
+        normalize_by=plan.sampling_prob * num_examples,
         microbatch_size=microbatch_size,
         method=method,
+    )
+    return Step(
+        plan=plan,
+        num_examples=num_examples,
+        grad_fn=grad_fn,
         ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
-        disclose=checked_names(disclose),
         shared=flag("shared", shared),
-        _loss=loss,
         _update=optimizer,
-        _keep_batch_dim=keep_batch_dim,
+        _filter_spec=filter_spec,
         _seed=None if seed is None else checked_secret("seed", seed),
     )

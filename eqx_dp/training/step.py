@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -11,17 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
-from ..gradients import (
-    ClippedGrad,
-    FilterSpec,
-    MethodName,
-    PerExample,
-    filter_clipped_grad,
-    filter_value_and_clipped_grad,
-    takes_key,
-)
+from ..gradients import ClippedGrad, FilterSpec, takes_key
 from ..precision import Policy
 from ..privacy import (
     GaussianPrivatizerState,
@@ -36,18 +29,13 @@ from ..sharding import ShardingRules
 from ..shown import function_name
 from ..trees import PyTree
 from ..updates import stored_state, widened
-from .disclosure import disclosed
 from .dispatch import Carry, Dispatch, FlatState
-from .extra import checked_extra, updated
 from .first_state import Body, FirstModel, Recipe
 from .state import (
     Parameters,
-    Specs,
     TrainState,
-    constrained,
     is_gone,
     moved,
-    on_mesh,
     refuse_used_up,
     strong,
 )
@@ -61,8 +49,6 @@ class _Arguments(NamedTuple):
 
     batch: tuple[PyTree[Any], ...]
     mask: Any
-    extra: dict[str, Any]
-    specs: Specs
     step: Any
 
 
@@ -80,57 +66,40 @@ class Step(Generic[Model]):
     Attributes:
         plan: what sampling, noise and accounting follow.
         num_examples: in the data set.
-        policy: as it was given, and so `sharding`, `method`, `l2_clip_norm`, `microbatch_size`,
-            `filter_spec`, `ema` and `rescale_to_unit_norm`.
-        disclose: what each batch discloses although no plan accounts for it.
+        grad_fn: the clipped gradient, divided by the expected batch size.
+        ema: the decay of the moving average, or None.
         shared: whether hosts share one draw evenly.
     """
 
     plan: PrivacyPlan
     num_examples: int
-    l2_clip_norm: PyTree[Any]
-    policy: Policy | None
-    sharding: ShardingRules | None
-    filter_spec: FilterSpec
-    rescale_to_unit_norm: bool
-    microbatch_size: int | None
-    method: MethodName
+    grad_fn: ClippedGrad[Any]
     ema: float | None
-    disclose: tuple[str, ...]
-    shared: bool = False
-    _loss: Callable[..., Any]
+    shared: bool
     _update: optax.GradientTransformation
-    _keep_batch_dim: bool
+    _filter_spec: FilterSpec
     _seed: int | bytes | None
 
     def __post_init__(self) -> None:
         _ = self._noise  # refused now if at all, and made outside of any trace
 
     def __repr__(self) -> str:
-        fields = {"policy": self.policy and str(self.policy), "method": self.method}
-        fields |= {"microbatch_size": self.microbatch_size, "ema": self.ema}
+        fields = {"policy": self.policy and str(self.policy), "ema": self.ema}
         more = "".join(f", {name}={value!r}" for name, value in fields.items() if value is not None)
         return (
-            f"{type(self).__name__}({function_name(self._loss)}, {self.plan}, "
+            f"{type(self).__name__}({function_name(self.grad_fn.__wrapped__)}, {self.plan}, "
             f"num_examples={self.num_examples}{more})"
         )
 
-    @functools.cached_property
-    def grad_fn(self) -> ClippedGrad[Any]:
-        """The clipped gradient, divided by the expected batch size."""
-        make_grad = filter_value_and_clipped_grad if self.disclose else filter_clipped_grad
-        return make_grad(
-            self._loss,
-            l2_clip_norm=self.l2_clip_norm,
-            policy=self.policy,
-            sharding=self.sharding,
-            filter_spec=self.filter_spec,
-            keep_batch_dim=self._keep_batch_dim,
-            rescale_to_unit_norm=self.rescale_to_unit_norm,
-            normalize_by=self.plan.sampling_prob * self.num_examples,
-            microbatch_size=self.microbatch_size,
-            method=self.method,
-        )
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that the step was made with."""
+        return self.grad_fn.policy
+
+    @property
+    def sharding(self) -> ShardingRules | None:
+        """The sharding rules that the step was made with."""
+        return self.grad_fn.sharding
 
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation | None:
@@ -230,14 +199,7 @@ class Step(Generic[Model]):
     @property
     def recipe(self) -> Recipe:
         """How a state is made of a model."""
-        return Recipe(
-            self._update,
-            self.policy,
-            self.sharding,
-            self.filter_spec,
-            self.grad_fn.trainable,
-            self.ema is not None,
-        )
+        return Recipe(self._update, self.grad_fn, self._filter_spec, self.ema is not None)
 
     def begun(self, body: Body, steps: int, secret: bytes) -> TrainState[Model]:
         """The state of a start, whose keys follow from its secret.
@@ -251,13 +213,11 @@ class Step(Generic[Model]):
         if self._noise is not None:
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
-        figures = {name: jnp.zeros((), jnp.float32) for name in self.disclose}
-        small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"), figures)
+        small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         if self.sharding is not None:
-            small = on_mesh(small, self.sharding)
-        noise, count, key, figures = small
-        opt_state = (noise, body.opt_state)
-        return TrainState(body.model, opt_state, count, key, figures, body.average)
+            small = jax.device_put(small, NamedSharding(self.sharding.mesh, PartitionSpec()))
+        noise, count, key = small
+        return TrainState(body.model, (noise, body.opt_state), count, key, body.average)
 
     # A step.
 
@@ -267,7 +227,6 @@ class Step(Generic[Model]):
         /,
         *batch: PyTree[Any],
         is_padding_example: Mask,
-        extra: Mapping[str, Any] | None = None,
     ) -> TrainState[Model]:
         """Takes a step: clipped gradient, noise, update. Compiled once for each shape of batch.
 
@@ -275,18 +234,14 @@ class Step(Generic[Model]):
             state: the state after the step before. It is used up.
             *batch: arrays, or trees of arrays, with examples along their leading axes.
             is_padding_example: True where a slot holds no real example: the sampler's mask.
-            extra: more arguments of the optimizer's update, numbers or arrays by name, for instance
-                `{"value": v}` for `optax.contrib.reduce_on_plateau`. **Public values only**, such
-                as a loss on held-out data: they change what is released, and no noise covers them.
-                The same names at every step.
 
         Raises:
             ValueError: as for `grad_fn`; an array of `state` or `batch` was used up by an earlier
-                step; the optimizer does not take `extra`.
+                step.
         """
-        flat = FlatState.of(state, self.sharding)
+        flat = FlatState.of(state)
         refuse_used_up("batch", batch)
-        after = self.next(flat, batch, is_padding_example, extra).state
+        after = self.next(flat, batch, is_padding_example).state
         # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
         return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
 
@@ -295,7 +250,6 @@ class Step(Generic[Model]):
         flat: FlatState[Model],
         batch: tuple[PyTree[Any], ...],
         mask: Mask,
-        extra: Mapping[str, Any] | None = None,
     ) -> FlatState[Model]:
         """As a call of the step that is not waited for, for a loop that reads the state rarely.
 
@@ -303,13 +257,12 @@ class Step(Generic[Model]):
             flat: the state before, by `FlatState.of` or of the step before. Used up.
             batch: in memory that nobody writes to.
             mask: `is_padding_example`.
-            extra: as for a call.
         """
         if any(map(is_gone, flat.carry.arrays)):
             refuse_used_up("state", flat.state)
         with self.mesh():
-            carry, count = self._taken(self._arguments(batch, mask, extra, flat), flat.carry)
-        return FlatState(carry, count, flat.specs)
+            carry, count = self._taken(_arguments(batch, mask, flat), flat.carry)
+        return FlatState(carry, count)
 
     def lower(
         self,
@@ -317,7 +270,6 @@ class Step(Generic[Model]):
         /,
         *batch: PyTree[Any],
         is_padding_example: Any,
-        extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments; nothing is computed.
 
@@ -325,61 +277,36 @@ class Step(Generic[Model]):
             state: arrays or shapes of arrays; not used up. So the others.
             *batch: as for a call.
             is_padding_example: the same.
-            extra: the same.
         """
-        flat = FlatState.of(state, self.sharding)
-        arguments = self._arguments(batch, is_padding_example, extra, flat)
+        flat = FlatState.of(state)
         with self.mesh():
-            return self._taken.lower(arguments, flat.carry)
-
-    def _arguments(
-        self,
-        batch: tuple[PyTree[Any], ...],
-        mask: Any,
-        extra: Mapping[str, Any] | None,
-        flat: FlatState[Model],
-    ) -> _Arguments:
-        if mask is None:
-            raise ValueError(
-                "is_padding_example is None. A sampled batch has padding, whose index is -1: "
-                "without the mask the last example would count in every padding slot. Hand on the "
-                "mask that sampler.take or sampler.batch returns; for a batch without padding, "
-                "np.zeros(length, bool)."
-            )
-        return _Arguments(batch, mask, checked_extra(self._update, extra), flat.specs, flat.step)
+            return self._taken.lower(_arguments(batch, is_padding_example, flat), flat.carry)
 
     @functools.cached_property
     def _taken(self) -> Dispatch[_Arguments, Carry, Array]:
         def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
-            model, opt_state, key, figures, average = strong(carry)
-            arguments = arguments._replace(batch=strong(arguments.batch))
-            state = TrainState(model, opt_state, arguments.step, key, figures, average)
-            after = constrained(self._next(state, arguments), arguments.specs, self.sharding)
-            carry = (after.model, after.opt_state, after.key, after.disclosed, after.average)
-            return carry, after.step
+            model, opt_state, key, average = strong(carry)
+            state = TrainState(model, opt_state, arguments.step, key, average)
+            after = self._next(state, strong(arguments.batch), arguments.mask)
+            return (after.model, after.opt_state, after.key, after.average), after.step
 
-        return Dispatch(take)
+        return Dispatch(take, self.sharding is not None)
 
-    def _next(self, state: TrainState[Model], given: _Arguments) -> TrainState[Model]:
+    def _next(
+        self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Any
+    ) -> TrainState[Model]:
         def key_for(purpose: str) -> Any:
             return jax.random.fold_in(fold_text(state.key, purpose), state.step)
 
-        has_key, _ = takes_key(self._loss, 1 + len(given.batch))
-        result = self.grad_fn(
-            state.model,
-            *given.batch,
-            key=key_for("loss") if has_key else None,
-            is_padding_example=given.mask,
-        )
-        values, grads = cast(
-            "tuple[PerExample | None, PyTree[Array]]", result if self.disclose else (None, result)
-        )
+        has_key, _ = takes_key(self.grad_fn.__wrapped__, 1 + len(batch))
+        key = key_for("loss") if has_key else None
+        grads = self.grad_fn(state.model, *batch, key=key, is_padding_example=mask)
         noise_state, opt_state = state.opt_state
         if self._noise is not None:
             grads, noise_state = cast(Any, self._noise.update(grads, noise_state))
         params = self._wide(state.model)
         grads, opt_state = widened((grads, opt_state), self.policy)
-        updates, opt_state = updated(self._update, grads, opt_state, params, given.extra)
+        updates, opt_state = self._updated(grads, opt_state, params)
         opt_state = stored_state(opt_state, self.policy)
         is_random = self.policy is not None and self.policy.rounding == "stochastic"
         parameters = Parameters(self.policy, self.sharding)
@@ -387,15 +314,33 @@ class Step(Generic[Model]):
         average = state.average
         if self.ema is not None:
             average = moved(average, self._wide(model), self.ema, state.step + 1)
-        return TrainState(
-            model,
-            (noise_state, opt_state),
-            state.step + 1,
-            state.key,
-            disclosed(self.disclose, values, given.mask),
-            average,
-        )
+        return TrainState(model, (noise_state, opt_state), state.step + 1, state.key, average)
+
+    def _updated(self, *arguments: PyTree[Any]) -> tuple[PyTree[Any], PyTree[Any]]:
+        """The optimizer's update; a ValueError if it wants more than gradients and parameters."""
+        try:
+            return self._update.update(*arguments)
+        except (TypeError, ValueError) as error:
+            if "argument" not in str(error) and "must be provided" not in str(error):
+                raise
+            raise ValueError(
+                f"The optimizer's update failed: {error}. It gets gradients, state and parameters "
+                "alone. One that evaluates losses or gradients by itself cannot be used, because "
+                "no plan accounts for these: take it without a line search "
+                "(optax.lbfgs(linesearch=None)), and optax.contrib.sam with opaque_mode=False."
+            ) from error
 
     def _wide(self, model: Any) -> PyTree[Any]:
         """The trained parameters as the optimizer sees them."""
         return Parameters(self.policy, self.sharding).wide(self.grad_fn.trainable(model))
+
+
+def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:
+    if mask is None:
+        raise ValueError(
+            "is_padding_example is None. A sampled batch has padding, whose index is -1: without "
+            "the mask the last example would count in every padding slot. Hand on the mask that "
+            "sampler.take or sampler.batch returns; for a batch without padding, "
+            "np.zeros(length, bool)."
+        )
+    return _Arguments(batch, mask, flat.step)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -16,16 +15,15 @@ from ..paths import dotted, dotted_name
 from ..precision import Policy
 from ..privacy import PrivacyPlan
 from ..shown import shown
-from ..trees import PyTree, is_array_or_shape, is_key
-from .checkpoints import Checkpoints, key_of_words, words_of
+from ..trees import PyTree, is_key
+from .checkpoints import Checkpoints, check_fits, named_arrays, part_of, with_arrays
+from .first_state import Body
 from .ledger import CheckpointError, entries_in, statement
 
 Model = TypeVar("Model")
 
 _FORMAT = "eqx_dp.model"
 _SUFFIX = ".safetensors"
-# Parts of a state, as a checkpoint names them.
-_MODEL, _AVERAGE = "model", "average"
 _ADVICE = "Give the path of what save_model or a Trainer wrote; or restore it from a backup."
 
 
@@ -52,23 +50,10 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
             no average.
         ValueError: arrays are missing, or have another shape; each is named.
     """
-    path = expected.directory("source", source)
-    of_run = path.is_dir()
-    name: Callable[[Any], str] = jax.tree_util.keystr if of_run else dotted
-    wanted = {
-        name(at): words_of(leaf)
-        for at, leaf in jax.tree_util.tree_leaves_with_path(like)
-        if is_array_or_shape(leaf)
-    }
-    found = _of_run(path, wanted, averaged) if of_run else _of_file(path, wanted, averaged)
-
-    def read(at: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_array_or_shape(leaf):
-            return leaf
-        array = found[name(at)]
-        return key_of_words(array, leaf) if is_key(leaf) else array
-
-    return jax.tree_util.tree_map_with_path(read, like)
+    path, body = expected.directory("source", source), Body(like, None, None)
+    wanted = named_arrays(body)
+    found = _of_run(path, wanted, averaged) if path.is_dir() else _of_file(path, body, averaged)
+    return with_arrays(body, found).model
 
 
 def save_model(
@@ -128,29 +113,24 @@ def save_model(
 def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a run's model, each to where its target lives."""
     checkpoints = Checkpoints(path)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def read(number: int) -> dict[str, Any]:
-        recorded = checkpoints.shapes(number)
-        saved, means = _below(_MODEL, recorded), _below(_AVERAGE, recorded)
-        _check_alike(path, saved, wanted)
+        saved = checkpoints.shapes(number)
+        check_fits(f"checkpoint {number} of {path}", saved, wanted)
+        means = {name for name in saved if part_of(name) == "average"} if averaged else set[str]()
         if averaged and not means:
             raise CheckpointError(
                 f"{path} has no average: its step was made without `ema`. Leave `averaged` out."
             )
-        parts = {name: _AVERAGE if averaged and name in means else _MODEL for name in saved}
+        place = {name: name.replace("model", "average", 1) for name in wanted}
+        place = {name: mean if mean in means else name for name, mean in place.items()}
         targets = {
-            f"{part}{name}": jax.ShapeDtypeStruct(
-                saved[name].shape,
-                (means if part == _AVERAGE else saved)[name].dtype,
-                sharding=wanted[name].sharding or here,
-            )
-            for name, part in parts.items()
+            at: jax.ShapeDtypeStruct(x.shape, saved[at].dtype, sharding=wanted[name].sharding)
+            for name, at in place.items()
+            for x in [saved[at]]
         }
         found, _ = checkpoints.read(number, targets)
-        return {
-            name: found[f"{part}{name}"].astype(saved[name].dtype) for name, part in parts.items()
-        }
+        return {name: found[at].astype(saved[name].dtype) for name, at in place.items()}
 
     try:
         found = checkpoints.newest(read)
@@ -163,53 +143,24 @@ def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, 
     return found
 
 
-def _below(part: str, recorded: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of a part of a state, by the paths in it."""
-    return {
-        name.removeprefix(part): x
-        for name, x in recorded.items()
-        if name == part or name.startswith((f"{part}.", f"{part}["))
-    }
-
-
-def _of_file(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+def _of_file(path: RunPath, body: Body, averaged: bool) -> dict[str, Any]:
     """The arrays of a file that `save_model` wrote, likewise."""
     safetensors = extra("safetensors")
     try:
         with safetensors.safe_open(path, "flax") as opened:
             metadata = opened.metadata() or {}
-            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            found = {f"model.{name}": opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
-    if metadata.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} was not written by save_model. Read it with safetensors itself."
-        )
-    if averaged:
+    if metadata.get("format") != _FORMAT or averaged:
         raise CheckpointError(
             f"{path} holds one model: save_model(file, state.averaged). Leave `averaged` out."
+            if averaged
+            else f"{path} was not written by save_model. Read it with safetensors itself."
         )
-    _check_alike(path, found, wanted)
-    return {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
-
-
-def _check_alike(path: RunPath, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises a ValueError unless both have the same arrays, by name and shape."""
-    problems = [
-        f"{dotted_name(name)} is not there"
-        if name not in found
-        else f"`like` has no {dotted_name(name)}"
-        if name not in wanted
-        else f"{dotted_name(name)} is {tuple(found[name].shape)}, and {tuple(wanted[name].shape)} "
-        "in `like`"
-        for name in sorted({*found, *wanted})
-        if name not in found or name not in wanted or found[name].shape != wanted[name].shape
-    ]
-    if problems:
-        raise ValueError(
-            f"The model in {path} has another structure than `like`: {'; '.join(problems)}. Give a "
-            "model made as the one that was trained."
-        )
+    wanted = {dotted_name(name): (name, x) for name, x in named_arrays(body).items()}
+    check_fits(str(path), found, {name: x for name, (_, x) in wanted.items()})
+    return {name: jax.device_put(found[at], x.sharding) for at, (name, x) in wanted.items()}
 
 
 def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:

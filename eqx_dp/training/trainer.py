@@ -34,8 +34,7 @@ class Trainer(Generic[Model]):
 
     **What is written and shown** depends on the plan, on the number of steps, and on what
     `evaluate` returns; `evaluate` must use public or held-out data. By default nothing depends on
-    the private data, except for the time that steps take. A step that was made with `disclose` adds
-    the figures that it names.
+    the private data, except for the time that steps take.
 
     **A start never uses old randomness.** Each `run` is a start: it draws 256 random bits from the
     operating system and stores them nowhere. Samples, noise, the loss's keys and stochastic
@@ -97,9 +96,6 @@ class Trainer(Generic[Model]):
         callbacks: each is called with an `Event` after every step; the run ends where one returns
             True.
         progress: whether to show a progress bar.
-        extra: `extra(steps_done, model)` is called before every step and returns more arguments of
-            the optimizer's update, by name, for instance `{"value": v}` for
-            `optax.contrib.reduce_on_plateau`. **Public values only.**
 
     Raises:
         ValueError: a number is out of its range; `data` is not a source, or its length is not the
@@ -120,14 +116,11 @@ class Trainer(Generic[Model]):
         evaluate_every: SupportsIndex | None = None,
         callbacks: Iterable[Callback] = (),
         progress: bool = True,
-        extra: Callable[[int, Model], Mapping[str, Any]] | None = None,
     ):
         expect("step", step, Step, "what dp.make_step returned")
         callbacks = entries("callbacks", callbacks, "functions")
         for one in callbacks:
             function("callbacks", one, "callback(event)")
-        if extra is not None:
-            function("extra", extra, "extra(steps_done, model), or None")
         if evaluate is not None:
             function("evaluate", evaluate, "evaluate(model), or None")
         often = max(1, step.plan.steps // _TIMES_SHOWN)
@@ -139,7 +132,6 @@ class Trainer(Generic[Model]):
             often,
             callbacks,
             flag("progress", progress),
-            extra,
         )
         self._step, self._keep = step, whole_number("keep", keep, least=1, most=2**53)
         self._directory = None if directory is None else expected.directory("directory", directory)
@@ -225,27 +217,18 @@ class Trainer(Generic[Model]):
             ValueError: the loss is refused, or the step breaks its policy or its plan.
         """
         step = self._step
-        form: Any = step.recipe.form(first)
-        if form is None:
-            state = step.init(first.given, init_model=first.make)
-        else:
-            state = step.begun(form, 0, b"a check")
+        state = step.begun(step.recipe.form(first), 0, b"a check")
         examples, mask = step.place(self._batches.zeros(self._slots))
-        extra = {}
-        if self._options.extra is not None:
-            model = step.init(first.given, init_model=first.make).model if form else state.model
-            extra = {"extra": self._options.extra(0, model)}
-        arguments: dict[str, Any] = {"is_padding_example": mask, **extra}
-        step.lower(state, *examples, **arguments)
+        step.lower(state, *examples, is_padding_example=mask)
         if not is_first_host():
             return {}
         reports: dict[str, Any] = {"precision": None, "privacy": None}
         if step.policy is not None:
             reports["precision"] = check_precision(
-                step, state, *examples, policy=step.policy, **arguments
+                step, state, *examples, is_padding_example=mask, policy=step.policy
             )
         if step.plan.noise_multiplier > 0:
-            reports["privacy"] = check_privacy(step, state, *examples, **arguments)
+            reports["privacy"] = check_privacy(step, state, *examples, is_padding_example=mask)
         for name, report in reports.items():
             if report is not None and report.violations:
                 raise ValueError(f"This step breaks its {name} declaration.\n{report}")
