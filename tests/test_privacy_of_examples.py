@@ -58,7 +58,7 @@ def test_data_parallel(monkeypatch, way):
 @pytest.mark.slow
 def test_gpt():
     gpt = load("gpt")
-    step = gpt.make_step(plan_of(8), dp.load_policy("mixed_bfloat16"), 2000, 1e-2, 0)
+    step = gpt.make_step(plan_of(8), dp.load_policy("mixed_bfloat16"), 2000, 1e-2)
     state = step.init(gpt.GPT(32, 96, 3, jax.random.key(0)))
     text, mask = step.place((np.zeros((128, 32), np.uint8), np.zeros(128, bool)))
     dp.check_privacy(step, state, text, is_padding_example=mask).raise_if_violated()
