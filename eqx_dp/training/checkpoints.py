@@ -35,7 +35,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: RunPath, keep: int | None = None):
-        self._folder = directory / CHECKPOINTS
+        self.directory, self._folder = directory, directory / CHECKPOINTS
         self._orbax = extra("orbax.checkpoint")
         options = self._orbax.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
         handlers = {

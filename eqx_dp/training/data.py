@@ -1,7 +1,6 @@
 """Where batches come from: sources of examples, read ahead of the steps that use them."""
 
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,19 +116,6 @@ def _stacked(*arrays: np.ndarray) -> np.ndarray:
     return np.stack(arrays)
 
 
-class Columns:
-    """A dictionary of sources, which gives dictionaries of arrays."""
-
-    def __init__(self, columns: Mapping[str, Source]):
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
-
-    def __getitem__(self, indices: Any, /) -> dict[str, Any]:
-        return {name: column[indices] for name, column in self._columns.items()}
-
-
 class DataError(Exception):
     """A source of examples raised an error, or returned other shapes or dtypes than before.
 
@@ -138,7 +124,7 @@ class DataError(Exception):
     may quote an example. Neither is in the message, its notes or its causes.
     """
 
-    def __init__(self, message: str, details: Callable[[], str] | None = None):
+    def __init__(self, message: str, details: str = "Nothing more is known."):
         super().__init__(message)
         self._details = details
 
@@ -146,11 +132,8 @@ class DataError(Exception):
         return type(self), self.args  # the details stay in the process
 
     def private_details(self) -> str:
-        """The position of the example at fault, and the source's message. **Private**: do not log.
-
-        It reads the examples of the batch one by one, to find the example.
-        """
-        return "Nothing more is known." if self._details is None else self._details()
+        """The positions that were read, and the source's message. **Private**: do not log."""
+        return self._details
 
 
 class MaskedBatch(NamedTuple):
@@ -168,8 +151,7 @@ class Batches:
 
     Args:
         data: a source, or a tuple of sources of one length, one an argument of the loss.
-        num_examples: how many examples each holds.
-        position: of the example that is read first.
+        shape: a sampler: how many examples there are, and how many slots a batch has.
         ahead: how many batches are read at the same time, each by a thread, while a step runs.
 
     Raises:
@@ -178,19 +160,16 @@ class Batches:
         DataError: a source cannot be read.
     """
 
-    def __init__(self, data: Any, num_examples: int, position: int = 0, ahead: int = 1):
-        self._ahead = ahead
-        self._sources = checked_sources(data, num_examples)
-        self._example = [
-            _read(name, source, np.array([position]), None) for name, source in self._sources
-        ]
+    def __init__(self, data: Any, shape: PoissonSampler, ahead: int = 1):
+        self._ahead, self._slots = ahead, shape.capacity
+        self._sources = checked_sources(data, shape.num_examples)
+        first = np.array([shape.owned.start if shape.owned else 0])
+        self._example = [_read(name, source, first, None) for name, source in self._sources]
 
-    def zeros(self, slots: int) -> MaskedBatch:
+    def zeros(self) -> MaskedBatch:
         """A batch that is made up, without a padding example."""
-        examples = jax.tree.map(
-            lambda one: np.zeros((slots, *one.shape[1:]), one.dtype), _arguments(self._example)
-        )
-        return MaskedBatch(examples, np.zeros(slots, bool))
+        empty = [_padded(None, example, np.ones(self._slots, bool)) for example in self._example]
+        return MaskedBatch(_arguments(empty), np.zeros(self._slots, bool))
 
     def drawn_by(self, sampler: PoissonSampler, steps: int) -> Generator[MaskedBatch]:
         """The batches of a sampler's first steps, in their order, read while steps run.
@@ -242,7 +221,7 @@ def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) 
         "examples of a step. Which example it was, and what the source said, is private: catch "
         "this error and look at error.private_details(). The run stops here; mend the source, and "
         "start it again to go on from the last checkpoint.",
-        functools.partial(_details, name, source, indices, like, words),
+        f"{name} at {list(map(int, indices))}: the source {words}.",
     )
 
 
@@ -250,7 +229,8 @@ def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple
     """What a source gave; the kind of fault, which says nothing of it; and all of it, private."""
     try:
         # A list is an array in the making, not a tree: data sets give columns so.
-        found = jax.tree.map(np.asarray, source[indices], is_leaf=lambda x: isinstance(x, list))
+        given = _columns(source, indices) if isinstance(source, dict) else source[indices]
+        found = jax.tree.map(np.asarray, given, is_leaf=lambda x: isinstance(x, list))
     except Exception as error:
         return None, f"raised {type(error).__name__}", f"raised {error!r}"
     leaves = jax.tree.leaves(found)
@@ -265,20 +245,17 @@ def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple
     return found, "", ""
 
 
+def _columns(columns: Mapping[str, Any], indices: Int[np.ndarray, " n"]) -> dict[str, Any]:
+    """Examples of a dictionary of sources."""
+    return {
+        name: _columns(x, indices) if isinstance(x, dict) else x[indices]
+        for name, x in columns.items()
+    }
+
+
 def _form(leaf: np.ndarray) -> str:
     """Dtype and shape of an example."""
     return f"{leaf.dtype}{list(leaf.shape[1:])}"
-
-
-def _details(
-    name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any, words: str
-) -> str:
-    for index in indices if len(indices) > 1 else ():
-        _, fault, found = _attempt(source, np.array([index]), like)
-        if fault:
-            return f"{name}: index {index}: the source {found}."
-    where = f"index {indices[0]}" if len(indices) == 1 else f"{len(indices)} indices together"
-    return f"{name}: {where}: the source {words}."
 
 
 def _padded(found: Any, like: Any, is_padding_example: Mask) -> Any:
@@ -308,8 +285,9 @@ def _checked(name: str, source: Any, num_examples: int) -> Source:
         columns = cast("dict[Any, Any]", source)
         if not columns:
             raise ValueError(f"{name} is an empty dictionary; it must hold sources.")
-        checked = {key: _checked(f"{name}[{key!r}]", x, num_examples) for key, x in columns.items()}
-        return Columns(checked)
+        for key, column in columns.items():
+            _checked(f"{name}[{key!r}]", column, num_examples)
+        return cast(Source, source)
     if not isinstance(source, Source) or isinstance(source, (str, bytes, list)):
         raise ValueError(
             f"{name} is a {type(source).__name__}: a source has a length and is indexed by an "

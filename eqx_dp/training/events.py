@@ -150,11 +150,7 @@ class JsonLines:
     def __init__(self, file: RunPath):
         self._file = file
         self._failure = f"Metrics cannot be written to {file}"
-        if is_first_host():
-            with going_on(self._failure):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                if file.exists() and file.read_bytes()[-1:] not in (b"", b"\n"):
-                    append(file, "\n")
+        self._is_begun = False
 
     def __call__(self, event: Event[Any]) -> None:
         """Writes a line, if there is something to write."""
@@ -166,4 +162,6 @@ class JsonLines:
             "epsilon": finite_or_none(event.epsilon),
         } | {name: finite_or_none(value) for name, value in event.metrics.items()}
         with going_on(self._failure):
-            append(self._file, json.dumps(line) + "\n")
+            old = b"" if self._is_begun or not self._file.exists() else self._file.read_bytes()
+            self._is_begun, half = True, "" if old[-1:] in (b"", b"\n") else "\n"
+            append(self._file, half + json.dumps(line) + "\n")

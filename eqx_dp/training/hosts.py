@@ -72,14 +72,9 @@ def failing_alone() -> Generator[None]:
     except BaseException as error:
         is_stopped = isinstance(error, SystemExit) and error.code == INTERRUPTED
         if jax.process_count() > 1 and not is_stopped:
-            atexit.register(_leave)
+            sys.stdout.flush()
+            atexit.register(os._exit, 1)
         raise
-
-
-def _leave() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 class StopSignal:

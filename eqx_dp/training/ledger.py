@@ -38,8 +38,7 @@ from .step import Step
 LEDGER, PRIVACY, CHECKS, METRICS = "ledger", "privacy.json", "checks.json", "metrics.jsonl"
 _FORMAT, _STATEMENT, _VERSION = "eqx_dp.ledger", "eqx_dp.privacy", 1
 _COUNTS = ("start", "num_examples", "steps")
-_FACTS = ("plan", "ended", "l2_norm_bound", "policy", "unsafe", "randomness", "made_by")
-_OF_EARLIER_RELEASES = "run.json"
+_FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "made_by")
 
 
 class CheckpointWarning(UserWarning):
@@ -108,7 +107,6 @@ def statement(
         "steps_released": steps,
         "plan": json.loads(plan.to_json()),
         "num_examples": starts[-1]["num_examples"],
-        "l2_norm_bound": starts[-1]["l2_norm_bound"],
         "policy": starts[-1]["policy"],
         "randomness": "seeded" if is_seeded else "fresh",
         "covers": covers,
@@ -116,53 +114,16 @@ def statement(
     }
 
 
-class Ledger:
-    """The ledger of a directory, for one start. The first host alone reads and writes.
-
-    Args:
-        directory: of the run.
-        step: what the start takes.
+class Tally:
+    """Counts steps; by itself, those of a start without a directory.
 
     Attributes:
-        start: the number of this start, from 0.
         others: steps that all other starts may have released, when the files were last read.
         taken: steps that this start has taken.
-
-    Raises:
-        CheckpointError: a file is damaged; the run in the directory has another plan or another
-            number of examples.
     """
 
-    def __init__(self, directory: RunPath, step: Step[Any]):
-        self._directory, self._plan = directory, step.plan
-        self._file = directory / LEDGER / f"{secrets.token_hex(8)}.json"
-        bound = float(step.grad_fn.l2_norm_bound)
-        self._entry: dict[str, Any] = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "start": 0,
-            "plan": json.loads(step.plan.to_json()),
-            "num_examples": step.num_examples,
-            "steps": 0,
-            "ended": False,
-            "l2_norm_bound": bound if math.isfinite(bound) else str(bound),
-            "policy": None if step.policy is None else str(step.policy),
-            "unsafe": step.policy is not None and step.policy.unsafe,
-            "randomness": "seeded" if step.is_seeded else "fresh",
-            "made_by": versions()
-            | {"platform": jax.default_backend(), "devices": jax.device_count()}
-            | {"hosts": jax.process_count()},
-        }
-        self._is_written = False
-        self._known: dict[str, int] = {}
-        self.taken = 0
-        self.others, self.start = from_first_host(self._read_others)
-        self._entry["start"] = self.start
-
-    @property
-    def left(self) -> int:
-        """Steps that the plan has left for this start to announce, as far as is known."""
-        return max(0, self._plan.steps - self.others - self.taken)
+    others = 0
+    taken = 0
 
     @property
     def released(self) -> int:
@@ -179,10 +140,59 @@ class Ledger:
         Raises:
             CheckpointError: it cannot be noted; or another start has taken what was left.
         """
-        self.others = from_first_host(lambda: self._announced(steps, epsilon))
 
     def end(self, epsilon: Callable[[int], float]) -> None:
         """Notes the exact number of steps. What cannot be noted costs a warning: more count."""
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the sum, and at least how many steps every start has taken."""
+        return {}
+
+
+class Ledger(Tally):
+    """The ledger of a directory, for one start. The first host alone reads and writes.
+
+    Args:
+        directory: of the run.
+        step: what the start takes.
+
+    Attributes:
+        start: the number of this start, from 0.
+
+    Raises:
+        CheckpointError: a file is damaged; the run in the directory has another plan or another
+            number of examples.
+    """
+
+    def __init__(self, directory: RunPath, step: Step[Any]):
+        self._directory, self._plan = directory, step.plan
+        self._file = directory / LEDGER / f"{secrets.token_hex(8)}.json"
+        self._entry: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "start": 0,
+            "plan": json.loads(step.plan.to_json()),
+            "num_examples": step.num_examples,
+            "steps": 0,
+            "ended": False,
+            "policy": None if step.policy is None else str(step.policy),
+            "unsafe": step.policy is not None and step.policy.unsafe,
+            "randomness": "seeded" if step.is_seeded else "fresh",
+            "made_by": versions()
+            | {"platform": jax.default_backend(), "devices": jax.device_count()}
+            | {"hosts": jax.process_count()},
+        }
+        self._is_written = False
+        self._known: dict[str, int] = {}
+        self.others, self.start = from_first_host(self._read_others)
+        self._entry["start"] = self.start
+
+    def announce(self, steps: int, epsilon: Callable[[int], float]) -> None:
+        """As for a `Tally`, on disk."""
+        self.others = from_first_host(lambda: self._announced(steps, epsilon))
+
+    def end(self, epsilon: Callable[[int], float]) -> None:
+        """As for a `Tally`, on disk."""
         if not self._is_written or not is_first_host():
             return
         try:
@@ -197,7 +207,7 @@ class Ledger:
             )
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the sum, and at least how many steps every start has taken."""
+        """As for a `Tally`: `released`, and `ledger`, steps by the names of files."""
         if is_first_host():
             for name, entry in entries_in(self._directory).items():
                 ended = entry["steps"] if entry["ended"] else 0  # else it may become less
@@ -211,7 +221,6 @@ class Ledger:
         Raises:
             CheckpointError: a file is missing, or says fewer steps; it is named.
         """
-
         self._known = dict(record["ledger"])
 
         def check() -> None:
@@ -232,22 +241,15 @@ class Ledger:
 
     def _read_others(self) -> tuple[int, int]:
         """Steps of all other starts, and the number of the next start."""
-        if (self._directory / _OF_EARLIER_RELEASES).exists():
-            raise CheckpointError(
-                f"{self._directory} holds a run of an earlier release of eqx_dp "
-                f"({_OF_EARLIER_RELEASES}), whose steps this release cannot count. Name another "
-                "directory, and start another run there."
-            )
         entries = entries_in(self._directory)
         entries.pop(self._file.name, None)
         for name, entry in entries.items():
             for fact in ("plan", "num_examples"):
                 if entry[fact] != self._entry[fact]:
                     raise ValueError(
-                        f"The run in {self._directory} has another {fact} ({LEDGER}/{name}): "
-                        f"{_different(entry[fact], self._entry[fact])}. Epsilon holds for one plan "
-                        "and one data set. Go on with those; or start another run, in another "
-                        "directory."
+                        f"The run in {self._directory} has another {fact} ({name}): {entry[fact]} "
+                        f"there, {self._entry[fact]} here. Epsilon holds for one plan and one data "
+                        "set: go on with those, or start another run, in another directory."
                     )
         released = sum(entry["steps"] for entry in entries.values())
         return released, max((entry["start"] + 1 for entry in entries.values()), default=0)
@@ -314,10 +316,3 @@ def _problem(entry: Mapping[str, Any]) -> str | None:
     wrong = [name for name in _COUNTS if type(entry.get(name)) is not int or entry[name] < 0]
     wrong += [name for name in _FACTS if name not in entry]
     return f"{wrong[0]!r} is missing, or wrong" if wrong else None
-
-
-def _different(one: Any, other: Any) -> str:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return f"{one} there, {other} in this step"
-    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    return "; ".join(f"{name} {one.get(name)} there, {other.get(name)} here" for name in names)

@@ -9,13 +9,12 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import jax
 
-from ..expected import RunPath
 from .checkpoints import Checkpoints
 from .data import MaskedBatch
 from .dispatch import FlatState
-from .events import Callback, EpsilonAhead, Event, JsonLines, ProgressBar, checked_metrics
+from .events import Callback, EpsilonAhead, Event, ProgressBar, checked_metrics
 from .hosts import INTERRUPTED, StopSignal
-from .ledger import METRICS, Ledger
+from .ledger import Tally
 from .state import TrainState
 from .step import Step
 
@@ -33,20 +32,6 @@ class Options(NamedTuple):
     progress: bool
 
 
-class Record(NamedTuple):
-    """Where a start keeps what it does.
-
-    Attributes:
-        directory: of the run.
-        ledger: the steps of this start and of all others.
-        checkpoints: of the run.
-    """
-
-    directory: RunPath
-    ledger: Ledger
-    checkpoints: Checkpoints
-
-
 class Loop(Generic[Model]):
     """Takes the steps of one start.
 
@@ -54,7 +39,8 @@ class Loop(Generic[Model]):
         step: what is taken.
         options: of the trainer.
         stop: how many released steps end the run.
-        record: where it is kept; None without a directory.
+        tally: counts the steps; with a directory, its ledger.
+        checkpoints: where states are saved; None without a directory.
         signal: what asks to stop.
     """
 
@@ -63,18 +49,18 @@ class Loop(Generic[Model]):
         step: Step[Model],
         options: Options,
         stop: int,
-        record: Record | None,
+        tally: Tally,
+        checkpoints: Checkpoints | None,
         signal: StopSignal,
     ):
         self._step, self._options, self._stop = step, options, stop
-        self._record, self._signal = record, signal
-        self._taken, self._announced = 0, 0
-        self._saved_at, self._is_saved = 0, True
+        self._tally, self._checkpoints, self._signal = tally, checkpoints, signal
+        self._announced, self._saved_at, self._is_saved = 0, 0, True
 
     @property
     def _done(self) -> int:
         """How many steps may have been released, by all starts."""
-        return self._taken if self._record is None else self._record.ledger.released
+        return self._tally.released
 
     def run(self, state: TrainState[Model], batches: Generator[MaskedBatch]) -> TrainState[Model]:
         """The state after the last step; the batches are those of the steps to come."""
@@ -86,7 +72,7 @@ class Loop(Generic[Model]):
             closing(EpsilonAhead(plan)) as epsilons,
             closing(batches),
         ):
-            listeners = (bar.update, *self._listeners())
+            listeners = (bar.update, *options.callbacks)
             epsilons.expect(self._end_of_block())
             epsilons.expect(self._next_shown())
             try:
@@ -95,36 +81,29 @@ class Loop(Generic[Model]):
                     jax.block_until_ready(before_last)
                     # Without rules a step takes numpy's arrays as they are, which is faster.
                     examples, mask = batch if step.sharding is None else step.place(batch)
-                    if self._done >= self._stop or self._signal.asked_after(self._taken):
+                    if self._done >= self._stop or self._signal.asked_after(self._tally.taken):
                         break
                     self._announce(epsilons)
                     before_last = flat.step
                     flat = step.next(flat, examples, mask)
-                    self._count()
+                    self._tally.taken += 1
                     event = self._event(flat, time.monotonic() - began, epsilons)
-                    answers = [
-                        listener(event) is True for listener in listeners
-                    ]  # all of them are called
-                    if any(answers):
+                    answers = [listener(event) for listener in listeners]
+                    if any(answer is True for answer in answers):
                         break
                     if self._done % options.save_every == 0:
                         self._save(jax.block_until_ready(flat.state))
                 else:
-                    self._signal.asked_after(self._taken)
+                    self._signal.asked_after(self._tally.taken)
                 state = jax.block_until_ready(flat.state)
                 self._save(state)
             finally:
-                if self._record is not None:
-                    self._is_saved &= self._record.checkpoints.wait()
-                    self._record.ledger.end(epsilons.of)
-        if self._record is not None and self._signal.is_asked:
-            self._leave(self._record)
+                if self._checkpoints is not None:
+                    self._is_saved &= self._checkpoints.wait()
+                self._tally.end(epsilons.of)
+        if self._checkpoints is not None and self._signal.is_asked:
+            self._leave(self._checkpoints)
         return state
-
-    def _listeners(self) -> tuple[Callback, ...]:
-        if self._record is None:
-            return self._options.callbacks
-        return (JsonLines(self._record.directory / METRICS), *self._options.callbacks)
 
     def _end_of_block(self) -> int:
         """The number of released steps at which the next checkpoint is due."""
@@ -133,17 +112,12 @@ class Loop(Generic[Model]):
 
     def _announce(self, epsilons: EpsilonAhead) -> None:
         """Notes the next block of steps, unless the step to come is in the block that is noted."""
-        if self._record is None or self._taken < self._announced:
+        if self._tally.taken < self._announced:
             return
         block = self._end_of_block() - self._done
-        self._record.ledger.announce(block, epsilons.of)
-        self._announced = self._taken + block
+        self._tally.announce(block, epsilons.of)
+        self._announced = self._tally.taken + block
         epsilons.expect(min(self._stop, self._done + block + self._options.save_every))
-
-    def _count(self) -> None:
-        self._taken += 1
-        if self._record is not None:
-            self._record.ledger.taken = self._taken
 
     def _next_shown(self) -> int:
         """The next number of steps whose epsilon is shown, or told beside an evaluation."""
@@ -167,19 +141,19 @@ class Loop(Generic[Model]):
 
     def _save(self, state: TrainState[Model]) -> None:
         """Saves the state, once for each number of steps."""
-        if self._record is None or self._taken in (0, self._saved_at):
+        tally = self._tally
+        if self._checkpoints is None or tally.taken in (0, self._saved_at):
             return
-        ledger = self._record.ledger
-        self._saved_at = self._taken
-        self._is_saved = self._record.checkpoints.save(ledger.released, state, ledger.record())
+        self._saved_at = tally.taken
+        self._is_saved = self._checkpoints.save(tally.released, state, tally.record())
 
-    def _leave(self, record: Record) -> NoReturn:
+    def _leave(self, checkpoints: Checkpoints) -> NoReturn:
         """Ends the process, or the run, as the signal asks."""
-        newest = next(iter(record.checkpoints.numbers()), None)
+        newest = next(iter(checkpoints.numbers()), None)
         saved = "no checkpoint is saved" if newest is None else f"saved at step {newest}"
-        said = f"eqx_dp: {saved} of {self._step.plan.steps} in {record.directory}"
-        said = f"{said}; start again to go on."
+        total, folder = self._step.plan.steps, checkpoints.directory
+        message = f"eqx_dp: {saved} of {total} in {folder}; start again to go on."
         if self._signal.asked == signals.SIGINT:
-            raise KeyboardInterrupt(said)
-        print(said, file=sys.stderr, flush=True)
+            raise KeyboardInterrupt(message)
+        print(message, file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED if self._is_saved else 1)

@@ -27,7 +27,7 @@ from ..privacy import (
 )
 from ..sharding import ShardingRules
 from ..shown import function_name
-from ..trees import PyTree
+from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
 from .dispatch import Carry, Dispatch, FlatState
 from .first_state import Body, FirstModel, Recipe
@@ -84,12 +84,9 @@ class Step(Generic[Model]):
         _ = self._noise  # refused now if at all, and made outside of any trace
 
     def __repr__(self) -> str:
-        fields = {"policy": self.policy and str(self.policy), "ema": self.ema}
-        more = "".join(f", {name}={value!r}" for name, value in fields.items() if value is not None)
-        return (
-            f"{type(self).__name__}({function_name(self.grad_fn.__wrapped__)}, {self.plan}, "
-            f"num_examples={self.num_examples}{more})"
-        )
+        loss, policy = function_name(self.grad_fn.__wrapped__), self.policy and str(self.policy)
+        more = f"num_examples={self.num_examples}, policy={policy!r}"
+        return f"{type(self).__name__}({loss}, {self.plan}, {more})"
 
     @property
     def policy(self) -> Policy | None:
@@ -213,10 +210,12 @@ class Step(Generic[Model]):
         if self._noise is not None:
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
-        small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
+        where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
         if self.sharding is not None:
-            small = jax.device_put(small, NamedSharding(self.sharding.mesh, PartitionSpec()))
-        noise, count, key = small
+            where = NamedSharding(self.sharding.mesh, PartitionSpec())
+        # Put where the model is: else the first step would be compiled by itself.
+        small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
+        noise, count, key = jax.device_put(small, where)
         return TrainState(body.model, (noise, body.opt_state), count, key, body.average)
 
     # A step.

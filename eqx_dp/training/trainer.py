@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -15,11 +14,11 @@ from ..files import going_on, write_json
 from ..privacy import whole_number
 from .checkpoints import Checkpoints, restored
 from .data import Batches
-from .events import Callback
+from .events import Callback, JsonLines
 from .first_state import FirstModel
 from .hosts import StopSignal, failing_alone, is_first_host
-from .ledger import CHECKS, CheckpointError, CheckpointWarning, Ledger
-from .loop import Loop, Options, Record
+from .ledger import CHECKS, METRICS, CheckpointError, CheckpointWarning, Ledger, Tally
+from .loop import Loop, Options
 from .state import TrainState
 from .step import Step
 
@@ -27,6 +26,7 @@ Model = TypeVar("Model")
 
 # Epsilon takes a tenth of a second to compute, so it is not shown after every step.
 _TIMES_SHOWN = 20
+_FINISHED = "the run in {} is finished: {} of {} steps. Its last checkpoint is returned."
 
 
 class Trainer(Generic[Model]):
@@ -125,6 +125,9 @@ class Trainer(Generic[Model]):
             function("evaluate", evaluate, "evaluate(model), or None")
         often = max(1, step.plan.steps // _TIMES_SHOWN)
         every = often if evaluate_every is None else evaluate_every
+        if directory is not None:
+            directory = expected.directory("directory", directory)
+            callbacks = (JsonLines(directory / METRICS), *callbacks)
         self._options = Options(
             whole_number("save_every", save_every, least=1, most=2**53),
             evaluate,
@@ -134,11 +137,9 @@ class Trainer(Generic[Model]):
             flag("progress", progress),
         )
         self._step, self._keep = step, whole_number("keep", keep, least=1, most=2**53)
-        self._directory = None if directory is None else expected.directory("directory", directory)
-        sampler = step.sampler_from(b"its shape alone")
-        self._slots, owned = sampler.capacity, sampler.owned
+        self._directory = directory
         ahead = whole_number("read_ahead", read_ahead, least=1, most=1024)
-        self._batches = Batches(data, step.num_examples, owned.start if owned else 0, ahead)
+        self._batches = Batches(data, step.sampler_from(b"its shape alone"), ahead)
 
     def __repr__(self) -> str:
         directory = None if self._directory is None else str(self._directory)
@@ -184,7 +185,8 @@ class Trainer(Generic[Model]):
             if directory is None:
                 secret = step.secret_of(0)
                 state = step.begun(step.recipe.made(first), 0, secret)
-                return self._loop(state, secret, stop, None, signal)
+                loop = Loop(step, self._options, stop, Tally(), None, signal)
+                return loop.run(state, self._batches.drawn_by(step.sampler_from(secret), stop))
             ledger = Ledger(directory, step)
             with closing(Checkpoints(directory, self._keep)) as checkpoints:
                 state, secret = self._begun(first, ledger, checkpoints)
@@ -192,23 +194,13 @@ class Trainer(Generic[Model]):
                 if is_first_host():
                     with going_on(f"{directory / CHECKS} cannot be written"):
                         write_json(directory / CHECKS, checks)
-                if ledger.released >= stop:
-                    self._tell_finished(ledger.released)
+                left = stop - ledger.released
+                if left <= 0:
+                    if is_first_host():
+                        print(f"eqx_dp: {_FINISHED.format(directory, ledger.released, most)}")
                     return state
-                record = Record(directory, ledger, checkpoints)
-                return self._loop(state, secret, stop, record, signal)
-
-    def _loop(
-        self,
-        state: TrainState[Model],
-        secret: bytes,
-        stop: int,
-        record: Record | None,
-        signal: StopSignal,
-    ) -> TrainState[Model]:
-        left = stop - (0 if record is None else record.ledger.released)
-        batches = self._batches.drawn_by(self._step.sampler_from(secret), left)
-        return Loop(self._step, self._options, stop, record, signal).run(state, batches)
+                loop = Loop(step, self._options, stop, ledger, checkpoints, signal)
+                return loop.run(state, self._batches.drawn_by(step.sampler_from(secret), left))
 
     def _checks(self, first: FirstModel[Model]) -> dict[str, Any]:
         """Holds the traced step against its policy and its plan; nothing is computed.
@@ -218,7 +210,7 @@ class Trainer(Generic[Model]):
         """
         step = self._step
         state = step.begun(step.recipe.form(first), 0, b"a check")
-        examples, mask = step.place(self._batches.zeros(self._slots))
+        examples, mask = step.place(self._batches.zeros())
         step.lower(state, *examples, is_padding_example=mask)
         if not is_first_host():
             return {}
@@ -251,7 +243,7 @@ class Trainer(Generic[Model]):
             body, taken, record = found
             ledger.check(record)
             return step.begun(body, taken, secret), secret
-        if ledger.left == 0:
+        if ledger.released >= step.plan.steps:
             raise CheckpointError(
                 f"{self._directory} holds no checkpoint, and its ledger says that all "
                 f"{step.plan.steps} steps of the plan may have been released. Restore a checkpoint "
@@ -266,11 +258,3 @@ class Trainer(Generic[Model]):
                 stacklevel=3,
             )
         return step.begun(step.recipe.made(first), 0, secret), secret
-
-    def _tell_finished(self, released: int) -> None:
-        if is_first_host():
-            print(
-                f"eqx_dp: the run in {self._directory} is finished: {released} of "
-                f"{self._step.plan.steps} steps are released. Its last checkpoint is returned.",
-                file=sys.stderr,
-            )
