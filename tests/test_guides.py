@@ -87,7 +87,7 @@ def test_a_run_leaves_what_the_guide_says(run, tmp_path):
     names = run(GUIDES["training"])
     folder = tmp_path / "run"
     assert names["state"].step == names["plan"].steps == 100
-    assert json.loads((folder / "privacy.json").read_text())["steps_done"] == 100
+    assert json.loads((folder / "privacy.json").read_text())["steps_released"] == 100
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 100
-    for name in ("run.json", "checks.json", "released_at_most.00000100", "00000050", "00000100"):
+    for name in ("ledger", "checks.json", "checkpoints/50", "checkpoints/100"):
         assert (folder / name).exists(), name

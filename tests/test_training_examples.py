@@ -101,7 +101,7 @@ def assert_it_goes_on_where_it_was_terminated(private):
 
 def assert_it_spends_what_its_plan_says(private):
     for (found, plan), steps in ((private.then, 2), (statement(private.out / "gpt"), STEPS)):
-        assert found["steps_done"] == steps
+        assert found["steps_released"] == steps
         assert found["epsilon"] == plan.epsilon(steps)
     assert 0.99 < plan.epsilon() <= 1
     assert plan.sampling_prob * found["num_examples"] == pytest.approx(BATCH)
