@@ -3,7 +3,6 @@
 Prints a line for each call whose first error is not the package's own, naming the argument.
 """
 
-
 import equinox as eqx
 import jax
 import numpy as np

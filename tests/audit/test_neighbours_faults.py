@@ -1,5 +1,7 @@
 """Every planted fault is found, by the rule that it breaks."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
