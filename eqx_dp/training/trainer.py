@@ -212,8 +212,6 @@ class Trainer(Generic[Model]):
         state = step.begun(step.recipe.form(first), 0, b"a check")
         examples, mask = step.place(self._batches.zeros())
         step.lower(state, *examples, is_padding_example=mask)
-        if not is_first_host():
-            return {}
         reports: dict[str, Any] = {"precision": None, "privacy": None}
         if step.policy is not None:
             reports["precision"] = check_precision(
