@@ -97,6 +97,18 @@ def test_killed_at_random_moments(kills, hosts, is_store, seed, fleet, tmp_path)
     assert len(set(everything)) == len(everything) > STEPS / 2
 
 
+@pytest.mark.parametrize("is_store", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_at_once_stay_within_the_plan(is_store, fleet, tmp_path):
+    place = Place(tmp_path, is_store)
+    started = [fleet.start(fire.train, place, 3) for _ in range(2)]
+    statuses = [one.result() for one in started]
+    assert assert_counted(place) <= STEPS
+    for status, one in zip(statuses, started, strict=True):
+        assert status == 0 or isinstance(one.found, dp.CheckpointError), one.found
+    if assert_counted(place) < STEPS:
+        ends(fleet, place, 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path):
     place = Place(tmp_path)
