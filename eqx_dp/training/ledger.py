@@ -61,6 +61,11 @@ def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
     Raises:
         CheckpointError: a file is damaged, or of another release; two are of different runs.
     """
+    if (directory / "run.json").exists():
+        raise CheckpointError(
+            f"{directory} holds a run of an earlier release (run.json), whose steps cannot "
+            "be counted. Name another directory."
+        )
     folder = directory / LEDGER
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     found = {name: _entry(folder / name) for name in names if name.endswith(".json")}

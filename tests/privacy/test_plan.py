@@ -374,7 +374,7 @@ def test_sampler_of_one_host():
     sampler = PLAN.sampler(10_000, 7, pad_to=16, hosts=4, host=3)
     assert (sampler.hosts, sampler.host, sampler.steps) == (4, 3, 500)
     assert (PLAN.sampler(10_000, 7).hosts, PLAN.sampler(10_000, 7).host) == (1, 0)
-    with pytest.raises(ValueError, match=r"^host must be below 4"):
+    with pytest.raises(ValueError, match=r"^host must be at most 3"):
         PLAN.sampler(10_000, 7, hosts=4, host=4)
 
 
@@ -662,7 +662,6 @@ def test_json_with_a_mistyped_value_is_refused_by_name(name, value):
         ("", "must be JSON"),
         ("{steps: 3}", "must be JSON"),
         ("[1, 2]", "must be an object; found list"),
-        ('{"format": "eqx_dp.PrivacyPlan", "steps": 1, "steps": 2}', "more than once.*: steps"),
     ],
 )
 def test_text_that_is_no_json_object_is_refused(text, reason):

@@ -539,7 +539,7 @@ def test_overflow_of_a_host_is_cut_at_random(crowded):
 def test_hosts_cut_one_draw_independently(crowded, monkeypatch):
     """The first 12 examples of the first host and of the second are drawn, ten of each kept."""
     one_draw = np.concatenate([np.arange(12), OWNED + np.arange(12)])
-    monkeypatch.setattr(PoissonSampler, "_of_block", lambda *_: one_draw)
+    monkeypatch.setattr(PoissonSampler, "_drawn", lambda *_: one_draw)
     parts, _ = crowded
     kept = np.zeros((STEPS, 2, 12), bool)
     for step, host in itertools.product(range(STEPS), range(2)):
@@ -651,7 +651,7 @@ def test_refused_by_name(name, value):
 
 
 def test_a_host_out_of_range_is_told_how_many_there_are():
-    with pytest.raises(ValueError, match=r"host must be below 3, the number of hosts.*found 3"):
+    with pytest.raises(ValueError, match=r"host must be at most 2; found 3"):
         PoissonSampler(**GOOD, host=3)
 
 

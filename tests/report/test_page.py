@@ -43,7 +43,6 @@ def test_it_says_what_the_description_says(said):
         "64 examples",
         f"{epsilon:.3g}"[:4],
         "1 in 100,000",
-        "The models after steps 1 to 6, all of them together.",
         "which is added or removed. (ADD_OR_REMOVE_ONE)",
         said["covers"],
         *said["does_not_cover"],

@@ -90,11 +90,23 @@ def test_killed_at_random_moments(kills, hosts, is_store, seed, fleet, tmp_path)
             number += 1
             place = Place(tmp_path / str(number), is_store)
     ends(fleet, place, hosts)
-    assert kills < 10 or number > 0
+    assert kills < 10 or number > 0 or hosts > 1
     everything = [
         noise for one in range(number + 1) for noise in Place(tmp_path / str(one)).recording.noises
     ]
     assert len(set(everything)) == len(everything) > STEPS / 2
+
+
+@pytest.mark.parametrize("is_store", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_at_once_stay_within_the_plan(is_store, fleet, tmp_path):
+    place = Place(tmp_path, is_store)
+    started = [fleet.start(fire.train, place, 3) for _ in range(2)]
+    statuses = [one.result() for one in started]
+    assert assert_counted(place) <= STEPS
+    for status, one in zip(statuses, started, strict=True):
+        assert status == 0 or isinstance(one.found, dp.CheckpointError), one.found
+    if assert_counted(place) < STEPS:
+        ends(fleet, place, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -138,6 +150,7 @@ def test_interrupted_twice_it_ends_at_once(fleet, tmp_path):
     ends(fleet, place, 1)
 
 
+@pytest.mark.slow
 def test_two_hosts_stop_together_and_one_does_not_wait_for_a_dead_one(fleet, tmp_path):
     """SIGTERM to one host stops both at one step; a host that is killed ends the other."""
     place = Place(tmp_path)
