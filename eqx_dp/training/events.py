@@ -1,6 +1,6 @@
 """What happens after every step, and what listens to it: progress bar, JSON lines.
 
-Nothing in it depends on the data, but for what is disclosed or evaluated.
+Nothing in it depends on the data, but for what an evaluation returns.
 """
 
 import dataclasses
@@ -59,19 +59,15 @@ def checked_metrics(found: object) -> dict[str, float]:
     """What an evaluation returned, as floats; a ValueError if that is no mapping to numbers."""
     try:
         metrics = {name: float(value) for name, value in cast("Any", found).items()}
+        if all(isinstance(name, str) and name not in _RESERVED for name in metrics):
+            return metrics
+        problem = f"names {list(metrics)}"
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            "evaluate must return a mapping of names to numbers, as {'accuracy': 0.9}; found a "
-            f"{type(found).__name__} ({type(error).__name__}). Of an array give the mean, or one "
-            "name for each of its numbers."
-        ) from None
-    wrong = [name for name in metrics if name in _RESERVED or not isinstance(name, str)]
-    if wrong:
-        raise ValueError(
-            f"evaluate must return names that are strings other than {', '.join(_RESERVED)}; found "
-            f"{wrong[0]!r}."
-        )
-    return metrics
+        problem = f"a {type(found).__name__} ({type(error).__name__})"
+    raise ValueError(
+        "evaluate must return a mapping of names to numbers, as {'accuracy': 0.9}. Names are "
+        f"strings other than {', '.join(_RESERVED)}. Found {problem}; of an array give the mean."
+    )
 
 
 class EpsilonAhead:

@@ -61,11 +61,6 @@ def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
     Raises:
         CheckpointError: a file is damaged, or of another release; two are of different runs.
     """
-    if (directory / "run.json").exists():
-        raise CheckpointError(
-            f"{directory} holds a run of an earlier release (run.json), whose steps cannot "
-            "be counted. Name another directory."
-        )
     folder = directory / LEDGER
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     found = {name: _entry(folder / name) for name in names if name.endswith(".json")}
@@ -100,10 +95,8 @@ def statement(
         f"The models of all {steps} steps that may have been released, seen together, are "
         f"(epsilon, delta)-differentially private for data sets that are neighbors by {relation}, "
         "if batches stay secret" + (" and so does the seed." if is_seeded else ".")
-        if math.isfinite(epsilon) and steps
+        if math.isfinite(epsilon)
         else "No privacy is guaranteed: epsilon is infinite."
-        if steps
-        else "No step has been taken: nothing was released."
     )
     does_not_cover = [
         "how long steps take",
@@ -312,20 +305,15 @@ class Ledger(Tally):
 def _entry(file: RunPath) -> dict[str, Any]:
     try:
         found = read_json(file)
-        problem = _problem(found)
-    except (OSError, ValueError) as error:
-        found, problem = {}, f"it cannot be read: {error}"
-    if problem is None:
+        if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+            raise ValueError(f"it is not of format {_FORMAT}, version {_VERSION}")
+        wrong = [name for name in _COUNTS if type(found.get(name)) is not int or found[name] < 0]
+        wrong += [name for name in _FACTS if name not in found]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is missing, or wrong")
         return found
-    raise CheckpointError(
-        f"{file} cannot be used ({problem}). It says how many steps a start of this run may have "
-        "released. Restore it from a backup; or start another run, in another directory."
-    )
-
-
-def _problem(entry: Mapping[str, Any]) -> str | None:
-    if (entry.get("format"), entry.get("version")) != (_FORMAT, _VERSION):
-        return f"it is not of format {_FORMAT}, version {_VERSION}"
-    wrong = [name for name in _COUNTS if type(entry.get(name)) is not int or entry[name] < 0]
-    wrong += [name for name in _FACTS if name not in entry]
-    return f"{wrong[0]!r} is missing, or wrong" if wrong else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be used: {error}. It says how many steps a start of this run may have "
+            "released. Restore it from a backup; or start another run, in another directory."
+        ) from None

@@ -133,7 +133,9 @@ class Loop(Generic[Model]):
         metrics: dict[str, float] = {}
         is_due = done % options.evaluate_every == 0 or done == self._stop
         if options.evaluate is not None and is_due:
-            metrics = checked_metrics(options.evaluate(flat.state.evaluated))
+            state = flat.state
+            model = state.model if state.average is None else state.averaged
+            metrics = checked_metrics(options.evaluate(model))
         if metrics or (options.progress and done % options.show_every == 0):
             epsilon = epsilons.of(done)
             epsilons.expect(self._next_shown())

@@ -65,11 +65,6 @@ class TrainState(eqx.Module, Generic[Model]):
 
         return jax.tree.map(stored, self.average, self.model, is_leaf=lambda x: x is None)
 
-    @property
-    def evaluated(self) -> Model:
-        """The model that is evaluated: the averaged one where there is one."""
-        return self.model if self.average is None else self.averaged
-
 
 def _number_of(step: Any) -> str:
     """A number of steps, if it is there: an array may be traced, used up, or of other hosts."""

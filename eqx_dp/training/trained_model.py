@@ -124,11 +124,8 @@ def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, 
             )
         place = {name: name.replace("model", "average", 1) for name in wanted}
         place = {name: mean if mean in means else name for name, mean in place.items()}
-        targets = {
-            at: jax.ShapeDtypeStruct(x.shape, saved[at].dtype, sharding=wanted[name].sharding)
-            for name, at in place.items()
-            for x in [saved[at]]
-        }
+        where = {at: wanted[name].sharding for name, at in place.items()}
+        targets = {at: saved[at].update(sharding=sharding) for at, sharding in where.items()}
         found, _ = checkpoints.read(number, targets)
         return {name: found[at].astype(saved[name].dtype) for name, at in place.items()}
 
