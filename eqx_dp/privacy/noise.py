@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import io_callback
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -123,8 +124,7 @@ def gaussian_privatizer(
         ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
             secret; `sharding` is not rules, or the key's generator does not allow sharding. From
             `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
-            range of the noise dtype. From `init`: if a leaf is no array; if it has to draw a key
-            and is traced (a compiled `init` would give the same key at every call).
+            range of the noise dtype. From `init`: if a leaf is no array.
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
@@ -286,14 +286,17 @@ def _check_range(stddev: float, dtype: Any) -> None:
 
 
 def _fresh_key() -> PRNGKeyArray:
-    """A key of the noise that nobody else has."""
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
-        raise ValueError(
-            "init is traced (by jit, vmap or eval_shape), and the noise has no key: a key that is "
-            "drawn now would be the same at every call of the compiled function. Call "
-            "optimizer.init outside of jit; or hand a secret to the privatizer, key=."
-        )
-    return key_from_secret(fresh_secret(), "noise")
+    """A key of the noise that nobody else has; where `init` is compiled, drawn at every call."""
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):
+        return key_from_secret(fresh_secret(), "noise")
+
+    def draw() -> np.ndarray[Any, Any]:
+        if jax.process_count() > 1:
+            raise ValueError("on several hosts call optimizer.init outside of jit, or give a key")
+        return np.asarray(jax.random.key_data(key_from_secret(fresh_secret(), "noise")))
+
+    words = io_callback(draw, jax.ShapeDtypeStruct((2,), jnp.uint32))
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
