@@ -161,6 +161,8 @@ def with_a_full_disk(place, channel, size):
     def fill(event):
         channel.send(event.step)
         if event.step == 5:
+            while 4 not in runs.saved(place.files):
+                time.sleep(0.01)
             stack.enter_context(no_room_for(size))
 
     step = runs.make(PLAN)
