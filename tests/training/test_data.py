@@ -21,7 +21,7 @@ def sampler(sampling_prob=0.25, num_examples=NUM_EXAMPLES):
 
 
 def batches_of(data, sampler, steps, ahead=1):
-    return Batches(data, sampler.num_examples, min(sampler.owned), ahead).drawn_by(sampler, steps)
+    return Batches(data, sampler, ahead).drawn_by(sampler, steps)
 
 
 class Source:
@@ -332,7 +332,7 @@ def test_what_are_no_records(arguments, said, unchecked):
 
 def test_the_first_example_is_looked_at():
     with pytest.raises(dp.DataError, match="data, a Source: the source raised KeyError"):
-        Batches(Source(lambda i: {}["x"]), NUM_EXAMPLES)
+        Batches(Source(lambda i: {}["x"]), PoissonSampler(NUM_EXAMPLES, 0.5))
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_progress_shows_what_is_public(capsys):
     ("found", "said"),
     [
         (0.5, "evaluate must return a mapping of names to numbers"),
-        ({"epsilon": 1.0}, "other than step, seconds, epsilon; found 'epsilon'"),
-        ({1: 1.0}, "found 1"),
-        ({"accuracy": "good"}, r"found a dict \(ValueError\)"),
+        ({"epsilon": 1.0}, r"other than step, seconds, epsilon. Found names \['epsilon'\]"),
+        ({1: 1.0}, r"Found names \[1\]"),
+        ({"accuracy": "good"}, r"Found a dict \(ValueError\)"),
     ],
 )
 def test_what_an_evaluation_may_not_return(found, said):
