@@ -13,7 +13,7 @@ from typing import Any
 import jax.extend.core as jex_core
 
 from ..programs import programs_of, written_in
-from .rules import REDUCTIONS
+from .primitives import REDUCTIONS
 
 _ERRORS = "_errors.py"
 # Equinox's files that a call goes through on its way from whoever wrote it.
