@@ -20,9 +20,11 @@ from ...precision import stage
 from ..joined import apart, is_small, side_by_side
 from ..leaves import combined
 from ..loss_scale import loss_cotangent
+from ..repeatable import adds_in_one_order, is_ordered
 from ..tapped import evaluate
 from ..taps import Address
 from ..targets import Target
+from ..uses import convolution, lookup
 from . import book_keeping
 from .contract import ClippedSum, TracedLoss, clip
 from .held import Held, held_gradient
@@ -85,7 +87,9 @@ def clipped_sum(
     Of a leaf whose norm is not the sum of what its uses know each by itself (several uses, a use
     at every step of a scan) all that it meets is held from the uses to the end of the pass, as by
     `book_keeping`; of one that no use describes, each example's gradient. Where that is most of
-    what uses meet, `book_keeping` holds little more, in one pass, and does it.
+    what uses meet, `book_keeping` holds little more, in one pass, and does it. It also does it on
+    GPUs where the two passes could add up in two orders, and the second pass so add something else
+    than the first one measured: see `repeatable`.
     """
     known_of_uses = known_uses(traced)
     if _holds_most(known_of_uses):
@@ -107,7 +111,11 @@ def clipped_sum(
     )
     forward = Values((examples, scales), traced.parts)
     start_back = Values(start.factors, start.is_measuring)
-    ahead = None if traced.parts else mapped(forward, start_back).in_halves()
+    is_repeated = adds_in_one_order()
+    shown = None if traced.parts and is_repeated else mapped(forward, start_back)
+    if shown and not is_repeated and not (is_ordered(shown.one.jaxpr) and _forms_in_order(traced)):
+        return book_keeping.clipped_sum(traced, examples, is_padding_example)
+    ahead = None if shown is None or traced.parts else shown.in_halves()
 
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
@@ -144,6 +152,17 @@ def clipped_sum(
         )
 
     return jax.lax.fori_loop(0, 2, lambda _, past: once(past), start).result
+
+
+def _forms_in_order(traced: TracedLoss) -> bool:
+    """Whether gradients that are formed outside of the backward pass are sums in one order."""
+    return not any(
+        use.kind is lookup or use.kind is convolution
+        for target in traced.targets
+        if target.way != "inner_products"
+        for root in target.roots
+        for use in traced.uses.of[root].values()
+    )
 
 
 def _holds_most(known: dict[Address, Known]) -> bool:
