@@ -64,10 +64,6 @@ class Judge:
 
     def equation(self, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What an equation's results depend on."""
-        if equation.primitive.name in REFERENCES | STATEFUL:
-            self.remembered.append(Meeting(equation, own_line(equation)))
-        if all(fact == SHARED for fact in inputs):
-            return [SHARED] * len(equation.outvars)
         found = self._inside(equation, inputs) or self._result(equation, inputs)
         return [
             _unless_empty(variable, fact if fact in inputs else _with_line(fact, equation))
@@ -77,15 +73,17 @@ class Judge:
     def _result(self, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """The results of an equation that holds no program that is looked into."""
         name, count, fact = equation.primitive.name, len(equation.outvars), joined(inputs, equation)
+        if name in REFERENCES | STATEFUL:
+            self.remembered.append(Meeting(equation, own_line(equation)))
         if name in ("optimization_barrier", "device_put"):
             return inputs
         if fact == OWN and is_engines(equation):
             return [OWN, *[SUM] * (count - 1)]
-        if isinstance(fact, Meeting):
-            return [fact] * count
-        if name in REDUCTIONS and self.trusts and is_steering(equation):
+        is_settled = fact == SHARED or isinstance(fact, Meeting)
+        if name in REDUCTIONS and not is_settled and self.trusts and is_steering(equation):
             return [SHARED] * count
-        return [fact if keeps_apart(equation, self.bound) else Meeting(equation)] * count
+        is_kept = is_settled or keeps_apart(equation, self.bound)
+        return [fact if is_kept else Meeting(equation)] * count
 
     def _inside(self, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> list[Fact] | None:
         """The results of an equation that holds programs; None of any other."""
@@ -103,8 +101,7 @@ class Judge:
             case LinearSolve() as system:
                 return self.program(system.solve, system.split(inputs))
             case ShardMap() as spread:  # over axes of its own: devices share the example
-                within = replace(self, bound=self.bound | spread.axes)
-                return within.program(spread.body, inputs)
+                return replace(self, bound=self.bound | spread.axes).program(spread.body, inputs)
             case Cond(branches=branches):
                 index, *operands = inputs
                 going_on = [branch for branch in branches if not stops(branch.jaxpr)]
@@ -125,8 +122,8 @@ class Judge:
 
                 def step(carry: list[Fact]) -> list[Fact]:
                     (steering,) = self.program(loop.condition, [*of_condition, *carry])
-                    after = self.program(loop.body, [*of_body, *carry])
-                    return [either(fact, steering) for fact in after]
+                    found = self.program(loop.body, [*of_body, *carry])
+                    return [either(fact, steering) for fact in found]
 
                 return settled(step, start, either)
 

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import jax.extend.core as jex_core
 from jax.extend.core import primitives as jax_primitives
 
-from ..programs import named
-
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 REFERENCES = frozenset({"addupdate", "freeze", "get", "new_ref", "swap"})
@@ -25,7 +23,7 @@ STATEFUL = frozenset({"io_callback"})
 CALLBACKS = frozenset({"pure_callback", "ffi_call", "buffer_callback"})
 """A function on the host is handed whole batches unless it says otherwise."""
 
-REDUCTIONS = named("unvmap_any unvmap_all unvmap_max")
+REDUCTIONS = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
 """Equinox's, which see a whole batch from inside `vmap`."""
 
 _MEETING = REFERENCES | STATEFUL | REDUCTIONS | {"custom_vmap_call"}
@@ -44,10 +42,9 @@ _GENERATORS: dict[str, tuple[str, ...]] = {
 # Asking for one's own position exchanges nothing; neither does saying along what a value varies.
 _LOCAL = frozenset({"axis_index", "pvary", "pbroadcast"})
 
-_JAXS = frozenset(value for name, value in vars(jax_primitives).items() if name.endswith("_p"))
-_REFUSED = frozenset(
-    {"after_all", "create_token", "custom_lin", "get", "rng_bit_generator", "rng_uniform", "swap"}
-)
+_NOT_JAXS = {"after_all", "create_token", "custom_lin", "rng_bit_generator", "rng_uniform"}
+_OBJECTS = {value for name, value in vars(jax_primitives).items() if name.endswith("_p")}
+_JAXS = frozenset(value for value in _OBJECTS if value.name not in _NOT_JAXS)
 _WITHOUT_OBJECT = frozenset(
     """
     all_gather_invariant all_gather_reduced debug_callback debug_print empty geqp3 geqrf
@@ -92,8 +89,7 @@ def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
 def is_known(equation: jex_core.JaxprEqn) -> bool:
     """Whether the primitive is one of those that the lists speak of."""
     known = _WITHOUT_OBJECT | _OF_EQUINOX | _MEETING | CALLBACKS | {"pallas_call"}
-    is_jaxs = equation.primitive in _JAXS and equation.primitive.name not in _REFUSED
-    return is_jaxs or equation.primitive.name in known
+    return equation.primitive in _JAXS or equation.primitive.name in known
 
 
 def keeps_apart(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:

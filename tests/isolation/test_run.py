@@ -443,6 +443,18 @@ def test_a_function_that_remembers_would_take_one_example_to_another():
     assert changed_others(jax.vmap(function), changed=0)
 
 
+def test_what_another_function_on_the_host_has_seen_is_not_read():
+    """It takes nothing of an example itself, and a compiled function around it takes nothing."""
+    seen = []
+
+    def function(x):
+        jax.debug.callback(seen.append, x.sum())
+        return x * jax.jit(lambda: io_callback(lambda: seen[-1], x[0, 0]))()
+
+    with pytest.raises(ValueError, match="'io_callback'"):
+        run_apart(function, NO_LOSS, EXAMPLES)
+
+
 def test_arrays_without_entries():
     results = run_apart(lambda x: (x[:0], x[:0].sum(0), x), NO_LOSS, EXAMPLES)
     assert [r.shape for r in results] == [(4, 0, 4), (4, 4), (4, 3, 4)]
