@@ -218,12 +218,12 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
     terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
     squares is off by no more than all of these together, and its root by half of that (Higham,
-    "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). The root itself costs 4,
-    the inverse of the scale 4 (where it is a quotient), and an entry divided by the scale 1. Two
-    more make up for products of errors, and for squares that vanish beside the largest.
+    "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). The root itself costs 4;
+    of several parts the inverse of the scale, a quotient, 4, and an entry times that 1. Two more
+    make up for products of errors, and for squares that vanish beside the largest.
     """
     roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
-    return (roundings / 2 + 11) * unit_roundoff(dtype)
+    return (roundings / 2 + (11 if parts > 1 else 6)) * unit_roundoff(dtype)
 
 
 def roundings_in_blocks(size: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from ...isolation import sum_over_examples
+from ...isolation import engines_rule
 from ...precision import stage
 from ...sharding import evaluated_whole
 from ..clip import norm_error, norms
@@ -248,7 +248,7 @@ def _of_batch(form: LeafForm, scattering: Scattering | None) -> Callable[[Any, A
         assert scattering is not None
         return scattering(arranged(form, total))
 
-    @sum_over_examples
+    @jax.jit
     def of_batch(residuals: Any, cotangent: Array, asked: Ask) -> Found:
         batch = len(asked.factors)
         several = at_once(form.way, form.shape, form.uses, batch)
@@ -275,6 +275,7 @@ def _of_batch(form: LeafForm, scattering: Scattering | None) -> Callable[[Any, A
         return Found(found.measured[0], found.total)
 
     @of_one.def_vmap
+    @engines_rule
     def _(size: int, is_mapped: list[Any], *values: Any) -> tuple[Found, Found]:
         residuals, cotangent, asked = jax.tree.map(
             lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape)),
