@@ -7,13 +7,10 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p, scatter_add_p, select_n_p
 
-from ..isolation import dtype_of, shape_of, size_of
 from ..precision import Matmul, ModuleRule, Policy
 from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
 from ..programs import COLLECTIVES, SUMS_OF_DEVICES, equation_flops, has_free_dimensions, named
-from .flow import Context, Flow
-from .precision_facts import NOTHING, Draw, Facts
-from .precision_report import Operation, Violation
+from .flow import Context, Flow, dtype_of, shape_of, size_of
 from .widths import (
     CONTRACTIONS,
     Width,
@@ -23,6 +20,95 @@ from .widths import (
     width_of_number,
     width_of_result,
 )
+
+
+class Violation(NamedTuple):
+    """One thing that runs otherwise than declared.
+
+    Attributes:
+        stage: where in the step.
+        declared: what the policy says.
+        found: what the program does.
+        where: the source line.
+    """
+
+    stage: str
+    declared: str
+    found: str
+    where: str
+
+
+class Operation(NamedTuple):
+    """What the program does at one stage in one dtype.
+
+    Attributes:
+        kind: `"contraction"`, `"sum over examples"`, `"collective"`, `"draw"`, `"noise addition"`.
+        stage: where in the step; under a module rule, with the rule's pattern.
+        dtype: of the operands; of the result of a sum.
+        amount: FLOPs of contractions, else numbers.
+        times: how often an equation of this kind runs.
+        where: the source line; empty for contractions, which are added up.
+    """
+
+    kind: str
+    stage: str
+    dtype: str
+    amount: int
+    times: int
+    where: str
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        unit = "FLOPs" if self.kind == "contraction" else "numbers"
+        amount = f"{self.amount:.3g} {unit}"
+        return self.kind, self.stage, self.dtype, amount, str(self.times), self.where
+
+
+class Draw(NamedTuple):
+    """Random bits that a program asks for.
+
+    Attributes:
+        line: the source line.
+        bits: how many for each number.
+        size: how many numbers.
+    """
+
+    line: str
+    bits: int
+    size: int
+
+
+class Narrowest(NamedTuple):
+    """The narrowest floating-point format that a value went through, and the line where it did."""
+
+    width: Width
+    line: str
+
+
+class Facts(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        clipped: whether a sum of clipped gradients is in it that has no noise yet.
+        draws: the random bits that it descends from; none where `clipped`.
+        narrowest: what it went through since the draws; None without any, or without a float yet.
+    """
+
+    clipped: bool = False
+    draws: frozenset[Draw] = frozenset()
+    narrowest: Narrowest | None = None
+
+    def through(self, width: Width | None, line: str) -> "Facts":
+        """The facts about a value of the given width that is made of one with these."""
+        if not self.draws or width is None:
+            return self
+        if self.narrowest and not width.key < self.narrowest.width.key:
+            return self
+        return self._replace(narrowest=Narrowest(width, line))
+
+
+NOTHING = Facts()
+
 
 _STAGES = {
     "probe": "loss scale probe",

@@ -1,21 +1,26 @@
 """`check_privacy`: a training step is checked against its plan, on its traced program."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast, runtime_checkable
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan
+from ..programs import users_line
 from ..shown import shown, some
-from .arguments import arguments_of, private_among, traceable
-from .calls import TracedStep, calls_of
-from .feedback import next_arguments
+from .arguments import Argument, arguments_of, next_arguments, private_among, traceable, under
+from .facts import Fact, Kind, Ref
+from .flow import Context
+from .keys import Along, Key, Number
+from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport
-from .verdict import names_it, report_on
+from .verdict import TracedStep, names_it, report_on
 
 
 @runtime_checkable
@@ -39,6 +44,8 @@ def check_privacy(
     private: Any = None,
     plan: PrivacyPlan | None = None,
     disclose: Iterable[str] = (),
+    kept: Iterable[str] = (),
+    public_rows: Iterable[int | str] = (),
     **kwargs: Any,
 ) -> PrivacyReport:
     """Checks that private data leaves a training step through the plan's noise, and no other way.
@@ -138,25 +145,90 @@ is another one; keys change from turn to turn of a loop and from call to call |
     args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)
     is_private = private_among(arguments, private, args)
+    has_rows = under(arguments, public_rows, "public_rows")
     try:
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         return _untraceable(error, plan)
     leaves = jax.tree_util.tree_leaves_with_path(results)
     names = [dotted(path) or "the result" for path, _ in leaves]
-    patterns = _checked_patterns(disclose, names)
+    is_disclosed = _named_by("disclose", disclose, names)
+    is_kept = _named_by("kept", kept, names)
     returns = next_arguments(args, kwargs, results)
     # A result may be a state if it is inside of something, and not one of several by itself.
     is_several = type(results) in (tuple, list)
     in_state = [len(path) > 1 or not is_several for path, _ in leaves]
-    step = TracedStep(program, arguments, is_private, names, returns, in_state)
-    reports = (report_on(step, call, plan, patterns) for call in calls_of(step))
-    report = next(reports)
-    for later in reports:
-        if report.violations:
+    back = frozenset[int]()
+    while True:
+        facts = [
+            _private(i, argument)
+            if is_private[i] or has_rows[i]
+            else Fact(Kind.PRIVATE, reason="kept", where=f"argument {argument.names[-1]}")
+            if i in back
+            else _public(i, argument)
+            for i, argument in enumerate(arguments)
+        ]
+        flow = PrivacyFlow()
+        line_of = functools.partial(users_line, within="check_privacy")
+        found = flow.program(program, facts, Context(line_of=line_of))
+        now = back | {
+            i
+            for fact, at, keeps in zip(found, returns, is_kept, strict=True)
+            if keeps and not fact.is_public
+            for i in at
+        }
+        if now == back:
             break
-        report = report if later.ok else later
-    return report
+        back = now
+    lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
+    lengths |= {getattr(made, "num_examples", None)}
+    _check_constants(flow, lengths)
+    last = [argument.names[-1] for argument in arguments]
+    step = TracedStep(
+        flow.record, facts, last, found, names, returns, in_state, is_disclosed, is_kept
+    )
+    return report_on(step, plan)
+
+
+def _private(i: int, argument: Argument) -> Fact:
+    """An argument with an example a row."""
+    shape = argument.shape
+    refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
+    return Fact(Kind.PRIVATE, refs=refs, index=("as it is", i), reason="data")
+
+
+def _public(i: int, argument: Argument) -> Fact:
+    """An argument that is the same for all examples: a number that counts, a key, or an array."""
+    shape, dtype = argument.shape, argument.dtype
+    root = ("argument", i)
+    if argument.is_key:
+        return Fact(key=Key(root, _places(shape)))
+    if dtype == np.uint32 and shape[-1:] == (2,):
+        return Fact(key=Key(root, _places(shape[:-1]), is_words=True))
+    if not shape and np.issubdtype(dtype, np.integer) and np.dtype(dtype).itemsize >= 4:
+        return Fact(number=Number(root))
+    return Fact()
+
+
+def _places(shape: tuple[int, ...]) -> tuple[Number, ...]:
+    """Keys of an array are different ones."""
+    along = (Along(d, math.prod(shape[d + 1 :]), length) for d, length in enumerate(shape))
+    return (Number(None, 0, tuple(along)),) if shape else ()
+
+
+def _check_constants(flow: PrivacyFlow, lengths: set[int | None]) -> None:
+    """Arrays that the step closes over and that are as long as the batch or the data."""
+    for value in flow.constants:
+        if np.shape(value)[0] in lengths and not flow.constant(value).even:
+            flow.record.note(
+                Context(line="the step"),
+                "examples apart",
+                f"the step closes over an array of shape {np.shape(value)}, which has as many rows "
+                "as the batch or the data",
+                "Pass it as an argument. If it holds private data, name it in private=; if it has "
+                "a public row for each example, name it in public_rows=.",
+                is_decided=False,
+            )
 
 
 def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
@@ -171,13 +243,13 @@ def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
     return PrivacyReport(plan, (), (finding,), (), (), (), math.inf, 0, ())
 
 
-def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, ...]:
-    patterns = (disclose,) if isinstance(disclose, str) else tuple(disclose)
-    for pattern in patterns:
+def _named_by(what: str, patterns: Iterable[str], names: list[str]) -> list[bool]:
+    known = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in known:
         if not any(names_it(pattern, name) for name in names):
             raise ValueError(
-                f"disclose names {shown(pattern)}, which is none of the results. Results are: "
+                f"{what} names {shown(pattern)}, which is none of the results. Results are: "
                 f"{some(names, 20)}. "
                 "Name one of them, or a pattern that matches one."
             )
-    return patterns
+    return [any(names_it(pattern, name) for pattern in known) for name in names]

@@ -1,27 +1,45 @@
-"""What is said of a call of a step: findings, releases, and how they stand to the plan."""
+"""What is said of a step: findings, releases, and how they stand to the plan."""
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ..paths import matches
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
 from ..shown import some
-from .calls import StepCall, TracedStep
-from .freshness import fresh_noise
-from .key_paths import paths_part
-from .privacy_report import Finding, PrivacyReport, Release
-from .releases import (
-    Noised,
-    alternatives,
-    batches,
-    groups,
-    is_another_sample,
-    noise_multiplier,
-    sensitivity_by_noise,
-)
-from .terms import Key
-from .values import Cut, Path, Private, Public, Random, Sum
+from .facts import Cut, Fact, Kind
+from .keys import CALLS, Calls, Key, Use, is_new, parted
+from .marked import REASONS, Record
+from .privacy_report import Finding, PrivacyReport
+from .privacy_report import Release as Row
+from .sums import Release, alternatives, noise_multiplier, samples_of, turns
+
+
+class TracedStep(NamedTuple):
+    """A step whose values are known, with what is known of its arguments and results.
+
+    Attributes:
+        record: what was noted on the way.
+        arguments: what was known of its arrays.
+        argument_names: their names.
+        results: what is known of its results.
+        names: dotted paths of the results.
+        returns: for each result, the arguments that it may be in the next call.
+        in_state: whether a result may be part of a state.
+        disclosed: which results are released without noise knowingly.
+        kept: which stay in the state without noise knowingly.
+    """
+
+    record: Record
+    arguments: list[Fact]
+    argument_names: list[str]
+    results: list[Fact]
+    names: list[str]
+    returns: list[list[int]]
+    in_state: list[bool]
+    disclosed: list[bool]
+    kept: list[bool]
 
 
 def names_it(pattern: str, name: str) -> bool:
@@ -29,15 +47,14 @@ def names_it(pattern: str, name: str) -> bool:
     return matches(pattern, name) or matches(f"**.{pattern}", name)
 
 
-def report_on(
-    step: TracedStep, call: StepCall, plan: PrivacyPlan | None, disclose: tuple[str, ...]
-) -> PrivacyReport:
-    """The report on a call, held against a plan; `disclose` has patterns of its results."""
-    record, releases = call.record, call.releases
-    leaving, kept, disclosed = _outputs(step, call, disclose)
-    multiplier, steps, released = _releases(step, call, plan)
-    fresh, notes = fresh_noise(releases, record, call.keys)
-    found = [*leaving, *record.found, *_against_plan(call, plan, multiplier, steps), *fresh]
+def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
+    """The report on a step, held against a plan."""
+    record = step.record
+    calls = _next_call(step)
+    leaving, kept, disclosed = _outputs(step, calls)
+    multiplier, steps, released = _releases(step, plan)
+    fresh, notes = _fresh_noise(step, calls)
+    found = [*leaving, *record.found, *_against_plan(step, plan, multiplier, steps), *fresh]
     for line in record.unmasked:
         if plan is not None and plan.sampling_prob < 1:
             found.append(_no_mask(line))
@@ -55,7 +72,7 @@ def report_on(
         disclosed,
         multiplier,
         steps,
-        tuple(notes),
+        tuple(dict.fromkeys(notes)),
     )
 
 
@@ -73,47 +90,75 @@ def _no_mask(line: str) -> Finding:
     )
 
 
+def _next_call(step: TracedStep) -> Calls:
+    """What keys and counters among the arguments are in the next call."""
+    after: defaultdict[int, list[Fact]] = defaultdict(list)
+    for fact, at in zip(step.results, step.returns, strict=True):
+        for i in at:
+            after[i].append(fact)
+    calls = Calls(
+        {}, {}, frozenset(("argument", i) for i in range(len(step.arguments)) if not after[i])
+    )
+    for i, facts in after.items():
+        root = ("argument", i)
+        numbers = {fact.number for fact in facts}
+        number = numbers.pop() if len(numbers) == 1 else None
+        if number is not None and number.root == root and not number.along:
+            calls.steps[root] = number.offset
+        keys = {fact.key for fact in facts}
+        key = keys.pop() if len(keys) == 1 else None
+        if key is not None and key.root == root:
+            calls.paths[root] = key.path
+    return calls
+
+
+# What leaves.
+
+_ADD_NOISE = (
+    "Add the plan's noise to what filter_clipped_grad returns, before anything else is made of it: "
+    "plan.privatizer stands first in the chain of the optimizer; in a loop by hand, "
+    "dp.add_noise(grads, key, stddev)."
+)
+_BY_HAND = (
+    "The check knows the noise of dp.add_noise(grads, key, stddev) and of plan.privatizer, and no "
+    "other: use one of them in place of jax.random.normal."
+)
+_LEAVE_OUT = (
+    "Leave it out of the results. If it may be known without noise, name its path in disclose=. A "
+    "mean over examples is no release either: it needs a clipped sum and noise."
+)
+_STAYS = (
+    "It comes back in the next call, and nobody may see it, nor what is made of it. If that is so, "
+    "name its path in kept=."
+)
+_KEEP_SECRET = "Leave it out of the results: anyone with the key can subtract the noise."
+_DECIDED = ("data", "rows", "nonlinear", "kept", "steered")
+
+
 def _outputs(
-    step: TracedStep, call: StepCall, disclose: tuple[str, ...]
+    step: TracedStep, calls: Calls
 ) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
     """Results that are no releases: those that break the rule, those kept, those disclosed."""
+    record = step.record
     leaving = defaultdict[Finding, list[str]](list)
-    kept, disclosed, lines = list[str](), list[str](), list[str]()
-    hiding = call.hiding
-    for i, (name, value) in enumerate(zip(step.names, call.results, strict=True)):
-        if isinstance(value, Public | Random):
-            raw = value.noise if isinstance(value, Public) else value.draws
-            if raw & hiding:
-                how = "the noise that hides a clipped sum is in it"
-                leaving[_leaves(how, advice=_KEEP_SECRET)].append(name)
-            elif isinstance(value, Public) and not step.returns[i] and _tells_noise(call, value):
-                how = "the noise that hides a clipped sum can be drawn again with this key"
-                leaving[_leaves(how, advice=_KEEP_SECRET)].append(name)
-        elif any(names_it(pattern, name) for pattern in disclose):
+    kept, disclosed = list[str](), list[str]()
+    for i, (name, fact) in enumerate(zip(step.names, step.results, strict=True)):
+        if fact.is_public:
+            slots = fact.draws & record.slots.keys()
+            if slots:
+                leaving[_slot_draws(record.slots[min(slots, key=str)])].append(name)
+        elif step.disclosed[i]:
             disclosed.append(name)
-        elif call.record.found and isinstance(value, Private) and value.reason == "mixed":
-            continue  # found where the engine is called
-        elif call.record.models & set(step.returns[i]):
-            before = call.before[i]  # which tells why
-            leaving[_how(before if isinstance(before, Private | Sum) else value)].append(name)
-        elif step.returns[i] and step.in_state[i] and not _is_to_be_hidden(value):
+        elif step.kept[i] and step.returns[i]:
             kept.append(name)
-            lines += [value.where] if isinstance(value, Private) and value.where else []
+        elif record.found and fact.reason in ("mixed", "noised"):
+            continue  # found where it was made
         else:
-            leaving[_how(value)].append(name)
-    if kept and not call.releases and not leaving:
-        how = "private data is in it, and nothing is released through noise"
-        leaving[_leaves(how, *lines[:1])].extend(kept)
-        kept = []
-    for value, line in call.record.shown:
-        raw = value.noise if isinstance(value, Public) else value.draws
-        if raw & hiding or (isinstance(value, Public) and _tells_noise(call, value)):
-            how = "the noise that hides a clipped sum, or its key, goes into a host function"
-            found = Finding("side door", how, line, _KEEP_SECRET)
-            leaving[found].append("of a print or callback")
-    for draw in sorted(hiding & call.record.used.keys()):
-        how = "the noise of a release, which is in the model, the data or another private value too"
-        leaving[Finding("fresh noise", how, call.record.used[draw], _OF_ITS_OWN, False)].append("")
+            leaving[_how(fact, step.returns[i] != [] and step.in_state[i])].append(name)
+    for fact, line in record.shown:
+        slots = fact.draws & record.slots.keys()
+        if slots:
+            leaving[_slot_draws(line)].append("of a print, a branch or a loop")
     findings = [
         finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
         for finding, names in leaving.items()
@@ -121,150 +166,108 @@ def _outputs(
     return findings, tuple(kept), tuple(disclosed)
 
 
-def _tells_noise(call: StepCall, value: Public) -> bool:
-    """Whether a key of the noise is in a result, or one that it is made from."""
-    draws = call.record.draws
-    keys = [*value.words, *([value.term] if isinstance(value.term, Key) else [])]
-    return any(
-        key.root == drawn.key.root
-        and len(key.path) <= len(drawn.key.path)
-        and not paths_part(key.path, drawn.key.path, call.record.counters)
-        for key in keys
-        for drawn in (draws[path] for path in call.hiding if path in draws)
-    )
-
-
-def _is_to_be_hidden(value: Private | Sum) -> bool:
-    """Whether noise was added, in vain."""
-    return isinstance(value, Private) and value.noised is not None
-
-
-_ADD_NOISE = (
-    "Add the plan's noise to what filter_clipped_grad returns, before anything else is made of it: "
-    "plan.privatizer stands first in the chain of the optimizer."
-)
-_LEAVE_OUT = (
-    "Leave it out of the results. If it may be known without noise, name its path in disclose=. A "
-    "mean over examples is no release either: it needs a clipped sum and noise."
-)
-_OF_ITS_OWN = "Draw noise with a key that is used for nothing else."
-_KEEP_SECRET = "Leave it out of the results: who knows the noise can subtract it."
-
-
-def _leaves(how: str, where: str = "", advice: str = _ADD_NOISE) -> Finding:
-    return Finding("release", how, where or "the results", advice)
-
-
-def _how(value: Private | Sum) -> Finding:
-    if not isinstance(value, Private):
-        return _leaves("a clipped sum is in it, without noise")
-    how = {
-        "data": "private data is in it",
-        "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
-        "unknown": "a clipped sum is in it, through something of which no bound is known",
-        "rounded": "a clipped sum is in it that was rounded before any noise",
-        "kept": "private data of an earlier call is in it",
-        "mixed": "it is made of a clipped sum of unknown sensitivity",
-        "noise known": "the noise of a release is taken off again",
-        "taken": "private data is in it",
-        "slots": "private data is in it",
-    }[value.reason]
-    if value.noised is None or value.reason in ("mixed", "noise known"):
-        is_of_rows = value.reason in ("data", "taken", "slots")
-        where = "" if value.reason == "kept" else value.where
-        return _leaves(how, where, _LEAVE_OUT if is_of_rows else _ADD_NOISE)
-    stddev, line = value.noised
-    is_unbounded = value.reason == "nonlinear"
-    bound = "unbounded" if is_unbounded else "not known"
-    made = ", and it was not made by filter_clipped_grad" if value.reason == "data" else ""
-    is_elsewhere = value.reason != "kept" and value.where not in ("", line)
-    at = f" (at {value.where})" if is_elsewhere else ""
+def _slot_draws(line: str) -> Finding:
     return Finding(
-        "noise",
-        f"noise of standard deviation {stddev:.4g} was added, but the noise multiplier is {bound}: "
-        f"{how}{made}{at}",
+        "examples apart",
+        "it may tell of random numbers that slots of the batch meet one by one",
         line,
-        "Add the noise to what filter_clipped_grad returns, before anything else is made of it.",
-        is_decided=is_unbounded,
+        "Draw them with a key of their own, use them for the loss alone, and do not return them.",
+        is_decided=False,
     )
 
 
-def _releases(
-    step: TracedStep, call: StepCall, plan: PrivacyPlan | None
-) -> tuple[float, int, tuple[Release, ...]]:
-    """Noise by sensitivity of all releases together, how many steps they are, and each group."""
-    relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
-    moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], call.record.sources
-
-    def once(releases: Mapping[Path, Noised]) -> float:
-        found = [sensitivity_by_noise(group, releases, sources) for group in groups(releases)]
-        return noise_multiplier(found) / moved
-
-    def multiplier(releases: Mapping[Path, Noised]) -> float:
-        return min(map(once, alternatives(releases)))
-
-    by_call: defaultdict[frozenset[Hashable], dict[Path, Noised]] = defaultdict(dict)
-    by_batch: defaultdict[frozenset[Cut], dict[Path, Noised]] = defaultdict(dict)
-    for group in groups(call.releases):  # clip norms of one call are one release
-        those = {path: call.releases[path] for path in group.releases}
-        by_call[frozenset(source[0] for source in group.sources)].update(those)  # pyright: ignore
-        for path, release in those.items():
-            by_batch[batches(release, sources)][path] = release
-    table = [_row(step, call, those, multiplier(those)) for those in by_call.values()]
-    if len(set().union(*by_batch)) == len(by_batch) == sum(map(len, by_batch)):  # a step each
-        total = min(map(multiplier, by_batch.values()), default=math.inf)
-        return total, sum(row.times for row in table), tuple(table)
-    return multiplier(call.releases), max((row.times for row in table), default=1), tuple(table)
+def _how(fact: Fact, stays: bool) -> Finding:
+    if fact.is_noised:
+        how = "noise was drawn by hand, and the check cannot tell whether it is enough"
+        return Finding("noise", how, fact.where or "the results", _BY_HAND, is_decided=False)
+    if fact.kind is Kind.SUM:
+        how, advice = "a clipped sum is in it, without noise", _ADD_NOISE
+        is_decided = True
+    else:
+        how = REASONS[fact.reason or "unknown"]
+        is_decided = fact.reason in _DECIDED
+        advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
+    if stays:
+        return Finding(
+            "release",
+            f"{how}, and it stays in the state",
+            fact.where or "the results",
+            f"{_STAYS} {advice}",
+            False,
+        )
+    return Finding("release", how, fact.where or "the results", advice, is_decided)
 
 
-def _row(
-    step: TracedStep, call: StepCall, releases: Mapping[Path, Noised], multiplier: float
-) -> Release:
-    outputs = tuple(
-        name
-        for name, value in zip(step.names, call.results, strict=True)
-        if isinstance(value, Public) and value.releases & releases.keys()
+# Releases.
+
+
+def _relation(plan: PrivacyPlan | None) -> NeighboringRelation:
+    return NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
+
+
+def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, tuple[Row, ...]]:
+    """The noise multiplier of all releases together, how many steps they are, and each of them."""
+    record = step.record
+    moved, sources = SENSITIVITY_OF_UNIT_NORM[_relation(plan)], record.sources
+    table = list[Row]()
+    for path, release in record.releases.items():
+        alone = noise_multiplier([release], sources) / moved
+        outputs = (n for n, f in zip(step.names, step.results, strict=True) if path in f.releases)
+        sensitivity = release.stddev / alone if alone else math.inf
+        table.append(
+            Row(
+                tuple(outputs),
+                sensitivity,
+                release.stddev,
+                alone,
+                turns(release, sources)[0],
+                (release.context.line,),
+            )
+        )
+    total, steps = math.inf, 1
+    for taken in alternatives(record.releases):
+        groups: dict[Any, list[Release]] = defaultdict(list)
+        for release in taken:
+            groups[samples_of(release, sources)].append(release)
+        of_samples = sum(max(turns(one, sources)[0] for one in group) for group in groups.values())
+        steps = max(steps, of_samples)
+        together = [*groups.values()] if _are_apart(groups) else [taken]
+        total = min([total, *(noise_multiplier(group, sources) / moved for group in together)])
+    return total, steps, tuple(table)
+
+
+def _are_apart(groups: Iterable[frozenset[Cut]]) -> bool:
+    """Whether releases are of different batches for certain: of other entries of one argument."""
+    known = [*groups]
+    places = [{cut.ref: cut.where for cut in cuts if cut.how == "at"} for cuts in known]
+    return all(
+        any(ref in b and b[ref] != where for ref, where in a.items())
+        for i, a in enumerate(places)
+        for b in places[:i]
     )
-    parts = releases.values()
-    stddev = min(part.stddev for part in parts)
-    sensitivity = stddev / multiplier if multiplier else math.inf
-    where = tuple(sorted({part.at.line for part in parts}))
-    cuts = [call.record.sources[term.source].cuts for part in parts for term in part.value.terms]
-    turns = [
-        loop.length or 0
-        for loop in {loop for part in parts for loop in part.at.loops}
-        if all(is_another_sample(cut, loop.path) for cut in cuts)
-    ]
-    return Release(outputs, sensitivity, stddev, multiplier, math.prod(turns), where)
 
 
 def _against_plan(
-    call: StepCall, plan: PrivacyPlan | None, multiplier: float, steps: int
+    step: TracedStep, plan: PrivacyPlan | None, multiplier: float, steps: int
 ) -> list[Finding]:
-    found: list[Finding] = []
-    releases = call.releases.values()
-    lines = " and ".join(dict.fromkeys(release.at.line for release in releases))
-    for release in releases:
-        bounds = [call.record.sources[term.source].bound for term in release.value.terms]
-        if math.inf in bounds:
-            advice = "Set a finite l2_clip_norm."
-            text = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
-            found.append(Finding("noise", text, release.at.line, advice))
-        elif not release.is_known:
-            found.append(_not_known(release.value.why, release.at.line))
-    if plan is None or not releases or found:
-        return found
+    releases = [*step.record.releases.values()]
+    if plan is None or not releases or any(f.rule == "noise" for f in step.record.found):
+        return []
+    lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
+    found = list[Finding]()
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        is_tight = all(release.value.is_tight for release in releases)
-        least = "" if is_tight else "at least "
+        is_tight = all(
+            term.is_plain for release in releases for row in release.rows for term in row
+        ) and not any(s.bound != s.whole for s in step.record.sources.values())
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         found.append(
             Finding(
                 "noise",
-                f"the noise multiplier is {least}{multiplier:.6g}, and the plan accounts for "
-                f"{plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, sensitivity of all "
-                f"releases of a step together {'' if is_tight else 'at most '}{sensitivity})",
+                f"the noise multiplier is {'' if is_tight else 'at least '}{multiplier:.6g}, and "
+                f"the plan accounts for {plan.noise_multiplier:.6g} (standard deviation "
+                f"{stddev:.4g}, sensitivity of all releases of a step together "
+                f"{'' if is_tight else 'at most '}{sensitivity})",
                 lines,
                 "The standard deviation must be the plan's noise multiplier times this "
                 "sensitivity. plan.privatizer(grad_fn, key) sets it for one clipped sum. For k "
@@ -281,12 +284,102 @@ def _against_plan(
     return found
 
 
-def _not_known(why: str, line: str) -> Finding:
-    reason = why or "the noise has no standard deviation that is a constant of the program"
-    return Finding(
-        "noise",
-        f"the noise multiplier is not known: {reason}",
-        line,
-        "Give factors and standard deviations as Python numbers, so that they are constants.",
-        is_decided=False,
+# Keys.
+
+
+def _fresh_noise(step: TracedStep, calls: Calls) -> tuple[list[Finding], list[str]]:
+    """Whether each noise has a key of its own, and another one in each turn and call."""
+    record = step.record
+    uses, found, notes = {**record.uses}, list[Finding](), list[str]()
+    for i, fact in enumerate(step.results):
+        is_carried = any(("argument", at) in calls.paths for at in step.returns[i])
+        if fact.key is not None and not is_carried:
+            context = next(iter(uses.values())).context if uses else None
+            if context is not None:
+                where = context._replace(line="the results", loops=(), branches=())
+                uses["result", i] = Use("returned", fact.key, where)
+    hiding = {path: uses[path] for path in record.noises if path in uses}
+    for path, noise in hiding.items():
+        line = noise.context.line
+        for loop in (*noise.context.loops, None):
+            where = CALLS if loop is None else loop.path
+            is_fresh = is_new(noise.key, where, calls)
+            if not is_fresh:
+                found.append(_stale(noise.key, loop is None, line, is_fresh is False))
+        for other, use in uses.items():
+            if other != path and not _are_independent(record, path, other, noise, use, calls):
+                found.append(_shared(noise, use, calls))
+        notes += _given(step, noise.key, calls)
+    return found, notes
+
+
+def _are_independent(
+    record: Record, path: Any, other: Any, noise: Use, use: Use, calls: Calls
+) -> bool:
+    if parted(noise.key, use.key, calls):
+        return True
+    if noise.key.root is None or noise.key != use.key or other not in record.noises:
+        return False
+    if not record.noises[path] & record.noises[other]:
+        return True  # other leaves of one tree
+    a, b = dict(noise.context.branches), dict(use.context.branches)
+    return any(b.get(choice, number) != number for choice, number in a.items())
+
+
+def _stale(key: Key, is_call: bool, line: str, is_decided: bool) -> Finding:
+    turn = "call" if is_call else "turn of a loop"
+    is_constant = isinstance(key.root, tuple) and key.root[0] == "constant"
+    found = f"the key of the noise is the same one in each {turn}"
+    if not is_decided:
+        found = f"the key of the noise is not proven to be another one in each {turn}"
+    advice = (
+        "Fold a counter of the state into it (jax.random.fold_in(key, step)), or split it and "
+        "return the other half in the state."
     )
+    if is_constant:
+        advice = f"It is a constant of the program. {advice}"
+    return Finding("fresh noise", found, line, advice, is_decided)
+
+
+def _shared(noise: Use, use: Use, calls: Calls) -> Finding:
+    shown = {
+        "noise": "another noise",
+        "draw": "other random numbers",
+        "loss": "the loss",
+        "returned": "a result",
+        "door": "a print or callback",
+    }[use.what]
+    a, b = noise.key, use.key
+    path = min(len(a.path), len(b.path))
+    is_decided = a.root is not None and a.root == b.root and None not in (*a.path, *b.path)
+    is_decided = is_decided and a.path[:path] == b.path[:path]
+    found = f"one key, or one that follows from it, is used for the noise and for {shown}"
+    if not is_decided:
+        found = f"the key of the noise is not proven to be independent of that of {shown}"
+    at = (
+        ""
+        if use.context.line in (noise.context.line, "the results")
+        else f" (at {use.context.line})"
+    )
+    advice = "Use a key for nothing else than one noise: jax.random.split gives as many as needed."
+    if use.what == "returned":
+        advice = _KEEP_SECRET
+    rule = (
+        "release"
+        if use.what == "returned"
+        else "side door"
+        if use.what == "door"
+        else "fresh noise"
+    )
+    return Finding(rule, found + at, noise.context.line, advice, is_decided)
+
+
+def _given(step: TracedStep, key: Key, calls: Calls) -> Sequence[str]:
+    """What the caller has to see to."""
+    roots = [key.root, *(getattr(one, "root", None) for one in key.path)]
+    return [
+        f"the caller gives {step.argument_names[root[1]]}: it, or a key and a number together, must "
+        "never be the same in two calls"
+        for root in roots
+        if isinstance(root, tuple) and root in calls.given
+    ]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
 
-from ..isolation import dtype_of
 from ..programs import UNSEEN, named
+from .flow import dtype_of
 
 
 class Width(NamedTuple):

@@ -244,7 +244,9 @@ def _noisy(
         key = key if step is None else jax.random.fold_in(key, step)
         return [
             _add_noise(gradient, stddev, policy, _draw_of(rules, path, own))
-            for path, gradient, own in zip(paths, gradients, fold_texts(key, of_leaves), strict=True)
+            for path, gradient, own in zip(
+                paths, gradients, fold_texts(key, of_leaves), strict=True
+            )
         ]
 
     def words(text: str | bytes) -> tuple[int, ...]:

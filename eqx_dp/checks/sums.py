@@ -1,0 +1,331 @@
+"""Linear functions of clipped sums, and how far one example moves them."""
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex_core
+import numpy as np
+
+from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
+from .facts import Cut, Fact, Kind, Path, Row, Term, column_norms, larger, made_of
+from .flow import Context, dtype_of, size_of
+
+_MOVED = named("reshape transpose squeeze rev slice split unstack real")
+_BESIDE = named("concatenate stack dynamic_update_slice pad")
+_PLAIN = UNCHANGED | {"convert_element_type", "neg"}
+
+
+class Source(NamedTuple):
+    """A clipped sum.
+
+    Attributes:
+        bound: the L2 norm by which one example moves it at most.
+        samples: which of several batches it is of; empty for the only one.
+        loops: loops in whose turns disjoint parts of one batch are summed, of one function.
+        whole: the bound on the sum over all turns of these.
+        line: where the engine is called.
+    """
+
+    bound: float
+    samples: frozenset[Cut]
+    loops: frozenset[Hashable]
+    whole: float
+    line: str
+
+
+class Release(NamedTuple):
+    """Noise on clipped sums.
+
+    Attributes:
+        rows: what the noise was added to, leaf by leaf.
+        stddev: of the noise.
+        context: where.
+    """
+
+    rows: tuple[Row, ...]
+    stddev: float
+    context: Context
+
+
+def scaled(rows: tuple[Row, ...], factor: float, is_plain: bool, is_fixed: bool) -> tuple[Row, ...]:
+    """Rows behind a linear function whose norm is at most `factor`."""
+    return tuple(
+        frozenset(
+            Term(
+                term.leaf,
+                term.gain * factor,
+                term.is_plain and is_plain,
+                term.is_fixed and is_fixed,
+            )
+            for term in row
+        )
+        for row in rows
+    )
+
+
+def added(a: tuple[Row, ...], b: tuple[Row, ...]) -> tuple[Row, ...]:
+    """A bound on the sum of two; it is exact where both have one row."""
+    if not a or not b:
+        return a or b
+    terms: dict[Hashable, Term] = {}
+    for rows in (a, b):
+        row = rows[0] if len(rows) == 1 else _collapsed(rows)
+        for term in row:
+            other = terms.get(term.leaf)
+            terms[term.leaf] = term if other is None else _sum_of(term, other)
+    return (frozenset(terms.values()),)
+
+
+def _sum_of(a: Term, b: Term) -> Term:
+    if a.is_plain and b.is_plain:
+        return a._replace(gain=a.gain + b.gain)
+    return Term(a.leaf, abs(a.gain) + abs(b.gain), False, a.is_fixed and b.is_fixed)
+
+
+def _collapsed(rows: tuple[Row, ...]) -> Row:
+    is_fixed = all(term.is_fixed for row in rows for term in row)
+    norms = column_norms(rows)
+    return frozenset(Term(leaf, gain, False, is_fixed) for leaf, gain in norms.items())
+
+
+def linear(context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:
+    """What an equation makes of clipped sums and public values."""
+    name, line = equation.primitive.name, context.line
+    sums = [fact for fact in inputs if fact.kind is Kind.SUM]
+    found = made_of(inputs, "linear", line)
+    if len({fact.over for fact in sums}) > 1:
+        return found._replace(reason="devices")
+    first, result = inputs[0], equation.outvars[0]
+    ratio = size_of(result) / max(1, size_of(equation.invars[0]))
+    rows: tuple[Row, ...] | None = None
+    if name in _PLAIN:
+        if _is_narrower(equation):
+            return found._replace(reason="rounded")
+        rows = scaled(first.rows, -1.0 if name == "neg" else 1.0, True, True)
+    elif name in _MOVED or (name == "dynamic_slice" and first.kind is Kind.SUM):
+        is_fixed = name != "dynamic_slice" or all(fact.constant for fact in inputs[1:])
+        rows = scaled(first.rows, 1.0, False, is_fixed)
+    elif name == "broadcast_in_dim" and ratio:
+        rows = scaled(first.rows, math.sqrt(ratio), ratio == 1, True)
+    elif name == "reduce_sum" and ratio:
+        rows = scaled(first.rows, math.sqrt(1 / ratio), False, True)
+    elif name in ("add", "add_any", "sub"):
+        second = scaled(inputs[1].rows, -1.0 if name == "sub" else 1.0, True, True)
+        rows = added(first.rows, second)
+        is_drawn = any(fact.is_public and fact.draws for fact in inputs)
+        found = found._replace(is_noised=found.is_noised or is_drawn)
+    elif name in _BESIDE:
+        if all(fact.is_public or fact.rows for fact in inputs):
+            is_fixed = name != "dynamic_update_slice"
+            both = tuple(row for fact in inputs for row in fact.rows)
+            rows = scaled(both, 1.0, False, is_fixed)
+    elif name == "select_n":
+        if not first.is_public:
+            return found._replace(reason="nonlinear")
+        both = tuple(row for fact in inputs[1:] for row in fact.rows)
+        rows = scaled(both, 1.0, False, False)
+    elif name in ("mul", "div") and len(sums) == 1:
+        factor = _factor(inputs, name)
+        if factor is None:
+            is_public = first.kind is Kind.SUM or name == "mul"
+            return found._replace(reason="factor" if is_public else "nonlinear")
+        rows = scaled(sums[0].rows, *factor, True)
+    elif name in ENTRY_BY_ENTRY or (name == "mul"):
+        return found._replace(reason="nonlinear")
+    if rows is None:
+        return found
+    return found._replace(kind=Kind.SUM, rows=rows, over=sums[0].over, reason="", where="")
+
+
+def _is_narrower(equation: jex_core.JaxprEqn) -> bool:
+    before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
+    return before != after and np.promote_types(before, after) != after
+
+
+def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:
+    """The number that a sum is multiplied by, and whether it is one number."""
+    at = 0 if inputs[1].kind is Kind.SUM else 1
+    other = inputs[at]
+    if (name == "div" and at == 0) or other.constant is None or other.constant.value is None:
+        return None
+    values = np.asarray(other.constant.value, np.float64)
+    if name == "div":
+        with np.errstate(divide="ignore"):
+            values = 1 / values
+    if not values.size or not np.isfinite(values).all():
+        return None
+    if values.min() == values.max():
+        return float(values.flat[0]), True
+    return float(np.abs(values).max()), False
+
+
+def sum_over_devices(fact: Fact, axes: frozenset[Any], line: str) -> Fact:
+    """The sum over devices of what each has: only of their parts of one sum."""
+    is_same = all(term.is_fixed for row in fact.rows for term in row)
+    if fact.over != axes or not is_same:
+        return made_of([fact], "devices", line)
+    return fact._replace(over=frozenset[str](), varies=fact.varies - axes)
+
+
+def grown(
+    before: Fact,
+    after: Fact,
+    own: Hashable,
+    loop: tuple[Hashable, int | None],
+    sources: dict[Hashable, Source],
+    line: str,
+) -> Fact:
+    """What a loop carries in all of its turns: it stays, or grows by the same each turn.
+
+    `after` is made of what a turn begins with (the leaf `own`) and of what the turn adds.
+    """
+    path, length = loop
+    rest = list[Row]()
+    factor: Term | None = None
+    for row in after.rows:
+        mine = [term for term in row if term.leaf == own]
+        if any(isinstance(t.leaf, tuple) and t.leaf[0] == "carry" and t.leaf != own for t in row):
+            return made_of([after], "loop", line)
+        if mine and factor is not None:
+            return made_of([after], "loop", line)
+        factor = mine[0] if mine else factor
+        rest.append(frozenset(term for term in row if term.leaf != own))
+    added_rows = tuple(row for row in rest if row)
+    start = before.rows if before.kind is Kind.SUM else ()
+    if factor is None:  # set anew in each turn
+        return after._replace(rows=larger(start, added_rows) if start else added_rows)
+    if abs(factor.gain) > 1 or (added_rows and length is None):
+        return made_of([after], "loop", line)
+    is_exact = factor.is_plain and factor.gain == 1.0
+    leaves = [term for row in added_rows for term in row]
+    if is_exact and leaves and all(_is_part(term, path, sources) for term in leaves):
+        total = tuple(frozenset(_whole(term, sources) for term in row) for row in added_rows)
+    else:
+        total = scaled(added_rows, float(length or 1), False, False)
+    return after._replace(rows=added(start, total) if added_rows else start)
+
+
+def _is_part(term: Term, loop: Hashable, sources: Mapping[Hashable, Source]) -> bool:
+    source = sources.get(term.leaf[0]) if isinstance(term.leaf, tuple) else None
+    return source is not None and loop in source.loops and term.is_fixed
+
+
+def _whole(term: Term, sources: dict[Hashable, Source]) -> Term:
+    assert isinstance(term.leaf, tuple)
+    name, leaf = term.leaf
+    source = sources[name]
+    whole = ("whole", name)
+    sources[whole] = source._replace(bound=source.whole, loops=frozenset())
+    return term._replace(leaf=(whole, leaf))
+
+
+# How far releases move.
+
+
+def noise_multiplier(releases: Sequence[Release], sources: Mapping[Hashable, Source]) -> float:
+    """The noise multiplier of several releases together; infinite without any.
+
+    With M the matrix of what one example does to all numbers released, each by the standard
+    deviation of its noise, it is 1 / max |M x|. By Minkowski, |M x| is at most the sum over clipped
+    sums of the norm of their columns times their bound. What has no clipped sum in common adds up
+    by squares.
+    """
+    total = 0.0
+    for group in _connected(releases):
+        rows = [(row, release) for release in group for row in release.rows]
+        by_source: defaultdict[Hashable, list[tuple[int, Hashable, float]]] = defaultdict(list)
+        for i, (row, release) in enumerate(rows):
+            times = math.sqrt(_repetitions(release, sources))
+            for term in row:
+                assert isinstance(term.leaf, tuple)
+                entry = i, term.leaf, times * abs(term.gain) / release.stddev
+                by_source[term.leaf[0]].append(entry)
+        total += sum(_norm(e) * sources[name].bound for name, e in by_source.items()) ** 2
+    return math.inf if total == 0 else 1 / math.sqrt(total)
+
+
+def _norm(entries: list[tuple[int, Hashable, float]]) -> float:
+    """The spectral norm of a matrix, by its entries."""
+    if any(math.isinf(value) for _, _, value in entries):
+        return math.inf
+    rows = Counter(row for row, _, _ in entries)
+    if max(rows.values()) == 1:  # columns are orthogonal
+        squares: defaultdict[Hashable, float] = defaultdict(float)
+        for _, column, value in entries:
+            squares[column] += value**2
+        return math.sqrt(max(squares.values()))
+    at = {row: i for i, row in enumerate(rows)}
+    columns = {column: i for i, column in enumerate(dict.fromkeys(c for _, c, _ in entries))}
+    if len(at) == 1:
+        return math.sqrt(sum(value**2 for _, _, value in entries))
+    matrix = np.zeros((len(at), len(columns)))
+    for row, column, value in entries:
+        matrix[at[row], columns[column]] += value
+    return float(np.linalg.norm(matrix, 2))
+
+
+def _connected(releases: Sequence[Release]) -> list[list[Release]]:
+    """Releases in groups that have no clipped sum in common."""
+    groups: list[tuple[set[Hashable], list[Release]]] = []
+    for release in releases:
+        own = names_of(release)
+        joined = [release]
+        rest: list[tuple[set[Hashable], list[Release]]] = []
+        for names, members in groups:
+            if names & own:
+                own, joined = own | names, members + joined
+            else:
+                rest.append((names, members))
+        groups = [*rest, (own, joined)]
+    return [members for _, members in groups]
+
+
+def names_of(release: Release) -> set[Hashable]:
+    """The clipped sums of a release."""
+    terms = [term for row in release.rows for term in row]
+    return {term.leaf[0] for term in terms if isinstance(term.leaf, tuple)}
+
+
+def samples_of(release: Release, sources: Mapping[Hashable, Source]) -> frozenset[Cut]:
+    """Which of several batches a release is of; empty if it is of several of them, or of all."""
+    found = {sources[name].samples for name in names_of(release)}
+    return found.pop() if len(found) == 1 else frozenset()
+
+
+def turns(release: Release, sources: Mapping[Hashable, Source]) -> tuple[int, int]:
+    """How often a release is made: on other batches, and on the same one again."""
+    loops = {cut.where for cut in samples_of(release, sources) if cut.how == "loop"}
+    others, again = 1, 1
+    for loop in release.context.loops:
+        length = loop.length or 0
+        others, again = (others * length, again) if loop.path in loops else (others, again * length)
+    return others, again
+
+
+def _repetitions(release: Release, sources: Mapping[Hashable, Source]) -> float:
+    again = turns(release, sources)[1]
+    return math.inf if again == 0 else again
+
+
+def alternatives(releases: Mapping[Path, Release]) -> list[list[Release]]:
+    """Which releases a call may make, for each way to go through branches that are public."""
+    choices: dict[Hashable, set[int]] = defaultdict(set)
+    for release in releases.values():
+        for choice, number in release.context.branches:
+            choices[choice].add(number)
+    if math.prod(map(len, choices.values())) > 64:
+        return [[*releases.values()]]
+    found: list[list[Release]] = []
+    for numbers in itertools.product(*choices.values()):
+        taken = dict(zip(choices, numbers, strict=True))
+        found.append(
+            [
+                release
+                for release in releases.values()
+                if all(taken[choice] == number for choice, number in release.context.branches)
+            ]
+        )
+    return found
