@@ -67,7 +67,7 @@ class Term(NamedTuple):
         is_fixed: whether the function is the same in each turn of the loops around.
     """
 
-    leaf: Hashable
+    leaf: Any
     gain: float
     is_plain: bool = True
     is_fixed: bool = True

@@ -32,6 +32,7 @@ class Record:
         slots: draws that examples meet slot by slot.
         shown: public values that go through a side door.
         unmasked: lines of engine calls without a mask.
+        is_noised_again: whether noise was added to what is a release already.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Record:
         self.slots: dict[Path, str] = {}
         self.shown: list[tuple[Fact, str]] = []
         self.unmasked: dict[str, None] = {}
+        self.is_noised_again = False
 
     def note(
         self,
@@ -255,6 +257,7 @@ def noise(
             results.append(_in_vain(record, context, mark, fact))
             continue
         made = made_of([fact._replace(kind=Kind.PUBLIC), drawn])
+        record.is_noised_again |= bool(fact.releases and fact.is_public)
         if fact.kind is Kind.SUM:
             rows += fact.rows
             made = made._replace(releases=made.releases | {used}, draws=fact.draws, is_noised=False)

@@ -89,6 +89,8 @@ class PrivacyFlow(Flow[Fact]):
             return [self._exchanged(context, equation, fact) for fact in inputs][
                 : len(equation.outvars)
             ] or []
+        if not equation.outvars:
+            return []
         found = self._one(context, equation, inputs)
         return [found] * len(equation.outvars)
 
@@ -309,9 +311,8 @@ class PrivacyFlow(Flow[Fact]):
             symbol = ("carry", path, i)
             first, last = _counter(fact, start, end, symbol, context)
             if start.kind is Kind.SUM:
-                total = grown(fact, end, symbol, (path, length), self.record.sources, context.line)
-                first = _as(total, first)
-                last = _as(total, last)
+                totals = grown(fact, end, symbol, (path, length), self.record.sources, context.line)
+                first, last = _as(totals[0], first), _as(totals[1], last)
             starts.append(first)
             ends.append(last._replace(varies=last.varies - {path}))
         results = self.program(body, [*consts, *starts, *inner], context)

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.extend.core as jex_core
 import numpy as np
@@ -177,35 +177,36 @@ def grown(
     loop: tuple[Hashable, int | None],
     sources: dict[Hashable, Source],
     line: str,
-) -> Fact:
-    """What a loop carries in all of its turns: it stays, or grows by the same each turn.
+) -> tuple[Fact, Fact]:
+    """What turns of a loop begin with, and what it ends with: it stays, or grows by the same.
 
     `after` is made of what a turn begins with (the leaf `own`) and of what the turn adds.
     """
     path, length = loop
-    rest = list[Row]()
-    factor: Term | None = None
-    for row in after.rows:
-        mine = [term for term in row if term.leaf == own]
-        if any(isinstance(t.leaf, tuple) and t.leaf[0] == "carry" and t.leaf != own for t in row):
-            return made_of([after], "loop", line)
-        if mine and factor is not None:
-            return made_of([after], "loop", line)
-        factor = mine[0] if mine else factor
-        rest.append(frozenset(term for term in row if term.leaf != own))
-    added_rows = tuple(row for row in rest if row)
+    unknown = made_of([before, after], "loop", line)
+    as_sum = unknown._replace(kind=Kind.SUM, over=after.over or before.over, reason="", where="")
     start = before.rows if before.kind is Kind.SUM else ()
-    if factor is None:  # set anew in each turn
-        return after._replace(rows=larger(start, added_rows) if start else added_rows)
-    if abs(factor.gain) > 1 or (added_rows and length is None):
-        return made_of([after], "loop", line)
-    is_exact = factor.is_plain and factor.gain == 1.0
-    leaves = [term for row in added_rows for term in row]
-    if is_exact and leaves and all(_is_part(term, path, sources) for term in leaves):
-        total = tuple(frozenset(_whole(term, sources) for term in row) for row in added_rows)
+    added_rows = list[Row]()
+    factors = list[Term]()
+    for row in after.rows:
+        factors += [term for term in row if term.leaf == own]
+        rest = frozenset(term for term in row if term.leaf != own)
+        if any(isinstance(t.leaf, tuple) and t.leaf[0] == "carry" for t in rest):
+            return unknown, unknown
+        added_rows += [rest] if rest else []
+    turn = tuple(added_rows)
+    if not factors:  # set anew in each turn
+        first = as_sum._replace(rows=larger(start, turn) if start and turn else start or turn)
+        return first, after if length else first
+    is_exact = factors[0].is_plain and factors[0].gain == 1.0
+    if len(factors) > 1 or abs(factors[0].gain) > 1 or (turn and length is None):
+        return unknown, unknown
+    if is_exact and turn and all(_is_part(t, path, sources) for row in turn for t in row):
+        total = tuple(frozenset(_whole(term, sources) for term in row) for row in turn)
     else:
-        total = scaled(added_rows, float(length or 1), False, False)
-    return after._replace(rows=added(start, total) if added_rows else start)
+        total = scaled(turn, float(length or 1), False, False)
+    found = as_sum._replace(rows=added(start, total) if turn else start)
+    return found, found
 
 
 def _is_part(term: Term, loop: Hashable, sources: Mapping[Hashable, Source]) -> bool:
@@ -229,25 +230,30 @@ def noise_multiplier(releases: Sequence[Release], sources: Mapping[Hashable, Sou
     """The noise multiplier of several releases together; infinite without any.
 
     With M the matrix of what one example does to all numbers released, each by the standard
-    deviation of its noise, it is 1 / max |M x|. By Minkowski, |M x| is at most the sum over clipped
-    sums of the norm of their columns times their bound. What has no clipped sum in common adds up
-    by squares.
+    deviation of its noise, it is 1 / max |M x|. Rows of M that are of the same clipped sums go
+    together, and others add up by squares. By Minkowski, |M x| is at most the sum over clipped sums
+    of the norm of their columns times their bound.
     """
+    of_sums: defaultdict[frozenset[Hashable], list[_Entry]] = defaultdict(list)
+    for i, release in enumerate(releases):
+        times = math.sqrt(_repetitions(release, sources)) / release.stddev
+        for j, row in enumerate(release.rows):
+            names = frozenset(term.leaf[0] for term in row)
+            of_sums[names] += [((i, j), term.leaf, times * abs(term.gain)) for term in row]
     total = 0.0
-    for group in _connected(releases):
-        rows = [(row, release) for release in group for row in release.rows]
-        by_source: defaultdict[Hashable, list[tuple[int, Hashable, float]]] = defaultdict(list)
-        for i, (row, release) in enumerate(rows):
-            times = math.sqrt(_repetitions(release, sources))
-            for term in row:
-                assert isinstance(term.leaf, tuple)
-                entry = i, term.leaf, times * abs(term.gain) / release.stddev
-                by_source[term.leaf[0]].append(entry)
-        total += sum(_norm(e) * sources[name].bound for name, e in by_source.items()) ** 2
+    for names, entries in of_sums.items():
+        norms = (
+            _norm([entry for entry in entries if entry[1][0] == name]) * sources[name].bound
+            for name in names
+        )
+        total += sum(norms) ** 2
     return math.inf if total == 0 else 1 / math.sqrt(total)
 
 
-def _norm(entries: list[tuple[int, Hashable, float]]) -> float:
+_Entry: TypeAlias = tuple[Hashable, Any, float]  # row, column, value
+
+
+def _norm(entries: list[_Entry]) -> float:
     """The spectral norm of a matrix, by its entries."""
     if any(math.isinf(value) for _, _, value in entries):
         return math.inf
@@ -265,22 +271,6 @@ def _norm(entries: list[tuple[int, Hashable, float]]) -> float:
     for row, column, value in entries:
         matrix[at[row], columns[column]] += value
     return float(np.linalg.norm(matrix, 2))
-
-
-def _connected(releases: Sequence[Release]) -> list[list[Release]]:
-    """Releases in groups that have no clipped sum in common."""
-    groups: list[tuple[set[Hashable], list[Release]]] = []
-    for release in releases:
-        own = names_of(release)
-        joined = [release]
-        rest: list[tuple[set[Hashable], list[Release]]] = []
-        for names, members in groups:
-            if names & own:
-                own, joined = own | names, members + joined
-            else:
-                rest.append((names, members))
-        groups = [*rest, (own, joined)]
-    return [members for _, members in groups]
 
 
 def names_of(release: Release) -> set[Hashable]:

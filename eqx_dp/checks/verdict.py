@@ -258,7 +258,7 @@ def _against_plan(
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
         is_tight = all(
             term.is_plain for release in releases for row in release.rows for term in row
-        ) and not any(s.bound != s.whole for s in step.record.sources.values())
+        ) and not step.record.is_noised_again and not any(s.bound != s.whole for s in step.record.sources.values())
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         found.append(

@@ -184,8 +184,19 @@ def next_key(state: State) -> tuple[Array, State]:
     return key, state._replace(key=carried)
 
 
+DRAWS_BY_HAND = False
+"""Whether steps by hand draw their noise by `jax.random.normal`, and not by `dp.add_noise`."""
+
+
 def with_noise(grads, key, stddev=STDDEV):
-    """Independent normal noise for every number, from a key for every leaf."""
+    """Independent normal noise for every number."""
+    if DRAWS_BY_HAND or isinstance(stddev, jax.core.Tracer):
+        return with_noise_by_hand(grads, key, stddev)
+    return dp.add_noise(grads, key, stddev)
+
+
+def with_noise_by_hand(grads, key, stddev=STDDEV):
+    """The same by `jax.random.normal`, with a key for every leaf."""
     leaves, structure = jax.tree.flatten(grads)
     keys = jax.random.split(key, len(leaves))
     noisy = [
