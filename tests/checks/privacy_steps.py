@@ -185,7 +185,14 @@ def next_key(state: State) -> tuple[Array, State]:
 
 
 def with_noise(grads, key, stddev=STDDEV):
-    """Independent normal noise for every number, from a key for every leaf."""
+    """Independent normal noise for every number: marked noise, once the package offers it."""
+    if hasattr(dp, "add_noise"):
+        return dp.add_noise(grads, key, stddev)
+    return with_normals(grads, key, stddev)
+
+
+def with_normals(grads, key, stddev=STDDEV):
+    """The same noise by hand, from a key for every leaf."""
     leaves, structure = jax.tree.flatten(grads)
     keys = jax.random.split(key, len(leaves))
     noisy = [
@@ -343,3 +350,15 @@ def misuse(
 ) -> Callable[..., Any]:
     """Enters a misuse that breaks one of some rules; see `Case`."""
     return listed(cases, rules=rules, says=says, decided=decided, kept=kept)
+
+
+def leak(cases: dict[str, Callable[[], Case]]) -> Callable[..., Any]:
+    """Enters a step that leaks; the docstring of its function says what is wrong with it."""
+
+    def enter(make: Callable[[], Case]) -> Callable[[], Case]:
+        assert make.__doc__, make.__name__
+        entered = listed(cases)(make)
+        entered.__doc__ = make.__doc__
+        return entered
+
+    return enter
