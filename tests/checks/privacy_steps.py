@@ -4,7 +4,8 @@ A step by hand is `step(model, state, x, y, mask)`, where `mask` is `is_padding_
 the next model and the next state, and private are the last three arguments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     `private` and `plan` are None for a step of `make_step`, which knows them. `noise_multiplier` is
     the least of an honest step's releases, where it is known; `rules` are those of which a misuse
     breaks one, `says` is in the report on it, and `decided` is False where it may be undecided.
+    `more` is given to the check as it is.
     A misuse that is `kept` may be among what the report calls kept, since it stays in the state.
     """
 
@@ -49,6 +51,7 @@ class Case(NamedTuple):
     says: str = ""
     decided: bool = True
     kept: bool = False
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 def plan_under(relation, **more):

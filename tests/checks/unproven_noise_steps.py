@@ -1,15 +1,15 @@
-"""Steps that leak, and what is wrong with each in its docstring: noise, keys, marks, random values."""
+"""Steps that leak, each with what is wrong: noise, keys, marks, random values."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.scipy.special import erfinv
+from dp_accounting import NeighboringRelation
 
 import eqx_dp as dp
 from tests.checks.privacy_steps import (
     EXPECTED,
-    OPTIMIZER,
     PLAN,
     SECRET,
     STDDEV,
@@ -278,13 +278,8 @@ def noise_of_zeros_returned():
         lambda grads, key: [
             with_noise(tree, key, 3 * STDDEV) for tree in (grads, scaled(0.0, grads))
         ],
-        PLAN._replace(noise_multiplier=1.0) if hasattr(PLAN, "_replace") else weak_plan(),
+        dp.PrivacyPlan(0.5, 10, 1.0, 1e-5),
     )
-
-
-def weak_plan():
-    """A plan that an honest step and one more release with three times its noise keep to."""
-    return dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
 
 
 def two_sums(noisy_of):
@@ -365,7 +360,13 @@ def one_key_for_two_steps_of_a_call():
 @leaking
 def key_of_the_state_used_and_kept():
     """The state's key never changes: every step has the same noise."""
-    return caller_keyed(lambda key, t: key, state_key=True)
+    grad_fn = clipped()
+
+    def step(model, state, x, y, mask):
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, state.key))
+
+    return by_hand(step)
 
 
 @leaking
@@ -379,14 +380,11 @@ def privatizer_called_twice_with_one_state():
         grads = grad_fn(model, x, y, is_padding_example=mask)
         noisy, later = privatizer.update(grads, noise)
         zeros, _ = privatizer.update(scaled(0.0, grads), noise)
-        return *updated(model, state, noisy), zeros, later
-
-    def next_step(model, states, x, y, mask):
-        model, state, zeros, later = step(model, states, x, y, mask)
+        model, state = updated(model, state, noisy)
         return model, (later, state), zeros
 
     state = privatizer.init(grad_fn.trainable(mlp())), first_state()
-    return by_hand(next_step, state=state)
+    return by_hand(step, state=state)
 
 
 @leaking
@@ -434,9 +432,7 @@ def tangent_of_the_noisy_sum():
 @leaking
 def cotangent_of_the_noisy_sum():
     """Backwards through the noise goes what was handed in: the sum."""
-    return noised_by(
-        lambda grads, key: jax.vjp(lambda g: with_noise(g, key), grads)[1](grads)[0]
-    )
+    return noised_by(lambda grads, key: jax.vjp(lambda g: with_noise(g, key), grads)[1](grads)[0])
 
 
 @leaking
@@ -449,8 +445,7 @@ def tangent_of_the_privatizer():
         noise, state = states
         grads = grad_fn(model, x, y, is_padding_example=mask)
         _, noise = privatizer.update(grads, noise)
-        update = lambda g: privatizer.update(g, states[0])[0]  # noqa: E731
-        _, slope = jax.jvp(update, (grads,), (grads,))
+        _, slope = jax.jvp(lambda g: privatizer.update(g, states[0])[0], (grads,), (grads,))
         model, state = updated(model, state, slope)
         return model, (noise, state)
 
@@ -495,9 +490,7 @@ def deviation_by_the_largest_norm():
 @leaking
 def deviation_of_a_selected_number():
     """At least the plan's, of two that the data chooses from."""
-    return deviation_of(
-        lambda values, x, mask: STDDEV * jnp.where(x[0, 0] > 0, 1.0, 100.0)
-    )
+    return deviation_of(lambda values, x, mask: STDDEV * jnp.where(x[0, 0] > 0, 1.0, 100.0))
 
 
 @leaking
@@ -561,9 +554,7 @@ def noise_masked_by_the_sum():
 def noise_times_the_sum():
     """Its deviation is that of the sum's own numbers."""
     return noised_by(
-        lambda grads, key: jax.tree.map(
-            lambda g, n: g + g * n, grads, noise_alone(grads, key, 1.0)
-        )
+        lambda grads, key: jax.tree.map(lambda g, n: g + g * n, grads, noise_alone(grads, key, 1.0))
     )
 
 
@@ -574,9 +565,7 @@ def noise_and_the_sum_selected_by_chance():
     def noisy(grads, key):
         coin, key = jax.random.split(key)
         keep = jax.random.bernoulli(coin)
-        return jax.tree.map(
-            lambda g, n: jnp.where(keep, g, n), grads, with_noise(grads, key)
-        )
+        return jax.tree.map(lambda g, n: jnp.where(keep, g, n), grads, with_noise(grads, key))
 
     return noised_by(noisy)
 
@@ -688,14 +677,10 @@ def tiled_before_the_noise():
     """Each number is there four times, each with the noise for one."""
 
     def noisy(grads, key):
-        tiled = jax.tree.map(lambda g: jnp.repeat(g, 4, 0), grads)
-        return jax.tree.map(lambda g: g[::4], with_noise(tiled, key)), with_noise(
-            grads, jax.random.fold_in(key, 1)
-        )
+        tiled = with_noise(jax.tree.map(lambda g: jnp.repeat(g, 4, 0), grads), key)
+        return jax.tree.map(lambda g: g.reshape(-1, 4, *g.shape[1:]).mean(1), tiled)
 
-    return noised_by(lambda grads, key: noisy(grads, key)[0])._replace(
-        plan=dp.PrivacyPlan(0.5, 10, 1.2, 1e-5)
-    )
+    return noised_by(noisy)
 
 
 @leaking
@@ -767,9 +752,7 @@ def noisy_sum_clipped_to_the_norm_of_the_raw_one():
 def preconditioned_by_raw_squares():
     """The second moment is that of the sum, and the first that of the noisy sum."""
     return behind_the_noise(
-        lambda noisy, grads, model: jax.tree.map(
-            lambda n, g: n / (1e-3 + jnp.abs(g)), noisy, grads
-        )
+        lambda noisy, grads, model: jax.tree.map(lambda n, g: n / (1e-3 + jnp.abs(g)), noisy, grads)
     )
 
 
@@ -777,9 +760,7 @@ def preconditioned_by_raw_squares():
 def signs_of_the_raw_sum():
     """How large the noisy numbers are, with the signs of the sum."""
     return behind_the_noise(
-        lambda noisy, grads, model: jax.tree.map(
-            lambda n, g: jnp.copysign(n, g), noisy, grads
-        )
+        lambda noisy, grads, model: jax.tree.map(lambda n, g: jnp.copysign(n, g), noisy, grads)
     )
 
 
@@ -793,9 +774,7 @@ def raw_sum_a_little_behind_the_noise():
 def small_layers_without_noise():
     """Biases get the sum: they are few."""
     return behind_the_noise(
-        lambda noisy, grads, model: jax.tree.map(
-            lambda n, g: n if g.ndim > 1 else g, noisy, grads
-        )
+        lambda noisy, grads, model: jax.tree.map(lambda n, g: n if g.ndim > 1 else g, noisy, grads)
     )
 
 
@@ -808,9 +787,7 @@ def raw_sum_through_a_derivative_rule():
         return exact
 
     straight.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
-    return behind_the_noise(
-        lambda noisy, grads, model: jax.tree.map(straight, noisy, grads)
-    )
+    return behind_the_noise(lambda noisy, grads, model: jax.tree.map(straight, noisy, grads))
 
 
 @leaking
@@ -863,7 +840,7 @@ def raw_sum_through_remat_and_a_loop_without_turns():
 
 @leaking
 def raw_sum_in_the_last_turn():
-    """A loop carries two trees and exchanges them: after an odd number of turns the sum is first."""
+    """A loop exchanges two trees: after an odd number of turns the sum is first."""
     return behind_the_noise(
         lambda noisy, grads, model: jax.lax.fori_loop(
             0, 3, lambda _, c: (c[1], c[0]), (noisy, grads)
@@ -901,13 +878,14 @@ def public_bits_in_a_scope_of_our_name():
 
     def noisy(grads, key):
         def forged(leaf):
+            words = jnp.broadcast_to(jax.random.key_data(key)[0], leaf.shape)
             with jax.named_scope("eqx_dp.bits"):
-                words = jax.random.key_data(key)[0] * jnp.zeros(leaf.shape, jnp.uint32)
+                words = jax.lax.bitwise_and(words, jnp.zeros(leaf.shape, jnp.uint32))
             ones = jnp.uint32(0x3F800000)
             unit = jax.lax.bitcast_convert_type((words >> 9) | ones, jnp.float32) - 1
-            low = jnp.nextafter(jnp.float32(-1), jnp.float32(0))
-            uniform = jnp.maximum(low, unit * (1 - low) + low)
-            return leaf + STDDEV * jnp.sqrt(jnp.float32(2)) * erfinv(uniform)
+            low = np.nextafter(np.float32(-1), np.float32(0))
+            uniform = jnp.maximum(low, unit * (np.float32(1) - low) + low)
+            return leaf + STDDEV * (np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform))
 
         return jax.tree.map(forged, grads)
 
@@ -1016,17 +994,18 @@ def function_with_the_name_of_the_last_call_of_the_noise():
 # Keys: a step's number that the caller gives, and carried keys.
 
 
-def caller_keyed(key_of, t=0, state_key=False, returns=None, root=None):
-    """The noise's key is `key_of(root, t)`, and the caller counts `t`."""
+ROOT = jax.random.key(12)
+
+
+def caller_keyed(key_of, t=0, returns=None):
+    """The noise's key is `key_of(root, t)`: the step closes over the root, the caller counts `t`."""
     grad_fn = clipped()
 
     def step(model, state, x, y, mask, t):
         grads = grad_fn(model, x, y, is_padding_example=mask)
-        key = key_of(state.key, t)
-        model, state = updated(model, state, with_noise(grads, key))
-        return (model, state) if returns is None else (model, state, returns(state.key))
+        new = updated(model, state, with_noise(grads, key_of(ROOT, t)))
+        return new if returns is None else (*new, returns(ROOT, t))
 
-    del state_key, root
     return by_hand(step, batch=(*data(), jnp.asarray(t)))
 
 
@@ -1098,7 +1077,7 @@ def numbered_twice(numbers_of):
         noisy = [
             with_noise(
                 grad_fn(model, x, y, is_padding_example=mask),
-                jax.random.fold_in(state.key, number),
+                jax.random.fold_in(ROOT, number),
                 2 * STDDEV,
             )
             for grad_fn, number in zip(grad_fns, numbers_of(t), strict=True)
@@ -1115,11 +1094,10 @@ def numbers_of_epoch_and_step_added():
 
     def step(model, state, x, y, mask, epoch, t):
         grads = grad_fn(model, x, y, is_padding_example=mask)
-        return updated(
-            model, state, with_noise(grads, jax.random.fold_in(state.key, epoch + t))
-        )
+        return updated(model, state, with_noise(grads, jax.random.fold_in(ROOT, epoch + t)))
 
-    return by_hand(step, batch=(*data(), jnp.asarray(0), jnp.asarray(0)))
+    batch = (*data(), jnp.asarray(0), jnp.asarray(0))
+    return by_hand(step, batch=batch)
 
 
 @leaking
@@ -1139,21 +1117,28 @@ def number_from_the_data():
 @leaking
 def root_key_shown_beside():
     """The key that the caller's number is folded into is among the results."""
-    return caller_keyed(jax.random.fold_in, returns=jax.random.key_data)
+    return caller_keyed(jax.random.fold_in, returns=lambda root, t: jax.random.key_data(root))
 
 
 @leaking
-def key_of_the_step_shown_beside():
-    """The next step's key is returned to the caller as a number."""
+def next_key_shown_beside():
+    """The key of the next step's noise is among the results of this one."""
     return caller_keyed(
-        jax.random.fold_in, returns=lambda key: jax.random.bits(jax.random.fold_in(key, 1), (2,))
+        jax.random.fold_in,
+        returns=lambda root, t: jax.random.key_data(jax.random.fold_in(root, t + 1)),
     )
 
 
 @leaking
-def root_key_that_is_public():
-    """The root is the seed 0 of the program, which everybody can read."""
-    return caller_keyed(lambda key, t: jax.random.fold_in(jax.random.key(t), 0))
+def root_key_from_the_number_of_the_caller():
+    """The seed is the step's number, which everybody knows."""
+    return caller_keyed(lambda root, t: jax.random.key(t))
+
+
+@leaking
+def root_key_of_the_caller_without_a_number():
+    """Every step has the same noise, and the key is among the results."""
+    return caller_keyed(lambda root, t: root, returns=lambda root, t: root)
 
 
 @leaking
@@ -1162,7 +1147,7 @@ def number_of_the_caller_for_noise_and_loss():
     grad_fn = clipped(dropout_loss)
 
     def step(model, state, x, y, mask, t):
-        key = jax.random.fold_in(state.key, t)
+        key = jax.random.fold_in(ROOT, t)
         grads = grad_fn(model, x, y, key=key, is_padding_example=mask)
         return updated(model, state, with_noise(grads, key))
 
@@ -1180,7 +1165,7 @@ def number_of_the_caller_in_a_scan_of_two_steps():
             i, (x, y, mask) = i_and_batch
             params, state = carry
             grads = grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask)
-            noisy = with_noise(grads, jax.random.fold_in(state.key, t + i))
+            noisy = with_noise(grads, jax.random.fold_in(ROOT, t + i))
             return updated(params, state, noisy), None
 
         return jax.lax.scan(step, (params, state), (jnp.arange(2), (xs, ys, masks)))[0]
@@ -1237,32 +1222,27 @@ def counter_that_counts_noisy_steps_alone():
 
 if hasattr(dp, "add_noise"):
 
-    def added_by(noisy_of, **named):
-        return noised_by(noisy_of, **named)
-
     @leaking
     def deviation_of_zero_by_our_function():
         """No noise at all, from a marked equation."""
-        return added_by(lambda grads, key: dp.add_noise(grads, key, 0.0))
+        return noised_by(lambda grads, key: dp.add_noise(grads, key, 0.0))
 
     @leaking
     def half_the_deviation_by_our_function():
         """The noise multiplier is 0.6."""
-        return added_by(lambda grads, key: dp.add_noise(grads, key, STDDEV / 2))
+        return noised_by(lambda grads, key: dp.add_noise(grads, key, STDDEV / 2))
 
     @leaking
     def deviation_for_half_the_sensitivity():
         """Under replace-one the sum moves twice as far."""
-        from dp_accounting import NeighboringRelation
-
         plan = plan_under(NeighboringRelation.REPLACE_ONE)
-        return added_by(lambda grads, key: dp.add_noise(grads, key, STDDEV), plan=plan)
+        return noised_by(lambda grads, key: dp.add_noise(grads, key, STDDEV), plan=plan)
 
     @leaking
     def noise_of_our_function_through_jit_of_another_deviation():
         """The deviation is traced through a jitted function, and is a fourth."""
         outer = jax.jit(lambda grads, key, s: dp.add_noise(grads, key, s / 4))
-        return added_by(lambda grads, key: outer(grads, key, STDDEV))
+        return noised_by(lambda grads, key: outer(grads, key, STDDEV))
 
     @leaking
     def noise_of_our_function_to_half_of_the_leaves():
@@ -1273,7 +1253,7 @@ if hasattr(dp, "add_noise"):
             half = dp.add_noise(leaves[:2], key, STDDEV)
             return structure.unflatten([*half, *leaves[2:]])
 
-        return added_by(noisy)
+        return noised_by(noisy)
 
     @leaking
     def one_key_for_two_halves_of_the_leaves():
@@ -1284,7 +1264,7 @@ if hasattr(dp, "add_noise"):
             halves = [dp.add_noise(half, key, STDDEV) for half in (leaves[:2], leaves[2:])]
             return structure.unflatten([*halves[0], *halves[1]])
 
-        return added_by(noisy)
+        return noised_by(noisy)
 
     @leaking
     def sum_with_noise_twice_of_one_key():
@@ -1300,7 +1280,7 @@ if hasattr(dp, "add_noise"):
     def noise_under_vmap_with_many_deviations():
         """`vmap` over deviations, with one key: small noise and large noise are proportional."""
         deviations = jnp.asarray([STDDEV, 2 * STDDEV])
-        return added_by(
+        return noised_by(
             lambda grads, key: jax.tree.map(
                 lambda a: 2 * a[0] - a[1],
                 jax.vmap(lambda s: dp.add_noise(grads, key, s))(deviations),
@@ -1310,12 +1290,10 @@ if hasattr(dp, "add_noise"):
     @leaking
     def noise_of_our_function_on_sums_in_bfloat16():
         """The sum is rounded to bfloat16 before: one example moves it by whole steps."""
-        return added_by(
+        return noised_by(
             lambda grads, key: jax.tree.map(
                 lambda a: a.astype(jnp.float32),
-                dp.add_noise(
-                    jax.tree.map(lambda a: a.astype(jnp.bfloat16), grads), key, STDDEV
-                ),
+                dp.add_noise(jax.tree.map(lambda a: a.astype(jnp.bfloat16), grads), key, STDDEV),
             )
         )
 

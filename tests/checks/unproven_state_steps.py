@@ -18,7 +18,6 @@ from tests.checks.privacy_steps import (
     added,
     by_hand,
     clipped,
-    data,
     first_state,
     leak,
     mlp,
@@ -166,17 +165,13 @@ def class_prototypes_from_aux():
 @leaking
 def average_of_losses():
     """A moving average of the mean loss."""
-    return keeping(
-        lambda kept, given: 0.9 * kept + 0.1 * given.values.loss.mean(), jnp.zeros(())
-    )
+    return keeping(lambda kept, given: 0.9 * kept + 0.1 * given.values.loss.mean(), jnp.zeros(()))
 
 
 @leaking
 def least_loss():
     """The least loss so far."""
-    return keeping(
-        lambda kept, given: jnp.minimum(kept, given.values.loss.mean()), jnp.zeros(())
-    )
+    return keeping(lambda kept, given: jnp.minimum(kept, given.values.loss.mean()), jnp.zeros(()))
 
 
 @leaking
@@ -212,9 +207,7 @@ def norm_of_the_raw_sum():
 def squares_of_raw_sums():
     """A second moment of the sum without noise."""
     return keeping(
-        lambda kept, given: jax.tree.map(
-            lambda v, g: 0.9 * v + 0.1 * g * g, kept, given.grads
-        ),
+        lambda kept, given: jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, kept, given.grads),
         zero_sums(),
     )
 
@@ -222,9 +215,7 @@ def squares_of_raw_sums():
 @leaking
 def residual_of_the_noise():
     """Error feedback: the sum minus the noisy sum is kept, and shows the noise."""
-    return keeping(
-        lambda kept, given: added(given.grads, scaled(-1.0, given.noisy)), zero_sums()
-    )
+    return keeping(lambda kept, given: added(given.grads, scaled(-1.0, given.noisy)), zero_sums())
 
 
 @leaking
@@ -349,7 +340,7 @@ def last_of_the_states_steps_by_chance():
     grad_fn = clipped()
 
     def step(model, states, x, y, mask):
-        kept, state = states
+        _, state = states
         key, state = next_key(state)
         grads = grad_fn(model, x, y, is_padding_example=mask)
         model, state = updated(model, state, with_noise(grads, key))
@@ -515,17 +506,13 @@ def similarity_of_noisy_and_raw_sum():
 @leaking
 def size_of_the_noise():
     """The noisy sum's distance from the raw one."""
-    return beside_it(
-        lambda given: optax.tree.norm(added(given.noisy, scaled(-1.0, given.grads)))
-    )
+    return beside_it(lambda given: optax.tree.norm(added(given.noisy, scaled(-1.0, given.grads))))
 
 
 @leaking
 def losses_by_a_private_order():
     """Only how many losses are above each of some public numbers."""
-    return beside_it(
-        lambda given: (given.values.loss[:, None] > jnp.linspace(0, 5, 10)).sum(0)
-    )
+    return beside_it(lambda given: (given.values.loss[:, None] > jnp.linspace(0, 5, 10)).sum(0))
 
 
 @leaking
@@ -573,9 +560,7 @@ def backtracking_on_the_batch():
             model = eqx.combine(params, static)
             return jax.vmap(squared_error, (None, 0, 0))(model, x, y).mean()
 
-        noisy = with_noise(
-            grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key
-        )
+        noisy = with_noise(grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key)
         updates, opt = search.update(
             noisy, state.opt, params, value=loss(params), grad=noisy, value_fn=loss
         )
@@ -671,9 +656,7 @@ def steps_until_the_private_loss_is_low():
             model = eqx.combine(params, static)
             return jax.vmap(squared_error, (None, 0, 0))(model, x, y).mean()
 
-        noisy = with_noise(
-            grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key
-        )
+        noisy = with_noise(grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key)
         new = jax.lax.while_loop(
             lambda p: loss(p) > 1.0, lambda p: added(p, scaled(-0.01, noisy)), params
         )
@@ -690,9 +673,7 @@ def as_many_turns_as_a_label_says():
 
     def step(params, state, x, y, mask):
         key, state = next_key(state)
-        noisy = with_noise(
-            grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key
-        )
+        noisy = with_noise(grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key)
         times = y.argmax(1)[0] + 1
         new = jax.lax.fori_loop(0, times, lambda _, p: added(p, scaled(-0.01, noisy)), params)
         return new, state
@@ -708,9 +689,7 @@ def turns_behind_a_private_number_masked():
 
     def step(params, state, x, y, mask):
         key, state = next_key(state)
-        noisy = with_noise(
-            grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key
-        )
+        noisy = with_noise(grad_fn(eqx.combine(params, static), x, y, is_padding_example=mask), key)
 
         def turn(params, _):
             model = eqx.combine(params, static)
@@ -732,9 +711,7 @@ def sum_printed_in_a_branch():
         key, state = next_key(state)
         grads = grad_fn(model, x, y, is_padding_example=mask)
         norm = optax.tree.norm(grads)
-        jax.lax.cond(
-            state.step % 100 == 0, lambda: jax.debug.print("{}", norm), lambda: None
-        )
+        jax.lax.cond(state.step % 100 == 0, lambda: jax.debug.print("{}", norm), lambda: None)
         return updated(model, state, with_noise(grads, key))
 
     return by_hand(step)
@@ -753,9 +730,7 @@ def gradient_shown_by_a_derivative_rule():
         return (cotangent,)
 
     spy.defvjp(lambda x: (x, None), backward)
-    return noised_by(
-        with_noise, clipped(lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2))
-    )
+    return noised_by(with_noise, clipped(lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2)))
 
 
 @leaking
@@ -786,6 +761,3 @@ def mean_loss_by_a_callback_that_returns_public_numbers():
         return updated(model, state, scaled(rate, with_noise(grads, key)))
 
     return by_hand(step)
-
-
-_ = data

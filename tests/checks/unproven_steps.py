@@ -113,9 +113,7 @@ def weights_of_devices_from_a_table():
 @leaking
 def sums_gathered_added_and_summed():
     """The gathered sums are added on each device, and the devices' equal results once more."""
-    return summed(
-        lambda g: psum(jax.tree.map(lambda a: jax.lax.all_gather(a, "data").sum(0), g))
-    )
+    return summed(lambda g: psum(jax.tree.map(lambda a: jax.lax.all_gather(a, "data").sum(0), g)))
 
 
 @leaking
@@ -123,9 +121,7 @@ def gathered_sums_with_alternating_signs():
     """Two neighbors' slots have opposite signs: 15 times the clip norm."""
     signs = np.resize(np.float32([1, -1]), DEVICES)
     return summed(
-        lambda g: jax.tree.map(
-            lambda a: jnp.tensordot(signs, jax.lax.all_gather(a, "data"), 1), g
-        )
+        lambda g: jax.tree.map(lambda a: jnp.tensordot(signs, jax.lax.all_gather(a, "data"), 1), g)
     )
 
 
@@ -138,9 +134,7 @@ def one_of_the_gathered_sums():
 @leaking
 def averaged_twice():
     """The second mean changes nothing, and the noise is divided by the devices twice."""
-    return summed(
-        lambda g: jax.lax.pmean(jax.lax.pmean(g, "data"), "data"), STDDEV / DEVICES**2
-    )
+    return summed(lambda g: jax.lax.pmean(jax.lax.pmean(g, "data"), "data"), STDDEV / DEVICES**2)
 
 
 @leaking
@@ -201,7 +195,10 @@ def each_device_releases_its_own_sum():
     return on_devices(noisy, finish, P("data"))
 
 
-def over_devices(part, mesh=None, stddev=STDDEV, batch=P("data")):
+EXAMPLES = P("data")
+
+
+def over_devices(part, mesh=None, stddev=STDDEV, batch=EXAMPLES):
     """`part(model, x, y, mask)` on each device, and one noise on its result."""
     params, static = eqx.partition(mlp(), eqx.is_array)
     mapped = jax.shard_map(
@@ -291,9 +288,7 @@ def one_slot_copied_to_all_devices():
     """Every device takes the first slot of the whole batch: one example counts eight times."""
 
     def part(model, x, y, mask):
-        first = (
-            jax.lax.all_gather(leaf, "data", tiled=True)[:1] for leaf in (x, y, mask)
-        )
+        first = (jax.lax.all_gather(leaf, "data", tiled=True)[:1] for leaf in (x, y, mask))
         x, y, mask = first
         return psum(clipped()(model, x, y, is_padding_example=mask))
 
@@ -357,9 +352,7 @@ def ramp_by_map():
 @leaking
 def ramp_by_a_counter():
     """The same, by the carry of a scan."""
-    return weighted(
-        lambda key: jax.lax.scan(lambda i, _: (i + 1.0, i), 0.0, None, length=SLOTS)[1]
-    )
+    return weighted(lambda key: jax.lax.scan(lambda i, _: (i + 1.0, i), 0.0, None, length=SLOTS)[1])
 
 
 @leaking
@@ -398,9 +391,7 @@ def ramp_as_a_constant():
 @leaking
 def decay_by_a_loop():
     """Half the weight from slot to slot, by a product that a scan carries."""
-    return weighted(
-        lambda key: jax.lax.scan(lambda w, _: (0.5 * w, w), 1.0, None, length=SLOTS)[1]
-    )
+    return weighted(lambda key: jax.lax.scan(lambda w, _: (0.5 * w, w), 1.0, None, length=SLOTS)[1])
 
 
 @leaking
@@ -575,7 +566,7 @@ def mask_as_an_argument_that_is_not_private():
 
 @leaking
 def order_as_an_argument_that_repeats():
-    """Rows are taken by public numbers, of which two may be equal."""
+    """Rows are taken by halves of public numbers: each row that is taken counts twice."""
     return with_argument(
         lambda x, y, mask, at, state: (x[at // 2], y[at // 2], mask[at // 2]), jnp.arange(SLOTS)
     )
@@ -712,9 +703,7 @@ def three_of_four_strided_parts():
 
     def step(model, state, x, y, mask):
         key, state = next_key(state)
-        parts = [
-            grad_fn(model, x[i::4], y[i::4], is_padding_example=mask[i::4]) for i in range(3)
-        ]
+        parts = [grad_fn(model, x[i::4], y[i::4], is_padding_example=mask[i::4]) for i in range(3)]
         return updated(model, state, with_noise(added(*parts), key))
 
     return by_hand(step)
@@ -804,9 +793,7 @@ def class_weights_of_labels_closed_over():
     def step(model, state, x, y, mask):
         key, state = next_key(state)
         weights = 1 / (1 + jax.nn.one_hot(ys.argmax(1), CLASSES).sum(0))
-        grad_fn = clipped(
-            lambda model, x, y: weights[y.argmax()] * squared_error(model, x, y)
-        )
+        grad_fn = clipped(lambda model, x, y: weights[y.argmax()] * squared_error(model, x, y))
         grads = grad_fn(model, x, y, is_padding_example=mask)
         return updated(model, state, with_noise(grads, key))
 
@@ -1032,9 +1019,7 @@ def models_mapped_over_one_batch():
 
         many = jax.tree.map(lambda a: jnp.stack([a, 2 * a, 3 * a, 4 * a]), params)
         sums = jax.vmap(total)(many)
-        return updated(
-            params, state, with_noise(jax.tree.map(lambda a: a.sum(0), sums), key)
-        )
+        return updated(params, state, with_noise(jax.tree.map(lambda a: a.sum(0), sums), key))
 
     return by_hand(step, model=params, state=first_state(params))
 
