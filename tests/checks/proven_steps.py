@@ -209,7 +209,7 @@ def scope_of_any_name():
 
 @proven
 def number_of_the_caller():
-    """The most common pattern in JAX: the caller counts steps, and the step closes over the root."""
+    """The most common pattern in JAX: the caller counts steps, and the root is closed over."""
     return noise_steps.caller_keyed(jax.random.fold_in)
 
 

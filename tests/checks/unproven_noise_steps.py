@@ -245,7 +245,7 @@ def random_response_of_a_private_coin():
 
 @leaking
 def carried_key_chosen_by_a_label():
-    """Which of two keys the state carries, a label says; noise in later steps shows which."""
+    """Which of two keys the state carries, a label says: whoever has the keys reads it."""
     grad_fn = clipped()
 
     def step(model, state, x, y, mask):
@@ -876,18 +876,19 @@ def raw_sum_selected_by_an_argument():
 def public_bits_in_a_scope_of_our_name():
     """Constant words, in a scope that is named as our random bits are: there is no noise."""
 
-    def noisy(grads, key):
-        def forged(leaf):
-            words = jnp.broadcast_to(jax.random.key_data(key)[0], leaf.shape)
-            with jax.named_scope("eqx_dp.bits"):
-                words = jax.lax.bitwise_and(words, jnp.zeros(leaf.shape, jnp.uint32))
-            ones = jnp.uint32(0x3F800000)
-            unit = jax.lax.bitcast_convert_type((words >> 9) | ones, jnp.float32) - 1
-            low = np.nextafter(np.float32(-1), np.float32(0))
-            uniform = jnp.maximum(low, unit * (np.float32(1) - low) + low)
-            return leaf + STDDEV * (np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform))
+    def forged(leaf, key):
+        words = jnp.broadcast_to(jax.random.key_data(key)[0], leaf.shape)
+        with jax.named_scope("eqx_dp.bits"):
+            words = jax.lax.bitwise_and(words, jnp.zeros(leaf.shape, jnp.uint32))
+        unit = jax.lax.bitcast_convert_type((words >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1
+        low = np.nextafter(np.float32(-1), np.float32(0))
+        uniform = jnp.maximum(low, unit * (np.float32(1) - low) + low)
+        return leaf + STDDEV * (np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform))
 
-        return jax.tree.map(forged, grads)
+    def noisy(grads, key):
+        leaves, structure = jax.tree.flatten(grads)
+        keys = jax.random.split(key, len(leaves))
+        return structure.unflatten(map(forged, leaves, keys))
 
     return noised_by(noisy)
 
@@ -998,7 +999,7 @@ ROOT = jax.random.key(12)
 
 
 def caller_keyed(key_of, t=0, returns=None):
-    """The noise's key is `key_of(root, t)`: the step closes over the root, the caller counts `t`."""
+    """The noise's key is `key_of(root, t)`: a root that is closed over, and the caller counts."""
     grad_fn = clipped()
 
     def step(model, state, x, y, mask, t):
@@ -1225,7 +1226,8 @@ if hasattr(dp, "add_noise"):
     @leaking
     def deviation_of_zero_by_our_function():
         """No noise at all, from a marked equation."""
-        return noised_by(lambda grads, key: dp.add_noise(grads, key, 0.0))
+        outer = jax.jit(lambda grads, key, s: dp.add_noise(grads, key, 0 * s))
+        return noised_by(lambda grads, key: outer(grads, key, STDDEV))
 
     @leaking
     def half_the_deviation_by_our_function():
@@ -1288,20 +1290,86 @@ if hasattr(dp, "add_noise"):
         )
 
     @leaking
-    def noise_of_our_function_on_sums_in_bfloat16():
-        """The sum is rounded to bfloat16 before: one example moves it by whole steps."""
-        return noised_by(
-            lambda grads, key: jax.tree.map(
-                lambda a: a.astype(jnp.float32),
-                dp.add_noise(jax.tree.map(lambda a: a.astype(jnp.bfloat16), grads), key, STDDEV),
-            )
+    def one_key_for_two_deviations():
+        """Twice the first minus the second is the sum, without noise."""
+        return shown_beside(
+            lambda grads, key: [dp.add_noise(grads, key, s * STDDEV) for s in (10, 20)]
         )
+
+    @leaking
+    def two_copies_in_one_tree():
+        """Both have noise of their own, and the mean of them has less."""
+
+        def noisy(grads, key):
+            both = dp.add_noise({"one": grads, "other": grads}, key, STDDEV)
+            return scaled(0.5, added(both["one"], both["other"]))
+
+        return noised_by(noisy)
+
+    @leaking
+    def noise_of_our_function_on_rounded_sums():
+        """The sum is rounded to bfloat16 before: one example moves it by whole steps."""
+
+        def rounded(leaf):
+            return leaf.astype(jnp.bfloat16).astype(jnp.float32)
+
+        return noised_by(lambda grads, key: dp.add_noise(jax.tree.map(rounded, grads), key, STDDEV))
 
     @leaking
     def noise_of_our_function_drawn_by_the_loss():
         """Noise in the loss of each example is clipped with it."""
 
         def loss(model, x, y):
-            return squared_error(dp.add_noise(model, jax.random.key(0), STDDEV), x, y)
+            return squared_error(model, dp.add_noise(x, jax.random.key(0), STDDEV), y)
 
         return noised_by(lambda grads, key: grads, clipped(loss))
+
+    @leaking
+    def noise_of_our_function_transposed():
+        """The transpose of adding noise is to add nothing."""
+
+        def noisy(grads, key):
+            noise = dp.add_noise(jax.tree.map(jnp.zeros_like, grads), key, STDDEV)
+            return jax.linear_transpose(lambda g: added(g, scaled(0.0, noise)), grads)(grads)[0]
+
+        return noised_by(noisy)
+
+    @leaking
+    def noise_of_our_function_switched_by_the_step():
+        """In every second step a deviation of a tenth."""
+        grad_fn = clipped()
+
+        def step(model, state, x, y, mask):
+            key, state = next_key(state)
+            grads = grad_fn(model, x, y, is_padding_example=mask)
+            branches = [lambda g, s=s: dp.add_noise(g, key, s * STDDEV) for s in (1.0, 0.1)]
+            return updated(model, state, jax.lax.switch(state.step % 2, branches, grads))
+
+        return by_hand(step)
+
+    @leaking
+    def noise_of_our_function_replaced_by_a_rule():
+        """A `custom_jvp` around the noise whose tangent is the sum itself."""
+
+        @jax.custom_jvp
+        def noisy(grads, key):
+            return dp.add_noise(grads, key, STDDEV)
+
+        @noisy.defjvp
+        def _(primals, tangents):
+            return noisy(*primals), primals[0]
+
+        def change(grads, key):
+            return jax.jvp(lambda g: noisy(g, key), (grads,), (grads,))[1]
+
+        return noised_by(change)
+
+    @leaking
+    def noise_of_our_function_by_a_function_of_its_name():
+        """A wrapper of the same name calls it, and returns what went in."""
+
+        def add_noise(tree, key, stddev):
+            dp.add_noise(tree, key, stddev)
+            return jax.tree.map(lambda leaf: leaf + 0.0, tree)
+
+        return noised_by(lambda grads, key: jax.jit(add_noise)(grads, key, STDDEV))

@@ -99,13 +99,13 @@ def the_first_device_alone():
 
 @leaking
 def weights_of_devices():
-    """An example's weight depends on its device, and so on how many stand before it."""
-    return summed(lambda g: psum(scaled((device() + 1) / DEVICES, g)), STDDEV)
+    """Weights from -1 to 1 by device: all behind an example that is left out get another one."""
+    return summed(lambda g: psum(scaled((device() - 3.5) / 3.5, g)))
 
 
 @leaking
 def weights_of_devices_from_a_table():
-    """The same, with weights that are looked up: every second example is left out."""
+    """Weights are looked up: every second example is left out, and all change places."""
     table = jnp.asarray([1.0, 0.0] * 4)
     return summed(lambda grads: psum(scaled(table[device()], grads)))
 
