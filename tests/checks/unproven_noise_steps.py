@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from dp_accounting import NeighboringRelation
+from jax.flatten_util import ravel_pytree
 
 import eqx_dp as dp
 from tests.checks.privacy_steps import (
@@ -876,19 +877,16 @@ def raw_sum_selected_by_an_argument():
 def public_bits_in_a_scope_of_our_name():
     """Constant words, in a scope that is named as our random bits are: there is no noise."""
 
-    def forged(leaf, key):
-        words = jnp.broadcast_to(jax.random.key_data(key)[0], leaf.shape)
+    def noisy(grads, key):
+        flat, restore = ravel_pytree(grads)
+        words = jnp.broadcast_to(jax.random.key_data(key)[0], flat.shape)
+        zeros = jnp.zeros(flat.shape, jnp.uint32)
         with jax.named_scope("eqx_dp.bits"):
-            words = jax.lax.bitwise_and(words, jnp.zeros(leaf.shape, jnp.uint32))
+            words = jax.lax.bitwise_and(words, zeros)
         unit = jax.lax.bitcast_convert_type((words >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1
         low = np.nextafter(np.float32(-1), np.float32(0))
         uniform = jnp.maximum(low, unit * (np.float32(1) - low) + low)
-        return leaf + STDDEV * (np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform))
-
-    def noisy(grads, key):
-        leaves, structure = jax.tree.flatten(grads)
-        keys = jax.random.split(key, len(leaves))
-        return structure.unflatten(map(forged, leaves, keys))
+        return restore(flat + STDDEV * (np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)))
 
     return noised_by(noisy)
 
