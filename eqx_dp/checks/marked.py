@@ -244,9 +244,9 @@ def noise(
         record.note(context, "fresh noise", found, advice, is_decided=False)
         return [made_of([*inputs], "noised", context.line)] * len(equation.outvars)
     key = rest[0].key or Key(None)
-    words = [Number(None, word) for word in mark.prefix]
-    step = [rest[1].number] if mark.has_step else []
-    used = record.use(context, "noise", Fact(key=key.folded(*words, *step)))
+    if mark.has_step:  # else the key must be for nothing else, and counts as it is
+        key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
+    used = record.use(context, "noise", Fact(key=key))
     if context.is_final:
         record.noises[used] = frozenset(mark.leaves)
     drawn = made_of(rest)._replace(draws=frozenset({used}))

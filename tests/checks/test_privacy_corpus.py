@@ -18,7 +18,7 @@ HONEST = STEPS | VISITS
 
 
 def report_on(case):
-    given = {"disclose": case.disclose}
+    given = {"disclose": case.disclose, **case.more}
     if case.private is not None:
         given |= {"private": case.private, "plan": case.plan}
     return dp.check_privacy(case.fn, *case.args, **given, **case.kwargs)
