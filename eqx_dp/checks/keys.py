@@ -146,11 +146,13 @@ class Calls(NamedTuple):
         steps: by how much a counter grows from call to call.
         paths: what a call folds into a key that comes back; empty if it comes back unchanged.
         given: arguments that nothing comes back as: the caller gives others in each call.
+        same: arguments that hold one key, by the name of the first.
     """
 
     steps: dict[Hashable, int]
     paths: dict[Hashable, tuple[Element, ...]]
     given: frozenset[Hashable]
+    same: dict[Hashable, Hashable]
 
 
 def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
@@ -178,7 +180,9 @@ def parted(a: Key, b: Key, calls: Calls) -> bool:
     """Whether two keys are proven to be independent: neither tells the other, in any two calls."""
     if a.root is None or b.root is None:
         return False
-    return a.root != b.root or paths_part(_whole(a, calls), _whole(b, calls), calls)
+    if a.root != b.root:
+        return calls.same.get(a.root, a.root) != calls.same.get(b.root, b.root)
+    return paths_part(_whole(a, calls), _whole(b, calls), calls)
 
 
 def _whole(key: Key, calls: Calls) -> tuple[Element, ...]:
@@ -217,9 +221,10 @@ def is_new(key: Key, loop: Hashable, calls: Calls) -> bool | None:
     """Whether a key is another one in each turn of a loop; None if that is not decided."""
     if key.root is None:
         return None
-    if loop == CALLS and key.root in calls.given:
-        return True
     path = _whole(key, calls)
+    if loop == CALLS and key.root in calls.given:
+        numbers = [one for one in path if isinstance(one, Number) and one.root in calls.given]
+        return True if all(one.span == (one.offset,) * 2 for one in numbers) else None
     for i, element in enumerate(path):
         if element is None:
             return None
@@ -238,7 +243,7 @@ def _grows(number: Number, loop: Hashable, calls: Calls) -> bool:
     if loop == CALLS:
         step, span = calls.steps.get(number.root, 0), number.span
         is_wide = span is not None and span[1] - span[0] < abs(step) < 2**16
-        return number.root in calls.given or is_wide
+        return is_wide or (number.root in calls.given and span == (number.offset,) * 2)
     own = [one for one in number.along if one.where == loop]
     if not own or not own[0].stride or abs(own[0].stride) >= 2**16:
         return False

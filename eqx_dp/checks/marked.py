@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
+import numpy as np
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
@@ -28,8 +29,9 @@ class Record:
         sources: clipped sums.
         releases: noise on clipped sums.
         uses: what random numbers are drawn for.
-        noises: of these, the noise: with the words of its leaves.
+        noises: of these, the noise: with the words of its leaves where they are in the key.
         slots: draws that examples meet slot by slot.
+        constants: arrays that the step closes over.
         shown: public values that go through a side door.
         unmasked: lines of engine calls without a mask.
         is_noised_again: whether noise was added to what is a release already.
@@ -43,6 +45,7 @@ class Record:
         self.noises: dict[Path, frozenset[Any]] = {}
         self.slots: dict[Path, str] = {}
         self.shown: list[tuple[Fact, str]] = []
+        self.constants: list[Any] = []
         self.unmasked: dict[str, None] = {}
         self.is_noised_again = False
 
@@ -169,7 +172,7 @@ def engine_call(
     return [*sums, *[values] * (count - len(sums))]
 
 
-_NO_CALLS = Calls({}, {}, frozenset())
+_NO_CALLS = Calls({}, {}, frozenset(), {})
 
 
 def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
@@ -211,6 +214,7 @@ def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
             record.note(context, "examples apart", found, _APART, is_decided, where)
             return None
         own, outside = ref, outer(fact.cuts, ref)
+        record.slots |= dict.fromkeys(fact.draws, context.line)
     return own
 
 
@@ -248,7 +252,7 @@ def noise(
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
     used = record.use(context, "noise", Fact(key=key))
     if context.is_final:
-        record.noises[used] = frozenset(mark.leaves)
+        record.noises[used] = frozenset(mark.leaves if mark.has_step else ())
     drawn = made_of(rest)._replace(draws=frozenset({used}))
     rows = list[Any]()
     results = list[Fact]()
@@ -329,7 +333,7 @@ def _leaves_the_loss(
 ) -> None:
     held = inside(equation)
     if context.is_final and isinstance(held, Call):
-        _Doors(record.door).program(held.body, [not fact.is_public for fact in inputs], context)
+        _Doors(record).program(held.body, [not fact.is_public for fact in inputs], context)
 
 
 class _Doors(Flow[bool]):
@@ -340,9 +344,13 @@ class _Doors(Flow[bool]):
 
     nothing = False
 
-    def __init__(self, found: Callable[[Context, jex_core.JaxprEqn], None]):
+    def __init__(self, record: Record) -> None:
         super().__init__()
-        self.found = found
+        self.record = record
+
+    def constant(self, value: Any) -> bool:
+        self.record.constants += [value] if np.ndim(value) else []
+        return False
 
     def joined(self, facts: Sequence[bool]) -> bool:
         return any(facts)
@@ -351,7 +359,7 @@ class _Doors(Flow[bool]):
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
     ) -> list[bool]:
         if equation.primitive.name in DOORS and any(inputs) and context.is_final:
-            self.found(context, equation)
+            self.record.door(context, equation)
         return [any(inputs)] * len(equation.outvars)
 
     def holder(
@@ -363,7 +371,7 @@ class _Doors(Flow[bool]):
                 for branch in cond.branches:
                     for inner in equations(branch):
                         if inner.primitive.name in DOORS and context.is_final:
-                            self.found(context.at(inner), inner)
+                            self.record.door(context.at(inner), inner)
                 return [True] * len(equation.outvars)
             case While():
                 results = super().holder(context, equation, inputs)

@@ -14,8 +14,9 @@ from ..paths import dotted
 from ..privacy import PrivacyPlan
 from ..programs import users_line
 from ..shown import shown, some
+from ..trees import is_array_or_shape, is_key
 from .arguments import Argument, arguments_of, next_arguments, private_among, traceable, under
-from .facts import Fact, Kind, Ref
+from .facts import Fact, Kind, Ref, union
 from .flow import Context
 from .keys import Along, Key, Number
 from .privacy_flow import PrivacyFlow
@@ -158,8 +159,8 @@ is another one; keys change from turn to turn of a loop and from call to call |
     # A result may be a state if it is inside of something, and not one of several by itself.
     is_several = type(results) in (tuple, list)
     in_state = [len(path) > 1 or not is_several for path, _ in leaves]
-    back = frozenset[int]()
-    while True:
+
+    def followed(back: frozenset[int]) -> tuple[PrivacyFlow, list[Fact], list[Fact]]:
         facts = [
             _private(i, argument)
             if is_private[i] or has_rows[i]
@@ -170,22 +171,39 @@ is another one; keys change from turn to turn of a loop and from call to call |
         ]
         flow = PrivacyFlow()
         line_of = functools.partial(users_line, within="check_privacy")
-        found = flow.program(program, facts, Context(line_of=line_of))
-        now = back | {
-            i
-            for fact, at, keeps in zip(found, returns, is_kept, strict=True)
-            if keeps and not fact.is_public
-            for i in at
-        }
-        if now == back:
-            break
+        return flow, facts, flow.program(program, facts, Context(line_of=line_of))
+
+    def coming_back(found: list[Fact], which: list[bool]) -> frozenset[int]:
+        ways = zip(found, returns, which, strict=True)
+        return union(at for fact, at, is_meant in ways if is_meant and not fact.is_public)
+
+    back = frozenset[int]()
+    flow, facts, found = followed(back)
+    while (now := back | coming_back(found, is_kept)) != back:
         back = now
+        flow, facts, found = followed(back)
+    # What comes back unnamed must not reach the model of the next call.
+    others = coming_back(found, [not one for one in is_disclosed]) - back
+    reaches = (
+        any(f.rule == "release" for f in followed(back | others)[0].record.found)
+        if others
+        else False
+    )
     lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
     lengths |= {getattr(made, "num_examples", None)}
     _check_constants(flow, lengths)
     last = [argument.names[-1] for argument in arguments]
     step = TracedStep(
-        flow.record, facts, last, found, names, returns, in_state, is_disclosed, is_kept
+        flow.record,
+        facts,
+        _same_keys(args, kwargs),
+        last,
+        found,
+        names,
+        returns,
+        in_state,
+        is_disclosed,
+        is_kept,
     )
     return report_on(step, plan)
 
@@ -210,6 +228,23 @@ def _public(i: int, argument: Argument) -> Fact:
     return Fact()
 
 
+def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
+    """Arguments that hold the key of an earlier one."""
+    found, first = dict[Any, Any](), dict[bytes, Any]()
+    for i, leaf in enumerate(
+        jax.tree.leaves(eqx.filter((tuple(args), dict(kwargs)), is_array_or_shape))
+    ):
+        if (
+            eqx.is_array(leaf)
+            and (is_key(leaf) or leaf.dtype == np.uint32)
+            and not isinstance(leaf, jax.core.Tracer)
+        ):
+            words = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
+            root = first.setdefault(words, ("argument", i))
+            found |= {("argument", i): root}
+    return found
+
+
 def _places(shape: tuple[int, ...]) -> tuple[Number, ...]:
     """Keys of an array are different ones."""
     along = (Along(d, math.prod(shape[d + 1 :]), length) for d, length in enumerate(shape))
@@ -218,7 +253,7 @@ def _places(shape: tuple[int, ...]) -> tuple[Number, ...]:
 
 def _check_constants(flow: PrivacyFlow, lengths: set[int | None]) -> None:
     """Arrays that the step closes over and that are as long as the batch or the data."""
-    for value in flow.constants:
+    for value in flow.record.constants:
         if np.shape(value)[0] in lengths and not flow.constant(value).even:
             flow.record.note(
                 Context(line="the step"),

@@ -30,7 +30,6 @@ class PrivacyFlow(Flow[Fact]):
 
     Attributes:
         record: what was noted on the way.
-        constants: arrays that the step closes over.
     """
 
     nothing = Fact()
@@ -38,14 +37,13 @@ class PrivacyFlow(Flow[Fact]):
     def __init__(self) -> None:
         super().__init__()
         self.record = Record()
-        self.constants: list[Any] = []
         self._facts: dict[int, tuple[Any, Fact]] = {}
 
     def constant(self, value: Any) -> Fact:
         """What is known of a constant or a literal."""
         if id(value) not in self._facts:  # with the value, whose number is its own then
             self._facts[id(value)] = value, of_array(value)
-            self.constants += [value] if np.ndim(value) else []
+            self.record.constants += [value] if np.ndim(value) else []
         return self._facts[id(value)][1]
 
     def joined(self, facts: Sequence[Fact]) -> Fact:

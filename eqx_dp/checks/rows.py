@@ -31,8 +31,12 @@ this number; or one of the above; None: nothing is known."""
 Layout: TypeAlias = list[tuple[From, ...]]
 """For each operand: for each dimension of the result, where it comes from."""
 
-ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named(
-    "bitcast_convert_type imag nextafter real shift_left shift_right_arithmetic shift_right_logical xor"
+ENTRIES = (
+    ENTRY_BY_ENTRY
+    | UNCHANGED
+    | named(
+        "bitcast_convert_type imag nextafter real shift_left shift_right_arithmetic shift_right_logical xor"
+    )
 )
 _REDUCTIONS = named(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"

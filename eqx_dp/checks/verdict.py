@@ -22,6 +22,7 @@ class TracedStep(NamedTuple):
     Attributes:
         record: what was noted on the way.
         arguments: what was known of its arrays.
+        same: of keys among them, the first argument that holds the same.
         argument_names: their names.
         results: what is known of its results.
         names: dotted paths of the results.
@@ -29,10 +30,12 @@ class TracedStep(NamedTuple):
         in_state: whether a result may be part of a state.
         disclosed: which results are released without noise knowingly.
         kept: which stay in the state without noise knowingly.
+        reaches_model: whether what stays there and is not named reaches the next call's model.
     """
 
     record: Record
     arguments: list[Fact]
+    same: dict[Any, Any]
     argument_names: list[str]
     results: list[Fact]
     names: list[str]
@@ -40,6 +43,7 @@ class TracedStep(NamedTuple):
     in_state: list[bool]
     disclosed: list[bool]
     kept: list[bool]
+    reaches_model: bool
 
 
 def names_it(pattern: str, name: str) -> bool:
@@ -96,9 +100,8 @@ def _next_call(step: TracedStep) -> Calls:
     for fact, at in zip(step.results, step.returns, strict=True):
         for i in at:
             after[i].append(fact)
-    calls = Calls(
-        {}, {}, frozenset(("argument", i) for i in range(len(step.arguments)) if not after[i])
-    )
+    given = frozenset(("argument", i) for i in range(len(step.arguments)) if not after[i])
+    calls = Calls({}, {}, given, step.same)
     for i, facts in after.items():
         root = ("argument", i)
         numbers = {fact.number for fact in facts}
@@ -154,7 +157,9 @@ def _outputs(
         elif record.found and fact.reason in ("mixed", "noised"):
             continue  # found where it was made
         else:
-            leaving[_how(fact, step.returns[i] != [] and step.in_state[i])].append(name)
+            leaving[
+                _how(fact, bool(step.returns[i]) and step.in_state[i] and not step.reaches_model)
+            ].append(name)
     for fact, line in record.shown:
         slots = fact.draws & record.slots.keys()
         if slots:
@@ -256,9 +261,11 @@ def _against_plan(
     lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
     found = list[Finding]()
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        is_tight = all(
-            term.is_plain for release in releases for row in release.rows for term in row
-        ) and not step.record.is_noised_again and not any(s.bound != s.whole for s in step.record.sources.values())
+        is_tight = (
+            all(term.is_plain for release in releases for row in release.rows for term in row)
+            and not step.record.is_noised_again
+            and not any(s.bound != s.whole for s in step.record.sources.values())
+        )
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         found.append(
@@ -298,40 +305,47 @@ def _fresh_noise(step: TracedStep, calls: Calls) -> tuple[list[Finding], list[st
             if context is not None:
                 where = context._replace(line="the results", loops=(), branches=())
                 uses["result", i] = Use("returned", fact.key, where)
-    hiding = {path: uses[path] for path in record.noises if path in uses}
-    for path, noise in hiding.items():
-        line = noise.context.line
-        for loop in (*noise.context.loops, None):
-            where = CALLS if loop is None else loop.path
-            is_fresh = is_new(noise.key, where, calls)
+    hiding = record.noises | {path: frozenset[Any]() for path in record.slots if path in uses}
+    for path, leaves in hiding.items():
+        use = uses[path]
+        line = use.context.line
+        for loop in (*use.context.loops, None):
+            is_fresh = is_new(use.key, CALLS if loop is None else loop.path, calls)
             if not is_fresh:
-                found.append(_stale(noise.key, loop is None, line, is_fresh is False))
-        for other, use in uses.items():
-            if other != path and not _are_independent(record, path, other, noise, use, calls):
-                found.append(_shared(noise, use, calls))
-        notes += _given(step, noise.key, calls)
+                found.append(_stale(use, loop is None, line, is_fresh is False))
+        for other, another in uses.items():
+            if other == path or (path in record.slots and other in record.slots):
+                continue
+            others = record.noises.get(other, frozenset[Any]())
+            if not _are_independent(use, leaves, another, others, calls):
+                found.append(_shared(use, another, calls))
+        notes += _given(step, use.key, calls)
     return found, notes
 
 
 def _are_independent(
-    record: Record, path: Any, other: Any, noise: Use, use: Use, calls: Calls
+    a: Use, leaves: frozenset[Any], b: Use, others: frozenset[Any], calls: Calls
 ) -> bool:
-    if parted(noise.key, use.key, calls):
+    if parted(a.key, b.key, calls):
         return True
-    if noise.key.root is None or noise.key != use.key or other not in record.noises:
+    if a.key.root is None or a.what != "noise" or b.what != "noise":
         return False
-    if not record.noises[path] & record.noises[other]:
+    roots = (calls.same.get(key.root, key.root) for key in (a.key, b.key))
+    is_one_stream = len({*roots}) == 1 and a.key.path[:-1] == b.key.path[:-1]
+    if is_one_stream and leaves and others and not leaves & others:
         return True  # other leaves of one tree
-    a, b = dict(noise.context.branches), dict(use.context.branches)
-    return any(b.get(choice, number) != number for choice, number in a.items())
+    choices, made = dict(a.context.branches), dict(b.context.branches)
+    is_other_branch = any(made.get(choice, number) != number for choice, number in choices.items())
+    return a.key == b.key and is_other_branch
 
 
-def _stale(key: Key, is_call: bool, line: str, is_decided: bool) -> Finding:
+def _stale(use: Use, is_call: bool, line: str, is_decided: bool) -> Finding:
+    what = "noise" if use.what == "noise" else "numbers that slots of the batch meet"
     turn = "call" if is_call else "turn of a loop"
-    is_constant = isinstance(key.root, tuple) and key.root[0] == "constant"
-    found = f"the key of the noise is the same one in each {turn}"
+    is_constant = isinstance(use.key.root, tuple) and use.key.root[0] == "constant"
+    found = f"the key of the {what} is the same one in each {turn}"
     if not is_decided:
-        found = f"the key of the noise is not proven to be another one in each {turn}"
+        found = f"the key of the {what} is not proven to be another one in each {turn}"
     advice = (
         "Fold a counter of the state into it (jax.random.fold_in(key, step)), or split it and "
         "return the other half in the state."

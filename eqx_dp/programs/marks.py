@@ -9,6 +9,8 @@ import jax.extend.core as jex_core
 from jax.extend.core.primitives import jit_p
 from jaxtyping import Array, PyTree
 
+from .inside import open_jaxpr
+
 
 class _MarkedName(str):
     """The name of a jitted call, which carries a mark. Another text that reads the same has none.
@@ -44,9 +46,12 @@ def in_marked_equation(
 
 
 def mark_on(equation: jex_core.JaxprEqn) -> Any:
-    """The mark that an equation carries; None without."""
+    """The mark that an equation carries; None without. The name alone, on another function, is none."""
     name = equation.params.get("name") if equation.primitive is jit_p else None
-    return name.mark if isinstance(name, _MarkedName) else None
+    if not isinstance(name, _MarkedName):
+        return None
+    written = open_jaxpr(equation.params["jaxpr"]).debug_info.func_src_info or ""
+    return name.mark if f" at {in_marked_equation.__code__.co_filename}:" in written else None
 
 
 def is_as_marked(equation: jex_core.JaxprEqn) -> bool:

@@ -179,11 +179,6 @@ def deviation_as_an_array_of_numpy():
 
 
 @proven
-def deviation_computed_from_constants():
-    return noise_steps.deviation_of(lambda values, x, mask: jnp.sqrt(jnp.float32(STDDEV**2)))
-
-
-@proven
 def nothing_behind_the_noise():
     return noise_steps.behind_the_noise(lambda noisy, grads, model: noisy)
 
@@ -464,16 +459,6 @@ if hasattr(dp, "add_noise"):
                 dp.add_noise(leaf, jax.random.fold_in(key, i), STDDEV)
                 for i, leaf in enumerate(leaves)
             )
-
-        return noised_by(noisy)
-
-    @proven
-    def noise_in_two_parts_by_our_function():
-        """Variances add up."""
-
-        def noisy(grads, key):
-            one, other = jax.random.split(key)
-            return dp.add_noise(dp.add_noise(grads, one, 0.6 * STDDEV), other, 0.8 * STDDEV)
 
         return noised_by(noisy)
 

@@ -1224,8 +1224,8 @@ if hasattr(dp, "add_noise"):
     @leaking
     def deviation_of_zero_by_our_function():
         """No noise at all, from a marked equation."""
-        outer = jax.jit(lambda grads, key, s: dp.add_noise(grads, key, 0 * s))
-        return noised_by(lambda grads, key: outer(grads, key, STDDEV))
+        outer = jax.jit(lambda grads, key: dp.add_noise(grads, key, 0 * STDDEV))
+        return noised_by(outer)
 
     @leaking
     def half_the_deviation_by_our_function():
@@ -1240,8 +1240,8 @@ if hasattr(dp, "add_noise"):
 
     @leaking
     def noise_of_our_function_through_jit_of_another_deviation():
-        """The deviation is traced through a jitted function, and is a fourth."""
-        outer = jax.jit(lambda grads, key, s: dp.add_noise(grads, key, s / 4))
+        """The deviation goes through a jitted function, and is a fourth."""
+        outer = jax.jit(lambda grads, key, s: dp.add_noise(grads, key, s / 4), static_argnums=2)
         return noised_by(lambda grads, key: outer(grads, key, STDDEV))
 
     @leaking
@@ -1277,13 +1277,13 @@ if hasattr(dp, "add_noise"):
         )
 
     @leaking
-    def noise_under_vmap_with_many_deviations():
-        """`vmap` over deviations, with one key: small noise and large noise are proportional."""
-        deviations = jnp.asarray([STDDEV, 2 * STDDEV])
+    def noise_under_vmap_with_many_sums():
+        """`vmap` over multiples of the sum, with one key: all have the same noise."""
+        multiples = jnp.asarray([1.0, 2.0])
         return noised_by(
             lambda grads, key: jax.tree.map(
-                lambda a: 2 * a[0] - a[1],
-                jax.vmap(lambda s: dp.add_noise(grads, key, s))(deviations),
+                lambda a: a[1] - a[0],
+                jax.vmap(lambda s: dp.add_noise(scaled(s, grads), key, STDDEV))(multiples),
             )
         )
 
@@ -1370,4 +1370,6 @@ if hasattr(dp, "add_noise"):
             dp.add_noise(tree, key, stddev)
             return jax.tree.map(lambda leaf: leaf + 0.0, tree)
 
-        return noised_by(lambda grads, key: jax.jit(add_noise)(grads, key, STDDEV))
+        return noised_by(
+            lambda grads, key: jax.jit(add_noise, static_argnums=2)(grads, key, STDDEV)
+        )
