@@ -56,6 +56,20 @@ class Cut(NamedTuple):
     where: Hashable
 
 
+class Alike(NamedTuple):
+    """Along a dimension, each entry has its own of the independent entries of a draw.
+
+    Attributes:
+        dim: the dimension.
+        draw: which draw.
+        of: the dimension of what was drawn.
+    """
+
+    dim: int
+    draw: Path
+    of: int
+
+
 class Term(NamedTuple):
     """A linear function of one leaf of a clipped sum.
 
@@ -77,7 +91,7 @@ Row: TypeAlias = frozenset[Term]
 
 
 class Constant:
-    """A value that follows from constants of the program alone. JAX computes it when it is needed."""
+    """A value that follows from constants alone. JAX computes it when it is needed."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         self._compute = compute
@@ -101,7 +115,7 @@ class Fact(NamedTuple):
         number: of integers, what they count.
         key: the key of random numbers that the value is (typed, or its words).
         even: dimensions along which all entries are the same.
-        alike: dimensions along which entries are independent draws of one distribution.
+        alike: dimensions along which entries are made of independent draws of one distribution.
         refs: for each dimension of a private value, the dimension of the arguments that it is:
             its entry i depends on entry i of the arguments alone.
         cuts: parts of the arguments that a private value is made of, where `refs` speaks of parts.
@@ -121,7 +135,7 @@ class Fact(NamedTuple):
     number: Number | None = None
     key: Key | None = None
     even: frozenset[int] = frozenset()
-    alike: frozenset[int] = frozenset()
+    alike: frozenset[Alike] = frozenset()
     refs: tuple[Ref | None, ...] = ()
     cuts: frozenset[Cut] = frozenset()
     index: tuple[Any, ...] = ()
@@ -220,8 +234,8 @@ def either(facts: Sequence[Fact], where: str = "") -> Fact:
         sums = [fact for fact in facts if fact.kind is Kind.SUM]
         if len({fact.over for fact in sums}) > 1:
             return found
-        rows = sums[0].rows
-        for one in sums[1:]:
+        rows: tuple[Row, ...] = ()
+        for one in sums:
             rows = larger(rows, one.rows)
         return found._replace(kind=Kind.SUM, rows=rows, over=sums[0].over, reason="", where="")
     private = [fact for fact in facts if fact.kind is Kind.PRIVATE]
@@ -243,8 +257,6 @@ def _fits(fact: Fact, dim: int, ref: Ref | None) -> bool:
 
 def larger(a: tuple[Row, ...], b: tuple[Row, ...]) -> tuple[Row, ...]:
     """A bound on both of two sums of which one is there, by a choice that may vary."""
-    if a == b and all(term.is_plain for row in a for term in row):
-        return a
     gains: dict[Hashable, float] = {}
     for rows in (a, b):
         for leaf, gain in column_norms(rows).items():

@@ -1,7 +1,7 @@
 """Calls of the engine and the noise in a traced step, as their marks tell of them."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -87,7 +87,7 @@ def engine_call(
 ) -> list[Fact]:
     """What a call's results are: clipped sums, and values of single examples."""
     count, line = len(equation.outvars), context.line
-    unknown = [made_of(inputs, "mixed", line)] * count
+    unknown = [_lost(inputs, "mixed", line)] * count
     if not is_as_marked(equation) or (len(inputs), count) != (mark.num_operands, mark.num_results):
         found = "the clipped gradient is mapped (vmap) or differentiated"
         advice = "Its sensitivity is only known of a plain call. Loop over calls instead."
@@ -129,7 +129,17 @@ def engine_call(
     cuts = union(outer(fact.cuts, own) for fact in private)
     over = union(cut.where for cut in cuts if cut.how == "devices")
     varies = union(fact.varies for fact in public)
-    alike = [fact for fact in examples if fact.is_public and 0 in fact.alike]
+    alike = [fact for fact in examples if any(one.dim == 0 for one in fact.alike)]
+    slots = {one.draw: one.of for fact in examples for one in fact.alike if one.dim == 0}
+    record.slots |= dict.fromkeys(slots, line)
+    others = union(
+        fact.draws - {one.draw for one in fact.alike if one.dim == 0}
+        for fact in (*shared, *examples)
+    )
+    if slots.keys() & others:
+        found = "random numbers of single slots meet those of others"
+        record.note(context, "examples apart", found, _APART, is_decided=False)
+        return unknown
     if over and (over & varies or keys or alike):
         found = "the parts of a batch on several devices meet other models, or draws of their own"
         record.note(context, "examples apart", found, _APART, is_decided=False)
@@ -140,7 +150,7 @@ def engine_call(
         for cut in chunks
         if cut.how == "loop"
         and cut.where
-        not in union(x.varies for x in (*shared, *batch, *mask) if x.is_public and 0 not in x.alike)
+        not in union(x.varies for x in (*shared, *batch, *mask) if x.is_public and x not in alike)
         and all(is_new(x.key or Key(None), cut.where, _NO_CALLS) for x in keys)
         and all(cut.where in x.varies for x in alike)
     )
@@ -172,6 +182,11 @@ def engine_call(
     return [*sums, *[values] * (count - len(sums))]
 
 
+def _lost(inputs: list[Fact], reason: str, where: str) -> Fact:
+    """Of what a finding tells already."""
+    return made_of(inputs)._replace(kind=Kind.PRIVATE, reason=reason, where=where)
+
+
 _NO_CALLS = Calls({}, {}, frozenset(), {})
 
 
@@ -183,8 +198,7 @@ def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
         if fact.is_public:
             if 0 in fact.even:
                 continue
-            if 0 in fact.alike:
-                record.slots |= dict.fromkeys(fact.draws, context.line)
+            if any(one.dim == 0 for one in fact.alike):
                 continue
             found = (
                 "an array that is not private has other values for other slots of the batch: when "
@@ -214,7 +228,6 @@ def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
             record.note(context, "examples apart", found, _APART, is_decided, where)
             return None
         own, outside = ref, outer(fact.cuts, ref)
-        record.slots |= dict.fromkeys(fact.draws, context.line)
     return own
 
 
@@ -246,7 +259,7 @@ def noise(
     if not is_plain or any(not fact.is_public or fact.varies & context.axes for fact in rest):
         found = "noise is mapped (vmap), is another one on each device, or has a private key"
         record.note(context, "fresh noise", found, advice, is_decided=False)
-        return [made_of([*inputs], "noised", context.line)] * len(equation.outvars)
+        return [_lost(inputs, "noised", context.line)] * len(equation.outvars)
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
@@ -284,7 +297,7 @@ def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> F
         "Add the noise to what filter_clipped_grad returns, before anything else is made of it.",
         is_unbounded,
     )
-    return made_of([fact], "noised", context.line)
+    return _lost([fact], "noised", context.line)
 
 
 REASONS = {

@@ -21,7 +21,7 @@ from .flow import Context
 from .keys import Along, Key, Number
 from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport
-from .verdict import TracedStep, names_it, report_on
+from .verdict import Result, TracedStep, names_it, report_on
 
 
 @runtime_checkable
@@ -160,7 +160,7 @@ is another one; keys change from turn to turn of a loop and from call to call |
     is_several = type(results) in (tuple, list)
     in_state = [len(path) > 1 or not is_several for path, _ in leaves]
 
-    def followed(back: frozenset[int]) -> tuple[PrivacyFlow, list[Fact], list[Fact]]:
+    def followed(back: frozenset[int]) -> tuple[PrivacyFlow, list[Fact]]:
         facts = [
             _private(i, argument)
             if is_private[i] or has_rows[i]
@@ -171,17 +171,17 @@ is another one; keys change from turn to turn of a loop and from call to call |
         ]
         flow = PrivacyFlow()
         line_of = functools.partial(users_line, within="check_privacy")
-        return flow, facts, flow.program(program, facts, Context(line_of=line_of))
+        return flow, flow.program(program, facts, Context(line_of=line_of))
 
     def coming_back(found: list[Fact], which: list[bool]) -> frozenset[int]:
         ways = zip(found, returns, which, strict=True)
         return union(at for fact, at, is_meant in ways if is_meant and not fact.is_public)
 
     back = frozenset[int]()
-    flow, facts, found = followed(back)
+    flow, found = followed(back)
     while (now := back | coming_back(found, is_kept)) != back:
         back = now
-        flow, facts, found = followed(back)
+        flow, found = followed(back)
     # What comes back unnamed must not reach the model of the next call.
     others = coming_back(found, [not one for one in is_disclosed]) - back
     reaches = (
@@ -192,19 +192,10 @@ is another one; keys change from turn to turn of a loop and from call to call |
     lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
     lengths |= {getattr(made, "num_examples", None)}
     _check_constants(flow, lengths)
+    known = map(Result, names, found, returns, in_state, is_disclosed, is_kept)
     last = [argument.names[-1] for argument in arguments]
-    step = TracedStep(
-        flow.record,
-        facts,
-        _same_keys(args, kwargs),
-        last,
-        found,
-        names,
-        returns,
-        in_state,
-        is_disclosed,
-        is_kept,
-    )
+    same = _same_keys(args, kwargs)
+    step = TracedStep(flow.record, last, same, [*known], reaches)
     return report_on(step, plan)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..gradients import Mark
 from ..privacy import NoiseMark
 from ..programs import COLLECTIVES, SUMS_OF_DEVICES, ShardMap, mark_on
-from .facts import Cut, Fact, Kind, Ref, Term, either, evaluated, made_of, of_array, union
+from .facts import Alike, Cut, Fact, Kind, Ref, Term, either, evaluated, made_of, of_array, union
 from .flow import Context, Flow, shape_of
 from .keys import Again, Along, Key, Number
 from .marked import DOORS, Record, engine_call, noise
@@ -93,14 +93,15 @@ class PrivacyFlow(Flow[Fact]):
         return [found] * len(equation.outvars)
 
     def _one(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:
-        key = key_of(equation, inputs)
+        key, name = key_of(equation, inputs), equation.primitive.name
+        found = made_of(inputs, "rows", context.line)
+        if key is None and name not in _OF_KEYS:
+            found = self._drawn(context, equation, inputs, found)
         if any(fact.kind is Kind.SUM for fact in inputs) and all(
             fact.kind is not Kind.PRIVATE for fact in inputs
         ):
             return linear(context, equation, inputs)
         places = layout(equation)
-        found = made_of(inputs, "rows", context.line)
-        name = equation.primitive.name
         if name == "axis_index":
             axis = equation.params["axis_name"]
             return found._replace(varies=frozenset(axis if isinstance(axis, tuple) else {axis}))
@@ -108,18 +109,16 @@ class PrivacyFlow(Flow[Fact]):
             found = found._replace(
                 constant=evaluated(equation, inputs),
                 number=counted(equation, inputs),
-                key=key,
+                key=key or found.key,
             )
         elif key is not None or name in _OF_KEYS:
             found = found._replace(key=Key(None))
-        if key is None and name not in _OF_KEYS:
-            found = self._drawn(context, equation, inputs, found)
         if places is not None:
             found = found._replace(**dimensions(equation, places, inputs))
             if not found.is_public:
                 found = self._of_rows(equation, inputs, found)
         elif name == "random_bits":
-            found = self._bits(equation, inputs, found)
+            found = self._bits(context, equation, inputs, found)
         elif name not in _OF_KEYS:
             loops = {loop.path for loop in context.loops}
             found = found._replace(varies=found.varies | context.axes | loops)
@@ -137,11 +136,15 @@ class PrivacyFlow(Flow[Fact]):
         is_key = dtype is not None and "key<" in str(dtype)
         return found._replace(key=Key(None)) if is_key else found
 
-    def _bits(self, equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
+    def _bits(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact
+    ) -> Fact:
         """Random bits: numbers of one key are alike, and those of different keys."""
         rank, keys = len(shape_of(equation.outvars[0])), len(shape_of(equation.invars[0]))
         of_keys = frozenset[int]() if inputs[0].key is None else inputs[0].key.dims
-        return found._replace(alike=frozenset(range(keys, rank)) | of_keys)
+        draw = (*context.path, 0)
+        dims = frozenset(range(keys, rank)) | of_keys
+        return found._replace(alike=frozenset(Alike(dim, draw, dim) for dim in dims))
 
     def _of_rows(self, equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
         """Private values: rows in chunks, one of several batches, rows taken at indices."""
@@ -232,7 +235,7 @@ class PrivacyFlow(Flow[Fact]):
             number=number,
             key=key,
             even=frozenset(d - 1 for d in fact.even if d),
-            alike=frozenset(d - 1 for d in fact.alike if d),
+            alike=frozenset(one._replace(dim=one.dim - 1) for one in fact.alike if one.dim),
             refs=fact.refs[1:],
             cuts=cuts,
             varies=fact.varies if is_same and fact.is_public else fact.varies | {path},
@@ -251,7 +254,7 @@ class PrivacyFlow(Flow[Fact]):
             number=None,
             key=None if fact.key is None else Key(None),
             even=even | ({0} if path not in fact.varies and fact.is_public else set()),
-            alike=frozenset(d + 1 for d in fact.alike),
+            alike=frozenset[Alike](),
             refs=(first, *fact.refs),
             cuts=frozenset(cut for cut in fact.cuts if cut.where != path),
             index=(),
@@ -361,7 +364,7 @@ class PrivacyFlow(Flow[Fact]):
             number=None if placed else fact.number,
             key=Key(None) if placed and fact.key else fact.key,
             even=even,
-            alike=fact.alike - dims,
+            alike=frozenset(one for one in fact.alike if one.dim not in dims),
             refs=refs,
             cuts=cuts,
             varies=fact.varies - spread.axes,

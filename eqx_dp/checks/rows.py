@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.extend.core as jex_core
 
 from ..programs import COLLECTIVES, ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Cut, Fact, Kind, Ref, union
+from .facts import Alike, Cut, Fact, Kind, Ref, union
 from .flow import shape_of
 
 
@@ -222,48 +222,55 @@ _RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout | None]] = {
 
 def dimensions(equation: jex_core.JaxprEqn, found: Layout, inputs: list[Fact]) -> dict[str, Any]:
     """What is known of the dimensions of a result: fields of its fact."""
-    rank = len(shape_of(equation.outvars[0]))
-    even, alike = set[int](), set[int]()
-    for dim in range(rank):
-        is_even = [_is_even(fact, one[dim]) for fact, one in zip(inputs, found, strict=True)]
-        is_alike = [_is_alike(fact, one[dim]) for fact, one in zip(inputs, found, strict=True)]
-        if all(is_even):
+    even, alike, refs = set[int](), set[Alike](), list[Ref | None]()
+    is_apart = all(fact.kind is not Kind.SUM for fact in inputs)
+    for dim in range(len(shape_of(equation.outvars[0]))):
+        places = [(fact, one[dim]) for fact, one in zip(inputs, found, strict=True)]
+        of_iota = equation.primitive.name == "iota" and dim == equation.params["dimension"]
+        if all(_is_even(*place) for place in places) and not of_iota:
             even.add(dim)
-        elif all(a or b for a, b in zip(is_even, is_alike, strict=True)):
-            alike.add(dim)
-    if equation.primitive.name == "iota":
-        even -= {equation.params["dimension"]}
-    known: dict[str, Any] = {"even": frozenset(even), "alike": frozenset(alike)}
-    if all(fact.kind is Kind.PRIVATE or fact.is_public for fact in inputs):
-        refs = tuple(_ref(inputs, [one[dim] for one in found]) for dim in range(rank))
-        known |= {"refs": refs, "cuts": union(fact.cuts for fact in inputs)}
-    return known
-
-
-def _dim(place: From) -> int | None:
-    return place.dim if isinstance(place, Some) else place
+        drawn = _drawn_alike(dim, places)
+        known = [_is_even(*p) or bool(_alike(*p)) for p in places if p[0].is_public]
+        if drawn is not None and all(known):
+            alike |= drawn
+        is_ref = is_apart and drawn is not None and all(known)
+        refs.append(_ref(places) if is_ref else None)
+    return {
+        "even": frozenset(even),
+        "alike": frozenset(alike),
+        "refs": tuple(refs),
+        "cuts": union(fact.cuts for fact in inputs),
+    }
 
 
 def _is_even(fact: Fact, place: From) -> bool:
-    return place == ALL or _dim(place) in fact.even
+    return fact.is_public and (
+        place == ALL or (place.dim if isinstance(place, Some) else place) in fact.even
+    )
 
 
-def _is_alike(fact: Fact, place: From) -> bool:
-    return place is not None and _dim(place) in fact.alike
+def _alike(fact: Fact, place: From) -> frozenset[Alike]:
+    return frozenset(one for one in fact.alike if one.dim == place)
 
 
-def _ref(inputs: list[Fact], places: list[From]) -> Ref | None:
-    """Whose entry i an entry i is made of, where nothing else goes in that depends on places."""
+def _drawn_alike(dim: int, places: list[tuple[Fact, From]]) -> set[Alike] | None:
+    """Draws of which an entry has its own; None if their entries meet in another way, too."""
+    own = {(one.draw, one.of) for place in places for one in _alike(*place)}
+    draws = {draw for draw, _ in own}
+    others = union(f.draws - {one.draw for one in _alike(f, place)} for f, place in places)
+    if len(draws) < len(own) or draws & others:
+        return None
+    return {Alike(dim, draw, of) for draw, of in own}
+
+
+def _ref(places: list[tuple[Fact, From]]) -> Ref | None:
+    """Whose entry i an entry i is made of."""
     refs = set[Any]()
-    for fact, place in zip(inputs, places, strict=True):
-        if fact.is_public:
-            if not (_is_even(fact, place) or _is_alike(fact, place)):
-                return None
-            continue
-        if not isinstance(place, int) or not 0 <= place < len(fact.refs):
-            return None
-        ref = fact.refs[place]
-        refs.add(None if ref is None else (ref, outer(fact.cuts, ref)))
+    for fact, place in places:
+        if not fact.is_public:
+            is_there = isinstance(place, int) and 0 <= place < len(fact.refs)
+            ref = fact.refs[place] if is_there else None
+            refs.add(None if ref is None else (ref, outer(fact.cuts, ref)))
     known = refs.pop() if len(refs) == 1 else None
     return known and known[0]
 

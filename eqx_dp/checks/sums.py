@@ -196,7 +196,7 @@ def grown(
         added_rows += [rest] if rest else []
     turn = tuple(added_rows)
     if not factors:  # set anew in each turn
-        first = as_sum._replace(rows=larger(start, turn) if start and turn else start or turn)
+        first = as_sum._replace(rows=larger(start, turn))
         return first, after if length else first
     is_exact = factors[0].is_plain and factors[0].gain == 1.0
     if len(factors) > 1 or abs(factors[0].gain) > 1 or (turn and length is None):
