@@ -33,18 +33,15 @@ class Kind(enum.IntEnum):
 
 
 class Ref(NamedTuple):
-    """A dimension of the private arguments that belong together, row by row.
+    """A dimension, 0 or 1, of the private arguments that belong together, row by row.
 
     Attributes:
         group: the length of their first dimension.
-        dim: which of their dimensions, 0 or 1.
-        part: empty, or which part of it: `"chunk"` and `"within"`, where it was reshaped to
-            (number of chunks, length of a chunk).
+        dim: which of their dimensions.
     """
 
     group: int
     dim: int
-    part: str = ""
 
 
 class Cut(NamedTuple):
@@ -197,7 +194,7 @@ def made_of(facts: Sequence[Fact], reason: str = "unknown", where: str = "") -> 
     kind = Kind.PRIVATE if any(not fact.is_public for fact in facts) else Kind.PUBLIC
     before = next((fact for fact in facts if fact.kind is Kind.PRIVATE), None)
     if before is not None and (before.reason != "rows" or reason == "unknown"):
-        reason, where = before.reason, before.where
+        reason, where = before.reason, before.where or where
     found = Fact(
         kind=kind,
         varies=union(fact.varies for fact in facts),

@@ -10,9 +10,9 @@ import numpy as np
 from ..gradients import Mark
 from ..privacy import NoiseMark
 from ..programs import UNSEEN, Call, Cond, While, equations, inside, is_as_marked, named, written_in
-from .facts import Cut, Fact, Kind, Path, Ref, Term, made_of, union
+from .facts import Fact, Kind, Path, Ref, Term, made_of, union
 from .flow import Context, Flow
-from .keys import Calls, Key, Number, Use, is_new
+from .keys import Key, Number, Use
 from .privacy_report import Finding
 from .rows import outer
 from .sums import Release, Source
@@ -100,24 +100,15 @@ def engine_call(
         record.use(context, "loss", fact, i)
     _leaves_the_loss(record, context, equation, inputs)
     examples = [*batch, *mask]
-    if all(fact.is_public for fact in (*shared, *examples, *keys)):
-        made = made_of(inputs)
-        return [made] * count
-    if any(not fact.is_public for fact in shared):
-        record.note(
-            context,
-            "release",
-            "the model that is differentiated is not released: private data is in it without "
-            "noise, so the noise multiplier of its clipped sum is unbounded",
-            "Add the plan's noise to every clipped sum before it reaches the model, or anything "
-            "else that the loss reads.",
+    if all(fact.is_public for fact in inputs):
+        return [made_of(inputs)] * count
+    if any(not fact.is_public for fact in (*shared, *keys)):
+        found = (
+            "the model that is differentiated, or the loss's key, is not released: private data is "
+            "in it without noise, so the noise multiplier of its clipped sum is unbounded"
         )
-        return unknown
-    if any(not fact.is_public for fact in keys):
-        found = "the loss's key is made of private data"
-        record.note(
-            context, "fresh noise", found, "Use a key that is known without the data.", False
-        )
+        advice = "Add noise to every clipped sum before it reaches anything that the loss reads."
+        record.note(context, "release", found, advice)
         return unknown
     own = _rows(record, context, examples)
     if own is None:
@@ -136,32 +127,13 @@ def engine_call(
         fact.draws - {one.draw for one in fact.alike if one.dim == 0}
         for fact in (*shared, *examples)
     )
-    if slots.keys() & others:
-        found = "random numbers of single slots meet those of others"
+    if slots.keys() & others or (over and (over & varies or keys or alike)):
+        found = "random numbers of slots meet others, or devices have models or draws of their own"
         record.note(context, "examples apart", found, _APART, is_decided=False)
         return unknown
-    if over and (over & varies or keys or alike):
-        found = "the parts of a batch on several devices meet other models, or draws of their own"
-        record.note(context, "examples apart", found, _APART, is_decided=False)
-        return unknown
-    chunks = {cut for cut in cuts if cut.ref.part == "chunk"}
-    loops = frozenset(
-        cut.where
-        for cut in chunks
-        if cut.how == "loop"
-        and cut.where
-        not in union(x.varies for x in (*shared, *batch, *mask) if x.is_public and x not in alike)
-        and all(is_new(x.key or Key(None), cut.where, _NO_CALLS) for x in keys)
-        and all(cut.where in x.varies for x in alike)
-    )
     samples = frozenset(cut for cut in cuts if cut.ref.dim < own.dim)
-    # Of a part: when an example goes, those behind it move up, so one goes and one comes.
-    times = 2.0 if chunks else 1.0
-    is_one = len(chunks) == 1
     for group, bound in enumerate(mark.bounds):
-        record.sources[context.path, group] = Source(
-            times * bound, samples, loops if is_one else frozenset(), bound, line
-        )
+        record.sources[context.path, group] = Source(bound, samples)
         if math.isinf(bound):
             found = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
             record.note(context, "noise", found, "Set a finite l2_clip_norm.")
@@ -187,56 +159,38 @@ def _lost(inputs: list[Fact], reason: str, where: str) -> Fact:
     return made_of(inputs)._replace(kind=Kind.PRIVATE, reason=reason, where=where)
 
 
-_NO_CALLS = Calls({}, {}, frozenset(), {})
-
-
 def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
     """Which rows the engine's examples are; None, and a finding, where they are not apart."""
-    own: Ref | None = None
-    outside = frozenset[Cut]()
+    own: Any = None
     for fact in examples:
-        if fact.is_public:
-            if 0 in fact.even:
-                continue
-            if any(one.dim == 0 for one in fact.alike):
-                continue
-            found = (
-                "an array that is not private has other values for other slots of the batch: when "
-                "an example is left out, those behind it meet other values"
-            )
-            if fact.constant is not None:
-                found = "examples are constants of the program, and other ones in other slots"
-            record.note(context, "examples apart", found, _APART, is_decided=False)
-            return None
+        if fact.is_public and (0 in fact.even or any(one.dim == 0 for one in fact.alike)):
+            continue
         ref = fact.refs[0] if fact.refs else None
-        is_known = ref is not None and ref.part != "chunk" and _is_of_rows(fact, ref)
-        if (
-            ref is None
-            or not is_known
-            or (own is not None and (own, outside) != (ref, outer(fact.cuts, ref)))
-        ):
-            where = fact.where if fact.kind is Kind.PRIVATE else ""
-            found = (
-                "arguments of filter_clipped_grad hold other rows"
-                if is_known
-                else (
-                    "rows of the data meet before filter_clipped_grad clips them, or are not proven to "
-                    "be apart"
-                )
-            )
-            is_decided = fact.kind is Kind.SUM or fact.reason == "mixed rows" or is_known
-            record.note(context, "examples apart", found, _APART, is_decided, where)
-            return None
-        own, outside = ref, outer(fact.cuts, ref)
-    return own
+        rows = None if ref is None or not _is_of_rows(fact, ref) else (ref, outer(fact.cuts, ref))
+        if rows is not None and own in (None, rows):
+            own = rows
+            continue
+        if fact.constant is not None:
+            found = "examples are constants of the program, and other ones in other slots"
+        elif fact.is_public:
+            found = "an array that is not private has other values for other slots of the batch"
+        elif rows is not None:
+            found = "arguments of filter_clipped_grad hold other rows"
+        else:
+            found = "rows of the data are not proven to be apart before filter_clipped_grad clips"
+        record.note(context, "examples apart", found, _APART, rows is not None, fact.where)
+        return None
+    return own and own[0]
 
 
 def _is_of_rows(fact: Fact, ref: Ref) -> bool:
     """Whether entries along a dimension are rows of the arguments, or of one of several batches."""
     cuts = outer(fact.cuts, ref)
     before = {cut.ref.dim for cut in cuts if cut.ref.dim < ref.dim and cut.how != "devices"}
-    has_chunk = any(cut.ref == ref._replace(part="chunk") for cut in cuts)
-    return len(before) == ref.dim and has_chunk == (ref.part == "within")
+    return len(before) == ref.dim
+
+
+_PLAINLY = "Add noise in a plain call, on the sum of all devices, with a key that is secret."
 
 
 def noise(
@@ -252,13 +206,10 @@ def noise(
         return []
     if mark.stddev == 0:
         return leaves
-    advice = (
-        "Add noise in a plain call, on the sum of all devices, with a key that is public to none."
-    )
     is_plain = is_as_marked(equation) and len(rest) == 1 + mark.has_step
     if not is_plain or any(not fact.is_public or fact.varies & context.axes for fact in rest):
         found = "noise is mapped (vmap), is another one on each device, or has a private key"
-        record.note(context, "fresh noise", found, advice, is_decided=False)
+        record.note(context, "fresh noise", found, _PLAINLY, is_decided=False)
         return [_lost(inputs, "noised", context.line)] * len(equation.outvars)
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
@@ -288,22 +239,19 @@ def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> F
     """Noise on what has no known bound."""
     is_unbounded = fact.kind is Kind.PRIVATE and fact.reason == "nonlinear"
     bound = "unbounded" if is_unbounded else "not known"
-    record.note(
-        context,
-        "noise",
+    found = (
         f"noise of standard deviation {mark.stddev:.4g} was added, but the noise multiplier is "
         f"{bound}: {REASONS.get(fact.reason, 'the sums of devices are not added up')}"
-        + (f" (at {fact.where})" if fact.where not in ("", context.line) else ""),
-        "Add the noise to what filter_clipped_grad returns, before anything else is made of it.",
-        is_unbounded,
     )
+    found += f" (at {fact.where})" if fact.where not in ("", context.line) else ""
+    advice = "Add the noise to what filter_clipped_grad returns, before all other arithmetic."
+    record.note(context, "noise", found, advice, is_unbounded)
     return _lost([fact], "noised", context.line)
 
 
 REASONS = {
     "data": "private data is in it",
     "rows": "private data is in it",
-    "mixed rows": "private data is in it",
     "kept": "private data of an earlier call is in it",
     "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
     "linear": "a clipped sum is in it, through something of which no bound is known",

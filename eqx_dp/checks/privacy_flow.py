@@ -14,7 +14,7 @@ from .flow import Context, Flow, shape_of
 from .keys import Again, Along, Key, Number
 from .marked import DOORS, Record, engine_call, noise
 from .numbers import counted, key_of, sliced
-from .rows import dimensions, in_chunks, layout, taken_once
+from .rows import dimensions, layout, taken_once
 from .sums import grown, linear, scaled, sum_over_devices
 
 _OF_KEYS = frozenset({"random_fold_in", "random_split", "random_wrap", "random_unwrap"})
@@ -147,16 +147,11 @@ class PrivacyFlow(Flow[Fact]):
         return found._replace(alike=frozenset(Alike(dim, draw, dim) for dim in dims))
 
     def _of_rows(self, equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
-        """Private values: rows in chunks, one of several batches, rows taken at indices."""
+        """Private values: one of several batches, rows taken at indices."""
         name, params, first = equation.primitive.name, equation.params, inputs[0]
         before = shape_of(equation.invars[0]) if equation.invars else ()
         after = shape_of(equation.outvars[0])
-        if name == "reshape":
-            refs = list(found.refs)
-            for dim, ref in in_chunks(first.refs, before, after):
-                refs[dim] = ref
-            found = found._replace(refs=tuple(refs))
-        elif name == "slice" and not first.is_public:
+        if name == "slice" and not first.is_public:
             cuts = taken_once(first, before, after, params["start_indices"])
             found = found._replace(cuts=cuts)
         elif name == "dynamic_slice" and all(fact.is_public for fact in inputs[1:]):
@@ -312,7 +307,7 @@ class PrivacyFlow(Flow[Fact]):
             symbol = ("carry", path, i)
             first, last = _counter(fact, start, end, symbol, context)
             if start.kind is Kind.SUM:
-                totals = grown(fact, end, symbol, (path, length), self.record.sources, context.line)
+                totals = grown(fact, end, symbol, length, context.line)
                 first, last = _as(totals[0], first), _as(totals[1], last)
             starts.append(first)
             ends.append(last._replace(varies=last.varies - {path}))
@@ -328,51 +323,24 @@ class PrivacyFlow(Flow[Fact]):
             for fact, spec in zip(inputs, spread.in_specs, strict=True)
         ]
         results = self.program(spread.body, parts, context)
-        return [
-            self._gathered_of(context, spread, fact, _axes_of(spec))
-            for fact, spec in zip(results, spread.out_specs, strict=True)
-        ]
+        placed = (union(_axes_of(spec)) for spec in spread.out_specs)
+        ways = zip(results, placed, strict=True)
+        return [self._from_devices(context, spread.axes, fact, where) for fact, where in ways]
 
-    def _gathered_of(
-        self, context: Context, spread: ShardMap, fact: Fact, axes: list[frozenset[str]]
+    def _from_devices(
+        self, context: Context, axes: frozenset[str], fact: Fact, placed: frozenset[str]
     ) -> Fact:
-        placed = union(axes)
-        if fact.over:
+        """What devices have together: one value, or each its own part along some axes."""
+        if fact.over or (fact.kind is Kind.SUM and placed):
             return made_of([fact], "devices", context.line)
-        if fact.is_public and (fact.varies & spread.axes) - placed:
-            self.record.note(
-                context,
-                "examples apart",
-                "a value that differs between devices leaves shard_map as if it were one",
-                "Add it up over devices, or give it a place along their axes in out_specs.",
-                is_decided=False,
-            )
-        dims = {dim for dim, names in enumerate(axes) if names}
-        refs = tuple(None if dim in dims else ref for dim, ref in enumerate(fact.refs))
-        cuts = fact.cuts
-        for dim in dims:
-            ref = fact.refs[dim] if dim < len(fact.refs) else None
-            own = Cut(ref, "devices", axes[dim]) if ref is not None else None
-            if own in cuts:
-                cuts -= {own}
-                refs = (*refs[:dim], ref, *refs[dim + 1 :])
-        if any(cut.how == "devices" for cut in cuts):
-            refs = (None,) * len(refs)
-        even = frozenset(d for d in fact.even if d not in dims or not fact.varies & placed)
-        fact = fact._replace(
-            constant=None if placed else fact.constant,
-            number=None if placed else fact.number,
-            key=Key(None) if placed and fact.key else fact.key,
-            even=even,
-            alike=frozenset(one for one in fact.alike if one.dim not in dims),
-            refs=refs,
-            cuts=cuts,
-            varies=fact.varies - spread.axes,
-        )
-        if fact.kind is Kind.SUM and placed:
-            rows = scaled(fact.rows, spread.num_devices**0.5, False, True)
-            return fact._replace(rows=rows)
-        return fact
+        if fact.is_public and (fact.varies & axes) - placed:
+            found = "a value that differs between devices leaves shard_map as if it were one"
+            advice = "Add it up over devices, or give it a place along their axes in out_specs."
+            self.record.note(context, "examples apart", found, advice, is_decided=False)
+        if placed or not fact.is_public:
+            found = made_of([fact])._replace(rows=fact.rows, kind=fact.kind)
+            fact = found._replace(key=fact.key and Key(None))
+        return fact._replace(varies=fact.varies - axes)
 
 
 def _symbol(fact: Fact, name: Hashable) -> Fact:

@@ -282,19 +282,6 @@ def outer(cuts: frozenset[Cut], ref: Ref) -> frozenset[Cut]:
     )
 
 
-def in_chunks(
-    refs: tuple[Ref | None, ...], before: _Shape, after: _Shape
-) -> tuple[tuple[int, Ref], ...]:
-    """References of a reshaped value where one dimension becomes (chunks, length of a chunk)."""
-    for dim, ref in enumerate(refs):
-        rest = after[dim : dim + 2]
-        if ref is None or ref.part or len(rest) < 2 or before[:dim] != after[:dim]:
-            continue
-        if math.prod(rest) == before[dim] and 1 not in rest:
-            return (dim, ref._replace(part="chunk")), (dim + 1, ref._replace(part="within"))
-    return ()
-
-
 def taken_once(
     fact: Fact, before: _Shape, after: _Shape, starts: Sequence[int | None]
 ) -> frozenset[Cut]:

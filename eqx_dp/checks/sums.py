@@ -24,16 +24,10 @@ class Source(NamedTuple):
     Attributes:
         bound: the L2 norm by which one example moves it at most.
         samples: which of several batches it is of; empty for the only one.
-        loops: loops in whose turns disjoint parts of one batch are summed, of one function.
-        whole: the bound on the sum over all turns of these.
-        line: where the engine is called.
     """
 
     bound: float
     samples: frozenset[Cut]
-    loops: frozenset[Hashable]
-    whole: float
-    line: str
 
 
 class Release(NamedTuple):
@@ -171,56 +165,28 @@ def sum_over_devices(fact: Fact, axes: frozenset[Any], line: str) -> Fact:
 
 
 def grown(
-    before: Fact,
-    after: Fact,
-    own: Hashable,
-    loop: tuple[Hashable, int | None],
-    sources: dict[Hashable, Source],
-    line: str,
+    before: Fact, after: Fact, own: Hashable, length: int | None, line: str
 ) -> tuple[Fact, Fact]:
     """What turns of a loop begin with, and what it ends with: it stays, or grows by the same.
 
     `after` is made of what a turn begins with (the leaf `own`) and of what the turn adds.
     """
-    path, length = loop
     unknown = made_of([before, after], "loop", line)
     as_sum = unknown._replace(kind=Kind.SUM, over=after.over or before.over, reason="", where="")
-    start = before.rows if before.kind is Kind.SUM else ()
-    added_rows = list[Row]()
-    factors = list[Term]()
-    for row in after.rows:
-        factors += [term for term in row if term.leaf == own]
-        rest = frozenset(term for term in row if term.leaf != own)
-        if any(isinstance(t.leaf, tuple) and t.leaf[0] == "carry" for t in rest):
-            return unknown, unknown
-        added_rows += [rest] if rest else []
-    turn = tuple(added_rows)
-    if not factors:  # set anew in each turn
-        first = as_sum._replace(rows=larger(start, turn))
-        return first, after if length else first
-    is_exact = factors[0].is_plain and factors[0].gain == 1.0
-    if len(factors) > 1 or abs(factors[0].gain) > 1 or (turn and length is None):
+    kept = [term for row in after.rows for term in row if term.leaf == own]
+    rest = [frozenset(term for term in row if term.leaf != own) for row in after.rows]
+    turn = tuple(row for row in rest if row)
+    is_carried = any(term.leaf[0] == "carry" for row in turn for term in row)
+    if is_carried or len(kept) > 1 or any(abs(term.gain) > 1 for term in kept):
         return unknown, unknown
-    if is_exact and turn and all(_is_part(t, path, sources) for row in turn for t in row):
-        total = tuple(frozenset(_whole(term, sources) for term in row) for row in turn)
-    else:
-        total = scaled(turn, float(length or 1), False, False)
-    found = as_sum._replace(rows=added(start, total) if turn else start)
+    if not kept:  # set anew in each turn
+        first = as_sum._replace(rows=larger(before.rows, turn))
+        return first, after if length else first
+    if turn and length is None:
+        return unknown, unknown
+    total = scaled(turn, float(length or 1), False, False)
+    found = as_sum._replace(rows=added(before.rows, total) if turn else before.rows)
     return found, found
-
-
-def _is_part(term: Term, loop: Hashable, sources: Mapping[Hashable, Source]) -> bool:
-    source = sources.get(term.leaf[0]) if isinstance(term.leaf, tuple) else None
-    return source is not None and loop in source.loops and term.is_fixed
-
-
-def _whole(term: Term, sources: dict[Hashable, Source]) -> Term:
-    assert isinstance(term.leaf, tuple)
-    name, leaf = term.leaf
-    source = sources[name]
-    whole = ("whole", name)
-    sources[whole] = source._replace(bound=source.whole, loops=frozenset())
-    return term._replace(leaf=(whole, leaf))
 
 
 # How far releases move.
@@ -276,7 +242,7 @@ def _norm(entries: list[_Entry]) -> float:
 def names_of(release: Release) -> set[Hashable]:
     """The clipped sums of a release."""
     terms = [term for row in release.rows for term in row]
-    return {term.leaf[0] for term in terms if isinstance(term.leaf, tuple)}
+    return {term.leaf[0] for term in terms}
 
 
 def samples_of(release: Release, sources: Mapping[Hashable, Source]) -> frozenset[Cut]:

@@ -199,7 +199,6 @@ def _against_plan(
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
         terms = [term for release in releases for row in release.rows for term in row]
         is_tight = not record.is_noised_again and all(term.is_plain for term in terms)
-        is_tight = is_tight and all(s.bound == s.whole for s in record.sources.values())
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         least, most = ("", "") if is_tight else ("at least ", "at most ")
@@ -282,9 +281,9 @@ def _are_independent(
     if a.key.root is None or a.what != "noise" or b.what != "noise":
         return False
     roots = {calls.same.get(key.root, key.root) for key in (a.key, b.key)}
-    if len(roots) == 1 and a.key.path[:-1] == b.key.path[:-1] and leaves and others:
-        if not leaves & others:  # other leaves of one tree
-            return True
+    is_one_stream = len(roots) == 1 and a.key.path[:-1] == b.key.path[:-1]
+    if is_one_stream and leaves and others and not leaves & others:
+        return True  # other leaves of one tree
     taken = dict(b.context.branches)
     is_other_branch = any(taken.get(choice, i) != i for choice, i in a.context.branches)
     return a.key == b.key and is_other_branch

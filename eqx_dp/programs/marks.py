@@ -46,7 +46,7 @@ def in_marked_equation(
 
 
 def mark_on(equation: jex_core.JaxprEqn) -> Any:
-    """The mark that an equation carries; None without. The name alone, on another function, is none."""
+    """The mark that an equation carries; None without, and where another function has its name."""
     name = equation.params.get("name") if equation.primitive is jit_p else None
     if not isinstance(name, _MarkedName):
         return None

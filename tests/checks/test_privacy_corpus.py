@@ -23,9 +23,10 @@ def report_on(case):
 
 
 BY_HAND = "noise by hand is undecided: dp.add_noise is what the check knows"
-IN_PARTS = "parts of a batch by hand, but for chunks of a reshaped batch under scan, are undecided"
+IN_PARTS = "parts of a batch by hand are undecided: the engine makes microbatches"
 UNDECIDED = {
     "accumulated_in_a_python_loop": IN_PARTS,
+    "accumulated_by_scan": IN_PARTS,
     "accumulated_by_fori_loop": IN_PARTS,
     "accumulated_over_a_mapped_axis": IN_PARTS,
     "turns_of_two_losses": "of sums in two branches the bound is that of both together",
