@@ -19,6 +19,7 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
+from ..trees import is_key
 from .keys import Key, Number
 
 Path: TypeAlias = tuple[Hashable, ...]
@@ -116,7 +117,7 @@ class Fact(NamedTuple):
         refs: for each dimension of a private value, the dimension of the arguments that it is:
             its entry i depends on entry i of the arguments alone.
         cuts: parts of the arguments that a private value is made of, where `refs` speaks of parts.
-        index: of integers of private arguments, how they can serve as indices.
+        indexes: of integers of private arguments, how they can serve as indices.
         rows: of a sum, linear functions whose results stand side by side; a bound on all.
         over: mesh axes; the sum over their devices is meant, of which this is a device's part.
         varies: loops whose turns, and mesh axes whose devices, may have other values.
@@ -135,7 +136,7 @@ class Fact(NamedTuple):
     alike: frozenset[Alike] = frozenset()
     refs: tuple[Ref | None, ...] = ()
     cuts: frozenset[Cut] = frozenset()
-    index: tuple[Any, ...] = ()
+    indexes: tuple[Any, ...] = ()
     rows: tuple[Row, ...] = ()
     over: frozenset[str] = frozenset()
     varies: frozenset[Hashable] = frozenset()
@@ -155,7 +156,7 @@ def of_array(value: Any) -> Fact:
     """What is known of a constant of the program."""
     shape = tuple(np.shape(value))
     constant = Constant(lambda: value)
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and is_key(value):
         words = np.asarray(jax.random.key_data(value))
         return Fact(
             constant=constant, key=Key(("constant", words.tobytes())) if not shape else None
@@ -217,7 +218,7 @@ def either(facts: Sequence[Fact], where: str = "") -> Fact:
         return first
     found = made_of(facts, where=where)
     kinds = {fact.kind for fact in facts}
-    common = {
+    common: dict[str, Any] = {
         "constant": first.constant if all(f.constant is first.constant for f in facts) else None,
         "number": first.number if all(f.number == first.number for f in facts) else None,
         "even": frozenset.intersection(*(f.even for f in facts)),

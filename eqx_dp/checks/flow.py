@@ -63,7 +63,7 @@ class Context(NamedTuple):
         path: the equations that led here and the one at hand, which tells apart two calls of one
             program.
         loops: around it, outermost first.
-        branches: around it: where the choice is, and the number of the branch.
+        is_branch: whether a choice is around it.
         axes: mesh axes of the devices that each run the equation on their own part.
         line_of: finds the source line of an equation, given that of what holds its program.
     """
@@ -74,7 +74,7 @@ class Context(NamedTuple):
     is_final: bool = True
     path: tuple[int, ...] = ()
     loops: tuple[Loop, ...] = ()
-    branches: tuple[tuple[Hashable, int], ...] = ()
+    is_branch: bool = False
     axes: frozenset[str] = frozenset()
     line_of: Callable[[jex_core.JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
@@ -92,10 +92,6 @@ class Context(NamedTuple):
         """What is around the body of the loop at hand."""
         loops = (*self.loops, Loop(self.path, length))
         return self._replace(times=self.times * (length or 1), loops=loops)
-
-    def branch(self, number: int) -> "Context":
-        """What is around a branch of the choice at hand."""
-        return self._replace(branches=(*self.branches, (self.path, number)))
 
 
 class Flow(abc.ABC, Generic[Fact]):
@@ -161,7 +157,7 @@ class Flow(abc.ABC, Generic[Fact]):
         if context.is_final:
             return self.equations(program, inputs, context)
         # Loops within loops are gone round many times, mostly with nothing new.
-        key = program.jaxpr, tuple(inputs), context.path, context.branches
+        key = program.jaxpr, tuple(inputs), context.path
         if key not in self._known:
             self._known[key] = self.equations(program, inputs, context)
         return self._known[key]
@@ -197,10 +193,8 @@ class Flow(abc.ABC, Generic[Fact]):
                 (by,) = self.program(loop.condition, [*of_condition, *carry], turn)
                 return self.steered(context, by, carry)
             case Cond() as cond:
-                found = [
-                    self.program(branch, inputs[1:], context.branch(number))
-                    for number, branch in enumerate(cond.branches)
-                ]
+                within = context._replace(is_branch=True)
+                found = [self.program(branch, inputs[1:], within) for branch in cond.branches]
                 joined = [self.joined(facts) for facts in zip(*found, strict=True)]
                 return self.steered(context, inputs[0], joined)
             case LinearSolve() as system:

@@ -160,10 +160,10 @@ def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
 
     A counter of a root grows from call to call: what the next call reaches counts as well.
     """
-    spans = a.span, b.span
-    if a.root != b.root or spans[0] is None or spans[1] is None:
+    one, other = a.span, b.span
+    if a.root != b.root or one is None or other is None:
         return False
-    (low, high), (least, most) = spans
+    (low, high), (least, most) = one, other
     if max(high, most) - min(low, least) >= 2**32:
         return False
     step = 0 if a.root is None else calls.steps.get(a.root)

@@ -163,7 +163,7 @@ class PrivacyFlow(Flow[Fact]):
             found = found._replace(cuts=taken_once(first, before, after, starts))
         elif name == "gather":
             found = _gathered(equation, inputs, found)
-        return found._replace(index=_index(equation, inputs))
+        return found._replace(indexes=_index(equation, inputs))
 
     def _exchanged(self, context: Context, equation: jex_core.JaxprEqn, fact: Fact) -> Fact:
         """What devices exchange."""
@@ -252,7 +252,7 @@ class PrivacyFlow(Flow[Fact]):
             alike=frozenset[Alike](),
             refs=(first, *fact.refs),
             cuts=frozenset(cut for cut in fact.cuts if cut.where != path),
-            index=(),
+            indexes=(),
             varies=varies,
         )
         if fact.kind is not Kind.SUM:
@@ -352,7 +352,7 @@ def _symbol(fact: Fact, name: Hashable) -> Fact:
         key=fact.key and Key(name, is_words=fact.key.is_words),
         rows=(frozenset({Term(name, 1.0)}),) if fact.kind is Kind.SUM else (),
         varies=fact.varies | {loop},
-        index=(),
+        indexes=(),
     )
 
 
@@ -432,7 +432,7 @@ def _part(fact: Fact, axes: list[frozenset[str]], line: str) -> Fact:
         key=Key(None) if fact.key else None,
         cuts=cuts,
         alike=fact.alike,
-        index=(),
+        indexes=(),
         varies=fact.varies if dims <= fact.even and fact.is_public else fact.varies | placed,
     )
 
@@ -447,17 +447,17 @@ def _index(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
     """
     name, first = equation.primitive.name, inputs[0] if inputs else Fact()
     number = inputs[1].number if len(inputs) > 1 else None
-    match name, first.index:
+    match name, first.indexes:
         case "lt", ("as it is", who) if number == Number(None, 0):
             return "is negative", who
         case "add", ("as it is", who) if number is not None and number == (None, number[1], ()):
             return "from behind", who, number.offset
         case "select_n", ("is negative", who):
-            plain, behind = (fact.index for fact in inputs[1:])
+            plain, behind = (fact.indexes for fact in inputs[1:])
             is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
             return ("wrapped", who, behind[2]) if is_so else ()
         case (("broadcast_in_dim" | "reshape" | "squeeze" | "convert_element_type" | "copy"), _):
-            return first.index
+            return first.indexes
         case _:
             return ()
 
@@ -468,8 +468,8 @@ def _gathered(equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> F
     numbers = equation.params["dimension_numbers"]
     rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
     is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    is_known = index.index[:1] == ("wrapped",) and index.index[2] == rows
-    is_known |= index.index[:1] == ("as it is",)
+    is_known = index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
+    is_known |= index.indexes[:1] == ("as it is",)
     is_whole = values.refs[:1] == (Ref(rows, 0),) and not values.cuts
     if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
         return found

@@ -35,7 +35,8 @@ ENTRIES = (
     ENTRY_BY_ENTRY
     | UNCHANGED
     | named(
-        "bitcast_convert_type imag nextafter real shift_left shift_right_arithmetic shift_right_logical xor"
+        """bitcast_convert_type imag nextafter real shift_left shift_right_arithmetic
+        shift_right_logical xor"""
     )
 )
 _REDUCTIONS = named(
@@ -268,8 +269,8 @@ def _ref(places: list[tuple[Fact, From]]) -> Ref | None:
     refs = set[Any]()
     for fact, place in places:
         if not fact.is_public:
-            is_there = isinstance(place, int) and 0 <= place < len(fact.refs)
-            ref = fact.refs[place] if is_there else None
+            at = place if isinstance(place, int) else ALL
+            ref = fact.refs[at] if 0 <= at < len(fact.refs) else None
             refs.add(None if ref is None else (ref, outer(fact.cuts, ref)))
     known = refs.pop() if len(refs) == 1 else None
     return known and known[0]

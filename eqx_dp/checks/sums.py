@@ -1,6 +1,5 @@
 """Linear functions of clipped sums, and how far one example moves them."""
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
@@ -10,7 +9,7 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Cut, Fact, Kind, Path, Row, Term, column_norms, larger, made_of
+from .facts import Cut, Fact, Kind, Row, Term, column_norms, larger, made_of
 from .flow import Context, dtype_of, size_of
 
 _MOVED = named("reshape transpose squeeze rev slice split unstack real")
@@ -264,24 +263,3 @@ def turns(release: Release, sources: Mapping[Hashable, Source]) -> tuple[int, in
 def _repetitions(release: Release, sources: Mapping[Hashable, Source]) -> float:
     again = turns(release, sources)[1]
     return math.inf if again == 0 else again
-
-
-def alternatives(releases: Mapping[Path, Release]) -> list[list[Release]]:
-    """Which releases a call may make, for each way to go through branches that are public."""
-    choices: dict[Hashable, set[int]] = defaultdict(set)
-    for release in releases.values():
-        for choice, number in release.context.branches:
-            choices[choice].add(number)
-    if math.prod(map(len, choices.values())) > 64:
-        return [[*releases.values()]]
-    found: list[list[Release]] = []
-    for numbers in itertools.product(*choices.values()):
-        taken = dict(zip(choices, numbers, strict=True))
-        found.append(
-            [
-                release
-                for release in releases.values()
-                if all(taken[choice] == number for choice, number in release.context.branches)
-            ]
-        )
-    return found

@@ -13,7 +13,7 @@ from .keys import CALLS, Calls, Use, is_new, parted
 from .marked import REASONS, Record
 from .privacy_report import Finding, PrivacyReport
 from .privacy_report import Release as Row
-from .sums import Release, alternatives, noise_multiplier, samples_of, turns
+from .sums import Release, noise_multiplier, samples_of, turns
 
 
 class Result(NamedTuple):
@@ -167,15 +167,13 @@ def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, t
         sensitivity = release.stddev / alone if alone else math.inf
         times, where = turns(release, sources)[0], (release.context.line,)
         table.append(Row(outputs, sensitivity, release.stddev, alone, times, where))
-    total, steps = math.inf, 1
-    for taken in alternatives(step.record.releases):
-        groups: dict[Any, list[Release]] = defaultdict(list)
-        for release in taken:
-            groups[samples_of(release, sources)].append(release)
-        of_samples = (max(turns(one, sources)[0] for one in group) for group in groups.values())
-        steps = max(steps, sum(of_samples))
-        together = [*groups.values()] if _are_apart(groups) else [taken]
-        total = min([total, *(noise_multiplier(group, sources) / moved for group in together)])
+    groups: dict[Any, list[Release]] = defaultdict(list)
+    for release in step.record.releases.values():
+        groups[samples_of(release, sources)].append(release)
+    of_samples = (max(turns(one, sources)[0] for one in group) for group in groups.values())
+    steps = max(1, sum(of_samples))
+    together = [*groups.values()] if _are_apart(groups) else [[*step.record.releases.values()]]
+    total = min((noise_multiplier(g, sources) / moved for g in together), default=math.inf)
     return total, steps, tuple(table)
 
 
@@ -199,6 +197,7 @@ def _against_plan(
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
         terms = [term for release in releases for row in release.rows for term in row]
         is_tight = not record.is_noised_again and all(term.is_plain for term in terms)
+        is_tight = is_tight and not any(release.context.is_branch for release in releases)
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         least, most = ("", "") if is_tight else ("at least ", "at most ")
@@ -251,7 +250,7 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
             and key is not None
             and not any(("argument", i) in calls.paths for i in result.returns)
         ):
-            context = next(iter(uses.values())).context._replace(line="the results", branches=())
+            context = next(iter(uses.values())).context._replace(line="the results")
             uses["result", result.name] = Use("returned", key, context)
     hiding = record.noises | {path: frozenset[Any]() for path in record.slots if path in uses}
     for path, leaves in hiding.items():
@@ -282,11 +281,7 @@ def _are_independent(
         return False
     roots = {calls.same.get(key.root, key.root) for key in (a.key, b.key)}
     is_one_stream = len(roots) == 1 and a.key.path[:-1] == b.key.path[:-1]
-    if is_one_stream and leaves and others and not leaves & others:
-        return True  # other leaves of one tree
-    taken = dict(b.context.branches)
-    is_other_branch = any(taken.get(choice, i) != i for choice, i in a.context.branches)
-    return a.key == b.key and is_other_branch
+    return is_one_stream and bool(leaves and others) and not leaves & others  # of one tree
 
 
 _ADVANCE = (
@@ -316,7 +311,7 @@ _USES = {
 def _shared(a: Use, b: Use) -> Finding:
     rule, shown = _USES[b.what]
     length = min(len(a.key.path), len(b.key.path))
-    is_decided = a.key.root is not None and a.key.root == b.key.root
+    is_decided = a.key.root is not None and a.key.root == b.key.root and not a.context.is_branch
     is_decided = is_decided and None not in (*a.key.path, *b.key.path)
     is_decided = is_decided and a.key.path[:length] == b.key.path[:length]
     found = f"one key, or one that follows from it, is used for the noise and for {shown}"

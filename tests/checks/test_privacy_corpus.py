@@ -29,6 +29,7 @@ UNDECIDED = {
     "accumulated_by_scan": IN_PARTS,
     "accumulated_by_fori_loop": IN_PARTS,
     "accumulated_over_a_mapped_axis": IN_PARTS,
+    "noise_in_both_branches": "noise in two branches counts as if both were taken",
     "turns_of_two_losses": "of sums in two branches the bound is that of both together",
     "keys_of_leaves_folded_in": BY_HAND,
     "keys_of_leaves_split_one_after_another": BY_HAND,
