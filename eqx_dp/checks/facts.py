@@ -158,9 +158,7 @@ def of_array(value: Any) -> Fact:
     constant = Constant(lambda: value)
     if isinstance(value, jax.Array) and is_key(value):
         words = np.asarray(jax.random.key_data(value))
-        return Fact(
-            constant=constant, key=Key(("constant", words.tobytes())) if not shape else None
-        )
+        return Fact(constant=constant, key=Key(None if shape else ("constant", words.tobytes())))
     even = frozenset[int]()
     if 0 < np.size(value) <= _LARGE:
         array = np.asarray(value)

@@ -200,9 +200,9 @@ class Flow(abc.ABC, Generic[Fact]):
             case LinearSolve() as system:
                 return self.program(system.solve, system.split(inputs), context)
             case None:
-                return self._primitive(context, equation, inputs)
+                return self.primitive(context, equation, inputs)
 
-    def _primitive(
+    def primitive(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
     ) -> list[Fact]:
         """An equation with no program inside, or with programs that `inside` does not know.

@@ -113,7 +113,7 @@ def engine_call(
     own = _rows(record, context, examples)
     if own is None:
         return unknown
-    if not mark.has_mask and context.is_final:
+    if all(fact.is_public for fact in mask) and context.is_final:  # of no mask as well
         record.unmasked[line] = None
     private = [fact for fact in examples if not fact.is_public]
     public = [*shared, *(fact for fact in examples if fact.is_public), *keys]

@@ -80,8 +80,8 @@ in each call |
 what they meet slot by slot is the same for all, or drawn independently with a fresh key |
     | padding | the engine is given a mask, if the plan samples |
 
-    **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the private
-    arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
+    **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
+    private arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
     samples, and its other results and side effects do not depend on them, but for what `kept` and
     `disclosed` list. It holds under these assumptions:
 
@@ -94,8 +94,8 @@ what they meet slot by slot is the same for all, or drawn independently with a f
     - Results come back as the arguments at their places. Counters stay below 2^31. What the caller
       gives anew (`notes` names it: a key, a number folded into one) is never given twice.
     - Different keys among arguments and constants are independent and secret.
-    - Trusted are JAX's batching rules, the engine's and the noise's own statements, `dp_accounting`,
-      and real arithmetic: what floating point loses, `check_precision` and the engine's bounds
+    - Trusted are JAX's batching rules, what the engine and the noise state, `dp_accounting`, and
+      real arithmetic: what floating point loses, `check_precision` and the engine's bounds
       speak of.
 
     | case | the report |

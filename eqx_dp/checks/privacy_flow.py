@@ -8,7 +8,14 @@ import numpy as np
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import COLLECTIVES, SUMS_OF_DEVICES, ShardMap, mark_on
+from ..programs import (
+    COLLECTIVES,
+    SUMS_OF_DEVICES,
+    ShardMap,
+    equations,
+    mark_on,
+    programs_of,
+)
 from .facts import Alike, Cut, Fact, Kind, Ref, Term, either, evaluated, made_of, of_array, union
 from .flow import Context, Flow, shape_of
 from .keys import Again, Along, Key, Number
@@ -73,6 +80,16 @@ class PrivacyFlow(Flow[Fact]):
             return [Fact(Kind.PRIVATE, reason="unknown", where=context.line)] * len(
                 equation.outvars
             )
+
+    def primitive(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        """Nothing, of an equation with programs of which it is not known how it runs them."""
+        inner = [one.primitive.name for held in programs_of(equation) for one in equations(held)]
+        doors = DOORS - {"swap", "addupdate"}  # a kernel's own memory
+        if doors & {*inner} and any(not fact.is_public for fact in inputs):
+            self.record.door(context, equation)
+        return self.equation(context, equation, inputs)
 
     def equation(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
@@ -170,7 +187,7 @@ class PrivacyFlow(Flow[Fact]):
         params, axes = equation.params, context.axes
         if equation.primitive.name in SUMS_OF_DEVICES:
             axes = frozenset(params.get("axes", ()))
-            is_whole = params.get("axis_index_groups") is None
+            is_whole = params.get("axis_index_groups") is None and axes <= context.axes
             if fact.kind is Kind.SUM and is_whole:
                 return sum_over_devices(fact, axes, context.line)
             if fact.is_public and is_whole:

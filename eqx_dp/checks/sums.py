@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
@@ -135,7 +136,7 @@ def linear(context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) ->
 
 def _is_narrower(equation: jex_core.JaxprEqn) -> bool:
     before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
-    return before != after and np.promote_types(before, after) != after
+    return before != after and jnp.promote_types(before, after) != after
 
 
 def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:

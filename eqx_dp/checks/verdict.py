@@ -72,6 +72,8 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
+    if any(source.samples for source in record.sources.values()):
+        notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     private = [result for result in step.results if not result.fact.is_public]
     return PrivacyReport(
         plan,
