@@ -392,7 +392,8 @@ def _counter(
 ) -> tuple[Fact, Fact]:
     """What a turn begins with and what the loop ends with, of numbers and keys."""
     path, length = context.loops[-1]
-    first, last = start._replace(number=None), end._replace(number=None, constant=None)
+    first = start._replace(number=None)
+    last = end._replace(number=None, constant=None) if length else first  # of no turn as well
     if start.number is not None and end.number is not None and fact.number is not None:
         stride = end.number.offset
         along = (*fact.number.along, *([Along(path, stride, length)] if stride else []))

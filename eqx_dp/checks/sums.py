@@ -184,8 +184,10 @@ def grown(
         return first, after if length else first
     if turn and length is None:
         return unknown, unknown
+    is_same = kept[0].is_plain and kept[0].gain == 1.0
+    start = before.rows if is_same else scaled(before.rows, 1.0, False, False)
     total = scaled(turn, float(length or 1), False, False)
-    found = as_sum._replace(rows=added(before.rows, total) if turn else before.rows)
+    found = as_sum._replace(rows=added(start, total) if turn else start)
     return found, found
 
 

@@ -194,6 +194,37 @@ def test_a_chain_of_optax_is_read_through_jit():
     assert unplanned.noise_multiplier == pytest.approx(1.2)
 
 
+@pytest.mark.parametrize(
+    "turns_none",
+    [
+        lambda x, n: jax.lax.while_loop(lambda c: c[1] < 0, lambda c: (0 * c[0], c[1]), (x, n))[0],
+        lambda x, n: jax.lax.fori_loop(0, n, lambda i, c: jnp.zeros_like(c), x),
+        lambda x, n: jax.lax.scan(lambda c, _: (jnp.zeros_like(c), None), x, None, length=0)[0],
+    ],
+)
+def test_a_loop_may_take_no_turn(turns_none):
+    def step(model, state, x, y, mask):
+        return *honest(model, state, x, y, mask), turns_none(x, state.step)
+
+    report = dp.check_privacy(step, *ARGS, private=(2, 3, 4), plan=PLAN)
+    assert [finding.rule for finding in report.violations] == ["release"]
+
+
+def test_a_loop_may_turn_the_sign():
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = clipped()(model, x, y, is_padding_example=mask)
+        turned, _ = jax.lax.scan(
+            lambda c, _: (jax.tree.map(jnp.negative, c), None), grads, None, length=1
+        )
+        difference = jax.tree.map(jnp.subtract, grads, turned)
+        return updated(model, state, with_noise(difference, key))
+
+    report = dp.check_privacy(step, *ARGS, private=(2, 3, 4), plan=PLAN)
+    assert not report.ok
+    assert report.noise_multiplier <= 0.6 * (1 + 1e-6)
+
+
 # Sums through random linear programs: how far they really move, against what is said.
 
 
