@@ -132,6 +132,12 @@ def engine_call(
         record.note(context, "examples apart", found, _APART, is_decided=False)
         return unknown
     samples = frozenset(cut for cut in cuts if cut.ref.dim < own.dim)
+    if samples and all(fact.is_public for fact in mask):
+        found = "it is not clear which dimension of the arguments holds the examples"
+        advice = (
+            "Give the mask of each batch, of the shape (batches, slots), as a private argument."
+        )
+        record.note(context, "examples apart", found, advice, is_decided=False)
     for group, bound in enumerate(mark.bounds):
         record.sources[context.path, group] = Source(bound, samples)
         if math.isinf(bound):

@@ -17,7 +17,8 @@ from ..tables import Part, tabular
 from ..trees import PyTree
 from .arguments import next_arguments
 from .flow import Context
-from .precision_flow import NOTHING, Facts, Operation, PrecisionFlow, Violation
+from .precision_flow import Operation, PrecisionFlow, Violation
+from .widths import NOTHING, Facts
 
 _FORMAT = "eqx_dp.PrecisionReport"
 _VERSION = 1

@@ -1,6 +1,6 @@
 """What is known of the values of a training step, from its arguments to its results."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -16,13 +16,22 @@ from ..programs import (
     mark_on,
     programs_of,
 )
-from .facts import Alike, Cut, Fact, Kind, Ref, Term, either, evaluated, made_of, of_array, union
+from .facts import Alike, Cut, Fact, Kind, either, evaluated, made_of, of_array, union
 from .flow import Context, Flow, shape_of
-from .keys import Again, Along, Key, Number
+from .keys import Key, Number
 from .marked import DOORS, Record, engine_call, noise
 from .numbers import counted, key_of, sliced
-from .rows import dimensions, layout, taken_once
-from .sums import grown, linear, scaled, sum_over_devices
+from .rows import dimensions, gathered, index_of, layout, taken_once
+from .sums import (
+    as_total,
+    counter,
+    grown,
+    linear,
+    scaled,
+    sum_over_devices,
+    symbol,
+    widened,
+)
 
 _OF_KEYS = frozenset({"random_fold_in", "random_split", "random_wrap", "random_unwrap"})
 _PASSED_ON = frozenset({"optimization_barrier"})
@@ -179,8 +188,8 @@ class PrivacyFlow(Flow[Fact]):
             ]
             found = found._replace(cuts=taken_once(first, before, after, starts))
         elif name == "gather":
-            found = _gathered(equation, inputs, found)
-        return found._replace(indexes=_index(equation, inputs))
+            found = gathered(equation, inputs, found)
+        return found._replace(indexes=index_of(equation, inputs))
 
     def _exchanged(self, context: Context, equation: jex_core.JaxprEqn, fact: Fact) -> Fact:
         """What devices exchange."""
@@ -301,13 +310,13 @@ class PrivacyFlow(Flow[Fact]):
             for result, variable in zip(body.jaxpr.outvars, variables, strict=False)
         ]
         entry = [
-            fact if same else _symbol(fact, ("carry", path, i))
+            fact if same else symbol(fact, ("carry", path, i))
             for i, (fact, same) in enumerate(zip(carry, stays, strict=True))
         ]
         for _ in range(_MOST):
             after = self.program(body, [*consts, *entry, *inner], before)[:size]
             wider = [
-                start if same else _widened(start, end, ("carry", path, i))
+                start if same else widened(start, end, ("carry", path, i))
                 for i, (start, end, same) in enumerate(zip(entry, after, stays, strict=True))
             ]
             if wider == entry:
@@ -321,11 +330,11 @@ class PrivacyFlow(Flow[Fact]):
                 starts.append(fact)
                 ends.append(fact)
                 continue
-            symbol = ("carry", path, i)
-            first, last = _counter(fact, start, end, symbol, context)
+            name = ("carry", path, i)
+            first, last = counter(fact, start, end, name, context)
             if start.kind is Kind.SUM:
-                totals = grown(fact, end, symbol, length, context.line)
-                first, last = _as(totals[0], first), _as(totals[1], last)
+                totals = grown(fact, end, name, length, context.line)
+                first, last = as_total(totals[0], first), as_total(totals[1], last)
             starts.append(first)
             ends.append(last._replace(varies=last.varies - {path}))
         results = self.program(body, [*consts, *starts, *inner], context)
@@ -360,72 +369,6 @@ class PrivacyFlow(Flow[Fact]):
         return fact._replace(varies=fact.varies - axes)
 
 
-def _symbol(fact: Fact, name: Hashable) -> Fact:
-    """What a turn begins with, of what changes from turn to turn."""
-    loop = name[1] if isinstance(name, tuple) else None
-    return fact._replace(
-        constant=None,
-        number=fact.number and (Number(name) if not fact.number.along else None),
-        key=fact.key and Key(name, is_words=fact.key.is_words),
-        rows=(frozenset({Term(name, 1.0)}),) if fact.kind is Kind.SUM else (),
-        varies=fact.varies | {loop},
-        indexes=(),
-    )
-
-
-def _widened(start: Fact, end: Fact, name: Hashable) -> Fact:
-    """What a turn begins with, if it may end so."""
-    number, key = start.number, start.key
-    if number is not None and (end.number is None or end.number[0] != name or end.number.along):
-        number = None
-    if key is not None and (end.key is None or end.key.root != name):
-        key = Key(None, is_words=key.is_words)
-    found = either([start, end._replace(number=None, key=None)])
-    if found.kind is Kind.SUM:
-        over = end.over if end.kind is Kind.SUM else start.over
-        found = found._replace(rows=(frozenset({Term(name, 1.0)}),), over=over)
-    return found._replace(constant=None, number=number, key=key)
-
-
-def _counter(
-    fact: Fact, start: Fact, end: Fact, name: Hashable, context: Context
-) -> tuple[Fact, Fact]:
-    """What a turn begins with and what the loop ends with, of numbers and keys."""
-    path, length = context.loops[-1]
-    first = start._replace(number=None)
-    last = end._replace(number=None, constant=None) if length else first  # of no turn as well
-    if start.number is not None and end.number is not None and fact.number is not None:
-        stride = end.number.offset
-        along = (*fact.number.along, *([Along(path, stride, length)] if stride else []))
-        first = first._replace(number=fact.number._replace(along=along))
-        if length is not None:
-            offset = fact.number.offset + stride * length
-            last = last._replace(number=fact.number._replace(offset=offset))
-    if start.key is not None:
-        unknown = Key(None, is_words=start.key.is_words)
-        first, last = first._replace(key=unknown), last._replace(key=unknown)
-        if start.key.root == name and end.key is not None and fact.key is not None:
-            turn = end.key.path
-            if not turn:
-                first, last = first._replace(key=fact.key), last._replace(key=fact.key)
-            else:
-                first = first._replace(key=fact.key.folded(Again(path, turn)))
-                if length:
-                    last = last._replace(key=fact.key.folded(Again(path, turn, True)))
-    return first, last
-
-
-def _as(total: Fact, found: Fact) -> Fact:
-    """A carried sum in all turns."""
-    return found._replace(
-        kind=total.kind,
-        rows=total.rows if total.kind is Kind.SUM else (),
-        over=total.over,
-        reason=total.reason,
-        where=total.where,
-    )
-
-
 def _axes_of(spec: Any) -> list[frozenset[str]]:
     return [
         frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
@@ -453,46 +396,3 @@ def _part(fact: Fact, axes: list[frozenset[str]], line: str) -> Fact:
         indexes=(),
         varies=fact.varies if dims <= fact.even and fact.is_public else fact.varies | placed,
     )
-
-
-# Rows taken at indices that are arguments.
-
-
-def _index(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
-    """How integers of private arguments can serve as indices: as they are, or counted from behind.
-
-    `x[index]` looks up `where(index < 0, index + len(x), index)`.
-    """
-    name, first = equation.primitive.name, inputs[0] if inputs else Fact()
-    number = inputs[1].number if len(inputs) > 1 else None
-    match name, first.indexes:
-        case "lt", ("as it is", who) if number == Number(None, 0):
-            return "is negative", who
-        case "add", ("as it is", who) if number is not None and number == (None, number[1], ()):
-            return "from behind", who, number.offset
-        case "select_n", ("is negative", who):
-            plain, behind = (fact.indexes for fact in inputs[1:])
-            is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
-            return ("wrapped", who, behind[2]) if is_so else ()
-        case (("broadcast_in_dim" | "reshape" | "squeeze" | "convert_element_type" | "copy"), _):
-            return first.indexes
-        case _:
-            return ()
-
-
-def _gathered(equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
-    """Rows that private indices say: whose index it is, whose row. Indices do not repeat."""
-    values, index = inputs[0], inputs[1]
-    numbers = equation.params["dimension_numbers"]
-    rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
-    is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    is_known = index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
-    is_known |= index.indexes[:1] == ("as it is",)
-    is_whole = values.refs[:1] == (Ref(rows, 0),) and not values.cuts
-    if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
-        return found
-    batch = [d for d in range(len(shape_of(equation.outvars[0]))) if d not in numbers.offset_dims]
-    refs: list[Ref | None] = [None] * len(shape_of(equation.outvars[0]))
-    for dim, to in enumerate(batch):
-        refs[to] = index.refs[dim]
-    return found._replace(refs=tuple(refs), cuts=index.cuts)

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from ..programs import COLLECTIVES, ENTRY_BY_ENTRY, UNCHANGED, named
 from .facts import Alike, Cut, Fact, Kind, Ref, union
 from .flow import shape_of
+from .keys import Number
 
 
 class Some(NamedTuple):
@@ -292,3 +294,48 @@ def taken_once(
         for ref, n, m, start in zip(fact.refs, before, after, starts, strict=False)
         if n > m == 1 and ref is not None and start is not None
     }
+
+
+# Rows taken at indices that are arguments.
+
+
+def index_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
+    """How integers of private arguments can serve as indices: as they are, or counted from behind.
+
+    `x[index]` looks up `where(index < 0, index + len(x), index)`.
+    """
+    name, first = equation.primitive.name, inputs[0] if inputs else Fact()
+    number = inputs[1].number if len(inputs) > 1 else None
+    match name, first.indexes:
+        case "lt", ("as it is", who) if number == Number(None, 0):
+            return "is negative", who
+        case "add", ("as it is", who) if number is not None and number == (None, number[1], ()):
+            return "from behind", who, number.offset
+        case "select_n", ("is negative", who):
+            plain, behind = (fact.indexes for fact in inputs[1:])
+            is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
+            return ("wrapped", who, behind[2]) if is_so else ()
+        case (("broadcast_in_dim" | "reshape" | "squeeze" | "copy"), _):
+            return first.indexes
+        case "convert_element_type", _ if equation.params["new_dtype"] in (jnp.int32, jnp.int64):
+            return first.indexes
+        case _:
+            return ()
+
+
+def gathered(equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
+    """Rows that private indices say: whose index it is, whose row. Indices do not repeat."""
+    values, index = inputs[0], inputs[1]
+    numbers = equation.params["dimension_numbers"]
+    rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
+    is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
+    is_known = index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
+    is_known |= index.indexes[:1] == ("as it is",)
+    is_whole = values.refs[:1] == (Ref(rows, 0),) and not values.cuts
+    if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
+        return found
+    batch = [d for d in range(len(shape_of(equation.outvars[0]))) if d not in numbers.offset_dims]
+    refs: list[Ref | None] = [None] * len(shape_of(equation.outvars[0]))
+    for dim, to in enumerate(batch):
+        refs[to] = index.refs[dim]
+    return found._replace(refs=tuple(refs), cuts=index.cuts)

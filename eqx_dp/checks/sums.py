@@ -1,4 +1,4 @@
-"""Linear functions of clipped sums, and how far one example moves them."""
+"""Linear functions of clipped sums, also in loops, and how far one example moves them."""
 
 import math
 from collections import Counter, defaultdict
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Cut, Fact, Kind, Row, Term, column_norms, larger, made_of
+from .facts import Cut, Fact, Kind, Row, Term, column_norms, either, larger, made_of
 from .flow import Context, dtype_of, size_of
+from .keys import Again, Along, Key, Number
 
 _MOVED = named("reshape transpose squeeze rev slice split unstack real")
 _BESIDE = named("concatenate stack dynamic_update_slice pad")
@@ -189,6 +190,72 @@ def grown(
     total = scaled(turn, float(length or 1), False, False)
     found = as_sum._replace(rows=added(start, total) if turn else start)
     return found, found
+
+
+def symbol(fact: Fact, name: Hashable) -> Fact:
+    """What a turn begins with, of what changes from turn to turn."""
+    loop = name[1] if isinstance(name, tuple) else None
+    return fact._replace(
+        constant=None,
+        number=fact.number and (Number(name) if not fact.number.along else None),
+        key=fact.key and Key(name, is_words=fact.key.is_words),
+        rows=(frozenset({Term(name, 1.0)}),) if fact.kind is Kind.SUM else (),
+        varies=fact.varies | {loop},
+        indexes=(),
+    )
+
+
+def widened(start: Fact, end: Fact, name: Hashable) -> Fact:
+    """What a turn begins with, if it may end so."""
+    number, key = start.number, start.key
+    if number is not None and (end.number is None or end.number[0] != name or end.number.along):
+        number = None
+    if key is not None and (end.key is None or end.key.root != name):
+        key = Key(None, is_words=key.is_words)
+    found = either([start, end._replace(number=None, key=None)])
+    if found.kind is Kind.SUM:
+        over = end.over if end.kind is Kind.SUM else start.over
+        found = found._replace(rows=(frozenset({Term(name, 1.0)}),), over=over)
+    return found._replace(constant=None, number=number, key=key)
+
+
+def counter(
+    fact: Fact, start: Fact, end: Fact, name: Hashable, context: Context
+) -> tuple[Fact, Fact]:
+    """What a turn begins with and what the loop ends with, of numbers and keys."""
+    path, length = context.loops[-1]
+    first = start._replace(number=None)
+    last = end._replace(number=None, constant=None) if length else first  # of no turn as well
+    if start.number is not None and end.number is not None and fact.number is not None:
+        stride = end.number.offset
+        along = (*fact.number.along, *([Along(path, stride, length)] if stride else []))
+        first = first._replace(number=fact.number._replace(along=along))
+        if length is not None:
+            offset = fact.number.offset + stride * length
+            last = last._replace(number=fact.number._replace(offset=offset))
+    if start.key is not None:
+        unknown = Key(None, is_words=start.key.is_words)
+        first, last = first._replace(key=unknown), last._replace(key=unknown)
+        if start.key.root == name and end.key is not None and fact.key is not None:
+            turn = end.key.path
+            if not turn:
+                first, last = first._replace(key=fact.key), last._replace(key=fact.key)
+            else:
+                first = first._replace(key=fact.key.folded(Again(path, turn)))
+                if length:
+                    last = last._replace(key=fact.key.folded(Again(path, turn, True)))
+    return first, last
+
+
+def as_total(total: Fact, found: Fact) -> Fact:
+    """A carried sum in all turns."""
+    return found._replace(
+        kind=total.kind,
+        rows=total.rows if total.kind is Kind.SUM else (),
+        over=total.over,
+        reason=total.reason,
+        where=total.where,
+    )
 
 
 # How far releases move.
