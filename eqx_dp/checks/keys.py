@@ -233,7 +233,8 @@ def is_new(key: Key, loop: Hashable, calls: Calls) -> bool | None:
             return True if is_apart else None
         if isinstance(element, Number) and _grows(element, loop, calls):
             return True
-    is_known = all(isinstance(one, Number) and one.root in (None, *calls.steps) for one in path)
+    fixed = {None, *(root for root, step in calls.steps.items() if not step)}
+    is_known = all(isinstance(one, Number) and one.root in fixed for one in path)
     of_argument = isinstance(key.root, tuple) and key.root[0] == "argument"
     return False if is_known and (key.root in calls.paths or not of_argument) else None
 

@@ -85,7 +85,12 @@ class PrecisionReport(NamedTuple):
             yield [("stage", "declared", "found", "where"), *self.violations]
         head = ("what", "stage", "dtype", "amount", "times", "where")
         yield ""
-        yield [head, *(row.cells() for row in self.summary)]
+        yield [head, *map(_cells, self.summary)]
+
+
+def _cells(row: Operation) -> tuple[str, ...]:
+    amount = f"{row.amount:.3g} {'FLOPs' if row.kind == 'contraction' else 'numbers'}"
+    return row.kind, row.stage, row.dtype, amount, str(row.times), row.where
 
 
 def check_precision(

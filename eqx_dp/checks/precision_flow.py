@@ -63,12 +63,6 @@ class Operation(NamedTuple):
     times: int
     where: str
 
-    def cells(self) -> tuple[str, ...]:
-        """A row of the table."""
-        unit = "FLOPs" if self.kind == "contraction" else "numbers"
-        amount = f"{self.amount:.3g} {unit}"
-        return self.kind, self.stage, self.dtype, amount, str(self.times), self.where
-
 
 _STAGES = {
     "probe": "loss scale probe",
@@ -386,10 +380,8 @@ def _noise_added(case: _Case) -> Facts | None:
     Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
     """
     _, equation, inputs, stage = case
-    if (
-        equation.primitive.name not in _ADDITIONS | _JOINS
-        or width_of_variable(equation.outvars[0]) is None
-    ):
+    is_joined = equation.primitive.name in _ADDITIONS | _JOINS
+    if not is_joined or width_of_variable(equation.outvars[0]) is None:
         return None
     drawn = [
         facts

@@ -100,12 +100,9 @@ class PrivacyReport(NamedTuple):
             "violations": [finding._asdict() for finding in self.violations],
             "undecided": [finding._asdict() for finding in self.undecided],
             "releases": [_finite(release._asdict()) for release in self.releases],
-            "kept": self.kept,
-            "disclosed": self.disclosed,
             "noise_multiplier": _number(self.noise_multiplier),
-            "steps": self.steps,
-            "notes": self.notes,
         }
+        found |= {name: getattr(self, name) for name in ("kept", "disclosed", "steps", "notes")}
         return json.dumps(found, indent=2)
 
     def _parts(self) -> Iterator[Part]:
