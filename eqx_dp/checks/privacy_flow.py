@@ -71,24 +71,28 @@ class PrivacyFlow(Flow[Fact]):
     ) -> list[Fact]:
         """What is known of an equation's results; where the check itself fails, nothing."""
         try:
-            match mark_on(equation):
-                case Mark() as mark:
-                    return engine_call(self.record, context, equation, mark, inputs)
-                case NoiseMark() as mark:
-                    return noise(self.record, context, equation, mark, inputs)
-                case _:
-                    return super().holder(context, equation, inputs)
+            results = self._held(context, equation, inputs)
+            if len(results) != len(equation.outvars):
+                raise ValueError("other results than the equation has")
+            return results
         except Exception as error:
-            self.record.note(
-                context,
-                "release",
-                f"the check failed at '{equation.primitive.name}': {type(error).__name__}: {error}",
-                "This is a fault of the check. Write it in another way, and report it.",
-                is_decided=False,
-            )
-            return [Fact(Kind.PRIVATE, reason="unknown", where=context.line)] * len(
-                equation.outvars
-            )
+            name, kind = equation.primitive.name, type(error).__name__
+            found = f"the check failed at '{name}': {kind}: {error}"
+            advice = "This is a fault of the check. Write it in another way, and report it."
+            self.record.note(context, "release", found, advice, is_decided=False)
+            lost = Fact(Kind.PRIVATE, reason="unknown", where=context.line)
+            return [lost] * len(equation.outvars)
+
+    def _held(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        match mark_on(equation):
+            case Mark() as mark:
+                return engine_call(self.record, context, equation, mark, inputs)
+            case NoiseMark() as mark:
+                return noise(self.record, context, equation, mark, inputs)
+            case _:
+                return super().holder(context, equation, inputs)
 
     def primitive(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
@@ -110,9 +114,7 @@ class PrivacyFlow(Flow[Fact]):
         if name in _PASSED_ON:
             return inputs
         if name in COLLECTIVES:
-            return [self._exchanged(context, equation, fact) for fact in inputs][
-                : len(equation.outvars)
-            ] or []
+            return [self._exchanged(context, equation, fact) for fact in inputs]
         if not equation.outvars:
             return []
         found = self._one(context, equation, inputs)
@@ -178,8 +180,8 @@ class PrivacyFlow(Flow[Fact]):
         before = shape_of(equation.invars[0]) if equation.invars else ()
         after = shape_of(equation.outvars[0])
         if name == "slice" and not first.is_public:
-            cuts = taken_once(first, before, after, params["start_indices"])
-            found = found._replace(cuts=cuts)
+            starts = params["start_indices"]
+            found = found._replace(cuts=taken_once(first, before, after, starts))
         elif name == "dynamic_slice" and all(fact.is_public for fact in inputs[1:]):
             known = [fact.constant and fact.constant.value for fact in inputs[1:]]
             starts = [
@@ -226,13 +228,12 @@ class PrivacyFlow(Flow[Fact]):
                 )
                 for fact in results
             ]
-        self.record.note(
-            context,
-            "side door",
-            "a private value decides which branch is taken, or how long a loop runs",
+        found = "a private value decides which branch is taken, or how long a loop runs"
+        advice = (
             "How long a step takes, and what it does, is seen. Decide by values that are public, "
-            "or inside of the loss, where each example decides for itself.",
+            "or inside of the loss, where each example decides for itself."
         )
+        self.record.note(context, "side door", found, advice)
         return [made_of([by, fact], "steered", context.line) for fact in results]
 
     # Loops.
@@ -243,7 +244,6 @@ class PrivacyFlow(Flow[Fact]):
         cuts = fact.cuts
         if fact.refs and fact.refs[0] is not None:
             cuts |= {Cut(fact.refs[0], "loop", path)}
-        is_same = 0 in fact.even
         number = fact.number and sliced(fact.number, path, length)
         key = fact.key
         if key is not None:
@@ -259,7 +259,7 @@ class PrivacyFlow(Flow[Fact]):
             alike=frozenset(one._replace(dim=one.dim - 1) for one in fact.alike if one.dim),
             refs=fact.refs[1:],
             cuts=cuts,
-            varies=fact.varies if is_same and fact.is_public else fact.varies | {path},
+            varies=fact.varies if 0 in fact.even and fact.is_public else fact.varies | {path},
             rows=scaled(fact.rows, 1.0, False, False),
         )
 
@@ -267,7 +267,6 @@ class PrivacyFlow(Flow[Fact]):
         """The results of all turns side by side."""
         path, length = context.loops[-1]
         even = frozenset(d + 1 for d in fact.even)
-        varies = fact.varies - {path}
         own = [cut for cut in fact.cuts if cut.where == path]
         first = own[0].ref if len(own) == 1 else None
         found = fact._replace(
@@ -279,14 +278,13 @@ class PrivacyFlow(Flow[Fact]):
             refs=(first, *fact.refs),
             cuts=frozenset(cut for cut in fact.cuts if cut.where != path),
             indexes=(),
-            varies=varies,
+            varies=fact.varies - {path},
         )
         if fact.kind is not Kind.SUM:
             return found
         if length is None:
             return made_of([fact], "loop", context.line)
-        rows = scaled(fact.rows, length**0.5, False, False)
-        return found._replace(rows=rows)
+        return found._replace(rows=scaled(fact.rows, length**0.5, False, False))
 
     def loop(
         self,

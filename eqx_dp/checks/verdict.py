@@ -148,7 +148,7 @@ def _how(fact: Fact, stays: bool) -> Finding:
         return Finding("noise", how, where, _BY_HAND, is_decided=False)
     how, is_decided = "a clipped sum is in it, without noise", True
     if fact.kind is Kind.PRIVATE:
-        how, is_decided = REASONS[fact.reason], fact.reason in _DECIDED
+        how, is_decided = REASONS.get(fact.reason, REASONS["unknown"]), fact.reason in _DECIDED
         advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
     if stays:
         how, advice, is_decided = f"{how}, and it stays in the state", _STAYS + advice, False

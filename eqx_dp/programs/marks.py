@@ -50,7 +50,8 @@ def mark_on(equation: jex_core.JaxprEqn) -> Any:
     name = equation.params.get("name") if equation.primitive is jit_p else None
     if not isinstance(name, _MarkedName):
         return None
-    written = open_jaxpr(equation.params["jaxpr"]).debug_info.func_src_info or ""
+    traced: Any = open_jaxpr(equation.params["jaxpr"])
+    written = getattr(traced.debug_info, "func_src_info", None) or ""
     return name.mark if f" at {in_marked_equation.__code__.co_filename}:" in written else None
 
 
