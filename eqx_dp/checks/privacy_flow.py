@@ -31,6 +31,7 @@ from .sums import (
     sum_over_devices,
     symbol,
     widened,
+    without_turn,
 )
 
 _OF_KEYS = frozenset({"random_fold_in", "random_split", "random_wrap", "random_unwrap"})
@@ -267,16 +268,13 @@ class PrivacyFlow(Flow[Fact]):
         """The results of all turns side by side."""
         path, length = context.loops[-1]
         even = frozenset(d + 1 for d in fact.even)
-        own = [cut for cut in fact.cuts if cut.where == path]
-        first = own[0].ref if len(own) == 1 else None
         found = fact._replace(
             constant=None,
             number=None,
             key=None if fact.key is None else Key(None),
             even=even | ({0} if path not in fact.varies and fact.is_public else set()),
             alike=frozenset[Alike](),
-            refs=(first, *fact.refs),
-            cuts=frozenset(cut for cut in fact.cuts if cut.where != path),
+            refs=(None, *without_turn(fact, path).refs),
             indexes=(),
             varies=fact.varies - {path},
         )
@@ -334,7 +332,7 @@ class PrivacyFlow(Flow[Fact]):
                 totals = grown(fact, end, name, length, context.line)
                 first, last = as_total(totals[0], first), as_total(totals[1], last)
             starts.append(first)
-            ends.append(last._replace(varies=last.varies - {path}))
+            ends.append(without_turn(last, path)._replace(varies=last.varies - {path}))
         results = self.program(body, [*consts, *starts, *inner], context)
         return [*ends, *(self.stacked(context, fact) for fact in results[size:])]
 

@@ -216,7 +216,14 @@ def widened(start: Fact, end: Fact, name: Hashable) -> Fact:
     if found.kind is Kind.SUM:
         over = end.over if end.kind is Kind.SUM else start.over
         found = found._replace(rows=(frozenset({Term(name, 1.0)}),), over=over)
-    return found._replace(constant=None, number=number, key=key)
+    found = found._replace(constant=None, number=number, key=key)
+    return without_turn(found, name[1] if isinstance(name, tuple) else None)
+
+
+def without_turn(fact: Fact, loop: Hashable) -> Fact:
+    """A value behind its turn of a loop: rows of one turn are not those of another."""
+    is_of_turn = any(cut.where == loop for cut in fact.cuts)
+    return fact._replace(refs=(), indexes=()) if is_of_turn else fact
 
 
 def counter(

@@ -13,7 +13,9 @@ import pytest
 import eqx_dp as dp
 from tests.checks.privacy_steps import (
     PLAN,
+    SLOTS,
     STDDEV,
+    WIDTH,
     by_hand,
     clipped,
     data,
@@ -21,11 +23,10 @@ from tests.checks.privacy_steps import (
     made,
     mlp,
     next_key,
+    prepared_by,
     updated,
     with_noise,
 )
-
-pytestmark = pytest.mark.sampled(2)
 
 
 def honest(model, state, x, y, mask):
@@ -208,6 +209,44 @@ def test_a_loop_may_take_no_turn(turns_none):
 
     report = dp.check_privacy(step, *ARGS, private=(2, 3, 4), plan=PLAN)
     assert [finding.rule for finding in report.violations] == ["release"]
+
+
+@pytest.mark.parametrize(
+    "prepared",
+    [
+        lambda x, key: jax.lax.scan(lambda c, r: (c + r.sum(), r + c), 0.0, x)[1],
+        lambda x, key: jax.lax.scan(lambda c, r: (c + 1, r * c), 0.0, x)[1],
+        lambda x, key: jax.lax.scan(lambda c, r: (r, r + c), jnp.zeros(WIDTH), x)[1],
+        lambda x, key: jax.lax.map(lambda i: x[i] * i, jnp.arange(SLOTS)),
+    ],
+    ids=["running sum", "counter", "row before", "number of the row"],
+)
+def test_rows_that_a_loop_goes_over_meet(prepared):
+    case = prepared_by(lambda x, y, mask, key: (prepared(x, key), y, mask))
+    report = dp.check_privacy(case.fn, *case.args, private=case.private, plan=PLAN)
+    assert any(finding.rule == "examples apart" for finding in report.undecided), str(report)
+
+
+def test_batches_of_two_turns_meet():
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def epoch(params, state, xs, ys, masks):
+        def turn(carry, batch):
+            params, state, before = carry
+            x, y, mask = batch
+            key, state = next_key(state)
+            model = eqx.combine(params, static)
+            grads = grad_fn(model, x + before, y, is_padding_example=mask)
+            return (*updated(params, state, with_noise(grads, key)), x), None
+
+        carry = params, state, jnp.zeros(xs.shape[1:])
+        return jax.lax.scan(turn, carry, (xs, ys, masks))[0][:2]
+
+    batches = [jnp.stack([leaf] * 3) for leaf in data()]
+    args = params, first_state(params), *batches
+    report = dp.check_privacy(epoch, *args, private=(2, 3, 4), plan=PLAN)
+    assert not report.ok, str(report)
 
 
 def test_a_loop_may_turn_the_sign():
