@@ -29,13 +29,11 @@ GROUPS = {
         *("explain", "Explanation"),
     ),
     "Plan, sample, noise": (
-        *("PrivacyPlan", "PoissonSampler", "gaussian_privatizer"),
-        *("key_from_secret", "kept_secret"),
+        *("PrivacyPlan", "PoissonSampler", "gaussian_privatizer", "key_from_secret"),
     ),
     "Devices": ("ShardingRules",),
     "Training": (
-        *("make_step", "Step", "TrainState", "Trainer", "Records", "Parquet"),
-        *("Event", "TensorBoard"),
+        *("make_step", "Step", "TrainState", "Trainer", "Records", "Event"),
         *("load_model", "save_model", "CheckpointError", "CheckpointWarning", "DataError"),
     ),
     "Checks": ("check_precision", "PrecisionReport", "check_privacy", "PrivacyReport"),

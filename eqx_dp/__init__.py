@@ -11,12 +11,12 @@ Clipped gradients: one example moves a sum by so much and no more
     explain, Explanation
 Plan, sample, noise: what makes the sum private, and what that costs
     PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, add_noise,
-    kept_secret, key_from_secret
+    key_from_secret
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
-    make_step, Step, TrainState, Trainer, Records, Parquet, Event, TensorBoard, load_model,
-    save_model, CheckpointError, CheckpointWarning, DataError
+    make_step, Step, TrainState, Trainer, Records, Event, load_model, save_model,
+    CheckpointError, CheckpointWarning, DataError
 Checks: the traced step against its declaration, and attacks on it
     check_precision, PrecisionReport, check_privacy, PrivacyReport, audit
 Planning: time and memory, before a step runs
@@ -70,13 +70,10 @@ from .training import CheckpointError as CheckpointError
 from .training import CheckpointWarning as CheckpointWarning
 from .training import DataError as DataError
 from .training import Event as Event
-from .training import Parquet as Parquet
 from .training import Records as Records
 from .training import Step as Step
-from .training import TensorBoard as TensorBoard
 from .training import Trainer as Trainer
 from .training import TrainState as TrainState
-from .training import kept_secret as kept_secret
 from .training import load_model as load_model
 from .training import make_step as make_step
 from .training import save_model as save_model

@@ -159,7 +159,7 @@ def parse_arguments() -> argparse.Namespace:
         "--gradients", type=int, default=3_000, help="gradients as canaries (default 3000)"
     )
     parser.add_argument("--images", type=int, default=500, help="images as canaries (default 500)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random")
+    parser.add_argument("--seed", type=int, default=0, help="repeats an audit")
     parser.add_argument("--out", type=Path, default=Path("out/audit.png"), help="the picture")
     return parser.parse_args()
 

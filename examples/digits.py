@@ -83,11 +83,14 @@ def load_images() -> list[np.ndarray]:
 
 
 def train(
-    plan: dp.PrivacyPlan, policy: dp.Policy, seed: int
+    plan: dp.PrivacyPlan, policy: dp.Policy, seed: int | None = None
 ) -> Iterator[tuple[int, float | None, float | None]]:
-    """Runs the plan; yields the steps done, and now and then held-out accuracy and epsilon."""
+    """Runs the plan; yields the steps done, and now and then held-out accuracy and epsilon.
+
+    Without a seed samples and noise are fresh. The first model is public in any case.
+    """
     images, labels, held_out, held_out_labels = load_images()
-    model = policy.cast_to_param(Digits(dp.key_from_secret(seed, "model")))
+    model = policy.cast_to_param(Digits(dp.key_from_secret(seed or 0, "model")))
 
     grad_fn = dp.filter_clipped_grad(
         loss,
@@ -146,7 +149,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epsilon", type=float, default=3.0, help="privacy budget (default 3)")
     parser.add_argument("--policy", default="mixed_bfloat16", help="a preset, or a .toml file")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of model, samples and noise")
+    parser.add_argument("--seed", type=int, help="repeats a run: never for data that are private")
     parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="the picture")
     return parser.parse_args(words)
 

@@ -7,8 +7,8 @@ it is shown while training runs, at no cost in privacy.
 
 Training is spread over eight devices (virtual ones where there are no eight accelerators), examples
 over the mesh's axis `data` and the blocks' weights over `model`. It is checkpointed in
-`out/gpt`: a run that was interrupted goes on when it is started again. At the end the model
-writes some text, and the validation loss is drawn against epsilon.
+`out/gpt`: a run that was interrupted goes on, with fresh noise, when it is started again. At the
+end the model writes some text, and the validation loss is drawn against epsilon.
 
     python examples/gpt.py
     python examples/gpt.py --non-private    # its twin: the same without clipping and noise
@@ -221,7 +221,7 @@ def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_step(
-    plan: dp.PrivacyPlan, policy: dp.Policy, num_examples: int, rate: float, seed: int
+    plan: dp.PrivacyPlan, policy: dp.Policy, num_examples: int, rate: float
 ) -> dp.Step[GPT]:
     is_private = plan.noise_multiplier > 0
     return dp.make_step(
@@ -229,7 +229,6 @@ def make_step(
         make_optimizer(rate, plan.steps),
         plan,
         num_examples=num_examples,
-        seed=seed,
         l2_clip_norm=CLIP_NORM if is_private else math.inf,
         policy=policy,
         sharding=make_rules(),
@@ -326,7 +325,6 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=2, help="blocks (default 2)")
     parser.add_argument("--length", type=int, default=32, help="of a window (default 32)")
     parser.add_argument("--policy", default="mixed_bfloat16", help="a preset, or a .toml file")
-    parser.add_argument("--seed", type=int, default=0, help="secret where data are private")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder (default out)")
     return parser.parse_args(words)
 
@@ -339,9 +337,9 @@ def main(words: list[str] | None = None, callbacks: Sequence[Any] = ()) -> dp.Tr
     policy, plan = dp.load_policy(arguments.policy), make_plan(arguments, len(private))
     print(f"policy: {policy}\nplan:   {plan}\n{len(private)} windows of {arguments.length}")
 
-    model_key, text_key = jax.random.split(jax.random.key(arguments.seed))
+    model_key, text_key = jax.random.split(jax.random.key(0))  # of the first model and the text
     directory = arguments.out / ("gpt-non-private" if arguments.non_private else "gpt")
-    step = make_step(plan, policy, len(private), arguments.rate, arguments.seed)
+    step = make_step(plan, policy, len(private), arguments.rate)
     trainer = dp.Trainer(
         step,
         private,

@@ -9,7 +9,7 @@ of the optimizer.
 
 The table that is printed holds a step that trains all parameters against the step that is taken, as
 the compiler sees them. Both models are checkpointed in `out/lora`; a run that was interrupted
-goes on when it is started again.
+goes on, with fresh noise, when it is started again.
 
     python examples/lora.py --epsilon 3
 """
@@ -95,14 +95,12 @@ def make_step(
     *,
     policy: dp.Policy,
     rate: float,
-    seed: int,
 ) -> dp.Step[GPT]:
     return dp.make_step(
         loss,
         make_optimizer(rate, plan.steps),
         plan,
         num_examples=num_examples,
-        seed=seed,
         l2_clip_norm=CLIP_NORM if plan.noise_multiplier > 0 else math.inf,
         policy=policy,
         filter_spec=filter_spec,
@@ -164,7 +162,7 @@ def train_base(arguments: Any, policy: dp.Policy, key: PRNGKeyArray) -> GPT:
     """Trains on public text; without noise and clipping it is ordinary training."""
     text, held_out = (windows(part, arguments.length) for part in split(documents_of_topics()))
     plan = dp.PrivacyPlan(min(1.0, arguments.batch / len(text)), arguments.base_steps, 0.0, DELTA)
-    step = make_step(plan, len(text), policy=policy, rate=arguments.rate, seed=arguments.seed)
+    step = make_step(plan, len(text), policy=policy, rate=arguments.rate)
     trainer = dp.Trainer(
         step,
         text,
@@ -186,7 +184,7 @@ def adapt(arguments: Any, policy: dp.Policy, base: GPT, key: PRNGKeyArray) -> GP
         steps=arguments.steps,
     )
     model = adapted(base, arguments.rank, key)
-    options: Any = {"policy": policy, "rate": arguments.rate, "seed": arguments.seed}
+    options: Any = {"policy": policy, "rate": arguments.rate}
     specs = {"all parameters": (base, eqx.is_inexact_array), "LoRA": (model, only_adapters(model))}
     steps = {name: make_step(plan, len(text), spec, **options) for name, (_, spec) in specs.items()}
     show([cost_of(name, steps[name], *specs[name], arguments.batch) for name in specs])
@@ -215,7 +213,6 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=2, help="blocks (default 2)")
     parser.add_argument("--length", type=int, default=32, help="of a window (default 32)")
     parser.add_argument("--policy", default="mixed_bfloat16", help="a preset, or a .toml file")
-    parser.add_argument("--seed", type=int, default=0, help="secret where data are private")
     parser.add_argument("--out", type=Path, default=Path("out/lora"), help="folder")
     return parser.parse_args(words)
 
@@ -223,7 +220,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> tuple[GPT, GPT]:
     arguments: Any = parse_arguments(words)
     policy = dp.load_policy(arguments.policy)
-    base_key, adapter_key = jax.random.split(jax.random.key(arguments.seed))
+    base_key, adapter_key = jax.random.split(jax.random.key(0))
     base = train_base(arguments, policy, base_key)
     return base, adapt(arguments, policy, base, adapter_key)
 

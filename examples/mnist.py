@@ -88,7 +88,7 @@ def load_images() -> list[np.ndarray]:
 
 
 def make_step(
-    plan: dp.PrivacyPlan, policy: dp.Policy, num_examples: int, seed: int
+    plan: dp.PrivacyPlan, policy: dp.Policy, num_examples: int, seed: int | None
 ) -> dp.Step[Convolutional]:
     return dp.make_step(
         loss,
@@ -102,9 +102,12 @@ def make_step(
 
 
 def train(
-    plan: dp.PrivacyPlan, policy: dp.Policy, seed: int, progress: bool = False
+    plan: dp.PrivacyPlan, policy: dp.Policy, seed: int | None = None, progress: bool = False
 ) -> list[tuple[int, float, float]]:
-    """Runs the plan; returns steps, held-out accuracy and epsilon of every evaluation."""
+    """Runs the plan; returns steps, held-out accuracy and epsilon of every evaluation.
+
+    Without a seed samples and noise are fresh. The first model is public in any case.
+    """
     images, labels, held_out, held_out_labels = load_images()
     history: list[tuple[int, float, float]] = []
 
@@ -124,7 +127,7 @@ def train(
         callbacks=[remember],
         progress=progress,
     )
-    trainer.run(Convolutional(dp.key_from_secret(seed, "model")))
+    trainer.run(Convolutional(dp.key_from_secret(seed or 0, "model")))
     return history
 
 
@@ -133,7 +136,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epsilon", type=float, default=3.0, help="privacy budget (default 3)")
     parser.add_argument("--policy", default="mixed_bfloat16", help="a preset, or a .toml file")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default 60)")
-    parser.add_argument("--seed", type=int, default=0, help="of model, samples and noise")
+    parser.add_argument("--seed", type=int, help="repeats a run: never for data that are private")
     parser.add_argument("--out", type=Path, default=Path("out/mnist.png"), help="the picture")
     return parser.parse_args(words)
 

@@ -362,7 +362,7 @@ def test_report_refuses_in_plain_words(trained_run, tmp_path, capsys):
         return refused(capsys, "report", str(trained_run), "--output", str(tmp_path / name))
 
     assert "found no folder" in refused(capsys, "report", str(tmp_path / "nowhere"))
-    assert "it has no run.json" in refused(capsys, "report", str(tmp_path))
+    assert "it has no ledger" in refused(capsys, "report", str(tmp_path))
     assert "found the ending '.pdf'; allowed: '.html'" in output("a.pdf")
     assert "found no folder" in output("nowhere/a.html")
     (tmp_path / "folder.html").mkdir()

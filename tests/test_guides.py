@@ -1,12 +1,14 @@
 """The code of README and of the guides runs from top to bottom, as a reader would type it."""
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -31,7 +33,8 @@ def code_of(page: Path) -> str:
 def run(tmp_path, monkeypatch, unchecked):
     """Runs a page in an empty folder; returns the names that it has made."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("secrets.randbits", lambda bits: 2**bits - 1)  # the same run every time
+    drawn = random.Random(0)  # the same run every time; not the same bytes at every call
+    monkeypatch.setattr("secrets.token_bytes", lambda n=32: drawn.randbytes(n))
 
     def run(page: Path) -> dict[str, Any]:
         names: dict[str, Any] = {"__name__": page.stem}
@@ -53,7 +56,7 @@ QUICK = {"precision", "ten_minutes"}
     "guide",
     [
         pytest.param(guide, marks=() if guide in QUICK else pytest.mark.slow)
-        for guide in sorted(GUIDES.keys() - {"devices", "training"})
+        for guide in sorted(GUIDES.keys() - {"devices", "own_loop", "training"})
     ],
 )
 def test_the_code_of_a_guide_runs(guide, run):
@@ -85,9 +88,34 @@ def test_parameters_stay_where_the_guide_puts_them(run):
 @pytest.mark.slow
 def test_a_run_leaves_what_the_guide_says(run, tmp_path):
     names = run(GUIDES["training"])
-    folder = tmp_path / "run"
-    assert names["state"].step == names["plan"].steps == 100
-    assert json.loads((folder / "privacy.json").read_text())["steps_done"] == 100
-    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 100
-    for name in ("run.json", "checks.json", "released_at_most.00000100", "00000050", "00000100"):
-        assert (folder / name).exists(), name
+    folder, plan = tmp_path / "run", names["plan"]
+    found = json.loads((folder / "privacy.json").read_text())
+    assert found["steps_released"] == names["state"].step == plan.steps == 100
+    assert (found["epsilon"], found["randomness"]) == (plan.epsilon(), "fresh")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [20, 40, 60]
+    assert len(list((folder / "ledger").glob("*.json"))) == 2
+    assert (folder / "checks.json").exists()
+    assert (folder / "checkpoints" / "100").is_dir()
+    for number in (0, 1):
+        found = json.loads((tmp_path / f"from-files-{number}" / "privacy.json").read_text())
+        assert found["steps_released"] == 5
+    one, other = (source[np.array([149, 0, 1_499, 100])] for source in named_sources(names))
+    for a, b, expected in zip(one, other, (names["xs"], names["ys"]), strict=True):
+        np.testing.assert_array_equal(a, expected[[149, 0, 1_499, 100]])
+        np.testing.assert_array_equal(a, b)
+
+
+def named_sources(names):
+    return names["rows"], names["Parquet"]("examples.parquet", ["x", "y"])
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on_with_fresh_noise(run, tmp_path):
+    names = run(GUIDES["own_loop"])
+    assert names["released"] == 100
+    noise, _ = names["opt_state"]
+    assert noise.step == 40  # of the second start alone
+    assert names["report"].ok
+    saved = (tmp_path / "own_run" / "state.eqx").read_bytes()
+    assert np.asarray(jax.random.key_data(noise.key)).tobytes() not in saved

@@ -58,7 +58,7 @@ def test_data_parallel(monkeypatch, way):
 @pytest.mark.slow
 def test_gpt():
     gpt = load("gpt")
-    step = gpt.make_step(plan_of(8), dp.load_policy("mixed_bfloat16"), 2000, 1e-2, 0)
+    step = gpt.make_step(plan_of(8), dp.load_policy("mixed_bfloat16"), 2000, 1e-2)
     state = step.init(gpt.GPT(32, 96, 3, jax.random.key(0)))
     text, mask = step.place((np.zeros((128, 32), np.uint8), np.zeros(128, bool)))
     dp.check_privacy(step, state, text, is_padding_example=mask).raise_if_violated()
@@ -73,7 +73,7 @@ def test_lora(only_adapters):
         model = lora.adapted(model, 4, jax.random.key(1))
         spec = lora.only_adapters(model)
     policy = dp.load_policy("mixed_bfloat16")
-    step = lora.make_step(plan_of(3), 2000, spec, policy=policy, rate=1e-2, seed=0)
+    step = lora.make_step(plan_of(3), 2000, spec, policy=policy, rate=1e-2)
     args = step.init(model), np.zeros((64, 32), np.uint8)
     dp.check_privacy(step, *args, is_padding_example=np.zeros(64, bool)).raise_if_violated()
 

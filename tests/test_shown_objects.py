@@ -26,9 +26,7 @@ def loss(model, x, y):
 
 MODEL = eqx.nn.Linear(4, 1, key=jax.random.key(0))
 GRAD_FN = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
-STEP = dp.make_step(
-    loss, optax.sgd(0.1), PLAN, num_examples=8, seed=SEED, l2_clip_norm=1.0, disclose=("loss",)
-)
+STEP = dp.make_step(loss, optax.sgd(0.1), PLAN, num_examples=8, seed=SEED, l2_clip_norm=1.0)
 POLICY = dp.load_policy("float32")
 PER_EXAMPLE = dp.PerExample(jnp.full(8, 0.7531), jnp.full(8, 2.4689), {"hit": jnp.ones(8)})
 TUNING = dp.Tuning("ghost", 4, ("ghost", 4), (), (("device", "cpu"),))
@@ -74,10 +72,10 @@ def test_a_repr_is_one_short_line_without_values(name):
 
 def test_a_state_says_how_far_it_is():
     state = STEP.init(MODEL)
-    assert repr(state) == "TrainState(Linear, step=0, disclosed=('loss',))"
+    assert repr(state) == "TrainState(Linear, step=0)"
     traced = []
     eqx.filter_eval_shape(lambda state: traced.append(repr(state)), state)
-    assert traced == ["TrainState(Linear, step=?, disclosed=('loss',))"]
+    assert traced == ["TrainState(Linear, step=?)"]
     state.step.delete()
     assert "step=?" in repr(state)
 

@@ -80,8 +80,6 @@ MISUSES = {
     "aux that is no bool": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, has_aux="yes")',
     "a name for a policy": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy="float32")',
     "no such method": 'dp.filter_clipped_grad(loss, l2_clip_norm=1.0, method="gost")',
-    "no such figure": "dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, seed=1,"
-    ' l2_clip_norm=1.0, disclose=("losses",))',
     "no such microbatch": "dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, seed=1,"
     ' l2_clip_norm=1.0, microbatch_size="best")',
     "no such option of a step": "dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, seed=1,"

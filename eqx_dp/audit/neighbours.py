@@ -132,13 +132,7 @@ shorter by one |
         _refuse_own("a step of make_step", own)
         if plan is not None or neighboring_relation is not None:
             raise ValueError("plan and neighboring_relation are the step's own: leave them out.")
-        if fn.steps_per_call > 1:
-            raise ValueError(
-                f"the step takes {fn.steps_per_call} batches a call, and what is released by one "
-                "moves all later ones: audit the single step, step.with_steps_per_call(1), of "
-                "which a call is made; check_privacy reads the program of the call."
-            )
-        relation, paths = fn.plan.neighboring_relation, (*disclose, "disclosed.*")
+        relation, paths = fn.plan.neighboring_relation, tuple(disclose)
         subject = Subject(fn, None, context=fn.mesh)
         with fn.mesh():
             call = _with_mask(fn, _of_state(fn, args), kwargs)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from dp_accounting import NeighboringRelation
 
+from ..files import finite_or_none, read_json, write_json
 from ..tables import Part, tabular
-from ..training.files import finite_or_none, read_json, write_json
 
 
 class Violation(NamedTuple):

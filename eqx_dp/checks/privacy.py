@@ -33,9 +33,8 @@ class TrainsPrivately(Protocol):
         """What sampling, noise and accounting follow."""
         ...
 
-    @property
-    def disclose(self) -> tuple[str, ...]:
-        """What it discloses of each batch, under `disclosed` in its state."""
+    def init(self, model: Any) -> Any:
+        """The state before the first step."""
         ...
 
 
@@ -148,9 +147,8 @@ call's model is made of it |
     made = cast(object, fn)
     if isinstance(made, TrainsPrivately):
         if private is None:
-            private = (*range(1, len(args)), *(name for name in kwargs if name != "extra"))
+            private = (*range(1, len(args)), *kwargs)
         plan = made.plan if plan is None else plan
-        disclose = (*disclose, *(f"disclosed.{name}" for name in made.disclose))
     expect("plan", plan, (PrivacyPlan, type(None)), "a PrivacyPlan or None")
     function("fn", fn, "the step")
     args, kwargs = traceable((args, kwargs))

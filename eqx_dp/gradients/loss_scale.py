@@ -1,6 +1,7 @@
 """What each example's loss is multiplied by before the backward pass: powers of two."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,7 @@ class LossScaling(NamedTuple):
         probe = self.probe
         if probe is not None:
             arrays = list(map(whole, params)), list(map(whole, frozen))
-            scale_of = jax.vmap(lambda example: probe.scale(*arrays, example))
+            scale_of = functools.partial(probe.scale, *arrays)
             scales = run_apart(scale_of, probe.split.program.jaxpr.jaxpr, examples)
             return scales.astype(self.dtype)
         if self.value == 1:

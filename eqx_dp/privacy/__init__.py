@@ -4,9 +4,11 @@ from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .arguments import real_number as real_number
 from .arguments import whole_number as whole_number
 from .keys import Secret as Secret
+from .keys import checked_secret as checked_secret
 from .keys import digest as digest
 from .keys import fold_text as fold_text
 from .keys import fold_texts as fold_texts
+from .keys import fresh_secret as fresh_secret
 from .keys import key_from_secret as key_from_secret
 from .keys import shape_of_keys as shape_of_keys
 from .noise import GaussianPrivatizerState as GaussianPrivatizerState
@@ -21,5 +23,3 @@ from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
 from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
-from .trade_off import TradeOff as TradeOff
-from .trade_off import trade_off_of as trade_off_of

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import dp_accounting
@@ -87,56 +86,25 @@ def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
     return epsilon_at(run, noise_multiplier, delta_left(run, delta), interval)
 
 
-def epsilon_at(
-    run: Run, noise_multiplier: float, left: float, interval: float, *, in_stages: bool = False
-) -> float:
+def epsilon_at(run: Run, noise_multiplier: float, left: float, interval: float) -> float:
     """Epsilon at a discretization, to the last bit what PLDAccountant gives for `event_of`.
 
-    The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`. Many
-    steps are composed faster `in_stages`, of which there are two, and then not to the last bit:
-    dp_accounting bounds the range of a sum of many losses far too widely.
+    The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`.
     """
     if left <= 0 or interval > WIDEST_INTERVAL:
         return math.inf
     if run.sampling_prob == 1:
-        return float(_unsampled(run, noise_multiplier, interval).get_epsilon(left))
-    if not in_stages:
-        return float(_composed(run, noise_multiplier, interval).get_epsilon_for_delta(left))
-    losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
-    first = math.isqrt(run.steps)
-    times, rest = divmod(run.steps, first)
-    composed = losses.self_compose(first, 1e-15 / times).self_compose(times)
-    if rest:
-        composed = composed.compose(losses.self_compose(rest))
-    return float(composed.get_epsilon_for_delta(left))
+        return float(unsampled(run, noise_multiplier, interval).get_epsilon(left))
+    return float(composed(run, noise_multiplier, interval).get_epsilon_for_delta(left))
 
 
-def deltas_of(run: Run, noise_multiplier: float, epsilons: Sequence[float]) -> list[float]:
-    """Delta of a run for each epsilon, with what float64 may lose of it, at most 1.
-
-    The run has at least one step, and epsilons are finite. Below `LEAST_NOISE` every delta is 1.
-    """
-    interval = WIDEST_INTERVAL + 1
-    if noise_multiplier >= LEAST_NOISE:
-        interval = discretization(run, noise_multiplier)
-    if interval > WIDEST_INTERVAL:
-        return [1.0] * len(epsilons)
-    if run.sampling_prob == 1:
-        delta_at = _unsampled(run, noise_multiplier, interval).get_delta
-    else:
-        delta_at = _composed(run, noise_multiplier, interval).get_delta_for_epsilon
-    # One by one: for a list, dp_accounting subtracts sums that may be large and alike.
-    found = [float(delta_at(float(epsilon))) for epsilon in epsilons]
-    return [min(max(delta, 0.0) + run.steps * ROUNDING_DELTA, 1.0) for delta in found]
-
-
-def _unsampled(run: Run, noise_multiplier: float, interval: float) -> PLDAccountant:
+def unsampled(run: Run, noise_multiplier: float, interval: float) -> PLDAccountant:
     """An accountant of all steps."""
     accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
     return accountant.compose(event_of(run, noise_multiplier))
 
 
-def _composed(run: Run, noise_multiplier: float, interval: float) -> pld.PrivacyLossDistribution:
+def composed(run: Run, noise_multiplier: float, interval: float) -> pld.PrivacyLossDistribution:
     """Privacy losses of all steps, which sample."""
     losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
     return pld.identity(interval).compose(losses.self_compose(run.steps))

@@ -1,19 +1,33 @@
-"""Keys from a secret: one for each purpose and each run, and none of them reveals another."""
+"""Secrets from the operating system, and keys from a secret: one for each purpose."""
 
 import hashlib
 import operator
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import PRNGKeyArray
 
 from ..trees import is_key
 
 Secret: TypeAlias = SupportsIndex | bytes
 """A number of at least 0, or bytes; of any length."""
+
+
+def fresh_secret() -> bytes:
+    """Draws 256 random bits from the operating system of host 0, and gives them to every host.
+
+    Nothing stores them. On several hosts all must call this function, in the same order.
+    """
+    drawn = secrets.token_bytes(32)
+    if jax.process_count() == 1:
+        return drawn
+    words = np.frombuffer(drawn, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(words), np.uint8).tobytes()
 
 
 def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:

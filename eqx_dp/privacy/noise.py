@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import io_callback
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -24,9 +25,9 @@ from .keys import (
     checked_secret,
     fold_text,
     fold_texts,
+    fresh_secret,
     is_threefry,
     key_from_secret,
-    public_bytes,
     shape_of_keys,
     words_of,
 )
@@ -38,7 +39,8 @@ class GaussianPrivatizerState(NamedTuple):
     """State of `gaussian_privatizer`: all that the noise of every step to come depends on.
 
     Attributes:
-        key: The key handed in, or made from the secret handed in; never changed. Secret.
+        key: A fresh key, or the one handed in, or one made from the secret handed in; never
+            changed. Secret: do not save it, and let `init` draw another one at the next start.
         step: How many updates have been made; a scalar int32.
     """
 
@@ -54,10 +56,9 @@ class GaussianPrivatizerState(NamedTuple):
 def gaussian_privatizer(
     *,
     stddev: SupportsFloat,
-    key: PRNGKeyArray | Secret,
+    key: PRNGKeyArray | Secret | None = None,
     policy: Policy | None = None,
     sharding: ShardingRules | None = None,
-    run: str | bytes = "",
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
@@ -72,16 +73,16 @@ def gaussian_privatizer(
     one kernel a leaf, where they are added, and (but for leaves of short rows on a CPU) no array of
     noise is held.
 
-    The noise of a leaf is a pure function of the key, `run`, the step, the leaf's path in the tree
-    and its shape. The step is folded into the key with its 32 bits, the others with 64 bits of
-    their hashes. A run that is resumed from a saved state repeats its noise, so that nothing is
-    released twice. Leaves of one tree have different paths, and so independent noise, however the
+    The noise of a leaf is a pure function of the key, the step, the leaf's path in the tree and its
+    shape. The step is folded into the key with its 32 bits, the others with 64 bits of their
+    hashes. Leaves of one tree have different paths, and so independent noise, however the
     tree is divided: one privatizer may serve several groups of `optax.multi_transform`,
     `optax.partition` or `optax.masked`.
 
-    Two runs with the same key and the same `run` get the same noise. It cancels in the difference
-    of their models, and neither is private any more. A second `init` within a run starts over at
-    step 0, with the same effect: it needs a `run` or a key of its own.
+    Without `key` every `init` draws a key from 256 random bits of the operating system. No two runs
+    share noise then, and a run that goes on from a saved model takes a new `init`. **A key given by
+    hand repeats its noise**: two runs with one key, or a second `init`, have the same noise. It
+    cancels in the difference of their models, and neither is private any more.
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
@@ -111,14 +112,13 @@ def gaussian_privatizer(
     Args:
         stddev: Standard deviation of the noise, in the unit of the gradients. A number, not a JAX
             array: it is part of the compiled program.
-        key: A secret that is not used elsewhere: a number of any size or bytes, from which
+        key: None: fresh randomness at every `init`. Or, to repeat an experiment, a secret that is
+            not used elsewhere: a number of any size or bytes, from which
             `key_from_secret(key, "noise")` makes a key; or one key, from `key_from_secret` or
             `jax.random.key` (which keeps 32 bits of its seed: an attacker can try all of them).
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
         sharding: The noise is placed where the rules place accumulators. The updates must then
             have the tree of the model that the rules describe.
-        run: A text that is different for each run with this key; public. `PrivacyPlan.privatizer`
-            puts the plan and the norm bound in front of it.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
@@ -131,14 +131,15 @@ def gaussian_privatizer(
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
-    root, told_apart = _single_key(key), public_bytes("run", run)
-    if rules is not None:
+    root = None if key is None else _single_key(key)
+    if rules is not None and root is not None:
         _check_generator(root)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         _check_arrays_alone(params)
         # A copy, since a step that donates its state would take the caller's own key along.
-        return GaussianPrivatizerState(jnp.copy(root), jnp.zeros((), jnp.int32))
+        own = _fresh_key() if root is None else jnp.copy(root)
+        return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32))
 
     def update(
         updates: optax.Updates,
@@ -148,9 +149,7 @@ def gaussian_privatizer(
         del params
         # The text keeps noise apart from the keys that split or fold_in make of the same key
         # elsewhere: jax.random.split(key, n)[i] is fold_in(key, i).
-        noisy = _noisy(
-            updates, (state.key, state.step), scale, ("eqx_dp noise", told_apart), policy, rules
-        )
+        noisy = _noisy(updates, (state.key, state.step), scale, "eqx_dp noise", policy, rules)
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
         return noisy, next_state
 
@@ -199,7 +198,7 @@ def add_noise(tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat) -> 
     scale = _static_stddev(stddev)
     if shape_of_keys(key) != ():
         _single_key(key)
-    return _noisy(tree, (key, None), scale, ("eqx_dp add_noise",), None, None)
+    return _noisy(tree, (key, None), scale, "eqx_dp add_noise", None, None)
 
 
 class NoiseMark(NamedTuple):
@@ -211,7 +210,7 @@ class NoiseMark(NamedTuple):
 
     Attributes:
         stddev: standard deviation of the noise.
-        prefix: words of the texts that are folded in first.
+        prefix: words of the text that is folded in first.
         has_step: whether the step is folded in.
         leaves: for each leaf the words of its path and shape.
     """
@@ -226,7 +225,7 @@ def _noisy(
     tree: PyTree[Any],
     key_and_step: tuple[PRNGKeyArray, Int[Array, ""] | None],
     stddev: float,
-    texts: tuple[str | bytes, ...],
+    text: str,
     policy: Policy | None,
     rules: ShardingRules | None,
 ) -> PyTree[Array]:
@@ -239,8 +238,7 @@ def _noisy(
 
     def function(operands: Any) -> list[Array]:
         gradients, (key, step) = operands
-        for text in texts:
-            key = fold_text(key, text)
+        key = fold_text(key, text)
         key = key if step is None else jax.random.fold_in(key, step)
         return [
             _add_noise(gradient, stddev, policy, _draw_of(rules, path, own))
@@ -249,12 +247,12 @@ def _noisy(
             )
         ]
 
-    def words(text: str | bytes) -> tuple[int, ...]:
+    def words(text: str) -> tuple[int, ...]:
         return tuple(words_of(text).tolist())
 
     mark = NoiseMark(
         stddev,
-        tuple(word for text in texts for word in words(text)),
+        words(text),
         key_and_step[1] is not None,
         tuple(map(words, of_leaves)),
     )
@@ -383,6 +381,20 @@ def _check_range(stddev: float, dtype: Any) -> None:
             f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
             "infinity. Rescale the gradients, or take a wider noise dtype."
         )
+
+
+def _fresh_key() -> PRNGKeyArray:
+    """A key of the noise that nobody else has; where `init` is compiled, drawn at every call."""
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):
+        return key_from_secret(fresh_secret(), "noise")
+
+    def draw() -> np.ndarray[Any, Any]:
+        if jax.process_count() > 1:
+            raise ValueError("on several hosts call optimizer.init outside of jit, or give a key")
+        return np.asarray(jax.random.key_data(key_from_secret(fresh_secret(), "noise")))
+
+    words = io_callback(draw, jax.ShapeDtypeStruct((2,), jnp.uint32))
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:

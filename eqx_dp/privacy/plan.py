@@ -1,7 +1,6 @@
 """The privacy plan: sampling, sensitivity, noise and accounting that cannot disagree."""
 
 import dataclasses
-import json
 import warnings
 from typing import SupportsFloat, SupportsIndex, cast
 
@@ -15,12 +14,12 @@ from ..sharding import ShardingRules
 from .accounting import ROUNDING_DELTA, Run, check_relation, epsilon_of, event_of
 from .arguments import real_number, sampling_probability, whole_number
 from .calibration import least_noise
-from .keys import Secret, public_bytes
+from .keys import Secret
 from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
 from .sample_size import Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
-from .sensitivity import HasSensitivity, TakesSamples, agreed_with, checked_sensitivity
+from .sensitivity import HasSensitivity, agreed_with, checked_sensitivity
 
 _MOST_STEPS = 2**53
 _DELTA_WANTED = (
@@ -46,8 +45,8 @@ class PrivacyPlan:
     `REPLACE_ONE`. Without sampling (probability 1) one noise multiplier therefore means the same
     epsilon under every relation.
 
-    **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, the seed and
-    key being secret, is (`epsilon(k)`, `delta`)-differentially private under
+    **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, whose
+    randomness is fresh or a secret, is (`epsilon(k)`, `delta`)-differentially private under
     `neighboring_relation`, up to what finite precision falls short of (see `gaussian_privatizer`).
     `delta` is the total: it pays for batches that overflow, too (`overflow_delta`). A run of more
     steps than `steps` is outside the plan, and `epsilon` refuses it.
@@ -212,28 +211,27 @@ class PrivacyPlan:
     def sampler(
         self,
         num_examples: SupportsIndex,
-        seed: Secret,
+        seed: Secret | None = None,
         pad_to: SupportsIndex = 1,
         hosts: SupportsIndex = 1,
         host: SupportsIndex = 0,
         *,
-        run: str | bytes = "",
         devices: SupportsIndex = 1,
         shared: bool = False,
     ) -> PoissonSampler:
         """The sampler that draws this plan's batches, or one host's part of them.
 
-        Epsilon is the same for any number of hosts. With the same seed, another plan draws an
-        independent sample.
+        Epsilon is the same for any number of hosts. Without a seed the sampler draws fresh
+        randomness: two samplers draw independent batches.
 
         Args:
             num_examples: How many examples the data set holds (on all hosts together).
-            seed: Secret, a number of any size or bytes, and the same on every host; see
-                `PoissonSampler`.
+            seed: None for 256 fresh bits of the operating system, the same on every host. Or a
+                secret, to repeat an experiment: a number of any size or bytes, the same on every
+                host; see `PoissonSampler`.
             pad_to: Batches have a multiple of this many slots (on each host).
             hosts: How many hosts draw, `jax.process_count()`.
             host: The index of this host, `jax.process_index()`.
-            run: A text that is different for each run with this plan and seed; public.
             devices: How many devices of a host share its batch; examples are dealt out to them.
             shared: Whether every host can read every example; examples are then dealt out to hosts.
 
@@ -256,7 +254,6 @@ class PrivacyPlan:
             hosts=hosts,
             host=host,
             overflow_probability=self.overflow_probability,
-            run=self._told_apart(run),
             devices=devices,
             shared=shared,
         )
@@ -266,27 +263,28 @@ class PrivacyPlan:
     def privatizer(
         self,
         grad_fn: HasSensitivity,
-        key: PRNGKeyArray | Secret,
+        key: PRNGKeyArray | Secret | None = None,
         policy: Policy | None = None,
         sharding: ShardingRules | None = None,
-        *,
-        run: str | bytes = "",
     ) -> optax.GradientTransformation:
         """The noise that this plan accounts for, for the gradients of one function.
 
-        With the same key, another plan, norm bound or policy gives independent noise.
+        Without a key every `init` draws fresh randomness from the operating system, so that no two
+        runs have the same noise.
 
-        If the plan samples (`sampling_prob` below 1), this call also changes `grad_fn`: from now on
-        it refuses calls without `is_padding_example`. The sampler's padding has index -1, so
-        without the mask the last example would count in every padding slot.
+        `grad_fn` stays as it is. If the plan samples (`sampling_prob` below 1), calls of it need
+        `is_padding_example`: the sampler's padding has index -1, so without the mask the last
+        example would count in every padding slot. `check_privacy` refuses a step without the mask,
+        whenever it was compiled, a step of `make_step` a call without it, and so does what
+        `grad_fn.of_samples(plan.sampling)` returns.
 
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
-            key: Secret: a number of any size, bytes, or one JAX key; see `gaussian_privatizer`.
+            key: None for fresh randomness. Or a secret, to repeat an experiment: a number of any
+                size, bytes, or one JAX key; see `gaussian_privatizer`.
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
-            run: A text that is different for each run with this plan and key; public.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity.
@@ -306,13 +304,7 @@ class PrivacyPlan:
         policy = agreed_with(grad_fn, "policy", policy)
         sharding = agreed_with(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
-        told_apart = self._told_apart(run, float(grad_fn.l2_norm_bound), str(policy))
-        privatizer = gaussian_privatizer(
-            stddev=stddev, key=key, policy=policy, sharding=sharding, run=told_apart
-        )
-        if self.sampling_prob < 1 and isinstance(grad_fn, TakesSamples):
-            grad_fn.expect_samples(self.sampling)
-        return privatizer
+        return gaussian_privatizer(stddev=stddev, key=key, policy=policy, sharding=sharding)
 
     def to_json(self) -> str:
         """Writes the plan as JSON; `from_json` reads an equal plan from it."""
@@ -333,12 +325,6 @@ class PrivacyPlan:
                 missing or there twice, or a value is refused as for the plan itself.
         """
         return cls(**fields_of(text, [field.name for field in dataclasses.fields(cls)]))
-
-    def _told_apart(self, run: str | bytes, *parts: float | str) -> bytes:
-        """What the run is, as far as a plan knows it; the same bytes for the same run alone."""
-        # A JSON array ends where it ends, whatever stands behind it.
-        known = json.dumps([self.to_json(), *parts]).encode()
-        return known + public_bytes("run", run)
 
     def _run(self, steps: int) -> Run:
         return Run(self.sampling_prob, steps, self.neighboring_relation)

@@ -1,7 +1,6 @@
 """A plan's fields, read from JSON and written to it."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -46,15 +45,9 @@ def fields_of(text: str, names: list[str]) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        times = Counter(key for key, _ in pairs)
-        if twins := sorted(key for key, count in times.items() if count > 1):
-            raise ValueError(f"there more than once in a plan in JSON: {', '.join(twins)}.")
-        return dict(pairs)
-
     expect("text", text, str, "the JSON that to_json wrote")
     try:
-        found = json.loads(text, object_pairs_hook=without_twins)
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"a plan must be JSON, as to_json writes it; {error}.") from error
     if not isinstance(found, dict):

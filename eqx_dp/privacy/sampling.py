@@ -15,38 +15,33 @@ from ..expected import expect
 from ..paths import below
 from ..trees import PyTree
 from .arguments import real_number, sampling_probability, whole_number
-from .keys import Secret, checked_secret, digest, public_bytes
+from .keys import Secret, checked_secret, digest, fresh_secret
 from .sample_size import binomial
 
 OVERFLOW_PROBABILITY = 1e-12
 """The largest probability, a step, that more examples are drawn than a batch has room for."""
-
-_BLOCK = 2**24
-_MOST_BLOCKS = 64
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PoissonSampler:
     """Draws a fresh batch a step: every example takes part with one probability, independently.
 
-    A batch is a pure function of `(seed, run, num_examples, sampling_prob, step)`, by BLAKE2b. Step
-    1,000 is drawn without the 999 before it, and a run that is killed and resumed sees the same
-    batches again (under the same release of numpy, which may change its streams between releases).
-    Where any of the five differs, batches are independent, as far as Philox's streams for different
-    keys are.
+    Without `seed` the sampler draws 256 random bits from the operating system, and stores them
+    nowhere else. A batch is a pure function of `(seed, num_examples, sampling_prob, step)`, by
+    BLAKE2b, so step 1,000 is drawn without the 999 before it. Where any of the four differs,
+    batches are independent, as far as Philox's streams for different keys are.
 
     The draw is exact Poisson sampling in two parts: how many examples, binomially distributed, and
     then that many different examples, uniformly. Time and memory are those of a batch, whatever the
-    size of the data set. A data set of more than 2**24 examples is drawn in blocks (at most 64),
-    independently: the law is the same.
+    size of the data set.
 
     Batches have one static shape, `capacity`, so that a compiled step is compiled once. It is the
     smallest multiple of `pad_to` that a step overflows with probability at most
     `overflow_probability`, and at least `pad_to`. Slots left over are padding.
 
     **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
-    batch is that part of the draw. A host draws the blocks that hold its stretch, from the same
-    seed and step as all others, so that they need not communicate. Together they hold what one host
+    batch is that part of the draw. Each host makes the whole draw, from the same seed and step, so
+    that they need not communicate. Together they hold what one host
     would (but for cuts), and a run may be resumed on another number of hosts. Every part has the
     same `capacity`: the smallest multiple of `pad_to` that the largest stretch overflows with
     probability at most `overflow_probability / (2 * hosts)`. (The factor of 2 is for neighboring
@@ -65,9 +60,8 @@ class PoissonSampler:
     Wang 2019) holds for the batches before they are cut to `capacity`; delta has to pay for the
     probability of a cut, as that of `PrivacyPlan` does. It holds only as long as **the seed is
     secret** and hard to guess: with the seed, anyone can tell which examples were in which batch.
-    Take it from the system (`secrets.randbits(128)` or `secrets.token_bytes(32)`) and keep it like
-    the data. The run's noise may be made of the same secret. Philox is a good generator of numbers,
-    not a cryptographic one.
+    A fresh one is. One that is given must come from the system (`secrets.token_bytes(32)`) and be
+    kept like the data. Philox is a good generator of numbers, not a cryptographic one.
 
     **Not private.** Batches, and the number of examples in them, are drawn without noise. Use them
     in the training step alone; do not publish or log them.
@@ -88,7 +82,8 @@ class PoissonSampler:
     Args:
         num_examples: How many examples the data set holds, from 1 to 2**53.
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
-        seed: Secret, see above: a number of at least 0, or bytes; of any length.
+        seed: None for fresh bits, the same on every host. Or a secret, see above: a number of at
+            least 0, or bytes; of any length.
         pad_to: `capacity` is a multiple of this, such as microbatch size times devices (those of
             one host), and of `devices`.
         steps: How many steps are accounted for; `batch` refuses later ones. None for no limit.
@@ -96,7 +91,6 @@ class PoissonSampler:
             `host`.
         host: Which of them this one is, from 0: `jax.process_index()`.
         overflow_probability: With which a step may overflow at most, above 0 and below 1.
-        run: What tells this run from others with the same seed; public.
         devices: How many devices of a host share its batch.
         shared: Whether every host can read every example.
 
@@ -112,7 +106,6 @@ class PoissonSampler:
     hosts: int = 1
     host: int = 0
     overflow_probability: float = OVERFLOW_PROBABILITY
-    run: bytes = dataclasses.field(default=b"", repr=False)
     devices: int = 1
     shared: bool = False
 
@@ -121,13 +114,12 @@ class PoissonSampler:
         self,
         num_examples: SupportsIndex,
         sampling_prob: SupportsFloat,
-        seed: Secret,
+        seed: Secret | None = None,
         pad_to: SupportsIndex = 1,
         steps: SupportsIndex | None = None,
         hosts: SupportsIndex = 1,
         host: SupportsIndex = 0,
         overflow_probability: SupportsFloat = OVERFLOW_PROBABILITY,
-        run: str | bytes = b"",
         devices: SupportsIndex = 1,
         shared: bool = False,
     ):
@@ -136,18 +128,19 @@ class PoissonSampler:
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
-            "seed": checked_secret("seed", seed),
+            "seed": fresh_secret() if seed is None else checked_secret("seed", seed),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
             "hosts": hosts,
-            "host": _checked_host(host, hosts),
+            "host": whole_number(
+                "host", host, least=0, most=hosts - 1, advice=" Hosts are counted from 0."
+            ),
             "overflow_probability": real_number(
                 "overflow_probability",
                 overflow_probability,
                 lambda real: 0 < real < 1,
                 "between 0 and 1, both excluded (delta pays for it, so it must be far below delta)",
             ),
-            "run": public_bytes("run", run),
             "devices": whole_number("devices", devices, least=1, most=2**53),
             "shared": shared,
         }
@@ -167,11 +160,6 @@ class PoissonSampler:
         least = -(-of_part // self.hosts) if self.shared else of_part
         multiple = math.lcm(self.pad_to, self.devices)
         return max(1, -(-least // multiple)) * multiple
-
-    @property
-    def blocks(self) -> int:
-        """How many parts of the data set are drawn independently, each with a key of its own."""
-        return -(-self.num_examples // self._block_size)
 
     @property
     def owned(self) -> range:
@@ -252,32 +240,19 @@ class PoissonSampler:
 
     def _drawn(self, step: int) -> Int64[np.ndarray, "drawn"]:
         """What this host's batch of a step holds, in increasing order."""
-        size, owned = self._block_size, self.owned
-        blocks = range(owned.start // size, -(-owned.stop // size)) if owned else ()
-        drawn = np.concatenate([np.zeros(0, np.int64), *(self._of_block(step, b) for b in blocks)])
+        generator, owned = self._generator(step), self.owned
+        number = int(generator.binomial(self.num_examples, self.sampling_prob))
+        # Floyd's algorithm up to a fiftieth of the examples, a partial shuffle of them all beyond:
+        # either way no more than a constant a slot.
+        drawn = np.sort(
+            generator.choice(self.num_examples, size=number, replace=False, shuffle=False)
+        )
         drawn = drawn[(drawn >= owned.start) & (drawn < owned.stop)]
         if self.shared:
             kept = self._cut(drawn, self.hosts * self.capacity, step)
             return np.array_split(kept, self.hosts)[self.host]
         # Hosts cut independently of each other.
         return self._cut(drawn, self.capacity, step, str(self.host), str(self.hosts))
-
-    def _of_block(self, step: int, block: int) -> Int64[np.ndarray, "drawn"]:
-        """What is drawn of a block, in increasing order."""
-        first = block * self._block_size
-        num_examples = min(self._block_size, self.num_examples - first)
-        what = () if self.blocks == 1 else ("block", str(block))
-        generator = self._generator(step, *what)
-        drawn = int(generator.binomial(num_examples, self.sampling_prob))
-        # Floyd's algorithm up to a twentieth of the examples, a partial shuffle of them all beyond:
-        # either way no more than a constant a slot.
-        chosen = generator.choice(num_examples, size=drawn, replace=False, shuffle=False)
-        return first + np.sort(chosen)
-
-    @property
-    def _block_size(self) -> int:
-        """Of every block but the last; a function of the number of examples alone."""
-        return max(_BLOCK, -(-self.num_examples // _MOST_BLOCKS))
 
     def _cut(
         self, drawn: Int64[np.ndarray, "drawn"], most: int, step: int, *whose: str
@@ -290,19 +265,9 @@ class PoissonSampler:
 
     def _generator(self, step: int, *what: str) -> np.random.Generator:
         numbers = str(self.num_examples), self.sampling_prob.hex(), str(step)
-        what_for = ("eqx_dp sample", self.run, *numbers, *what)
+        what_for = ("eqx_dp sample", *numbers, *what)
         key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
         return np.random.Generator(np.random.Philox(key=key))
-
-
-def _checked_host(value: object, hosts: int) -> int:
-    host = whole_number("host", value, least=0, most=2**53)
-    if host >= hosts:
-        raise ValueError(
-            f"host must be below {hosts}, the number of hosts (they are counted from 0, as by "
-            f"jax.process_index()); found {host}. Check hosts, which is jax.process_count()."
-        )
-    return host
 
 
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:

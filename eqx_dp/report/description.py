@@ -9,24 +9,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..privacy import PrivacyPlan, trade_off_of
-from ..training import (
-    CHECKS,
-    METRICS,
-    PRIVACY,
-    RUN,
-    CheckpointError,
-    RunDirectory,
-    finite_or_none,
-    read_json,
-    versions,
-)
+from ..files import finite_or_none, read_json
+from ..privacy import PrivacyPlan
+from ..training import CHECKS, LEDGER, METRICS, CheckpointError, entries_in, statement, versions
+from .trade_off import trade_off_of
 
-FORMAT, VERSION = "eqx_dp.report", 1
+FORMAT, VERSION = "eqx_dp.report", 2
 AUDIT = "audit.json"
 
 _PRECISION, _PRECISION_VERSION = "eqx_dp.PrecisionReport", 1
-_STATEMENT = {"steps_done": int, "covers": str, "does_not_cover": list, "plan": dict}
 # How many figures of epsilon are computed, each of which takes a tenth of a second.
 _FIGURES = 14
 _DEEPEST = 20
@@ -36,18 +27,18 @@ def description_of(directory: Path) -> dict[str, Any]:
     """Describes a run, for a program and for `page_of`.
 
     Nothing of it depends on private data, unless the run has written such data down itself: what
-    its `evaluate` returned, and what it discloses. Nothing in the directory is changed, and the run
+    its `evaluate` returned. Nothing in the directory is changed, and the run
     may be under way.
 
     | key | value |
     |---|---|
-    | format, version | "eqx_dp.report", 1 |
+    | format, version | "eqx_dp.report", 2 |
     | name, made_at | of the directory; when this was written, UTC |
     | plan | as `PrivacyPlan.to_json` writes it |
-    | num_examples, policy, is_unsafe, disclose, programs | of the run; how many programs it had |
-    | steps_saved, steps_released | of the checkpoint; how many may have been seen |
+    | num_examples, policy, is_unsafe | of the run |
+    | starts, randomness | how often the run was started; "fresh" or "seeded" |
+    | steps_released | of all starts: how many may have been seen |
     | epsilon, delta | of the steps released; epsilon is null where it is infinite |
-    | epsilon_saved | of the steps saved |
     | epsilon_over_steps | pairs of a number of steps and epsilon, for all steps of the plan |
     | trade_off | corners of the curve, in the order of false positives; see `TradeOff` |
     | right_guesses | see `TradeOff` |
@@ -61,94 +52,68 @@ def description_of(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no run; or a file in it is damaged, or of another release or run.
     """
-    run = _opened(directory)
-    record = _record(run)
-    plan = _plan(run, record)
-    statement = _statement(run, record)
-    saved = int(statement["steps_done"])
-    released = min(max(saved, run.bound(of=record)), plan.steps)
+    entries = _entries(directory)
+    starts = list(entries.values())
+    plan = _plan(directory, starts[-1]["plan"])
+    released = min(sum(entry["steps"] for entry in starts), plan.steps)
+    epsilon = plan.epsilon(released)
+    said = statement(plan, entries, epsilon)
     curve = trade_off_of(plan, released)
     return {
         "format": FORMAT,
         "version": VERSION,
         "name": directory.resolve().name,
         "made_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "plan": record["plan"],
-        "num_examples": record.get("num_examples"),
-        "policy": record.get("policy"),
-        "is_unsafe": any(program["is_unsafe"] for program in record["programs"]),
-        "disclose": sorted({str(name) for one in record["programs"] for name in one["disclose"]}),
-        "programs": len(record["programs"]),
-        "steps_saved": saved,
+        "plan": said["plan"],
+        "num_examples": said["num_examples"],
+        "policy": said["policy"],
+        "is_unsafe": any(entry["unsafe"] for entry in starts),
+        "starts": len(starts),
+        "randomness": said["randomness"],
         "steps_released": released,
-        "epsilon": finite_or_none(plan.epsilon(released)),
+        "epsilon": finite_or_none(epsilon),
         "delta": plan.delta,
-        "epsilon_saved": finite_or_none(plan.epsilon(saved)),
         "epsilon_over_steps": _epsilon_over_steps(plan, released),
         "trade_off": np.stack([curve.false_positives, curve.true_positives], axis=1).tolist(),
         "right_guesses": curve.right_guesses,
-        "covers": statement["covers"],
-        "does_not_cover": list(map(str, statement["does_not_cover"])),
-        "checks": _checks(run),
-        "audit": _audit(run),
-        "metrics": _metrics(run.path / METRICS),
-        "made_by": _plain(record["made_by"], RUN),
+        "covers": said["covers"],
+        "does_not_cover": said["does_not_cover"],
+        "checks": _checks(directory),
+        "audit": _audit(directory),
+        "metrics": _metrics(directory / METRICS),
+        "made_by": _plain(starts[-1]["made_by"], LEDGER),
         "versions": versions(),
     }
 
 
-def _opened(directory: Path) -> RunDirectory:
+def _entries(directory: Path) -> dict[str, dict[str, Any]]:
+    """What each start of the run has written, the newest last."""
     if not directory.is_dir():
         raise ValueError(
             f"found no folder {str(directory)!r}; allowed: the directory that a run was given, "
             "Trainer(..., directory=...)"
         )
-    if not (directory / RUN).exists():
-        raise ValueError(
-            f"found no run in {str(directory)!r}: it has no {RUN}; allowed: the directory that a "
-            "run was given, Trainer(..., directory=...)"
-        )
-    return RunDirectory(directory)
-
-
-def _record(run: RunDirectory) -> dict[str, Any]:
     try:
-        record = run.record()
+        entries = entries_in(directory)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    if not all(isinstance(program["disclose"], list) for program in record["programs"]):
-        raise ValueError(f"{run.path / RUN}: what a program discloses is no list")
-    return record
-
-
-def _plan(run: RunDirectory, record: Mapping[str, Any]) -> PrivacyPlan:
-    try:
-        return PrivacyPlan.from_json(json.dumps(record["plan"]))
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"{run.path / RUN}: its plan cannot be read: {error}") from None
-
-
-def _statement(run: RunDirectory, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's own words on its privacy, of the checkpoint that counts."""
-    file = run.path / PRIVACY
-    if not file.exists():
+    if not entries:
         raise ValueError(
-            f"{file} is not there: the run has no checkpoint. Start it, or restore one from a "
-            "backup."
+            f"found no run in {str(directory)!r}: it has no {LEDGER}; allowed: the directory that "
+            "a run was given, Trainer(..., directory=...)"
         )
-    found = _read(file)
-    for name, kind in _STATEMENT.items():
-        if not isinstance(found.get(name), kind):
-            raise ValueError(f"{file}: {name!r} is missing, or no {kind.__name__}")
-    if found["plan"] != record["plan"]:
-        raise ValueError(f"{file} is of another run than {RUN}: its plan is another. Restore it.")
-    if not 0 <= found["steps_done"] <= record["plan"]["steps"]:
-        raise ValueError(f"{file}: found steps_done {found['steps_done']}; allowed: of the plan's")
-    return found
+    return dict(sorted(entries.items(), key=lambda item: item[1]["start"]))
 
 
-def _checks(run: RunDirectory) -> dict[str, Any]:
-    file = run.path / CHECKS
+def _plan(directory: Path, plan: Mapping[str, Any]) -> PrivacyPlan:
+    try:
+        return PrivacyPlan.from_json(json.dumps(plan))
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{directory / LEDGER}: its plan cannot be read: {error}") from None
+
+
+def _checks(directory: Path) -> dict[str, Any]:
+    file = directory / CHECKS
     found = _read(file) if file.exists() else {}
     precision = _part(file, found, "precision")
     if precision is not None:
@@ -161,8 +126,8 @@ def _checks(run: RunDirectory) -> dict[str, Any]:
     return {"precision": precision, "privacy": _part(file, found, "privacy")}
 
 
-def _audit(run: RunDirectory) -> dict[str, Any] | None:
-    file = run.path / AUDIT
+def _audit(directory: Path) -> dict[str, Any] | None:
+    file = directory / AUDIT
     if not file.exists():
         return None
     found = _read(file)

@@ -138,7 +138,6 @@ def _limits(said: Mapping[str, Any]) -> list[Markup]:
     items = (tag("li", text) for text in said["does_not_cover"])
     return [
         *_paragraphs(
-            f"The run states of its last checkpoint, that of step {said['steps_saved']:,}:",
             said["covers"],
             "Not covered are:",
         ),
@@ -149,7 +148,7 @@ def _limits(said: Mapping[str, Any]) -> list[Markup]:
 
 def _checks(said: Mapping[str, Any]) -> list[Markup]:
     found, has_policy = said["checks"], said["policy"] is not None
-    newest = [words.NEWEST_PROGRAM] if said["programs"] > 1 else []
+    newest = [words.NEWEST_START] if said["starts"] > 1 else []
     return [
         *_paragraphs(words.CHECKS, *newest),
         tag("h3", "Privacy"),
@@ -199,8 +198,7 @@ def _metrics(said: Mapping[str, Any]) -> list[Markup]:
     if not found:
         return _paragraphs("The run recorded no metrics.")
     names = list(found)
-    disclosed = set(said["disclose"])
-    figures = [_metric(name, found[name], name in disclosed) for name in names[:_MOST_METRICS]]
+    figures = [_metric(name, found[name]) for name in names[:_MOST_METRICS]]
     left = names[_MOST_METRICS:]
     more = [f"And {len(left):,} more, in the JSON file beside this page."] if left else []
     return [
@@ -210,10 +208,9 @@ def _metrics(said: Mapping[str, Any]) -> list[Markup]:
     ]
 
 
-def _metric(name: str, points: Sequence[Sequence[Any]], is_disclosed: bool) -> Markup:
+def _metric(name: str, points: Sequence[Sequence[Any]]) -> Markup:
     label, (step, value) = spaced(name), points[-1]
     last = f"After step {step:,}: {'not finite' if value is None else shown(value)}."
-    told = " Disclosed by the run: epsilon does not cover it." if is_disclosed else ""
     drawn = chart(
         f"{label} over the steps. {last}", Axis("steps", 0.0), Axis(label[:40]), [Line(points)]
     )
@@ -222,7 +219,7 @@ def _metric(name: str, points: Sequence[Sequence[Any]], is_disclosed: bool) -> M
         "figure",
         tag("h3", label),
         drawn,
-        tag("figcaption", f"{last}{told}"),
+        tag("figcaption", last),
         _details("The figures", table(("Step", label), rows, f"{label} over the steps")),
     )
 

@@ -38,7 +38,7 @@ CHECKS = (
     "adds noise. Two checks read the program of the step, before the run begins, and compare it "
     "with that."
 )
-NEWEST_PROGRAM = "They say nothing of the programs that the run had before the newest one."
+NEWEST_START = "They are about the newest start of the run, and not about earlier ones."
 PRIVACY_CHECK = (
     "check_privacy follows the private data through the program: whatever leaves it has to have "
     "the noise that the plan accounts for."
@@ -85,9 +85,6 @@ def warnings_of(said: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     if said["epsilon"] is None:
         found.append("There is no promise of privacy: epsilon is infinite.")
-    if said["disclose"]:
-        names = ", ".join(said["disclose"])
-        found.append(f"The run also discloses {names} of each batch. Epsilon does not cover it.")
     if said["is_unsafe"]:
         found.append("The policy is unsafe: sums or noise may have too few digits.")
     checks = [*said["checks"].values(), *(said["audit"] or {}).values()]
@@ -119,26 +116,20 @@ def cards(said: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def protected(said: Mapping[str, Any]) -> dict[str, Any]:
     """What the promise is about, by name."""
-    saved, released = said["steps_saved"], said["steps_released"]
+    released = said["steps_released"]
     found = {
         "what is protected": "One example: one row of the training data, or one group of rows "
         "(all rows of a person, say) if the run was given groups.",
         "neighboring relation": f"{_NEIGHBORS[_relation(said)]} ({_relation(said)})",
         "examples in the data": said["num_examples"],
-        "what is released": f"The models after steps 1 to {released:,}, all of them together."
+        "what is released": f"The models of {released:,} steps, all of them together."
         if released
         else "Nothing yet.",
     }
-    if saved < released:
-        epsilon = epsilon_in_words(said["epsilon_saved"])
-        found["last checkpoint"] = (
-            f"Step {saved:,}, with epsilon {epsilon}. Later steps, up to {released:,}, may have "
-            "been computed and shown, so that this page counts them."
-        )
-    if said["programs"] > 1:
-        found["programs"] = (
-            f"The run was changed while it lasted, and had {said['programs']} programs. All their "
-            "steps count."
+    if said["starts"] > 1:
+        found["starts"] = (
+            f"The run was started {said['starts']} times. All steps that these starts may have "
+            "taken count, also those of a process that was killed before it saved them."
         )
     return found
 
@@ -153,16 +144,12 @@ def who_may_see(said: Mapping[str, Any]) -> dict[str, str]:
         else f"{few} There is no promise of privacy.",
         "the plan, the number of steps, epsilon": "Anyone: they do not depend on the data.",
         "metrics": "Anyone, if they were measured on public data. Epsilon does not cover them.",
-        "the seed, and which examples were drawn": "Nobody: who knows the seed can take the noise "
-        "away.",
+        "which examples were drawn": "Nobody.",
         "how long each step took": f"{few} It depends on how many examples were drawn, and epsilon "
         "does not cover it.",
     }
-    if said["disclose"]:
-        names = ", ".join(said["disclose"])
-        found[f"{names} of each batch"] = (
-            f"{few} The run discloses them without noise, and epsilon does not cover them."
-        )
+    if said["randomness"] == "seeded":
+        found["the seed"] = "Nobody: anyone with the seed can subtract the noise."
     return found
 
 

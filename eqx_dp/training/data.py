@@ -1,27 +1,119 @@
-"""Where batches come from: drawn and read ahead of the steps that use them."""
+"""Where batches come from: sources of examples, read ahead of the steps that use them."""
 
 import collections
-import copy
-import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, SupportsIndex, cast, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from ..paths import dotted
-from ..privacy import PoissonSampler
+from ..expected import function
+from ..privacy import PoissonSampler, whole_number
+from ..shown import shown
 from ..trees import PyTree
-from .sources import Source, checked_sources, end_threads, is_plain_tuple
 
-Indices = Int[np.ndarray, " batch"]
 Mask = Bool[np.ndarray, " batch"]
 
-# Drawing some steps at once takes a tenth of the time, where a draw is small.
-_STEPS_AT_ONCE, _SLOTS_AT_ONCE = 16, 2**17
+
+@runtime_checkable
+class Source(Protocol):
+    """Anything that knows how many examples it holds, and gives those at an array of positions.
+
+    Numpy arrays, memory-mapped files and data sets with fast random access are sources. Indexing
+    gives an array, or a tree of arrays, with the examples in front; a tuple is several arguments of
+    the loss.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
+
+
+class Records:
+    """A source whose examples are read one by one: `dp.Trainer(step, dp.Records(records))`.
+
+    For what is indexed by one position and gives one example: a list, a data set of PyTorch or
+    Hugging Face, grain's random-access sources (ArrayRecord files, Bagz). Only the records that are
+    drawn are read.
+
+    ```python
+    records = grain.sources.ArrayRecordDataSource(paths)
+    data = dp.Records(records, decode=parse, readers=16)  # parse(record) is a tree of arrays
+    ```
+
+    | case | what happens |
+    |---|---|
+    | the source has `__getitems__` | it is asked for all records of a batch at once |
+    | an example holds a list of numbers | it is an array, as data sets mean it |
+    | records differ in shape, dtype or structure | `DataError` |
+    | a record cannot be read or decoded | `DataError`, which does not say which |
+
+    Args:
+        records: `len(records)` examples; `records[i]` is one, for i from 0. With several readers it
+            is indexed by several threads at the same time.
+        decode: `decode(record)` is the example: numbers, arrays, or a tree of them. A tuple is
+            several arguments of the loss. None for records that are so already.
+        readers: how many records of a batch are read at the same time, each by a thread.
+
+    Raises:
+        ValueError: `records` has no length or cannot be indexed; `decode` is no function; `readers`
+            is no whole number from 1 to 1024.
+    """
+
+    def __init__(
+        self,
+        records: Any,
+        decode: Callable[[Any], PyTree[Any]] | None = None,
+        readers: SupportsIndex = 1,
+    ):
+        if not isinstance(records, Source) or isinstance(records, (str, bytes, Mapping)):
+            raise ValueError(
+                "records must have a length and be indexed by whole numbers, as a list is; found "
+                f"{shown(records)}."
+            )
+        if decode is not None:
+            function("decode", decode, "decode(record), or None")
+        self._records, self._decode = records, decode
+        self._readers = whole_number("readers", readers, least=1, most=1024)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, indices: Int[np.ndarray, " n"], /) -> PyTree[np.ndarray]:
+        """Some examples, stacked.
+
+        Args:
+            indices: their positions, at least one.
+        """
+        of_many = getattr(self._records, "__getitems__", None)
+        if of_many is not None:
+            records = of_many([int(i) for i in indices])
+            examples = [self._decoded(record) for record in records]
+        elif self._readers == 1:
+            examples = [self._example(index) for index in indices]
+        else:
+            with ThreadPoolExecutor(self._readers, "eqx_dp-records") as pool:
+                examples = list(pool.map(self._example, indices))
+        if len({jax.tree.structure(example) for example in examples}) > 1:
+            raise ValueError("records differ in structure")
+        return jax.tree.map(_stacked, *examples)
+
+    def _example(self, index: Any) -> PyTree[Any]:
+        return self._decoded(self._records[int(index)])
+
+    def _decoded(self, record: Any) -> PyTree[np.ndarray]:
+        example = record if self._decode is None else self._decode(record)
+        # A list is an array in the making, not a tree: data sets give sequences so.
+        return jax.tree.map(np.asarray, example, is_leaf=lambda x: isinstance(x, list))
+
+
+def _stacked(*arrays: np.ndarray) -> np.ndarray:
+    if len({(array.shape, array.dtype) for array in arrays}) > 1:
+        raise ValueError("records differ in shape or dtype")
+    return np.stack(arrays)
 
 
 class DataError(Exception):
@@ -32,7 +124,7 @@ class DataError(Exception):
     may quote an example. Neither is in the message, its notes or its causes.
     """
 
-    def __init__(self, message: str, details: Callable[[], str] | None = None):
+    def __init__(self, message: str, details: str = "Nothing more is known."):
         super().__init__(message)
         self._details = details
 
@@ -40,18 +132,12 @@ class DataError(Exception):
         return type(self), self.args  # the details stay in the process
 
     def private_details(self) -> str:
-        """The position of the example at fault, and the source's message. **Private**: do not log.
-
-        It reads the examples of the batch one by one, to find the example.
-        """
-        return "Nothing more is known." if self._details is None else self._details()
+        """The positions that were read, and the source's message. **Private**: do not log."""
+        return self._details
 
 
 class MaskedBatch(NamedTuple):
-    """What a call takes: arguments of the loss with examples in front, and which are padding.
-
-    A call that takes several steps takes their batches stacked: steps are in front.
-    """
+    """What a step takes: arguments of the loss with examples in front, and which are padding."""
 
     examples: tuple[PyTree[np.ndarray], ...]
     is_padding_example: Mask
@@ -65,69 +151,39 @@ class Batches:
 
     Args:
         data: a source, or a tuple of sources of one length, one an argument of the loss.
-        sampler: which examples take part in a step.
-        readers: how many batches are read at the same time, each by a thread.
-        ahead: how many batches are read before the call that uses the first of them; at least as
-            many as there are readers. (The stacked batches of a call are one here.)
+        shape: a sampler: how many examples there are, and how many slots a batch has.
+        ahead: how many batches are read at the same time, each by a thread, while a step runs.
 
     Raises:
         ValueError: `data` is no source; sources differ in length, or hold another number of
-            examples than the sampler draws from.
+            examples.
         DataError: a source cannot be read.
     """
 
-    def __init__(self, data: Any, sampler: PoissonSampler, readers: int = 1, ahead: int = 1):
-        self._readers, self._ahead = readers, max(readers, ahead)
-        self._sources = checked_sources(data, sampler)
-        self._sampler = sampler
-        position = sampler.owned.start if len(sampler.owned) else 0
-        self._example = [
-            _read(name, source, np.array([position]), None) for name, source in self._sources
-        ]
+    def __init__(self, data: Any, shape: PoissonSampler, ahead: int = 1):
+        self._ahead, self._slots = ahead, shape.capacity
+        self._sources = checked_sources(data, shape.num_examples)
+        first = np.array([shape.owned.start if shape.owned else 0])
+        self._example = [_read(name, source, first, None) for name, source in self._sources]
 
-    @property
-    def example(self) -> tuple[PyTree[np.ndarray], ...]:
-        """One example, as the loss gets it, with a leading axis of one: its shapes and dtypes."""
-        return _arguments(self._example)
+    def zeros(self) -> MaskedBatch:
+        """A batch that is made up, without a padding example."""
+        empty = [_padded(None, example, np.ones(self._slots, bool)) for example in self._example]
+        return MaskedBatch(_arguments(empty), np.zeros(self._slots, bool))
 
-    def zeros(self, steps: int) -> MaskedBatch:
-        """What a call takes that takes so many steps, made up; without a padding example."""
-        slots = (*([steps] if steps > 1 else []), self._sampler.capacity)
-        examples = jax.tree.map(
-            lambda one: np.zeros((*slots, *one.shape[1:]), one.dtype), self.example
-        )
-        return MaskedBatch(examples, np.zeros(slots, bool))
-
-    def drawn_by(self, sampler: PoissonSampler) -> "Batches":
-        """The same sources, with the batches of another sampler of as many examples."""
-        other = copy.copy(self)
-        other._sampler = sampler
-        return other
-
-    def from_step(
-        self, start: int, stop: int, calls: Iterable[range] | None = None
-    ) -> Generator[MaskedBatch]:
-        """Batches of the steps from `start` to below `stop`, in their order.
-
-        One thread draws and others read, while steps run: a batch's examples are read as soon as
-        they are drawn, and no more than `ahead` batches beyond the one in use.
-
-        The batches of steps that are taken together, in one of `calls`, come stacked.
+    def drawn_by(self, sampler: PoissonSampler, steps: int) -> Generator[MaskedBatch]:
+        """The batches of a sampler's first steps, in their order, read while steps run.
 
         Raises:
             DataError: a source raised an error, or gave arrays of another shape or dtype.
         """
-        draws = self._draws(start, stop)
-        coming_calls = iter(calls or (range(step, step + 1) for step in range(start, stop)))
-        drawer = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-draw")
-        readers = ThreadPoolExecutor(self._readers, thread_name_prefix="eqx_dp-data")
+        numbers = iter(range(steps))
+        pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="eqx_dp-data")
         coming: collections.deque[Future[MaskedBatch]] = collections.deque()
 
         def read_on() -> None:
-            call = next(coming_calls, None)
-            if call is not None:
-                drawn = drawer.submit(lambda: list(itertools.islice(draws, len(call))))
-                coming.append(readers.submit(self._read_drawn, drawn))
+            for step in itertools.islice(numbers, 1):
+                coming.append(pool.submit(self._batch, sampler, step))
 
         try:
             for _ in range(self._ahead):
@@ -137,26 +193,10 @@ class Batches:
                 read_on()
                 yield batch
         finally:
-            for pool in (drawer, readers):
-                pool.shutdown(cancel_futures=True)
-            for _, source in self._sources:
-                end_threads(source)
+            pool.shutdown(cancel_futures=True)
 
-    def _read_drawn(self, draws: Future[list[tuple[Indices, Mask]]]) -> MaskedBatch:
-        """The batch of a call: each step's examples are read by themselves, as ever."""
-        batches = [self._batch(*draw) for draw in draws.result()]
-        if len(batches) == 1:
-            return batches[0]
-        return jax.tree.map(lambda *parts: np.stack(parts), *batches)
-
-    def _draws(self, start: int, stop: int) -> Iterator[tuple[Indices, Mask]]:
-        """The examples of each step."""
-        at_once = max(1, min(_STEPS_AT_ONCE, _SLOTS_AT_ONCE // self._sampler.capacity))
-        for first in range(start, stop, at_once):
-            steps = range(first, min(first + at_once, stop))
-            yield from [self._sampler.batch(step) for step in steps]
-
-    def _batch(self, indices: Indices, is_padding_example: Mask) -> MaskedBatch:
+    def _batch(self, sampler: PoissonSampler, step: int) -> MaskedBatch:
+        indices, is_padding_example = sampler.batch(step)
         drawn = indices[~is_padding_example]
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
@@ -172,76 +212,50 @@ def _arguments(parts: Iterable[Any]) -> tuple[Any, ...]:
 
 def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) -> Any:
     """Examples of a source, as a tree of numpy arrays; `like` is what one example looked like."""
-    found, fault = _attempt(source, indices, like)
-    if fault is None:
+    found, fault, words = _attempt(source, indices, like)
+    if not fault:
         return found
     # Not raised where the source's own error is handled: Python would keep that as its context.
     raise DataError(
-        f"{name}, a {type(source).__name__}: the source {fault.kind} when it was read for the "
+        f"{name}, a {type(source).__name__}: the source {fault} when it was read for the "
         "examples of a step. Which example it was, and what the source said, is private: catch "
         "this error and look at error.private_details(). The run stops here; mend the source, and "
         "start it again to go on from the last checkpoint.",
-        functools.partial(_details, name, source, indices, like, fault.words),
+        f"{name} at {list(map(int, indices))}: the source {words}.",
     )
 
 
-class _Fault(NamedTuple):
-    """What is wrong with examples: its kind, which says nothing of them, and all of it, private."""
-
-    kind: str
-    words: str
-
-
-def _attempt(
-    source: Source, indices: Int[np.ndarray, " n"], like: Any
-) -> tuple[Any, _Fault | None]:
+def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple[Any, str, str]:
+    """What a source gave; the kind of fault, which says nothing of it; and all of it, private."""
     try:
         # A list is an array in the making, not a tree: data sets give columns so.
-        found = jax.tree.map(np.asarray, source[indices], is_leaf=lambda x: isinstance(x, list))
-        return found, _fault(found, like, len(indices))
+        given = _columns(source, indices) if isinstance(source, dict) else source[indices]
+        found = jax.tree.map(np.asarray, given, is_leaf=lambda x: isinstance(x, list))
     except Exception as error:
-        return None, _Fault(f"raised {type(error).__name__}", f"raised {error!r}")
+        return None, f"raised {type(error).__name__}", f"raised {error!r}"
+    leaves = jax.tree.leaves(found)
+    shapes = f"gave {jax.tree.map(_form, found)} for {len(indices)} examples"
+    if not leaves or any(leaf.dtype.hasobject or leaf.dtype.kind in "USV" for leaf in leaves):
+        return None, "gave something else than arrays of numbers", shapes
+    if any(leaf.ndim == 0 or len(leaf) != len(indices) for leaf in leaves):
+        return None, "gave an array without one entry for each example in front", shapes
+    if like is not None and jax.tree.map(_form, found) != (before := jax.tree.map(_form, like)):
+        kind = "gave examples of another shape, dtype or structure than before"
+        return None, kind, f"{shapes}, and {before} before"
+    return found, "", ""
 
 
-def _fault(found: Any, like: Any, length: int) -> _Fault | None:
-    leaves = jax.tree_util.tree_leaves_with_path(found)
-    if not leaves:
-        return _Fault("gave no arrays", "gave no arrays")
-    for path, leaf in leaves:
-        where = dotted(path) or "an array"
-        if leaf.dtype.hasobject or leaf.dtype.kind in "USV":
-            kind = "gave an array of a dtype that is no number"
-            return _Fault(kind, f"gave {where} of dtype {leaf.dtype}, which is no number")
-        if leaf.ndim == 0 or len(leaf) != length:
-            kind = "gave an array without one entry for each example in front"
-            return _Fault(kind, f"gave {where} of shape {leaf.shape} for {length} examples")
-    if like is None:
-        return None
-    now, before = jax.tree.structure(found), jax.tree.structure(like)
-    if now != before:
-        return _Fault("gave another tree of arrays than before", f"gave {now}, and {before} before")
-    for (path, leaf), first in zip(leaves, jax.tree.leaves(like), strict=True):
-        now, before = ((x.shape[1:], x.dtype) for x in (leaf, first))
-        if now != before:
-            where = dotted(path) or "examples"
-            return _Fault(
-                "gave examples of another shape or dtype than before",
-                "gave {} of shape {} and dtype {}, and of shape {} and dtype {} before".format(
-                    where, *now, *before
-                ),
-            )
-    return None
+def _columns(columns: Mapping[str, Any], indices: Int[np.ndarray, " n"]) -> dict[str, Any]:
+    """Examples of a dictionary of sources."""
+    return {
+        name: _columns(x, indices) if isinstance(x, dict) else x[indices]
+        for name, x in columns.items()
+    }
 
 
-def _details(
-    name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any, words: str
-) -> str:
-    for index in indices if len(indices) > 1 else ():
-        _, fault = _attempt(source, np.array([index]), like)
-        if fault is not None:
-            return f"{name}: index {index}: the source {fault.words}."
-    where = f"index {indices[0]}" if len(indices) == 1 else f"{len(indices)} indices together"
-    return f"{name}: {where}: the source {words}."
+def _form(leaf: np.ndarray) -> str:
+    """Dtype and shape of an example."""
+    return f"{leaf.dtype}{list(leaf.shape[1:])}"
 
 
 def _padded(found: Any, like: Any, is_padding_example: Mask) -> Any:
@@ -254,3 +268,41 @@ def _padded(found: Any, like: Any, is_padding_example: Mask) -> Any:
         return filled
 
     return jax.tree.map(fill, like, *([] if found is None else [found]))
+
+
+def checked_sources(data: Any, num_examples: int) -> list[tuple[str, Source]]:
+    """Sources by name, one an argument of the loss; a ValueError if something is none."""
+    sources: list[tuple[str, Any]] = [("data", data)]
+    if is_plain_tuple(data):
+        sources = [(f"data[{i}]", part) for i, part in enumerate(data)]
+    if not sources:
+        raise ValueError("data is an empty tuple; it must hold a source an argument of the loss.")
+    return [(name, _checked(name, source, num_examples)) for name, source in sources]
+
+
+def _checked(name: str, source: Any, num_examples: int) -> Source:
+    if isinstance(source, dict):
+        columns = cast("dict[Any, Any]", source)
+        if not columns:
+            raise ValueError(f"{name} is an empty dictionary; it must hold sources.")
+        for key, column in columns.items():
+            _checked(f"{name}[{key!r}]", column, num_examples)
+        return cast(Source, source)
+    if not isinstance(source, Source) or isinstance(source, (str, bytes, list)):
+        raise ValueError(
+            f"{name} is a {type(source).__name__}: a source has a length and is indexed by an "
+            "array of integers, as numpy arrays are (np.asarray), or is a dictionary or a tuple of "
+            "such. What gives one example at a time is one by dp.Records(...)."
+        )
+    if len(source) != num_examples:
+        raise ValueError(
+            f"{name} holds {len(source)} examples, and the step was made with num_examples="
+            f"{num_examples}: sampling and noise would be those of another data set. "
+            "Give the data set that the step was made for, or make the step anew."
+        )
+    return source
+
+
+def is_plain_tuple(value: Any) -> bool:
+    """Whether it stands for several arguments of the loss; a named tuple is one, with fields."""
+    return isinstance(value, tuple) and not hasattr(value, "_fields")

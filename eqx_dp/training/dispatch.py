@@ -1,28 +1,22 @@
 """A compiled step that takes little work to call, and that is not waited for."""
 
-import contextlib
 import dataclasses
-import warnings
-from collections.abc import Callable, Generator
+import functools
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import equinox as eqx
 import jax
-from jaxtyping import Array, PyTree
+from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ..expected import expect
-from ..programs import primitives
-from ..sharding import ShardingRules
 from ..trees import is_array_or_shape
-from .state import Specs, TrainState, is_gone, refuse_used_up, specs_of
+from .state import TrainState, is_gone, refuse_used_up
 
 Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 Model = TypeVar("Model")
-
-# In the names of primitives: pure_callback, io_callback, debug_callback, debug_print.
-_CALLS_HOST = ("callback", "debug_print")
 
 
 class _Rest(NamedTuple):
@@ -59,8 +53,8 @@ def flat(tree: Tree) -> Flat[Tree]:
     return Flat(_Rest(structure, others), arrays)
 
 
-Carry = tuple[Any, PyTree[Any], dict[str, Any], PyTree[Any]]
-"""Model, optimizer's state, what was disclosed, average: what a step uses up of a state."""
+Carry = tuple[Any, PyTree[Any], Any, PyTree[Any]]
+"""Model, optimizer's state, key, average: what a step uses up of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,31 +65,26 @@ class FlatState(Generic[Model]):
         carry: all but the count of steps. Used up by the next step.
         step: how many steps have been taken (a scalar, or its shape). It is not used up: to wait
             for it is to wait for the step that has made it, also when the next one has been called.
-        specs: where its arrays live.
-        shown: what each step disclosed of its batch, by name, of the call that has made the state;
-            empty if the call took one step, whose figures are in the state.
     """
 
     carry: Flat[Carry]
     step: Any
-    specs: Specs
-    shown: dict[str, Array] = dataclasses.field(default_factory=dict[str, Array])
 
     @classmethod
-    def of(cls, state: TrainState[Model], rules: ShardingRules | None) -> "FlatState[Model]":
+    def of(cls, state: TrainState[Model]) -> "FlatState[Model]":
         """Takes a state apart; a ValueError if it is none, or an earlier step has used it up."""
         allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
         expect("state", state, TrainState, allowed)
-        carry = flat((state.model, state.opt_state, state.disclosed, state.average))
+        carry = flat((state.model, state.opt_state, state.key, state.average))
         if any(map(is_gone, carry.arrays)) or is_gone(state.step):
             refuse_used_up("state", state)
-        return cls(carry, state.step, specs_of(state, rules))
+        return cls(carry, state.step)
 
     @property
     def state(self) -> TrainState[Model]:
         """The state, put together."""
-        model, opt_state, disclosed, average = self.carry.tree
-        return TrainState(model, opt_state, self.step, disclosed, average)
+        model, opt_state, key, average = self.carry.tree
+        return TrainState(model, opt_state, self.step, key, average)
 
 
 @jax.tree_util.register_static
@@ -119,29 +108,36 @@ class Dispatch(Generic[Beside, Tree, Result]):
     As `eqx.filter_jit(function, donate="all-except-first")`: arrays are traced, all else is static,
     it is compiled once for what is static and for shapes and dtypes, and the buffers of a carry go
     to the next. `eqx.filter_jit` waits for every result, to tell what `eqx.error_if` has to say.
-    This waits where a program calls the host back, as `eqx.error_if` does, and nowhere else.
+    This does not: such an error is raised where the result is waited for.
+
+    On a mesh (`is_spread`) the arrays of the next carry live where those of the carry lived. The
+    compiler would choose for itself, and compile once more for what it chose.
     """
 
-    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]]):
-        self._function = function
-        self._jitted: Any = jax.jit(self._of_arrays, donate_argnums=2)
-        self._waited_for: Any = eqx.filter_jit(function, donate="all-except-first")
+    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]], is_spread: bool):
+        self._function, self._is_spread = function, is_spread
         self._form: _Form | None = None
-        self._calls_host: dict[Any, bool] = {}
+        self._jitted = functools.cache(self._compiled)
 
     def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Result]:
         """The next carry, and arrays that are there when the call has ended; uses up the carry."""
-        arguments = self._arguments(beside, carry)
-        if self._has_to_wait(arguments):
-            tree, result = self._waited_for(beside, carry.tree)
-            return flat(tree), result
-        form, arrays, result = self._jitted(*arguments)
+        function = self._jitted(self._places(carry))
+        form, arrays, result = function(*self._arguments(beside, carry))
         return Flat(form.rests[0], arrays), result
 
     def lower(self, beside: Beside, carry: Flat[Tree]) -> jax.stages.Lowered:
         """Lowers the function for these arguments; nothing is computed."""
-        with _unused_donations_untold():
-            return self._jitted.lower(*self._arguments(beside, carry))
+        return self._jitted(self._places(carry)).lower(*self._arguments(beside, carry))
+
+    def _places(self, carry: Flat[Tree]) -> tuple[Any, ...] | None:
+        """Where arrays live; None of one that is traced, where nothing says it."""
+        if not self._is_spread:
+            return None
+        return tuple(None if isinstance(x, Tracer) else x.sharding for x in carry.arrays)
+
+    def _compiled(self, places: tuple[Any, ...] | None) -> Any:
+        out = None if places is None else (None, list(places), None)
+        return jax.jit(self._of_arrays, donate_argnums=2, out_shardings=out)
 
     def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[_Form, list[Any], list[Any]]:
         first, form = flat(beside), self._form
@@ -155,24 +151,3 @@ class Dispatch(Generic[Beside, Tree, Result]):
         tree, result = self._function(*arguments)
         after = flat(tree)
         return _Form(after.rest), after.arrays, result
-
-    def _has_to_wait(self, arguments: tuple[_Form, list[Any], list[Any]]) -> bool:
-        form, beside, carry = arguments
-        program = (form, *[(array.shape, array.dtype) for array in (*beside, *carry)])
-        known = self._calls_host.get(program)
-        if known is None:  # a program that is called for the first time
-            traced = self._jitted.trace(*arguments)
-            with _unused_donations_untold():
-                traced.lower()
-            known = self._calls_host[program] = any(
-                word in name for name in primitives(traced.jaxpr) for word in _CALLS_HOST
-            )
-        return known
-
-
-@contextlib.contextmanager
-def _unused_donations_untold() -> Generator[None]:
-    """A context in which JAX says nothing of donated buffers that no result can use."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        yield

@@ -1,26 +1,29 @@
-"""What the hosts of a run have to agree about, and what is said when one is lost."""
+"""What the hosts of a run have to agree about: decisions of the first host, and when to stop."""
 
 import atexit
 import contextlib
 import json
 import os
-import secrets
-import shutil
-import subprocess
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator
-from pathlib import Path
-from typing import TypeAlias, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..expected import RunPath
-from .files import CheckpointError, is_remote
-
 T = TypeVar("T")
-_Process: TypeAlias = subprocess.Popen[bytes]
+
+# The exit status of a process that SIGTERM interrupted, as shells and schedulers know it.
+INTERRUPTED = 128 + signal.SIGTERM
+
+_INTERRUPTED_ONCE = (
+    b"\neqx_dp: interrupted; the step is finished and saved. A second Ctrl-C ends the run at once,"
+    b" without saving.\n"
+)
 
 
 def is_first_host() -> bool:
@@ -28,116 +31,104 @@ def is_first_host() -> bool:
     return jax.process_index() == 0
 
 
-def broadcast(number: int) -> int:
-    """The first host's number, on every host."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-
-
 def from_first_host(decide: Callable[[], T]) -> T:
     """What the first host decides, on every host; a value that JSON can hold.
 
-    Where `decide` raises an error, the other hosts raise a `CheckpointError`, and do not wait.
+    Where `decide` raises an error, the other hosts raise a `RuntimeError`, and do not wait.
     """
     if jax.process_count() == 1:
         return decide()
-    said, error = b"", None
+    decision, error = b"", None
     if is_first_host():
         try:
-            said = json.dumps(decide()).encode()
+            decision = json.dumps(decide()).encode()
         except Exception as refusal:
             error = refusal
-    length = broadcast(len(said))
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(decision))))
     if error is not None:
         raise error
     if not length:
-        raise CheckpointError(
-            "Host 0 refused to go on in the directory of the run; its error says why, and "
-            "what to do."
-        )
-    padded = np.frombuffer(said.ljust(length), np.uint8)
-    heard = multihost_utils.broadcast_one_to_all(padded)
-    return json.loads(np.asarray(heard, np.uint8).tobytes())
+        raise RuntimeError("Host 0 refused to go on; its error says why, and what to do.")
+    padded = np.frombuffer(decision.ljust(length), np.uint8)
+    received = multihost_utils.broadcast_one_to_all(padded)
+    return json.loads(np.asarray(received, np.uint8).tobytes())
 
 
-def from_every_host(said: T) -> list[T]:
-    """What each host says, on every host; values that JSON can hold."""
+def on_every_host(succeeded: bool) -> bool:
+    """Whether something succeeded on all hosts."""
     if jax.process_count() == 1:
-        return [said]
-    text = json.dumps(said).encode()
-    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
-    padded = np.frombuffer(text.ljust(int(lengths.max())), np.uint8)
-    heard = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
-    return [json.loads(row.tobytes()) for row in heard]
+        return succeeded
+    return bool(np.all(multihost_utils.process_allgather(np.bool_(succeeded))))
 
 
 @contextlib.contextmanager
-def watched(directory: RunPath | None) -> Generator[Callable[[int], None]]:
-    """A context in which no host waits for one that is lost; for several hosts with a directory.
+def failing_alone() -> Generator[None]:
+    """A context whose error ends this process without the barrier at which JAX awaits all hosts.
 
-    JAX's heartbeat ends a process whose peer is lost: at once where a collective reports it or the
-    first host is gone, else after `heartbeat_timeout_seconds` of `jax.distributed.initialize`. A
-    watchdog (`watchdog.py`) beside each host prints to stderr which host was lost and what to do.
-    An error that leaves the context ends this host, with a status other than 0, without the barrier
-    at which JAX would wait for the others.
-
-    In an object store watchdogs cannot meet: JAX alone says there that a host was lost.
-
-    The context is a function that is to be told how many steps have been taken.
+    The other hosts learn by JAX's heartbeat that this one is gone, and end as well.
     """
-    if directory is None or jax.process_count() == 1:
-        yield lambda step: None
-        return
-    watchdog = None if is_remote(directory) else _watchdog(directory)
-    last_word = "done"
     try:
-        yield lambda step: _tell(watchdog, f"step {step}")
+        yield
     except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code != 0:
-            last_word = "peer?" if isinstance(error, jax.errors.JaxRuntimeError) else "failed"
+        is_stopped = isinstance(error, SystemExit) and error.code == INTERRUPTED
+        if jax.process_count() > 1 and not is_stopped:
+            sys.stdout.flush()
+            atexit.register(os._exit, 1)
         raise
-    finally:
-        _tell(watchdog, last_word)
-        if last_word == "done":
-            _end(watchdog)
+
+
+class StopSignal:
+    """A context in which SIGTERM and Ctrl-C (SIGINT) ask to stop instead of ending the process.
+
+    A second signal of the kind ends the process at once; at an interactive prompt a second Ctrl-C
+    raises `KeyboardInterrupt`. Outside of the main thread, where Python hears no signals, it does
+    nothing; nor does it hear a Ctrl-C for which the program has a handler of its own. On several
+    hosts JAX hears of SIGTERM, and SIGINT ends a host at once.
+
+    Without a directory (`can_save`) signals are left alone.
+
+    Attributes:
+        asked: the signal that this process has heard; None before.
+        is_asked: whether all hosts agreed to stop.
+    """
+
+    def __init__(self, can_save: bool) -> None:
+        self.asked: int | None = None
+        self.is_asked = False
+        self._is_alone = jax.process_count() == 1
+        is_main = threading.current_thread() is threading.main_thread()
+        self._hears = can_save and self._is_alone and is_main
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if self._hears:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._hear)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.asked = number
+        before = self._before[number]
+        if number == signal.SIGINT:
+            os.write(2, _INTERRUPTED_ONCE)  # `print` could be in the middle of a line of its own
+            # Python would wait for a checkpoint that is being written, and this is to be at once.
+            before = before if hasattr(sys, "ps1") else signal.SIG_DFL
+        signal.signal(number, before)
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def asked_after(self, step: int) -> bool:
+        """Whether to stop after a step: one answer for all hosts, asked once a step.
+
+        Several hosts hear of SIGTERM by JAX's preemption service, which names a step that none of
+        them has asked about.
+        """
+        if self._is_alone:
+            self.is_asked = self.asked is not None
         else:
-            atexit.register(_leave, watchdog)
-
-
-def _watchdog(directory: RunPath) -> _Process:
-    program, folder = Path(__file__).with_name("watchdog.py"), _new_folder(directory)
-    hosts = (str(jax.process_index()), str(jax.process_count()))
-    command = [sys.executable, "-I", str(program), str(folder), *hosts]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
-
-
-def _tell(watchdog: _Process | None, line: str) -> None:
-    if watchdog is not None and watchdog.stdin is not None:
-        with contextlib.suppress(OSError):  # it has ended, and said why
-            watchdog.stdin.write(line.encode() + b"\n")
-            watchdog.stdin.flush()
-
-
-def _end(watchdog: _Process | None) -> None:
-    if watchdog is not None and watchdog.stdin is not None:
-        with contextlib.suppress(OSError):
-            watchdog.stdin.close()
-        watchdog.wait()
-
-
-def _leave(watchdog: _Process | None) -> None:
-    """At exit, before JAX waits for hosts that will not come."""
-    _end(watchdog)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _new_folder(directory: RunPath) -> RunPath:
-    """A folder that this run alone has: one of a name that its hosts have agreed on."""
-    if is_first_host():
-        shutil.rmtree(directory / "hosts", ignore_errors=True)
-    folder = directory / "hosts" / f"{broadcast(secrets.randbits(31)):08x}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+            self.is_asked = multihost_utils.reached_preemption_sync_point(step)
+        return self.is_asked

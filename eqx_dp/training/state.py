@@ -1,7 +1,5 @@
-"""What a run carries from step to step: where it lives, and what of it is saved."""
+"""What a run carries from step to step, and where it lives."""
 
-import dataclasses
-import functools
 import math
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -10,22 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from ..paths import below
 from ..precision import Policy
-from ..privacy import GaussianPrivatizerState
-from ..sharding import ShardingRules, axes_of
+from ..sharding import ShardingRules
 from ..shown import some
-from ..trees import PyTree, is_array_or_shape, is_key, is_shape
+from ..trees import PyTree
 from ..updates import apply_updates, wide_parameters
 
 Model = TypeVar("Model")
 T = TypeVar("T")
-
-Specs = tuple[PartitionSpec | None, ...]
-"""Where the arrays of a state live, one a leaf; empty without sharding rules."""
 
 
 class TrainState(eqx.Module, Generic[Model]):
@@ -33,25 +26,25 @@ class TrainState(eqx.Module, Generic[Model]):
 
     Attributes:
         model: the model as it is stored, in the policy's params dtype.
-        opt_state: the state of the noise and of the optimizer. **Secret**: it holds the key of the
-            noise (checkpoints do not).
-        step: how many steps have been taken.
-        disclosed: the figures that the last step disclosed of its batch, by name; empty without
-            `disclose`. **Not private.**
+        opt_state: the states of the noise and of the optimizer. **Secret**: the first holds the key
+            of the noise (checkpoints do not).
+        step: how many steps this model has taken.
+        key: **secret**: what the keys of the loss and of stochastic rounding follow from. It is
+            fresh at every start, and not in checkpoints.
         average: the moving average of what is trained, in the dtype in which it is updated; None
             without `ema`.
     """
 
     model: Model
-    opt_state: PyTree[Any]
+    opt_state: tuple[Any, PyTree[Any]]
     step: Int[Array, ""]
-    disclosed: dict[str, Float[Array, ""]]
+    key: PRNGKeyArray
     average: PyTree[Array] | None = None
 
     def __repr__(self) -> str:
-        more = f", disclosed={tuple(self.disclosed)}" if self.disclosed else ""
-        more += "" if self.average is None else ", averaged"
-        return f"{type(self).__name__}({type(self.model).__name__}, step={_told(self.step)}{more})"
+        more = "" if self.average is None else ", averaged"
+        step = _number_of(self.step)
+        return f"{type(self).__name__}({type(self.model).__name__}, step={step}{more})"
 
     @property
     def averaged(self) -> Model:
@@ -72,23 +65,11 @@ class TrainState(eqx.Module, Generic[Model]):
 
         return jax.tree.map(stored, self.average, self.model, is_leaf=lambda x: x is None)
 
-    @property
-    def evaluated(self) -> Model:
-        """The model that is evaluated: the averaged one where there is one."""
-        return self.model if self.average is None else self.averaged
 
-
-def _told(step: Any) -> str:
+def _number_of(step: Any) -> str:
     """A number of steps, if it is there: an array may be traced, used up, or of other hosts."""
     is_here = isinstance(step, jax.Array) and not isinstance(step, Tracer) and not is_gone(step)
     return str(int(step)) if is_here and step.is_fully_addressable else "?"
-
-
-@dataclasses.dataclass
-class Unrecorded:
-    """How many steps were taken that no directory tells of; all forms of a step share it."""
-
-    steps: int = 0
 
 
 class Parameters(NamedTuple):
@@ -102,20 +83,10 @@ class Parameters(NamedTuple):
     rules: ShardingRules | None
 
     def stored(self, model: Model) -> Model:
-        """A copy of the model as it is stored; an array goes as soon as its copy is there."""
-        specs = None if self.rules is None else self.rules.specs(model)
-        leaves, structure = jax.tree.flatten(model)
-        del model
-        where = [None] * len(leaves) if specs is None else structure.flatten_up_to(specs)
-        for index, spec in enumerate(where):
-            leaf = leaves[index]
-            leaf = leaf.copy() if isinstance(leaf, np.ndarray) else strong(copied(leaf))
-            leaf = leaf if self.policy is None else self.policy.cast_to_param(leaf)
-            if self.rules is not None and spec is not None:
-                leaves[index] = _there(self.rules.place(leaf, spec))
-            else:
-                leaves[index] = as_array(leaf)
-        return structure.unflatten(leaves)
+        """A copy of the model as it is stored."""
+        model = strong(copied(model))
+        model = model if self.policy is None else self.policy.cast_to_param(model)
+        return model if self.rules is None else self.rules.shard(model)
 
     def wide(self, params: PyTree[Any]) -> PyTree[Any]:
         """Trained parameters as wide as an optimizer gets them, and where gradients live."""
@@ -156,23 +127,16 @@ def copied(tree: T) -> T:
     Optimizers may hold a parameter, or one array twice. A step donates every buffer of its state,
     and the same one cannot be donated twice.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    del tree  # an array goes as soon as its copy is there
-    for index, leaf in enumerate(leaves):
-        leaves[index] = _there(jnp.copy(leaf)) if eqx.is_array(leaf) else leaf
-    return structure.unflatten(leaves)
-
-
-def _there(leaf: Array) -> Array:
-    """An array once it is computed: JAX makes room for all that it is asked for at once."""
-    return leaf if isinstance(leaf, Tracer) else jax.block_until_ready(leaf)
+    return jax.tree.map(
+        lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf, tree
+    )
 
 
 def strong(tree: T) -> T:
     """The same values, without weak types, which `jnp.asarray(1.0)` has.
 
-    An array loses its weak type when it is updated, saved, or carried by a scan. By other types the
-    loss promotes to others, and is another program, whose noise and keys are others.
+    An array loses its weak type when it is updated, saved, or carried by a scan. With other types
+    the loss promotes otherwise, and the step is compiled anew.
     """
 
     def of(leaf: Any) -> Any:
@@ -180,11 +144,6 @@ def strong(tree: T) -> T:
         return jax.lax.convert_element_type(leaf, leaf.dtype) if is_weak else leaf
 
     return jax.tree.map(of, tree)
-
-
-def as_array(leaf: Any) -> Any:
-    """A numpy array as one of JAX's; all else as it is."""
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def is_gone(leaf: Any) -> bool:
@@ -207,135 +166,3 @@ def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
         "state = step(state, ...), and copy beforehand what is needed later, the model too: "
         "jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)."
     )
-
-
-# Where a state lives on a mesh.
-
-
-def on_mesh(state: T, rules: ShardingRules) -> T:
-    """Puts all of a state on the mesh, in the form in which a step will give it back.
-
-    What no rule names (counters, keys) is replicated. Else a step would find it on one device the
-    first time and on all of them the second, and be compiled twice; as it would for a spec that
-    says the same in other words.
-    """
-
-    def put(leaf: Any) -> Any:
-        if not eqx.is_array(leaf):
-            return leaf
-        return jax.device_put(leaf, NamedSharding(rules.mesh, _spec_of(leaf, rules)))
-
-    return jax.tree.map(put, state)
-
-
-def specs_of(state: PyTree[Any], rules: ShardingRules | None) -> Specs:
-    """The spec of each array; None of one that is traced on Auto axes, where nothing says it."""
-    if rules is None:
-        return ()
-    return tuple(
-        None if isinstance(leaf, Tracer) and not rules.is_explicit else _spec_of(leaf, rules)
-        for leaf in jax.tree.leaves(eqx.filter(state, is_array_or_shape))
-    )
-
-
-def constrained(state: T, specs: Specs, rules: ShardingRules | None) -> T:
-    """Under `jit`: constrains a new state's arrays to where the old one's were.
-
-    The compiler would choose for itself on Auto axes, and compile once more for what it chose.
-    """
-    if rules is None:
-        return state
-    arrays, static = eqx.partition(state, eqx.is_array)
-    leaves, structure = jax.tree.flatten(arrays)
-    leaves = [
-        leaf if spec is None or is_key(leaf) else rules.place(leaf, spec)
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-    return eqx.combine(structure.unflatten(leaves), static)
-
-
-def sharding_of(spec: PartitionSpec, ndim: int, rules: ShardingRules) -> NamedSharding:
-    """The sharding that a spec describes, as a compiled step would write it."""
-    return NamedSharding(rules.mesh, _written(spec, ndim, rules.mesh, rules.is_explicit))
-
-
-def _spec_of(leaf: Any, rules: ShardingRules) -> PartitionSpec:
-    if is_shape(leaf):
-        where: Any = leaf.sharding
-        return where.spec
-    is_explicit, mesh = rules.is_explicit, rules.mesh
-    sharding = jax.typeof(leaf).sharding if is_explicit else getattr(leaf, "sharding", None)
-    own_mesh = mesh.abstract_mesh if is_explicit else mesh
-    spec = PartitionSpec()
-    if isinstance(sharding, NamedSharding) and sharding.mesh == own_mesh:
-        spec = sharding.spec
-    return _written(spec, leaf.ndim, mesh, is_explicit)
-
-
-@functools.lru_cache(maxsize=4096)  # asked for every array at every step
-def _written(spec: PartitionSpec, ndim: int, mesh: Mesh, is_explicit: bool) -> PartitionSpec:
-    """A spec as a compiled step would write it."""
-    entries: list[Any] = list(spec)
-    if is_explicit:  # an entry for every dimension
-        return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
-    for index, entry in enumerate(entries):  # no axes of length one, no trailing None
-        axes = tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1)
-        entries[index] = axes if len(axes) > 1 else next(iter(axes), None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-# What is saved.
-
-
-def named_arrays(state: TrainState[Any]) -> dict[str, Any]:
-    """What is saved of a state: its arrays by path, keys as numbers, without the noise's key."""
-
-    def is_noise(node: object) -> bool:
-        return isinstance(node, GaussianPrivatizerState)
-
-    state = jax.tree.map(
-        lambda node: node._replace(key=None) if is_noise(node) else node, state, is_leaf=is_noise
-    )
-    return {name: _numbers(leaf) for name, leaf in arrays_of(state).items()}
-
-
-def with_arrays(state: TrainState[Model], arrays: dict[str, Array]) -> TrainState[Model]:
-    """The state with its arrays replaced by saved ones."""
-
-    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = arrays.get(jax.tree_util.keystr(path)) if is_array_or_shape(leaf) else None
-        if found is None:
-            return leaf
-        return key_of_words(found, leaf) if is_key(leaf) else found
-
-    return jax.tree_util.tree_map_with_path(replaced, state)
-
-
-def key_of_words(words: Array, like: Any) -> Array:
-    """Keys from the numbers that they are made of; `like` is a key, or the shape of one."""
-    generators: list[Any] = []
-    jax.eval_shape(lambda key: generators.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(words, impl=generators[0])
-
-
-def arrays_of(tree: PyTree[Any]) -> dict[str, Any]:
-    """The arrays of a tree, or the shapes that stand for them, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-def same(one: Array, other: Array) -> bool:
-    """Whether two arrays hold the same values; NaN is the same as NaN."""
-    one, other = _numbers(one), _numbers(other)
-    return bool(jnp.array_equal(one, other, equal_nan=jnp.issubdtype(one.dtype, jnp.inexact)))
-
-
-def _numbers(leaf: Any) -> Any:
-    if not is_key(leaf):
-        return leaf
-    if not is_shape(leaf):
-        return jax.random.key_data(leaf)
-    words = jax.eval_shape(jax.random.key_data, leaf)
-    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)

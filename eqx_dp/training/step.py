@@ -2,33 +2,38 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, PRNGKeyArray
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
 
-from ..gradients import PerExample
-from ..paths import below
-from ..privacy import GaussianPrivatizerState, fold_text, whole_number
-from ..programs import is_changed_by_reading
-from ..trees import PyTree
+from ..gradients import ClippedGrad, FilterSpec, takes_key
+from ..precision import Policy
+from ..privacy import (
+    GaussianPrivatizerState,
+    PoissonSampler,
+    PrivacyPlan,
+    digest,
+    fold_text,
+    fresh_secret,
+    key_from_secret,
+)
+from ..sharding import ShardingRules
+from ..shown import function_name
+from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
-from .disclosure import disclosed
 from .dispatch import Carry, Dispatch, FlatState
-from .extra import checked_extra, updated
-from .identity import texts_of
-from .settings import MicrobatchSize
-from .starting import Starting
+from .first_state import Body, FirstModel, Recipe
 from .state import (
-    Specs,
+    Parameters,
     TrainState,
-    constrained,
     is_gone,
     moved,
     refuse_used_up,
@@ -36,9 +41,7 @@ from .state import (
 )
 
 Model = TypeVar("Model")
-Mask = Bool[Array | np.ndarray, "*steps batch"]
-# That a call may take: more would gain nothing, and hold as many batches.
-_MOST_STEPS = 2**16
+Mask = Bool[Array | np.ndarray, " batch"]
 
 
 class _Arguments(NamedTuple):
@@ -46,106 +49,176 @@ class _Arguments(NamedTuple):
 
     batch: tuple[PyTree[Any], ...]
     mask: Any
-    extra: dict[str, Any]
-    loss_root: PRNGKeyArray | None
-    rounding_root: PRNGKeyArray | None
-    specs: Specs
     step: Any
 
 
-class Step(Starting[Model]):
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Step(Generic[Model]):
     """A compiled step of private training, made by `make_step`.
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
     batches of `step.sampler()`. A call **uses up** its state: the buffers are donated to the next
     state. Copy what is still needed. A state that was used up is refused.
 
-    `make_step` says what two steps with one seed have in common. Neither seed nor keys are in
-    the printed form of a step, in an error, or in the compiled program.
+    `init` and `sampler` draw fresh randomness each time, unless the step has a `seed`. No secret is
+    in the printed form of a step, in an error, or in the compiled program.
 
     Attributes:
         plan: what sampling, noise and accounting follow.
         num_examples: in the data set.
-        grad_fn: the clipped gradient.
-        policy: as it was given, and so `sharding`, `method`, `l2_clip_norm` and
-            `rescale_to_unit_norm`.
-        disclose: what each batch discloses although no plan accounts for it.
-        microbatch_size: how many examples a device processes at once; or who is to say that.
-        filter_spec: what is trained.
+        grad_fn: the clipped gradient, divided by the expected batch size.
+        ema: the decay of the moving average, or None.
         shared: whether hosts share one draw evenly.
-        run: the text that `for_run` was given; empty without.
-        steps_per_call: how many steps a call takes.
-        unrecorded: what trainers without a directory took of its steps.
     """
 
-    def with_microbatch_size(self, size: int | None) -> "Step[Model]":
-        """The same step, with other microbatches.
+    plan: PrivacyPlan
+    num_examples: int
+    grad_fn: ClippedGrad[Any]
+    ema: float | None
+    shared: bool
+    _update: optax.GradientTransformation
+    _filter_spec: FilterSpec
+    _seed: int | bytes | None
 
-        Args:
-            size: how many examples a device processes at once; None for the engine's choice.
-        """
-        return self.with_choice(self.method, size)
+    def __post_init__(self) -> None:
+        _ = self._noise  # refused now if at all, and made outside of any trace
 
-    def with_choice(self, method: str, microbatch_size: MicrobatchSize) -> "Step[Model]":
-        """The same step by another method, which is another program, and another microbatch.
+    def __repr__(self) -> str:
+        loss, policy = function_name(self.grad_fn.__wrapped__), self.policy and str(self.policy)
+        more = f"num_examples={self.num_examples}, policy={policy!r}"
+        return f"{type(self).__name__}({loss}, {self.plan}, {more})"
 
-        Args:
-            method: as for `make_step`.
-            microbatch_size: the same.
-        """
-        return dataclasses.replace(self, method=method, microbatch_size=microbatch_size)
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that the step was made with."""
+        return self.grad_fn.policy
 
-    def for_run(self, run: str) -> "Step[Model]":
-        """The same step, with another sample, other noise and other keys for the loss.
-
-        Args:
-            run: a text that is different for each run with this seed; not secret. It replaces an
-                earlier text. With an empty text the step is as `make_step` made it.
-        """
-        return dataclasses.replace(self, run=run)
-
-    def with_steps_per_call(self, number: SupportsIndex) -> "Step[Model]":
-        """The same steps, several of them in one call, which takes less time beside them.
-
-        ```python
-        several = step.with_steps_per_call(8)
-        state = several(state, xs, ys, is_padding_example=masks)  # 8 batches each, stacked
-        ```
-
-        A call scans over the batches. Sample, noise and keys of a step are those of the single step
-        with its number, and its parameters the same up to rounding. `disclosed` has the figures of
-        the last step. `check_privacy` and `check_precision` take it as any step.
-
-        Args:
-            number: of steps, at least 1. Arrays of a batch and the mask have so many entries in
-                front of their examples. The step takes no `extra` if it is more than 1, because
-                that may differ from step to step.
-
-        Raises:
-            ValueError: it is no whole number from 1 to 65,536.
-        """
-        number = whole_number("steps_per_call", number, least=1, most=_MOST_STEPS)
-        if number == self.steps_per_call:
-            return self
-        if number not in self._known_several:
-            self._known_several[number] = dataclasses.replace(self, steps_per_call=number)
-        return self._known_several[number]
+    @property
+    def sharding(self) -> ShardingRules | None:
+        """The sharding rules that the step was made with."""
+        return self.grad_fn.sharding
 
     @functools.cached_property
-    def _known_several(self) -> dict[int, "Step[Model]"]:
-        """By number, since a step that was traced is not traced again."""
-        return {}
+    def _noise(self) -> optax.GradientTransformation | None:
+        if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
+            return None
+        return self.plan.privatizer(self.grad_fn)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether randomness follows from a seed, so that it can be repeated."""
+        return self._seed is not None
+
+    def mesh(self) -> AbstractContextManager[Any]:
+        """The rules' mesh as a context, for code that works on a state; a step enters it itself."""
+        rules = self.sharding
+        if rules is None:
+            return nullcontext()
+        try:
+            return jax.set_mesh(rules.mesh)
+        except ValueError:  # while a step is traced inside of another program: no devices are named
+            return jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh)
 
     def place(self, batch: PyTree[Any]) -> PyTree[Any]:
         """Puts this host's part of a batch where the step wants it.
 
         Args:
-            batch: arrays with examples in front; with several steps a call, behind the steps.
+            batch: arrays with examples in front.
         """
         if self.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self.mesh():
-            return self.sharding.shard_batch(batch, stacked=self.steps_per_call > 1)
+            return self.sharding.shard_batch(batch)
+
+    # Randomness.
+
+    def secret_of(self, start: int) -> bytes:
+        """The secret of a start: fresh, the same on all hosts; or what follows from the seed.
+
+        Args:
+            start: its number, of which a seeded secret is a function.
+        """
+        if self._seed is None:
+            return fresh_secret()
+        return digest(self._seed, ("eqx_dp start", str(start)), size=32)
+
+    def sampler(self) -> PoissonSampler:
+        """The sampler of the plan's batches; with sharding rules, of this host's part of them.
+
+        Each call draws fresh randomness. With a seed it is that of the first start.
+        """
+        return self.sampler_from(self.secret_of(0))
+
+    def sampler_from(self, secret: bytes) -> PoissonSampler:
+        """As `sampler`, for the secret of a start."""
+        rules, seed = self.sharding, digest(secret, ("sample",), size=32)
+        if rules is None:
+            return self.plan.sampler(self.num_examples, seed)
+        hosts, host, parts = jax.process_count(), jax.process_index(), rules.local_shards()
+        return self.plan.sampler(
+            *(self.num_examples, seed, parts, hosts, host), devices=parts, shared=self.shared
+        )
+
+    # The first state.
+
+    def init(
+        self, model: Model | None = None, *, init_model: Callable[[], Model] | None = None
+    ) -> TrainState[Model]:
+        """The state before the first step; its arrays are copies, and its keys are fresh.
+
+        A model that is too large for one device is made where it is to live:
+
+        ```python
+        state = step.init(init_model=lambda: GPT(config, key=jax.random.key(0)))
+        ```
+
+        The function is compiled with the shardings of the step's rules: each device computes its
+        part of every array, and no device or host holds a whole one. The values are those that the
+        function gives outside of `jit`, up to rounding.
+
+        Args:
+            model: the model, of any float dtype, on any device.
+            init_model: in place of a model; `init_model()` returns it. It is traced, so it must not
+                read values of arrays. Arrays that it closes over become constants of the compiled
+                program: give a model that was trained before as `model`.
+
+        Raises:
+            ValueError: neither is given, or both; `init_model` cannot be compiled; the model is
+                paired with another policy than the step's; a sharding rule does not fit the model;
+                nothing in the model is trained; the optimizer keeps state narrower than the
+                policy's optimizer dtype.
+        """
+        first = FirstModel(model, init_model)
+        del model  # so that an array goes as soon as its copy is there, if nobody else holds it
+        with self.mesh():
+            return self.begun(self.recipe.made(first), 0, self.secret_of(0))
+
+    @property
+    def recipe(self) -> Recipe:
+        """How a state is made of a model."""
+        return Recipe(self._update, self.grad_fn, self._filter_spec, self.ema is not None)
+
+    def begun(self, body: Body, steps: int, secret: bytes) -> TrainState[Model]:
+        """The state of a start, whose keys follow from its secret.
+
+        Args:
+            body: model, optimizer's state and average.
+            steps: how many steps the model has taken before.
+            secret: of the start.
+        """
+        noise: Any = optax.EmptyState()
+        if self._noise is not None:
+            key = key_from_secret(secret, "noise")
+            noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
+        where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
+        if self.sharding is not None:
+            where = NamedSharding(self.sharding.mesh, PartitionSpec())
+        # Put where the model is: else the first step would be compiled by itself.
+        small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
+        noise, count, key = jax.device_put(small, where)
+        return TrainState(body.model, (noise, body.opt_state), count, key, body.average)
+
+    # A step.
 
     def __call__(
         self,
@@ -153,27 +226,21 @@ class Step(Starting[Model]):
         /,
         *batch: PyTree[Any],
         is_padding_example: Mask,
-        extra: Mapping[str, Any] | None = None,
     ) -> TrainState[Model]:
         """Takes a step: clipped gradient, noise, update. Compiled once for each shape of batch.
 
         Args:
             state: the state after the step before. It is used up.
-            *batch: arrays, or trees of arrays, with examples along their leading axes; behind the
-                steps, if a call takes several.
+            *batch: arrays, or trees of arrays, with examples along their leading axes.
             is_padding_example: True where a slot holds no real example: the sampler's mask.
-            extra: more arguments of the optimizer's update, numbers or arrays by name, for instance
-                `{"value": v}` for `optax.contrib.reduce_on_plateau`. **Public values only**, such
-                as a loss on held-out data: they change what is released, and no noise covers them.
-                The same names at every step.
 
         Raises:
-            ValueError: as for `grad_fn`; `microbatch_size` is still a text; an array of `state` or
-                `batch` was used up by an earlier step; the optimizer does not take `extra`.
+            ValueError: as for `grad_fn`; an array of `state` or `batch` was used up by an earlier
+                step.
         """
-        flat = FlatState.of(state, self.sharding)
+        flat = FlatState.of(state)
         refuse_used_up("batch", batch)
-        after = self.next(flat, batch, is_padding_example, extra).state
+        after = self.next(flat, batch, is_padding_example).state
         # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
         return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
 
@@ -182,7 +249,6 @@ class Step(Starting[Model]):
         flat: FlatState[Model],
         batch: tuple[PyTree[Any], ...],
         mask: Mask,
-        extra: Mapping[str, Any] | None = None,
     ) -> FlatState[Model]:
         """As a call of the step that is not waited for, for a loop that reads the state rarely.
 
@@ -190,14 +256,12 @@ class Step(Starting[Model]):
             flat: the state before, by `FlatState.of` or of the step before. Used up.
             batch: in memory that nobody writes to.
             mask: `is_padding_example`.
-            extra: as for a call.
         """
         if any(map(is_gone, flat.carry.arrays)):
             refuse_used_up("state", flat.state)
-        arguments = self._arguments(batch, mask, extra, flat)
         with self.mesh():
-            carry, (count, shown) = self._taken(arguments, flat.carry)
-        return FlatState(carry, count, flat.specs, shown)
+            carry, count = self._taken(_arguments(batch, mask, flat), flat.carry)
+        return FlatState(carry, count)
 
     def lower(
         self,
@@ -205,7 +269,6 @@ class Step(Starting[Model]):
         /,
         *batch: PyTree[Any],
         is_padding_example: Any,
-        extra: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments; nothing is computed.
 
@@ -213,145 +276,70 @@ class Step(Starting[Model]):
             state: arrays or shapes of arrays; not used up. So the others.
             *batch: as for a call.
             is_padding_example: the same.
-            extra: the same.
         """
-        flat = FlatState.of(state, self.sharding)
-        arguments = self._arguments(batch, is_padding_example, extra, flat)
+        flat = FlatState.of(state)
         with self.mesh():
-            return self._taken.lower(arguments, flat.carry)
-
-    def _arguments(
-        self,
-        batch: tuple[PyTree[Any], ...],
-        mask: Any,
-        extra: Mapping[str, Any] | None,
-        flat: FlatState[Model],
-    ) -> _Arguments:
-        if mask is None:
-            raise ValueError(
-                "is_padding_example is None. A sampled batch has padding, whose index is -1: "
-                "without the mask the last example would count in every padding slot. Hand on the "
-                "mask that sampler.take or sampler.batch returns; for a batch without padding, "
-                "np.zeros(length, bool)."
-            )
-        if isinstance(self.microbatch_size, str):
-            raise ValueError(
-                f'microbatch_size is "{self.microbatch_size}", which a Trainer replaces; without '
-                "one, take step.with_microbatch_size(size), or for what dp.tune(step.grad_fn, ...) "
-                "returned, step.with_choice(*tuned.asked_for)."
-            )
-        if self.steps_per_call > 1:
-            self._check_stacked(batch, mask, extra)
-        return _Arguments(
-            batch,
-            mask,
-            checked_extra(self._update, extra),
-            self._loss_root if self._takes_key(len(batch)) else None,
-            self._rounding_root,
-            flat.specs,
-            flat.step,
-        )
-
-    def _check_stacked(
-        self, batch: tuple[PyTree[Any], ...], mask: Any, extra: Mapping[str, Any] | None
-    ) -> None:
-        number = self.steps_per_call
-        if extra:
-            raise ValueError(
-                f"extra holds {', '.join(map(repr, extra))}, and a call takes {number} steps, each "
-                "of which may want another value: take one step a call, steps_per_call=1."
-            )
-        arrays = {below("batch", path): x for path, x in jax.tree_util.tree_leaves_with_path(batch)}
-        for name, array in {**arrays, "is_padding_example": mask}.items():
-            if np.ndim(array) < 2 or np.shape(array)[0] != number:
-                raise ValueError(
-                    f"{name} has shape {np.shape(array)}, and a call takes {number} steps: stack "
-                    f"{number} batches, so that all arrays have shape ({number}, slots, ...)."
-                )
+            return self._taken.lower(_arguments(batch, is_padding_example, flat), flat.carry)
 
     @functools.cached_property
-    def _taken(self) -> Dispatch[_Arguments, Carry, tuple[Array, dict[str, Array]]]:
-        def take(
-            arguments: _Arguments, carry: Carry
-        ) -> tuple[Carry, tuple[Array, dict[str, Array]]]:
-            model, opt_state, disclosed, average = strong(carry)
-            arguments = arguments._replace(batch=strong(arguments.batch))
-            state = TrainState(model, opt_state, arguments.step, disclosed, average)
-            shown: dict[str, Array] = {}
-            if self.steps_per_call == 1:
-                after = self._next(state, arguments)
-                state = constrained(after, arguments.specs, self.sharding)
-            else:
-                state, shown = self._several(state, arguments)
-            carry = (state.model, state.opt_state, state.disclosed, state.average)
-            return carry, (state.step, shown)
+    def _taken(self) -> Dispatch[_Arguments, Carry, Array]:
+        def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
+            model, opt_state, key, average = strong(carry)
+            state = TrainState(model, opt_state, arguments.step, key, average)
+            after = self._next(state, strong(arguments.batch), arguments.mask)
+            return (after.model, after.opt_state, after.key, after.average), after.step
 
-        return Dispatch(take)
+        return Dispatch(take, self.sharding is not None)
 
-    def _several(
-        self, state: TrainState[Model], given: _Arguments
-    ) -> tuple[TrainState[Model], dict[str, Array]]:
-        """The state after a step for each batch, and what each of them disclosed."""
-        arrays, rest = eqx.partition(state, eqx.is_array)
+    def _next(
+        self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Any
+    ) -> TrainState[Model]:
+        def key_for(purpose: str) -> Any:
+            return jax.random.fold_in(fold_text(state.key, purpose), state.step)
 
-        def turn(arrays: Any, its: Any) -> tuple[Any, dict[str, Array]]:
-            batch, mask = its
-            its_state = eqx.combine(arrays, rest)
-            after = self._next(its_state, given._replace(batch=batch, mask=mask))
-            after = constrained(after, given.specs, self.sharding)
-            after, others = eqx.partition(after, eqx.is_array)
-            if not eqx.tree_equal(others, rest):
-                raise ValueError(
-                    "The optimizer's state holds values that are no arrays, and a step changes "
-                    "them, so that several steps cannot be one program: take one step a call, "
-                    "steps_per_call=1."
-                )
-            return after, eqx.combine(after, rest).disclosed
-
-        arrays, shown = jax.lax.scan(turn, arrays, (given.batch, given.mask))
-        if self.sharding is not None:  # for every host to read
-            shown = {k: self.sharding.place(x, PartitionSpec(None)) for k, x in shown.items()}
-        return eqx.combine(arrays, rest), shown
-
-    def _next(self, state: TrainState[Model], given: _Arguments) -> TrainState[Model]:
-        prepared = self.grad_fn.prepare(state.model, given.batch, given.loss_root, given.mask)
-        params = self._wide(state.model)
-        # Known while the step is traced: what it is, and so what its keys are.
-        if is_changed_by_reading(prepared.traced.program.jaxpr):
-            texts = self._texts(state.model, given.batch, given.extra)
-        else:
-            texts = texts_of(prepared, self.sharding, self._update, params, given.extra)
-        text = "\n".join((self._known, *texts))
-        if given.loss_root is not None:
-            key = fold_text(given.loss_root, text)
-            prepared = prepared.with_key(jax.random.fold_in(key, state.step))
-        result = self.grad_fn.complete(prepared)
-        values, grads = cast(
-            "tuple[PerExample | None, PyTree[Array]]", result if self.disclose else (None, result)
-        )
+        has_key, _ = takes_key(self.grad_fn.__wrapped__, 1 + len(batch))
+        key = key_for("loss") if has_key else None
+        grads = self.grad_fn(state.model, *batch, key=key, is_padding_example=mask)
         noise_state, opt_state = state.opt_state
-        grads, noise_state = self._noisy(grads, noise_state, text)
+        if self._noise is not None:
+            grads, noise_state = cast(Any, self._noise.update(grads, noise_state))
+        params = self._wide(state.model)
         grads, opt_state = widened((grads, opt_state), self.policy)
-        updates, opt_state = updated(self._update, grads, opt_state, params, given.extra)
+        updates, opt_state = self._updated(grads, opt_state, params)
         opt_state = stored_state(opt_state, self.policy)
-        key = None
-        if given.rounding_root is not None:
-            key = jax.random.fold_in(fold_text(given.rounding_root, text), state.step)
-        model, average = self._parameters.updated(state.model, updates, key), state.average
+        is_random = self.policy is not None and self.policy.rounding == "stochastic"
+        parameters = Parameters(self.policy, self.sharding)
+        model = parameters.updated(state.model, updates, key_for("rounding") if is_random else None)
+        average = state.average
         if self.ema is not None:
             average = moved(average, self._wide(model), self.ema, state.step + 1)
-        return TrainState(
-            model,
-            (noise_state, opt_state),
-            state.step + 1,
-            disclosed(self.disclose, values, given.mask),
-            average,
-        )
+        return TrainState(model, (noise_state, opt_state), state.step + 1, state.key, average)
 
-    def _noisy(self, grads: PyTree[Array], state: Any, text: str) -> tuple[PyTree[Array], Any]:
-        if not isinstance(state, GaussianPrivatizerState):  # there is no noise
-            return grads, state
-        grads, after = cast(
-            Any, self._noise.update(grads, state._replace(key=fold_text(state.key, text)))
+    def _updated(self, *arguments: PyTree[Any]) -> tuple[PyTree[Any], PyTree[Any]]:
+        """The optimizer's update; a ValueError if it wants more than gradients and parameters."""
+        try:
+            return self._update.update(*arguments)
+        except (TypeError, ValueError) as error:
+            if "argument" not in str(error) and "must be provided" not in str(error):
+                raise
+            raise ValueError(
+                f"The optimizer's update failed: {error}. It gets gradients, state and parameters "
+                "alone. One that evaluates losses or gradients by itself cannot be used, because "
+                "no plan accounts for these: take it without a line search "
+                "(optax.lbfgs(linesearch=None)), and optax.contrib.sam with opaque_mode=False."
+            ) from error
+
+    def _wide(self, model: Any) -> PyTree[Any]:
+        """The trained parameters as the optimizer sees them."""
+        return Parameters(self.policy, self.sharding).wide(self.grad_fn.trainable(model))
+
+
+def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:
+    if mask is None:
+        raise ValueError(
+            "is_padding_example is None. A sampled batch has padding, whose index is -1: without "
+            "the mask the last example would count in every padding slot. Hand on the mask that "
+            "sampler.take or sampler.batch returns; for a batch without padding, "
+            "np.zeros(length, bool)."
         )
-        return grads, after._replace(key=state.key)
+    return _Arguments(batch, mask, flat.step)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -16,33 +15,30 @@ from ..paths import dotted, dotted_name
 from ..precision import Policy
 from ..privacy import PrivacyPlan
 from ..shown import shown
-from ..trees import PyTree, is_array_or_shape, is_key
-from .directory import PRIVACY, RunDirectory, record_in
-from .files import CheckpointError, read_json
-from .saved_arrays import arrays_in
-from .state import key_of_words
+from ..trees import PyTree, is_key
+from .checkpoints import Checkpoints, check_fits, named_arrays, part_of, with_arrays
+from .first_state import Body
+from .ledger import CheckpointError, entries_in, statement
 
 Model = TypeVar("Model")
 
 _FORMAT = "eqx_dp.model"
 _SUFFIX = ".safetensors"
-# Parts of a state, as a checkpoint names them.
-_MODEL, _AVERAGE = ".model", ".average"
 _ADVICE = "Give the path of what save_model or a Trainer wrote; or restore it from a backup."
 
 
 def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = False) -> Model:
-    """Reads a trained model, without the loss, the optimizer, the data or the seed of its run.
+    """Reads a trained model, without the loss, the optimizer or the data of its run.
 
     ```python
     like = eqx.filter_eval_shape(Model, jax.random.key(0))  # or a model, whose arrays are ignored
     model = dp.load_model("run", like=like)
     ```
 
-    Every file is compared with its digest first. Arrays keep the dtypes in which they were stored.
+    Arrays keep the dtypes in which they were stored.
 
     Args:
-        source: the directory of a run, whose newest checkpoint that is whole is read, on a file
+        source: the directory of a run, whose newest checkpoint that can be read is taken, on a file
             system or in Google's cloud storage; or a file that `save_model` wrote.
         like: a model of the same structure: its arrays, or `jax.ShapeDtypeStruct` in their place,
             say what is read and where it is placed; all else is taken from it.
@@ -54,23 +50,10 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
             no average.
         ValueError: arrays are missing, or have another shape; each is named.
     """
-    path = expected.directory("source", source)
-    of_run = path.is_dir()
-    name: Callable[[Any], str] = jax.tree_util.keystr if of_run else dotted
-    wanted = {
-        name(at): jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-        for at, leaf in jax.tree_util.tree_leaves_with_path(like)
-        if is_array_or_shape(leaf)
-    }
-    found = _of_run(path, wanted, averaged) if of_run else _of_file(path, wanted, averaged)
-
-    def read(at: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_array_or_shape(leaf):
-            return leaf
-        array = found[name(at)]
-        return key_of_words(array, leaf) if is_key(leaf) else array
-
-    return jax.tree_util.tree_map_with_path(read, like)
+    path, body = expected.directory("source", source), Body(like, None, None)
+    wanted = named_arrays(body)
+    found = _of_run(path, wanted, averaged) if path.is_dir() else _of_file(path, body, averaged)
+    return with_arrays(body, found).model
 
 
 def save_model(
@@ -89,14 +72,15 @@ def save_model(
     Args:
         file: ends in `.safetensors`.
         model: any tree of arrays; what is no array is not written.
-        privacy: the directory of the run that trained the model, whose `privacy.json` is copied; or
-            the plan of a loop of your own, all of whose steps are taken. None: no statement.
+        privacy: the directory of the run that trained the model: the statement counts all steps
+            that its ledger knows of, also while the run goes on. Or the plan of a loop of your own,
+            all of whose steps are taken. None: no statement.
         policy: the policy that the model was trained with.
 
     Raises:
         ValueError: the file has another ending, or its folder is not there; an array is a key of
             random numbers, which is secret.
-        CheckpointError: the directory has no statement of privacy.
+        CheckpointError: the directory has no ledger, or a damaged one.
     """
     path, leaves = expected.path("file", file), jax.tree_util.tree_leaves_with_path(model)
     arrays = {dotted(at): leaf for at, leaf in leaves if eqx.is_array(leaf)}
@@ -113,117 +97,84 @@ def save_model(
             "like one (uint32, 2 or 4 words): it may be secret, and is not written. Put None "
             "in its place, by eqx.tree_at."
         )
-    told = {"format": _FORMAT, "version": "1"}
+    metadata = {"format": _FORMAT, "version": "1"}
     if privacy is not None:
-        told["privacy"] = json.dumps(_statement(privacy))
+        metadata["privacy"] = json.dumps(_statement(privacy))
     if policy is not None:
-        told["policy"] = str(policy)
+        metadata["policy"] = str(policy)
     if not path.parent.is_dir():
         raise ValueError(f"file is in a folder that is not there: {path.parent}. Make it first.")
     written = {name: jnp.asarray(leaf) for name, leaf in arrays.items()}
     beside = path.with_name(f"{path.name}.partial")
-    extra("safetensors.flax").save_file(written, beside, metadata=told)
+    extra("safetensors.flax").save_file(written, beside, metadata=metadata)
     beside.replace(path)
 
 
 def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The arrays of a run's model, each to where its target lives."""
-    directory = RunDirectory(path)
-    latest = directory.latest()
-    numbers = [n for n in directory.numbers() if latest is None or n <= latest]
-    if not numbers:
+    checkpoints = Checkpoints(path)
+
+    def read(number: int) -> dict[str, Any]:
+        saved = checkpoints.shapes(number)
+        check_fits(f"checkpoint {number} of {path}", saved, wanted)
+        means = {name for name in saved if part_of(name) == "average"} if averaged else set[str]()
+        if averaged and not means:
+            raise CheckpointError(
+                f"{path} has no average: its step was made without `ema`. Leave `averaged` out."
+            )
+        place = {name: name.replace("model", "average", 1) for name in wanted}
+        place = {name: mean if mean in means else name for name, mean in place.items()}
+        where = {at: wanted[name].sharding for name, at in place.items()}
+        targets = {at: saved[at].update(sharding=sharding) for at, sharding in where.items()}
+        found, _ = checkpoints.read(number, targets)
+        return {name: found[at].astype(saved[name].dtype) for name, at in place.items()}
+
+    try:
+        found = checkpoints.newest(read)
+    finally:
+        checkpoints.close()
+    if found is None:
         raise CheckpointError(
             f"{path} holds no checkpoint of a run. Name the directory of a Trainer, or a file."
         )
-    folder = directory.checkpoint(directory.newest_whole(numbers)[0])
-    recorded = {name: _shape_of(text) for name, text in record_in(folder)["arrays"].items()}
-    saved = _below(_MODEL, recorded)
-    _check_alike(path, saved, wanted)
-    means = _below(_AVERAGE, recorded) if averaged else {}
-    if averaged and not means:
-        raise CheckpointError(
-            f"{path} has no average: its step was made without `ema`. Leave `averaged` out."
-        )
-    place = {name: f"{_AVERAGE if name in means else _MODEL}{name}" for name in saved}
-    targets = {
-        at: jax.ShapeDtypeStruct(
-            saved[name].shape, recorded[at].dtype, sharding=wanted[name].sharding
-        )
-        for name, at in place.items()
-    }
-    found = arrays_in(folder, targets)
-    return {name: found[at].astype(saved[name].dtype) for name, at in place.items()}
+    return found
 
 
-def _below(part: str, recorded: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of a part of a state, by the paths in it."""
-    return {
-        name.removeprefix(part): x
-        for name, x in recorded.items()
-        if name == part or name.startswith((f"{part}.", f"{part}["))
-    }
-
-
-def _of_file(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
+def _of_file(path: RunPath, body: Body, averaged: bool) -> dict[str, Any]:
     """The arrays of a file that `save_model` wrote, likewise."""
     safetensors = extra("safetensors")
     try:
         with safetensors.safe_open(path, "flax") as opened:
-            told = opened.metadata() or {}
-            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata = opened.metadata() or {}
+            found = {f"model.{name}": opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
-    if told.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} was not written by save_model. Read it with safetensors itself."
-        )
-    if averaged:
+    if metadata.get("format") != _FORMAT or averaged:
         raise CheckpointError(
             f"{path} holds one model: save_model(file, state.averaged). Leave `averaged` out."
+            if averaged
+            else f"{path} was not written by save_model. Read it with safetensors itself."
         )
-    _check_alike(path, found, wanted)
-    return {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
-
-
-def _check_alike(path: RunPath, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises a ValueError unless both have the same arrays, by name and shape."""
-    problems = [
-        f"{dotted_name(name)} is not there"
-        if name not in found
-        else f"`like` has no {dotted_name(name)}"
-        if name not in wanted
-        else f"{dotted_name(name)} is {tuple(found[name].shape)}, and {tuple(wanted[name].shape)} "
-        "in `like`"
-        for name in sorted({*found, *wanted})
-        if name not in found or name not in wanted or found[name].shape != wanted[name].shape
-    ]
-    if problems:
-        raise ValueError(
-            f"The model in {path} has another structure than `like`: {'; '.join(problems)}. Give a "
-            "model made as the one that was trained."
-        )
-
-
-def _shape_of(text: str) -> jax.ShapeDtypeStruct:
-    """From what a record says of an array, `float32[2, 3]`."""
-    dtype, _, shape = text.partition("[")
-    lengths = [int(n) for n in shape.removesuffix("]").split(",") if n.strip()]
-    return jax.ShapeDtypeStruct(tuple(lengths), jnp.dtype(dtype))
+    wanted = {dotted_name(name): (name, x) for name, x in named_arrays(body).items()}
+    check_fits(str(path), found, {name: x for name, (_, x) in wanted.items()})
+    return {name: jax.device_put(found[at], x.sharding) for at, (name, x) in wanted.items()}
 
 
 def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
     if isinstance(privacy, PrivacyPlan):
         return {
             "plan": json.loads(privacy.to_json()),
-            "steps_done": privacy.steps,
+            "steps_released": privacy.steps,
             "epsilon": privacy.epsilon(),
             "delta": privacy.delta,
         }
-    path = expected.directory("privacy", privacy) / PRIVACY
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
+    path = expected.directory("privacy", privacy)
+    entries = entries_in(path)
+    if not entries:
+        raise CheckpointError(f"{path} holds no ledger of a run. {_ADVICE}")
+    plan = PrivacyPlan.from_json(json.dumps(next(iter(entries.values()))["plan"]))
+    steps = sum(entry["steps"] for entry in entries.values())
+    return statement(plan, entries, plan.epsilon(min(steps, plan.steps)))
 
 
 def _may_be_raw_key(leaf: Any) -> bool:

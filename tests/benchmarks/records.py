@@ -9,6 +9,7 @@ times are those of decoding, and not of a disk.
 """
 
 import argparse
+import functools
 import json
 import shlex
 import subprocess
@@ -19,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 from rich.console import Console
@@ -30,12 +29,7 @@ import eqx_dp as dp
 from . import report
 
 LENGTH, FILES, BATCHES = 1024, 4, 10
-WAYS = (
-    "parquet, 1000 rows a group",
-    "parquet, 100 rows a group",
-    "parquet, 10 rows a group",
-    "array record",
-)
+WAYS = ("array record",)
 _COLUMNS = ("files", "MiB in files", "records a batch", "ms a batch", "peak beyond, MiB")
 
 
@@ -47,26 +41,17 @@ def written(way: str, records: int, folder: Path) -> list[str]:
             0, 50_000, (records // FILES, LENGTH), np.int32
         )
         files.append(str(folder / f"{way.replace(' ', '_')}.{number}"))
-        if way == "array record":
-            writer: Any = ArrayRecordWriter(files[-1], "group_size:1,uncompressed")
-            for row in tokens:
-                writer.write(row.tobytes())
-            writer.close()
-            continue
-        column = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(tokens.ravel()), LENGTH)
-        rows = int(way.split()[1])
-        pyarrow.parquet.write_table(
-            pyarrow.table({"tokens": column}), files[-1], row_group_size=rows, use_dictionary=False
-        )
+        writer: Any = ArrayRecordWriter(files[-1], "group_size:1,uncompressed")
+        for row in tokens:
+            writer.write(row.tobytes())
+        writer.close()
     return files
 
 
-def measured(way: str, files: list[str], batch: int, readers: int) -> dict[str, float]:
+def measured(files: list[str], batch: int, readers: int) -> dict[str, float]:
     """Seconds a batch, and bytes beyond those that were there once the source was made."""
-    if way == "array record":
-        source: Any = dp.Records(ArrayRecordDataSource(files), lambda x: np.frombuffer(x, np.int32))
-    else:
-        source = dp.Parquet(files, "tokens", readers=readers)
+    decode = functools.partial(np.frombuffer, dtype=np.int32)
+    source = dp.Records(ArrayRecordDataSource(files), decode, readers)
     random = np.random.default_rng(0)
     positions = [np.sort(random.integers(0, len(source), batch)) for _ in range(BATCHES + 1)]
     source[positions[-1][:1]]
@@ -90,11 +75,10 @@ def main(told: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--readers", type=int, default=2)
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--one", nargs="+", help="measure here: a way, and files; prints JSON")
+    parser.add_argument("--one", nargs="+", help="measure these files here; prints JSON")
     options = parser.parse_args(told)
     if options.one is not None:
-        way, *files = options.one
-        print(json.dumps(measured(way, files, options.batch, options.readers)))
+        print(json.dumps(measured(options.one, options.batch, options.readers)))
         return
     rows: list[tuple[str, ...]] = []
     for way in WAYS:
@@ -102,7 +86,7 @@ def main(told: list[str] | None = None) -> None:
             files = written(way, options.records, Path(folder))
             size = sum(Path(file).stat().st_size for file in files)
             sizes = ["--batch", str(options.batch), "--readers", str(options.readers)]
-            command = [sys.executable, "-m", __spec__.name, *sizes, "--one", way, *files]
+            command = [sys.executable, "-m", __spec__.name, *sizes, "--one", *files]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found = json.loads(output.splitlines()[-1])
         cells = (f"{size / 2**20:.0f}", str(options.batch), f"{found['seconds'] * 1000:.0f}")
@@ -118,10 +102,8 @@ def main(told: list[str] | None = None) -> None:
             [table],
             "Reading records from files",
             f"{FILES} files of records of {LENGTH} 32-bit tokens; {BATCHES} batches at random "
-            f"positions, {options.readers} readers. A batch reads whole row groups of Parquet "
-            "files, so that small ones cost less. The files are in the system's cache. The peak is "
-            "of a batch, the row groups that are being read, and what readers keep of freed "
-            "buffers.",
+            f"positions, {options.readers} readers. The files are in the system's cache. The peak "
+            "is of a batch, and what readers keep of freed buffers.",
         )
 
 

@@ -102,7 +102,7 @@ class Run:
         """A first state, or a run that is begun, or resumed, and ends before its first step.
 
         Args:
-            what: "init", "begin" or "resume".
+            what: "init", "begin", "save" (which takes a step, and saves it) or "resume".
             given: a model, which is taken out; or nothing: a function is given in its place.
         """
         if what == "init":
@@ -110,9 +110,10 @@ class Run:
                 return self.step.init(given.pop())
             return self.step.init(init_model=self.make)
         trainer = dp.Trainer(self.step, self._data, directory=self._folder, progress=False)
+        steps = 0 if what == "begin" else 1
         if given:
-            return trainer.run(given.pop(), 0)
-        return trainer.run(steps=0, init_model=self.make)
+            return trainer.run(given.pop(), steps)
+        return trainer.run(steps=steps, init_model=self.make)
 
 
 WAYS = tuple(
@@ -120,6 +121,9 @@ WAYS = tuple(
     for what in ("init", "begin", "resume")
     for source in ("model", "function")
 )
+
+
+_SAVE = "save, of a model"
 
 
 def measured(way: str, depth: int, width: int, folder: Path) -> dict[str, int]:
@@ -160,7 +164,7 @@ def _memory(name: str, after: Any = None) -> int:
 def main(told: list[str] | None = None) -> None:
     """Measures, each row in a process, and writes a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=(*WAYS, _SAVE))
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--markdown", type=Path)
@@ -196,7 +200,7 @@ def main(told: list[str] | None = None) -> None:
             "Adam's moments: the state is three times the model. The peak is that of the process's "
             "memory, beyond what it had before, a model that is given included. `init` is "
             "`step.init`; `begin` and `resume` are `Trainer.run`, up to its first step, with the "
-            "checkpoint that is written or read. Nobody but the call holds the model. On a CPU the "
+            "checkpoint that is read. Nobody but the call holds the model. On a CPU the "
             "host's memory is the devices' as well: buffers of what is read or written count here.",
         )
 
@@ -215,7 +219,7 @@ def _rows(options: argparse.Namespace, environment: dict[str, str]) -> list[tupl
         for number, way in enumerate(options.ways):
             at = Path(folder) / ("begun" if way.startswith("resume") else str(number))
             if way.startswith("resume") and not at.exists():
-                _of_process("begin, of a model", options, at, environment)
+                _of_process(_SAVE, options, at, environment)
             found = _of_process(way, options, at, environment)
             state, live, peak = (found[name] for name in ("state", "live", "peak"))
             rows.append((way, f"{state / 2**20:.0f}", f"{live / state:.2f}", f"{peak / state:.2f}"))

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("pyarrow")
 pytest.importorskip("array_record.python.array_record_module")
 
 

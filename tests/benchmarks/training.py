@@ -1,4 +1,4 @@
-"""Steps a second of trainers with one and with several steps a call, against a bare loop.
+"""Steps a second of a trainer, against a bare loop.
 
 python -m tests.benchmarks.training --markdown table.md
 """
@@ -6,10 +6,8 @@ python -m tests.benchmarks.training --markdown table.md
 import argparse
 import runpy
 import shlex
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +48,6 @@ def digits(batch: int = 64) -> Row:
     return Row("digits", title, model, example["loss"], (images[:batch], labels[:batch]))
 
 
-NUMBERS = (1, 8, 32)
-"""Steps a call."""
-
-# Turns that all of these numbers divide.
 SETTINGS = {
     "small": Setting(small, {}, 1024),
     "digits": Setting(digits, {}, 128),
@@ -63,32 +57,12 @@ SETTINGS = {
 }
 
 
-class Turns:
-    """Lets threads run in turns: one at any time, in the order of their names."""
-
-    def __init__(self, names: Sequence[int]):
-        self._waiting, self._changed = list(names), threading.Condition()
-
-    def wait(self, name: int) -> None:
-        """Returns when it is its turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting[0] == name)
-
-    def end(self, name: int, *, comes_back: bool) -> None:
-        """Ends its turn."""
-        with self._changed:
-            self._waiting.remove(name)
-            self._waiting += [name] * comes_back
-            self._changed.notify_all()
-
-
 class Clock:
-    """Stops a trainer every so many steps, and lets others take the same steps meanwhile.
+    """Stops a trainer every so many steps, and lets a bare loop take the same steps meanwhile.
 
     It is the trainer's `evaluate`, which is called after every turn of so many steps. The trainer's
     time is that from the end of one call to where the next finds the model computed. The first turn
-    compiles, and does not count. Meanwhile other trainers take their turns and, for the trainer of
-    one step a call, a bare loop.
+    compiles, and does not count.
 
     Attributes:
         trainer: seconds of the trainer's turns.
@@ -101,14 +75,11 @@ class Clock:
         model: Any,
         data: tuple[np.ndarray, ...],
         turn: int,
-        number: int = 1,
-        turns: Turns | None = None,
     ):
         self.trainer: list[float] = []
         self.bare: list[float] = []
-        self._number, self._turns = number, turns
         self._step, self._data, self._turn = step, data, turn
-        self._sampler = step.sampler(model, *data)
+        self._sampler = step.sampler()
         self._state = step.init(model)
         self._start: float | None = None
         self._done = 0
@@ -116,13 +87,10 @@ class Clock:
     def __call__(self, model: Any) -> dict[str, float]:
         jax.block_until_ready(model)
         now = time.perf_counter()
-        bare = self._bare_turn() if self._number == 1 else None
+        bare = self._bare_turn()
         if self._start is not None:
             self.trainer.append(now - self._start)
-            self.bare += [] if bare is None else [bare]
-        if self._turns is not None:
-            self._turns.end(self._number, comes_back=True)
-            self._turns.wait(self._number)
+            self.bare.append(bare)
         self._start = time.perf_counter()
         return {}
 
@@ -144,59 +112,35 @@ class Clock:
         return time.perf_counter() - start
 
 
-def measured(
-    row: Row, turn: int, rounds: int, numbers: Sequence[int] = NUMBERS
-) -> dict[int, Clock]:
-    """Runs a trainer for each number of steps a call, and a bare loop over the same batches."""
+def measured(row: Row, turn: int, rounds: int) -> Clock:
+    """Runs a trainer, and a bare loop over the same batches."""
     num_examples = round(row.batch_size / SAMPLING_PROB)
     indices = np.arange(num_examples) % row.batch_size
     data = tuple(np.asarray(array)[indices] for array in row.batch)
-    steps, turns = (rounds + 1) * turn, Turns(numbers)
-
-    def run(number: int) -> Clock:
-        turns.wait(number)
-        try:
-            step = dp.make_step(
-                row.loss,
-                OPTIMIZER,
-                dp.PrivacyPlan(SAMPLING_PROB, steps, 1.0, DELTA),
-                num_examples=num_examples,
-                seed=7,
-                l2_clip_norm=CLIP_NORM,
-                filter_spec=row.filter_spec,
-            )
-            clock = Clock(step, row.model, data, turn, number, turns)
-            trainer = dp.Trainer(
-                *(step, data),
-                progress=False,
-                evaluate=clock,
-                evaluate_every=turn,
-                steps_per_call=number,
-            )
-            trainer.run(row.model)
-            return clock
-        finally:
-            turns.end(number, comes_back=False)
-
-    with ThreadPoolExecutor(len(numbers)) as threads:
-        return dict(zip(numbers, threads.map(run, numbers), strict=True))
+    step = dp.make_step(
+        row.loss,
+        OPTIMIZER,
+        dp.PrivacyPlan(SAMPLING_PROB, (rounds + 1) * turn, 1.0, DELTA),
+        num_examples=num_examples,
+        seed=7,
+        l2_clip_norm=CLIP_NORM,
+        filter_spec=row.filter_spec,
+    )
+    clock = Clock(step, row.model, data, turn)
+    dp.Trainer(step, data, progress=False, evaluate=clock, evaluate_every=turn).run(row.model)
+    return clock
 
 
-def line(row: Row, turn: int, found: dict[int, Clock]) -> tuple[str, ...]:
+def line(row: Row, turn: int, found: Clock) -> tuple[str, ...]:
     """A line of the table; ratios are those of steps a second."""
-    single = found[1]
     return (
         row.name,
         str(row.batch_size),
-        f"{1e3 * np.median(single.bare) / turn:.2f}",
-        f"{turn / np.median(single.bare):.1f}",
-        *(f"{turn / np.median(clock.trainer):.1f}" for clock in found.values()),
-        *(report.with_quartiles(ratios(single.bare, clock.trainer)) for clock in found.values()),
+        f"{1e3 * np.median(found.bare) / turn:.2f}",
+        f"{turn / np.median(found.bare):.1f}",
+        f"{turn / np.median(found.trainer):.1f}",
+        report.with_quartiles(ratios(found.bare, found.trainer)),
     )
-
-
-def _of(number: int) -> str:
-    return "trainer" if number == 1 else f"{number} a call"
 
 
 _COLUMNS = (
@@ -204,16 +148,15 @@ _COLUMNS = (
     "expected",
     "ms a step of the loop",
     "loop, steps/s",
-    *(f"{_of(number)}, steps/s" for number in NUMBERS),
-    *(f"{_of(number)} / loop (quartiles)" for number in NUMBERS),
+    "trainer, steps/s",
+    "trainer / loop (quartiles)",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.training",
-        description="Steps a second of trainers, with one and several steps a call, against a "
-        "bare loop over the same step.",
+        description="Steps a second of a trainer, against a bare loop over the same step.",
     )
     parser.add_argument("--rows", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--rounds", type=int, default=7, help="rounds (default: 7)")
@@ -241,11 +184,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             shlex.join(command),
             [cells],
             "What a trainer costs beside its steps",
-            "`Trainer` without a directory, progress or callbacks, on numpy arrays, with one step "
-            "a call and with several (`steps_per_call`), against a loop over the same step on "
-            "batches that are drawn and placed beforehand. All take the same batches, in turns, in "
-            "one process; compiling is left out. Rates are compared turn by turn, with the "
-            "quartiles of the turns' ratios.",
+            "`Trainer` without a directory, progress or callbacks, on numpy arrays, against a loop "
+            "over the same step on batches that are drawn and placed beforehand. Both take the "
+            "same batches, in turns, in one process; compiling is left out. Rates are compared "
+            "turn by turn, with the quartiles of the turns' ratios.",
         )
 
 

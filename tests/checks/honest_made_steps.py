@@ -115,16 +115,6 @@ def loss_of_a_batch():
 
 
 @honest
-def loss_disclosed():
-    return made(disclose=("loss",))
-
-
-@honest
-def all_disclosed_that_can_be():
-    return made(disclose=("loss", "grad_norm", "num_examples"))
-
-
-@honest
 def rescaled_to_unit_norm():
     return made(l2_clip_norm=0.1, rescale_to_unit_norm=True)
 
@@ -182,12 +172,6 @@ def optimizer_chain_with_decay_and_clip():
 
 
 @honest
-def optimizer_that_reads_a_public_value():
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0)
-    return made(optimizer=optax.chain(optax.sgd(1e-2), plateau), extra={"value": 0.5})
-
-
-@honest
 def optimizer_multi_steps():
     return made(optimizer=optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation())
 
@@ -236,9 +220,33 @@ def all_examples_in_every_step():
 
 
 @honest
-def another_run_of_one_seed():
-    case = made()
-    return case._replace(fn=case.fn.for_run("second"))
+def fresh_randomness():
+    return made(seed=None)
+
+
+@honest
+def scanned_steps():
+    """Several steps in one program, of one state."""
+    case, mask = made(), data()[-1]
+    arrays, static = eqx.partition(case.args[0], eqx.is_array)
+
+    def scan(arrays, *batches, is_padding_example):
+        def take(arrays, batch):
+            *examples, mask = batch
+            state = eqx.combine(arrays, static)
+            after = case.fn(state, *examples, is_padding_example=mask)
+            return eqx.filter(after, eqx.is_array), None
+
+        return jax.lax.scan(take, arrays, (*batches, is_padding_example))[0]
+
+    many = [jnp.stack([jnp.asarray(x)] * 3) for x in (*case.args[1:], mask)]
+    return case._replace(
+        fn=jax.jit(scan),
+        args=(arrays, *many[:-1]),
+        kwargs={"is_padding_example": many[-1]},
+        private=tuple(range(1, len(many))),
+        plan=case.fn.plan,
+    )
 
 
 # Models that were not written for this library.

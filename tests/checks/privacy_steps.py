@@ -140,14 +140,13 @@ def made(
     plan=PLAN,
     model=None,
     batch=None,
-    extra=None,
     **more,
 ) -> Case:
     """A case of `make_step`; `more` are options of it."""
     options = {"num_examples": NUM_EXAMPLES, "seed": SECRET, "l2_clip_norm": 1.0} | more
     step = dp.make_step(loss, optimizer, plan, **options)
     *examples, mask = data() if batch is None else batch
-    kwargs = {"is_padding_example": step.place(mask)} | ({} if extra is None else {"extra": extra})
+    kwargs = {"is_padding_example": step.place(mask)}
     args = (step.init(mlp() if model is None else model), *step.place(tuple(examples)))
     return Case("", step, args, kwargs, None, None, noise_multiplier=plan.noise_multiplier)
 

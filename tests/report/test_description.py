@@ -37,8 +37,8 @@ def test_it_says_what_the_run_says(run):
     assert found["name"] == run.name
     assert dp.PrivacyPlan.from_json(json.dumps(found["plan"])) == PLAN
     assert found["num_examples"] == runs.NUM_EXAMPLES
-    assert (found["steps_saved"], found["steps_released"]) == (STEPS, STEPS)
-    assert found["epsilon"] == found["epsilon_saved"] == PLAN.epsilon(STEPS)
+    assert found["steps_released"] == STEPS
+    assert found["epsilon"] == PLAN.epsilon(STEPS)
     assert found["delta"] == PLAN.delta
     assert all(epsilon == PLAN.epsilon(step) for step, epsilon in found["epsilon_over_steps"])
     assert {0, STEPS, PLAN.steps} <= {step for step, _ in found["epsilon_over_steps"]}
@@ -54,31 +54,33 @@ def test_it_says_what_the_run_says(run):
     }
     assert found["made_by"]["eqx_dp"] == found["versions"]["eqx_dp"] == dp.__version__
     assert found["made_by"].keys() > found["versions"].keys()
-    assert (found["disclose"], found["is_unsafe"], found["programs"]) == ([], False, 1)
+    assert (found["randomness"], found["is_unsafe"], found["starts"]) == ("fresh", False, 1)
 
 
-def test_it_holds_no_secret(run):
-    text = json.dumps(description_of(run))
-    record = json.loads((run / "run.json").read_text())
-    assert str(runs.SEED) not in text
-    assert not any(part in text for part in (*record["seed"].values(), *record["identity"]))
+def ledger_of(directory):
+    (file,) = (directory / "ledger").glob("*.json")
+    return file
 
 
 def test_steps_that_may_have_been_released_count(copy):
-    (bound,) = copy.glob("released_at_most.*")
-    bound.rename(copy / "released_at_most.00000008")
+    """Those of a process that was killed, and of other starts."""
+    changed(ledger_of(copy), steps=8, ended=False)
     found = description_of(copy)
-    assert (found["steps_saved"], found["steps_released"]) == (STEPS, 8)
-    assert found["epsilon"] == PLAN.epsilon(8) > found["epsilon_saved"] == PLAN.epsilon(STEPS)
-    (copy / "released_at_most.00000008").unlink()
-    assert description_of(copy)["steps_released"] == PLAN.steps
+    assert found["steps_released"] == 8
+    assert found["epsilon"] == PLAN.epsilon(8)
+    entry = json.loads(ledger_of(copy).read_text())
+    second = entry | {"start": 1, "steps": 1, "randomness": "seeded", "policy": None}
+    (copy / "ledger" / "another.json").write_text(json.dumps(second))
+    found = description_of(copy)
+    assert (found["steps_released"], found["starts"], found["randomness"]) == (9, 2, "seeded")
+    assert found["policy"] is None
 
 
-def test_a_run_that_has_taken_no_step(tmp_path):
-    runs.trainer(tmp_path).run(runs.small_model(), steps=0)
-    found = description_of(tmp_path)
+def test_a_run_that_has_taken_no_step(copy):
+    """Its only start was withdrawn."""
+    changed(ledger_of(copy), steps=0)
+    found = description_of(copy)
     assert (found["steps_released"], found["epsilon"], found["right_guesses"]) == (0, 0, 0.5)
-    assert found["metrics"] == {}
 
 
 def test_a_run_without_noise(tmp_path):
@@ -89,13 +91,6 @@ def test_a_run_without_noise(tmp_path):
     assert found["trade_off"] == [[0, 1], [1, 1]]
     assert found["epsilon_over_steps"] == [(0, 0), (1, None), (2, None), (3, None)]
     json.dumps(found, allow_nan=False)
-
-
-def test_what_a_run_discloses_is_named(tmp_path):
-    runs.trainer(tmp_path, runs.make(disclose=("loss",))).run(runs.small_model(), steps=1)
-    found = description_of(tmp_path)
-    assert found["disclose"] == ["loss"]
-    assert list(found["metrics"]) == ["loss"]
 
 
 def test_an_audit_is_taken_over_with_numbers_that_json_knows(copy):
@@ -124,13 +119,13 @@ def test_lines_that_are_no_metrics_are_passed_over(copy):
 
 def test_no_run(tmp_path):
     refused(tmp_path / "nowhere", "found no folder")
-    refused(tmp_path, r"it has no run\.json; allowed: the directory that a run was given")
+    refused(tmp_path, "it has no ledger; allowed: the directory that a run was given")
     (tmp_path / "file").touch()
     refused(tmp_path / "file", "found no folder")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\xff", '{"a": 1' + "0" * 5000])
-@pytest.mark.parametrize("name", ["run.json", "privacy.json", "checks.json", "audit.json"])
+@pytest.mark.parametrize("name", ["ledger/another.json", "checks.json", "audit.json"])
 def test_files_that_are_damaged(copy, name, text):
     (copy / name).unlink(missing_ok=True)
     (copy / name).write_text(text, "latin-1")
@@ -145,14 +140,11 @@ def test_files_that_are_of_another_run_or_release(copy):
         refused(copy, match)
         file.write_text(before)
 
-    other("run.json", "version 3", version=3)
-    other("run.json", "format is not", format="another")
-    other("run.json", "its plan cannot be read: a plan in JSON must say", plan={"version": 2})
-    programs = json.loads((copy / "run.json").read_text())["programs"]
-    other("run.json", "is no list", programs=[programs[0] | {"disclose": None}])
-    other("privacy.json", "of another run", plan={})
-    other("privacy.json", "'covers' is missing", covers=None)
-    other("privacy.json", "found steps_done 11", steps_done=11)
+    ledger = str(ledger_of(copy).relative_to(copy))
+    other(ledger, "not of format eqx_dp.ledger, version 1", version=3)
+    other(ledger, "not of format eqx_dp.ledger", format="another")
+    other(ledger, "its plan cannot be read: a plan in JSON must say", plan={"version": 2})
+    other(ledger, "'steps' is missing", steps=-1)
     precision = json.loads((copy / "checks.json").read_text())["precision"]
     other("checks.json", "version 2; this release", precision=precision | {"version": 2})
     other("checks.json", "'privacy' must be null, or", privacy={"ok": "yes"})
@@ -164,15 +156,13 @@ def test_files_that_are_of_another_run_or_release(copy):
     other("audit.json", "nested more than 20 deep", neighbours=deep)
 
 
-def test_a_run_without_a_statement(copy):
+def test_what_is_not_there_is_not_needed(copy):
+    """What follows from plan and ledger, and what was not checked."""
     (copy / "privacy.json").unlink()
-    refused(copy, "the run has no checkpoint")
-
-
-def test_a_run_of_an_earlier_release_was_not_checked(copy):
     (copy / "checks.json").unlink()
-    made_by = json.loads((copy / "run.json").read_text())["made_by"]
-    changed(copy / "run.json", made_by={k: made_by[k] for k in made_by if k != "equinox"})
+    made_by = json.loads(ledger_of(copy).read_text())["made_by"]
+    changed(ledger_of(copy), made_by={k: made_by[k] for k in made_by if k != "equinox"})
     found = description_of(copy)
     assert found["checks"] == {"precision": None, "privacy": None}
     assert "equinox" not in found["made_by"]
+    assert found["epsilon"] == PLAN.epsilon(STEPS)

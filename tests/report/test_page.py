@@ -43,7 +43,6 @@ def test_it_says_what_the_description_says(said):
         "64 examples",
         f"{epsilon:.3g}"[:4],
         "1 in 100,000",
-        "The models after steps 1 to 6, all of them together.",
         "which is added or removed. (ADD_OR_REMOVE_ONE)",
         said["covers"],
         *said["does_not_cover"],
@@ -76,14 +75,11 @@ def test_what_nobody_should_overlook_stands_at_the_top(said):
     without = {"epsilon": None, "epsilon_over_steps": [(0, 0.0), (1, None)]}
     assert "There is no promise of privacy" in top(**without)
     assert "without a promise of privacy" in top(**without)
-    assert "discloses loss of each batch" in top(disclose=["loss"])
     assert "policy is unsafe" in top(is_unsafe=True)
     assert "found something" in top(checks=said["checks"] | {"privacy": {"ok": False}})
     assert "found something" in top(audit={"neighbours": {"ok": False}, "canaries": None})
-    assert "Later steps, up to 8" in top(steps_released=8)
-    assert "had 2 programs" in top(programs=2)
-    assert "before the newest one" in page(said, programs=2).text()
-    assert "before the newest one" not in page(said).text()
+    assert "newest start of the run, and not about earlier" in page(said, starts=2).text()
+    assert "newest start of the run, and not about earlier" not in page(said).text()
 
 
 def test_what_checks_and_audits_found_is_shown_whatever_it_is(said):
@@ -123,7 +119,7 @@ def test_whatever_comes_from_the_run_is_text(said, name):
             policy=name,
             covers=name,
             does_not_cover=[name],
-            disclose=[name],
+            randomness=name,
             metrics={name: [[1, 0.5], [2, 0.25]]},
             checks={"precision": check, "privacy": check},
             audit={"neighbours": check, "canaries": check},

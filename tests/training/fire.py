@@ -13,161 +13,172 @@ import sys
 import time
 import traceback
 import warnings
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 import optax
 import orbax.checkpoint  # noqa: F401
+import pytest
 
 import eqx_dp as dp
-from tests.training import runs
+from tests.training import runs, store
 
 STEPS = 20
 PLAN = runs.plan_of(STEPS)
 LONG = runs.plan_of(10_000)
-# Worked out once for all processes; it takes a tenth of a second for each number of steps.
+# Computed once for all processes; it takes a tenth of a second for each number of steps.
 EPSILONS = [PLAN.epsilon(t) for t in range(STEPS + 1)]
+FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir")
 
 
-def start(scenario, directory, cache, channel, *arguments):
+class Place(NamedTuple):
+    """A folder with a run's directory and the recording of what it did.
+
+    Attributes:
+        root: the folder.
+        is_store: whether the directory is in an object store, whose files are in the folder.
+    """
+
+    root: pathlib.Path
+    is_store: bool = False
+
+    @property
+    def directory(self):
+        return "gs://bucket/run" if self.is_store else str(self.root / "run")
+
+    @property
+    def files(self):
+        """Where the files of the directory lie."""
+        return self.root / ("store/bucket/run" if self.is_store else "run")
+
+    @property
+    def recording(self):
+        return runs.Recording(self.root / "recording")
+
+    def open(self):
+        if self.is_store:
+            bucket = store.Bucket(self.root / "store")
+            store.opened(bucket, pytest.MonkeyPatch())
+
+
+def start(scenario, place, cache, channel, hosts, host, port, *arguments):
     """What a process does: a scenario, with compiled programs shared between the processes."""
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    names = {
+        "jax_compilation_cache_dir": str(cache),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    if hosts > 1:
+        names |= {"jax_num_cpu_devices": 1, "jax_cpu_collectives_implementation": "gloo"}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    if hosts > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", hosts, host, heartbeat_timeout_seconds=10)
+    place.open()
+    place.root.mkdir(exist_ok=True)
+    with (place.root / "stderr.txt").open("a") as stream:
+        os.dup2(stream.fileno(), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", dp.CheckpointWarning)
         try:
-            channel.send((scenario(pathlib.Path(directory), channel, *arguments), told(caught)))
-        except SystemExit:
+            found = scenario(place, channel, *arguments)
+        except BaseException as error:
+            if not isinstance(error, (SystemExit, dp.CheckpointError)):
+                traceback.print_exc()
+            channel.send(error if isinstance(error, dp.CheckpointError) else repr(error))
             raise
-        except BaseException:
-            traceback.print_exc()
-            raise
+        else:
+            channel.send((found, [str(w.message) for w in caught]))
         finally:
             channel.close()
     sys.exit(0)
 
 
-def told(caught):
-    return [str(w.message) for w in caught if issubclass(w.category, dp.CheckpointWarning)]
-
-
-def train(directory, channel, save_every=1, callback=lambda event: None, data=None, **options):
-    """Says which steps have been taken, and at the end what came of it."""
+def train(place, channel, save_every=1, callback=lambda event: None, **options):
+    """Says after each step how many are released; records noise and samples."""
+    recording = place.recording
 
     def says(event):
+        recording.note(event)
         channel.send(event.step)
         callback(event)
 
-    step = runs.make(PLAN)
-    data = (runs.XS, runs.YS) if data is None else data
-    options = {"save_every": save_every, "callbacks": [says]} | options
-    state = runs.trainer(directory, step, data, **options).run(runs.small_model())
-    return runs.leaves(state)
+    sharding = None
+    if jax.process_count() > 1:
+        mesh = jax.make_mesh(
+            (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        sharding = dp.ShardingRules(mesh)
+    step = recording.step(PLAN, sharding=sharding)
+    options = {"save_every": save_every, "callbacks": [says], "keep": 2} | options
+    state = runs.trainer(place.directory, step, recording, **options).run(runs.small_model())
+    return int(state.step)
 
 
-FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.scandir")
-
-
-def killed_at_a_file(directory, channel, save_every, count):
-    """Killed, after its first step, at the count-th thing that it does with a file."""
-    state = {"left": -1}
+def killed_at_a_file(place, channel, save_every, count):
+    """Killed at the count-th thing that it does with a file of the run's directory."""
+    left = [count]
 
     def count_down(event, arguments):
-        if event in FILES and state["left"] > 0:
-            state["left"] -= 1
-            if state["left"] == 0:
+        if event in FILES and str(arguments[0]).startswith(str(place.files)):
+            left[0] -= 1
+            if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count_down)
+    return train(place, channel, save_every)
 
-    def begin(event):
-        if state["left"] < 0:
-            state["left"] = count
 
-    return train(directory, channel, save_every, begin)
+def slowly(place, channel, save_every=1000):
+    """Steps of a while, to be told to stop; a background process may ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return train(place, channel, save_every, lambda event: time.sleep(0.05))
+
+
+def interrupted_twice(place, channel):
+    """The second Ctrl-C comes while the step that the first one waits for is not over."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return train(place, channel, 2, lambda event: time.sleep(event.step // 5 * 60))
 
 
 @contextlib.contextmanager
-def full_disk():
-    """No file can grow beyond a few bytes: what a program sees of a disk without room."""
+def no_room_for(size):
+    """No file can grow beyond so many bytes: what a program sees of a disk without room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def with_a_full_disk(directory, channel, first, last):
-    """The disk is full from the save after step `first` up to that after step `last`."""
-    stack, seen = contextlib.ExitStack(), []
+def with_a_full_disk(place, channel, size):
+    """From the fifth step on a file has room for so many bytes."""
+    stack, wide = contextlib.ExitStack(), eqx.nn.Linear(4, 4096, key=jax.random.key(0))
 
-    def turn(event):
-        if event.step == first:
-            while runs.assert_agrees(directory, PLAN) < first - 1:
+    def fill(event):
+        channel.send(event.step)
+        if event.step == 5:
+            while 4 not in runs.saved(place.files):
                 time.sleep(0.01)
-            stack.enter_context(full_disk())
-        if event.step == last + 1:
-            seen.append(runs.assert_agrees(directory, PLAN))
-            stack.close()
+            stack.enter_context(no_room_for(size))
 
+    step = runs.make(PLAN)
+    trainer = runs.trainer(place.directory, step, callbacks=[fill], save_every=2)
     try:
-        found = train(directory, channel, callback=turn)
+        return int(trainer.run(wide).step)
     finally:
         stack.close()
-    return found, seen
 
 
-class Failing:
-    """A source that raises when it is asked for a batch of a certain number."""
-
-    def __init__(self, at):
-        self.left = at
-
-    def __len__(self):
-        return runs.NUM_EXAMPLES
-
-    def __getitem__(self, indices):
-        self.left -= 1
-        if self.left < 0:
-            raise OSError("the disk has gone")
-        return runs.XS[indices], runs.YS[indices]
-
-
-def with_a_failing_source(directory, channel, at):
-    try:
-        train(directory, channel, save_every=2, data=Failing(at))
-    except dp.DataError as error:
-        return str(error)
-
-
-def _hear_interrupts():
-    """As in a terminal: what a shell starts in the background ignores Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def interrupted(directory, channel):
-    """Ended by Ctrl-C; returns what the error says."""
-    _hear_interrupts()
-    try:
-        train(directory, channel, save_every=1000, callback=lambda event: time.sleep(0.05))
-    except KeyboardInterrupt as error:
-        return str(error)
-
-
-def interrupted_twice(directory, channel):
-    """The second Ctrl-C comes while the step that the first one waits for is not over."""
-    _hear_interrupts()
-    train(directory, channel, save_every=2, callback=lambda event: time.sleep(event.step // 5 * 60))
-
-
-def for_ten_thousand_steps(directory, channel):
+def for_ten_thousand_steps(place, channel):
     """Resident memory, in MiB, as it goes: with checkpoints, metrics and evaluation."""
     seen, libc = {}, ctypes.CDLL(None)
     # scipy keeps the plans of its last 16 Fourier transforms, which accounting makes large; what
-    # the run will ask for is worked out before, so that those of its figures are not counted.
-    for done in range(500, LONG.steps + 1, 500):
+    # the run will ask for is computed before, so that those of its figures are not counted.
+    for done in range(50, LONG.steps + 1, 50):
         LONG.epsilon(done)
 
     def note(event):
@@ -179,7 +190,8 @@ def for_ten_thousand_steps(directory, channel):
     def evaluate(model):
         return {"norm": float(np.linalg.norm(model.weight))}
 
-    step = runs.make(LONG, optax.adam(1e-3), disclose=("num_examples",))
-    options = {"save_every": 500, "evaluate": evaluate, "evaluate_every": 500}
-    runs.trainer(directory, step, callbacks=[note], **options).run(runs.small_model())
+    step = runs.make(LONG, optax.adam(1e-3))
+    options = {"save_every": 500, "evaluate": evaluate, "evaluate_every": 50}
+    trainer = runs.trainer(place.directory, step, callbacks=[note], **options)
+    trainer.run(runs.small_model())
     return seen

@@ -1,8 +1,8 @@
 """A run that is fully sharded, on one layout of devices; `python -m tests.training.layouts`.
 
 Arguments: the host's number, how many hosts there are, how many devices all have together, the
-coordinator's port, the run's directory, a folder for what is compiled, how accumulators live, how
-many steps to take, and how many in a call. Prints each step.
+coordinator's port, the run's directory, a folder for what is compiled, how accumulators live, and
+how many steps to take. Prints each step.
 """
 
 import sys
@@ -29,7 +29,7 @@ def trainer(directory, rules, **options):
 
 def main():
     host, hosts, devices, port = map(int, sys.argv[1:5])
-    directory, cache, accumulators, steps, number = sys.argv[5:]
+    directory, cache, accumulators, steps = sys.argv[5:]
     for name, value in {
         "jax_num_cpu_devices": devices // hosts,
         "jax_cpu_collectives_implementation": "gloo" if hosts > 1 else None,
@@ -42,15 +42,13 @@ def main():
         jax.distributed.initialize(f"127.0.0.1:{port}", hosts, host)
 
     def says(event):
-        if event.has_state:
-            parts = event.state.model.up.addressable_shards
-            assert all(part.data.size == event.state.model.up.size // devices for part in parts)
+        parts = event.state.model.up.addressable_shards
+        assert all(part.data.size == event.state.model.up.size // devices for part in parts)
         print(f"step {event.step}", flush=True)
         time.sleep(PAUSE)
 
     rules = rules_of(axes={"data": devices}, accumulators=accumulators)
-    options = {"callbacks": [says], "steps_per_call": int(number)}
-    trainer(directory, rules, **options).run(init_model=net, steps=int(steps))
+    trainer(directory, rules, callbacks=[says]).run(init_model=net, steps=int(steps))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A run so small that a process of it costs little, for tests and for the processes they start."""
+"""Runs so small that a process of one costs little, for tests and for the processes they start."""
 
 import json
+import os
 
 import equinox as eqx
 import jax
@@ -20,8 +21,13 @@ def loss(model, x, y):
     return jnp.sum((model(x) - y) ** 2)
 
 
+def zero_loss(model, x, y):
+    """The gradient is zero, so noise alone moves the model."""
+    return 0.0 * loss(model, x, y)
+
+
 def plan_of(steps=10):
-    # With much noise epsilon is worked out fast.
+    # With much noise epsilon is computed fast.
     return dp.PrivacyPlan(sampling_prob=0.25, steps=steps, noise_multiplier=20.0, delta=1e-5)
 
 
@@ -30,9 +36,14 @@ def small_model(width=2):
 
 
 def make(plan=None, optimizer=None, loss=loss, **options):
-    options = {"num_examples": NUM_EXAMPLES, "seed": SEED, "l2_clip_norm": 1.0} | options
+    options = {"num_examples": NUM_EXAMPLES, "l2_clip_norm": 1.0} | options
     optimizer = optax.adam(1e-2) if optimizer is None else optimizer
     return dp.make_step(loss, optimizer, plan_of() if plan is None else plan, **options)
+
+
+def seeded(*args, **options):
+    """A step whose runs repeat."""
+    return make(*args, **({"seed": SEED} | options))
 
 
 def trainer(directory, step=None, data=(XS, YS), **options):
@@ -71,19 +82,91 @@ def rules_of(kind, devices=8, **options):
     return dp.ShardingRules(mesh, **options)
 
 
-def assert_agrees(directory, plan):
-    """The statement of privacy names a checkpoint that is there; returns its step."""
-    if not (directory / "privacy.json").exists():
-        return 0
-    statement = json.loads((directory / "privacy.json").read_text())
-    latest = statement["steps_done"]
-    assert (directory / f"{latest:08d}" / "files.json").exists()
-    assert statement["epsilon"] == plan.epsilon(latest)
-    assert statement["plan"] == json.loads(plan.to_json())
-    return latest
+# What is in a directory.
 
 
-def latest(directory):
-    """The folder of the checkpoint that counts."""
-    done = json.loads((directory / "privacy.json").read_text())["steps_done"]
-    return directory / f"{done:08d}"
+def entries(directory):
+    """What each start wrote to the ledger, in their order."""
+    found = [json.loads(file.read_text()) for file in (directory / "ledger").glob("*.json")]
+    return sorted(found, key=lambda entry: entry["start"])
+
+
+def stated(directory):
+    return json.loads((directory / "privacy.json").read_text())
+
+
+def released(directory):
+    """The ledger's sum, which the statement has to agree with."""
+    steps = sum(entry["steps"] for entry in entries(directory))
+    statement = stated(directory)
+    assert statement["steps_released"] == steps
+    plan = dp.PrivacyPlan.from_json(json.dumps(statement["plan"]))
+    assert statement["epsilon"] == plan.epsilon(steps)
+    assert statement["delta"] == plan.delta
+    return steps
+
+
+def saved(directory):
+    """The numbers of the checkpoints, as orbax has committed them."""
+    folder = directory / "checkpoints"
+    return sorted(int(x.name) for x in folder.iterdir() if x.name.isdecimal())
+
+
+class Recording:
+    """Which samples were read and which noise was added, in files that outlive a killed process.
+
+    It is a source of data. The step's optimizer keeps the last gradient as it is, and the gradient
+    is noise alone.
+    """
+
+    def __init__(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+
+    def step(self, plan=None, **options):
+        optimizer = optax.chain(optax.trace(decay=0.0), optax.sgd(0.1))
+        return make(plan, **({"optimizer": optimizer, "loss": zero_loss} | options))
+
+    def _note(self, kind, host, numbers):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        descriptor = os.open(self.folder / f"{kind}-{host}.jsonl", flags)
+        os.write(descriptor, f"{json.dumps(numbers)}\n".encode())
+        os.close(descriptor)
+
+    def _noted(self, kind, host):
+        file = self.folder / f"{kind}-{host}.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [tuple(json.loads(line)) for line in lines]
+
+    def __len__(self):
+        return NUM_EXAMPLES
+
+    def __getitem__(self, indices):
+        if len(indices) > 1:  # one alone is looked at first, to learn what examples look like
+            self._note("samples", jax.process_index(), sorted(map(int, indices)))
+        return XS[indices], YS[indices]
+
+    def note(self, event):
+        """Notes the noise of a step that was taken."""
+        arrays = jax.tree.leaves(event.state.opt_state[1][0].trace)
+        parts = [x if x.is_fully_addressable else x.addressable_data(0) for x in arrays]
+        noise = np.concatenate([np.ravel(np.asarray(part)) for part in parts])
+        self._note("noises", jax.process_index(), noise.tolist())
+
+    @property
+    def noises(self):
+        return self._noted("noises", 0)
+
+    @property
+    def taken(self):
+        """How many steps were taken, at least, by all starts."""
+        return len(self.noises)
+
+    def assert_fresh(self, hosts=1):
+        """No two steps had the same noise or the same sample; hosts had one noise."""
+        assert len(set(self.noises)) == len(self.noises)
+        assert np.std(np.ravel(self.noises)) > 0.1  # there was some
+        for host in range(hosts):
+            samples = self._noted("samples", host)
+            assert len(set(samples)) == len(samples) >= len(self._noted("noises", host))
+        assert all(set(self._noted("noises", host)) & set(self.noises) for host in range(hosts))

@@ -120,4 +120,6 @@ def opened(bucket, monkeypatch):
 
     monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", bucket)
     monkeypatch.setattr(gcs_utils, "get_kvstore_for_gcs", of_tensorstore)
+    # Whether a bucket has folders of its own, which orbax asks Google's client.
+    monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
     return bucket

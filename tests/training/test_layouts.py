@@ -1,19 +1,19 @@
-"""A fully sharded run that is killed, and goes on with other devices, ends as an unsharded one."""
+"""A fully sharded run that is killed goes on with other devices, from what was saved."""
 
 import signal
 import subprocess
 import sys
 import time
 
-import equinox as eqx
 import jax
 import numpy as np
 import pytest
 
+import eqx_dp as dp
 from tests.sharding.fully_sharded_net import net
-from tests.training.layouts import PLAN, STEPS, trainer
-from tests.training.runs import assert_agrees
-from tests.training.test_hosts import free_port
+from tests.training.layouts import STEPS, trainer
+from tests.training.processes import free_port
+from tests.training.runs import entries, released, saved
 
 
 class Processes:
@@ -52,7 +52,8 @@ class Processes:
         return self.saved()
 
     def saved(self):
-        return assert_agrees(self.directory, PLAN)
+        there = (self.directory / "checkpoints").is_dir()
+        return max(saved(self.directory), default=0) if there else 0
 
     def all_said(self, line):
         return all(line in output.read_text() for output in self.outputs)
@@ -71,24 +72,17 @@ class Processes:
 
 @pytest.mark.slow
 def test_a_sharded_run_goes_on_with_other_devices(tmp_path, fast):
-    """8 devices of one process, 2 processes of 4, 4 devices, and one: twice killed in between.
-
-    The two processes take three steps a call. Model, Adam's moments and average are those of a run
-    without a mesh that nothing disturbs.
-    """
+    """8 devices of one process, 2 processes of 4, 4 devices, and one: twice killed in between."""
     directory = tmp_path / "run"
-    first = Processes(tmp_path, fast, 1, 8, "params", STEPS, 1).killed_after(step=3)
-    second = Processes(tmp_path, fast, 2, 8, "params_once", STEPS, 3).killed_after(first + 3)
-    third = second + 2
-    Processes(tmp_path, fast, 1, 4, "params", third, 1).ended()
-    assert 0 < first < second < third == assert_agrees(directory, PLAN) < STEPS
-    found = trainer(directory, None).run(net())
-    expected = trainer(None, None).run(net())
-    assert assert_agrees(directory, PLAN) == int(found.step) == int(expected.step) == STEPS
-    before = jax.tree.leaves(net())
-    leaves = [jax.tree.leaves(eqx.filter(x, eqx.is_inexact_array)) for x in (found, expected)]
-    assert len(leaves[0]) == 4 * len(before)  # parameters, two moments, the average
-    for a, b in zip(*leaves, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    for a, b in zip(before, jax.tree.leaves(expected.model), strict=True):
-        assert np.max(np.abs(a - b)) > 1e-3  # which is far more
+    first = Processes(tmp_path, fast, 1, 8, "params", STEPS).killed_after(step=3)
+    second = Processes(tmp_path, fast, 2, 8, "params_once", STEPS).killed_after(first + 3)
+    counted = sum(entry["steps"] for entry in entries(directory))
+    assert 0 < first < second < counted < STEPS
+    Processes(tmp_path, fast, 1, 4, "params", counted + 2).ended()
+    found = dp.load_model(directory, like=net())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(net()), strict=True):
+        assert np.all(np.isfinite(a))
+        assert np.max(np.abs(a - b)) > 1e-3
+    state = trainer(directory, None).run(net())
+    assert released(directory) == STEPS
+    assert int(state.step) < STEPS  # of the model: those of killed blocks are lost

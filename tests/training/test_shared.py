@@ -1,4 +1,4 @@
-"""Hosts that can all read all examples share one draw, and the run knows it."""
+"""Hosts that can all read all examples share one draw."""
 
 import jax
 import numpy as np
@@ -6,29 +6,26 @@ import pytest
 
 import eqx_dp as dp
 from tests.training import runs
-from tests.training.runs import XS, YS, make, small_model
+from tests.training.runs import seeded
 
 
 def test_hosts_share_what_one_would_draw(monkeypatch):
     """Evenly, so that they need fewer slots; each may read all examples."""
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     rules = runs.rules_of("Auto")  # all of its devices are of this host, the first
-    shared, owned = (
-        make(sharding=rules, shared=x).sampler(small_model(), XS, YS) for x in (True, False)
-    )
+    shared, owned = (seeded(sharding=rules, shared=x).sampler() for x in (True, False))
     assert (shared.shared, owned.shared) == (True, False)
     assert (shared.hosts, shared.host, shared.devices) == (4, 0, rules.local_shards())
     assert shared.capacity < owned.capacity
     assert (len(shared.owned), len(owned.owned)) == (64, 16)
     # That of a single host with the same run.
     monkeypatch.setattr(jax, "process_count", lambda: 1)
-    whole = make(sharding=rules, shared=True).sampler(small_model(), XS, YS)
+    whole = seeded(sharding=rules, shared=True).sampler()
     for step in range(5):
         parts = []
         for host in range(4):
             at = dp.PoissonSampler(
                 *(64, shared.sampling_prob, shared.seed, shared.pad_to, shared.steps, 4, host),
-                run=shared.run,
                 devices=shared.devices,
                 shared=True,
             )
@@ -39,18 +36,6 @@ def test_hosts_share_what_one_would_draw(monkeypatch):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_it_is_part_of_the_run(tmp_path):
-    """Sample and noise are others, and a run that is resumed keeps it."""
-    one, other = make(), make(shared=True)
-    assert one.settings != other.settings
-    samplers = [step.sampler(small_model(), XS, YS) for step in (one, other)]
-    assert samplers[0].run != samplers[1].run
-    runs.trainer(tmp_path, other).run(small_model(), steps=0)
-    with pytest.raises(ValueError, match="shared: True in the checkpoint, nothing in this run"):
-        runs.trainer(tmp_path, one, allow_changed=("method",)).run(small_model())
-    assert int(runs.trainer(tmp_path, other).run(small_model(), steps=0).step) == 0
-
-
 def test_what_is_refused(unchecked):
     with pytest.raises(ValueError, match="shared must be True or False; found"):
-        make(shared="yes")
+        seeded(shared="yes")

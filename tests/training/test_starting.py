@@ -13,10 +13,9 @@ import optax.contrib
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.training import starting
-from eqx_dp.training.first_model import FirstModel
+from eqx_dp.training import first_state
 from tests.training import runs
-from tests.training.runs import assert_same, make, small_model
+from tests.training.runs import assert_same, seeded, small_model
 
 KINDS = [None, "Auto", "Explicit"]
 ONE_FAST = [
@@ -62,7 +61,7 @@ OPTIMIZERS = {
     # New arrays, sums over rows, a copy of the parameters.
     "factored": optax.scale_by_factored_rms(min_dim_size_to_factor=1),
     "schedule free": optax.contrib.schedule_free_adamw(1e-2),
-    # Its `init` cannot be traced: it is run.
+    # Its `init` cannot be traced.
     "reads": optax.GradientTransformation(
         lambda params: optax.adam(1e-2).init(params) if jnp.sum(params.weight) > 0 else None,
         optax.adam(1e-2).update,
@@ -74,23 +73,17 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_that_is_made_is_the_one_of_a_model(kind, name):
-    options = {"policy": dp.load_policy("mixed_bfloat16"), "ema": 0.9, "disclose": ("loss",)}
-    step = make(optimizer=OPTIMIZERS[name], sharding=rules_of(kind), **options)
-    given = step.init(jax.tree.map(starting.copied, net()))
+    options = {"policy": dp.load_policy("mixed_bfloat16"), "ema": 0.9}
+    step = seeded(optimizer=OPTIMIZERS[name], sharding=rules_of(kind), **options)
+    if name == "reads":
+        with pytest.raises(ValueError, match="optimizer's init reads the values of parameters"):
+            step.init(init_model=net)
+        return
+    given = step.init(net())
     made = step.init(init_model=net)
     assert_same(made, given)
     assert placed(made) == placed(given)
     assert (made.model.activation, made.model.name) == (jax.nn.tanh, "net")
-    form = step.form(FirstModel(None, net))
-    assert (form is None) == (name == "reads")
-    if form is not None:
-        told = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(eqx.filter(form, shaped))]
-        found = jax.tree.leaves(eqx.filter(given, eqx.is_array))
-        assert told == [(x.shape, x.dtype, x.sharding) for x in found]
-
-
-def shaped(leaf):
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -114,8 +107,8 @@ def test_no_device_makes_a_whole_array(kind, monkeypatch):
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
     rules = dp.ShardingRules(mesh, params=(("weight", jax.P(None, "data")),))
-    step, jit = make(sharding=rules), jax.jit
-    monkeypatch.setattr(starting.jax, "jit", lowered)
+    step, jit = seeded(sharding=rules), jax.jit
+    monkeypatch.setattr(first_state.jax, "jit", lowered)
     state = step.init(init_model=large)
     monkeypatch.undo()
     whole = state.model.weight.nbytes
@@ -136,45 +129,16 @@ def test_no_device_makes_a_whole_array(kind, monkeypatch):
 def test_a_run_of_a_function_is_that_of_its_model(kind, tmp_path, monkeypatch):
     """Also when it is resumed, for which no first state is made."""
     sharding = rules_of(kind)
-    whole = runs.trainer(None, make(sharding=sharding)).run(net())
-    runs.trainer(tmp_path, make(sharding=sharding)).run(init_model=net, steps=4)
+    whole = runs.trainer(None, seeded(sharding=sharding)).run(net(), steps=4)
+    made = runs.trainer(tmp_path, seeded(sharding=sharding)).run(init_model=net, steps=4)
+    assert_same(made, whole)
 
     def fails(self, first):
         raise AssertionError("a first state was made")
 
-    monkeypatch.setattr(dp.Step, "first_state", fails)
-    resumed = runs.trainer(tmp_path, make(sharding=sharding)).run(init_model=net, steps=6)
+    monkeypatch.setattr(first_state.Recipe, "made", fails)
+    resumed = runs.trainer(tmp_path, seeded(sharding=sharding)).run(init_model=net, steps=6)
     assert int(resumed.step) == 6
-    assert_same(runs.trainer(tmp_path, make(sharding=sharding)).run(net()), whole)
-
-
-@pytest.mark.slow
-def test_what_is_not_trained_is_compared_with_what_is_made(tmp_path):
-    """On any number of devices, up to rounding; the model that was given, bit for bit."""
-    runs.trainer(tmp_path, make()).run(init_model=net, steps=0)
-    said = r"model\.frozen, which is not trained, has other values"
-    for given in ({"model": net(2)}, {"init_model": lambda: net(2)}):
-        with pytest.raises(ValueError, match=said):
-            runs.trainer(tmp_path, make()).run(**given)
-    step = make(sharding=runs.rules_of("Explicit", 4))
-    with pytest.raises(ValueError, match=said):
-        runs.trainer(tmp_path, step).run(init_model=lambda: net(2))
-    assert int(runs.trainer(tmp_path, step).run(init_model=net, steps=0).step) == 0
-
-
-def test_what_is_not_trained_is_compared_beside_infinities(tmp_path):
-    def masked(number):
-        mask = jnp.asarray([-jnp.inf, 0.0, number])
-        return lambda: (small_model(), mask)
-
-    def loss(model, x, y):
-        return runs.loss(model[0], x, y) + model[1][2]
-
-    step = make(loss=loss, filter_spec=(eqx.is_inexact_array, False))
-    runs.trainer(tmp_path, step).run(init_model=masked(0.0), steps=0)
-    with pytest.raises(ValueError, match="which is not trained, has other values"):
-        runs.trainer(tmp_path, step).run(init_model=masked(5.0), steps=0)
-    assert int(runs.trainer(tmp_path, step).run(init_model=masked(0.0), steps=0).step) == 0
 
 
 def test_the_caller_s_model_is_let_go(tmp_path):
@@ -188,22 +152,9 @@ def test_the_caller_s_model_is_let_go(tmp_path):
     for steps in (1, 2):  # the second is resumed
         models = [small_model()]
         alive = weakref.ref(models[0].weight)
-        trainer = runs.trainer(tmp_path, make(), callbacks=[after_a_step])
+        trainer = runs.trainer(tmp_path, seeded(), callbacks=[after_a_step])
         run(trainer, models.pop(), steps)
     assert seen == [True, True]
-
-
-@pytest.mark.slow
-def test_an_optimizer_s_public_values_may_depend_on_a_model_that_is_made(tmp_path):
-    def extra(done, model):
-        return {"value": float(jnp.sum(model.weight)) * 0 + 1.0}
-
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    step = make(optimizer=optax.chain(optax.sgd(0.1), plateau))
-    whole = runs.trainer(None, step, extra=extra).run(net(), steps=3)
-    for steps in (0, 3):
-        state = runs.trainer(tmp_path, step, extra=extra).run(init_model=net, steps=steps)
-    assert_same(state, whole)
 
 
 def reads():
@@ -214,7 +165,7 @@ def reads():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "Give either the model before the first step, or init_model, .* found neither"),
+        ({}, "Give the model before the first step, or init_model=, .* found neither"),
         ({"model": net(), "init_model": net}, "found both"),
         ({"init_model": 3}, r"init_model must be a function, init_model\(\)"),
         ({"init_model": reads}, "init_model cannot be compiled: it reads the value of an array"),
@@ -226,36 +177,18 @@ def test_what_is_refused(arguments, said, unchecked):
         runs.trainer(None).run(**arguments)
     model = arguments.pop("model", None)
     with pytest.raises(ValueError, match=said):
-        make().init(model, **arguments)
+        seeded().init(model, **arguments)
 
 
 def test_rules_that_do_not_fit_are_named():
     rules = runs.rules_of("Auto", params=(("wieght", jax.P("model")),))
     with pytest.raises(ValueError, match="'wieght': no array of the model"):
-        make(sharding=rules).init(init_model=net)
+        seeded(sharding=rules).init(init_model=net)
 
 
 def test_a_model_that_cannot_be_trained_leaves_no_run(tmp_path):
     paired = dp.apply_policy(small_model(), dp.load_policy("mixed_bfloat16"))
     for given in ({"model": paired}, {"init_model": lambda: paired}):
         with pytest.raises(ValueError, match="The model is paired with a policy"):
-            runs.trainer(tmp_path / "run", make()).run(**given)
-    assert [file.name for file in (tmp_path / "run").iterdir()] == ["lock"]
-
-
-@pytest.mark.slow
-def test_a_step_that_was_traced_on_shapes_is_not_traced_again(tmp_path):
-    """With a directory it is looked at before there is a state."""
-
-    def traces(steps):
-        calls = []
-
-        def loss(model, x, y):
-            calls.append(None)
-            return runs.loss(model, x, y)
-
-        step = make(loss=loss, sharding=runs.rules_of("Auto"))
-        runs.trainer(tmp_path / str(steps), step).run(small_model(), steps=steps)
-        return len(calls)
-
-    assert traces(2) == traces(0)
+            runs.trainer(tmp_path / "run", seeded()).run(**given)
+    assert not (tmp_path / "run").exists()

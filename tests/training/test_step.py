@@ -13,7 +13,17 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.privacy import fold_text, key_from_secret
 from tests.training import runs
-from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS, assert_same, leaves, make, small_model
+from tests.training.runs import (
+    NUM_EXAMPLES,
+    SEED,
+    XS,
+    YS,
+    assert_same,
+    leaves,
+    make,
+    seeded,
+    small_model,
+)
 
 
 def run(step, model, steps=3, xs=XS, ys=YS):
@@ -25,13 +35,9 @@ def run(step, model, steps=3, xs=XS, ys=YS):
     return state
 
 
-def key_of(step, stream, *batch):
-    """The key that a step makes of its seed and of what it computes.
-
-    By the step's own text of that, whose wording is nobody's concern: what hangs together is.
-    """
-    text = "\n".join((step._known, *step.texts(small_model(), batch, None)))
-    return fold_text(key_from_secret(SEED, "make_step", stream, ""), text)
+def key_of(stream):
+    """The key that a seeded step has for the noise, or of which the others are made."""
+    return key_from_secret(make(seed=SEED).secret_of(0), stream)
 
 
 @contextlib.contextmanager
@@ -56,8 +62,8 @@ def test_a_step_is_the_loop_written_out():
     grad_fn = dp.filter_clipped_grad(
         runs.loss, l2_clip_norm=1.0, normalize_by=plan.sampling_prob * NUM_EXAMPLES
     )
-    step = make(plan, adam)
-    noise = plan.privatizer(grad_fn, key=key_of(step, "noise", XS, YS))
+    step = seeded(plan, adam)
+    noise = plan.privatizer(grad_fn, key=key_of("noise"))
     optimizer = optax.chain(noise, adam)
     sampler = step.sampler()
 
@@ -75,7 +81,6 @@ def test_a_step_is_the_loop_written_out():
 
     state = run(step, model, steps)
     assert int(state.step) == steps
-    assert state.disclosed == {}
     assert_same(state.model, expected)
     assert_same(state.opt_state[1], opt_state[1])
     assert_same(state.opt_state[0].step, opt_state[0].step)
@@ -83,7 +88,7 @@ def test_a_step_is_the_loop_written_out():
 
 
 def test_a_step_uses_up_its_state_and_not_the_caller_s_model():
-    model, step = small_model(), make()
+    model, step = small_model(), seeded()
     before, state = leaves(model), step.init(model)
     batch = (XS[:4], YS[:4], np.zeros(4, bool))
     after = step(state, *batch[:2], is_padding_example=batch[2])
@@ -101,7 +106,7 @@ def test_axes_of_length_one_do_not_make_it_compile_twice(kind):
         (8, 1), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2
     )
     spec = jax.sharding.PartitionSpec(None, "model")
-    step = make(sharding=dp.ShardingRules(mesh, params=(("weight", spec),)))
+    step = seeded(sharding=dp.ShardingRules(mesh, params=(("weight", spec),)))
     state, sampler = step.init(small_model()), step.sampler()
     compilations = []
     for t in range(2):
@@ -128,7 +133,7 @@ def test_a_step_is_traced_and_compiled_once(kind):
     optimizer = optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.adamw(1e-2)
     )
-    step = make(loss=counting, optimizer=optimizer, sharding=rules, disclose=("loss",))
+    step = seeded(loss=counting, optimizer=optimizer, sharding=rules)
     state, sampler = step.init(small_model()), step.sampler()
     where = [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
     seen = []
@@ -147,7 +152,7 @@ def test_a_step_is_traced_and_compiled_once(kind):
         assert any("data" in str(x.sharding.spec) for x in moments)
         np.testing.assert_allclose(
             leaves(state.model)[0],
-            leaves(run(make(optimizer=optimizer), small_model(), 6).model)[0],
+            leaves(run(seeded(optimizer=optimizer), small_model(), 6).model)[0],
             rtol=1e-4,
             atol=1e-6,
         )
@@ -155,7 +160,7 @@ def test_a_step_is_traced_and_compiled_once(kind):
 
 def test_narrow_parameters_have_a_wide_optimizer():
     policy = dp.load_policy("bfloat16")
-    state = run(make(policy=policy), small_model())
+    state = run(seeded(policy=policy), small_model())
     params = jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array))
     assert {x.dtype for x in params} == {jnp.dtype("bfloat16")}
     moments = jax.tree.leaves(eqx.filter(state.opt_state, eqx.is_inexact_array))
@@ -172,52 +177,9 @@ def test_updates_are_rounded_once():
     )
     constant = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g * 0 + update, grads))
     plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
-    state = run(make(plan, constant, policy=policy), model, 1)
+    state = run(seeded(plan, constant, policy=policy), model, 1)
     for leaf in leaves(state.model):
         np.testing.assert_array_equal(leaf.astype(np.float32), 1 + 2.0**-7)
-
-
-def test_an_example_has_its_key_wherever_the_padding_stands():
-    """A repeated step has the same noise: with other keys, its difference would show the sums."""
-
-    def keyed(model, x, key):
-        return jnp.sum(model(x)) * jax.random.normal(key)
-
-    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
-    step = make(plan, loss=keyed, optimizer=optax.sgd(1.0))
-    indices, mask = step.sampler().batch(0)
-    real = indices[~mask]
-    assert 2 < len(real) < len(indices)
-    layouts = [np.arange(len(real)), np.arange(len(indices))[-len(real) :]]
-    layouts.append(np.r_[0, np.arange(len(indices))[1 - len(real) :]])
-    after = []
-    for slots in layouts:
-        x, is_padding_example = (
-            np.zeros((len(indices), *XS.shape[1:]), XS.dtype),
-            np.ones_like(mask),
-        )
-        x[slots], is_padding_example[slots] = XS[real], False
-        state = step(step.init(small_model()), x, is_padding_example=is_padding_example)
-        after.append(state.model.weight)
-    for moved in after[1:]:
-        np.testing.assert_allclose(moved, after[0], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_an_example_has_its_key_on_any_mesh(kind):
-    def keyed(model, x, key):
-        return jnp.sum(model(x)) * jax.random.normal(key)
-
-    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
-    after = []
-    for rules in (None, runs.rules_of(kind)):
-        step = make(plan, loss=keyed, optimizer=optax.sgd(1.0), sharding=rules)
-        indices, mask = step.sampler().batch(0)
-        x, mask = step.place((XS[indices], mask))
-        state = step(step.init(small_model()), x, is_padding_example=mask)
-        after.append(np.asarray(state.model.weight))
-    np.testing.assert_allclose(after[1], after[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_gets_a_key_an_example_and_step():
@@ -228,7 +190,7 @@ def test_a_loss_gets_a_key_an_example_and_step():
         return model.weight[0, 0] * jax.random.normal(key) + 0 * x[0]
 
     options = {"loss": keyed, "optimizer": optax.sgd(1.0), "l2_clip_norm": np.inf}
-    step = make(plan, **options)
+    step = seeded(plan, **options)
     sampler, seen = step.sampler(), []
     state = step.init(model)
     for t in range(2):
@@ -237,7 +199,9 @@ def test_a_loss_gets_a_key_an_example_and_step():
         x = np.ones((len(indices), 4), np.float32)
         state = step(state, x, is_padding_example=mask)
         seen.append(before - float(state.model.weight[0, 0]))
-        keys = jax.random.split(jax.random.fold_in(key_of(step, "loss", x), t), len(indices))
+        keys = jax.random.split(
+            jax.random.fold_in(fold_text(key_of("step"), "loss"), t), len(indices)
+        )
         drawn = np.asarray(jax.vmap(jax.random.normal)(keys))[~mask]
         assert len(set(drawn.tolist())) == len(drawn)
         np.testing.assert_allclose(seen[-1], drawn.sum() / (0.25 * NUM_EXAMPLES), rtol=1e-4)
@@ -248,33 +212,14 @@ def test_frozen_leaves_stay_as_they_are():
     model = small_model()
     spec = jax.tree.map(lambda _: False, model)
     spec = eqx.tree_at(lambda m: m.weight, spec, True)
-    state = run(make(filter_spec=spec, optimizer=optax.adamw(1e-2)), model)
+    state = run(seeded(filter_spec=spec, optimizer=optax.adamw(1e-2)), model)
     np.testing.assert_array_equal(model.bias, state.model.bias)
     assert not np.array_equal(model.weight, state.model.weight)
 
 
-def test_a_batch_discloses_what_is_asked_for():
-    model, names = small_model(), ("loss", "grad_norm", "num_examples")
-    step = make(disclose=names)
-    indices, mask = step.sampler().batch(0)
-    drawn = indices[~mask]
-    residual = XS[drawn] @ np.asarray(model.weight).T + model.bias - YS[drawn, None]
-    losses = (residual**2).sum(1)
-    norms = 2 * np.sqrt(losses * (1 + (XS[drawn] ** 2).sum(1)))  # of 2 r (x, 1)
-    found = run(step, model, 1).disclosed
-    assert set(found) == set(names)
-    np.testing.assert_allclose(found["loss"], np.mean(losses), rtol=1e-5)
-    np.testing.assert_allclose(found["grad_norm"], np.mean(norms), rtol=1e-4)
-    assert float(found["num_examples"]) == len(drawn)
-    assert_same(run(step, model).model, run(make(), model).model)
-
-    nothing = step(step.init(model), XS[:4], YS[:4], is_padding_example=np.ones(4, bool))
-    assert all(float(value) == 0 for value in nothing.disclosed.values())
-
-
 def test_without_noise_and_bound_it_is_ordinary_training():
     plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), small_model()
-    step = make(plan, optax.sgd(0.01), l2_clip_norm=np.inf)
+    step = seeded(plan, optax.sgd(0.01), l2_clip_norm=np.inf)
     state, sampler = run(step, model), step.sampler()
 
     weight, bias = (np.asarray(leaf, np.float64) for leaf in (model.weight, model.bias))
@@ -294,41 +239,26 @@ def test_without_noise_and_bound_it_is_ordinary_training():
         ({"seed": -1}, "seed must be"),
         ({"seed": b""}, "seed must be at least one byte"),
         ({"seed": True}, "seed must be a whole number or bytes; found a bool"),
-        ({"disclose": "loss"}, "disclose must be a tuple"),
-        ({"disclose": ("loss", "loss")}, "disclose must be a tuple"),
-        ({"disclose": ("accuracy",)}, "'loss', 'grad_norm', 'num_examples'; found ['accuracy']"),
     ],
 )
 def test_what_a_step_refuses(options, message, unchecked):
     with pytest.raises(ValueError, match=re.escape(message)):
-        make(**options)
+        seeded(**options)
 
 
 def test_a_paired_model_needs_the_policy_in_the_step():
     policy = dp.load_policy("mixed_bfloat16")
     model = dp.apply_policy(small_model(), policy)
     with pytest.raises(ValueError, match="Give the policy to make_step as well"):
-        make().init(model)
+        seeded().init(model)
     with pytest.raises(ValueError, match="float32"):
-        make(policy=dp.load_policy("float32")).init(model)
-    make(policy=policy).init(model)
-
-
-def test_an_open_microbatch_size_is_for_a_trainer():
-    step = make(microbatch_size="auto")
-    state = step.init(small_model())
-    with pytest.raises(ValueError, match="with_microbatch_size"):
-        step(state, XS[:4], YS[:4], is_padding_example=np.zeros(4, bool))
-    settled = step.with_microbatch_size(2)
-    assert settled.microbatch_size == 2
-    assert_same(
-        run(settled, small_model()).model, run(make(microbatch_size=2), small_model()).model
-    )
+        seeded(policy=dp.load_policy("float32")).init(model)
+    seeded(policy=policy).init(model)
 
 
 @pytest.mark.parametrize("seed", [7, SEED, 2**400 + 3, b"a secret of any length" * 5])
 def test_a_seed_is_of_any_size_and_is_not_shown(seed):
-    step = make(seed=seed)
+    step = seeded(seed=seed)
     state = step.init(small_model())
     words = jax.random.key_data(state.opt_state[0].key).tolist()
     shown = [f(x) for x in (step, step.sampler(), state.opt_state[0]) for f in (repr, str)]
@@ -347,7 +277,7 @@ def test_the_compiled_program_holds_no_key():
         return runs.loss(model, x, y) * jax.random.uniform(key)
 
     def lowered(seed):
-        step = make(loss=keyed, seed=seed)
+        step = seeded(loss=keyed, seed=seed)
         state = step.init(small_model())
         return step.lower(state, XS, YS, is_padding_example=np.zeros(64, bool)).as_text()
 
@@ -355,7 +285,7 @@ def test_the_compiled_program_holds_no_key():
 
 
 def test_a_state_that_was_used_up_is_named():
-    step, mask = make(), np.zeros(4, bool)
+    step, mask = seeded(), np.zeros(4, bool)
     used = step.init(small_model())
     state = step(used, XS[:4], YS[:4], is_padding_example=mask)
     advice = "Go on with the state that the step returned"
@@ -390,12 +320,10 @@ def test_a_model_with_state_keeps_it():
     parameters = jax.tree.map(lambda _: False, pair[0])
     parameters = eqx.tree_at(lambda m: m.linear, parameters, True, is_leaf=lambda x: x is None)
     options = {"loss": loss, "filter_spec": (parameters, False)}
-    state = run(make(optimizer=optax.adamw(1e-2, weight_decay=0.1), **options), pair)
+    state = run(seeded(optimizer=optax.adamw(1e-2, weight_decay=0.1), **options), pair)
     model, kept = state.model
     np.testing.assert_array_equal(kept.get(model.seen), jnp.arange(3.0))
     assert not np.array_equal(model.linear.weight, pair[0].linear.weight)
-    step = make(**options)
-    assert step.identity(pair, XS, YS) == step.identity(state.model, XS, YS)
 
 
 @jax.custom_vjp
@@ -419,15 +347,15 @@ def test_a_rule_for_some_operands_alone_serves_one_step_after_another():
     plan, mask = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), np.zeros(4, bool)
     model = small_model()
 
-    sgd = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    sgd = optax.sgd(0.1)
 
     def model_by(method, function=jitted):
         def loss(model, x, y):
             return jnp.sum(function(model(x), y))
 
-        step = make(plan, sgd, loss, method=method)
+        step = seeded(plan, sgd, loss, method=method)
         state, batch = step.init(model), (XS[:4], YS[:4])
-        return step(state, *batch, is_padding_example=mask, extra={"value": 0.5}).model
+        return step(state, *batch, is_padding_example=mask).model
 
     expected = leaves(model_by("per_example", lambda x, scale: x * scale))
     for method in ("book_keeping", "ghost", "per_example", "book_keeping"):
@@ -438,7 +366,7 @@ def test_a_rule_for_some_operands_alone_serves_one_step_after_another():
 def test_a_step_without_the_mask_is_refused(unchecked):
     plan = dp.PrivacyPlan(0.2, 5, 1.0, 1e-5)
     step = dp.make_step(
-        lambda m, x: jnp.sum(m * x), optax.sgd(1.0), plan, num_examples=10, seed=1, l2_clip_norm=1.0
+        lambda m, x: jnp.sum(m * x), optax.sgd(1.0), plan, num_examples=10, l2_clip_norm=1.0
     )
     state, x = step.init(jnp.ones(3)), np.ones((4, 3), np.float32)
     with pytest.raises(ValueError, match=r"is_padding_example is None.*sampler.take"):

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Bool, Shaped
 
 from ...extras import extra
+from ...files import finite_or_none
 from ...privacy import PrivacyPlan
 from ...shown import shown
 from ...tables import Part, tabular
-from ...training import finite_or_none
 
 GUESSES = (1 / 32, 1 / 16, 1 / 8, 3 / 8)
 """Shares of the canaries that are guessed to be in, of which the best counts."""

@@ -38,7 +38,7 @@ def clipped_sum(
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
     known = known_uses(traced, is_held=True)
     loss, aux, residuals, cotangents, grads = run_apart(
-        jax.vmap(functools.partial(_backward, traced, known)),
+        functools.partial(_backward, traced, known),
         traced.split.program.jaxpr.jaxpr,
         examples,
         scales,

@@ -15,14 +15,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ...isolation import Values, in_halves_apart
+from ...isolation import Values, mapped_apart
 from ...precision import stage
 from ..joined import apart, is_small, side_by_side
 from ..leaves import combined
 from ..loss_scale import loss_cotangent
+from ..repeatable import adds_in_one_order, is_ordered
 from ..tapped import evaluate
 from ..taps import Address
 from ..targets import Target
+from ..uses import convolution, lookup
 from . import book_keeping
 from .contract import ClippedSum, TracedLoss, clip
 from .held import Held, held_gradient
@@ -85,7 +87,9 @@ def clipped_sum(
     Of a leaf whose norm is not the sum of what its uses know each by itself (several uses, a use
     at every step of a scan) all that it meets is held from the uses to the end of the pass, as by
     `book_keeping`; of one that no use describes, each example's gradient. Where that is most of
-    what uses meet, `book_keeping` holds little more, in one pass, and does it.
+    what uses meet, `book_keeping` holds little more, in one pass, and does it. It also does it on
+    GPUs where the two passes could add up in two orders, and the second pass so add something else
+    than the first one measured: see `repeatable`.
     """
     known_of_uses = known_uses(traced)
     if _holds_most(known_of_uses):
@@ -97,13 +101,21 @@ def clipped_sum(
     loss, *aux = (jnp.zeros((batch, *x.shape), x.dtype) for x in traced.program.jaxpr.out_avals)
     of_groups = [jnp.zeros(batch, dtype)] * len(traced.clipping.clip_norms)
     start = _Pass(jnp.ones((), dtype), of_groups, ClippedSum(nothing, loss, of_groups, aux))
-    halves = functools.partial(
-        in_halves_apart,
-        functools.partial(_backward, traced, known_of_uses),
+    taps, axes = _taps(traced, known_of_uses)
+    mapped = functools.partial(
+        mapped_apart,
+        functools.partial(_backward, traced, known_of_uses, taps),
         traced.split.program.jaxpr.jaxpr,
+        # A total is the same for all examples, and no parameter has them in front.
+        out_axes=_Backward(0, 0, 0, axes),  # pyright: ignore[reportArgumentType]
     )
     forward = Values((examples, scales), traced.parts)
-    ahead = None if traced.parts else halves(forward, Values(start.factors, start.is_measuring))
+    start_back = Values(start.factors, start.is_measuring)
+    is_repeated = adds_in_one_order()
+    shown = None if traced.parts and is_repeated else mapped(forward, start_back)
+    if shown and not is_repeated and not (is_ordered(shown.one.jaxpr) and _forms_in_order(traced)):
+        return book_keeping.clipped_sum(traced, examples, is_padding_example)
+    ahead = None if shown is None or traced.parts else shown.in_halves()
 
     def once(past: _Pass) -> _Pass:
         # Were the barrier not there, the compiler would see that both passes find the same
@@ -111,7 +123,7 @@ def clipped_sum(
         needed = forward if ahead is None else ahead[0]
         here, measuring, factors = jax.lax.optimization_barrier((needed, *past[:2]))
         back = Values(factors, measuring)
-        met, backward = halves(here, back) if ahead is None else (here, ahead[1])
+        met, backward = mapped(here, back).in_halves() if ahead is None else (here, ahead[1])
         found = backward(met, back)
         asks = [Ask(measuring, of_group) for of_group in factors]
         totals, known = dict[int, Array](), list[tuple[Array, Array]]()
@@ -142,6 +154,17 @@ def clipped_sum(
     return jax.lax.fori_loop(0, 2, lambda _, past: once(past), start).result
 
 
+def _forms_in_order(traced: TracedLoss) -> bool:
+    """Whether gradients that are formed outside of the backward pass are sums in one order."""
+    return not any(
+        use.kind is lookup or use.kind is convolution
+        for target in traced.targets
+        if target.way != "inner_products"
+        for root in target.roots
+        for use in traced.uses.of[root].values()
+    )
+
+
 def _holds_most(known: dict[Address, Known]) -> bool:
     """Whether a second pass would save less than half of what is held at uses in any case."""
     held = saved = 0
@@ -158,57 +181,50 @@ def _holds_most(known: dict[Address, Known]) -> bool:
 def _backward(
     traced: TracedLoss,
     known: dict[Address, Known],
+    taps: dict[str, Any],
     forward: Values,
     back: Values,
 ) -> _Backward:
-    """The cotangents of all taps, some of which become norms or sums on the spot.
+    """The cotangents of all taps of one example, some of which become norms or sums on the spot.
 
     Args:
         traced: the loss.
         known: what is known of every use.
-        forward: what the forward pass takes: the examples and their loss scales, and the
-            parameters of which a device holds a part.
+        taps: zeros of one example.
+        forward: what the forward pass takes: the example and its loss scale, and the parameters of
+            which a device holds a part.
         back: what only the backward pass does: the clip factors of each group, and whether it is
             to measure.
     """
-    traced = traced.with_parts(forward.shared)
-    (roots, fixed), (taps, axes) = traced.shared, _taps(traced, known)
+    (roots, fixed), (example, scale) = traced.with_parts(forward.shared).shared, forward.of_examples
+    taps = {**taps, "whole": {root: roots[root] for root in taps["whole"]}}
 
-    def one(
-        of_example: tuple[list[Array], Array | None], factors: list[Array]
-    ) -> tuple[Array, list[Array], dict[Address, Any], dict[str, Any]]:
-        example, scale = of_example
-
-        def run(taps: dict[str, Any]) -> tuple[Any, tuple[list[Array], dict[Address, Any]]]:
-            values = [taps["whole"].get(root, value) for root, value in enumerate(roots)]
-            inputs = [*values, *fixed, *example]
-            with stage("loss"):
-                loss, aux, residuals = evaluate(
-                    traced.split.program, known, inputs, taps["uses"], at_use
-                )
-            asking = {at: its for at, its in residuals.items() if isinstance(its, Ask)}
-            held = {at: its for at, its in residuals.items() if at not in asking}
-            return (loss, asking), (aux, held)
-
-        (loss, asking), pullback, (aux, residuals) = jax.vjp(run, taps, has_aux=True)
-        # The backward pass comes behind what is asked for, all of it.
-        start, measuring, factors = jax.lax.optimization_barrier(
-            (loss_cotangent(loss, scale), back.shared, factors)
-        )
-        asked = {
-            at: jax.tree.map(
-                lambda x, its: jnp.broadcast_to(x, its.shape),
-                Ask(measuring, factors[known[at].group]),
-                its,
+    def run(taps: dict[str, Any]) -> tuple[Any, tuple[list[Array], dict[Address, Any]]]:
+        values = [taps["whole"].get(root, value) for root, value in enumerate(roots)]
+        inputs = [*values, *fixed, *example]
+        with stage("loss"):
+            loss, aux, residuals = evaluate(
+                traced.split.program, known, inputs, taps["uses"], at_use
             )
-            for at, its in asking.items()
-        }
-        (cotangents,) = pullback((start, asked))
-        return loss, aux, residuals, cotangents
+        asking = {at: its for at, its in residuals.items() if isinstance(its, Ask)}
+        held = {at: its for at, its in residuals.items() if at not in asking}
+        return (loss, asking), (aux, held)
 
-    # A total is the same for all examples, and no parameter has them in front.
-    mapped = jax.vmap(one, out_axes=(0, 0, 0, axes))
-    return _Backward(*mapped(forward.of_examples, back.of_examples))
+    (loss, asking), pullback, (aux, residuals) = jax.vjp(run, taps, has_aux=True)
+    # The backward pass comes behind what is asked for, all of it.
+    start, measuring, factors = jax.lax.optimization_barrier(
+        (loss_cotangent(loss, scale), back.shared, back.of_examples)
+    )
+    asked = {
+        at: jax.tree.map(
+            lambda x, its: jnp.broadcast_to(x, its.shape),
+            Ask(measuring, factors[known[at].group]),
+            its,
+        )
+        for at, its in asking.items()
+    }
+    (cotangents,) = pullback((start, asked))
+    return _Backward(loss, aux, residuals, cotangents)
 
 
 def _taps(traced: TracedLoss, known: dict[Address, Known]) -> tuple[dict[str, Any], dict[str, Any]]:

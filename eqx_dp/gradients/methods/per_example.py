@@ -41,9 +41,7 @@ def clipped_sum(
 
     with stage("probe"):
         scales = traced.loss_scale(traced.params, traced.frozen, examples)
-    loss, grads, aux = run_apart(
-        jax.vmap(value_and_grad), traced.program.jaxpr.jaxpr, examples, scales
-    )
+    loss, grads, aux = run_apart(value_and_grad, traced.program.jaxpr.jaxpr, examples, scales)
 
     def finish(met: Any) -> ClippedSum:
         loss, grads, aux, scales = met

@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import norm
 
 import eqx_dp as dp
-from eqx_dp.privacy import trade_off_of
+from eqx_dp.report.trade_off import trade_off_of
 
 pytestmark = pytest.mark.sampled(2)
 

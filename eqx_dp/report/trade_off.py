@@ -1,13 +1,23 @@
 """The trade-off curve of a run: how often an attack can be right, for how often it is wrong."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from .accounting import Run, deltas_of, epsilon_of
-from .plan import PrivacyPlan
+from ..privacy import PrivacyPlan
+from ..privacy.accounting import (
+    LEAST_NOISE,
+    ROUNDING_DELTA,
+    WIDEST_INTERVAL,
+    Run,
+    composed,
+    discretization,
+    epsilon_of,
+    unsampled,
+)
 
 _EPSILONS = 101
 # A plan may have a large delta; the curve says something of small ones as well.
@@ -61,7 +71,7 @@ def trade_off_of(plan: PrivacyPlan, steps: int) -> TradeOff:
         return TradeOff(np.array([0.0, 1.0]), np.array([1.0, 1.0]), 1.0)
     largest = epsilon_of(run, plan.noise_multiplier, min(plan.delta, _SMALL_DELTA))
     epsilons = np.unique(np.linspace(0.0, min(largest, _LARGEST_EPSILON), _EPSILONS))
-    deltas = np.asarray(deltas_of(run, plan.noise_multiplier, epsilons.tolist()))
+    deltas = np.asarray(_deltas_of(run, plan.noise_multiplier, epsilons.tolist()))
     deltas = np.minimum(deltas + plan.overflow_delta(steps), 1.0)
     # Where two lines meet that follow on each other, there is a corner; and one in its mirror.
     steep = np.abs(np.diff(deltas)) / np.diff(np.exp(epsilons))
@@ -81,3 +91,22 @@ def _least_missed(
     steep = kept - np.exp(epsilons)[:, None] * alphas
     flat = np.exp(-epsilons)[:, None] * (kept - alphas)
     return np.maximum(0.0, np.maximum(steep, flat).max(axis=0))
+
+
+def _deltas_of(run: Run, noise_multiplier: float, epsilons: Sequence[float]) -> list[float]:
+    """Delta of a run for each epsilon, with what float64 may lose of it, at most 1.
+
+    The run has at least one step, and epsilons are finite. Below `LEAST_NOISE` every delta is 1.
+    """
+    interval = WIDEST_INTERVAL + 1
+    if noise_multiplier >= LEAST_NOISE:
+        interval = discretization(run, noise_multiplier)
+    if interval > WIDEST_INTERVAL:
+        return [1.0] * len(epsilons)
+    if run.sampling_prob == 1:
+        delta_at = unsampled(run, noise_multiplier, interval).get_delta
+    else:
+        delta_at = composed(run, noise_multiplier, interval).get_delta_for_epsilon
+    # One by one: for a list, dp_accounting subtracts sums that may be large and alike.
+    found = [float(delta_at(float(epsilon))) for epsilon in epsilons]
+    return [min(max(delta, 0.0) + run.steps * ROUNDING_DELTA, 1.0) for delta in found]

@@ -1,0 +1,96 @@
+"""Files of a run, on a file system or in an object store, each there as a whole or not at all.
+
+A path is `pathlib`'s on a file system, and `etils.epath`'s in an object store, which has the same
+methods.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import warnings
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, cast
+
+from .expected import RunPath
+
+
+def is_remote(path: RunPath) -> bool:
+    """Whether a path is in an object store."""
+    return not isinstance(cast(object, path), Path)
+
+
+def read_json(file: RunPath) -> dict[str, Any]:
+    """Reads a JSON object; a ValueError if it is none."""
+    with _as_os_error(file):
+        content = file.read_bytes()
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError(f"{file.name} is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} holds no JSON object")
+    return cast("dict[str, Any]", found)
+
+
+def write_whole(file: RunPath, content: bytes) -> None:
+    """Replaces a file in one atomic act; on a file system it lasts through a power failure."""
+    if is_remote(file):
+        with _as_os_error(file):
+            file.write_bytes(content)
+        return
+    beside = file.with_name(f"{file.name}.partial")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+    descriptor = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(file: RunPath, content: dict[str, Any]) -> None:
+    """Replaces a file by JSON, likewise."""
+    write_whole(file, json.dumps(content, indent=2).encode())
+
+
+def append(file: RunPath, line: str) -> None:
+    """Adds a line to a file. In an object store, where files do not grow, it is written anew."""
+    if not is_remote(file):
+        with file.open("a") as stream:
+            stream.write(line)
+        return
+    before = file.read_bytes() if file.exists() else b""
+    write_whole(file, before + line.encode())
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """A number for JSON, which has none that are not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+@contextlib.contextmanager
+def going_on(what: str, kind: type[Warning] = UserWarning) -> Generator[None]:
+    """Warns where something cannot be written, and goes on."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{what} ({error.strerror}); the run goes on without.", kind, stacklevel=3)
+
+
+@contextlib.contextmanager
+def _as_os_error(file: RunPath) -> Generator[None]:
+    """What libraries of object stores raise, as a file system would raise it."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        if not is_remote(file):
+            raise
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,277 @@
+"""Checkpoints of a run, by orbax: `checkpoints/NUMBER/`, one for each number of released steps.
+
+Orbax writes in the background and from all hosts, commits a checkpoint in one atomic act, and keeps
+the newest ones. No key of random numbers is in a checkpoint: every start has its own.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+
+from ..expected import RunPath
+from ..extras import extra
+from ..paths import dotted_name
+from ..trees import PyTree, is_array_or_shape, is_key
+from .first_state import Body, FirstModel, Recipe
+from .hosts import on_every_host
+from .ledger import CheckpointError, CheckpointWarning
+from .state import TrainState
+
+T = TypeVar("T")
+
+CHECKPOINTS = "checkpoints"
+_STATE, _RECORD = "state", "record"
+
+
+class Checkpoints:
+    """The checkpoints in a directory that all hosts share.
+
+    Args:
+        directory: of the run.
+        keep: how many stay; None to read alone.
+    """
+
+    def __init__(self, directory: RunPath, keep: int | None = None):
+        self.directory, self._folder = directory, directory / CHECKPOINTS
+        self._orbax = extra("orbax.checkpoint")
+        options = self._orbax.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        handlers = {
+            _STATE: self._orbax.PyTreeCheckpointHandler(),
+            _RECORD: self._orbax.JsonCheckpointHandler(),
+        }
+        self._open: Callable[[], Any] = lambda: self._orbax.CheckpointManager(
+            self._folder, options=options, item_handlers=handlers
+        )
+        # Orbax refuses to read a folder that is not there.
+        self._manager: Any = None
+        try:
+            if keep is not None or self._folder.is_dir():
+                self._manager = self._open()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder} cannot be used for checkpoints ({error.strerror}). Make the "
+                "directory writable; or name another, and start another run there."
+            ) from None
+
+    def numbers(self) -> list[int]:
+        """The checkpoints that were committed, newest first."""
+        return [] if self._manager is None else sorted(self._manager.all_steps(), reverse=True)
+
+    def newest(self, read: Callable[[int], T]) -> T | None:
+        """What `read` returns for the newest checkpoint that can be read; None if there is none.
+
+        Warns of those that cannot be.
+
+        Raises:
+            ValueError: `read` refuses a checkpoint that is whole.
+            CheckpointError: there are checkpoints, and none can be read.
+        """
+        numbers, causes = self.numbers(), []
+        for number in numbers:
+            found: T | None = None
+            try:
+                found, error = read(number), None
+            except (_Misfit, CheckpointError) as refusal:
+                raise refusal
+            except Exception as damage:  # whatever the libraries beneath raise for damaged files
+                error = damage
+            if on_every_host(error is None):
+                return found
+            causes.append(f"{number} ({type(error).__name__})")
+            warnings.warn(
+                f"The checkpoint {self._folder / str(number)} cannot be read, and the one before "
+                f"it is tried. {type(error).__name__}: {str(error)[:300]}",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+        if causes:
+            raise CheckpointError(
+                f"None of the checkpoints in {self._folder} can be read: {', '.join(causes)}. "
+                "Restore one from a backup; or remove the folder, to begin with the model before "
+                "the first step: the steps that were released still count."
+            )
+        return None
+
+    def shapes(self, number: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a checkpoint, by name."""
+        tree = getattr(self._manager.item_metadata(number), _STATE).tree
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tree.items()}
+
+    def read(
+        self, number: int, targets: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arrays of a checkpoint, each to where its target lives, and what was kept beside them."""
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shapes = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
+            for name, x in targets.items()
+        }
+        args = self._orbax.args
+        state = args.PyTreeRestore(
+            shapes,
+            restore_args=self._orbax.checkpoint_utils.construct_restore_args(shapes),
+            partial_restore=True,
+        )
+        items = {_STATE: state, _RECORD: args.JsonRestore()}
+        found = self._manager.restore(number, args=args.Composite(**items))
+        return dict(found[_STATE]), dict(found[_RECORD])
+
+    def save(self, number: int, state: TrainState[Any], record: Mapping[str, Any]) -> bool:
+        """Starts to save a state; returns when the state may be used up by the next step.
+
+        Waits for the save before. What fails is a warning: the run goes on, and its last good
+        checkpoint stays.
+
+        Returns:
+            whether it could be started.
+        """
+        if not on_every_host(self.wait()):  # a manager whose save failed keeps its number
+            self.close()
+            self._manager = self._open()
+        args = self._orbax.args
+        arrays = named_arrays(Body(state.model, state.opt_state[1], state.average))
+        arrays["step"] = state.step
+        items = {_STATE: args.PyTreeSave(arrays), _RECORD: args.JsonSave(dict(record))}
+        try:
+            self._manager.save(number, args=args.Composite(**items), force=True)
+        except Exception as error:
+            _warn_not_saved(self._folder, error)
+            return False
+        return True
+
+    def wait(self) -> bool:
+        """Waits for the save that is under way; whether there was none, or it succeeded."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            _warn_not_saved(self._folder, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends what writes."""
+        if self._manager is not None:
+            with contextlib.suppress(Exception):  # which `wait` has told
+                self._manager.close()
+
+
+class _Misfit(ValueError):
+    """A checkpoint is whole, and does not fit."""
+
+
+def restored(
+    checkpoints: Checkpoints, recipe: Recipe, first: FirstModel[Any]
+) -> tuple[Body, int, dict[str, Any]] | None:
+    """The newest state that can be read; None where there is no checkpoint.
+
+    Arrays are read to where they are to live, and no other state is made for that (but where the
+    optimizer is another, or its `init` cannot be traced).
+
+    | of the checkpoint | what happens |
+    |---|---|
+    | another array in the model, or another shape | `ValueError`, each is named |
+    | another dtype | it is cast: the policy may change |
+    | other arrays in the optimizer's state | that is made anew, with a warning |
+    | an average that is not kept any more, or was not | dropped; or begins with the parameters |
+
+    Returns:
+        the body, the steps that the model has taken, and what the ledger kept with it.
+    """
+    if not checkpoints.numbers():
+        return None
+    form = recipe.form(first)
+    wanted = named_arrays(form)
+
+    def read(number: int) -> tuple[Body, int, dict[str, Any]]:
+        saved = checkpoints.shapes(number)
+        check_fits(f"checkpoint {number}", saved, wanted)
+        others = [
+            part
+            for part in ("opt_state", "average")
+            if _shapes(part, saved) != _shapes(part, wanted)
+        ]
+        targets = {name: x for name, x in wanted.items() if part_of(name) not in others}
+        targets["step"] = jax.ShapeDtypeStruct((), saved["step"].dtype)
+        arrays, record = checkpoints.read(number, targets)
+        body = with_arrays(form, arrays)
+        if others:
+            opt_state, average = recipe.beside(form, body.model)
+            body = body._replace(
+                opt_state=opt_state if "opt_state" in others else body.opt_state,
+                average=average if "average" in others else body.average,
+            )
+        if "opt_state" in others:
+            warnings.warn(
+                f"The optimizer's state in checkpoint {number} has other arrays than that of this "
+                "optimizer. It is made anew; the model goes on.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+        return body, int(arrays["step"]), record
+
+    return checkpoints.newest(read)
+
+
+def named_arrays(tree: PyTree[Any]) -> dict[str, Any]:
+    """The arrays of a tree, or the shapes that stand for them, by path.
+
+    Raises:
+        ValueError: one is a key of random numbers.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
+    named = {_name(path): leaf for path, leaf in leaves}
+    keys = [dotted_name(name) for name, leaf in named.items() if is_key(leaf)]
+    if keys:
+        raise ValueError(
+            f"{keys[0]} is a key of random numbers. It may be secret, and no file holds one: give "
+            "the loss a `key` argument, or put None in its place by eqx.tree_at."
+        )
+    return named
+
+
+def with_arrays(tree: T, arrays: Mapping[str, Any]) -> T:
+    """The tree with those of its arrays replaced that have a name among these."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: arrays.get(_name(path), leaf) if is_array_or_shape(leaf) else leaf, tree
+    )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path).removeprefix(".")
+
+
+def part_of(name: str) -> str:
+    """The part of a state that an array belongs to."""
+    return name.split(".")[0].split("[")[0]
+
+
+def check_fits(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises a ValueError unless the arrays of two models have the same names and shapes."""
+    one, other = (_shapes("model", arrays) for arrays in (saved, wanted))
+    differences = [
+        f"{dotted_name(name)}: {one.get(name, 'nothing')} there, {other.get(name, 'nothing')} here"
+        for name in {**one, **other}
+        if one.get(name) != other.get(name)
+    ]
+    if differences:
+        raise _Misfit(
+            f"The model in {where} has other arrays than the one that was given: "
+            f"{'; '.join(differences)}. Give a model of the same structure."
+        )
+
+
+def _shapes(part: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in arrays.items() if part_of(name) == part}
+
+
+def _warn_not_saved(folder: RunPath, error: Exception) -> None:
+    warnings.warn(
+        f"A checkpoint could not be written to {folder} ({type(error).__name__}: "
+        f"{str(error)[:300]}). The run goes on; the checkpoint before stays.",
+        CheckpointWarning,
+        stacklevel=4,
+    )

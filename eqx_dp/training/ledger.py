@@ -1,0 +1,319 @@
+"""The ledger: how many steps each start of a run may have released; and the public statement.
+
+    ledger/3f6c0a2b9d417e85.json   one file a start; no other start writes to it
+    privacy.json                   what follows from plan and ledger, for everybody
+
+**Protocol.** Before a block of steps a start writes its own file: the steps that it has taken, and
+those of the block. Then it reads all files. If their sum exceeds the plan's steps, it withdraws the
+block, and takes none of its steps. At an orderly end it writes the exact number.
+
+**Guarantee.** All starts together take at most the plan's steps. Proof: of all blocks that were not
+withdrawn, let B be the one whose file was written last. Its start read the files afterwards, and
+each of them then held at least the steps that its start takes in all: blocks that count were
+written before, and an exact number replaces a larger one only when its steps are taken. Their sum
+was at most the plan's steps. It is assumed that a file which is written is seen by every later
+reading, on all hosts, and that nobody removes or edits files. Nothing is locked.
+
+**A process that is killed** leaves the announced block in its file. All its steps count, so the sum
+is never below what was released.
+"""
+
+import json
+import math
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from platform import python_version
+from typing import Any
+
+import jax
+
+from ..expected import RunPath
+from ..files import read_json, write_json
+from ..privacy import PrivacyPlan
+from .hosts import from_first_host, is_first_host
+from .step import Step
+
+LEDGER, PRIVACY, CHECKS, METRICS = "ledger", "privacy.json", "checks.json", "metrics.jsonl"
+_FORMAT, _STATEMENT, _VERSION = "eqx_dp.ledger", "eqx_dp.privacy", 1
+_COUNTS = ("start", "num_examples", "steps")
+_FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "made_by")
+
+
+class CheckpointWarning(UserWarning):
+    """A run goes on, and something in its directory was damaged, changed, or not written."""
+
+
+class CheckpointError(Exception):
+    """The directory of a run, or every checkpoint in it, cannot be used."""
+
+
+def versions() -> dict[str, str]:
+    """The releases of the libraries that make a run."""
+    names = ("eqx-dp", "jax", "equinox", "optax", "dp-accounting")
+    return {name.replace("-", "_"): version(name) for name in names} | {"python": python_version()}
+
+
+def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
+    """What each start wrote, by the name of its file.
+
+    Raises:
+        CheckpointError: a file is damaged, or of another release; two are of different runs.
+    """
+    folder = directory / LEDGER
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = {name: _entry(folder / name) for name in names if name.endswith(".json")}
+    first = next(iter(found.values()), {})
+    for fact in ("plan", "num_examples"):
+        if any(entry[fact] != first[fact] for entry in found.values()):
+            raise CheckpointError(
+                f"The files in {folder} disagree about the {fact}: one of them was edited, or is "
+                "of another run. Restore it from a backup."
+            )
+    return found
+
+
+def statement(
+    plan: PrivacyPlan, entries: Mapping[str, Mapping[str, Any]], epsilon: float
+) -> dict[str, Any]:
+    """The public statement: what may have been released in all, what it covers, what it does not.
+
+    It depends on the plan and the ledger, and not on the data.
+
+    Args:
+        plan: of the run.
+        entries: of the ledger.
+        epsilon: of the sum of their steps.
+    """
+    starts = list(entries.values())
+    steps = sum(entry["steps"] for entry in starts)
+    is_seeded = any(entry["randomness"] == "seeded" for entry in starts)
+    is_unsafe = any(entry["unsafe"] for entry in starts)
+    relation = plan.neighboring_relation.name
+    covers = (
+        f"The models of all {steps} steps that may have been released, seen together, are "
+        f"(epsilon, delta)-differentially private for data sets that are neighbors by {relation}, "
+        "if batches stay secret" + (" and so does the seed." if is_seeded else ".")
+        if math.isfinite(epsilon)
+        else "No privacy is guaranteed: epsilon is infinite."
+    )
+    does_not_cover = [
+        "how long steps take",
+        "choices that were made by looking at private data (hyperparameters, when to stop)",
+        "steps that a directory restored from an older backup does not know of",
+        *(["other runs with the same seed, whose noise is the same"] if is_seeded else []),
+        *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
+    ]
+    return {
+        "format": _STATEMENT,
+        "version": _VERSION,
+        "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
+        "delta": plan.delta,
+        "steps_released": steps,
+        "plan": json.loads(plan.to_json()),
+        "num_examples": starts[-1]["num_examples"],
+        "policy": starts[-1]["policy"],
+        "randomness": "seeded" if is_seeded else "fresh",
+        "covers": covers,
+        "does_not_cover": does_not_cover,
+    }
+
+
+class Tally:
+    """Counts steps; by itself, those of a start without a directory.
+
+    Attributes:
+        others: steps that all other starts may have released, when the files were last read.
+        taken: steps that this start has taken.
+    """
+
+    others = 0
+    taken = 0
+
+    @property
+    def released(self) -> int:
+        """Steps that were released, if no other start takes one meanwhile."""
+        return self.others + self.taken
+
+    def announce(self, steps: int, epsilon: Callable[[int], float]) -> None:
+        """Notes durably that so many more steps may be released, before they are taken.
+
+        Args:
+            steps: of the block.
+            epsilon: of a number of steps, for the public statement.
+
+        Raises:
+            CheckpointError: it cannot be noted; or another start has taken what was left.
+        """
+
+    def end(self, epsilon: Callable[[int], float]) -> None:
+        """Notes the exact number of steps. What cannot be noted costs a warning: more count."""
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the sum, and at least how many steps every start has taken."""
+        return {}
+
+
+class Ledger(Tally):
+    """The ledger of a directory, for one start. The first host alone reads and writes.
+
+    Args:
+        directory: of the run.
+        step: what the start takes.
+
+    Attributes:
+        start: the number of this start, from 0.
+
+    Raises:
+        CheckpointError: a file is damaged; the run in the directory has another plan or another
+            number of examples.
+    """
+
+    def __init__(self, directory: RunPath, step: Step[Any]):
+        self._directory, self._plan = directory, step.plan
+        self._file = directory / LEDGER / f"{secrets.token_hex(8)}.json"
+        self._entry: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "start": 0,
+            "plan": json.loads(step.plan.to_json()),
+            "num_examples": step.num_examples,
+            "steps": 0,
+            "ended": False,
+            "policy": None if step.policy is None else str(step.policy),
+            "unsafe": step.policy is not None and step.policy.unsafe,
+            "randomness": "seeded" if step.is_seeded else "fresh",
+            "made_by": versions()
+            | {"platform": jax.default_backend(), "devices": jax.device_count()}
+            | {"hosts": jax.process_count()},
+        }
+        self._is_written = False
+        self._known: dict[str, int] = {}
+        self.others, self.start = from_first_host(self._read_others)
+        self._entry["start"] = self.start
+
+    def announce(self, steps: int, epsilon: Callable[[int], float]) -> None:
+        """As for a `Tally`, on disk."""
+        self.others = from_first_host(lambda: self._announced(steps, epsilon))
+
+    def end(self, epsilon: Callable[[int], float]) -> None:
+        """As for a `Tally`, on disk."""
+        if not self._is_written or not is_first_host():
+            return
+        try:
+            self._write(self.taken, ended=True)
+            self._state(epsilon)
+        except OSError as error:
+            warnings.warn(
+                f"{self._file} cannot be written ({error.strerror}): steps that this start had "
+                "announced and not taken count as released.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+
+    def record(self) -> dict[str, Any]:
+        """As for a `Tally`: `released`, and `ledger`, steps by the names of files."""
+        if is_first_host():
+            for name, entry in entries_in(self._directory).items():
+                ended = entry["steps"] if entry["ended"] else 0  # else it may become less
+                self._known[name] = max(ended, self._known.get(name, 0))
+        self._known[self._file.name] = self.taken
+        return {"released": self.released, "ledger": dict(self._known)}
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        """Refuses a ledger that knows of fewer steps than a checkpoint.
+
+        Raises:
+            CheckpointError: a file is missing, or says fewer steps; it is named.
+        """
+        self._known = dict(record["ledger"])
+
+        def check() -> None:
+            found = entries_in(self._directory)
+            for name, steps in record["ledger"].items():
+                known = found[name]["steps"] if name in found else None
+                if known is None or known < steps:
+                    says = "is missing" if known is None else f"says {known} steps"
+                    raise CheckpointError(
+                        f"{self._directory / LEDGER / name} {says}, and a checkpoint knows of "
+                        f"{steps} steps of that start: epsilon would be too small. Restore the "
+                        "file from a backup; or start another run, in another directory."
+                    )
+
+        from_first_host(check)
+
+    # What the first host does.
+
+    def _read_others(self) -> tuple[int, int]:
+        """Steps of all other starts, and the number of the next start."""
+        entries = entries_in(self._directory)
+        entries.pop(self._file.name, None)
+        for name, entry in entries.items():
+            for fact in ("plan", "num_examples"):
+                if entry[fact] != self._entry[fact]:
+                    raise ValueError(
+                        f"The run in {self._directory} has another {fact} ({name}): {entry[fact]} "
+                        f"there, {self._entry[fact]} here. Epsilon holds for one plan and one data "
+                        "set: go on with those, or start another run, in another directory."
+                    )
+        released = sum(entry["steps"] for entry in entries.values())
+        return released, max((entry["start"] + 1 for entry in entries.values()), default=0)
+
+    def _announced(self, steps: int, epsilon: Callable[[int], float]) -> int:
+        try:
+            self._write(self.taken + steps)
+            others, next_start = self._read_others()
+            is_repeated = next_start > self.start and self._entry["randomness"] == "seeded"
+            excess = others + self.taken + steps - self._plan.steps
+            if excess <= 0 and not is_repeated:
+                self._state(epsilon)
+                return others
+            self._write(self.taken, ended=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"It cannot be noted in {self._directory} that {steps} more steps are taken "
+                f"({error.strerror}), so none of them is. Make room, or make the directory "
+                "writable, and start again to go on from the last checkpoint."
+            ) from None
+        left = max(0, self._plan.steps - others - self.taken)
+        reason = "it has announced steps as well" if excess > 0 else "both have one seed"
+        raise CheckpointError(
+            f"Another start in {self._directory} is under way, and {reason}: {left} of "
+            f"{self._plan.steps} steps are left. This start was about to take {steps}, and took "
+            "none of them. Start again when the other one has ended."
+        )
+
+    def _write(self, steps: int, *, ended: bool = False) -> None:
+        self._entry |= {"steps": steps, "ended": ended}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._file, self._entry)
+        self._is_written = True
+
+    def _state(self, epsilon: Callable[[int], float]) -> None:
+        """Writes the statement, and writes it again if another start announced meanwhile."""
+        before, entries = {}, entries_in(self._directory)
+        while entries != before:
+            steps = sum(entry["steps"] for entry in entries.values())
+            own = {self._file.name: entries[self._file.name]}  # the newest is the last
+            others = {name: entry for name, entry in entries.items() if name not in own}
+            figure = epsilon(min(steps, self._plan.steps))
+            write_json(self._directory / PRIVACY, statement(self._plan, others | own, figure))
+            before, entries = entries, entries_in(self._directory)
+
+
+def _entry(file: RunPath) -> dict[str, Any]:
+    try:
+        found = read_json(file)
+        if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+            raise ValueError(f"it is not of format {_FORMAT}, version {_VERSION}")
+        wrong = [name for name in _COUNTS if type(found.get(name)) is not int or found[name] < 0]
+        wrong += [name for name in _FACTS if name not in found]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is missing, or wrong")
+        return found
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be used: {error}. It says how many steps a start of this run may have "
+            "released. Restore it from a backup; or start another run, in another directory."
+        ) from None
