@@ -10,7 +10,8 @@ Clipped gradients: one example moves a sum by so much and no more
     filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
     explain, Explanation
 Plan, sample, noise: what makes the sum private, and what that costs
-    PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, key_from_secret
+    PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, add_noise,
+    key_from_secret
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
@@ -61,6 +62,7 @@ from .precision import parse_policy as parse_policy
 from .privacy import NeighboringRelation as NeighboringRelation
 from .privacy import PoissonSampler as PoissonSampler
 from .privacy import PrivacyPlan as PrivacyPlan
+from .privacy import add_noise as add_noise
 from .privacy import gaussian_privatizer as gaussian_privatizer
 from .privacy import key_from_secret as key_from_secret
 from .sharding import ShardingRules as ShardingRules

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from scipy import stats
 
-from ..checks.feedback import next_arguments
+from ..checks.arguments import next_arguments
 from .arguments import Arguments, next_call
 from .findings import Findings
 from .subject import Subject

@@ -1,6 +1,6 @@
-"""What a traced training step is checked against."""
+"""Checks of a traced step: against its policy, and against its privacy plan."""
 
+from .precision import PrecisionReport as PrecisionReport
 from .precision import check_precision as check_precision
-from .precision_report import PrecisionReport as PrecisionReport
 from .privacy import check_privacy as check_privacy
 from .privacy_report import PrivacyReport as PrivacyReport

@@ -1,8 +1,9 @@
-"""Which arrays among a step's arguments hold private data, as a user says it."""
+"""A step's arguments: which hold private data, as a user says it, and which come back."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -19,6 +20,7 @@ class Argument(NamedTuple):
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    dtype: Any
     is_key: bool
 
 
@@ -47,7 +49,7 @@ def arguments_of(
             heads.append(parameters[at.idx])
         tail = dotted(tuple(rest))
         names = tuple(f"{head}.{tail}" if tail else head for head in heads)
-        found.append(Argument(names, tuple(leaf.shape), is_key(leaf)))
+        found.append(Argument(names, tuple(leaf.shape), leaf.dtype, is_key(leaf)))
     return found
 
 
@@ -74,17 +76,26 @@ def private_among(
         private = (private,)
     entries: list[Any] = list(private) if isinstance(private, Iterable) else [private]
     if entries and all(isinstance(x, int | str) and not isinstance(x, bool) for x in entries):
-        found = [any(_is_under(a, str(entry)) for entry in entries) for a in arguments]
-        idle = [e for e in entries if not any(_is_under(a, str(e)) for a in arguments)]
-        if idle:
+        return under(arguments, entries, "private")
+    return _by_prefix(private, args, arguments)
+
+
+def under(arguments: Sequence[Argument], entries: Any, what: str) -> list[bool]:
+    """For each array whether positions or names say that it is meant.
+
+    Raises:
+        ValueError: what is none of the arguments is named.
+    """
+    named = [entries] if isinstance(entries, int | str) else [*entries]
+    for entry in named:
+        if not any(_is_under(argument, str(entry)) for argument in arguments):
             known = ", ".join(dict.fromkeys(a.names[-1].split(".")[0] for a in arguments))
             raise ValueError(
-                f"private names {shown(idle[0])}, under which the step has no array. Its arguments "
+                f"{what} names {shown(entry)}, under which the step has no array. Its arguments "
                 f"with arrays are: {known}. Give positions, names, or dotted paths that begin with "
                 "one of them."
             )
-        return found
-    return _by_prefix(private, args, arguments)
+    return [any(_is_under(argument, str(entry)) for entry in named) for argument in arguments]
 
 
 def _is_under(argument: Argument, entry: str) -> bool:
@@ -111,3 +122,41 @@ def _by_prefix(private: Any, args: Sequence[Any], arguments: Sequence[Argument])
     if not any(found):
         raise ValueError(f"{how}; it says False everywhere.")
     return found
+
+
+# Which results come back as arguments: the state that a step carries along.
+
+_Kind: TypeAlias = tuple[tuple[int, ...], Any]  # shape and dtype
+
+
+def next_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: PyTree[Any]
+) -> list[list[int]]:
+    """For each array that a step returns, the arguments that it may be in the next call.
+
+    What a caller does with results is in no program, so places decide, of equal shapes and dtypes:
+
+    | a step | the result `state` comes back as |
+    |---|---|
+    | `step(model, state, *batch) -> (model, state)` | the argument at the same place |
+    | `step(state, *batch) -> state` | an argument that has its arrays at the same paths |
+    | `step(state, *batch) -> (loss, state)` | the same, if nothing fits at its own place |
+
+    Returns:
+        A list for each array among the results, of numbers of arrays among the arguments.
+    """
+    at_place: dict[Any, list[int]] = {}
+    at_path: defaultdict[Any, list[int]] = defaultdict(list)
+    for i, (path, kind) in enumerate(_arrays((tuple(args), dict(kwargs)))):
+        at_place[path[1:], kind] = [i]
+        at_path[path[2:], kind].append(i)
+    return [
+        at_place.get((path, kind)) or [*at_path[path, kind], *at_path[path[1:], kind]]
+        for path, kind in _arrays(results)
+    ]
+
+
+def _arrays(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], _Kind]]:
+    """Arrays and what stands for them, as `eqx.filter_make_jaxpr` takes them, with their paths."""
+    arrays = eqx.filter(tree, is_array_or_shape)
+    return [(path, (tuple(leaf.shape), leaf.dtype)) for path, leaf in tree_leaves_with_path(arrays)]

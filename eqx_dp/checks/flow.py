@@ -1,6 +1,7 @@
 """Facts about values, followed through a program: from those about its inputs to its results'."""
 
 import abc
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,6 +23,21 @@ from ..programs import (
 )
 
 Fact = TypeVar("Fact")
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """The shape of what a variable or a literal holds; of what is no array, ()."""
+    return tuple(getattr(variable.aval, "shape", ()))
+
+
+def size_of(variable: Any) -> int:
+    """How many entries it has."""
+    return math.prod(shape_of(variable))
+
+
+def dtype_of(variable: Any) -> Any:
+    """Their dtype; None of what is no array."""
+    return getattr(variable.aval, "dtype", None)
 
 
 class Loop(NamedTuple):
@@ -47,7 +63,8 @@ class Context(NamedTuple):
         path: the equations that led here and the one at hand, which tells apart two calls of one
             program.
         loops: around it, outermost first.
-        branches: around it: where the choice is, and the number of the branch.
+        is_branch: whether a choice is around it.
+        axes: mesh axes of the devices that each run the equation on their own part.
         line_of: finds the source line of an equation, given that of what holds its program.
     """
 
@@ -57,7 +74,8 @@ class Context(NamedTuple):
     is_final: bool = True
     path: tuple[int, ...] = ()
     loops: tuple[Loop, ...] = ()
-    branches: tuple[tuple[Hashable, int], ...] = ()
+    is_branch: bool = False
+    axes: frozenset[str] = frozenset()
     line_of: Callable[[jex_core.JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
     def at(self, equation: jex_core.JaxprEqn) -> "Context":
@@ -79,9 +97,8 @@ class Context(NamedTuple):
 class Flow(abc.ABC, Generic[Fact]):
     """Follows facts through calls, loops, branches, derivative rules and `shard_map`.
 
-    What a fact is, and what an equation makes of those about its operands, is up to a subclass.
-    What steers a choice or a loop is told of nothing that is made there. Of a choice all branches
-    count, and of a `while` loop one step.
+    What a fact is, and what an equation makes of those about its operands, is up to a subclass. Of
+    a choice all branches count, and of a `while` loop one step.
 
     Attributes:
         nothing: what is known of constants and literals.
@@ -114,6 +131,25 @@ class Flow(abc.ABC, Generic[Fact]):
         del value
         return self.nothing
 
+    def sliced(self, context: Context, fact: Fact) -> Fact:
+        """What is known of a slice that a scan takes of what it goes over."""
+        del context
+        return fact
+
+    def stacked(self, context: Context, fact: Fact) -> Fact:
+        """What is known of the results of a scan's turns, side by side."""
+        del context
+        return fact
+
+    def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
+        """What is known of results that a condition chooses, or of which it says how often."""
+        del context, by
+        return results
+
+    def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
+        """What is known of the results of a `shard_map`."""
+        return self.program(spread.body, inputs, context)
+
     def program(
         self, program: jex_core.ClosedJaxpr, inputs: Sequence[Fact], context: Context
     ) -> list[Fact]:
@@ -121,7 +157,7 @@ class Flow(abc.ABC, Generic[Fact]):
         if context.is_final:
             return self.equations(program, inputs, context)
         # Loops within loops are gone round many times, mostly with nothing new.
-        key = program.jaxpr, tuple(inputs), context.scope, context.line
+        key = program.jaxpr, tuple(inputs), context.path
         if key not in self._known:
             self._known[key] = self.equations(program, inputs, context)
         return self._known[key]
@@ -146,24 +182,27 @@ class Flow(abc.ABC, Generic[Fact]):
             case Call(body=body):
                 return self.program(body, inputs, context)
             case ShardMap() as spread:  # on so many devices, each with shapes of its own
-                context = context._replace(times=context.times * spread.num_devices)
-                return self.program(spread.body, inputs, context)
+                axes, times = context.axes | spread.axes, context.times * spread.num_devices
+                return self.on_devices(context._replace(times=times, axes=axes), spread, inputs)
             case Scan() as scan:
-                return self._loop(context.turn(scan.length), scan.body, *scan.split(inputs))
+                return self.loop(context.turn(scan.length), scan.body, *scan.split(inputs))
             case While() as loop:
                 of_condition, of_body, carry = loop.split(inputs)
-                carry = self._loop(context.turn(None), loop.body, of_body, carry, [])
-                self.program(loop.condition, [*of_condition, *carry], context)
-                return carry
+                turn = context.turn(None)
+                carry = self.loop(turn, loop.body, of_body, carry, [])
+                (by,) = self.program(loop.condition, [*of_condition, *carry], turn)
+                return self.steered(context, by, carry)
             case Cond() as cond:
-                found = [self.program(branch, inputs[1:], context) for branch in cond.branches]
-                return [self.joined(facts) for facts in zip(*found, strict=True)]
+                within = context._replace(is_branch=True)
+                found = [self.program(branch, inputs[1:], within) for branch in cond.branches]
+                joined = [self.joined(facts) for facts in zip(*found, strict=True)]
+                return self.steered(context, inputs[0], joined)
             case LinearSolve() as system:
                 return self.program(system.solve, system.split(inputs), context)
             case None:
-                return self._primitive(context, equation, inputs)
+                return self.primitive(context, equation, inputs)
 
-    def _primitive(
+    def primitive(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
     ) -> list[Fact]:
         """An equation with no program inside, or with programs that `inside` does not know.
@@ -184,7 +223,7 @@ class Flow(abc.ABC, Generic[Fact]):
             everything = self.joined([everything, *results])
         return [everything] * len(equation.outvars)
 
-    def _loop(
+    def loop(
         self,
         context: Context,
         body: jex_core.ClosedJaxpr,
@@ -194,6 +233,7 @@ class Flow(abc.ABC, Generic[Fact]):
     ) -> list[Fact]:
         """Goes round a loop until nothing new is learned of what it carries, and once more."""
         size, before = len(carry), context._replace(is_final=False)
+        slices = [self.sliced(context, fact) for fact in slices]
 
         def step(carry: list[Fact], context: Context) -> list[Fact]:
             return self.program(body, [*consts, *carry, *slices], context)
@@ -205,4 +245,4 @@ class Flow(abc.ABC, Generic[Fact]):
         if context.is_final:
             for variable, fact in zip(body.jaxpr.invars[len(consts) :], carry, strict=False):
                 self.carried(context, variable, fact)
-        return [*carry, *results[size:]]
+        return [*carry, *(self.stacked(context, fact) for fact in results[size:])]

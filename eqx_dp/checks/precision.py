@@ -1,8 +1,9 @@
 """`check_precision`: a whole training step is checked against its policy, on its traced program."""
 
+import json
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,12 +13,84 @@ import jax.numpy as jnp
 from ..expected import function
 from ..precision import Policy, checked_policy
 from ..shown import some
+from ..tables import Part, tabular
 from ..trees import PyTree
-from .feedback import next_arguments
+from .arguments import next_arguments
 from .flow import Context
-from .precision_facts import NOTHING, Facts
-from .precision_flow import PrecisionFlow
-from .precision_report import PrecisionReport, Violation
+from .precision_flow import Operation, PrecisionFlow, Violation
+from .widths import NOTHING, Facts
+
+_FORMAT = "eqx_dp.PrecisionReport"
+_VERSION = 1
+
+
+@tabular
+class PrecisionReport(NamedTuple):
+    """What `check_precision` found; its `str` is a table.
+
+    Attributes:
+        policy: what the step was checked against.
+        violations: a row for each thing that runs otherwise than declared, with its stage, what was
+            declared, what was found, and the source line.
+        summary: what runs in which dtype: FLOPs of contractions, every sum over examples, every
+            collective, every draw that feeds the noise, every addition of noise. What runs under
+            a module rule has a row of its own.
+        notes: what the check could not see, or what the policy gives away.
+    """
+
+    policy: Policy
+    violations: tuple[Violation, ...]
+    summary: tuple[Operation, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything runs as declared."""
+        return not self.violations
+
+    def raise_if_violated(self) -> None:
+        """Does nothing if everything runs as declared.
+
+        Raises:
+            ValueError: if something does not; the message is the table.
+        """
+        if not self.ok:
+            raise ValueError(f"The step does not keep to its policy.\n{self}")
+
+    def to_json(self) -> str:
+        """Writes the report as JSON.
+
+        The keys are those of the attributes, and `ok`; the policy is its name and its text, and a
+        row is an object.
+        """
+        found = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "ok": self.ok,
+            "policy": {"name": self.policy.name, "text": str(self.policy)},
+            "violations": [row._asdict() for row in self.violations],
+            "summary": [row._asdict() for row in self.summary],
+            "notes": self.notes,
+        }
+        return json.dumps(found, indent=2)
+
+    def _parts(self) -> Iterator[Part]:
+        count = len(self.violations)
+        found = "as declared" if self.ok else f"{count} violation{'s' * (count != 1)}"
+        name = self.policy.name or "the policy"
+        yield f"{found}: {name} ({self.policy})"
+        yield from (f"note: {note}" for note in self.notes)
+        if self.violations:
+            yield ""
+            yield [("stage", "declared", "found", "where"), *self.violations]
+        head = ("what", "stage", "dtype", "amount", "times", "where")
+        yield ""
+        yield [head, *map(_cells, self.summary)]
+
+
+def _cells(row: Operation) -> tuple[str, ...]:
+    amount = f"{row.amount:.3g} {'FLOPs' if row.kind == 'contraction' else 'numbers'}"
+    return row.kind, row.stage, row.dtype, amount, str(row.times), row.where
 
 
 def check_precision(

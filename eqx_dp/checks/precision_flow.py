@@ -7,22 +7,62 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p, scatter_add_p, select_n_p
 
-from ..isolation import dtype_of, shape_of, size_of
 from ..precision import Matmul, ModuleRule, Policy
 from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
 from ..programs import COLLECTIVES, SUMS_OF_DEVICES, equation_flops, has_free_dimensions, named
-from .flow import Context, Flow
-from .precision_facts import NOTHING, Draw, Facts
-from .precision_report import Operation, Violation
+from .flow import Context, Flow, dtype_of, shape_of, size_of
 from .widths import (
     CONTRACTIONS,
+    NOTHING,
+    Draw,
+    Facts,
     Width,
     bits_dropped,
+    is_float8,
+    known_width,
     narrowest_inside,
-    width_of,
+    product_of,
     width_of_number,
     width_of_result,
+    width_of_variable,
 )
+
+
+class Violation(NamedTuple):
+    """One thing that runs otherwise than declared.
+
+    Attributes:
+        stage: where in the step.
+        declared: what the policy says.
+        found: what the program does.
+        where: the source line.
+    """
+
+    stage: str
+    declared: str
+    found: str
+    where: str
+
+
+class Operation(NamedTuple):
+    """What the program does at one stage in one dtype.
+
+    Attributes:
+        kind: `"contraction"`, `"sum over examples"`, `"collective"`, `"draw"`, `"noise addition"`.
+        stage: where in the step; under a module rule, with the rule's pattern.
+        dtype: of the operands; of the result of a sum.
+        amount: FLOPs of contractions, else numbers.
+        times: how often an equation of this kind runs.
+        where: the source line; empty for contractions, which are added up.
+    """
+
+    kind: str
+    stage: str
+    dtype: str
+    amount: int
+    times: int
+    where: str
+
 
 _STAGES = {
     "probe": "loss scale probe",
@@ -79,9 +119,9 @@ class PrecisionFlow(Flow[Facts]):
         self._counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         self._rules_met: set[str] = set()
         self._policy = policy
-        self._compute = _width(policy.compute_dtype)
-        self._accumulate = _width(policy.accumulate_dtype)
-        self._noise = _width(policy.noise_dtype)
+        self._compute = known_width(policy.compute_dtype)
+        self._accumulate = known_width(policy.accumulate_dtype)
+        self._noise = known_width(policy.noise_dtype)
         self._rules = {rule.match: rule for rule in policy.modules}
 
     @property
@@ -134,7 +174,7 @@ class PrecisionFlow(Flow[Facts]):
 
     def carried(self, context: Context, variable: Any, fact: Facts) -> None:
         """Checks a total that microbatches are added to: it is wide."""
-        width = _width_of(variable) if fact.clipped else None
+        width = width_of_variable(variable) if fact.clipped else None
         shown, how = _STAGES["microbatches"], " carried by a loop"
         self._at_least(self._accumulate, width, shown, context.line, how)
 
@@ -165,7 +205,7 @@ class PrecisionFlow(Flow[Facts]):
 
     def _contraction(self, case: _Case) -> None:
         equation, scope = case.equation, case.context.scope
-        operands = [w for v in equation.invars[:2] if (w := _width_of(v)) is not None]
+        operands = [w for v in equation.invars[:2] if (w := width_of_variable(v)) is not None]
         if len(operands) < 2:  # of integers
             return
         shown = _STAGES.get(case.stage or "", "outside of the engine")
@@ -177,7 +217,7 @@ class PrecisionFlow(Flow[Facts]):
             self._is_as_precise(case, shown)
             shown += "" if rule is None else f" in {rule.match}"
         flops = equation_flops(equation)
-        self._count(case.context, "contraction", shown, _product_of(operands), flops, "")
+        self._count(case.context, "contraction", shown, product_of(operands), flops, "")
 
     def _runs_as_declared(
         self, case: _Case, operands: list[Width], rule: ModuleRule | None, shown: str
@@ -190,29 +230,32 @@ class PrecisionFlow(Flow[Facts]):
         equation, line = case.equation, case.context.line
         if any(jnp.issubdtype(dtype_of(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
-        declared = self._compute if rule is None else _width(rule.compute_dtype)
+        declared = self._compute if rule is None else known_width(rule.compute_dtype)
         matmul = self._policy.matmul if rule is None or rule.matmul is None else None
-        if matmul is not None and (has_free_dimensions(equation) or _is_float8(operands)):
+        if matmul is not None and (has_free_dimensions(equation) or is_float8(operands)):
             self._runs_narrow(case, operands, matmul, shown)
             return
         name = declared.name + ("" if rule is None else f" (in {rule.match})")
-        widths = [*operands, _width_of(equation.outvars[0])]
+        widths = [*operands, width_of_variable(equation.outvars[0])]
         narrower = [width.name for width in widths if width and width.narrower(declared)]
         as_declared = [operand.name == declared.name for operand in operands]
         if narrower:
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            self._violation(shown, name, f"{_product_of(operands)}, wider", line)
+            self._violation(shown, name, f"{product_of(operands)}, wider", line)
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
-        line, found = case.context.line, _product_of(operands)
+        line, found = case.context.line, product_of(operands)
         names = {str(matmul.forward)} | ({str(matmul.backward)} if shown == "backward" else set())
         name = f"{' or '.join(sorted(names))}, scaling {matmul.scaling}"
-        result, names_found = _width_of(case.equation.outvars[0]), {one.name for one in operands}
+        result, names_found = (
+            width_of_variable(case.equation.outvars[0]),
+            {one.name for one in operands},
+        )
         if not is_in_narrow_product(case.context.scope):
             self._violation(shown, name, f"{found}, not scaled by the engine", line)
-        elif result is not None and result.narrower(_width(jnp.float32)):
+        elif result is not None and result.narrower(known_width(jnp.float32)):
             self._violation(shown, f"{name}, summed in float32", f"sums in {result.name}", line)
         # Two formats that one primitive does not take become one that holds both.
         elif not names_found <= names and (len(names) == 1 or len(names_found) > 1):
@@ -223,8 +266,8 @@ class PrecisionFlow(Flow[Facts]):
 
         A scale of the user's own could come from a batch, or from earlier steps.
         """
-        matmul, width = self._policy.matmul, _width_of(case.equation.outvars[0])
-        if matmul is None or matmul.scaling == "none" or width is None or not _is_float8([width]):
+        matmul, width = self._policy.matmul, width_of_variable(case.equation.outvars[0])
+        if matmul is None or matmul.scaling == "none" or width is None or not is_float8([width]):
             return
         if not is_in_narrow_product(case.context.scope):
             declared = f"scaling {matmul.scaling}"
@@ -247,7 +290,7 @@ class PrecisionFlow(Flow[Facts]):
         equation, line, shown = case.equation, case.context.line, _STAGES[stage]
         name, before = equation.primitive.name, None
         if equation.primitive is convert_element_type_p:
-            before = _width_of(equation.invars[0])
+            before = width_of_variable(equation.invars[0])
         narrows = before is not None and not before.narrower(self._accumulate)
         for variable in equation.outvars:
             width = width_of_result(equation, variable)
@@ -263,7 +306,7 @@ class PrecisionFlow(Flow[Facts]):
         """Where devices add up clipped sums, they do it wide."""
         name, line = case.equation.primitive.name, case.context.line
         for variable, facts in zip(case.equation.invars, case.inputs, strict=True):
-            width = _width_of(variable)
+            width = width_of_variable(variable)
             if width is None:
                 continue
             is_ours = facts.clipped or case.stage == "devices"
@@ -275,7 +318,7 @@ class PrecisionFlow(Flow[Facts]):
     def _addition(self, case: _Case, noise: Facts) -> None:
         """Noise is drawn, scaled and added wide."""
         variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
-        width = _width_of(variable)
+        width = width_of_variable(variable)
         if width is not None:
             self._count(case.context, shown, shown, width.name, size_of(variable), line)
             self._at_least(self._noise, width, shown, line)
@@ -337,12 +380,13 @@ def _noise_added(case: _Case) -> Facts | None:
     Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
     """
     _, equation, inputs, stage = case
-    if equation.primitive.name not in _ADDITIONS | _JOINS or _width_of(equation.outvars[0]) is None:
+    is_joined = equation.primitive.name in _ADDITIONS | _JOINS
+    if not is_joined or width_of_variable(equation.outvars[0]) is None:
         return None
     drawn = [
         facts
         for facts, variable in zip(inputs, equation.invars, strict=True)
-        if facts.draws and not facts.clipped and _width_of(variable) is not None
+        if facts.draws and not facts.clipped and width_of_variable(variable) is not None
     ]
     if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
         return drawn[0]
@@ -354,21 +398,3 @@ def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
     if equation.primitive is scatter_add_p:
         return shape_of(equation.invars[0]) == shape_of(equation.invars[2])
     return equation.primitive.name not in _JOINS
-
-
-def _product_of(operands: list[Width]) -> str:
-    return " x ".join(dict.fromkeys(operand.name for operand in operands))
-
-
-def _is_float8(widths: list[Width]) -> bool:
-    return any(1 + width.exponent + width.digits <= 8 for width in widths)
-
-
-def _width(dtype: Any) -> Width:
-    width = width_of(dtype)
-    assert width is not None
-    return width
-
-
-def _width_of(variable: Any) -> Width | None:
-    return width_of(dtype_of(variable))

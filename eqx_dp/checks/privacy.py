@@ -1,21 +1,27 @@
 """`check_privacy`: a training step is checked against its plan, on its traced program."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast, runtime_checkable
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan
+from ..programs import users_line
 from ..shown import shown, some
-from .arguments import arguments_of, private_among, traceable
-from .calls import TracedStep, calls_of
-from .feedback import next_arguments
+from ..trees import is_array_or_shape, is_key
+from .arguments import Argument, arguments_of, next_arguments, private_among, traceable, under
+from .facts import Fact, Kind, Ref, union
+from .flow import Context
+from .keys import Along, Key, Number
+from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport
-from .verdict import names_it, report_on
+from .verdict import Result, TracedStep, names_it, report_on
 
 
 @runtime_checkable
@@ -38,6 +44,8 @@ def check_privacy(
     private: Any = None,
     plan: PrivacyPlan | None = None,
     disclose: Iterable[str] = (),
+    kept: Iterable[str] = (),
+    public_rows: Iterable[int | str] = (),
     **kwargs: Any,
 ) -> PrivacyReport:
     """Checks that private data leaves a training step through the plan's noise, and no other way.
@@ -51,56 +59,62 @@ def check_privacy(
     dp.check_privacy(by_hand, model, opt_state, xs, ys, mask, private=(2, 3, 4), plan=plan)
     ```
 
-    Each value is public, private, a clipped sum with its sensitivity, or made of releases. The
-    engine (`filter_clipped_grad`) makes clipped sums and shows their bounds in the program. Linear
-    arithmetic on them changes the sensitivity by a factor that is known. Independent normal noise
-    of standard deviation s turns a sum of sensitivity S into a release of noise multiplier s / S.
-    What is made of releases alone is post-processing.
+    Each value is public, a clipped sum with a bound on its sensitivity, or private. The engine
+    (`filter_clipped_grad`) makes clipped sums and shows their bounds in the program; the noise
+    (`plan.privatizer`, `gaussian_privatizer`, `add_noise`) shows its standard deviation and its
+    key. Noise of standard deviation s turns a sum of sensitivity S into a release of noise
+    multiplier s / S, and what is made of releases alone is post-processing. Only proven facts
+    count: a value of which nothing is proven is private, and what is not proven is undecided.
 
     | rule | what is checked |
     |---|---|
-    | release | a result that private data is in is a release, is named in `disclose`, or stays in \
-the state: then it is listed as kept, and must not be published |
-    | noise | the noise multiplier of all releases of a step together, from the numbers in the \
-program, and how many steps a call takes, are at least as the plan has them |
+    | release | a result that private data is in is a release, or is named in `disclose` or `kept` |
+    | noise | the noise multiplier of all releases of a step together, and how many steps a call \
+takes, are at least as the plan has them |
     | side door | no private value goes into a callback, a print, `eqx.error_if` or a mutable \
-array, decides how long a loop runs or which branch is taken (outside of the engine), or a shape |
-    | fresh noise | no two draws have one key, or one key and a key split from it; the loss's key \
-is another one; keys change from turn to turn of a loop and from call to call |
-    | examples apart | rows of the data do not meet before the engine clips |
+array, or decides how long a loop runs or which branch is taken (outside of the engine) |
+    | fresh noise | each noise has a key for nothing else, another one in each turn of a loop and \
+in each call |
+    | examples apart | examples of the engine are rows of the private arguments, each once, and \
+what they meet slot by slot is the same for all, or drawn independently with a fresh key |
     | padding | the engine is given a mask, if the plan samples |
 
-    **Guarantee.** If the report is `ok`, one call of the step is, for the values that the arguments
-    not named as private hold, a Gaussian mechanism on the private arguments with at least the
-    report's `noise_multiplier` (repeated `steps` times on other samples), and nothing else in its
-    results depends on them but what `kept` and `disclosed` list. It holds under these assumptions:
+    **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
+    private arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
+    samples, and its other results and side effects do not depend on them, but for what `kept` and
+    `disclosed` list. It holds under these assumptions:
 
     - Private arguments hold one example a row. Arguments of equal length belong together row by
-      row, and no example stands in two rows. Rows are drawn as the plan says (`plan.sampler`). An
-      example that is left out moves those behind it by one row, as the sampler does it.
-    - Indices and other numbers in an argument do not repeat. Counters stay below 2^24.
-    - Results come back as the arguments at their places, as `check_precision` describes it. A key
-      that nothing comes back as is another one in each call.
-    - Different arguments and constants are different, independent keys, and the generator's numbers
-      are independent for different keys. All keys are secret, and so are seeds that the program
-      holds as constants.
-    - Numbers are real: what floating point loses, `check_precision` and the engine's own bounds
+      row, and no example stands in two rows. An example that is left out moves those behind it by
+      one row, as the sampler does it. Indices in an argument do not repeat. Where arguments are
+      stacks of batches, under `scan` or one after another, each batch is a sample of its own.
+    - All other arguments are the same for every example, and are chosen without the data. So are
+      arrays that the step closes over.
+    - Results come back as the arguments at their places. Counters stay below 2^31. What the caller
+      gives anew (`notes` names it: a key, a number folded into one) is never given twice.
+    - Different keys among arguments and constants are independent and secret.
+    - Trusted are JAX's batching rules, what the engine and the noise state, `dp_accounting`, and
+      real arithmetic: what floating point loses, `check_precision` and the engine's bounds
       speak of.
-    - The data is in arguments. What a function closes over is taken for public.
 
     | case | the report |
     |---|---|
     | several losses with noise each | one mechanism: 1 / sum of (sensitivity / noise)^2, rooted |
     | a sum of k clipped sums of one batch | sensitivity k times as large |
-    | a sum of clipped sums of all disjoint slices of a batch | that of one |
-    | some of the slices, or each with noise of its own | twice that of each: rows move |
+    | noise drawn by `jax.random.normal`, or of another distribution | undecided: use `add_noise` |
+    | sums over slices or chunks of a batch by hand | undecided: the engine makes microbatches |
+    | an array that is not private meets rows slot by slot | undecided, unless `public_rows` \
+names it |
     | rows that meet constants of their slots (stratified times, ramps) | undecided: rows move |
-    | a clipped sum times a traced number | undecided: give the factor as a constant |
-    | noise of another distribution | undecided |
+    | a clipped sum times a traced number, a matrix, through a gather | undecided |
     | a clipped sum by other code than the engine's | undecided: its sensitivity is not known |
-    | a clipped sum that is kept over calls, and then noised | undecided |
+    | sums of devices, added up by `psum` in `shard_map` | one sum, if devices have one model |
+    | private data stays in the state | undecided, unless `kept` names it; a violation if the next \
+call's model is made of it |
+    | noise in one of two branches | counts as if both were taken |
     | noise after a nonlinear optimizer | a violation: unbounded |
-    | a call that takes several steps in a scan | `steps` of the plan, each on rows of its own |
+    | a call that takes several steps in a scan | `steps` of the plan, each on a batch of its own |
+    | an error within the check | undecided, with the line |
 
     It does not see: what a caller does with results; timing, beyond loops and branches; what a
     compiler makes of the program.
@@ -116,6 +130,10 @@ is another one; keys change from turn to turn of a loop and from call to call |
         plan: what the noise is held against; for a step of `make_step` it is known.
         disclose: patterns of dotted paths of results, or of their ends (`"2"`, `"loss"`), that are
             released without noise knowingly.
+        kept: patterns of results that come back in the next call and that private data may stay
+            in. Nobody may see them, nor what is made of them.
+        public_rows: positions, names or dotted paths of arguments that are not private and have a
+            row for each example, which goes with the example.
         **kwargs: more arguments, by name.
 
     Returns:
@@ -123,8 +141,8 @@ is another one; keys change from turn to turn of a loop and from call to call |
         table.
 
     Raises:
-        ValueError: `private` is missing, or names nothing; `disclose` matches no result; `plan` is
-            no plan.
+        ValueError: `private` or `public_rows` is missing, or names nothing; `disclose` or `kept`
+            matches no result; `plan` is no plan.
     """
     made = cast(object, fn)
     if isinstance(made, TrainsPrivately):
@@ -136,25 +154,107 @@ is another one; keys change from turn to turn of a loop and from call to call |
     args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)
     is_private = private_among(arguments, private, args)
+    has_rows = under(arguments, public_rows, "public_rows")
     try:
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         return _untraceable(error, plan)
     leaves = jax.tree_util.tree_leaves_with_path(results)
     names = [dotted(path) or "the result" for path, _ in leaves]
-    patterns = _checked_patterns(disclose, names)
+    is_disclosed = _named_by("disclose", disclose, names)
+    is_kept = _named_by("kept", kept, names)
     returns = next_arguments(args, kwargs, results)
     # A result may be a state if it is inside of something, and not one of several by itself.
     is_several = type(results) in (tuple, list)
     in_state = [len(path) > 1 or not is_several for path, _ in leaves]
-    step = TracedStep(program, arguments, is_private, names, returns, in_state)
-    reports = (report_on(step, call, plan, patterns) for call in calls_of(step))
-    report = next(reports)
-    for later in reports:
-        if report.violations:
-            break
-        report = report if later.ok else later
-    return report
+
+    def followed(back: frozenset[int]) -> tuple[PrivacyFlow, list[Fact]]:
+        facts = [
+            _private(i, argument)
+            if is_private[i] or has_rows[i]
+            else Fact(Kind.PRIVATE, reason="kept", where=f"argument {argument.names[-1]}")
+            if i in back
+            else _public(i, argument)
+            for i, argument in enumerate(arguments)
+        ]
+        flow = PrivacyFlow()
+        line_of = functools.partial(users_line, within="check_privacy")
+        return flow, flow.program(program, facts, Context(line_of=line_of))
+
+    def coming_back(found: list[Fact], which: list[bool]) -> frozenset[int]:
+        ways = zip(found, returns, which, strict=True)
+        return union(at for fact, at, is_meant in ways if is_meant and not fact.is_public)
+
+    back = frozenset[int]()
+    flow, found = followed(back)
+    while (now := back | coming_back(found, is_kept)) != back:
+        back = now
+        flow, found = followed(back)
+    # What comes back unnamed must not reach the model of the next call.
+    others = coming_back(found, [not one for one in is_disclosed]) - back
+    later = followed(back | others)[0].record.found if others else ()
+    reaches = any(finding.rule == "release" for finding in later)
+    lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
+    lengths |= {getattr(made, "num_examples", None)}
+    _check_constants(flow, lengths)
+    known = map(Result, names, found, returns, in_state, is_disclosed, is_kept)
+    last = [argument.names[-1] for argument in arguments]
+    same = _same_keys(args, kwargs)
+    step = TracedStep(flow.record, last, same, [*known], reaches)
+    return report_on(step, plan)
+
+
+def _private(i: int, argument: Argument) -> Fact:
+    """An argument with an example a row."""
+    shape = argument.shape
+    refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
+    return Fact(Kind.PRIVATE, refs=refs, indexes=("as it is", i), reason="data")
+
+
+def _public(i: int, argument: Argument) -> Fact:
+    """An argument that is the same for all examples: a number that counts, a key, or an array."""
+    shape, dtype = argument.shape, argument.dtype
+    root = ("argument", i)
+    if argument.is_key:
+        return Fact(key=Key(root, _places(shape)))
+    if dtype == np.uint32 and shape[-1:] == (2,):
+        return Fact(key=Key(root, _places(shape[:-1]), is_words=True))
+    if not shape and np.issubdtype(dtype, np.integer) and np.dtype(dtype).itemsize >= 4:
+        return Fact(number=Number(root))
+    return Fact()
+
+
+def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
+    """Arguments and constants that hold the key of an earlier argument."""
+    found, first = dict[Any, Any](), dict[bytes, Any]()
+    arrays = eqx.filter((tuple(args), dict(kwargs)), is_array_or_shape)
+    for i, leaf in enumerate(jax.tree.leaves(arrays)):
+        if eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32):
+            words = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
+            root = first.setdefault(words, ("argument", i))
+            found |= {("argument", i): root, ("constant", words): root}
+    return found
+
+
+def _places(shape: tuple[int, ...]) -> tuple[Number, ...]:
+    """Keys of an array are different ones."""
+    along = (Along(d, math.prod(shape[d + 1 :]), length) for d, length in enumerate(shape))
+    return (Number(None, 0, tuple(along)),) if shape else ()
+
+
+def _check_constants(flow: PrivacyFlow, lengths: set[int | None]) -> None:
+    """Arrays that the step closes over and that are as long as the batch or the data."""
+    for value in flow.record.constants:
+        if np.shape(value)[0] in lengths and not flow.constant(value).even:
+            flow.record.note(
+                Context(line="the step"),
+                "examples apart",
+                f"the step closes over an array of shape {np.shape(value)}, which has as many rows "
+                "as the batch or the data",
+                "Pass it as an argument. If it holds private data, name it in private=; if it has "
+                "a public row for each example, name it in public_rows=.",
+                is_decided=False,
+            )
 
 
 def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
@@ -169,13 +269,13 @@ def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
     return PrivacyReport(plan, (), (finding,), (), (), (), math.inf, 0, ())
 
 
-def _checked_patterns(disclose: Iterable[str], names: list[str]) -> tuple[str, ...]:
-    patterns = (disclose,) if isinstance(disclose, str) else tuple(disclose)
-    for pattern in patterns:
+def _named_by(what: str, patterns: Iterable[str], names: list[str]) -> list[bool]:
+    known = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in known:
         if not any(names_it(pattern, name) for name in names):
             raise ValueError(
-                f"disclose names {shown(pattern)}, which is none of the results. Results are: "
+                f"{what} names {shown(pattern)}, which is none of the results. Results are: "
                 f"{some(names, 20)}. "
                 "Name one of them, or a pattern that matches one."
             )
-    return patterns
+    return [any(names_it(pattern, name) for pattern in known) for name in names]

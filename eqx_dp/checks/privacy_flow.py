@@ -1,304 +1,394 @@
-"""Private data followed through a step, from its arguments to every result."""
+"""What is known of the values of a training step, from its arguments to its results."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import jax.extend.core as jex_core
+import numpy as np
 
-from ..gradients import mark_of
-from ..programs import Cond, Scan, ShardMap, While, inside, programs_of
-from . import loops, rows
-from .doors import DOORS
-from .engine import Engine
-from .equations import Equations
-from .flow import Context
-from .record import Record
-from .releases import Source, joint_bound
-from .values import (
-    SOME,
-    Cut,
-    Linear,
-    Private,
-    Public,
-    Random,
-    Rows,
-    Sum,
-    Value,
-    either,
-    made_of,
+from ..gradients import Mark
+from ..privacy import NoiseMark
+from ..programs import (
+    COLLECTIVES,
+    SUMS_OF_DEVICES,
+    ShardMap,
+    equations,
+    mark_on,
+    programs_of,
+)
+from .facts import Alike, Cut, Fact, Kind, either, evaluated, made_of, of_array, union
+from .flow import Context, Flow, shape_of
+from .keys import Key, Number
+from .marked import DOORS, Record, engine_call, noise
+from .numbers import counted, key_of, sliced
+from .rows import dimensions, gathered, index_of, layout, taken_once
+from .sums import (
+    as_total,
+    counter,
+    grown,
+    linear,
+    scaled,
+    sum_over_devices,
+    symbol,
+    widened,
+    without_turn,
 )
 
+_OF_KEYS = frozenset({"random_fold_in", "random_split", "random_wrap", "random_unwrap"})
+_PASSED_ON = frozenset({"optimization_barrier"})
 
-class PrivacyFlow(Equations):
-    """Follows values through all that a program is made of."""
+
+_MOST = 200
+"""How often a loop is gone round at most."""
+
+
+class PrivacyFlow(Flow[Fact]):
+    """Follows what is known of values through a step.
+
+    Attributes:
+        record: what was noted on the way.
+    """
+
+    nothing = Fact()
 
     def __init__(self) -> None:
-        super().__init__(Record())
-        self._engine = Engine(self.record)
+        super().__init__()
+        self.record = Record()
+        self._facts: dict[int, tuple[Any, Fact]] = {}
 
-    def program(
-        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Value], context: Context
-    ) -> list[Value]:
-        """What is known of a program's results; two calls of one program are two things."""
-        return self.equations(program, inputs, context)
+    def constant(self, value: Any) -> Fact:
+        """What is known of a constant or a literal."""
+        if id(value) not in self._facts:  # with the value, whose number is its own then
+            self._facts[id(value)] = value, of_array(value)
+            self.record.constants += [value] if np.ndim(value) else []
+        return self._facts[id(value)][1]
 
-    def either(self, facts: Sequence[Value]) -> Value:
-        """What is known of a value that is any of several, as a public value decides."""
-        first = facts[0]
-        if all(fact == first for fact in facts):
-            return first
-        sums = [fact for fact in facts if isinstance(fact, Sum)]
-        public = [fact for fact in facts if isinstance(fact, Public)]
-        if sums and len(sums) + len(public) == len(facts) and not made_of(public).noise:
-            found = either(sums)
-            return replace(found, releases=found.releases | made_of(public).releases)
-        found = self.joined(facts)
-        if isinstance(found, Public):
-            terms = {x.term for x in public}
-            if len(public) == len(facts):
-                low, high = min(x.low for x in public), max(x.high for x in public)
-                term = terms.pop() if len(terms) == 1 else None
-                return replace(found, low=low, high=high, term=term)
-        if isinstance(found, Private) and not sums:
-            private = [fact for fact in facts if isinstance(fact, Private)]
-            shared = frozenset[Rows].intersection(*(fact.rows for fact in private))
-            cuts = frozenset[Cut].intersection(*(fact.cuts for fact in private))
-            return replace(private[0], rows=shared, cuts=cuts)
-        return found
+    def joined(self, facts: Sequence[Fact]) -> Fact:
+        """What is known of a value that may be any of several."""
+        return either(facts)
 
     def holder(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Value]
-    ) -> list[Value]:
-        """What is known of an equation's results, whatever it holds."""
-        mark = mark_of(equation)
-        if mark is not None:
-            return self._engine.call(context, equation, mark, inputs)
-        match inside(equation):
-            case Cond() as cond:
-                return self._cond(context, cond, inputs)
-            case Scan() as scan:
-                consts, start, over = scan.split(inputs)
-                turned = [self._turn(value, context, scan.length) for value in over]
-                found, stacked = self._turns(
-                    context.turn(scan.length), scan.body, consts, start, turned, scan.length
-                )
-                return [*found, *(self._stacked(x, context, scan.length) for x in stacked)]
-            case While() as loop:
-                of_condition, of_body, start = loop.split(inputs)
-                return self._while(context, loop, of_condition, of_body, start)
-            case ShardMap() as spread:
-                return self._shard_map(context, equation, spread, inputs)
-            case None if programs_of(equation) and "update_jaxpr" not in equation.params:
-                # Nothing is known of it: a kernel, or a reduction by the user's function.
-                if equation.primitive.name in DOORS:
-                    self.record.door(context, equation, inputs)
-                return [self.joined(inputs)] * len(equation.outvars)
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        """What is known of an equation's results; where the check itself fails, nothing."""
+        try:
+            results = self._held(context, equation, inputs)
+            if len(results) != len(equation.outvars):
+                raise ValueError("other results than the equation has")
+            return results
+        except Exception as error:
+            name, kind = equation.primitive.name, type(error).__name__
+            found = f"the check failed at '{name}': {kind}: {error}"
+            advice = "This is a fault of the check. Write it in another way, and report it."
+            self.record.note(context, "release", found, advice, is_decided=False)
+            lost = Fact(Kind.PRIVATE, reason="unknown", where=context.line)
+            return [lost] * len(equation.outvars)
+
+    def _held(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        match mark_on(equation):
+            case Mark() as mark:
+                return engine_call(self.record, context, equation, mark, inputs)
+            case NoiseMark() as mark:
+                return noise(self.record, context, equation, mark, inputs)
             case _:
                 return super().holder(context, equation, inputs)
 
-    def _cond(self, context: Context, cond: Cond, inputs: list[Value]) -> list[Value]:
-        which, *operands = inputs
-        branches = list(cond.branches)
-        if isinstance(which, Public) and which.low == which.high:
-            index = min(max(int(which.low), 0), len(branches) - 1)
-            return self.program(branches[index], operands, context)
-        found = [
-            self.program(
-                branch,
-                operands,
-                context._replace(branches=(*context.branches, (context.path, i))),
-            )
-            for i, branch in enumerate(branches)
-        ]
-        if isinstance(which, Private | Sum):
-            self.record.steered(context, "which branch is taken")
-            return [self.joined([which, *facts]) for facts in zip(*found, strict=True)]
-        if isinstance(which, Random) or which.noise:
-            return [self.joined([which, *facts]) for facts in zip(*found, strict=True)]
-        found = self._one_source(context, found)
-        return [_told(self.either(facts), which) for facts in zip(*found, strict=True)]
+    def primitive(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        """Nothing, of an equation with programs of which it is not known how it runs them."""
+        inner = [one.primitive.name for held in programs_of(equation) for one in equations(held)]
+        doors = DOORS - {"swap", "addupdate"}  # a kernel's own memory
+        if doors & {*inner} and any(not fact.is_public for fact in inputs):
+            self.record.door(context, equation)
+        return self.equation(context, equation, inputs)
 
-    def _one_source(self, context: Context, found: list[list[Value]]) -> list[list[Value]]:
-        """Of sums that different branches make, as one clipped sum with the largest bound."""
-        names = [
-            {term.source for value in values if isinstance(value, Sum) for term in value.terms}
-            for values in found
-        ]
-        known = [name for some in names for name in some]
-        if len(set(map(frozenset, names))) == 1 or not all(
-            name in self.record.sources for name in known
+    def equation(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
+    ) -> list[Fact]:
+        """What is known of the results of an equation that holds no program."""
+        name = equation.primitive.name
+        if name in DOORS and context.is_final:
+            self._door(context, equation, inputs)
+        if name in _PASSED_ON:
+            return inputs
+        if name in COLLECTIVES:
+            return [self._exchanged(context, equation, fact) for fact in inputs]
+        if not equation.outvars:
+            return []
+        found = self._one(context, equation, inputs)
+        return [found] * len(equation.outvars)
+
+    def _one(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:
+        key, name = key_of(equation, inputs), equation.primitive.name
+        found = made_of(inputs, "rows", context.line)
+        if key is None and name not in _OF_KEYS:
+            found = self._drawn(context, equation, inputs, found)
+        if any(fact.kind is Kind.SUM for fact in inputs) and all(
+            fact.kind is not Kind.PRIVATE for fact in inputs
         ):
-            return found
-        bounds = [joint_bound(values, self.record.sources) for values in found]
-        sources = [self.record.sources[name] for name in known]
-        cuts = frozenset[Cut].intersection(*(source.cuts for source in sources))
-        is_one = all(source.cuts == cuts for source in sources)
-        bound = max(bounds) * (1 if is_one else 2)  # parts lose an example, and gain one
-        self.record.sources[context.path, "either"] = Source(bound, cuts, context.line)
-        return [
-            [
-                replace(
-                    value,
-                    terms=frozenset({Linear((context.path, "either"), frozenset({i}), 1.0)}),
-                )
-                if isinstance(value, Sum)
-                else value
-                for i, value in enumerate(values)
+            return linear(context, equation, inputs)
+        places = layout(equation)
+        if name == "axis_index":
+            axis = equation.params["axis_name"]
+            return found._replace(varies=frozenset(axis if isinstance(axis, tuple) else {axis}))
+        if found.is_public:
+            found = found._replace(
+                constant=evaluated(equation, inputs),
+                number=counted(equation, inputs),
+                key=key or found.key,
+            )
+        elif key is not None or name in _OF_KEYS:
+            found = found._replace(key=Key(None))
+        if places is not None:
+            found = found._replace(**dimensions(equation, places, inputs))
+            if not found.is_public:
+                found = self._of_rows(equation, inputs, found)
+        elif name == "random_bits":
+            found = self._bits(context, equation, inputs, found)
+        elif name not in _OF_KEYS:
+            loops = {loop.path for loop in context.loops}
+            found = found._replace(varies=found.varies | context.axes | loops)
+        return found
+
+    def _drawn(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact
+    ) -> Fact:
+        """A value that is drawn with keys, or made of their words."""
+        for i, fact in enumerate(inputs):
+            if fact.key is not None:
+                draw = self.record.use(context, "draw", fact, i)
+                found = found._replace(draws=found.draws | {draw})
+        dtype = getattr(equation.outvars[0].aval, "dtype", None) if equation.outvars else None
+        is_key = dtype is not None and "key<" in str(dtype)
+        return found._replace(key=Key(None)) if is_key else found
+
+    def _bits(
+        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact
+    ) -> Fact:
+        """Random bits: numbers of one key are alike, and those of different keys."""
+        rank, keys = len(shape_of(equation.outvars[0])), len(shape_of(equation.invars[0]))
+        of_keys = frozenset[int]() if inputs[0].key is None else inputs[0].key.dims
+        draw = (*context.path, 0)
+        dims = frozenset(range(keys, rank)) | of_keys
+        return found._replace(alike=frozenset(Alike(dim, draw, dim) for dim in dims))
+
+    def _of_rows(self, equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
+        """Private values: one of several batches, rows taken at indices."""
+        name, params, first = equation.primitive.name, equation.params, inputs[0]
+        before = shape_of(equation.invars[0]) if equation.invars else ()
+        after = shape_of(equation.outvars[0])
+        if name == "slice" and not first.is_public:
+            starts = params["start_indices"]
+            found = found._replace(cuts=taken_once(first, before, after, starts))
+        elif name == "dynamic_slice" and all(fact.is_public for fact in inputs[1:]):
+            known = [fact.constant and fact.constant.value for fact in inputs[1:]]
+            starts = [
+                int(start) if start is not None and 0 <= int(start) < size else None
+                for start, size in zip(known, before, strict=True)
             ]
-            for values in found
-        ]
+            found = found._replace(cuts=taken_once(first, before, after, starts))
+        elif name == "gather":
+            found = gathered(equation, inputs, found)
+        return found._replace(indexes=index_of(equation, inputs))
 
-    def _while(
-        self,
-        context: Context,
-        loop: While,
-        of_condition: list[Value],
-        of_body: list[Value],
-        start: list[Value],
-    ) -> list[Value]:
-        turn = context.turn(None)
-        carry, _ = self._turns(turn, loop.body, of_body, start, [], None)
-        (goes_on,) = self.program(loop.condition, [*of_condition, *carry], turn)
-        if isinstance(goes_on, Private | Sum):
-            self.record.steered(context, "how long a loop runs")
-            return [self.joined([goes_on, value]) for value in carry]
-        if isinstance(goes_on, Random) or goes_on.noise:
-            return [self.joined([goes_on, value]) for value in carry]
-        return [_told(value, goes_on) for value in carry]
+    def _exchanged(self, context: Context, equation: jex_core.JaxprEqn, fact: Fact) -> Fact:
+        """What devices exchange."""
+        params, axes = equation.params, context.axes
+        if equation.primitive.name in SUMS_OF_DEVICES:
+            axes = frozenset(params.get("axes", ()))
+            is_whole = params.get("axis_index_groups") is None and axes <= context.axes
+            if fact.kind is Kind.SUM and is_whole:
+                return sum_over_devices(fact, axes, context.line)
+            if fact.is_public and is_whole:
+                plain = Fact(even=fact.even, varies=fact.varies - axes, draws=fact.draws)
+                return plain._replace(releases=fact.releases)
+        found = made_of([fact], "devices" if fact.kind is Kind.SUM else "rows", context.line)
+        return found._replace(varies=found.varies | context.axes)
 
-    def _turns(
+    def _door(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> None:
+        for i, fact in enumerate(inputs):
+            if not fact.is_public:
+                self.record.door(context, equation)
+            else:
+                self.record.shown.append((fact, context.line))
+                if fact.key is not None:
+                    self.record.use(context, "door", fact, i)
+
+    def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
+        """Results of a choice, or of a loop, that a value decides about."""
+        if by.is_public:
+            self.record.shown += [(by, context.line)] if context.is_final else []
+            return [
+                fact._replace(
+                    varies=fact.varies | by.varies,
+                    draws=fact.draws | by.draws,
+                    releases=fact.releases | by.releases,
+                )
+                for fact in results
+            ]
+        found = "a private value decides which branch is taken, or how long a loop runs"
+        advice = (
+            "How long a step takes, and what it does, is seen. Decide by values that are public, "
+            "or inside of the loss, where each example decides for itself."
+        )
+        self.record.note(context, "side door", found, advice)
+        return [made_of([by, fact], "steered", context.line) for fact in results]
+
+    # Loops.
+
+    def sliced(self, context: Context, fact: Fact) -> Fact:
+        """An entry along the first dimension, in a turn of a loop."""
+        path, length = context.loops[-1]
+        cuts = fact.cuts
+        if fact.refs and fact.refs[0] is not None:
+            cuts |= {Cut(fact.refs[0], "loop", path)}
+        number = fact.number and sliced(fact.number, path, length)
+        key = fact.key
+        if key is not None:
+            path_ = [
+                sliced(one, path, length) if isinstance(one, Number) else one for one in key.path
+            ]
+            key = key._replace(path=tuple(path_))
+        return fact._replace(
+            constant=None,
+            number=number,
+            key=key,
+            even=frozenset(d - 1 for d in fact.even if d),
+            alike=frozenset(one._replace(dim=one.dim - 1) for one in fact.alike if one.dim),
+            refs=fact.refs[1:],
+            cuts=cuts,
+            varies=fact.varies if 0 in fact.even and fact.is_public else fact.varies | {path},
+            rows=scaled(fact.rows, 1.0, False, False),
+        )
+
+    def stacked(self, context: Context, fact: Fact) -> Fact:
+        """The results of all turns side by side."""
+        path, length = context.loops[-1]
+        even = frozenset(d + 1 for d in fact.even)
+        found = fact._replace(
+            constant=None,
+            number=None,
+            key=None if fact.key is None else Key(None),
+            even=even | ({0} if path not in fact.varies and fact.is_public else set()),
+            alike=frozenset[Alike](),
+            refs=(None, *without_turn(fact, path).refs),
+            indexes=(),
+            varies=fact.varies - {path},
+        )
+        if fact.kind is not Kind.SUM:
+            return found
+        if length is None:
+            return made_of([fact], "loop", context.line)
+        return found._replace(rows=scaled(fact.rows, length**0.5, False, False))
+
+    def loop(
         self,
         context: Context,
         body: jex_core.ClosedJaxpr,
-        consts: list[Value],
-        start: list[Value],
-        slices: list[Value],
-        length: int | None,
-    ) -> tuple[list[Value], list[Value]]:
-        """What a loop carries in the end, and what its turns give beside."""
-        loop, size = context.loops[-1].path, len(start)
-        before, variables = context._replace(is_final=False), body.jaxpr.invars[len(consts) :]
-        places = [
-            loops.carried(loop, i, value, body.jaxpr.outvars[i] is variables[i])
-            for i, value in enumerate(start)
+        consts: list[Fact],
+        carry: list[Fact],
+        slices: list[Fact],
+    ) -> list[Fact]:
+        """Goes round a loop until nothing new is learned of what it carries, and once more.
+
+        Counters, keys and clipped sums are symbols first: what a turn makes of a symbol tells what
+        all turns make of it.
+        """
+        path, length = context.loops[-1]
+        size, before = len(carry), context._replace(is_final=False)
+        inner = [self.sliced(context, fact) for fact in slices]
+        variables = body.jaxpr.invars[len(consts) : len(consts) + size]
+        stays = [
+            result is variable
+            for result, variable in zip(body.jaxpr.outvars, variables, strict=False)
         ]
-
-        def turn(carry: list[Value], context: Context) -> list[Value]:
-            return self.program(body, [*consts, *carry, *slices], context)
-
-        while True:
-            after = turn([place.symbol for place in places], before)[:size]
-            seen = [place.seen(value) for place, value in zip(places, after, strict=True)]
-            if seen == places:
+        entry = [
+            fact if same else symbol(fact, ("carry", path, i))
+            for i, (fact, same) in enumerate(zip(carry, stays, strict=True))
+        ]
+        for _ in range(_MOST):
+            after = self.program(body, [*consts, *entry, *inner], before)[:size]
+            wider = [
+                start if same else widened(start, end, ("carry", path, i))
+                for i, (start, end, same) in enumerate(zip(entry, after, stays, strict=True))
+            ]
+            if wider == entry:
                 break
-            places = seen
-        # Counters are known now, and with them what turns take of the rows.
-        for place, value in zip(places, after, strict=True):
-            _, turns = loops.counted(place, value, loop, length)
-            if turns is not None:
-                self.record.counters[place.name] = turns
-        ways = [
-            loops.counted(place, value, loop, length)[0]
-            for place, value in zip(places, after, strict=True)
-        ]
-        known = [
-            place.symbol if way is None else way.inside
-            for place, way in zip(places, ways, strict=True)
-        ]
-        after = turn(known, before)[:size]
-        inside_sums, done = loops.sums_of_turns(places, after, self.record.sources, loop, length)
-        known = [
-            inside_sums.get(place.name, value) for place, value in zip(places, known, strict=True)
-        ]
-        results = turn(known, context)
-        for place, value in zip(places, results, strict=False):
-            if context.is_final and isinstance(place.symbol, Sum) and isinstance(value, Public):
-                self.record.met |= value.releases
-        ends = [
-            done.get(place.name) or (self._ended(place, value) if way is None else way.after)
-            for place, way, value in zip(places, ways, results, strict=False)
-        ]
-        return [value for value in ends if value is not None], results[size:]
+            entry = wider
+        else:
+            raise RuntimeError("a loop does not settle")
+        starts, ends = list[Fact](), list[Fact]()
+        for i, (fact, start, end) in enumerate(zip(carry, entry, after, strict=True)):
+            if stays[i]:
+                starts.append(fact)
+                ends.append(fact)
+                continue
+            name = ("carry", path, i)
+            first, last = counter(fact, start, end, name, context)
+            if start.kind is Kind.SUM:
+                totals = grown(fact, end, name, length, context.line)
+                first, last = as_total(totals[0], first), as_total(totals[1], last)
+            starts.append(first)
+            ends.append(without_turn(last, path)._replace(varies=last.varies - {path}))
+        results = self.program(body, [*consts, *starts, *inner], context)
+        return [*ends, *(self.stacked(context, fact) for fact in results[size:])]
 
-    def _ended(self, place: loops.Carried, value: Value) -> Value:
-        """What is left of what nothing special is known of."""
-        found = self.either([place.start, value]) if place.start != value else value
-        return replace(found, term=None) if isinstance(found, Public) else found
+    # Devices.
 
-    def _turn(self, value: Value, context: Context, length: int) -> Value:
-        """What a turn of a loop sees of an array that it goes over."""
-        match value:
-            case Public():
-                return loops.turn_of(value, context.path, length)
-            case Private():
-                kept, cuts = rows.sliced(value.rows, context.path)
-                return replace(value, rows=kept, cuts=value.cuts | cuts)
-            case Random():
-                return replace(value, turns=value.turns | {context.path}, part=SOME)
-            case Sum():
-                return replace(value, turns=value.turns | {context.path}, apart_along=None)
-
-    def _stacked(self, value: Value, context: Context, length: int) -> Value:
-        """The results of all turns, side by side."""
-        loop = context.path
-        match value:
-            case Public():
-                return replace(value, term=None)
-            case Random():
-                return Public(noise=value.draws)
-            case Sum():
-                names = {term.source for term in value.terms}
-                has_own = loop not in value.kept_in and all(
-                    any(cut.start == loop for cut in self.record.sources[name].cuts)
-                    for name in names
-                    if name in self.record.sources
-                )
-                if has_own:
-                    # An example that is left out moves one from each turn to the one before.
-                    whole = value.scaled(2 * math.sqrt(length))
-                    return replace(whole, turns=value.turns - {loop}, apart_along=0)
-                is_cut = loop in value.turns
-                whole = value if is_cut else value.scaled(math.sqrt(length))
-                return replace(whole, turns=value.turns - {loop}, apart_along=None)
-            case Private():
-                own = [cut for cut in value.cuts if cut.start == loop]
-                stacked = {row._replace(dim=row.dim + 1) for row in value.rows}
-                stacked |= {Rows(cut.axis, 0, 1, length) for cut in own[:1]}
-                return replace(value, rows=frozenset(stacked), cuts=value.cuts - set(own))
-
-    def _shard_map(
-        self,
-        context: Context,
-        equation: jex_core.JaxprEqn,
-        spread: ShardMap,
-        inputs: list[Value],
-    ) -> list[Value]:
-        mesh, outside = equation.params["mesh"], self.lengths
-        self.lengths = outside | {axis: mesh.shape[axis] for axis in spread.axes}
-        cut = [
-            rows.on_devices(value, spec, self.lengths)
-            for value, spec in zip(inputs, spread.in_specs, strict=True)
+    def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
+        """Goes through a `shard_map`: each device has its part, or all, of each operand."""
+        parts = [
+            _part(fact, _axes_of(spec), context.line)
+            for fact, spec in zip(inputs, spread.in_specs, strict=True)
         ]
-        context = context._replace(times=context.times * spread.num_devices)
-        found = self.program(spread.body, cut, context)
-        for value, spec in zip(found, spread.out_specs, strict=True):
-            if any(entry is not None for entry in spec):
-                self.put_together(context, [value])
-        results = [
-            rows.off_devices(value, spec, self.lengths)
-            for value, spec in zip(found, spread.out_specs, strict=True)
-        ]
-        self.lengths = outside
-        return results
+        results = self.program(spread.body, parts, context)
+        placed = (union(_axes_of(spec)) for spec in spread.out_specs)
+        ways = zip(results, placed, strict=True)
+        return [self._from_devices(context, spread.axes, fact, where) for fact, where in ways]
+
+    def _from_devices(
+        self, context: Context, axes: frozenset[str], fact: Fact, placed: frozenset[str]
+    ) -> Fact:
+        """What devices have together: one value, or each its own part along some axes."""
+        if fact.over or (fact.kind is Kind.SUM and placed):
+            return made_of([fact], "devices", context.line)
+        if fact.is_public and (fact.varies & axes) - placed:
+            found = "a value that differs between devices leaves shard_map as if it were one"
+            advice = "Add it up over devices, or give it a place along their axes in out_specs."
+            self.record.note(context, "examples apart", found, advice, is_decided=False)
+        if placed or not fact.is_public:
+            found = made_of([fact])._replace(rows=fact.rows, kind=fact.kind)
+            fact = found._replace(key=fact.key and Key(None))
+        return fact._replace(varies=fact.varies - axes)
 
 
-def _told(value: Value, which: Public) -> Value:
-    """A value that a public one has decided on tells of the releases that this one is made of."""
-    match value:
-        case Public() | Sum() if which.releases:
-            return replace(value, releases=value.releases | which.releases)
-        case Random() if which.releases:
-            return Public(releases=which.releases, noise=value.draws)
-        case _:
-            return value
+def _axes_of(spec: Any) -> list[frozenset[str]]:
+    return [
+        frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
+        for part in spec
+    ]
+
+
+def _part(fact: Fact, axes: list[frozenset[str]], line: str) -> Fact:
+    """What a device has of a value."""
+    placed = union(axes)
+    if not placed:
+        return fact
+    if fact.kind is Kind.SUM:
+        return made_of([fact], "devices", line)._replace(varies=fact.varies | placed)
+    cuts = fact.cuts
+    for ref, names in zip(fact.refs, axes, strict=False):
+        cuts |= {Cut(ref, "devices", names)} if names and ref is not None else set()
+    dims = {dim for dim, names in enumerate(axes) if names}
+    return fact._replace(
+        constant=None,
+        number=None,
+        key=Key(None) if fact.key else None,
+        cuts=cuts,
+        alike=fact.alike,
+        indexes=(),
+        varies=fact.varies if dims <= fact.even and fact.is_public else fact.varies | placed,
+    )

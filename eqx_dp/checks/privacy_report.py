@@ -58,7 +58,7 @@ class PrivacyReport(NamedTuple):
         violations: what breaks a rule.
         undecided: what may break one: the check cannot tell.
         releases: what leaves the step through noise.
-        kept: results that private data is in, and that come back as arguments of the next call.
+        kept: results named in `kept=` that private data is in, and that come back in the next call.
             They must not be published, nor what is made of them.
         disclosed: results that were disclosed by name. No plan accounts for them.
         noise_multiplier: of all releases of a step together; infinite without any.
@@ -100,12 +100,9 @@ class PrivacyReport(NamedTuple):
             "violations": [finding._asdict() for finding in self.violations],
             "undecided": [finding._asdict() for finding in self.undecided],
             "releases": [_finite(release._asdict()) for release in self.releases],
-            "kept": self.kept,
-            "disclosed": self.disclosed,
             "noise_multiplier": _number(self.noise_multiplier),
-            "steps": self.steps,
-            "notes": self.notes,
         }
+        found |= {name: getattr(self, name) for name in ("kept", "disclosed", "steps", "notes")}
         return json.dumps(found, indent=2)
 
     def _parts(self) -> Iterator[Part]:

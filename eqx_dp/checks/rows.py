@@ -1,353 +1,341 @@
-"""How rows of private data stay apart on their way to the engine."""
+"""Dimensions: which entries of an equation's operands an entry of its results is made of.
+
+Everything that is known of dimensions follows from one table, `layout`. Of a primitive that is not
+in it nothing is known.
+"""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.extend.core as jex_core
-from jax.extend.core.primitives import (
-    dynamic_slice_p,
-    gather_p,
-    reshape_p,
-    slice_p,
-    squeeze_p,
+import jax.numpy as jnp
+
+from ..programs import COLLECTIVES, ENTRY_BY_ENTRY, UNCHANGED, named
+from .facts import Alike, Cut, Fact, Kind, Ref, union
+from .flow import shape_of
+from .keys import Number
+
+
+class Some(NamedTuple):
+    """Along a dimension of the result: entries of a dimension of the operand, at other places."""
+
+    dim: int
+
+
+ALL = -1
+"""Along a dimension of the result: each entry is made of all of the operand in the same way."""
+
+From: TypeAlias = int | Some | None
+"""Where a dimension of a result comes from: entry i from entry i of the operand's dimension with
+this number; or one of the above; None: nothing is known."""
+
+Layout: TypeAlias = list[tuple[From, ...]]
+"""For each operand: for each dimension of the result, where it comes from."""
+
+ENTRIES = (
+    ENTRY_BY_ENTRY
+    | UNCHANGED
+    | named(
+        """bitcast_convert_type imag nextafter real shift_left shift_right_arithmetic
+        shift_right_logical xor"""
+    )
 )
-
-from ..isolation import Apart, Dependence, Follow, Mixed, Shared, shape_of
-from .terms import is_given, is_of_argument
-from .values import Cut, Private, Public, Random, Rows, Sum, Value
-
-
-def of_argument(shape: Sequence[int]) -> frozenset[Rows]:
-    """Those of an argument. Along which dimension the examples are, the engine's call will tell."""
-    return frozenset(
-        Rows(("axis", dim, length), dim, 1, length) for dim, length in enumerate(shape) if length
-    )
+_REDUCTIONS = named(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
+)
+_SCANS = named("cumsum cumprod cummax cummin cumlogsumexp rev")
 
 
-class Places(NamedTuple):
-    """Where an equation cuts an array, or looks up what is in it, by public indices.
-
-    Attributes:
-        indices: what they are: equal for equal indices.
-        loops: those in which they change from turn to turn.
-        own_turn: from a dimension, the length of what is cut and its own, to the loop whose turns
-            cut it into parts, one after the other.
-    """
-
-    indices: Hashable
-    loops: frozenset[Hashable]
-    own_turn: Callable[[int, int, int], Hashable | None]
-
-
-def moved(
-    equation: jex_core.JaxprEqn, inputs: list[Value], places: Places
-) -> list[tuple[frozenset[Rows], frozenset[Cut]]]:
-    """The rows of each result of an equation that holds no program, and which they are."""
-    private = [value for value in inputs if isinstance(value, Private)]
-    cuts = frozenset[Cut].intersection(*(value.cuts for value in private))
-    found = _cut(equation, inputs, places)
-    if found is not None:
-        rows, more = found
-        return [(rows, cuts | more)] * len(equation.outvars)
-    value = inputs[0]
-    if equation.primitive.name == "unstack" and isinstance(value, Private):
-        return _unstacked(equation, value)
-    rules = _reshaped if equation.primitive is reshape_p else _followed
-    return [(rows, cuts) for rows in rules(equation, inputs)]
-
-
-def sliced(rows: frozenset[Rows], loop: Hashable) -> tuple[frozenset[Rows], frozenset[Cut]]:
-    """What a turn of a loop sees of an array whose first dimension it goes over."""
-    own = [row for row in rows if row.dim == 0]
-    cuts = frozenset(Cut(row.axis, loop, None) for row in own)
-    return frozenset(row._replace(dim=row.dim - 1) for row in rows if row.dim), cuts
-
-
-def of_batch(cuts: frozenset[Cut], own: Rows) -> frozenset[Cut]:
-    """Cuts as the engine's examples see them, which stand along one axis.
-
-    What cuts another axis chooses a batch, among several that stand side by side.
-    """
-    return frozenset(
-        cut
-        if _root(cut.axis) == _root(own.axis)
-        else Cut(cut.axis, ("batch", cut.start, cut.stop), None)
-        if isinstance(cut.start, int)
-        else Cut(cut.axis, ("sample", cut.start), None)
-        for cut in cuts
-    )
-
-
-def is_of_examples(own: Rows, cuts: frozenset[Cut]) -> bool:
-    """Whether rows stand along the first dimension of arguments, but for those that were cut."""
-    root: Any = _root(own.axis)
-    if root[0] != "axis":
-        return True
-    cut: list[Any] = [_root(cut.axis) for cut in cuts]
-    return set(range(root[1])) <= {axis[1] for axis in cut if axis[0] == "axis"}
-
-
-def _root(axis: Any) -> Hashable:
-    """The axis of an argument that another one was made from."""
-    if axis[0] == "axis":
-        return axis
-    return tuple(map(_root, axis[1])) if axis[0] == "together" else _root(axis[1])
-
-
-def _followed(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozenset[Rows]]:
-    """By the rules that the engine itself follows examples by, axis by axis."""
-    axes = {
-        (row.axis, row.num_rows)
-        for value in inputs
-        if isinstance(value, Private)
-        for row in value.rows
-    }
-    results: list[set[Rows]] = [set() for _ in equation.outvars]
-    for axis, count in axes:
-        facts = [_dependence(equation, value, axis) for value in inputs]
-        follow = Follow(max(count, 2), trusts=False)
-        for rows, fact in zip(results, follow.equation(equation, facts), strict=True):
-            if isinstance(fact, Apart):
-                rows.add(Rows(axis, fact.dim, fact.inner, count))
-    return list(map(frozenset, results))
-
-
-def _dependence(equation: jex_core.JaxprEqn, value: Value, axis: Hashable) -> Dependence:
-    if not isinstance(value, Private):
-        return Shared()
-    own = [row for row in value.rows if row.axis == axis]
-    return Apart(own[0].dim, own[0].inner) if len(own) == 1 else Mixed(equation)
-
-
-def _cut(
-    equation: jex_core.JaxprEqn, inputs: list[Value], places: Places
-) -> tuple[frozenset[Rows], frozenset[Cut]] | None:
-    """What is left where an equation takes some rows; None where it takes all, or combines them."""
-    value, primitive = inputs[0], equation.primitive
-    if primitive is gather_p and isinstance(value, Private):
-        return _looked_up(equation, value, inputs[1], places)
-    if not isinstance(value, Private) or not all(isinstance(x, Public) for x in inputs[1:]):
+def layout(equation: jex_core.JaxprEqn) -> Layout | None:
+    """Where the dimensions of an equation's results come from; None if that is not known."""
+    name = equation.primitive.name
+    if not equation.outvars:
         return None
-    before = shape_of(equation.invars[0])
-    if primitive is squeeze_p:
-        gone = [dim % len(before) for dim in equation.params["dimensions"]]
-        rows = (
-            row._replace(dim=row.dim - sum(dim < row.dim for dim in gone))
-            for row in value.rows
-            if row.dim not in gone
-        )
-        return frozenset(rows), frozenset()
-    if primitive is slice_p or primitive is dynamic_slice_p:
-        return _sliced(equation, value, places)
-    return None
+    shapes, shape = [shape_of(v) for v in equation.invars], shape_of(equation.outvars[0])
+    if name in ENTRIES or name in COLLECTIVES - {"all_to_all", "all_gather", "reduce_scatter"}:
+        if any(len(one) not in (0, len(shape)) for one in shapes):
+            return None
+        return [_same(one) if len(one) == len(shape) else (ALL,) * len(shape) for one in shapes]
+    rule = _RULES.get(name)
+    return None if rule is None else rule(equation.params, shapes, shape)
 
 
-def _sliced(
-    equation: jex_core.JaxprEqn, value: Private, places: Places
-) -> tuple[frozenset[Rows], frozenset[Cut]] | None:
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    strides = equation.params.get("strides")
-    strides = None if strides is None or set(strides) <= {1} else strides
-    starts = equation.params.get("start_indices")
-    rows, cuts = set[Rows](), set[Cut]()
-    for row in value.rows:
-        if before[row.dim] == after[row.dim]:
-            rows.add(row)
-            continue
-        if row.inner != 1 or row.num_rows != before[row.dim]:
-            continue
-        length = after[row.dim]
-        if starts is None or strides is not None:  # somewhere
-            at = places.indices[row.dim] if isinstance(places.indices, tuple) else places.indices
-            where = (starts[row.dim], strides[row.dim]) if starts and strides else at
-            axis: Hashable = ("taken", row.axis, where, length)
-            loop = places.own_turn(row.dim, length, row.num_rows) if starts is None else None
-            windows = ("windows", row.axis, length)
-            cuts |= _samples(row.axis, places) if loop is None else {Cut(windows, loop, None)}
-        else:
-            start = int(starts[row.dim])
-            axis = ("cut", row.axis, start, start + length)
-            cuts.add(Cut(row.axis, start, start + length))
-        rows.add(Rows(axis, row.dim, 1, length))
-    return frozenset(rows), frozenset(cuts)
+def _same(shape: Sequence[int]) -> tuple[From, ...]:
+    return tuple(range(len(shape)))
 
 
-def _unstacked(
-    equation: jex_core.JaxprEqn, value: Private
-) -> list[tuple[frozenset[Rows], frozenset[Cut]]]:
-    """Entries along a dimension, each by itself."""
-    axis = equation.params["axis"]
-    own = [row.axis for row in value.rows if row.dim == axis]
-    rows = frozenset(
-        row._replace(dim=row.dim - (row.dim > axis)) for row in value.rows if row.dim != axis
-    )
+_Shape: TypeAlias = tuple[int, ...]
+
+
+def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    found: list[From] = [ALL] * len(shape)
+    for dim, to in enumerate(params["broadcast_dimensions"]):
+        found[to] = dim if shapes[0][dim] == shape[to] else ALL
+    return [tuple(found), *[(ALL,) * len(shape)] * (len(shapes) - 1)]
+
+
+def _reduce(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    kept = [d for d in range(len(shapes[0])) if d not in params["axes"]]
+    return [tuple(kept)] * len(shapes)
+
+
+def _scan(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    over = params["dimensions"] if "dimensions" in params else (params["axis"],)
+    # What is turned round has its entries at other places.
+    moved = Some if "dimensions" in params else _nowhere
+    return [tuple(moved(d) if d in over else d for d in range(len(shape)))]
+
+
+def _nowhere(dim: int) -> None:
+    del dim
+
+
+def _reshape(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout | None:
+    """Dimensions that are as long, with as many entries before them, are the same ones."""
+    if params.get("dimensions") is not None:
+        return None
+    before = {(math.prod(shapes[0][:d]), n): d for d, n in enumerate(shapes[0]) if n > 1}
     return [
-        (rows, value.cuts | {Cut(name, i, i + 1) for name in own})
-        for i in range(len(equation.outvars))
+        tuple(ALL if n == 1 else before.get((math.prod(shape[:d]), n)) for d, n in enumerate(shape))
     ]
 
 
-def _samples(axis: Hashable, places: Places) -> set[Cut]:
-    """What is taken in each turn of a loop is another sample of the rows."""
-    return {Cut(axis, ("sample", loop), None) for loop in places.loops} or {Cut(axis, 0, 0)}
+def _squeeze(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    return [tuple(d for d in range(len(shapes[0])) if d not in params["dimensions"])]
 
 
-def _looked_up(
-    equation: jex_core.JaxprEqn, value: Private, index: Value, places: Places
-) -> tuple[frozenset[Rows], frozenset[Cut]] | None:
-    """Whole rows, by their indices in the first dimension."""
-    numbers = equation.params["dimension_numbers"]
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    sizes = equation.params["slice_sizes"]
-    is_of_rows = (
-        tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(sizes) == (1, *before[1:])
+def _slice(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    found = tuple(
+        d if n == m else Some(d) for d, (n, m) in enumerate(zip(shapes[0], shape, strict=True))
     )
-    if not is_of_rows:
-        return None
-    if may_repeat(equation, [value, index]):
-        return frozenset(), frozenset()  # a row that is taken twice counts twice
-    looked_up = [dim for dim in range(len(after)) if dim not in numbers.offset_dims]
-    rows = {
-        row._replace(dim=int(numbers.offset_dims[row.dim - 1])) for row in value.rows if row.dim
+    return [found, *[(ALL,) * len(shape)] * (len(shapes) - 1)]
+
+
+def _update(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    sizes = zip(shapes[1], shape, strict=True)
+    found = tuple(d if n == m else None for d, (n, m) in enumerate(sizes))
+    return [found, found, *[(ALL,) * len(shape)] * (len(shapes) - 2)]
+
+
+def _join(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    found = tuple(None if d == params["dimension"] else d for d in range(len(shape)))
+    return [found] * len(shapes)
+
+
+def _stack(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    axis = params["axis"]
+    found = tuple(None if d == axis else d - (d > axis) for d in range(len(shape)))
+    return [found] * len(shapes)
+
+
+def _unstack(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    return [tuple(d + (d >= params["axis"]) for d in range(len(shape)))]
+
+
+def _split(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    return [tuple(Some(d) if d == params["axis"] else d for d in range(len(shape)))]
+
+
+def _pad(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    padded = enumerate(params["padding_config"])
+    return [tuple(d if lows == (0, 0, 0) else None for d, lows in padded), (ALL,) * len(shape)]
+
+
+def _sort(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    found = tuple(None if d == params["dimension"] else d for d in range(len(shape)))
+    return [found] * len(shapes)
+
+
+def _top_k(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    axis = params.get("axis", len(shape) - 1) % len(shape)
+    return [tuple(None if d == axis else d for d in range(len(shape)))]
+
+
+def _contraction(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    (over, over_other), (batch, batch_other) = params["dimension_numbers"]
+    free = [d for d in range(len(shapes[0])) if d not in (*over, *batch)]
+    others = [d for d in range(len(shapes[1])) if d not in (*over_other, *batch_other)]
+    left = (*batch, *free, *[ALL] * len(others))
+    return [left, (*batch_other, *[ALL] * len(free), *others)]
+
+
+def _convolution(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    numbers = params["dimension_numbers"]
+    found: list[From] = [None] * len(shape)
+    kernel: list[From] = [None] * len(shape)
+    if params["batch_group_count"] == 1:
+        found[numbers.out_spec[0]] = numbers.lhs_spec[0]
+        kernel[numbers.out_spec[0]] = ALL
+    return [tuple(found), tuple(kernel)]
+
+
+def _window(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    is_one = zip(params["window_dimensions"], shapes[0], shape, strict=True)
+    return [tuple(d if w == 1 and n == m else None for d, (w, n, m) in enumerate(is_one))]
+
+
+def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    """Batching dimensions go along; windows as large as the operand stay as they are."""
+    numbers = params["dimension_numbers"]
+    found: list[From] = [None] * len(shape)
+    of_index: list[From] = [ALL] * len(shape)
+    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    windows = [d for d in range(len(shapes[0])) if d not in dropped]
+    for to, dim in zip(numbers.offset_dims, windows, strict=True):
+        found[to] = dim if params["slice_sizes"][dim] == shapes[0][dim] else Some(dim)
+    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    for dim, to in enumerate(batch):
+        of_index[to] = dim
+        found[to] = ALL
+        if dim in numbers.start_indices_batching_dims:
+            at = numbers.start_indices_batching_dims.index(dim)
+            found[to] = numbers.operand_batching_dims[at]
+    return [tuple(found), tuple(of_index)]
+
+
+_RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": lambda params, shapes, shape: [tuple(params["permutation"])],
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "dynamic_update_slice": _update,
+    "concatenate": _join,
+    "stack": _stack,
+    "unstack": _unstack,
+    "split": _split,
+    "pad": _pad,
+    "sort": _sort,
+    "top_k": _top_k,
+    "dot_general": _contraction,
+    "conv_general_dilated": _convolution,
+    "reduce_window_sum": _window,
+    "reduce_window_max": _window,
+    "gather": _gather,
+    "iota": lambda params, shapes, shape: [],
+    "random_wrap": lambda params, shapes, shape: [_same(shape)],
+    "random_unwrap": lambda params, shapes, shape: [_same(shape)],
+    "random_fold_in": lambda params, shapes, shape: [_same(shape), _same(shape)],
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(_SCANS, _scan),
+}
+
+
+def dimensions(equation: jex_core.JaxprEqn, found: Layout, inputs: list[Fact]) -> dict[str, Any]:
+    """What is known of the dimensions of a result: fields of its fact."""
+    even, alike, refs = set[int](), set[Alike](), list[Ref | None]()
+    is_apart = all(fact.kind is not Kind.SUM for fact in inputs)
+    for dim in range(len(shape_of(equation.outvars[0]))):
+        places = [(fact, one[dim]) for fact, one in zip(inputs, found, strict=True)]
+        of_iota = equation.primitive.name == "iota" and dim == equation.params["dimension"]
+        if all(_is_even(*place) for place in places) and not of_iota:
+            even.add(dim)
+        drawn = _drawn_alike(dim, places)
+        known = [_is_even(*p) or bool(_alike(*p)) for p in places if p[0].is_public]
+        if drawn is not None and all(known):
+            alike |= drawn
+        is_ref = is_apart and drawn is not None and all(known)
+        refs.append(_ref(places) if is_ref else None)
+    return {
+        "even": frozenset(even),
+        "alike": frozenset(alike),
+        "refs": tuple(refs),
+        "cuts": union(fact.cuts for fact in inputs),
     }
-    cuts = set[Cut]()
-    for row in value.rows:
-        if row.dim == 0:
-            if not isinstance(index, Public) or not is_of_argument(index.term) or places.loops:
-                cuts |= _samples(row.axis, places)
-            for dim, at in enumerate(looked_up):
-                axis: Hashable = ("taken", row.axis, places.indices, dim)
-                if isinstance(index, Private):  # what belongs to an index belongs to its row
-                    own = [row for row in index.rows if row.dim == dim]
-                    if len(own) != 1:
-                        continue
-                    axis, cuts = own[0].axis, cuts | index.cuts
-                rows.add(Rows(axis, at, 1, after[at]))
-    return frozenset(rows), frozenset(cuts)
 
 
-def may_repeat(equation: jex_core.JaxprEqn, inputs: list[Value]) -> bool:
-    """Whether an equation takes rows by public indices, of which some may be equal."""
-    index = inputs[1] if len(inputs) > 1 else None
-    if equation.primitive is not gather_p or not isinstance(index, Public):
-        return False
-    # Behind the last row is the last, as often as one asks.
-    is_inside = 0 <= index.low <= index.high < shape_of(equation.invars[0])[0]
-    return not (is_given(index.term) and (is_inside or is_of_argument(index.term)))
-
-
-def by_slot(equation: jex_core.JaxprEqn, inputs: list[Value], kept: frozenset[Rows]) -> bool:
-    """Whether rows are combined with constants that differ from slot to slot."""
-    if equation.primitive in (gather_p, dynamic_slice_p):
-        return False
-    after = shape_of(equation.outvars[0])
-    return any(
-        isinstance(value, Public)
-        and len(shape_of(variable)) == len(after)
-        and any(row.dim in value.along for row in kept if row.dim == 0)
-        for value, variable in zip(inputs, equation.invars, strict=True)
+def _is_even(fact: Fact, place: From) -> bool:
+    return fact.is_public and (
+        place == ALL or (place.dim if isinstance(place, Some) else place) in fact.even
     )
 
 
-def _reshaped(equation: jex_core.JaxprEqn, inputs: list[Value]) -> list[frozenset[Rows]]:
-    """Dimensions are put together, or one is taken apart; else as the engine follows them."""
-    value = inputs[0]
-    if not isinstance(value, Private) or equation.params["dimensions"] is not None:
-        return _followed(equation, inputs)
-    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    rows = set[Rows]()
-    for olds, news in _groups(before, after):
-        own = {
-            row.dim: row
-            for row in value.rows
-            if row.dim in olds and row.inner == 1 and row.num_rows == before[row.dim]
-        }
-        if not olds or set(own) < {dim for dim in olds if before[dim] > 1}:
-            continue
-        if len(olds) == 1 and len(news) == 1:
-            rows.add(own[olds[0]]._replace(dim=news[0]))
-        elif len(olds) == 1:
-            sizes = tuple(after[dim] for dim in news)
-            for i, dim in enumerate(news):
-                axis = ("split", own[olds[0]].axis, sizes, i)
-                rows.add(Rows(axis, dim, 1, after[dim]))
-        elif len(news) == 1:
-            rows.add(
-                Rows(_together([own[d] for d in olds if d in own]), news[0], 1, after[news[0]])
-            )
-    return [frozenset(rows) or _followed(equation, inputs)[0]]
+def _alike(fact: Fact, place: From) -> frozenset[Alike]:
+    return frozenset(one for one in fact.alike if one.dim == place)
 
 
-def _together(rows: list[Rows]) -> Hashable:
-    """The axis of rows along several dimensions; of one that was taken apart, as it was."""
-    axes: list[Any] = [row.axis for row in rows]
-    first = axes[0]
-    if first[0] == "split" and axes == [(*first[:3], i) for i in range(len(first[2]))]:
-        return first[1]
-    return axes[0] if len(axes) == 1 else ("together", tuple(axes))
+def _drawn_alike(dim: int, places: list[tuple[Fact, From]]) -> set[Alike] | None:
+    """Draws of which an entry has its own; None if their entries meet in another way, too."""
+    own = {(one.draw, one.of) for place in places for one in _alike(*place)}
+    draws = {draw for draw, _ in own}
+    others = union(f.draws - {one.draw for one in _alike(f, place)} for f, place in places)
+    if len(draws) < len(own) or draws & others:
+        return None
+    return {Alike(dim, draw, of) for draw, of in own}
 
 
-def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The fewest dimensions of two shapes that hold the same entries, in order."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        olds, news = [i] * (i < len(before)), [j] * (j < len(after))
-        i, j = i + len(olds), j + len(news)
-        while math.prod(before[d] for d in olds) != math.prod(after[d] for d in news):
-            is_behind = math.prod(before[d] for d in olds) < math.prod(after[d] for d in news)
-            if is_behind and i < len(before):
-                olds.append(i)
-                i += 1
-            elif j < len(after):
-                news.append(j)
-                j += 1
-            else:
-                return []
-        groups.append((olds, news))
-    return groups
+def _ref(places: list[tuple[Fact, From]]) -> Ref | None:
+    """Whose entry i an entry i is made of."""
+    refs = set[Any]()
+    for fact, place in places:
+        if not fact.is_public:
+            at = place if isinstance(place, int) else ALL
+            ref = fact.refs[at] if 0 <= at < len(fact.refs) else None
+            refs.add(None if ref is None else (ref, outer(fact.cuts, ref)))
+    known = refs.pop() if len(refs) == 1 else None
+    return known and known[0]
 
 
-def on_devices(value: Value, spec: Any, lengths: Mapping[str, int]) -> Value:
-    """What a device sees of an array, in a `shard_map`."""
-    if not isinstance(value, Private):
-        return value
-    found, cuts = set[Rows](), set(value.cuts)
-    for row in value.rows:
-        axes = _axes(spec, row.dim)
-        if axes:
-            cuts.add(Cut(row.axis, ("devices", axes), None))
-            count = row.num_rows // math.prod(lengths[axis] for axis in axes)
-            found.add(row._replace(axis=("devices", row.axis, axes), num_rows=count))
-        else:
-            found.add(row)
-    return replace(value, rows=frozenset(found), cuts=frozenset(cuts))
+def outer(cuts: frozenset[Cut], ref: Ref) -> frozenset[Cut]:
+    """Which part of the arguments an entry along a dimension belongs to."""
+    return frozenset(
+        cut for cut in cuts if cut.ref.group == ref.group and (*cut.ref[1:],) <= (*ref[1:],)
+    )
 
 
-def off_devices(value: Value, spec: Any, lengths: Mapping[str, int]) -> Value:
-    """What the parts of devices are, put together: of what is not cut, as many copies."""
-    along = {axis for dim in range(len(spec)) for axis in _axes(spec, dim)}
-    if isinstance(value, Random) and along:
-        return Public(noise=value.draws)
-    if isinstance(value, Sum):
-        return value.scaled(math.sqrt(math.prod(lengths[axis] for axis in along - value.spread)))
-    if not isinstance(value, Private):
-        return value
-    found = set[Rows]()
-    for row in value.rows:
-        axes, axis = _axes(spec, row.dim), row.axis
-        if not axes:
-            found.add(row)
-        elif isinstance(axis, tuple) and axis[0] == "devices" and axis[2] == axes:
-            count = row.num_rows * math.prod(lengths[axis] for axis in axes)
-            found.add(row._replace(axis=axis[1], num_rows=count))
-    return replace(value, rows=frozenset(found))
+def taken_once(
+    fact: Fact, before: _Shape, after: _Shape, starts: Sequence[int | None]
+) -> frozenset[Cut]:
+    """The parts that a slice is made of: along some dimensions one entry."""
+    return fact.cuts | {
+        Cut(ref, "at", start)
+        for ref, n, m, start in zip(fact.refs, before, after, starts, strict=False)
+        if n > m == 1 and ref is not None and start is not None
+    }
 
 
-def _axes(spec: Any, dim: int) -> tuple[str, ...]:
-    entry = spec[dim] if dim < len(spec) else None
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+# Rows taken at indices that are arguments.
+
+
+def index_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
+    """How integers of private arguments can serve as indices: as they are, or counted from behind.
+
+    `x[index]` looks up `where(index < 0, index + len(x), index)`.
+    """
+    name, first = equation.primitive.name, inputs[0] if inputs else Fact()
+    number = inputs[1].number if len(inputs) > 1 else None
+    match name, first.indexes:
+        case "lt", ("as it is", who) if number == Number(None, 0):
+            return "is negative", who
+        case "add", ("as it is", who) if number is not None and number == (None, number[1], ()):
+            return "from behind", who, number.offset
+        case "select_n", ("is negative", who):
+            plain, behind = (fact.indexes for fact in inputs[1:])
+            is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
+            return ("wrapped", who, behind[2]) if is_so else ()
+        case (("broadcast_in_dim" | "reshape" | "squeeze" | "copy"), _):
+            return first.indexes
+        case "convert_element_type", _ if equation.params["new_dtype"] in (jnp.int32, jnp.int64):
+            return first.indexes
+        case _:
+            return ()
+
+
+def gathered(equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
+    """Rows that private indices say: whose index it is, whose row. Indices do not repeat."""
+    values, index = inputs[0], inputs[1]
+    numbers = equation.params["dimension_numbers"]
+    rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
+    is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
+    is_known = index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
+    is_known |= index.indexes[:1] == ("as it is",)
+    is_whole = values.refs[:1] == (Ref(rows, 0),) and not values.cuts
+    if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
+        return found
+    batch = [d for d in range(len(shape_of(equation.outvars[0]))) if d not in numbers.offset_dims]
+    refs: list[Ref | None] = [None] * len(shape_of(equation.outvars[0]))
+    for dim, to in enumerate(batch):
+        refs[to] = index.refs[dim]
+    return found._replace(refs=tuple(refs), cuts=index.cuts)

@@ -1,27 +1,57 @@
-"""What is said of a call of a step: findings, releases, and how they stand to the plan."""
+"""What is said of a step: findings, releases, and how they stand to the plan."""
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from ..paths import matches
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
 from ..shown import some
-from .calls import StepCall, TracedStep
-from .freshness import fresh_noise
-from .key_paths import paths_part
-from .privacy_report import Finding, PrivacyReport, Release
-from .releases import (
-    Noised,
-    alternatives,
-    batches,
-    groups,
-    is_another_sample,
-    noise_multiplier,
-    sensitivity_by_noise,
-)
-from .terms import Key
-from .values import Cut, Path, Private, Public, Random, Sum
+from .facts import Cut, Fact, Kind
+from .keys import CALLS, Calls, Use, is_new, parted
+from .marked import REASONS, Record
+from .privacy_report import Finding, PrivacyReport
+from .privacy_report import Release as Row
+from .sums import Release, noise_multiplier, samples_of, turns
+
+
+class Result(NamedTuple):
+    """What a step returns.
+
+    Attributes:
+        name: its dotted path.
+        fact: what is known of it.
+        returns: the arguments that it may be in the next call.
+        is_state: whether it may be part of a state.
+        is_disclosed: whether it is released without noise knowingly.
+        is_kept: whether it stays in the state without noise knowingly.
+    """
+
+    name: str
+    fact: Fact
+    returns: list[int]
+    is_state: bool
+    is_disclosed: bool
+    is_kept: bool
+
+
+class TracedStep(NamedTuple):
+    """A step whose values are known.
+
+    Attributes:
+        record: what was noted on the way.
+        arguments: names of its arrays.
+        same: of keys among them, the first argument that holds the same.
+        results: what it returns.
+        reaches_model: whether what stays unnamed in the state reaches the next call's model.
+    """
+
+    record: Record
+    arguments: list[str]
+    same: dict[Any, Any]
+    results: list[Result]
+    reaches_model: bool
 
 
 def names_it(pattern: str, name: str) -> bool:
@@ -29,264 +59,267 @@ def names_it(pattern: str, name: str) -> bool:
     return matches(pattern, name) or matches(f"**.{pattern}", name)
 
 
-def report_on(
-    step: TracedStep, call: StepCall, plan: PrivacyPlan | None, disclose: tuple[str, ...]
-) -> PrivacyReport:
-    """The report on a call, held against a plan; `disclose` has patterns of its results."""
-    record, releases = call.record, call.releases
-    leaving, kept, disclosed = _outputs(step, call, disclose)
-    multiplier, steps, released = _releases(step, call, plan)
-    fresh, notes = fresh_noise(releases, record, call.keys)
-    found = [*leaving, *record.found, *_against_plan(call, plan, multiplier, steps), *fresh]
+def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
+    """The report on a step, held against a plan."""
+    record, notes = step.record, list[str]()
+    multiplier, steps, released = _releases(step, plan)
+    found = [*_leaving(step), *record.found, *_against_plan(record, plan, multiplier, steps)]
+    found += _fresh_noise(step, notes)
     for line in record.unmasked:
         if plan is not None and plan.sampling_prob < 1:
-            found.append(_no_mask(line))
+            found.append(Finding("padding", _NO_MASK, line, _GIVE_MASK))
         elif plan is None:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
-    found = list(dict.fromkeys(found))
+    if any(source.samples for source in record.sources.values()):
+        notes.append("arguments are read as stacks of batches, each of them a sample of its own")
+    private = [result for result in step.results if not result.fact.is_public]
     return PrivacyReport(
         plan,
-        tuple(finding for finding in found if finding.is_decided),
-        tuple(finding for finding in found if not finding.is_decided),
+        tuple(dict.fromkeys(finding for finding in found if finding.is_decided)),
+        tuple(dict.fromkeys(finding for finding in found if not finding.is_decided)),
         released,
-        kept,
-        disclosed,
+        tuple(r.name for r in private if r.is_kept and r.returns and not r.is_disclosed),
+        tuple(result.name for result in private if result.is_disclosed),
         multiplier,
         steps,
-        tuple(notes),
+        tuple(dict.fromkeys(notes)),
     )
 
 
 _TOLERANCE = 1e-4
+_NO_MASK = "the plan samples, and filter_clipped_grad is given no mask"
+_GIVE_MASK = (
+    "Some slots of a sampled batch hold no example. Without the mask, what stands in them is "
+    "clipped and summed like an example. Give the sampler's mask: is_padding_example=mask."
+)
 
 
-def _no_mask(line: str) -> Finding:
-    return Finding(
-        "padding",
-        "the plan samples, and filter_clipped_grad is given no mask",
-        line,
-        "Some slots of a sampled batch hold no example. Without the mask, what stands in them is "
-        "clipped and summed like an example. Give the sampler's mask to the call: "
-        "is_padding_example=mask.",
-    )
-
-
-def _outputs(
-    step: TracedStep, call: StepCall, disclose: tuple[str, ...]
-) -> tuple[list[Finding], tuple[str, ...], tuple[str, ...]]:
-    """Results that are no releases: those that break the rule, those kept, those disclosed."""
-    leaving = defaultdict[Finding, list[str]](list)
-    kept, disclosed, lines = list[str](), list[str](), list[str]()
-    hiding = call.hiding
-    for i, (name, value) in enumerate(zip(step.names, call.results, strict=True)):
-        if isinstance(value, Public | Random):
-            raw = value.noise if isinstance(value, Public) else value.draws
-            if raw & hiding:
-                how = "the noise that hides a clipped sum is in it"
-                leaving[_leaves(how, advice=_KEEP_SECRET)].append(name)
-            elif isinstance(value, Public) and not step.returns[i] and _tells_noise(call, value):
-                how = "the noise that hides a clipped sum can be drawn again with this key"
-                leaving[_leaves(how, advice=_KEEP_SECRET)].append(name)
-        elif any(names_it(pattern, name) for pattern in disclose):
-            disclosed.append(name)
-        elif call.record.found and isinstance(value, Private) and value.reason == "mixed":
-            continue  # found where the engine is called
-        elif call.record.models & set(step.returns[i]):
-            before = call.before[i]  # which tells why
-            leaving[_how(before if isinstance(before, Private | Sum) else value)].append(name)
-        elif step.returns[i] and step.in_state[i] and not _is_to_be_hidden(value):
-            kept.append(name)
-            lines += [value.where] if isinstance(value, Private) and value.where else []
-        else:
-            leaving[_how(value)].append(name)
-    if kept and not call.releases and not leaving:
-        how = "private data is in it, and nothing is released through noise"
-        leaving[_leaves(how, *lines[:1])].extend(kept)
-        kept = []
-    for value, line in call.record.shown:
-        raw = value.noise if isinstance(value, Public) else value.draws
-        if raw & hiding or (isinstance(value, Public) and _tells_noise(call, value)):
-            how = "the noise that hides a clipped sum, or its key, goes into a host function"
-            found = Finding("side door", how, line, _KEEP_SECRET)
-            leaving[found].append("of a print or callback")
-    for draw in sorted(hiding & call.record.used.keys()):
-        how = "the noise of a release, which is in the model, the data or another private value too"
-        leaving[Finding("fresh noise", how, call.record.used[draw], _OF_ITS_OWN, False)].append("")
-    findings = [
-        finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
-        for finding, names in leaving.items()
-    ]
-    return findings, tuple(kept), tuple(disclosed)
-
-
-def _tells_noise(call: StepCall, value: Public) -> bool:
-    """Whether a key of the noise is in a result, or one that it is made from."""
-    draws = call.record.draws
-    keys = [*value.words, *([value.term] if isinstance(value.term, Key) else [])]
-    return any(
-        key.root == drawn.key.root
-        and len(key.path) <= len(drawn.key.path)
-        and not paths_part(key.path, drawn.key.path, call.record.counters)
-        for key in keys
-        for drawn in (draws[path] for path in call.hiding if path in draws)
-    )
-
-
-def _is_to_be_hidden(value: Private | Sum) -> bool:
-    """Whether noise was added, in vain."""
-    return isinstance(value, Private) and value.noised is not None
-
+# What leaves.
 
 _ADD_NOISE = (
     "Add the plan's noise to what filter_clipped_grad returns, before anything else is made of it: "
-    "plan.privatizer stands first in the chain of the optimizer."
+    "plan.privatizer stands first in the optimizer's chain; by hand, dp.add_noise."
+)
+_BY_HAND = (
+    "The check knows the noise of dp.add_noise(grads, key, stddev) and of plan.privatizer, and no "
+    "other: use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
     "Leave it out of the results. If it may be known without noise, name its path in disclose=. A "
     "mean over examples is no release either: it needs a clipped sum and noise."
 )
-_OF_ITS_OWN = "Draw noise with a key that is used for nothing else."
-_KEEP_SECRET = "Leave it out of the results: who knows the noise can subtract it."
+_STAYS = "If nobody sees it, nor what is made of it, name its path in kept=. "
+_DECIDED = ("data", "rows", "nonlinear", "kept", "steered")
 
 
-def _leaves(how: str, where: str = "", advice: str = _ADD_NOISE) -> Finding:
-    return Finding("release", how, where or "the results", advice)
-
-
-def _how(value: Private | Sum) -> Finding:
-    if not isinstance(value, Private):
-        return _leaves("a clipped sum is in it, without noise")
-    how = {
-        "data": "private data is in it",
-        "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
-        "unknown": "a clipped sum is in it, through something of which no bound is known",
-        "rounded": "a clipped sum is in it that was rounded before any noise",
-        "kept": "private data of an earlier call is in it",
-        "mixed": "it is made of a clipped sum of unknown sensitivity",
-        "noise known": "the noise of a release is taken off again",
-        "taken": "private data is in it",
-        "slots": "private data is in it",
-    }[value.reason]
-    if value.noised is None or value.reason in ("mixed", "noise known"):
-        is_of_rows = value.reason in ("data", "taken", "slots")
-        where = "" if value.reason == "kept" else value.where
-        return _leaves(how, where, _LEAVE_OUT if is_of_rows else _ADD_NOISE)
-    stddev, line = value.noised
-    is_unbounded = value.reason == "nonlinear"
-    bound = "unbounded" if is_unbounded else "not known"
-    made = ", and it was not made by filter_clipped_grad" if value.reason == "data" else ""
-    is_elsewhere = value.reason != "kept" and value.where not in ("", line)
-    at = f" (at {value.where})" if is_elsewhere else ""
-    return Finding(
-        "noise",
-        f"noise of standard deviation {stddev:.4g} was added, but the noise multiplier is {bound}: "
-        f"{how}{made}{at}",
-        line,
-        "Add the noise to what filter_clipped_grad returns, before anything else is made of it.",
-        is_decided=is_unbounded,
-    )
-
-
-def _releases(
-    step: TracedStep, call: StepCall, plan: PrivacyPlan | None
-) -> tuple[float, int, tuple[Release, ...]]:
-    """Noise by sensitivity of all releases together, how many steps they are, and each group."""
-    relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
-    moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], call.record.sources
-
-    def once(releases: Mapping[Path, Noised]) -> float:
-        found = [sensitivity_by_noise(group, releases, sources) for group in groups(releases)]
-        return noise_multiplier(found) / moved
-
-    def multiplier(releases: Mapping[Path, Noised]) -> float:
-        return min(map(once, alternatives(releases)))
-
-    by_call: defaultdict[frozenset[Hashable], dict[Path, Noised]] = defaultdict(dict)
-    by_batch: defaultdict[frozenset[Cut], dict[Path, Noised]] = defaultdict(dict)
-    for group in groups(call.releases):  # clip norms of one call are one release
-        those = {path: call.releases[path] for path in group.releases}
-        by_call[frozenset(source[0] for source in group.sources)].update(those)  # pyright: ignore
-        for path, release in those.items():
-            by_batch[batches(release, sources)][path] = release
-    table = [_row(step, call, those, multiplier(those)) for those in by_call.values()]
-    if len(set().union(*by_batch)) == len(by_batch) == sum(map(len, by_batch)):  # a step each
-        total = min(map(multiplier, by_batch.values()), default=math.inf)
-        return total, sum(row.times for row in table), tuple(table)
-    return multiplier(call.releases), max((row.times for row in table), default=1), tuple(table)
-
-
-def _row(
-    step: TracedStep, call: StepCall, releases: Mapping[Path, Noised], multiplier: float
-) -> Release:
-    outputs = tuple(
-        name
-        for name, value in zip(step.names, call.results, strict=True)
-        if isinstance(value, Public) and value.releases & releases.keys()
-    )
-    parts = releases.values()
-    stddev = min(part.stddev for part in parts)
-    sensitivity = stddev / multiplier if multiplier else math.inf
-    where = tuple(sorted({part.at.line for part in parts}))
-    cuts = [call.record.sources[term.source].cuts for part in parts for term in part.value.terms]
-    turns = [
-        loop.length or 0
-        for loop in {loop for part in parts for loop in part.at.loops}
-        if all(is_another_sample(cut, loop.path) for cut in cuts)
+def _leaving(step: TracedStep) -> list[Finding]:
+    """Results that are no releases, and are neither kept nor disclosed by name."""
+    leaving = defaultdict[Finding, list[str]](list)
+    for name, fact, returns, is_state, is_disclosed, is_kept in step.results:
+        if fact.is_public:
+            if fact.draws & step.record.slots.keys():
+                leaving[_of_slots("the results")].append(name)
+        elif is_disclosed or (is_kept and returns):
+            continue
+        elif not step.record.found or fact.reason not in ("mixed", "noised"):  # not found before
+            stays = bool(returns) and is_state and not step.reaches_model
+            leaving[_how(fact, stays)].append(name)
+    for fact, line in step.record.shown:
+        if fact.draws & step.record.slots.keys():
+            leaving[_of_slots(line)].append("of a print, a branch or a loop")
+    return [
+        finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
+        for finding, names in leaving.items()
     ]
-    return Release(outputs, sensitivity, stddev, multiplier, math.prod(turns), where)
+
+
+def _of_slots(line: str) -> Finding:
+    found = "it may tell of random numbers that slots of the batch meet one by one"
+    advice = "Draw them with a key of their own, use them for the loss alone, and return none."
+    return Finding("examples apart", found, line, advice, is_decided=False)
+
+
+def _how(fact: Fact, stays: bool) -> Finding:
+    where, advice = fact.where or "the results", _ADD_NOISE
+    if fact.is_noised:
+        how = "noise was drawn by hand, and the check cannot tell whether it is enough"
+        return Finding("noise", how, where, _BY_HAND, is_decided=False)
+    how, is_decided = "a clipped sum is in it, without noise", True
+    if fact.kind is Kind.PRIVATE:
+        how, is_decided = REASONS.get(fact.reason, REASONS["unknown"]), fact.reason in _DECIDED
+        advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
+    if stays:
+        how, advice, is_decided = f"{how}, and it stays in the state", _STAYS + advice, False
+    return Finding("release", how, where, advice, is_decided)
+
+
+# Releases.
+
+
+def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, tuple[Row, ...]]:
+    """The noise multiplier of all releases together, how many steps they are, and each of them."""
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
+    moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], step.record.sources
+    table = list[Row]()
+    for path, release in step.record.releases.items():
+        alone = noise_multiplier([release], sources) / moved
+        outputs = tuple(result.name for result in step.results if path in result.fact.releases)
+        sensitivity = release.stddev / alone if alone else math.inf
+        times, where = turns(release, sources)[0], (release.context.line,)
+        table.append(Row(outputs, sensitivity, release.stddev, alone, times, where))
+    groups: dict[Any, list[Release]] = defaultdict(list)
+    for release in step.record.releases.values():
+        groups[samples_of(release, sources)].append(release)
+    of_samples = (max(turns(one, sources)[0] for one in group) for group in groups.values())
+    steps = max(1, sum(of_samples))
+    together = [*groups.values()] if _are_apart(groups) else [[*step.record.releases.values()]]
+    total = min((noise_multiplier(g, sources) / moved for g in together), default=math.inf)
+    return total, steps, tuple(table)
+
+
+def _are_apart(groups: Iterable[frozenset[Cut]]) -> bool:
+    """Whether releases are of different batches for certain: of other entries of one argument."""
+    places = [{cut.ref: cut.where for cut in cuts if cut.how == "at"} for cuts in groups]
+    return all(
+        any(ref in b and b[ref] != where for ref, where in a.items())
+        for i, a in enumerate(places)
+        for b in places[:i]
+    )
 
 
 def _against_plan(
-    call: StepCall, plan: PrivacyPlan | None, multiplier: float, steps: int
+    record: Record, plan: PrivacyPlan | None, multiplier: float, steps: int
 ) -> list[Finding]:
-    found: list[Finding] = []
-    releases = call.releases.values()
-    lines = " and ".join(dict.fromkeys(release.at.line for release in releases))
-    for release in releases:
-        bounds = [call.record.sources[term.source].bound for term in release.value.terms]
-        if math.inf in bounds:
-            advice = "Set a finite l2_clip_norm."
-            text = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
-            found.append(Finding("noise", text, release.at.line, advice))
-        elif not release.is_known:
-            found.append(_not_known(release.value.why, release.at.line))
-    if plan is None or not releases or found:
-        return found
+    releases, found = [*record.releases.values()], list[Finding]()
+    if plan is None or not releases or any(finding.rule == "noise" for finding in record.found):
+        return []
+    lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        is_tight = all(release.value.is_tight for release in releases)
-        least = "" if is_tight else "at least "
+        terms = [term for release in releases for row in release.rows for term in row]
+        is_tight = not record.is_noised_again and all(term.is_plain for term in terms)
+        is_tight = is_tight and not any(release.context.is_branch for release in releases)
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
-        found.append(
-            Finding(
-                "noise",
-                f"the noise multiplier is {least}{multiplier:.6g}, and the plan accounts for "
-                f"{plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, sensitivity of all "
-                f"releases of a step together {'' if is_tight else 'at most '}{sensitivity})",
-                lines,
-                "The standard deviation must be the plan's noise multiplier times this "
-                "sensitivity. plan.privatizer(grad_fn, key) sets it for one clipped sum. For k "
-                "sums of one batch with noise each, multiply each standard deviation by sqrt(k)."
-                if is_tight
-                else "The check has only a bound on the sensitivity here. Add the noise to what "
-                "filter_clipped_grad returns, before other arithmetic.",
-                is_tight,
-            )
+        least, most = ("", "") if is_tight else ("at least ", "at most ")
+        text = (
+            f"the noise multiplier is {least}{multiplier:.6g}, and the plan accounts for "
+            f"{plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, sensitivity of all "
+            f"releases of a step together {most}{sensitivity})"
         )
+        advice = (
+            "The standard deviation must be the plan's noise multiplier times this sensitivity: "
+            "plan.privatizer sets it. For k sums with noise each, multiply each by sqrt(k)."
+        )
+        found.append(Finding("noise", text, lines, advice, is_tight))
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
         found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
     return found
 
 
-def _not_known(why: str, line: str) -> Finding:
-    reason = why or "the noise has no standard deviation that is a constant of the program"
-    return Finding(
-        "noise",
-        f"the noise multiplier is not known: {reason}",
-        line,
-        "Give factors and standard deviations as Python numbers, so that they are constants.",
-        is_decided=False,
-    )
+# Keys.
+
+
+def _next_call(step: TracedStep) -> Calls:
+    """What keys and counters among the arguments are in the next call."""
+    after = defaultdict[int, list[Fact]](list)
+    for result in step.results:
+        for i in result.returns:
+            after[i].append(result.fact)
+    given = frozenset(("argument", i) for i in range(len(step.arguments)) if i not in after)
+    calls = Calls({}, {}, given, step.same)
+    for i, facts in after.items():
+        root, number, key = ("argument", i), facts[0].number, facts[0].key
+        if any((fact.number, fact.key) != (number, key) for fact in facts):
+            continue
+        if number is not None and number.root == root and not number.along:
+            calls.steps[root] = number.offset
+        if key is not None and key.root == root:
+            calls.paths[root] = key.path
+    return calls
+
+
+def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
+    """Whether each noise has a key of its own, and another one in each turn and call."""
+    record, calls, found = step.record, _next_call(step), list[Finding]()
+    uses = {**record.uses}
+    for result in step.results:
+        key = result.fact.key
+        if (
+            uses
+            and key is not None
+            and not any(("argument", i) in calls.paths for i in result.returns)
+        ):
+            context = next(iter(uses.values())).context._replace(line="the results")
+            uses["result", result.name] = Use("returned", key, context)
+    hiding = record.noises | {path: frozenset[Any]() for path in record.slots if path in uses}
+    for path, leaves in hiding.items():
+        use = uses[path]
+        for loop in (*(loop.path for loop in use.context.loops), CALLS):
+            is_fresh = is_new(use.key, loop, calls)
+            if not is_fresh:
+                found.append(_stale(use, loop == CALLS, is_fresh is False))
+        for other, another in uses.items():
+            if other == path or (path in record.slots and other in record.slots):
+                continue
+            others = record.noises.get(other, frozenset[Any]())
+            if not _are_independent(use, leaves, another, others, calls):
+                found.append(_shared(use, another))
+        for root in (use.key.root, *(getattr(one, "root", None) for one in use.key.path)):
+            if isinstance(root, tuple) and root in calls.given:
+                name = step.arguments[root[1]]
+                notes.append(f"the caller gives {name}, and must not give it again in another call")
+    return found
+
+
+def _are_independent(
+    a: Use, leaves: frozenset[Any], b: Use, others: frozenset[Any], calls: Calls
+) -> bool:
+    if parted(a.key, b.key, calls):
+        return True
+    if a.key.root is None or a.what != "noise" or b.what != "noise":
+        return False
+    roots = {calls.same.get(key.root, key.root) for key in (a.key, b.key)}
+    is_one_stream = len(roots) == 1 and a.key.path[:-1] == b.key.path[:-1]
+    return is_one_stream and bool(leaves and others) and not leaves & others  # of one tree
+
+
+_ADVANCE = (
+    "Fold a counter of the state into it (jax.random.fold_in(key, step)), or split it and return "
+    "the other half in the state."
+)
+
+
+def _stale(use: Use, is_call: bool, is_decided: bool) -> Finding:
+    what = "noise" if use.what == "noise" else "numbers that slots of the batch meet"
+    how = "the same one" if is_decided else "not proven to be another one"
+    found = f"the key of the {what} is {how} in each {'call' if is_call else 'turn of a loop'}"
+    is_constant = isinstance(use.key.root, tuple) and use.key.root[0] == "constant"
+    advice = f"It is a constant of the program. {_ADVANCE}" if is_constant else _ADVANCE
+    return Finding("fresh noise", found, use.context.line, advice, is_decided)
+
+
+_USES = {
+    "noise": ("fresh noise", "another noise"),
+    "draw": ("fresh noise", "other random numbers"),
+    "loss": ("fresh noise", "the loss"),
+    "returned": ("release", "a result: anyone with the key can subtract the noise"),
+    "door": ("side door", "a print or callback"),
+}
+
+
+def _shared(a: Use, b: Use) -> Finding:
+    rule, shown = _USES[b.what]
+    length = min(len(a.key.path), len(b.key.path))
+    is_decided = a.key.root is not None and a.key.root == b.key.root and not a.context.is_branch
+    is_decided = is_decided and None not in (*a.key.path, *b.key.path)
+    is_decided = is_decided and a.key.path[:length] == b.key.path[:length]
+    found = f"one key, or one that follows from it, is used for the noise and for {shown}"
+    if not is_decided:
+        found = f"the key of the noise is not proven to be independent of that of {shown}"
+    if b.context.line not in (a.context.line, "the results"):
+        found += f" (at {b.context.line})"
+    advice = "Use a key for nothing else than one noise: jax.random.split gives as many as needed."
+    return Finding(rule, found, a.context.line, advice, is_decided)

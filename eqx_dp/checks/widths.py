@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
 
-from ..isolation import dtype_of
 from ..programs import UNSEEN, named
+from .flow import dtype_of
 
 
 class Width(NamedTuple):
@@ -189,3 +189,74 @@ def bits_dropped(equation: jex_core.JaxprEqn, variable: Any) -> str | None:
     if equation.primitive.name not in _DROPPING or not is_integer(dtype):
         return None
     return f"{dtype}, bits dropped by {equation.primitive.name}"
+
+
+def product_of(operands: list[Width]) -> str:
+    """The dtypes of operands, as they are shown."""
+    return " x ".join(dict.fromkeys(operand.name for operand in operands))
+
+
+def is_float8(widths: list[Width]) -> bool:
+    """Whether any has 8 bits."""
+    return any(1 + width.exponent + width.digits <= 8 for width in widths)
+
+
+def known_width(dtype: Any) -> Width:
+    """The width of a floating-point dtype."""
+    width = width_of(dtype)
+    assert width is not None
+    return width
+
+
+def width_of_variable(variable: Any) -> Width | None:
+    """The width of what a variable holds, if that is floating point."""
+    return width_of(dtype_of(variable))
+
+
+# What is known of a value on its way between the clip and the noise.
+
+
+class Draw(NamedTuple):
+    """Random bits that a program asks for.
+
+    Attributes:
+        line: the source line.
+        bits: how many for each number.
+        size: how many numbers.
+    """
+
+    line: str
+    bits: int
+    size: int
+
+
+class Narrowest(NamedTuple):
+    """The narrowest floating-point format that a value went through, and the line where it did."""
+
+    width: Width
+    line: str
+
+
+class Facts(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        clipped: whether a sum of clipped gradients is in it that has no noise yet.
+        draws: the random bits that it descends from; none where `clipped`.
+        narrowest: what it went through since the draws; None without any, or without a float yet.
+    """
+
+    clipped: bool = False
+    draws: frozenset[Draw] = frozenset()
+    narrowest: Narrowest | None = None
+
+    def through(self, width: Width | None, line: str) -> "Facts":
+        """The facts about a value of the given width that is made of one with these."""
+        if not self.draws or width is None:
+            return self
+        if self.narrowest and not width.key < self.narrowest.width.key:
+            return self
+        return self._replace(narrowest=Narrowest(width, line))
+
+
+NOTHING = Facts()

@@ -1,16 +1,12 @@
 """The mark by which a traced step shows where the engine clips and sums, and with what bounds."""
 
-import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.core
 import jax.extend.core as jex_core
-from jax.extend.core.primitives import jit_p
 from jaxtyping import Array, PyTree
 
-_PREFIX = "eqx_dp_clipped_sum"
+from ..programs import in_marked_equation, mark_on
 
 
 class Mark(NamedTuple):
@@ -51,24 +47,11 @@ class Mark(NamedTuple):
 def in_one_equation(
     mark: Mark, function: Callable[[PyTree[Array]], PyTree[Array]], operands: PyTree[Array]
 ) -> PyTree[Array]:
-    """Calls a function; in a traced program, as one equation that carries the mark.
-
-    The compiled program is the same. Where nothing is traced, nothing is marked.
-    """
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
-        return function(operands)
-
-    def marked(operands: PyTree[Array]) -> PyTree[Array]:
-        return function(operands)
-
-    marked.__name__ = marked.__qualname__ = _PREFIX + json.dumps(mark, separators=(",", ":"))
-    return jax.jit(marked)(operands)
+    """Calls a function; in a traced program, as one equation that carries the mark."""
+    return in_marked_equation("eqx_dp_clipped_sum", mark, function, operands)
 
 
 def mark_of(equation: jex_core.JaxprEqn) -> Mark | None:
     """The mark that an equation carries; None without."""
-    name: Any = equation.params.get("name", "") if equation.primitive is jit_p else ""
-    if not name.startswith(_PREFIX):
-        return None
-    bounds, groups, ranks, *rest = json.loads(name.removeprefix(_PREFIX))
-    return Mark(tuple(bounds), tuple(groups), tuple(ranks), *rest)
+    mark = mark_on(equation)
+    return mark if isinstance(mark, Mark) else None

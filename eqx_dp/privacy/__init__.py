@@ -12,6 +12,8 @@ from .keys import fresh_secret as fresh_secret
 from .keys import key_from_secret as key_from_secret
 from .keys import shape_of_keys as shape_of_keys
 from .noise import GaussianPrivatizerState as GaussianPrivatizerState
+from .noise import NoiseMark as NoiseMark
+from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
 from .plan import NeighboringRelation as NeighboringRelation
 from .plan import PrivacyPlan as PrivacyPlan

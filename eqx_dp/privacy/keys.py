@@ -61,7 +61,7 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
 
 def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
     """Folds a public text of any length into a key of any generator, by 64 bits of its hash."""
-    for word in _words(text):
+    for word in words_of(text):
         key = jax.random.fold_in(key, word)
     return key
 
@@ -70,7 +70,7 @@ def fold_texts(key: PRNGKeyArray, texts: Sequence[str | bytes]) -> list[PRNGKeyA
     """Folds each of several texts into one key: a key a text, as `fold_text` gives them."""
     if not texts or not is_threefry(key):  # keys of others may not be the same under vmap
         return [fold_text(key, text) for text in texts]
-    first, second = np.stack([_words(text) for text in texts], axis=1)
+    first, second = np.stack([words_of(text) for text in texts], axis=1)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, first)
     keys = jax.vmap(jax.random.fold_in)(keys, second)
     return [keys[i] for i in range(len(texts))]
@@ -81,7 +81,7 @@ def is_threefry(key: PRNGKeyArray) -> bool:
     return str(jax.random.key_impl(key)) in ("fry", "threefry2x32")
 
 
-def _words(text: str | bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def words_of(text: str | bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
     """The hash of a text, as two words."""
     hashed = hashlib.blake2b(public_bytes("text", text), digest_size=8).digest()
     return np.frombuffer(hashed, np.dtype("<u4")).astype(np.uint32)

@@ -16,7 +16,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..paths import dotted
 from ..precision import Policy, checked_policy, stage
+from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
+from ..trees import PyTree
 from .arguments import real_number
 from .keys import (
     Secret,
@@ -27,6 +29,7 @@ from .keys import (
     is_threefry,
     key_from_secret,
     shape_of_keys,
+    words_of,
 )
 from .normals import normal, normal_on_one_device
 from .random_bits import is_partitionable
@@ -146,20 +149,115 @@ def gaussian_privatizer(
         del params
         # The text keeps noise apart from the keys that split or fold_in make of the same key
         # elsewhere: jax.random.split(key, n)[i] is fold_in(key, i).
-        step_key = jax.random.fold_in(fold_text(state.key, "eqx_dp noise"), state.step)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
-        _check_told_apart([path for path, _ in leaves])
-        gradients = [_checked_gradient(leaf, path, policy) for path, leaf in leaves]
-        texts = [f"{leaf.shape} {jax.tree_util.keystr(path)}" for path, leaf in leaves]
-        keys = fold_texts(step_key, texts)
-        noisy = [
-            _add_noise(gradient, scale, policy, _draw_of(rules, path, key))
-            for (path, _), gradient, key in zip(leaves, gradients, keys, strict=True)
-        ]
+        noisy = _noisy(updates, (state.key, state.step), scale, "eqx_dp noise", policy, rules)
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
-        return jax.tree_util.tree_unflatten(structure, noisy), next_state
+        return noisy, next_state
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+
+
+def add_noise(tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat) -> PyTree[Array]:
+    """Adds independent Gaussian noise of one standard deviation to every entry of a tree.
+
+    For loops by hand, on a *sum* of clipped per-example gradients and before anything else is made
+    of it. `check_privacy` sees the noise, its standard deviation and its key; noise that is drawn
+    in another way it does not judge.
+
+    ```python
+    grads = grad_fn(model, x, y, is_padding_example=mask)
+    noisy = dp.add_noise(grads, jax.random.fold_in(key, step), plan.noise_multiplier * sensitivity)
+    ```
+
+    Noise is drawn and added in the wider of float32 and a leaf's dtype. It is a pure function of
+    the key, a leaf's path in the tree and its shape: leaves have independent noise.
+
+    **Guarantee.** That of `gaussian_privatizer`: if one example changes the tree by at most `S` in
+    L2 norm, the result is the Gaussian mechanism with noise multiplier `stddev / S`. The key must
+    be secret, used for nothing else, and another one in each call.
+
+    | case | what happens |
+    |---|---|
+    | `stddev` is 0 | the tree is returned unchanged |
+    | leaf is None | stays None and uses no key |
+    | leaf is narrower than float32, holds integers, booleans or complex numbers | refused |
+    | two leaves whose paths read the same | refused |
+
+    Args:
+        tree: what is to be released.
+        key: one key, from `jax.random.fold_in`, `jax.random.split` or `key_from_secret`.
+        stddev: standard deviation of the noise, in the unit of the tree. A number, not a JAX array:
+            it is part of the compiled program.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ValueError: if `stddev` is negative, not finite or traced, `key` is not one key, or a leaf
+            is refused as in the table above.
+    """
+    scale = _static_stddev(stddev)
+    if shape_of_keys(key) != ():
+        _single_key(key)
+    return _noisy(tree, (key, None), scale, "eqx_dp add_noise", None, None)
+
+
+class NoiseMark(NamedTuple):
+    """What is stated of the equation, a jitted call, that adds noise to the leaves of a tree.
+
+    Operands are the leaves, one key and, where there is one, the number of the step. Results are
+    the noisy leaves. The key of a leaf is the key with these words folded in one after another:
+    the prefix, the step, the leaf's own.
+
+    Attributes:
+        stddev: standard deviation of the noise.
+        prefix: words of the text that is folded in first.
+        has_step: whether the step is folded in.
+        leaves: for each leaf the words of its path and shape.
+    """
+
+    stddev: float
+    prefix: tuple[int, ...]
+    has_step: bool
+    leaves: tuple[tuple[int, ...], ...]
+
+
+def _noisy(
+    tree: PyTree[Any],
+    key_and_step: tuple[PRNGKeyArray, Int[Array, ""] | None],
+    stddev: float,
+    text: str,
+    policy: Policy | None,
+    rules: ShardingRules | None,
+) -> PyTree[Array]:
+    """Adds noise to the leaves of a tree; in a traced program, in one marked equation."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [path for path, _ in leaves]
+    _check_told_apart(paths)
+    gradients = [_checked_gradient(leaf, path, policy) for path, leaf in leaves]
+    of_leaves = [f"{x.shape} {jax.tree_util.keystr(path)}" for path, x in leaves]
+
+    def function(operands: Any) -> list[Array]:
+        gradients, (key, step) = operands
+        key = fold_text(key, text)
+        key = key if step is None else jax.random.fold_in(key, step)
+        return [
+            _add_noise(gradient, stddev, policy, _draw_of(rules, path, own))
+            for path, gradient, own in zip(
+                paths, gradients, fold_texts(key, of_leaves), strict=True
+            )
+        ]
+
+    def words(text: str) -> tuple[int, ...]:
+        return tuple(words_of(text).tolist())
+
+    mark = NoiseMark(
+        stddev,
+        words(text),
+        key_and_step[1] is not None,
+        tuple(map(words, of_leaves)),
+    )
+    noisy = in_marked_equation("eqx_dp_noise", mark, function, (gradients, key_and_step))
+    return jax.tree_util.tree_unflatten(structure, noisy)
 
 
 def _check_arrays_alone(params: optax.Params) -> None:

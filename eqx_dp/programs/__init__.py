@@ -37,6 +37,9 @@ from .lines import own_line as own_line
 from .lines import source_line as source_line
 from .lines import users_line as users_line
 from .lines import written_in as written_in
+from .marks import in_marked_equation as in_marked_equation
+from .marks import is_as_marked as is_as_marked
+from .marks import mark_on as mark_on
 from .names import CHEAP as CHEAP
 from .names import COLLECTIVES as COLLECTIVES
 from .names import ENTRY_BY_ENTRY as ENTRY_BY_ENTRY

@@ -611,7 +611,7 @@ def shown(params, state, result, key):
     return *updated(params, state, total), result
 
 
-@misused("noise", decided=False)
+@misused("noise", "fresh noise", decided=False)
 def an_eighth_of_the_noise_on_each_device():
     """Independent noises add up by variance: eight of deviation s / 8 have s / sqrt(8)."""
 

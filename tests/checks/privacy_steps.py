@@ -4,7 +4,8 @@ A step by hand is `step(model, state, x, y, mask)`, where `mask` is `is_padding_
 the next model and the next state, and private are the last three arguments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     `private` and `plan` are None for a step of `make_step`, which knows them. `noise_multiplier` is
     the least of an honest step's releases, where it is known; `rules` are those of which a misuse
     breaks one, `says` is in the report on it, and `decided` is False where it may be undecided.
+    `more` is given to the check as it is.
     A misuse that is `kept` may be among what the report calls kept, since it stays in the state.
     """
 
@@ -49,6 +51,7 @@ class Case(NamedTuple):
     says: str = ""
     decided: bool = True
     kept: bool = False
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 def plan_under(relation, **more):
@@ -184,7 +187,14 @@ def next_key(state: State) -> tuple[Array, State]:
 
 
 def with_noise(grads, key, stddev=STDDEV):
-    """Independent normal noise for every number, from a key for every leaf."""
+    """Independent normal noise for every number; a traced deviation is for noise by hand."""
+    if isinstance(stddev, jax.core.Tracer):
+        return with_normals(grads, key, stddev)
+    return dp.add_noise(grads, key, stddev)
+
+
+def with_normals(grads, key, stddev=STDDEV):
+    """The same noise by hand, from a key for every leaf."""
     leaves, structure = jax.tree.flatten(grads)
     keys = jax.random.split(key, len(leaves))
     noisy = [
@@ -342,3 +352,15 @@ def misuse(
 ) -> Callable[..., Any]:
     """Enters a misuse that breaks one of some rules; see `Case`."""
     return listed(cases, rules=rules, says=says, decided=decided, kept=kept)
+
+
+def leak(cases: dict[str, Callable[[], Case]]) -> Callable[..., Any]:
+    """Enters a step that leaks; the docstring of its function says what is wrong with it."""
+
+    def enter(make: Callable[[], Case]) -> Callable[[], Case]:
+        assert make.__doc__, make.__name__
+        entered = listed(cases)(make)
+        entered.__doc__ = make.__doc__
+        return entered
+
+    return enter
