@@ -1,4 +1,17 @@
-"""Clip norms, the norms of per-example gradients, and the factors between them."""
+"""Clip norms, the norms of per-example gradients, and the factors between them.
+
+The bounds here and in `gram.py` hold for the arithmetic of processors, GPUs and TPUs:
+
+| operation | assumed |
+|---|---|
+| addition, multiplication, both in one | rounded to nearest once: off by a relative u at most |
+| division, square root | off by 2 units in the last place: a relative 4 u (`div.full` on GPUs) |
+| products of a contraction | at `PRECISION`: off by `product_roundoff` |
+| sums | in any order, another one for every entry and every run |
+| numbers below the normal range | kept, or taken for zero |
+
+u is `unit_roundoff`, the largest relative error of one rounding to nearest.
+"""
 
 import functools
 import math
@@ -204,12 +217,13 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
 
     A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
     terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
-    squares is off by no more than all of these together, and its root by half of that, beside a
-    rounding of its own (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section
-    4.2). Two more make up for products of errors, and for squares that vanish beside the largest.
+    squares is off by no more than all of these together, and its root by half of that (Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). The root itself costs 4,
+    the inverse of the scale 4 (where it is a quotient), and an entry divided by the scale 1. Two
+    more make up for products of errors, and for squares that vanish beside the largest.
     """
     roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
-    return (roundings / 2 + 3) * unit_roundoff(dtype)
+    return (roundings / 2 + 11) * unit_roundoff(dtype)
 
 
 def roundings_in_blocks(size: int) -> int:
@@ -225,6 +239,33 @@ def roundings_in_blocks(size: int) -> int:
 def unit_roundoff(dtype: np.dtype[Any]) -> float:
     """The largest relative error of one rounding to nearest."""
     return float(jnp.finfo(dtype).eps) / 2
+
+
+PRECISION = jax.lax.Precision.HIGHEST
+"""What every contraction asks for whose result is measured, bounded or added."""
+
+
+def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float:
+    """The largest relative error of one product, and its addition, in a contraction at `PRECISION`.
+
+    | platform | a product is made of | error |
+    |---|---|---|
+    | CPU, GPU | the numbers as they are, no TensorFloat-32 | u |
+    | TPU | six passes of bfloat16 parts | 16 u |
+
+    A TPU splits a float32 number into three bfloat16 parts, exactly, and leaves out three of nine
+    products, which are less than u / 2 together. The other six are exact, and each costs an
+    addition, which may cut off instead of rounding: 2 u each. Platforms that are not known count as
+    TPUs.
+
+    Args:
+        dtype: of the numbers and the sum.
+        platform: where the contraction runs; None for JAX's default.
+    """
+    if platform is None:
+        platform = jax.default_backend()
+    is_whole = platform in ("cpu", "gpu", "cuda", "rocm")
+    return (1 if is_whole else 16) * unit_roundoff(dtype)
 
 
 def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:
@@ -256,9 +297,12 @@ def clip_factors(
 
     Guarantee: with `bound` an upper bound on the true norm of what is multiplied, factor x
     gradient has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (1).
-    Proof: quotient, product and division are each off by one rounding, as is the bound with its
-    room, and the margin takes 5 off. Where the factor is 1 nothing is rounded but the last division
-    and the bound itself, and the bound has room for 3.
+    Proof: with p u the error of a product (`product_roundoff`), the quotient is off by 4 u, the
+    product by p u, the division by `normalize_by` by 4 u: 8 + p in all. Room of at least 8 + p is
+    added to the bound (of which its own rounding takes 1), and as much is taken off C. Where the
+    factor is 1 the last division alone and the product count, for which the bound's room suffices.
+    Products of errors take less than one more. Factors are zero or normal numbers, whose relative
+    error is as said whether or not a machine keeps smaller numbers.
 
     | clip norm C | bound | factor (rescaled) |
     |---|---|---|
@@ -267,22 +311,24 @@ def clip_factors(
     | inf | finite | 1 (0) |
     | any | <= C | 1 (1 / C) |
     | any | > C | C / bound (1 / bound) |
-    | any | C / bound vanishes | 0 |
+    | any | C / bound is below twice the smallest normal number | exactly 0 |
     | any | NaN or inf | as if finite: such an example must not contribute |
     """
-    roundoff = unit_roundoff(bounds.dtype)
-    margin = 1 - 5 * roundoff
-    bounds = bounds * (1 + 3 * roundoff)
+    roundoff, tiny = unit_roundoff(bounds.dtype), float(jnp.finfo(bounds.dtype).tiny)
+    # An even number, so that 1 + room is a number of the dtype.
+    room = 2 * math.ceil((9 + product_roundoff(bounds.dtype) / roundoff) / 2) * roundoff
+    margin = 1 - room
+    bounds = bounds * (1 + room)
     clip, less = (_round_down(c, bounds.dtype) for c in (clip_norm, clip_norm * margin))
     if not rescale_to_unit_norm:
         is_within = bounds <= clip
         numerator, denominator = jnp.where(is_within, 1, less), jnp.where(is_within, 1, bounds)
     else:
         larger = jnp.maximum(bounds, clip)
-        # Below the inverse of the largest number an inverse would overflow.
-        smallest = 2 / float(jnp.finfo(bounds.dtype).max)
         numerator = jnp.where(larger > 0, margin, 0)
-        denominator = jnp.maximum(larger, smallest)
+        # The inverse of a smaller number may overflow.
+        denominator = jnp.maximum(larger, tiny)
+    numerator = jnp.where(numerator < denominator * (2 * tiny), 0, numerator)
     # The division comes last: the compiler repeats anything else in the sum of every leaf.
     nothing, one = jnp.zeros_like(bounds), jnp.ones_like(bounds)
     numerator = jnp.where(contributes, numerator, nothing)
@@ -320,7 +366,7 @@ def weighted_sum(
     mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
     selected = jnp.where(mask, leaf.astype(dtype), 0)
     factors = jnp.where(contributes, factors, 0)
-    return jnp.tensordot(factors, selected, axes=1, precision=jax.lax.Precision.HIGHEST)
+    return jnp.tensordot(factors, selected, axes=1, precision=PRECISION)
 
 
 def few(size: int) -> int:

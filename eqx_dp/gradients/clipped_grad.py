@@ -22,7 +22,7 @@ from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose
 from .configuration import Configuration
 from .cost import leaf_cost
-from .examples import MaskRule, read_examples
+from .examples import check_mask, read_examples
 from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
 from .mapped import is_mapped
 from .methods import MethodName, TracedLoss
@@ -48,7 +48,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
     _filter_spec: FilterSpec
     _configuration: Configuration = eqx.field(static=True)
     _finish: Callable[[PerExample, PyTree[Array]], _Result] = eqx.field(static=True)
-    _mask: MaskRule = eqx.field(static=True, default_factory=MaskRule)
+    _sampling: Sampling | None = eqx.field(static=True, default=None)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -111,25 +111,20 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                     f"({allowed}), found {shown(neighboring_relation)}."
                 )
 
-    def expect_samples(self, sampling: Sampling) -> None:
-        """Declares that batches are samples, so that calls must say which slots are padding.
-
-        It holds for all calls that are traced from now on. `plan.privatizer` calls it.
-
-        Args:
-            sampling: how batches are drawn. It gives the expected number of slots that hold an
-                example, by which `"auto"` chooses the microbatch.
-        """
-        self._mask.sampling = sampling
-
     def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result]":
         """The same function, for batches that are drawn in a given way.
 
+        Guarantee: if these are samples, a call without `is_padding_example` is refused, whenever it
+        is traced. The function itself stays as it is.
+
         Args:
-            sampling: how batches are drawn; None for batches without padding.
+            sampling: how batches are drawn (`plan.sampling`). It also gives the expected number of
+                slots that hold an example, by which `"auto"` chooses the microbatch. None for
+                batches without padding.
         """
-        rule = MaskRule(sampling)
-        return ClippedGrad(self._fun, self._filter_spec, self._configuration, self._finish, rule)
+        return ClippedGrad(
+            self._fun, self._filter_spec, self._configuration, self._finish, sampling
+        )
 
     def variant(
         self, *, method: MethodName | None = None, microbatch_size: int | None = None
@@ -144,7 +139,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             ValueError: as `filter_clipped_grad`.
         """
         changed = self._configuration.variant(method, microbatch_size)
-        return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone, self._mask)
+        return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone, self._sampling)
 
     def with_choice(self, method: str, microbatch_size: int) -> "ClippedGrad[_Result]":
         """The same function, which returns what it returned, by a method and a microbatch.
@@ -157,7 +152,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             ValueError: as `filter_clipped_grad`.
         """
         changed = self._configuration.variant(method, microbatch_size)
-        return ClippedGrad(self._fun, self._filter_spec, changed, self._finish, self._mask)
+        return ClippedGrad(self._fun, self._filter_spec, changed, self._finish, self._sampling)
 
     def with_policy(self, policy: Policy) -> "ClippedGrad[PyTree[Array]]":
         """The same by another policy, for batches without padding; it returns gradients alone.
@@ -202,13 +197,14 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 repeat a step with the same noise, repeat its layout too: hosts, devices, padding.
                 (`make_step` gives keys to examples, in any layout.)
             is_padding_example: True where a slot holds no real example; such a slot contributes
-                exactly zero, for any content. None means no padding, and is refused once a plan
-                that samples has made noise for this function.
+                exactly zero, for any content. None means no padding; a function that
+                [`of_samples`][] returned refuses it, and `check_privacy` does in a step whose plan
+                samples.
 
         Raises:
             ValueError: see [`filter_clipped_grad`][].
         """
-        self._mask.check(is_padding_example)
+        check_mask(self._sampling, is_padding_example)
         return self.complete(self.prepare(model, batch, key, is_padding_example))
 
     def complete(self, prepared: Prepared) -> _Result:
@@ -272,7 +268,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
             targets,
         )
         num_shards = 1 if rules is None else rules.num_shards
-        num_examples, sampling = examples.num_examples, self._mask.sampling
+        num_examples, sampling = examples.num_examples, self._sampling
         choice = choose(
             traced.costs,
             leaves,

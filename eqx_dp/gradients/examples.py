@@ -1,6 +1,5 @@
 """What one call is given beside the model: a batch, a key, padding."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -23,29 +22,20 @@ _KEY_ADVICE = (
 )
 
 
-@dataclasses.dataclass(unsafe_hash=True)
-class MaskRule:
-    """Whether batches are samples, so that a call has to say which slots are padding.
+def check_mask(sampling: Sampling | None, is_padding_example: object) -> None:
+    """Raises a ValueError if batches are samples and there is no mask.
 
-    All copies of a gradient share one, and those that say the same are equal: gradients that are
-    made alike share what is compiled for them.
-
-    Attributes:
-        sampling: how batches are drawn; None as long as no plan has said so.
+    Args:
+        sampling: how batches are drawn; None for batches without padding.
+        is_padding_example: as for the call.
     """
-
-    sampling: Sampling | None = None
-
-    def check(self, is_padding_example: object) -> None:
-        """Raises a ValueError if a mask is required and there is none."""
-        if self.sampling is not None and is_padding_example is None:
-            raise ValueError(
-                "is_padding_example is missing. A plan that samples has made the noise for this "
-                "gradient, and a sampled batch has padding, whose index is -1: without the mask "
-                "the last example would count in every padding slot. Hand on the mask that "
-                "sampler.take or sampler.batch returns; for a batch without padding, "
-                "np.zeros(length, bool)."
-            )
+    if sampling is not None and is_padding_example is None:
+        raise ValueError(
+            "is_padding_example is missing. This gradient is of samples, and a sampled batch has "
+            "padding, whose index is -1: without the mask the last example would count in every "
+            "padding slot. Hand on the mask that sampler.take or sampler.batch returns; for a "
+            "batch without padding, np.zeros(length, bool)."
+        )
 
 
 class Examples(NamedTuple):

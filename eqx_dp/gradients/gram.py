@@ -20,8 +20,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norm_error, norms, roundings_in_blocks, sum_in_blocks, unit_roundoff
-from .powers import exponent_of, power, power_of_two
+from .clip import (
+    PRECISION,
+    norm_error,
+    norms,
+    product_roundoff,
+    roundings_in_blocks,
+    sum_in_blocks,
+    unit_roundoff,
+)
+from .powers import exponent_of, power, power_of_two, without_subnormal
 
 
 class OneHot(NamedTuple):
@@ -78,7 +86,7 @@ def to_common_scale(uses: list[OuterProducts]) -> tuple[list[OuterProducts], Int
 
     def follow(g: Array, exponent: Array) -> Array:
         of_all = power(exponent - largest[:, None, None], g.dtype)
-        return _without_subnormal(g * of_all[..., None])
+        return without_subnormal(g * of_all[..., None])
 
     uses = [
         use._replace(x=x, g=follow(g, e + f))
@@ -100,11 +108,7 @@ def _to_unit(x: Side) -> tuple[Any, Int[Array, "batch group time"]]:
     exponent = jnp.clip(exponent_of(largest), -limit, limit)
     is_zero = largest < jnp.finfo(x.dtype).tiny
     inverse = power(jnp.where(is_zero, _NOTHING, -exponent), x.dtype)
-    return _without_subnormal(x * inverse[..., None]), jnp.where(is_zero, _NOTHING, exponent)
-
-
-def _without_subnormal(x: Array) -> Array:
-    return jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).tiny, 0, x)
+    return without_subnormal(x * inverse[..., None]), jnp.where(is_zero, _NOTHING, exponent)
 
 
 def sum_of_products(
@@ -120,12 +124,11 @@ def sum_of_products(
     mask = contributes[:, None, None, None]
     x = jnp.where(mask, x, 0)
     g = jnp.where(mask, g * weights[:, :, None, None], 0)
-    highest = jax.lax.Precision.HIGHEST
     if x.shape[1] == 1:
         # As layers have it, outputs first: else the compiler copies x into another order.
         x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
-        return jnp.einsum("nk,np->pk", x, g, precision=highest).T[None]
-    return jnp.einsum("bgtk,bgtp->gkp", x, g, precision=highest)
+        return jnp.einsum("nk,np->pk", x, g, precision=PRECISION).T[None]
+    return jnp.einsum("bgtk,bgtp->gkp", x, g, precision=PRECISION)
 
 
 def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
@@ -135,7 +138,7 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
     g rounded after its multiplication by the factor, products, and sums over n.
     """
     dtype = uses[0].g.dtype
-    roundoff = unit_roundoff(dtype)
+    roundoff = product_roundoff(dtype)
     steps = sum(use.time for use in uses)
     lefts, rights = (tuple(use.sides[i] for use in uses) for i in (0, 1))
     alpha, beta = (roundoff * max(map(_roundings, sides)) for sides in (lefts, rights))
@@ -152,7 +155,7 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
     for (i, j), (inner_a, inner_b) in grams.items():
         twice = 1 if i == j else 2
         batch = inner_a.shape[0]
-        rho = 2 * norm_error(inner_a[0].size, dtype) + len(grams) * roundoff
+        rho = (roundings_in_blocks(inner_a[0].size) + 7 + len(grams)) * roundoff
         aa, bb = (x[i][..., :, None] * x[j][..., None, :] for x in (a, b))
         error = (alpha * aa + rho * abs(inner_a)) * abs(inner_b)
         error += beta * bb * (abs(inner_a) + alpha * aa)
@@ -181,7 +184,8 @@ def one_term(
     """The norm of x g', a bound on that of what the weighted sum adds, and x by powers of two.
 
     One term has no sum to get wrong. Its norm is |x| |g|, of which each factor is off by no more
-    than `norm_error`, and what is added of it is rounded twice. A length that a machine without
+    than `norm_error`, and what is added of it is rounded twice: g times the factor, and the product
+    in a contraction. A length that a machine without
     subnormal numbers takes for zero counts as the smallest normal number.
 
     Returns:
@@ -195,7 +199,7 @@ def one_term(
     bound = jnp.maximum(norms(at_least[0] * at_least[1]), tiny)
     error = sum(norm_error(n, norm.dtype) for n in (shape[1], x.shape[-1], g.shape[-1]))
     scale, inverse = power_of_two(lengths[0])
-    bound *= 1 + error + 6 * unit_roundoff(norm.dtype)
+    bound *= 1 + error + 6 * unit_roundoff(norm.dtype) + product_roundoff(norm.dtype)
     return norm, bound, x * inverse[..., None, None], scale
 
 
@@ -235,7 +239,7 @@ def _inner_products(x: Side, y: Side, dtype: Any) -> Float[Array, "batch group t
             "bgtk,bgsk->bgts",
             x[..., i : i + block],
             y[..., i : i + block],
-            precision=jax.lax.Precision.HIGHEST,
+            precision=PRECISION,
         )
         for i in range(0, size, block)
     ]

@@ -31,7 +31,7 @@ from .gram import (
     to_common_scale,
 )
 from .layouts import layout_of
-from .powers import halves
+from .powers import halves, without_subnormal
 from .scattering import Scattering
 from .uses import ParamUse, contraction, convolution, lookup
 
@@ -199,8 +199,11 @@ def _scattered(
 def _times(
     factors: Float[Array, " batch"], powers: Sequence[Float[Array, "batch #group"]]
 ) -> Float[Array, "batch #group"]:
-    """Powers of two come in with the factor: g alone could vanish beside a large x."""
-    return functools.reduce(jnp.multiply, powers, factors[:, None])
+    """Powers of two come in with the factor: g alone could vanish beside a large x.
+
+    What is no normal number then is zero: where a machine keeps it, it has lost digits.
+    """
+    return without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..programs import evaluated
-from .clip import norms, unit_roundoff
+from .clip import norms, product_roundoff
 from .layouts import Layout
 from .linear_maps import LinearMap, MapSize, applied, roundings_over, sum_over
-from .powers import exponent_of, power_of_two, times_power
+from .powers import exponent_of, power_of_two, times_power, without_subnormal
 from .weighted_products import products_in_blocks, to_powers
 
 
@@ -184,7 +184,9 @@ class Mapped(NamedTuple):
         """
         mask = contributes[:, None]
         x = jnp.where(mask, self.x, 0)
-        g = jnp.where(mask, self.g * times_power(factors, self.exponent)[:, None], 0)
+        g = jnp.where(
+            mask, self.g * without_subnormal(times_power(factors, self.exponent))[:, None], 0
+        )
         total = jnp.einsum("np,nk->pk", g, x, precision=jax.lax.Precision.HIGHEST)
         scale, inverse = power_of_two(jnp.max(jnp.abs(total), initial=0))
         return total * inverse, exponent_of(scale)
@@ -230,7 +232,7 @@ def mapped_products(
         | NaN or infinity | NaN or inf | NaN or inf |
     """
     dtype = g.dtype
-    roundoff, tiny = unit_roundoff(dtype), float(jnp.finfo(dtype).tiny)
+    roundoff, tiny = product_roundoff(dtype), float(jnp.finfo(dtype).tiny)
     (x, of_x), (g, of_g) = to_powers(x), to_powers(g)
     inverse = times_power(jnp.ones((), dtype), -size.exponent)
     squares: list[list[tuple[int, _Term]]] = []

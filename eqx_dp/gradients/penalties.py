@@ -16,11 +16,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norm_error, norms, sum_in_blocks, unit_roundoff, weighted_sum
+from .clip import (
+    norm_error,
+    norms,
+    product_roundoff,
+    sum_in_blocks,
+    unit_roundoff,
+    weighted_sum,
+)
 from .computed_again import MOST_ROUNDINGS
 from .gram import OneHot, OuterProducts, to_common_scale
 from .leaves import LeafForm, LeafGradient, Met, measured, sides, summed
-from .powers import exponent_of, power_of_two, times_power
+from .powers import exponent_of, power_of_two, times_power, without_subnormal
 from .weighted_products import products_in_blocks
 
 
@@ -95,7 +102,7 @@ def _summed(
 ) -> Array:
     """What penalties add to the weighted sum."""
     weights = [
-        weighted_sum(height, times_power(factors, exponent), contributes)
+        weighted_sum(height, without_subnormal(times_power(factors, exponent)), contributes)
         for height, exponent in zip(heights.T, penalties.exponents, strict=True)
     ]
     pairs = zip(weights, penalties.finite, strict=True)
@@ -113,7 +120,7 @@ def _measured(
 ) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
     """Norm and bound, in units of a power of two near the larger of |G| and |h r|."""
     dtype, count = form.dtype, heights.shape[1]
-    roundoff, tiny = unit_roundoff(dtype), jnp.finfo(dtype).tiny
+    roundoff, tiny = product_roundoff(dtype), jnp.finfo(dtype).tiny
     flat = penalties.gradients.reshape(count, -1)
     pairs = (flat[:, None] * flat[None, :]).reshape(count * count, -1)
     of_pairs = sum_in_blocks(pairs).reshape(count, count)

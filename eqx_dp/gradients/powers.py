@@ -53,6 +53,11 @@ def halves(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> tuple[Array, Arr
     return power(half, dtype), power(exponent - half, dtype)
 
 
+def without_subnormal(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Numbers, with zero for what is no normal number: some machines keep it, with few digits."""
+    return jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).tiny, 0, x)
+
+
 def power_of_two(size: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
     """The power of two at or below a positive number, and its inverse, both normal numbers."""
     # In few operations: the compiler repeats them in every kernel that needs the result.

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import norm_error, norms, sum_in_blocks, unit_roundoff
+from .clip import norm_error, norms, product_roundoff, sum_in_blocks
 from .computed_again import MOST_ROUNDINGS
-from .powers import exponent_of, power_of_two, times_power
+from .powers import exponent_of, power_of_two, times_power, without_subnormal
 
 
 class Weighted(NamedTuple):
@@ -42,7 +42,9 @@ class Weighted(NamedTuple):
         """
         mask = contributes[:, None]
         x = jnp.where(mask, self.x, 0)
-        g = jnp.where(mask, self.g * times_power(factors, self.exponent)[..., None], 0)
+        g = jnp.where(
+            mask, self.g * without_subnormal(times_power(factors, self.exponent))[..., None], 0
+        )
         spec, highest = "gnp,gnk->gpk", jax.lax.Precision.HIGHEST
         if len(x) == 1:
             x, g, spec = x[0], g[0], "np,nk->pk"
@@ -74,7 +76,7 @@ def weighted_products(
         | NaN or infinity, whatever the weight | NaN or inf | NaN or inf |
     """
     dtype, (groups, columns, rows) = g.dtype, weights.shape
-    roundoff, tiny = unit_roundoff(dtype), float(jnp.finfo(dtype).tiny)
+    roundoff, tiny = product_roundoff(dtype), float(jnp.finfo(dtype).tiny)
     # Groups first, as products of matrices take them.
     (x, of_x), (g, of_g) = (to_powers(jnp.swapaxes(side, 0, 1)) for side in (x, g))
     largest = jnp.max(jnp.abs(weights), axis=(1, 2), keepdims=True, initial=0)

@@ -215,6 +215,6 @@ class TunedGrad(ClippedGrad[_Result]):
             fixed._filter_spec,
             fixed._configuration,
             fixed._finish,
-            fixed._mask,
+            fixed._sampling,
             tuning=tuning,
         )

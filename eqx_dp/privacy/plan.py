@@ -19,7 +19,7 @@ from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
 from .sample_size import Sampling
 from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
-from .sensitivity import HasSensitivity, TakesSamples, agreed_with, checked_sensitivity
+from .sensitivity import HasSensitivity, agreed_with, checked_sensitivity
 
 _MOST_STEPS = 2**53
 _DELTA_WANTED = (
@@ -272,9 +272,11 @@ class PrivacyPlan:
         Without a key every `init` draws fresh randomness from the operating system, so that no two
         runs have the same noise.
 
-        If the plan samples (`sampling_prob` below 1), this call also changes `grad_fn`: from now on
-        it refuses calls without `is_padding_example`. The sampler's padding has index -1, so
-        without the mask the last example would count in every padding slot.
+        `grad_fn` stays as it is. If the plan samples (`sampling_prob` below 1), calls of it need
+        `is_padding_example`: the sampler's padding has index -1, so without the mask the last
+        example would count in every padding slot. `check_privacy` refuses a step without the mask,
+        whenever it was compiled, a step of `make_step` a call without it, and so does what
+        `grad_fn.of_samples(plan.sampling)` returns.
 
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
@@ -302,10 +304,7 @@ class PrivacyPlan:
         policy = agreed_with(grad_fn, "policy", policy)
         sharding = agreed_with(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
-        privatizer = gaussian_privatizer(stddev=stddev, key=key, policy=policy, sharding=sharding)
-        if self.sampling_prob < 1 and isinstance(grad_fn, TakesSamples):
-            grad_fn.expect_samples(self.sampling)
-        return privatizer
+        return gaussian_privatizer(stddev=stddev, key=key, policy=policy, sharding=sharding)
 
     def to_json(self) -> str:
         """Writes the plan as JSON; `from_json` reads an equal plan from it."""

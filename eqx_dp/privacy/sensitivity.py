@@ -6,7 +6,6 @@ from typing import Protocol, TypeVar, runtime_checkable
 from dp_accounting import NeighboringRelation
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM
-from .sample_size import Sampling
 
 T = TypeVar("T")
 
@@ -22,15 +21,6 @@ class HasSensitivity(Protocol):
 
     def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
         """The most that the sum changes, in L2 norm, between neighboring data sets."""
-        ...
-
-
-@runtime_checkable
-class TakesSamples(Protocol):
-    """Such a function that refuses a batch without its mask once it is told to expect samples."""
-
-    def expect_samples(self, sampling: Sampling) -> None:
-        """From now on, refuses calls that do not say which slots are padding."""
         ...
 
 

@@ -135,7 +135,7 @@ def make_step(
     return Step(
         plan=plan,
         num_examples=num_examples,
-        grad_fn=grad_fn,
+        grad_fn=grad_fn.of_samples(plan.sampling),
         ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
         disclose=names,
         shared=flag("shared", shared),

@@ -364,7 +364,7 @@ def test_the_reference_is_float64_where_there_is_such():
 def test_keys_sampling_and_a_paired_model_are_taken_as_they_are():
     case = models.dropout()
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0)
-    dp.PrivacyPlan(0.5, 3, 1.0, 1e-5).privatizer(grad_fn, key=1)  # calls now need a mask
+    grad_fn = grad_fn.of_samples(dp.PrivacyPlan(0.5, 3, 1.0, 1e-5).sampling)  # calls need a mask
     model = dp.apply_policy(case.model, dp.load_policy("bfloat16"))
     given = {"key": jax.random.key(3), "policies": ("mixed_bfloat16",), "modules": ("layers.1",)}
     found = [dp.precision_sensitivity(grad_fn, model, *case.batch(4), **given) for _ in range(2)]

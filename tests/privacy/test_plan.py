@@ -465,16 +465,17 @@ def test_sample_and_noise_of_a_plan_stay_what_they_are():
 # A mask that is forgotten.
 
 
-def forgetful(plan):
-    grad_fn = dp.filter_clipped_grad(lambda w, x: w * x, l2_clip_norm=1.0)
-    optimizer = plan.privatizer(grad_fn, 7)
-    assert isinstance(optimizer, optax.GradientTransformation)
-    return grad_fn
+def gradient():
+    return dp.filter_clipped_grad(lambda w, x: w * x, l2_clip_norm=1.0)
+
+
+def of_samples(plan):
+    return gradient().of_samples(plan.sampling)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, eqx.filter_jit])
-def test_a_plans_gradient_wants_a_mask(wrap):
-    grad_fn, batch = forgetful(PLAN), jnp.ones(4)
+def test_a_gradient_of_samples_wants_a_mask(wrap):
+    grad_fn, batch = of_samples(PLAN), jnp.ones(4)
     with pytest.raises(ValueError, match=r"is_padding_example is missing.*np\.zeros"):
         wrap(lambda *args: grad_fn(*args))(jnp.ones(()), batch)
     found = wrap(lambda *args: grad_fn(*args, is_padding_example=np.zeros(4, bool)))(
@@ -483,16 +484,42 @@ def test_a_plans_gradient_wants_a_mask(wrap):
     assert found == pytest.approx(4.0, rel=1e-5)
 
 
-def test_all_copies_of_a_plans_gradient_want_a_mask_and_no_others():
-    grad_fn = dp.filter_clipped_grad(lambda w, x: w * x, l2_clip_norm=1.0)
-    other = dp.filter_clipped_grad(lambda w, x: w * x, l2_clip_norm=1.0)
-    copy = jax.tree.map(lambda x: x, grad_fn)
+def test_all_copies_of_a_gradient_of_samples_want_a_mask_and_no_others():
+    other = gradient()
+    grad_fn = other.of_samples(PLAN.sampling)
     compiled = eqx.filter_jit(lambda grad_fn, *args: grad_fn(*args))
+    for _ in range(2):
+        assert compiled(other, jnp.ones(()), jnp.ones(4)) == pytest.approx(4.0, rel=1e-5)
+        for one in (grad_fn, jax.tree.map(lambda x: x, grad_fn), grad_fn.variant(method="ghost")):
+            with pytest.raises(ValueError, match="is_padding_example is missing"):
+                compiled(one, jnp.ones(()), jnp.ones(4))
+
+
+@pytest.mark.parametrize("is_compiled_before", [False, True])
+def test_a_step_without_the_mask_is_found_whenever_it_was_compiled(is_compiled_before):
+    """What was wrong: the gradient was told by the privatizer, too late for compiled programs."""
+    grad_fn, batch = gradient(), jnp.ones(4)
+    compiled = jax.jit(lambda w, x, mask: grad_fn(w, x, is_padding_example=mask))
+    if is_compiled_before:
+        compiled(jnp.ones(()), batch, None)
+    noise = PLAN.privatizer(grad_fn, 7)
+
+    def step(w, state, x, mask=None):
+        update, state = noise.update(compiled(w, x, mask), state)
+        return w - update, state
+
+    arguments = jnp.ones(()), noise.init(jnp.ones(())), batch
+    found = dp.check_privacy(step, *arguments, private=(2,), plan=PLAN)
+    assert "padding" in [violation.rule for violation in found.violations]
+    with_mask = dp.check_privacy(step, *arguments, np.zeros(4, bool), private=(2, 3), plan=PLAN)
+    with_mask.raise_if_violated()
+
+
+def test_a_privatizer_changes_nothing_of_its_gradient():
+    grad_fn = gradient()
+    before = hash(eqx.partition(grad_fn, eqx.is_array)[1]), jax.tree.structure(grad_fn)
     PLAN.privatizer(grad_fn, 7)
-    for one in (grad_fn, copy, jax.tree.map(lambda x: x, grad_fn)):
-        with pytest.raises(ValueError, match="is_padding_example is missing"):
-            compiled(one, jnp.ones(()), jnp.ones(4))
-    assert compiled(other, jnp.ones(()), jnp.ones(4)) == pytest.approx(4.0, rel=1e-5)
+    assert before == (hash(eqx.partition(grad_fn, eqx.is_array)[1]), jax.tree.structure(grad_fn))
 
 
 def test_gradients_that_are_made_alike_are_compiled_once():
@@ -508,18 +535,12 @@ def test_gradients_that_are_made_alike_are_compiled_once():
     assert len(traced) == times > 0
 
 
-def test_a_plan_that_samples_nothing_needs_no_mask():
-    assert forgetful(PrivacyPlan(1, 10, 1.0, 1e-5))(jnp.ones(()), jnp.ones(4)) == pytest.approx(
-        4.0, rel=1e-5
-    )
-
-
 @pytest.mark.parametrize("ask", [dp.explain, dp.flop_report, dp.plan_memory])
 def test_a_plans_gradient_can_be_asked_about_without_a_mask(ask):
-    """It is told as that which no plan has seen; but for the lines on the plan's samples."""
+    """It is told as one of no samples; but for the lines on the plan's samples."""
     options = {"l2_clip_norm": 1.0, "method": "ghost", "microbatch_size": 2}
     one, other = (dp.filter_clipped_grad(lambda w, x: w * x, **options) for _ in range(2))
-    PLAN.privatizer(one, 7)
+    one = one.of_samples(PLAN.sampling)
     told, same = (str(ask(grad_fn, jnp.ones(()), jnp.ones(4))) for grad_fn in (one, other))
     expected = told.split("\nbatch: 4 slots")
     assert expected[0] == same
@@ -530,7 +551,7 @@ def test_the_last_example_never_counts_for_padding():
     """What was wrong: by index -1 it counts once a padding slot, unless the mask is handed on."""
     xs = np.zeros(200)
     xs[-1] = 1.0
-    grad_fn, sampler = forgetful(PLAN), PLAN.sampler(200, 3)
+    grad_fn, sampler = of_samples(PLAN), PLAN.sampler(200, 3)
     step = next(t for t in range(100) if 199 not in sampler.batch(t)[0])
     indices, mask = sampler.batch(step)
     assert mask.any()

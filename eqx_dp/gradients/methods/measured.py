@@ -298,6 +298,11 @@ def ask(
 ) -> Found:
     """The norms, or the weighted sum, whichever is asked for; the other is zero.
 
+    Guarantee: what is measured and what is added, in one pass or in two, is one array, made by one
+    and the same kernel, or the bound covers every order of all sums on the way. A gradient that is
+    formed is an operand of the choice between the two; each half of it would be compiled apart, and
+    might add up in another order: where terms nearly cancel, to something else.
+
     Args:
         gradient: from what some examples meet to their gradients.
         shape: of the sum.
@@ -310,30 +315,36 @@ def ask(
     flat, structure = jax.tree.flatten((asked.factors, met))
     batch, dtype = len(asked.factors), asked.factors.dtype
 
-    def measure() -> tuple[Array, Array]:
-        def step(values: list[Array], is_padding: Array) -> tuple[tuple[()], Array]:
-            del is_padding
-            with stage("norm"):
-                leaf = gradient(structure.unflatten(values)[1])
-                known = norm_and_bound([leaf], len(values[0]), dtype)
-            return (), jnp.stack(known, axis=-1)
+    def step(values: list[Array], is_padding: Array) -> tuple[Array, Array]:
+        factors, met = structure.unflatten(_within(values))
+        with stage("norm"):
+            there = gradient(met)
+        formed = there.formed
+        held = _within(jax.tree.leaves(met) if formed is None else [formed])
 
-        _, measured = over_microbatches(step, _within(flat), None, batch, several)
-        return jnp.zeros(shape if ends is None else ends[0], dtype), measured
+        def leaf(held: list[Array]) -> LeafGradient:
+            if formed is not None:
+                return there._replace(formed=held[0])
+            with stage("norm"):  # again: what is not asked for is dead code
+                return gradient(jax.tree.unflatten(jax.tree.structure(met), held))
 
-    def add() -> tuple[Array, Array]:
-        def step(values: list[Array], is_padding: Array) -> tuple[Array, tuple[()]]:
-            factors, met = structure.unflatten(values)
+        def measure(held: list[Array]) -> tuple[Array, Array]:
             with stage("norm"):
-                leaf = gradient(met)
+                known = norm_and_bound([leaf(held)], len(factors), dtype)
+            return jnp.zeros(shape, dtype), jnp.stack(known, axis=-1)
+
+        def add(held: list[Array]) -> tuple[Array, Array]:
+            its = leaf(held)
             with stage("sum"):
-                return leaf.sum(factors, (factors > 0) & ~is_padding), ()
+                total = its.sum(factors, (factors > 0) & ~is_padding)
+            return total, jnp.zeros((len(factors), 2), dtype)
 
-        total, _ = over_microbatches(step, _within(flat), None, batch, several)
-        return total if ends is None else ends[1](total), jnp.zeros((batch, 2), dtype)
+        return jax.lax.cond(asked.is_measuring > 0, measure, add, held)
 
-    # Outside of the loop over parts: each would have to write, and add up, what is zero.
-    total, measured = jax.lax.cond(asked.is_measuring > 0, measure, add)
+    total, measured = over_microbatches(step, flat, None, batch, several)
+    if ends is not None:
+        part, end = ends
+        total = jax.lax.cond(asked.is_measuring > 0, lambda _: jnp.zeros(part, dtype), end, total)
     return Found(measured, total)
 
 
