@@ -68,7 +68,7 @@ def joined(
         found = dict(zip(small, parts, strict=True))
         rest = iter(others)
         return [
-            leaf.arranged(found[index]) if index in small else next(rest)
+            found[index] if index in small else next(rest)
             for index, leaf in enumerate(leaves)
         ]
 

@@ -9,7 +9,7 @@ from jax.extend.core.primitives import dynamic_slice_p, gather_p
 from jax.lax import GatherScatterMode
 from jaxtyping import Array
 
-from ..layouts import shape_of
+from ..views import shape_of
 from .use import MatrixAxes, Operation
 
 name = "lookup"
