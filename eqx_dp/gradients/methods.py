@@ -29,7 +29,7 @@ from .contract import ClippedSum, TracedLoss, clip_and_sum
 from .leaves import LeafForm, LeafGradient, columns_last, leaf_gradient, no_gradient
 from .scattering import scattering_of
 from .seen import Asked, Seen, adding, measuring, of_slices
-from .tapped import evaluate, tapped
+from .tapped import Kernel, convolved, evaluate, tapped
 from .taps import Address, Uses
 from .uses import ParamUse
 
@@ -37,6 +37,9 @@ METHODS = ("book_keeping", "ghost", "per_example")
 
 MethodName: TypeAlias = Literal["auto", "book_keeping", "ghost", "per_example"]
 """What a caller may ask for: a method by name, or the choice of one."""
+
+
+AtUse: TypeAlias = ParamUse | Seen | Kernel
 
 
 def clipped_sum(
@@ -52,7 +55,8 @@ def clipped_sum(
         traced = traced._replace(uses=traced.uses.all_formed())
     uses, batch = traced.uses, len(is_padding_example)
     seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
-    known: dict[Address, ParamUse | Seen] = {**uses.at, **seen}
+    kernels = {at: Kernel(use) for at, use in uses.kernels.items()}
+    known: dict[Address, AtUse] = {**uses.at, **seen, **kernels}
     scales = traced.scales(batch)
     found = traced.mapped(functools.partial(_backward, traced, known), examples, scales)
     loss, aux, residuals, cotangents, grads = found
@@ -92,7 +96,7 @@ def _seen(traced: TracedLoss, uses: Uses) -> dict[Address, Seen]:
 
 def _backward(
     traced: TracedLoss,
-    known: dict[Address, ParamUse | Seen],
+    known: dict[Address, AtUse],
     example: list[Array],
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Any], dict[int, Array]]:
@@ -106,17 +110,30 @@ def _backward(
             loss, aux, residuals = evaluate(traced.program, known, inputs, taps, _at_use)
         return loss, (aux, residuals)
 
-    taps = {
-        at: its.no_norms() if isinstance(its, Seen) else jnp.zeros_like(its.result)
-        for at, its in known.items()
-    }
+    taps = {at: _no_tap(its) for at, its in known.items()}
     loss, pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
     cotangents, grads = pullback(_start(loss, scale))
     return loss, aux, residuals, cotangents, grads
 
 
-def _at_use(known: ParamUse | Seen, *rest: Any) -> tuple[Array, Any]:
-    return measuring(known, *rest) if isinstance(known, Seen) else tapped(known, *rest)
+def _at_use(known: AtUse, *rest: Any) -> tuple[Array, Any]:
+    match known:
+        case Seen():
+            return measuring(known, *rest)
+        case Kernel():
+            return convolved(known, *rest)
+        case _:
+            return tapped(known, *rest)
+
+
+def _no_tap(known: AtUse) -> Any:
+    match known:
+        case Seen():
+            return known.no_norms()
+        case Kernel():
+            return ()
+        case _:
+            return jnp.zeros_like(known.result)
 
 
 def _start(loss: Float[Array, ""], scale: Float[Array, ""] | None) -> Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ..programs import Call, Scan, inside, interpret
 from .program import Program
-from .uses import KINDS, Kind, Operation, ParamUse, operation_of
+from .uses import KINDS, Kind, Operation, ParamUse, convolution, operation_of
 from .views import Steps, is_regular, shape_of, steps_of
 
 Address: TypeAlias = tuple[int, ...]
@@ -31,10 +31,12 @@ class Uses(NamedTuple):
     Attributes:
         of: of each trainable leaf its uses, by where they stand.
         formed: the leaves that are differentiated themselves, with the reason.
+        kernels: where they are kernels of convolutions, whose gradients patches make.
     """
 
     of: tuple[dict[Address, ParamUse], ...]
     formed: dict[int, str]
+    kernels: dict[Address, ParamUse]
 
     @property
     def at(self) -> dict[Address, ParamUse]:
@@ -43,8 +45,12 @@ class Uses(NamedTuple):
 
     def forming(self, reasons: dict[int, str]) -> "Uses":
         """The same with more leaves that are formed."""
-        formed = {**reasons, **self.formed}
-        return Uses(tuple({} if i in formed else its for i, its in enumerate(self.of)), formed)
+        formed, kernels = {**reasons, **self.formed}, dict(self.kernels)
+        for leaf in formed:
+            its = self.of[leaf].items()
+            kernels |= {at: use for at, use in its if use.kind is convolution and not use.matmul}
+        of = tuple({} if leaf in formed else its for leaf, its in enumerate(self.of))
+        return Uses(of, formed, kernels)
 
     def all_formed(self) -> "Uses":
         """The same with all leaves formed."""
@@ -83,7 +89,7 @@ def find_uses(program: Program, num_params: int) -> Uses:
         narrow, matmul = frozenset(program.narrow.addresses(program.jaxpr)), program.narrow.matmul
         for its in search.of:
             its.update({at: use.narrowed(matmul) for at, use in its.items() if at in narrow})
-    return Uses(search.of, {}).forming(search.formed)
+    return Uses(search.of, {}, {}).forming(search.formed)
 
 
 _Scans: TypeAlias = tuple[tuple[Address, int], ...]

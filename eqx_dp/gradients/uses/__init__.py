@@ -8,4 +8,14 @@ from .use import Kind, Operation, ParamUse, ScanUse, operation_of
 
 KINDS: tuple[Kind, ...] = (contraction, convolution, lookup)
 
-__all__ = ["KINDS", "Kind", "Operation", "ParamUse", "ScanUse", "operation_of"]
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Operation",
+    "ParamUse",
+    "ScanUse",
+    "contraction",
+    "convolution",
+    "lookup",
+    "operation_of",
+]

@@ -61,16 +61,6 @@ def columns_last(operation: Operation, operand: int) -> tuple[int, ...]:
     return (*range(len(batch)), *range(cut, rank), *range(len(batch), cut))
 
 
-def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
-    """The sum of the outer products."""
-    return outer_products(*factors(operation, operand, residuals, cotangent))
-
-
-def outer_products(x: Array, g: Array) -> Array:
-    """Sums x_t (outer) g_t over time, at the highest precision: `(group, in, out)`."""
-    return jnp.einsum("gtk,gtp->gkp", x, g, precision=jax.lax.Precision.HIGHEST)
-
-
 def _dimensions(
     operation: Operation, side: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

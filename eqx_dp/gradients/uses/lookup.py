@@ -79,12 +79,6 @@ def factors(
     return residuals[None, :, None], cotangent.reshape(1, residuals.size, entries)
 
 
-def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
-    """A table that is zero but for the rows that were looked up."""
-    _, values = factors(operation, operand, residuals, cotangent)
-    return scatter(operation.operands[0][0], residuals, values[0])[None]
-
-
 def scatter(num_rows: int, rows: Array, values: Array) -> Array:
     """Adds every row's value where it was looked up."""
     table = jnp.zeros((num_rows, values.shape[-1]), values.dtype)
