@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import clip, gram, leaves
+from eqx_dp.gradients import clip, gram, leaves, seen
 from eqx_dp.gradients.clip import clip_factors, norm_error, norms_of_parts, product_roundoff
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, one_term, row_norms
 from eqx_dp.gradients.leaves import norm_and_bound
-from eqx_dp.gradients.methods.measured import Found, _of_batch
 from tests.gradients.arithmetic import Machine, U
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -267,31 +266,26 @@ def test_one_example_adds_at_most_the_clip_norm(up, method, loss):
     assert 0 < share_of_engine(loss, method, up=up) <= 1
 
 
-def test_an_array_that_is_formed_twice_may_add_more_than_was_measured(monkeypatch):
-    """Once to be measured, once to be added, by kernels that add up in two orders."""
-
-    def formed_twice(gradient, shape, met, asked, several, ends=None):
-        batch = len(asked.factors)
-
-        def measure():
-            known = norm_and_bound([gradient(met)], batch, jnp.float32)
-            return jnp.zeros(shape), jnp.stack(known, axis=-1)
-
-        def add():
-            total = gradient(met).sum(asked.factors, asked.factors > 0)
-            return total, jnp.zeros((batch, 2))
-
-        total, measured = jax.lax.cond(asked.is_measuring > 0, measure, add)
-        return Found(measured, total)
-
+def test_what_is_not_measured_again_may_add_more(monkeypatch):
+    """Ghost's second pass finds cotangents again, by kernels that add up in another order."""
+    monkeypatch.setattr(seen, "within", lambda factors, bounds, limits: factors)
     clear_caches()
-    monkeypatch.setattr("eqx_dp.gradients.methods.measured.ask", formed_twice)
     assert share_of_engine("matrix", "ghost") > 1
     monkeypatch.undo()
     clear_caches()
 
 
+def test_factors_within_a_limit():
+    bounds = jnp.array([1.0, 2.0, 3e38, jnp.inf, jnp.nan, 0.0, 1.0])
+    limits = jnp.array([1.0, 1.0, 1e-30, 1.0, 1.0, 0.0, 0.0])
+    factors = seen.within(jnp.full(7, 0.5), bounds, limits)
+    exact = np.float64(factors) * np.float64(bounds)
+    assert factors[0] == 0.5 and factors[5] == 0.5
+    assert not factors[2:5].any() and not factors[6].any()
+    assert exact[1] <= 0.5 and np.isclose(exact[1], 0.5, rtol=1e-5)
+
+
 def clear_caches():
-    """What was traced with another `ask`."""
-    _of_batch.cache_clear()
+    """What was traced with another `within`."""
+    seen._sum.cache_clear()
     jax.clear_caches()

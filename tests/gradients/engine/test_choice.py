@@ -19,11 +19,11 @@ from eqx_dp.planning.step import planned_step
 from eqx_dp.privacy import PoissonSampler, SampleSize, Sampling
 from tests import models
 
-GHOST = LeafCost(("contraction",), "inner_products", 1e3, 1e4, 100, "")
+GHOST = LeafCost(("contraction",), "factored", 1e3, 1e4, 100, "")
 
 
 def kept(entries, met=100):
-    return LeafCost(("contraction",), "kept", 2 * entries, 1e4, met + 4 * entries, "")
+    return LeafCost(("contraction",), "formed", 2 * entries, 1e4, met + 4 * entries, "")
 
 
 UNUSED = LeafCost((), "unused", 0, 0, 0, "")
@@ -245,7 +245,7 @@ def test_the_rest_stays_with_book_keeping_where_some_leaves_are_formed():
                 name: several([cost, *[GHOST] * others], entries, name).work for name in METHODS
             }
             assert found.work.total < work["per_example"].total
-    costly = LeafCost(("contraction",), "inner_products", 9e7, 1e4, 100, "")
+    costly = LeafCost(("contraction",), "factored", 9e7, 1e4, 100, "")
     assert several([costly, whole], [10_000, large]).method == "per_example"
 
 

@@ -72,4 +72,4 @@ def test_a_view_in_no_regular_order_is_differentiated():
         case.model,
         jnp.ones((2, 3)),
     ).rows
-    assert (row.way, row.reason) == ("kept", "no kind of use knows 'slice'")
+    assert (row.way, row.reason) == ("formed", "no kind of use knows 'slice'")

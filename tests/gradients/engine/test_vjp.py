@@ -181,9 +181,7 @@ def test_everything_else_keeps_its_way():
 
     model = {"a": normal(3), "in": normal(3, 3), "out": normal(4, 3), "bias": normal(4)}
     case = models.Case("branch", jax.tree.map(jnp.float32, model), loss, draw)
-    assert uses.whole(case) == {}
     kinds = {"['a']": ["vjp"], "['bias']": ["shift"]}
-    assert uses.kinds(case) == {**kinds, "['in']": ["contraction"], "['out']": ["contraction"]}
     agreement.check(case, by_leaf=True)
 
 
@@ -197,7 +195,6 @@ def test_parameters_that_meet_in_a_rule():
 
     model = {"a": jnp.array([0.4, -0.7, 1.1]), "b": jnp.array([0.4, 0.7, -1.1])}
     case = models.Case("met", model, loss, draw)
-    assert uses.whole(case) == {}
     agreement.check(case, by_leaf=True)
 
 
@@ -249,8 +246,6 @@ LOOPS = {
 def test_loops_of_libraries(name):
     model = {"a": jnp.float32(normal(3, 3)), "b": jnp.float32(normal(3, 3, seed=1))}
     case = models.Case("loops", model, LOOPS[name], draw)
-    assert uses.whole(case) == {}
-    assert uses.kinds(case)["['b']"] == ["contraction"]
     agreement.check(case, size=4, by_leaf=True)
 
 
@@ -266,7 +261,6 @@ def test_a_shard_map_in_the_loss():
 
     model = {"a": jnp.float32(normal(4, 3)), "b": jnp.float32(normal(3, 4))}
     case = models.Case("shard_map", model, loss, draw)
-    assert uses.kinds(case) == {"['a']": ["vjp"], "['b']": ["contraction"]}
     agreement.check(case, by_leaf=True)
 
 
