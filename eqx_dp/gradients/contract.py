@@ -66,7 +66,7 @@ class TracedLoss(NamedTuple):
     def mapped(self, one: Callable[..., Any], *batch: Any, out_axes: Any = 0) -> Any:
         """Maps a function of one example over a batch, in which examples never meet."""
         jaxpr = self.program.jaxpr.jaxpr
-        return run_apart(jax.vmap(one, out_axes=out_axes), jaxpr, *batch)
+        return run_apart(one, jaxpr, *batch, out_axes=out_axes)
 
     def scales(self, num_examples: int) -> Float[Array, " batch"] | None:
         """What each example's loss is multiplied by; None where it is not."""

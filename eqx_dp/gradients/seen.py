@@ -14,7 +14,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
-from ..isolation import sum_over_examples
+from ..isolation import engines_rule
 from ..precision import stage
 from ..sharding import evaluated_whole
 from .clip import norm_error, norms, unit_roundoff
@@ -84,14 +84,14 @@ _measured.defvjp(lambda seen, result, tap, residuals: (result, residuals), _meas
 def _norms(seen: Seen) -> Callable[..., Float[Array, "2"]]:
     """Norm and bound of one example."""
 
-    @sum_over_examples
+    @jax.jit
     def of_batch(residuals: Any, cotangent: Array) -> Float[Array, "batch 2"]:
         with stage("norm"):
             known = leaf_gradient(seen.form, [(residuals, cotangent)]).known
         assert known is not None
         return jnp.stack(known, axis=-1)
 
-    return _of_one(lambda *values: of_batch(*values), True)
+    return _of_one(of_batch, True)
 
 
 class Asked(NamedTuple):
@@ -148,8 +148,8 @@ def _sum(seen: Seen) -> Callable[..., Array]:
     exceeds the limit is scaled down to it.
     """
 
-    @sum_over_examples
-    def of_batch(residuals: Any, cotangent: Array, factors: Array, limits: Array) -> Any:
+    @jax.jit
+    def of_batch(residuals: Any, cotangent: Array, factors: Array, limits: Array) -> Array:
         with stage("norm"):
             leaf = leaf_gradient(seen.form, [(residuals, cotangent)])
             assert leaf.known is not None
@@ -158,9 +158,9 @@ def _sum(seen: Seen) -> Callable[..., Array]:
             total = leaf.sum(factors, factors > 0)
             if seen.scattering is not None:
                 total = seen.scattering(total)
-        return limits, total
+        return total
 
-    return _of_one(lambda *values: of_batch(*values)[1], False)
+    return _of_one(of_batch, False)
 
 
 def within(
@@ -187,6 +187,7 @@ def _of_one(of_batch: Callable[..., Array], is_batched: bool) -> Callable[..., A
         return found[0] if is_batched else found
 
     @of_one.def_vmap
+    @engines_rule
     def _(size: int, is_mapped: list[Any], *values: Any) -> tuple[Array, bool]:
         values = jax.tree.map(
             lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape)),

@@ -13,7 +13,7 @@ from typing import Any
 import jax.extend.core as jex_core
 
 from ..programs import programs_of, written_in
-from .rules import REDUCTIONS
+from .primitives import REDUCTIONS
 
 _ERRORS = "_errors.py"
 # Equinox's files that a call goes through on its way from whoever wrote it.
@@ -32,14 +32,12 @@ def may_be_trusted(loss: jex_core.Jaxpr) -> bool:
         if equation.primitive.name in REDUCTIONS:
             library, file = _writer(equation)
             is_check = (library, file) == ("equinox", _ERRORS)
-            if not library or (is_check and os.environ.get("EQX_ON_ERROR") in _CHANGES_VALUES):
+            changes_values = os.environ.get("EQX_ON_ERROR") in ("nan", "breakpoint")
+            if not library or (is_check and changes_values):
                 return False
         if not all(map(may_be_trusted, programs_of(equation))):
             return False
     return True
-
-
-_CHANGES_VALUES = ("nan", "breakpoint")
 
 
 def is_steering(equation: jex_core.JaxprEqn) -> bool:
@@ -48,9 +46,7 @@ def is_steering(equation: jex_core.JaxprEqn) -> bool:
     (A check says so itself: see `stops`.)
     """
     library, file = _writer(equation)
-    if library == "equinox":
-        return file.startswith("internal/")
-    return bool(library)
+    return file.startswith("internal/") if library == "equinox" else bool(library)
 
 
 def stops(branch: jex_core.Jaxpr) -> bool:
@@ -63,10 +59,8 @@ def stops(branch: jex_core.Jaxpr) -> bool:
 
 def _raises(callback: Any) -> bool:
     function = getattr(callback, "callback_func", None)
-    return (
-        getattr(function, "__module__", "") == "equinox._errors"
-        and getattr(function, "__qualname__", "") == "_error.<locals>.raises"
-    )
+    name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    return name == ("equinox._errors", "_error.<locals>.raises")
 
 
 def _writer(equation: jex_core.JaxprEqn) -> tuple[str, str]:

@@ -43,7 +43,8 @@ class Machine:
         up: whether quotients and roots are too large, or too small.
         product: the relative error of a product in a contraction.
         seed: of the directions in which sums are off.
-        wanders: whether an equation that runs twice gives something else the second time.
+        wanders: whether a scatter that runs twice gives something else the second time, as kernels
+            do that add with atomic operations.
     """
 
     up: bool = True
@@ -57,12 +58,15 @@ class Machine:
     def __call__(self, function: Any, *args: Any) -> Any:
         """Traces a function and runs it."""
         program, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        flat = [np.asarray(x) for x in jax.tree.leaves(args)]
-        with np.errstate(all="ignore"):
-            found = self.run(program, flat)
+        found = self.run(program, [np.asarray(x) for x in jax.tree.leaves(args)])
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     def run(self, program: jex_core.ClosedJaxpr, values: list[Any]) -> list[Any]:
+        """Runs a program that is traced."""
+        with np.errstate(all="ignore"):
+            return self._run(program, values)
+
+    def _run(self, program: jex_core.ClosedJaxpr, values: list[Any]) -> list[Any]:
         jaxpr = program.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
 
@@ -85,15 +89,15 @@ class Machine:
         name, params = equation.primitive.name, equation.params
         match inside(equation):
             case Call(body=body):
-                return self.run(body, values)
+                return self._run(body, values)
             case Cond(branches=branches):
-                return self.run(branches[int(values[0])], values[1:])
+                return self._run(branches[int(values[0])], values[1:])
             case Scan() as scan:
                 return self._scan(scan, params["reverse"], values)
             case While() as loop:
                 of_cond, of_body, carry = loop.split(values)
-                while self.run(loop.condition, [*of_cond, *carry])[0]:
-                    carry = self.run(loop.body, [*of_body, *carry])
+                while self._run(loop.condition, [*of_cond, *carry])[0]:
+                    carry = self._run(loop.body, [*of_body, *carry])
                 return carry
             case _:
                 pass
@@ -129,7 +133,7 @@ class Machine:
         turns = range(scan.length)
         stacked: list[list[Any]] = []
         for i in reversed(turns) if is_reverse else turns:
-            found = self.run(scan.body, [*consts, *carry, *(x[i] for x in over)])
+            found = self._run(scan.body, [*consts, *carry, *(x[i] for x in over)])
             carry = found[: scan.num_carry]
             stacked.append(found[scan.num_carry :])
         stacked = stacked[::-1] if is_reverse else stacked
@@ -152,8 +156,9 @@ class Machine:
         sizes = _exactly(equation, [np.abs(x) if x.dtype == np.float32 else x for x in values])
         # An equation is known by itself, which has to be held for its address to be its own.
         place, _ = self._places.setdefault(self._path, (len(self._places), equation))
-        self._runs += self.wanders
-        rng = np.random.default_rng([self.seed, place, self._runs])
+        is_atomic = self.wanders and equation.primitive is lax.scatter_add_p
+        self._runs += is_atomic
+        rng = np.random.default_rng([self.seed, place, self._runs if is_atomic else 0])
         signs = rng.choice([-1.0, 1.0], size=exact.shape)
         off = exact + signs * error * sizes
         # What goes into the sum alone, and so is exact, stays.

@@ -1,0 +1,122 @@
+"""Which primitives keep examples apart once `vmap` has mapped them.
+
+JAX's own batching rules are trusted: they give each example what it would get alone. A primitive
+that is not in the lists below, or that JAX's rule mixes examples in, is refused.
+"""
+
+import weakref
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, TypeVar
+
+import jax.extend.core as jex_core
+from jax.extend.core import primitives as jax_primitives
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+REFERENCES = frozenset({"addupdate", "freeze", "get", "new_ref", "swap"})
+"""They read or write a mutable array, which outlives the example."""
+
+STATEFUL = frozenset({"io_callback"})
+"""A function on the host that may remember what it is given."""
+
+CALLBACKS = frozenset({"pure_callback", "ffi_call", "buffer_callback"})
+"""A function on the host is handed whole batches unless it says otherwise."""
+
+REDUCTIONS = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
+"""Equinox's, which see a whole batch from inside `vmap`."""
+
+_MEETING = REFERENCES | STATEFUL | REDUCTIONS | {"custom_vmap_call"}
+
+HOLDING = frozenset({"linear_solve"})
+"""Primitives of lineax whose implementation is a program, which vmap maps."""
+
+# The random numbers of a batch of other keys all come from the first of them.
+_GENERATORS: dict[str, tuple[str, ...]] = {
+    "random_bits": ("key<fry>",),
+    "random_gamma": ("key<fry>",),
+    "random_fold_in": ("key<fry>", "key<rbg>"),
+    "random_split": ("key<fry>", "key<rbg>"),
+}
+
+# Asking for one's own position exchanges nothing; neither does saying along what a value varies.
+_LOCAL = frozenset({"axis_index", "pvary", "pbroadcast"})
+
+_NOT_JAXS = {"after_all", "create_token", "custom_lin", "rng_bit_generator", "rng_uniform"}
+_OBJECTS = {value for name, value in vars(jax_primitives).items() if name.endswith("_p")}
+_JAXS = frozenset(value for value in _OBJECTS if value.name not in _NOT_JAXS)
+_WITHOUT_OBJECT = frozenset(
+    """
+    all_gather_invariant all_gather_reduced debug_callback debug_print empty geqp3 geqrf
+    inspect_sharding layout_constraint log2 lu_pivots_to_permutation mulhi one_minus_square
+    optimization_barrier ormqr pbroadcast philox2x32 philox4x32 psum_invariant pvary
+    ragged_dot_general random_clone random_unwrap random_wrap reduce_scatter reshard scatter-sub
+    scaled_matmul scaled_matmul_wrapper split stack symmetric_product threefry4x32 tile unstack
+    dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper
+    """.split()  # noqa: SIM905
+)
+_OF_EQUINOX = frozenset(
+    {"maybe_set", "nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap"}
+)
+
+_OWN_RULES: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def engines_rule(rule: Rule) -> Rule:
+    """Marks a batching rule of the engine's own, of a `jax.custom_batching.custom_vmap`.
+
+    Its first result has examples in front, each entry from one example alone; all others are sums
+    over examples. No other batching rule is accepted.
+    """
+    _OWN_RULES.add(rule)
+    return rule
+
+
+def is_engines(equation: jex_core.JaxprEqn) -> bool:
+    """Whether an equation's batching rule is the engine's own."""
+    rule = getattr(equation.params.get("rule"), "rule", None)
+    return equation.primitive.name == "custom_vmap_call" and rule in _OWN_RULES
+
+
+def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
+    """The names of the axes that an equation's collective goes over."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return frozenset(axis for axis in axes if not isinstance(axis, Integral))
+
+
+def is_known(equation: jex_core.JaxprEqn) -> bool:
+    """Whether the primitive is one of those that the lists speak of."""
+    known = _WITHOUT_OBJECT | _OF_EQUINOX | _MEETING | CALLBACKS | {"pallas_call"}
+    return equation.primitive in _JAXS or equation.primitive.name in known
+
+
+def keeps_apart(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:
+    """Whether what a mapped equation gives to an example depends on its operands of it alone.
+
+    Args:
+        equation: it holds no program that is looked into.
+        bound: names of axes that the program of one example binds itself.
+    """
+    name = equation.primitive.name
+    if axes_named(equation) - bound and name not in _LOCAL:
+        return False
+    if name in _GENERATORS:
+        key: Any = equation.invars[0].aval
+        return str(key.dtype) in _GENERATORS[name]
+    if name in CALLBACKS:
+        return str(equation.params.get("vmap_method")).startswith("sequential")
+    if name == "pallas_call":
+        return _is_plain_kernel(equation.params["grid_mapping"])
+    return is_known(equation) and name not in _MEETING
+
+
+def _is_plain_kernel(grid: Any) -> bool:
+    """Whether a Pallas kernel has nothing but its blocks.
+
+    What stands in scratch memory, or behind a reference to a whole array, outlives a step of the
+    grid, and `vmap` makes one step of each example.
+    """
+    spaces = {str(block.block_aval.memory_space).lower() for block in grid.block_mappings}
+    return not (grid.scratch_avals or grid.num_index_operands or spaces - {"none", "default"})

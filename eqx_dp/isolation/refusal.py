@@ -1,0 +1,64 @@
+"""What an error says where examples meet."""
+
+from ..programs import own_line, source_line
+from .facts import Meeting
+from .primitives import CALLBACKS, REDUCTIONS, REFERENCES, STATEFUL, axes_named, is_known
+
+
+def refusal(meeting: Meeting) -> ValueError:
+    """Names the primitive and the line, and says what to do."""
+    equation = meeting.equation
+    name, axes = equation.primitive.name, axes_named(equation)
+    line = meeting.line or own_line(equation) or source_line(equation)
+    over = f" over the axis {', '.join(sorted(map(repr, axes)))}," if axes else ""
+    key = next((key for key, names in _FAMILIES.items() if name in names), name)
+    advice = _ADVICE.get(key, _OF_AXES if axes else _OF_ANY)
+    return ValueError(
+        f"Examples {'meet' if is_known(equation) else 'may meet'} in the gradient of the loss, by "
+        f"'{name}'{over} at {line}. What one example adds to the sum must depend on that example "
+        f"alone. {advice}"
+    )
+
+
+_FAMILIES = {
+    "reduction": REDUCTIONS,
+    "random": {"random_bits", "random_fold_in", "random_gamma", "random_split"},
+    "callback": CALLBACKS,
+    "stateful": STATEFUL,
+    "reference": REFERENCES,
+}
+_OF_AXES = (
+    "An enclosing vmap or shard_map, or the sharding rules, bind this axis, and examples are "
+    "spread over it, so this mixes them. Normalise within the example instead (eqx.nn.GroupNorm, "
+    "eqx.nn.LayerNorm, eqx.nn.RMSNorm), or freeze the batch statistics of an eqx.nn.BatchNorm "
+    "with eqx.nn.inference_mode(model)."
+)
+_OF_ANY = (
+    "This primitive is not known to keep examples apart. Use other operations; if it is one of "
+    "JAX's own, please report it."
+)
+_ADVICE = {
+    "psum_invariant": "In a shard_map over this axis the model is the same on all devices while "
+    "examples differ, so that JAX sums per-example gradients over devices before they are "
+    "clipped. Call the clipped gradient outside of shard_map, with "
+    "sharding=dp.ShardingRules(mesh, ...); or give shard_map check_vma=False, and sum the result "
+    "over the axis yourself.",
+    "reduction": "It reduces over all examples and may only steer Equinox's own loops and checks. "
+    "With EQX_ON_ERROR=nan (or breakpoint) one bad example changes all the others: use "
+    "EQX_ON_ERROR=raise, which stops the run, or off.",
+    "random": "For a batch of keys of the generators rbg and unsafe_rbg, JAX draws all numbers "
+    "from the first key. Use keys of threefry: dp.key_from_secret(secret), or "
+    "jax.random.key(seed, impl='threefry2x32').",
+    "callback": "It hands all examples of a batch to a function on the host. With "
+    "vmap_method='sequential' the function gets one example at a time.",
+    "stateful": "A function on the host may remember one example and give it to another. Use "
+    "jax.pure_callback with vmap_method='sequential' for a pure function, and jax.debug.callback "
+    "to show values.",
+    "reference": "It reads or writes a mutable array (jax.new_ref), which outlives the example. "
+    "Return the value instead, and carry it in a jax.lax.scan.",
+    "custom_vmap_call": "It has a batching rule of its own (jax.custom_batching.custom_vmap), "
+    "which is given all examples at once. Use the function without the rule, or jax.lax.map for "
+    "one that cannot be mapped.",
+    "pallas_call": "The kernel has scratch memory, scalars in front or whole arrays, which outlive "
+    "one example's step of the grid. Use a kernel that has blocks alone.",
+}
