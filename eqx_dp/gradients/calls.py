@@ -282,6 +282,7 @@ def _on_device(
     is_padding_example: Bool[Array, " batch"] | None,
 ) -> tuple[list[Array], PerExample]:
     """The sums of a device's examples, and their per-example values."""
+
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
         result = clipped_sum(traced, choice.method, leaves, is_padding)
         grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)

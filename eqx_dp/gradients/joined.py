@@ -67,10 +67,7 @@ def joined(
         parts = apart(total, [x.shape[1:] for x in grads])
         found = dict(zip(small, parts, strict=True))
         rest = iter(others)
-        return [
-            found[index] if index in small else next(rest)
-            for index, leaf in enumerate(leaves)
-        ]
+        return [found[index] if index in small else next(rest) for index, leaf in enumerate(leaves)]
 
     rest = [leaf for index, leaf in enumerate(leaves) if index not in small]
     first = LeafGradient(matrix, weighted=functools.partial(_in_one_sum, matrix))

@@ -210,7 +210,8 @@ def overlaps(uses: tuple[ParamUse, ...]) -> tuple[tuple[Member, ...], ...] | Non
     for index, use in enumerate(uses):
         for first, members in sets:
             one, its = first.place, use.place
-            assert one is not None and its is not None
+            assert one is not None
+            assert its is not None
             if its in (one, one._replace(rows=one.columns, columns=one.rows)):
                 members.append(Member(index, its != one))
                 break

@@ -1,12 +1,12 @@
 """The sum of clipped per-example gradients: one function, by three methods.
 
-All of them differentiate the loss of one example with respect to formed leaves, and to the taps of
+All of them differentiate the loss of one example with respect to formed leaves, and to taps of
 factored ones, map that over a microbatch, find norms and clip factors, and sum.
 
 | method | formed | factored |
 |---|---|---|
 | `per_example` | every leaf | none |
-| `book_keeping` | where that is cheaper, or there is no other way | inputs and cotangents are kept |
+| `book_keeping` | where that is cheaper, or the only way | inputs and cotangents are kept |
 | `ghost` | likewise | measured on the way back; a second pass adds on its way back |
 
 Book-keeping is Bu et al., "Differentially Private Optimization on Large Model at Small Cost", 2023;
@@ -43,7 +43,10 @@ AtUse: TypeAlias = ParamUse | Seen | Kernel
 
 
 def clipped_sum(
-    traced: TracedLoss, method: str, examples: list[Array], is_padding_example: Bool[Array, " batch"]
+    traced: TracedLoss,
+    method: str,
+    examples: list[Array],
+    is_padding_example: Bool[Array, " batch"],
 ) -> ClippedSum:
     """Clips and sums the gradients of a microbatch.
 
@@ -100,7 +103,7 @@ def _backward(
     example: list[Array],
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Any], dict[int, Array]]:
-    """One example's loss, aux, residuals, cotangents of its uses, and gradients of formed leaves."""
+    """One example's loss, aux, residuals, cotangents of uses, and gradients of formed leaves."""
     params = {leaf: whole(traced.params[leaf]) for leaf in traced.uses.formed}
 
     def run(taps: dict[Address, Array], formed: dict[int, Array]) -> tuple[Array, Any]:

@@ -1,6 +1,5 @@
 """Weighted sums that devices share out slice by slice, so that none holds a whole one."""
 
-import math
 from typing import NamedTuple
 
 from jaxtyping import Array

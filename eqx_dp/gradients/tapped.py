@@ -63,14 +63,16 @@ def convolved(
         return evaluated_whole(equation, [image, kernel])[0]
 
     def forward(image: Array, kernel: Array) -> tuple[Array, Any]:
-        result, pullback = jax.vjp(lambda image: evaluated_whole(equation, [image, kernel])[0], image)
+        result, pullback = jax.vjp(
+            lambda image: evaluated_whole(equation, [image, kernel])[0], image
+        )
         return result, (pullback, image)
 
     def backward(held: Any, cotangent: Array) -> tuple[Array, Array]:
         pullback, image = held
-        dtype = equation.invars[1].aval.dtype
+        aval: Any = equation.invars[1].aval
         grads = convolution.outer_products(use.operation, image, cotangent)
-        return *pullback(cotangent), use.inside().to_parameter(grads).astype(dtype)
+        return *pullback(cotangent), use.inside().to_parameter(grads).astype(aval.dtype)
 
     run.defvjp(forward, backward)
     return run(*map(whole, inputs)), ()

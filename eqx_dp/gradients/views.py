@@ -50,7 +50,7 @@ class Step(NamedTuple):
             case "transpose":
                 return x.transpose(*range(self.lead), *(self.lead + i for i in args))
             case "rev":
-                axes = [self.lead + i for i in args]
+                axes = tuple(self.lead + i for i in args)
                 return np.flip(x, axes) if isinstance(x, np.ndarray) else jax.lax.rev(x, axes)
             case "slice":
                 cuts = [*((0, n, 1) for n in front), *args]

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import dot_general_p

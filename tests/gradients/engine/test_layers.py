@@ -29,5 +29,5 @@ def test_agrees_with_the_oracle_with_every_gradient_kept(
 
 @pytest.mark.parametrize("name", layers.SITES)
 def test_nothing_is_whole(name: str):
-    case = layers.case(name)
+    layers.case(name)
     # Nor lost on the way: every parameter has a use.

@@ -181,7 +181,6 @@ def test_everything_else_keeps_its_way():
 
     model = {"a": normal(3), "in": normal(3, 3), "out": normal(4, 3), "bias": normal(4)}
     case = models.Case("branch", jax.tree.map(jnp.float32, model), loss, draw)
-    kinds = {"['a']": ["vjp"], "['bias']": ["shift"]}
     agreement.check(case, by_leaf=True)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tests import models
-from tests.gradients.engine import agreement, uses
+from tests.gradients.engine import agreement
 
 
 @jax.custom_vjp
@@ -59,4 +59,3 @@ def test_through_jit_and_named_functions():
     def use(w, x):
         a, y = inner(w["a"][:, None], x)
         return (a * y).ravel()
-
