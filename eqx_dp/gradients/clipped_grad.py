@@ -17,12 +17,11 @@ from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..shown import function_name, shown
 from ..trees import PyTree
-from .activations import activation_bytes
 from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose
 from .configuration import Configuration
 from .contract import TracedLoss
-from .cost import leaf_costs
+from .cost import activation_bytes, leaf_costs
 from .examples import check_mask, read_examples
 from .methods import MethodName
 from .program import Inputs, Options, check_key, refuse_batch_norm, trace

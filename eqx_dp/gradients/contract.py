@@ -13,8 +13,8 @@ from ..isolation import run_apart
 from ..precision import stage
 from ..sharding import Cut, Shard
 from .clip import Clipping, clip_factors
+from .computed_once import joined
 from .cost import LeafCost
-from .joined import joined
 from .leaves import Known, LeafGradient, norm_and_bound
 from .program import Program
 from .taps import Uses

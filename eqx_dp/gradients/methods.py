@@ -26,8 +26,7 @@ from ..precision import stage
 from ..sharding import whole
 from .computed_once import computed_once
 from .contract import ClippedSum, TracedLoss, clip_and_sum
-from .leaves import LeafForm, LeafGradient, columns_last, leaf_gradient, no_gradient
-from .scattering import scattering_of
+from .leaves import LeafForm, LeafGradient, columns_last, leaf_gradient, no_gradient, scattering_of
 from .seen import Asked, Seen, adding, measuring, of_slices
 from .tapped import Kernel, convolved, evaluate, tapped
 from .taps import Address, Uses

@@ -15,9 +15,8 @@ from ..paths import below
 from ..precision import Policy, inside_engine, matmul_precision
 from ..programs import with_masked_products, without_ones
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
-from .failures import explain_failure
 from .narrow_products import Narrow, narrow_products
-from .outputs import check_aux, check_output, drop_axis_of_one
+from .outputs import check_aux, check_output, drop_axis_of_one, explain_failure
 
 _BATCH_MIXING_ADVICE = (
     "Differentially private training needs every example's gradient to depend on that example "

@@ -18,9 +18,8 @@ from ..isolation import engines_rule
 from ..precision import stage
 from ..sharding import evaluated_whole
 from .clip import norm_error, norms, unit_roundoff
-from .leaves import Known, LeafForm, leaf_gradient
+from .leaves import Known, LeafForm, Scattering, leaf_gradient
 from .powers import without_subnormal
-from .scattering import Scattering
 from .uses import ParamUse
 
 

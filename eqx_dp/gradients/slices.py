@@ -9,7 +9,7 @@ from ..programs import Call, Scan, inside
 from ..sharding import Cut, ShardingRules, cut_of, keeps_parts
 from .calls import Prepared, parts_that_stay
 from .contract import TracedLoss
-from .scattering import scattering_of
+from .leaves import scattering_of
 
 
 class Slices(NamedTuple):

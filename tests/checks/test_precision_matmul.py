@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import scaled_products
+from eqx_dp.gradients import narrow_products
 from eqx_dp.gradients.methods import contract, per_example
 from tests import models
 from tests.checks.test_precision import check, training_step
@@ -102,13 +102,13 @@ def test_a_product_of_8_bits_that_the_engine_did_not_scale():
 
 
 def test_products_that_are_summed_in_bfloat16(monkeypatch):
-    class Narrow(scaled_products._Product):
+    class Narrow(narrow_products._Product):
         def __call__(self, left, right):
             params = self.params | {"preferred_element_type": jnp.dtype(jnp.bfloat16)}
             values = self.primitive.bind(left.values, right.values, **params)
             return values.astype(jnp.float32)
 
-    monkeypatch.setattr(scaled_products, "_Product", Narrow)
+    monkeypatch.setattr(narrow_products, "_Product", Narrow)
     report = check(*training_step(models.mlp(), FLOAT8, method="per_example"), policy=FLOAT8)
     assert not report.ok
     assert stages(report) == {"forward"}

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from ...precision import Matmul
 from ...sharding import whole
-from ..scaled_products import Scaled, restored, scaled, with_cast_cotangent
+from ..narrow_products import Scaled, restored, scaled, with_cast_cotangent
 from ..views import Place, Step, Steps, place_of, pulled_back, shape_of, taken
 
 _FLOAT32 = jnp.dtype(jnp.float32)

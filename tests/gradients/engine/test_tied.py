@@ -78,9 +78,6 @@ CASES = {
     "from_both_sides": (
         lambda w, x, t: (w @ jnp.sin(x @ w).T).T, (WIDTH, WIDTH), "contraction contraction",
     ),
-    "negative": (
-        lambda w, x, t: jnp.sin(x @ w) @ (-w), (WIDTH, WIDTH), "contraction contraction",
-    ),
     "lookups": (
         lambda w, x, t: w[t] * jnp.sin(w[t[::-1]]) - w[t[0]],
         (WORDS, WIDTH),

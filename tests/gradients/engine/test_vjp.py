@@ -162,15 +162,6 @@ def test_in_scans(name):
     check(use, normal(*parameter), examples(*data), kinds=["vjp"], ghost=False)
 
 
-def test_steps_are_added_up_in_the_loop():
-    """One gradient is held for an example, however many steps there are."""
-    with jax.enable_x64(True):
-        found = check(over_time(step), normal(3, 3), examples(7, 3), kinds=["vjp"], ghost=False)
-    (use,) = found.of[0].values()
-    assert use.result.shape == (3, 3)
-    assert use.scans == ("added",)
-
-
 def test_everything_else_keeps_its_way():
     """A branch takes one parameter; the others are used as ever."""
 
@@ -293,22 +284,6 @@ def test_an_example_that_is_not_finite(method):
 @pytest.mark.parametrize("size", [1, 2])
 def test_microbatches(size):
     agreement.check(mixed_case(), size=4, by_leaf=True, microbatch_size=size)
-
-
-def test_narrow_gradients_are_added_up_wide():
-    """Many steps, each with the same small gradient: bfloat16 would stop at 256 of them."""
-
-    def loss(w, x):
-        step = lambda y, now: (y + doubled(w.astype(x.dtype), now), None)  # noqa: E731
-        y, _ = lax.scan(step, jnp.zeros((), x.dtype), jnp.broadcast_to(x, 1000))
-        return y.astype(jnp.float32)
-
-    w, x = jnp.ones(()), jnp.ones(2)
-    for method in agreement.METHODS:
-        grad_fn = dp.filter_clipped_grad(
-            loss, l2_clip_norm=1e9, method=method, policy=dp.load_policy("mixed_bfloat16")
-        )
-        assert grad_fn(w, x) == len(x) * 6 * 1000
 
 
 def draw(rng, size):
