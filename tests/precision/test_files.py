@@ -54,7 +54,7 @@ def test_presets_say_what_their_names_promise():
     assert load_policy("bfloat16") == parse_policy("bfloat16")
     assert load_policy("mixed_bfloat16") == Policy(float32, "bfloat16", float32, float32, float32)
     assert load_policy("mixed_float16") == Policy(
-        float32, half, float32, float32, float32, loss_scale=LossScale("static", 32768)
+        float32, half, float32, float32, float32, loss_scale=LossScale("static", 1024)
     )
     with jax.enable_x64(True):
         assert load_policy("float64") == parse_policy("float64")
