@@ -13,7 +13,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
 from eqx_dp.gradients import leaves
-from eqx_dp.gradients.methods import contract
+from eqx_dp.gradients import contract
 from eqx_dp.precision import stage
 from eqx_dp.privacy.normals import normal
 from tests import models

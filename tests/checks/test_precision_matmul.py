@@ -8,7 +8,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.gradients import narrow_products
-from eqx_dp.gradients.methods import contract, per_example
+from eqx_dp.gradients import contract, methods
 from tests import models
 from tests.checks.test_precision import check, training_step
 from tests.gradients.engine import layers
@@ -122,7 +122,7 @@ def test_an_8_bit_sum_over_examples(monkeypatch):
         return clip_and_sum(traced, groups, list(map(cast, leaves)), *rest)
 
     clip_and_sum = contract.clip_and_sum
-    monkeypatch.setattr(per_example, "clip_and_sum", narrow_sum)
+    monkeypatch.setattr(methods, "clip_and_sum", narrow_sum)
     report = check(*training_step(models.mlp(), FLOAT8, method="per_example"), policy=FLOAT8)
     assert "sum over examples" in stages(report)
     assert any("float8_e4m3fn" in violation.found for violation in report.violations)

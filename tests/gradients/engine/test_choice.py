@@ -177,7 +177,7 @@ def test_room_for_a_batch_of_another_platform(monkeypatch):
     assert work.gradient == pytest.approx(1000 * (4e3 + 1e3 + 64 * 11 * GHOST.bytes / 4))
     assert work.passes == pytest.approx(100 * (64 * 6 * 70 + 1e9))
     work = chosen(DeviceBatch(1000), method="per_example", size=10, entries=70, flops=4e3).work
-    assert work.gradient == pytest.approx(1000 * (4e3 + 2 * 70 + 64 * 4 * 70))
+    assert work.gradient == pytest.approx(1000 * (4e3 + 2 * 70 + 64 * 12 * 70))
     stats["bytes_limit"] = GHOST.bytes
     assert chosen(DeviceBatch(1000)).method == "ghost"
 
