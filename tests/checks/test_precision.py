@@ -155,7 +155,7 @@ def scanned_gpt():
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("accumulators", ["params", "examples"])
 def test_on_eight_devices(kind, accumulators):
-    policy = dp.parse_policy("p=f32,c=f16,module:layers.1=float32,loss_scale=per_example")
+    policy = dp.parse_policy("p=f32,c=f16,module:layers.1=float32,loss_scale=1024")
     mesh = mesh_of(kind, data=8)
     rules = dp.ShardingRules(mesh, examples=("data",), accumulators=accumulators)
     with jax.set_mesh(mesh):

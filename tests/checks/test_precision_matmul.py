@@ -115,11 +115,11 @@ def test_products_that_are_summed_in_bfloat16(monkeypatch):
 
 
 def test_an_8_bit_sum_over_examples(monkeypatch):
-    def narrow_sum(traced, groups, leaves, *rest):
+    def narrow_sum(traced, leaves, *rest):
         def cast(leaf):
             return leaf._replace(weighted=lambda *x: leaf.sum(*x).astype(E4).astype(jnp.float32))
 
-        return clip_and_sum(traced, groups, list(map(cast, leaves)), *rest)
+        return clip_and_sum(traced, list(map(cast, leaves)), *rest)
 
     clip_and_sum = contract.clip_and_sum
     monkeypatch.setattr(methods, "clip_and_sum", narrow_sum)
