@@ -26,10 +26,11 @@ from ..shown import shapes
 from ..trees import PyTree
 from .choice import Choice
 from .configuration import Configuration
+from .contract import TracedLoss
 from .cost import LeafCost
 from .examples import Examples
 from .marks import Mark, in_one_equation
-from .methods import METHODS, TracedLoss
+from .methods import clipped_sum
 from .microbatches import over_microbatches
 
 
@@ -117,7 +118,7 @@ class Prepared(NamedTuple):
         if self.choice.method != "per_example":
             return self.traced.costs
         leaves = zip(self.traced.costs, self.traced.params, strict=True)
-        return [cost.differentiated(param.size) for cost, param in leaves]
+        return [cost.forming(param.size) for cost, param in leaves]
 
     @property
     def reasons(self) -> list[str]:
@@ -251,19 +252,12 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
 def parts_that_stay(traced: TracedLoss, method: str) -> set[int]:
     """The arrays of the model of which a device never needs all from beginning to end.
 
-    They are gathered where they are used. The others are once, at the beginning: those that values
-    are derived from, those that are differentiated themselves, and all where each example's
-    gradient is formed or probed for its loss scale.
+    They are gathered where they are used. The others are once, at the beginning: those that are
+    formed.
     """
-    if method == "per_example" or traced.loss_scale.probe is not None:
+    if method == "per_example":
         return set()
-    num_params = len(traced.params)
-    whole_params = {root for root in traced.uses.whole if root < num_params}  # not derived values
-    return {
-        i
-        for i in range(num_params + len(traced.frozen))
-        if i not in whole_params and not traced.split.is_met_outside(i)
-    }
+    return set(range(len(traced.params) + len(traced.frozen))) - set(traced.uses.formed)
 
 
 def _with_keys_of_examples(examples: Examples, rules: ShardingRules | None) -> Examples:
@@ -288,11 +282,9 @@ def _on_device(
     is_padding_example: Bool[Array, " batch"] | None,
 ) -> tuple[list[Array], PerExample]:
     """The sums of a device's examples, and their per-example values."""
-    method = METHODS[choice.method]
-    traced = traced if choice.method == "per_example" else traced.evaluated()
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
-        result = method(traced, leaves, is_padding)
+        result = clipped_sum(traced, choice.method, leaves, is_padding)
         grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
         aux = traced.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)

@@ -1,6 +1,5 @@
 """A loss whose gradient is clipped example by example: what `filter_clipped_grad` returns."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
 
-from ..precision import LossScale, Policy, agreed_policy, cast_parameters, stage
+from ..precision import Policy, agreed_policy, cast_parameters, stage
 from ..privacy import Sampling
 from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
@@ -21,15 +20,12 @@ from ..trees import PyTree
 from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose
 from .configuration import Configuration
-from .cost import leaf_cost
+from .contract import TracedLoss
+from .cost import activation_bytes, leaf_costs
 from .examples import check_mask, read_examples
-from .loss_scale import LossScaling, Probe, probing_inputs, probing_policy
-from .mapped import is_mapped
-from .methods import MethodName, TracedLoss
+from .methods import MethodName
 from .program import Inputs, Options, check_key, refuse_batch_norm, trace
-from .split import Split, split
-from .taps import Uses, find_uses
-from .targets import find_targets
+from .taps import find_uses
 from .trained import FilterSpec, checked_trainable, split_trainable
 
 NeighboringRelation = dp_accounting.NeighboringRelation
@@ -244,54 +240,38 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                 params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         of_one = None if specs is None else specs.of_one
         inputs = Inputs(params, frozen, static, *examples.one(), of_one)
-        parts, uses = self._traced(inputs, policy)
-        loss_scale, probe = LossScale() if policy is None else policy.loss_scale, None
-        if policy is not None and loss_scale.kind == "per_example":
-            probe = Probe(*self._traced(probing_inputs(inputs), probing_policy(policy)))
-        leaves = jax.tree.leaves(params)
-        roots = [*leaves, *(its.value for its in parts.derived)]
-        of_roots = [leaf_cost(uses, root, value) for root, value in enumerate(roots)]
-        known = functools.partial(
-            is_mapped, parts, uses, leaves, jax.tree.leaves(frozen), accumulate_dtype
-        )
-        targets, costs = find_targets(uses, parts.derived, of_roots, groups, known)
+        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
+        program = trace(self._fun, options, inputs)
+        leaves, others = jax.tree.leaves(params), jax.tree.leaves(frozen)
+        sizes = [leaf.size for leaf in leaves]
+        with on_device(rules):
+            uses, costs = leaf_costs(find_uses(program, len(leaves)), sizes)
+        jaxpr = program.jaxpr.jaxpr
+        of_example = [i >= len(leaves) + len(others) for i in range(len(jaxpr.invars))]
         traced = TracedLoss(
-            parts,
+            program,
             uses,
             leaves,
-            jax.tree.leaves(frozen),
+            others,
             configuration.clipping,
             groups,
             accumulate_dtype,
-            LossScaling(loss_scale.value, accumulate_dtype, probe),
+            1.0 if policy is None else policy.loss_scale.value,
             costs,
-            targets,
+            activation_bytes(jaxpr, of_example),
         )
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._sampling
         choice = choose(
-            traced.costs,
-            leaves,
-            3.0 * matmul_flops(parts.program.jaxpr),
+            costs,
+            sizes,
+            3.0 * matmul_flops(jaxpr),
             traced.activations,
             DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples)),
             configuration.method,
             configuration.microbatch_size,
         )
         return Prepared(traced, examples, choice, jax.tree.structure(params), specs, num_shards)
-
-    def _traced(self, inputs: Inputs, policy: Policy | None) -> tuple[Split, Uses]:
-        """One example's loss, and the uses of its roots."""
-        configuration = self._configuration
-        rules = configuration.sharding
-        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
-        program = trace(self._fun, options, inputs)
-        with on_device(rules):
-            num_params, num_frozen = (
-                len(jax.tree.leaves(part)) for part in (inputs.params, inputs.frozen)
-            )
-            found = split(program, num_params, num_frozen)
-            return found, find_uses(found.program, num_params + len(found.derived))
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner

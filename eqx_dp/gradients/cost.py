@@ -1,47 +1,39 @@
-"""What each way to the gradient of a leaf costs, and which one to take."""
+"""Which leaves are factored, which are formed, and what that costs.
+
+A leaf of n entries whose uses meet T vectors each of lengths a and b is factored if
+
+    T^2 (a + b) operations + 11 numbers moved for each one met < 6 numbers moved for each entry,
+
+for its norm is found from inner products of all vectors with all, while a gradient that is formed
+is written, read for its norm and read for the sum. Measured on two CPU cores.
+"""
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from ..device import is_cpu
-from .clip import few
-from .cross_terms import overlaps
-from .leaves import Way
+from ..programs import CHEAP, REARRANGED, Call, Scan, inside, interpret
+from .leaves import Member, overlaps
 from .taps import Uses
-from .uses import ParamUse, contraction, lookup, shift, vjp
+from .uses import ParamUse, contraction, lookup
+
+Way: TypeAlias = Literal["factored", "formed", "unused"]
+
+# Numbers moved for an entry of a gradient that is formed (where it is many, copies are made to sum
+# it; where it stays in the cache of a core, only operations count), and for a number that a use
+# meets (scaled, masked, weighted).
+_OF_FORMED, _OF_MANY, _OF_CACHED, _MET = 6, 12, 3, 11
+_CACHE = 2**15
 
 
 def move() -> int:
-    """What moving one number to or from memory costs, in floating-point operations.
-
-    See `choice.py` for where the figures are from.
-    """
+    """What moving one number to or from memory costs, in floating-point operations."""
     return 16 if is_cpu() else 64
-
-
-# Numbers moved for an entry of a gradient that is formed: it is written, read twice for its norm
-# (the largest entry, the squares) and once for the sum. To sum more than a few, copies are made.
-# Measured on two CPU cores, matrices of 256 to 1024 squared: 3 to 5 with up to 8 examples at once,
-# 14 to 24 with 16 and 64; an MLP of 0.1 million entries takes 1.6 times as long at 32 as at 8.
-# Copies of a few MiB (bytes) stay in the caches: a GRU of 13,000 is faster at 64 (3 MiB) than at 8.
-_OF_FEW, _OF_MANY, _CACHES = 4, 12, 2**22
-# The same for an iteration of a scan, where the backward pass itself adds up each example's
-# gradient. Measured with that GRU, 48 steps: 14 for all of them.
-_AGAIN = 0.3
-# The same where it is not known yet how many there will be.
-_OF_SOME = 6
-# The same of a gradient that stays in the cache of a core (bytes), where only operations count.
-_OF_CACHED, _CACHE = 3, 2**15
-# The same for an entry of a value that is derived from the parameter, beside its gradient: where
-# the backward pass of each example goes through it, and where gradients do so a few at a time.
-# Measured with a CNN of weight norm, 50,000 entries: 20 and 6.
-_THROUGH, _THROUGH_A_FEW = 20, 6
-# The same for a number that a use meets (its inputs and cotangents), where inner products make the
-# norm: both are brought to a common scale, and masked and weighted for the sum. Measured likewise,
-# for 16 to 128 steps: 10 to 14. Beside a gradient that is formed they are read once more.
-_MET = 11
 
 
 class LeafCost(NamedTuple):
@@ -49,15 +41,11 @@ class LeafCost(NamedTuple):
 
     Attributes:
         kinds: the kinds of its uses, one an equation.
-        way: how its norm and its sum are found, as in `Row`.
+        way: whether it is factored or formed.
         norm_flops: floating-point operations for the norm.
-        sum_flops: the same for the weighted sum, with what forms the gradients that it adds up.
+        sum_flops: the same for the weighted sum.
         bytes: what is held for it until the clip factor is known.
         reason: why this way.
-        times: iterations of scans that use all of it again.
-        copies: how often an example's gradient is there at once, where it is differentiated: a scan
-            over slices of the parameter puts the slices in front of the examples.
-        through: entries of the values that its gradient goes through.
     """
 
     kinds: tuple[str, ...]
@@ -66,100 +54,64 @@ class LeafCost(NamedTuple):
     sum_flops: float
     bytes: int
     reason: str
-    times: int = 0
-    copies: int = 1
-    through: int = 0
 
     @property
     def flops(self) -> float:
         """Floating-point operations for norm and weighted sum."""
         return float(self.norm_flops + self.sum_flops)
 
-    def moved(self, size: int, at_once: int) -> float:
-        """Numbers moved for one example, beside those that an ordinary gradient moves.
+    @property
+    def moved(self) -> float:
+        """Numbers moved for one example, beside those that an ordinary gradient moves."""
+        return self.bytes / 4 * {"factored": _MET, "formed": _OF_MANY, "unused": 0}[self.way]
 
-        Args:
-            size: entries of the leaf.
-            at_once: examples in a microbatch.
-        """
-        if self.way == "unused":
-            return 0.0
-        if self.way == "inner_products":
-            return _MET * self.bytes / 4
-        is_few = at_once <= few(size) or 4 * size * at_once <= _CACHES
-        met = self.bytes / 4 - size
-        again = _AGAIN * self.times if self.way == "whole" else 0
-        through = self.through * (_THROUGH if self.way == "whole" else _THROUGH_A_FEW)
-        return float(met + size * ((_OF_FEW if is_few else _OF_MANY) + again) + through)
-
-    def differentiated(self, size: int) -> "LeafCost":
-        """The same where each example's gradient of so many entries is differentiated anyway."""
+    def forming(self, size: int) -> "LeafCost":
+        """The same where each example's gradient of so many entries is formed."""
         if self.way == "unused":
             return self
         reason = "each example's gradient is formed by the backward pass itself"
-        reason = self.reason if self.way == "whole" else reason
-        held = 4 * size * self.copies
-        return self._replace(
-            way="whole", norm_flops=2 * size, sum_flops=2 * size, bytes=held, reason=reason
-        )
+        reason = self.reason if self.way == "formed" else reason
+        return LeafCost(self.kinds, "formed", 2 * size, 2 * size, 4 * size, reason)
 
 
-def leaf_cost(found: Uses, leaf: int, parameter: jax.Array | jax.ShapeDtypeStruct) -> LeafCost:
-    """Chooses the way of one leaf. It depends on shapes and on the platform alone."""
-    times = 0
-    for use in found.of[leaf].values():
-        lengths = [n for n, its in zip(use.result.shape, use.scans, strict=False) if its == "time"]
-        times += math.prod(lengths) if lengths else 0
-    is_stacked = any("slices" in use.scans for use in found.of[leaf].values())
-    copies = 2 if is_stacked else 1
-    return _cheapest(found, leaf, parameter)._replace(times=times, copies=copies)
+def leaf_costs(found: Uses, sizes: list[int]) -> tuple[Uses, list[LeafCost]]:
+    """Chooses the way of every leaf, by shapes and platform alone; the uses of those factored."""
+    costs = [_leaf_cost(found, leaf, size) for leaf, size in enumerate(sizes)]
+    formed = {leaf: cost.reason for leaf, cost in enumerate(costs) if cost.way == "formed"}
+    return found.forming(formed), costs
 
 
-def _cheapest(found: Uses, leaf: int, parameter: jax.Array | jax.ShapeDtypeStruct) -> LeafCost:
-    """The way, and what it costs."""
-    size = parameter.size
-    if leaf in found.whole:
-        return LeafCost((), "whole", 2 * size, 2 * size, 4 * size, found.whole[leaf])
+def _leaf_cost(found: Uses, leaf: int, size: int) -> LeafCost:
     uses = tuple(found.of[leaf].values())
+    kinds = tuple(use.name for use in uses)
+    formed = LeafCost(kinds, "formed", 2 * size, 2 * size, 4 * size, found.formed.get(leaf, ""))
+    if formed.reason:
+        return formed
     if not uses:
         return LeafCost((), "unused", 0, 0, 0, "the loss does not depend on it")
-    kinds = tuple(use.name for use in uses)
-    held = sum(_bytes((use.result, use.residuals)) for use in uses)
-    sets = overlaps(uses, parameter.shape)
+    sets = overlaps(uses)
     if sets is None:
-        reason = _reason_to_form(uses)
-        forming = sum(2 * math.prod(use.result.shape) for use in uses)
-        return LeafCost(kinds, "kept", 2 * size, forming + 2 * size, held + 4 * size, reason)
-    of_sets = [[(_sizes(uses[m.use]), m.transposed) for m in members] for members in sets]
-    only_rows = all(use.kind is lookup for use in uses)
-    entries = sum(math.prod(first.matrices) for (first, _), *_ in of_sets)
-    forming = sum(use.outer for of_set in of_sets for use, _ in of_set)
-    inner = sum(map(_inner_products, of_sets))
-    if only_rows or inner == 0 or _is_cheaper(inner, held, entries):
-        reason = (
-            "only the rows that were looked up count"
-            if only_rows
-            else f"{_told(uses)}: |x| |g| is the norm"
-            if inner == 0
-            else f"{_told(uses)}: their inner products are cheaper than {entries:,} entries"
-        )
-        # Where there is one outer product, its norm is that of its two factors.
-        first = [use.matrices for (use, _), *_ in of_sets]
-        of_factors = sum(2 * groups * (x + g) for groups, x, g in first)
-        return LeafCost(kinds, "inner_products", inner or of_factors, forming, held, reason)
-    reason = f"{_told(uses)}: forming {entries:,} entries is cheaper than inner products of steps"
-    held += 4 * entries
-    return LeafCost(kinds, "kept", 2 * entries, forming + 2 * entries, held, reason)
-
-
-def _reason_to_form(uses: tuple[ParamUse, ...]) -> str:
-    if len(uses) > 1:
-        return f"{len(uses)} uses: their gradients are added up"
-    added = [use.operation.primitive for use in uses if use.kind is vjp]
-    unknown = [name for name in added if name not in shift.PRIMITIVES]
-    if unknown:
-        return f"no kind of use knows '{unknown[0]}'"
-    return "added up by the scan's backward pass" if added else "no larger than what it meets"
+        return formed._replace(reason=f"{len(uses)} uses: their parts of it overlap")
+    steps = sum(use.steps for use in uses)
+    told = "one step" if steps == 1 else f"{steps} steps"
+    held = sum(_bytes((use.result, use.residuals)) for use in uses)
+    inner = sum(_inner_products(uses, members) for members in sets)
+    forming = sum(_outer_products(use) for use in uses)
+    factored = LeafCost(kinds, "factored", inner or 2 * held // 4, forming, held, "")
+    if all(use.kind is lookup for use in uses):
+        return factored._replace(reason="only the rows that were looked up count")
+    if inner == 0:
+        return factored._replace(reason=f"{told}: |x| |g| is the norm")
+    entries = sum(math.prod(uses[members[0].use].matrices) for members in sets)
+    if 4 * entries <= _CACHE:
+        is_cheaper = inner <= move() * _OF_CACHED * entries
+    else:
+        is_cheaper = inner + move() * _MET * held / 4 <= move() * _OF_FORMED * entries
+    if is_cheaper:
+        reason = f"{told}: their inner products are cheaper than {entries:,} entries"
+        return factored._replace(reason=reason)
+    reason = f"{told}: forming {entries:,} entries is cheaper than their inner products"
+    return formed._replace(reason=reason)
 
 
 def num_steps(found: Uses, leaf: int) -> int:
@@ -173,73 +125,22 @@ def num_steps(found: Uses, leaf: int) -> int:
     return max((use.steps for use in uses), default=0)
 
 
-def _is_cheaper(inner: int, held: int, entries: int) -> bool:
-    """Whether inner products of steps are cheaper than forming the gradient.
-
-    Args:
-        inner: floating-point operations for them.
-        held: bytes that the uses meet.
-        entries: of the gradient.
-    """
-    if 4 * entries <= _CACHE:
-        return inner <= move() * _OF_CACHED * entries
-    return inner + move() * _MET * held / 4 <= move() * _OF_SOME * entries
+def _outer_products(use: ParamUse) -> int:
+    """Floating-point operations for adding up all outer products."""
+    groups, features_in, features_out = use.matrices
+    return 2 * groups * use.steps * (1 if use.kind is lookup else features_in) * features_out
 
 
-class _Sizes(NamedTuple):
-    """What one example's gradient is made of at a use of matrices.
-
-    Attributes:
-        matrices: its shape: groups, features in and out.
-        steps: how many outer products there are in each group.
-        is_lookup: whether these are rows, each added where it was looked up.
-    """
-
-    matrices: tuple[int, ...]
-    steps: int
-    is_lookup: bool
-
-    @property
-    def outer(self) -> int:
-        """Floating-point operations for adding up all outer products."""
-        groups, features_in, features_out = self.matrices
-        return 2 * groups * self.steps * (1 if self.is_lookup else features_in) * features_out
-
-
-def _sizes(use: ParamUse) -> _Sizes:
-    assert use.matrices is not None
-    return _Sizes(use.matrices.shape, use.steps, use.kind is lookup)
-
-
-def _told(uses: tuple[ParamUse, ...]) -> str:
-    count = f"{len(uses)} uses, " if len(uses) > 1 else ""
-    total = sum(use.steps for use in uses)
-    return f"{count}{'one step' if total == 1 else f'{total} steps'}"
-
-
-def _inner_products(uses: list[tuple[_Sizes, bool]]) -> int:
+def _inner_products(uses: tuple[ParamUse, ...], members: tuple[Member, ...]) -> int:
     """Floating-point operations for the inner products of all steps of uses that overlap."""
-    if all(use.is_lookup for use, _ in uses):
-        steps = sum(use.steps for use, _ in uses)
-        first, _ = uses[0]
-        groups, _, entry = first.matrices
-        return 2 * groups * steps**2 * entry
-    if sum(use.steps for use, _ in uses) == 1:
+    its = [uses[member.use] for member in members]
+    steps = sum(use.steps for use in its)
+    if steps == 1 and all(use.kind is not lookup for use in its):
         return 0
-    flops = 0
-    for i, (one, one_transposed) in enumerate(uses):
-        for other, transposed in uses[: i + 1]:
-            # Rows of a lookup are compared, or picked from the other side: next to nothing.
-            sides = zip(_widths(one, one_transposed), _widths(other, transposed), strict=True)
-            width = sum(min(pair) for pair in sides)
-            flops += 2 * one.matrices[0] * one.steps * other.steps * width
-    return flops
-
-
-def _widths(use: _Sizes, transposed: bool) -> tuple[int, int]:
-    _, features_in, features_out = use.matrices
-    features_in = 0 if use.is_lookup else features_in
-    return (features_out, features_in) if transposed else (features_in, features_out)
+    groups, features_in, features_out = its[0].matrices
+    # Rows of a lookup are compared, or picked from the other side: next to nothing.
+    rows = 0 if any(use.kind is lookup for use in its) else features_in
+    return 2 * groups * steps**2 * (rows + features_out) // 2
 
 
 def _bytes(shapes: object) -> int:
@@ -247,4 +148,53 @@ def _bytes(shapes: object) -> int:
         math.prod(s.shape) * s.dtype.itemsize
         for s in jax.tree.leaves(shapes)
         if isinstance(s, jax.ShapeDtypeStruct)
+    )
+
+
+_FOUND_AGAIN = REARRANGED | CHEAP
+
+
+def activation_bytes(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> int:
+    """A crude estimate: all float results that depend on the example, but for cheap arithmetic.
+
+    A scan's count as often as it runs, and a checkpoint's not at all.
+
+    Args:
+        jaxpr: the loss of one example.
+        of_example: of each of its inputs whether it is the example's.
+    """
+    return _held(jaxpr, of_example)[0]
+
+
+def _held(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> tuple[int, list[bool]]:
+    """The bytes, and which results depend on the example."""
+    held = [0]
+
+    def of_equation(equation: jex_core.JaxprEqn, inputs: list[bool]) -> list[bool]:
+        if not any(inputs):
+            return [False] * len(equation.outvars)
+        match inside(equation):
+            case Call(wrapper, body) if len(body.jaxpr.invars) == len(inputs):
+                size, results = _held(body.jaxpr, inputs)
+                held[0] += size if wrapper != "remat" else _size(equation.invars)
+                return results
+            case Scan() as scan:
+                held[0] += scan.length * _held(scan.body.jaxpr, [True] * len(inputs))[0]
+            case _ if equation.primitive.name not in _FOUND_AGAIN:
+                held[0] += _size(equation.outvars)
+            case _:
+                pass
+        return [True] * len(equation.outvars)
+
+    consts = [False] * len(jaxpr.constvars)
+    results = interpret(jaxpr, consts, of_example, of_equation, lambda _: False)
+    return held[0], results
+
+
+def _size(variables: Sequence[Any]) -> int:
+    avals = [variable.aval for variable in variables]
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize
+        for x in avals
+        if jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact)
     )

@@ -25,15 +25,15 @@ class Row(NamedTuple):
         path: where the leaf stands in the model.
         kinds: the kinds of its uses, one an equation that uses it; with the dtype that it is cast
             to where that is narrower than the compute dtype: `contraction[float8_e4m3fn]`.
-        way: how its norm and its sum are best found, whatever method was chosen:
-            `"inner_products"` (without forming per-example gradients), `"kept"` (forming them from
-            their factors), `"whole"` (differentiating example by example), or `"unused"`.
+        way: how its norm and its sum are best found, whatever method was chosen: `"factored"`
+            (from the inputs and cotangents of its uses), `"formed"` (each example's gradient is
+            made), or `"unused"`.
         flops: floating-point operations of the chosen method for norms and weighted sum.
         bytes: what the chosen method holds until the clip factors are known (with the method
             `"ghost"`: what book-keeping would hold).
         reason: why this way is best; of a parameter that is spread over example axes, when a device
             needs all of it as well.
-        taken: the way that the chosen method takes: `"whole"` with `"per_example"`, else the best.
+        taken: the way that the chosen method takes: `"formed"` with `"per_example"`, else the best.
     """
 
     path: str

@@ -1,26 +1,23 @@
 """From residuals and cotangents to each leaf's norms and weighted sum.
 
-Two ways lead there. *Ghost* (Goodfellow, 2015; Li et al., "Large Language Models Can Be Strong
-Differentially Private Learners", 2022): the norm from inner products between time steps, the sum as
-one contraction over examples and time; no example's gradient is ever formed. *Kept*: each example's
-gradient is formed from its factors, and summed by its weight.
-
-Leaves whose uses are equal have one program, which is traced once.
+A factored leaf (Goodfellow, 2015; Li et al., "Large Language Models Can Be Strong Differentially
+Private Learners", 2022) has its norm from inner products between time steps, and its sum as one
+contraction over examples and time; no example's gradient is ever formed. Leaves whose uses are
+equal have one program, which is traced once.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..sharding import Cut
 from .clip import combined_norms, norm_error, norms_of_parts, weighted_sum
-from .computed_once import computed_once
-from .cross_terms import Member, overlaps
 from .gram import (
     OneHot,
     OuterProducts,
@@ -30,19 +27,64 @@ from .gram import (
     sum_of_products,
     to_common_scale,
 )
-from .layouts import layout_of
 from .powers import halves, without_subnormal
-from .scattering import Scattering
-from .uses import ParamUse, contraction, convolution, lookup
+from .uses import ParamUse, contraction, lookup
 
-Way: TypeAlias = Literal["inner_products", "kept", "whole", "unused"]
+
+class Scattering(NamedTuple):
+    """How the weighted sum at a use, in one iteration of the scans around, goes to devices.
+
+    Attributes:
+        use: of the slice of a parameter; of the parameter where no scan goes over slices.
+        cut: of the parameter.
+        ahead: the parameter's dimensions in front of those of a slice.
+    """
+
+    use: ParamUse
+    cut: Cut
+    ahead: tuple[int, ...]
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of a device's part."""
+        return self.cut.local(self.use.shape)
+
+    def stacked(self, parts: Array) -> Array:
+        """A device's part of the whole parameter's sum, from those of all slices."""
+        return parts.reshape(*self.ahead, *self.part)
+
+    def __call__(self, total: Array) -> Array:
+        """A device's part of the sum over devices, from the operand's over its own examples."""
+        return self.cut.scattered(self.use.from_operand(total))
+
+
+def scattering_of(use: ParamUse, cut: Cut | None) -> Scattering | None:
+    """The same, where scans go over whole slices of a parameter, in order, and cut none of it.
+
+    Args:
+        use: the only one of a parameter.
+        cut: how its sum is cut; None where it is not.
+
+    Returns:
+        None where there are no such slices: the sum is then known, and scattered, as a whole.
+    """
+    scans = len(use.slices)
+    if cut is None or any(dim < scans for dim, _ in cut.over(len(use.shape))):
+        return None
+    if any(step.lead < scans for step in use.view) or use.shape[:scans] != use.slices:
+        return None
+    inner = use.inside()._replace(
+        shape=use.shape[scans:], view=tuple(step.inside(scans) for step in use.view)
+    )
+    return Scattering(inner, cut, use.shape[:scans])
+
 
 Met: TypeAlias = tuple[Any, Array]
 """Residuals of a use and its cotangent, examples in front, then the scans around it."""
 
-
-def _as_it_is(total: Array) -> Array:
-    return total
+Known: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
+"""The norm of each example's gradient as it was computed, and an upper bound on the true norm of
+what is added for a factor of 1."""
 
 
 class LeafGradient(NamedTuple):
@@ -50,16 +92,13 @@ class LeafGradient(NamedTuple):
 
     Attributes:
         formed: each example's gradient, where it is there.
-        arranged: where it is, from a weighted sum of what is there to that of the leaf.
-        known: where it is not, the norm of each example's gradient as it was computed, and an upper
-            bound on the true norm of what is added for a factor of 1; None where both are zero.
+        known: where it is not, norm and bound; None where both are zero.
         weighted: from factors and a mask of the examples that contribute to their weighted sum;
             None where that is made of what is there.
     """
 
     formed: Float[Array, "batch ..."] | None = None
-    arranged: Callable[[Array], Array] = _as_it_is
-    known: tuple[Float[Array, " batch"], Float[Array, " batch"]] | None = None
+    known: Known | None = None
     weighted: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array] | None = None
 
     def sum(self, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
@@ -67,22 +106,20 @@ class LeafGradient(NamedTuple):
         if self.weighted is not None:
             return self.weighted(factors, contributes)
         assert self.formed is not None
-        return self.arranged(weighted_sum(self.formed, factors, contributes))
+        return weighted_sum(self.formed, factors, contributes)
 
 
 class LeafForm(NamedTuple):
-    """How the gradient of a leaf is found. Leaves of equal form differ in their numbers alone.
+    """How the gradient of a factored leaf is found: leaves of equal form differ in numbers alone.
 
     Attributes:
         shape: of the parameter.
         uses: all uses of it.
-        way: which way.
         dtype: the accumulate dtype.
     """
 
     shape: tuple[int, ...]
     uses: tuple[ParamUse, ...]
-    way: Way
     dtype: np.dtype[Any]
 
 
@@ -91,9 +128,7 @@ def no_gradient(shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
     return LeafGradient(weighted=lambda *_: jnp.zeros(shape, dtype))
 
 
-def norm_and_bound(
-    leaves: Sequence[LeafGradient], batch: int, dtype: np.dtype[Any]
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+def norm_and_bound(leaves: Sequence[LeafGradient], batch: int, dtype: np.dtype[Any]) -> Known:
     """The norm of the gradient that some leaves make together, and the bound on what is added.
 
     What is there as it is added is measured together, so that all has one scale: its bound covers
@@ -106,11 +141,7 @@ def norm_and_bound(
     return combined(known, batch, dtype)
 
 
-def combined(
-    known: Sequence[tuple[Float[Array, " batch"], Float[Array, " batch"]]],
-    batch: int,
-    dtype: np.dtype[Any],
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+def combined(known: Sequence[Known], batch: int, dtype: np.dtype[Any]) -> Known:
     """Norm and bound of gradients from those of their parts."""
     if len(known) == 1:
         return known[0]
@@ -119,7 +150,7 @@ def combined(
 
 
 @jax.jit
-def _of_formed(grads: list[Float[Array, "batch ..."]]) -> tuple[Array, Array]:
+def _of_formed(grads: list[Float[Array, "batch ..."]]) -> Known:
     norm = norms_of_parts(grads)
     longest = max(math.prod(x.shape[1:]) for x in grads)
     return norm, norm * (1 + norm_error(longest, norm.dtype, len(grads)))
@@ -128,17 +159,14 @@ def _of_formed(grads: list[Float[Array, "batch ..."]]) -> tuple[Array, Array]:
 def leaf_gradient(
     form: LeafForm, met: Sequence[Met], scattering: Scattering | None = None
 ) -> LeafGradient:
-    """The gradient of one leaf from its uses.
+    """The gradient of one factored leaf from its uses.
 
     Args:
         form: of the leaf.
         met: of every use.
         scattering: how the weighted sum goes to devices slice by slice, which then hold a part each
-            of the sum over all; None where it is this device's own. It changes nothing where each
-            example's gradient is formed, and so held as a whole.
+            of the sum over all; None where it is this device's own.
     """
-    if form.way == "kept":
-        return LeafGradient(_formed_alike(form, list(met)), functools.partial(arranged, form))
     norm, bound, held = measured(form, list(met))
     total = functools.partial(summed, form, held)
     if scattering is not None:
@@ -148,25 +176,24 @@ def leaf_gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
-    """Norm, bound, and what the weighted sum is made of, see `_ghost`, where none is formed."""
+    """Norm, bound, and what the weighted sum is made of, see `_factored`."""
     met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
-    parts = [_ghost(form, members, met) for members in _sets(form)]
+    parts = [_factored(form, members, met) for members in _sets(form)]
     known, batch = [its[:2] for its in parts], len(jax.tree.leaves(met)[0])
     return *combined(known, batch, form.dtype), [held for _, _, held in parts]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def summed(
-    form: LeafForm, held: Any, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]
+    form: LeafForm, held: Any, factors: Float[Array, "batch"], contributes: Bool[Array, " batch"]
 ) -> Array:
     """The weighted sum."""
     sums: list[Array] = []
     for members, (products, powers) in zip(_sets(form), held, strict=True):
         weights = _times(factors, powers)
-        for (index, *_), (x, g) in zip(members, products, strict=True):
+        for (index, _), (x, g) in zip(members, products, strict=True):
             use = form.uses[index]
-            total = weighted(use, x, g, weights, contributes)
-            sums.append(to_parameter(form, use, total))
+            sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
     return functools.reduce(jnp.add, sums)
 
 
@@ -181,7 +208,6 @@ def _scattered(
     """The weighted sum of a leaf with one use, slice by slice, of which a device keeps its part."""
     (use,), ((((x, g),), powers),) = form.uses, held
     weights, inner = _times(factors, powers), use.inside()
-    here = LeafForm(inner.view.shape, (inner,), form.way, form.dtype)
     steps = math.prod(use.slices)
 
     def at(index: Array) -> Array:
@@ -191,7 +217,7 @@ def _scattered(
 
         at_hand, cotangents, of_slice = jax.tree.map(taken, (x, g, weights))
         total = weighted(inner, at_hand, cotangents, of_slice, contributes)
-        return scattering(to_parameter(here, inner, total))
+        return scattering(inner.to_parameter(total))
 
     return scattering.stacked(jax.lax.map(at, jnp.arange(steps)))
 
@@ -206,111 +232,64 @@ def _times(
     return without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
 
 
+class Member(NamedTuple):
+    """A use among those of the same matrices.
+
+    Attributes:
+        use: which use it is.
+        transposed: whether its rows are the columns of the first.
+    """
+
+    use: int
+    transposed: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def overlaps(uses: tuple[ParamUse, ...]) -> tuple[tuple[Member, ...], ...] | None:
+    """Sorts the uses of a parameter: those of the same matrices go together.
+
+    |sum_i G_i|^2 = sum_ij <G_i, G_j>. Two uses of the same matrices, upright or transposed (an
+    embedding and the output that is tied to it), have inner products that never form a gradient;
+    uses of separate parts have none at all.
+
+    Returns:
+        The uses, sorted; None where two overlap in any other way.
+    """
+    sets: list[tuple[ParamUse, list[Member]]] = []
+    for index, use in enumerate(uses):
+        for first, members in sets:
+            one, its = first.place, use.place
+            assert one is not None
+            assert its is not None
+            if its in (one, one._replace(rows=one.columns, columns=one.rows)):
+                members.append(Member(index, its != one))
+                break
+            if not one.is_apart(its):
+                return None
+        else:
+            sets.append((use, [Member(index, False)]))
+    return tuple(tuple(members) for _, members in sets)
+
+
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
-    """The uses that overlap, together."""
-    found = overlaps(form.uses, form.shape)
+    found = overlaps(form.uses)
     assert found is not None
     return found
-
-
-def example_gradient(form: LeafForm, residuals: Any, cotangent: Array) -> Float[Array, "..."]:
-    """One example's gradient with respect to a parameter that has one use."""
-    formed = _formed(form.uses[0], residuals, cotangent, form.dtype)
-    return to_parameter(form, form.uses[0], formed)
-
-
-def per_example_gradients(form: LeafForm, met: Sequence[Met]) -> Float[Array, "batch ..."]:
-    """Each example's gradient with respect to the parameter."""
-
-    def form_all(met: Sequence[Met]) -> Array:
-        parts = [
-            jax.vmap(functools.partial(example_gradient, form._replace(uses=(use,))))(*its)
-            for use, its in zip(form.uses, met, strict=True)
-        ]
-        return functools.reduce(jnp.add, parts)
-
-    # A sum of products, which several loops could round in several ways.
-    return form_all(met) if len(met) == 1 else computed_once(form_all, met, met[0][1])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _formed_alike(form: LeafForm, met: list[Met]) -> Float[Array, "batch ..."]:
-    """Each example's gradient, in the form that it comes in where that is as good as another."""
-    met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
-    if not _is_left_as_formed(form):
-        return per_example_gradients(form, met)
-    (use,), (one,) = form.uses, met
-    return jax.vmap(lambda residuals, g: _formed(use, residuals, g, form.dtype))(*one)
-
-
-def _is_left_as_formed(form: LeafForm) -> bool:
-    """Whether each example's gradient stays as it comes, and only the sum is rearranged.
-
-    To rearrange entries changes no norm. It is for convolutions: the product of a contraction comes
-    as the parameter is by itself, and is slower in another form (a fifth of the whole on the small
-    GPT of the benchmark).
-    """
-    (use, *others) = form.uses
-    return not others and use.kind is convolution and use.view.is_isometric
-
-
-def as_formed(form: LeafForm) -> LeafForm:
-    """The form whose parameter is what each example's gradient comes as; see `arranged`."""
-    if form.way != "kept" or not _is_left_as_formed(form):
-        return form
-    (use,) = form.uses
-    shape = (use.view if use.matrices is None else use.matrices).shape
-    return form._replace(shape=shape, uses=(use._replace(matrices=layout_of(shape)),))
-
-
-def arranged(form: LeafForm, total: Array) -> Array:
-    """The sum of gradients of `as_formed`, in the order of the parameter."""
-    is_moved = form.way == "kept" and _is_left_as_formed(form)
-    return to_parameter(form, form.uses[0], total) if is_moved else total
-
-
-def _over_scans(function: Callable[..., Any], use: ParamUse) -> Callable[..., Any]:
-    """Maps a function of one iteration over the scans around a use."""
-    for _ in use.stacked:
-        function = jax.vmap(function)
-    return function
-
-
-def _formed(use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]) -> Array:
-    """One example's gradient, as matrices where the use has some, else as the view."""
-    if use.scans and (use.kind is contraction or use.kind is convolution):
-        return contraction.outer_products(*_factors_of_one(use, residuals, cotangent, dtype))
-
-    def of_one(residuals: Any, cotangent: Array) -> Array:
-        wide = jax.tree.map(lambda x: _float_to(x, dtype), use.restored(residuals))
-        return use.kind.gradient(use.operation, use.operand, wide, cotangent)
-
-    gradient = _over_scans(of_one, use)(residuals, cotangent.astype(dtype))
-    times = tuple(axis for axis, its in enumerate(use.stacked) if its == "time")
-    return jnp.sum(gradient, times) if times else gradient
-
-
-def to_parameter(form: LeafForm, use: ParamUse, gradient: Array) -> Array:
-    """From the form that a gradient comes in to the parameter's."""
-    layout = use.view if use.matrices is None else use.matrices
-    return layout.pulled_back(gradient.reshape(layout.shape), form.shape)
-
-
-def _float_to(x: Array, dtype: np.dtype[Any]) -> Array:
-    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _factors_of_one(
     use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
 ) -> tuple[Array, Float[Array, "group time features_out"]]:
     """One example's factors: scans over slices make groups, scans over time more time."""
-    kind: Any = use.kind
 
     def of_one(residuals: Any, cotangent: Array) -> tuple[Array, Array]:
-        return kind.factors(use.operation, use.operand, use.restored(residuals), cotangent)
+        return use.kind.factors(use.operation, use.operand, use.restored(residuals), cotangent)
 
-    x, g = _over_scans(of_one, use)(residuals, cotangent)
-    return _fold_scans(use, _float_to(x, dtype)), _fold_scans(use, g.astype(dtype))
+    for _ in use.scans:
+        of_one = jax.vmap(of_one)
+    x, g = of_one(residuals, cotangent)
+    x = x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return _fold_scans(use, x), _fold_scans(use, g.astype(dtype))
 
 
 def _fold_scans(use: ParamUse, factor: Array) -> Array:
@@ -326,20 +305,20 @@ def _fold_scans(use: ParamUse, factor: Array) -> Array:
     return jnp.transpose(factor, order).reshape(groups, steps, shape[features])
 
 
-def _ghost(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[Array, Array, Any]:
+def _factored(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[Any, Any, Any]:
     """Norm and bound of what uses that overlap add, and what their weighted sum is made of.
 
     The latter is of each use the sides of its outer products, and the powers of two, of every
     example (and group), that they were divided by, to be multiplied one after the other.
     """
     terms = [
-        OuterProducts(*sides(form.uses[index], *met[index], form.dtype), transposed, sign)
-        for index, transposed, sign in members
+        OuterProducts(*sides(form.uses[index], *met[index], form.dtype), transposed)
+        for index, transposed in members
     ]
     first, *others = terms
     rows = [use.x.rows for use in terms if isinstance(use.x, OneHot) and not use.transposed]
     if len(rows) == len(terms):  # all look up rows, and none of them columns
-        values = jnp.concatenate([use.sign * use.g for use in terms], axis=2)
+        values = jnp.concatenate([use.g for use in terms], axis=2)
         norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
         powers = ()
     elif not others and first.time == 1 and not isinstance(first.x, OneHot):

@@ -13,11 +13,10 @@ from jaxtyping import Array, PyTree
 
 from ..paths import below
 from ..precision import Policy, inside_engine, matmul_precision
-from ..programs import outlined, with_masked_products, without_ones
+from ..programs import with_masked_products, without_ones
 from ..sharding import Argument, ShardingRules, constraints_of, example_program
-from .failures import explain_failure
 from .narrow_products import Narrow, narrow_products
-from .outputs import check_aux, check_output, drop_axis_of_one
+from .outputs import check_aux, check_output, drop_axis_of_one, explain_failure
 
 _BATCH_MIXING_ADVICE = (
     "Differentially private training needs every example's gradient to depend on that example "
@@ -52,7 +51,7 @@ class Program(NamedTuple):
         self, params: list[Array], frozen: list[Array], example: list[Array]
     ) -> tuple[Array, list[Array]]:
         """Evaluates the loss and the aux leaves of one example."""
-        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(outlined(self.run())[0])
+        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self.run())
         loss, *aux = evaluate(*params, *frozen, *example)
         return jnp.asarray(loss), [jnp.asarray(leaf) for leaf in aux]
 

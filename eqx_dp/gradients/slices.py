@@ -8,8 +8,8 @@ import jax.extend.core as jex_core
 from ..programs import Call, Scan, inside
 from ..sharding import Cut, ShardingRules, cut_of, keeps_parts
 from .calls import Prepared, parts_that_stay
-from .methods import TracedLoss
-from .scattering import scattering_of
+from .contract import TracedLoss
+from .leaves import scattering_of
 
 
 class Slices(NamedTuple):
@@ -57,7 +57,7 @@ def slices_of(call: Prepared, rules: ShardingRules | None) -> Slices:
 
 def _gathered(traced: TracedLoss, place: int, cut: Cut) -> int:
     """It goes the way of `tapped.py`: through what a part can take, calls, and scans over it."""
-    program = traced.split.program.jaxpr.jaxpr
+    program = traced.program.jaxpr.jaxpr
     if any(dim == 0 for dim, _ in cut.over(len(cut.entries))):
         return 1
     return _slices(program, program.invars[place])
@@ -88,8 +88,7 @@ def _slices_at(equation: jex_core.JaxprEqn, i: int) -> int:
 def _scattered(call: Prepared, leaf: int, cut: Cut) -> int:
     traced = call.traced
     uses = [*traced.uses.of[leaf].values()]
-    is_by_itself = any(t.relation == "itself" and t.roots == (leaf,) for t in traced.targets)
-    if call.choice.method == "per_example" or len(uses) != 1 or not is_by_itself:
+    if call.choice.method == "per_example" or len(uses) != 1:
         return 1
-    found = scattering_of(uses[0], traced.params[leaf].shape, cut)
+    found = scattering_of(uses[0], cut)
     return 1 if found is None else math.prod(found.ahead)

@@ -11,7 +11,4 @@ from .follow import Follow as Follow
 from .primitives import engines_rule as engines_rule
 from .rules import OPERAND_BY_OPERAND as OPERAND_BY_OPERAND
 from .rules import RULES as RULES
-from .run import Mapped as Mapped
-from .run import Values as Values
-from .run import mapped_apart as mapped_apart
 from .run import run_apart as run_apart

@@ -27,7 +27,7 @@ def load_policy(name_or_path: str | os.PathLike[str]) -> Policy:
     | `[dtypes]` | `params`, `compute`, `output`, `accumulate`, `noise`: all five, by full name; \
 and `optimizer`, optional |
     | `[params]` | `rounding`: "nearest" or "stochastic"; optional |
-    | `[loss_scale]` | `kind`: "none", "static" with its `value`, or "per_example"; optional |
+    | `[loss_scale]` | `kind`: "none", or "static" with its `value`; optional |
     | `[matmul]` | `forward`, and optionally `backward`, `scaling`: see `Matmul`; optional |
     | `[[modules]]` | `match`; `compute` or `matmul = "wide"` or both; `optional`: true or false |
 

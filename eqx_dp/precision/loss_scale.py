@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 from ..shown import shown
 from .refusals import one_of, refusal
 
-LossScaleKind: TypeAlias = Literal["none", "static", "per_example"]
+LossScaleKind: TypeAlias = Literal["none", "static"]
 LOSS_SCALE_KINDS: tuple[LossScaleKind, ...] = get_args(LossScaleKind)
 
 
@@ -16,17 +16,15 @@ class LossScale:
     """A factor of the loss for the backward pass, so that float16 does not underflow.
 
     jmp's dynamic scale changes after an overflow, and so depends on the private data. Here the
-    scale is constant, or it is chosen for each example from that example alone. It is a power of
-    two, so undoing it is exact.
+    scale is constant, and a power of two, so undoing it is exact. An example whose backward pass
+    overflows adds zero.
 
     Args:
-        kind: `"none"`; `"static"` for a constant scale; or `"per_example"` for a scale that keeps
-            the backward pass of each example within the range of float16. The last costs another
-            pass, in bfloat16, about as much work as the gradient.
-        value: The static scale, a positive power of two; 1 for the other kinds.
+        kind: `"none"`, or `"static"` for a constant scale.
+        value: The static scale, a positive power of two; 1 for none.
 
     Raises:
-        ValueError: If the kind is none of the three; the value is not a finite positive power of
+        ValueError: If the kind is neither; the value is not a finite positive power of
             two; or the kind is not `"static"` and the value is not 1.
     """
 

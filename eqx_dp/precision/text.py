@@ -9,7 +9,7 @@ import numpy as np
 
 from ..expected import expect
 from .content import EXTENDS, policy_of
-from .loss_scale import LossScale, LossScaleKind
+from .loss_scale import LossScale
 from .matmul import MODULE_MATMULS, read_matmul
 from .module_rule import ModuleRule
 from .policy import (
@@ -49,7 +49,7 @@ def parse_policy(text: str) -> Policy:
     | `noise` (`n`) | a dtype | the wider of float32 and accumulate |
     | `optimizer` | a dtype | that of accumulate |
     | `rounding` | `nearest` or `stochastic` | `nearest` |
-    | `loss_scale` | `none`, a power of two, or `per_example` | `none` |
+    | `loss_scale` | `none`, or a power of two | `none` |
     | `matmul_precision` | `default`, `tensorfloat32` or `highest` | `default` |
     | `matmul` | `FORWARD:BACKWARD:SCALING` (the last two optional); or `none` | `none` |
     | `unsafe`, `narrow_optimizer` | `true` or `false` | `false` |
@@ -167,10 +167,10 @@ def _named_dtype(key: str, name: str) -> np.dtype[Any]:
 
 
 def _loss_scale(number: str) -> LossScale:
-    if number in ("none", "per_example"):
-        return LossScale(cast(LossScaleKind, number))
+    if number == "none":
+        return LossScale()
     try:
         value = float(number)
     except ValueError:
-        raise refusal("loss_scale", repr(number), "a power of two, none, per_example") from None
+        raise refusal("loss_scale", repr(number), "a power of two, none") from None
     return LossScale("static", value)

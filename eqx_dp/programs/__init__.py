@@ -9,8 +9,6 @@ from .derivative_rules import has_rules as has_rules
 from .derivative_rules import is_changed_by_reading as is_changed_by_reading
 from .derivative_rules import read_apart as read_apart
 from .derivative_rules import with_rules as with_rules
-from .halves import Halves as Halves
-from .halves import halved as halved
 from .inside import Call as Call
 from .inside import Cond as Cond
 from .inside import LinearSolve as LinearSolve
@@ -28,11 +26,9 @@ from .interpreter import bound as bound
 from .interpreter import evaluated as evaluated
 from .interpreter import interpret as interpret
 from .interpreter import literal_value as literal_value
-from .interpreter import looped as looped
 from .interpreter import rematerialised as rematerialised
 from .interpreter import scanned as scanned
 from .interpreter import settled as settled
-from .interpreter import switched as switched
 from .lines import own_line as own_line
 from .lines import source_line as source_line
 from .lines import users_line as users_line
@@ -58,8 +54,6 @@ from .operations import loops as loops
 from .operations import matmul_flops as matmul_flops
 from .operations import primitives as primitives
 from .ragged import with_masked_products as with_masked_products
-from .repeated import Places as Places
-from .repeated import outlined as outlined
 from .rewriting import inlined as inlined
 from .shardings import PLACEMENTS as PLACEMENTS
 from .shardings import result_sharding as result_sharding

@@ -9,7 +9,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
-from .inside import Cond, Scan, While, closed
+from .inside import Scan, closed
 
 Value = TypeVar("Value")
 Extra = TypeVar("Extra")
@@ -145,35 +145,3 @@ def scanned(
         unroll=equation.params["unroll"],
     )
     return [*carry, *outputs], found
-
-
-def looped(
-    loop: While,
-    run: Callable[[list[Any], Any], tuple[list[Any], Any]],
-    inputs: list[Any],
-    carried: Any,
-) -> tuple[list[Any], Any]:
-    """A while loop of another body, of its operands and of what is carried beside."""
-    of_condition, of_body, carry = loop.split(inputs)
-    goes_on: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(loop.condition)
-
-    def body(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-        carry, beside = state
-        return run([*of_body, *carry], beside)
-
-    return jax.lax.while_loop(
-        lambda state: goes_on(*of_condition, *state[0])[0], body, (carry, carried)
-    )
-
-
-def switched(
-    cond: Cond,
-    run: Callable[[jex_core.ClosedJaxpr, list[Any]], tuple[list[Any], Any]],
-    inputs: list[Any],
-) -> tuple[list[Any], Any]:
-    """A choice between other functions, each of a branch and the operands."""
-    index, *operands = inputs
-    branches = [
-        lambda *operands, branch=branch: run(branch, list(operands)) for branch in cond.branches
-    ]
-    return jax.lax.switch(index, branches, *operands)

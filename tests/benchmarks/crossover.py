@@ -38,7 +38,7 @@ LONG = (256, 512, 1024)
 TOKENS = 2048
 # A choice is called right where it costs at most so many times the better way.
 NEARLY = 1.1
-INNER, FORMED = "inner_products", "kept"
+INNER, FORMED = "factored", "formed"
 
 
 def linear(length: int, width: int, batch: int = 4) -> Row:

@@ -95,7 +95,7 @@ def chain_in_bfloat16():
 @honest
 def chain_in_float16_with_a_scale_for_each_example():
     policy = dp.load_policy("mixed_float16")
-    scale = dp.LossScale(kind="per_example")
+    scale = dp.LossScale("static", 1024)
     return chained(policy=dataclasses.replace(policy, loss_scale=scale))
 
 

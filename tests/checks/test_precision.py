@@ -13,7 +13,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
 from eqx_dp.gradients import leaves
-from eqx_dp.gradients.methods import contract
+from eqx_dp.gradients import contract
 from eqx_dp.precision import stage
 from eqx_dp.privacy.normals import normal
 from tests import models
@@ -155,7 +155,7 @@ def scanned_gpt():
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("accumulators", ["params", "examples"])
 def test_on_eight_devices(kind, accumulators):
-    policy = dp.parse_policy("p=f32,c=f16,module:layers.1=float32,loss_scale=per_example")
+    policy = dp.parse_policy("p=f32,c=f16,module:layers.1=float32,loss_scale=1024")
     mesh = mesh_of(kind, data=8)
     rules = dp.ShardingRules(mesh, examples=("data",), accumulators=accumulators)
     with jax.set_mesh(mesh):
@@ -393,7 +393,7 @@ def test_a_sum_over_examples_at_default_precision(monkeypatch):
         return jnp.tensordot(factors, leaf, axes=1)
 
     monkeypatch.setattr("eqx_dp.gradients.leaves.weighted_sum", default)
-    monkeypatch.setattr("eqx_dp.gradients.joined._SMALL", 0)  # each leaf has a sum of its own
+    monkeypatch.setattr("eqx_dp.gradients.computed_once._SMALL", 0)  # each leaf has a sum of its own
     report = check(*training_step(models.mlp(), MIXED, method="per_example"))
     ((stage, declared, what),) = found(report)
     assert (stage, declared) == ("sum over examples", "float32")

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import scaled_products
-from eqx_dp.gradients.methods import contract, per_example
+from eqx_dp.gradients import narrow_products
+from eqx_dp.gradients import contract, methods
 from tests import models
 from tests.checks.test_precision import check, training_step
 from tests.gradients.engine import layers
@@ -102,27 +102,27 @@ def test_a_product_of_8_bits_that_the_engine_did_not_scale():
 
 
 def test_products_that_are_summed_in_bfloat16(monkeypatch):
-    class Narrow(scaled_products._Product):
+    class Narrow(narrow_products._Product):
         def __call__(self, left, right):
             params = self.params | {"preferred_element_type": jnp.dtype(jnp.bfloat16)}
             values = self.primitive.bind(left.values, right.values, **params)
             return values.astype(jnp.float32)
 
-    monkeypatch.setattr(scaled_products, "_Product", Narrow)
+    monkeypatch.setattr(narrow_products, "_Product", Narrow)
     report = check(*training_step(models.mlp(), FLOAT8, method="per_example"), policy=FLOAT8)
     assert not report.ok
     assert stages(report) == {"forward"}
 
 
 def test_an_8_bit_sum_over_examples(monkeypatch):
-    def narrow_sum(traced, groups, leaves, *rest):
+    def narrow_sum(traced, leaves, *rest):
         def cast(leaf):
             return leaf._replace(weighted=lambda *x: leaf.sum(*x).astype(E4).astype(jnp.float32))
 
-        return clip_and_sum(traced, groups, list(map(cast, leaves)), *rest)
+        return clip_and_sum(traced, list(map(cast, leaves)), *rest)
 
     clip_and_sum = contract.clip_and_sum
-    monkeypatch.setattr(per_example, "clip_and_sum", narrow_sum)
+    monkeypatch.setattr(methods, "clip_and_sum", narrow_sum)
     report = check(*training_step(models.mlp(), FLOAT8, method="per_example"), policy=FLOAT8)
     assert "sum over examples" in stages(report)
     assert any("float8_e4m3fn" in violation.found for violation in report.violations)

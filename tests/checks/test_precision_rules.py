@@ -190,7 +190,7 @@ def test_operands_of_two_widths():
 
 
 def test_a_probe_of_the_loss_scale_is_a_stage_of_its_own():
-    policy = dp.parse_policy("p=f32,c=f16,o=f32,loss_scale=per_example,module:first.*=float32")
+    policy = dp.parse_policy("p=f32,c=f16,o=f32,loss_scale=1024,module:first.*=float32")
     step = training_step(net("deep"), policy, method="book_keeping", microbatch_size=3)
     report = check(*step, policy=policy)
     report.raise_if_violated()

@@ -130,7 +130,7 @@ def test_at_the_clip_norm_itself(method):
 
 @pytest.fixture
 def ghost(monkeypatch):
-    uses.force(monkeypatch, "inner_products")
+    uses.force(monkeypatch, "factored")
 
 
 def shares(loss, model, attacks, policy=None, method="book_keeping"):

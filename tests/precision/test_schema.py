@@ -37,7 +37,7 @@ def test_presets_are_valid(path):
     [
         DTYPES,
         DTYPES + SCALE,
-        DTYPES + '[loss_scale]\nkind = "per_example"',
+        DTYPES + '[loss_scale]\nkind = "none"',
         DTYPES + RULE,
         DTYPES + '[params]\nrounding = "stochastic"',
         DTYPES + 'optimizer = "float64"',

@@ -25,12 +25,10 @@ from eqx_dp.programs import (
     inside,
     interpret,
     literal_value,
-    looped,
     programs_of,
     rematerialised,
     scanned,
     settled,
-    switched,
     with_programs,
     with_rules,
 )
@@ -200,14 +198,6 @@ def rebuilt(equation, inputs):
             )
             assert counts.shape == (scan.length,)
             return outputs
-        case While() as loop:
-            outputs, beside = looped(
-                loop, lambda xs, n: (inner(loop.body, xs)[0], n + 1), inputs, count
-            )
-            assert beside.shape == ()
-            return outputs
-        case Cond() as cond:
-            return switched(cond, inner, inputs)[0]
         case _:
             return evaluated(equation, inputs)
 
@@ -236,19 +226,6 @@ def test_what_is_given_to_a_scan_is_sliced_and_what_is_found_is_stacked():
     _, found = scanned(equation, inner, body, operands, jnp.arange(12.0).reshape(3, 4))
     np.testing.assert_array_equal(found, 2 * jnp.arange(12.0).reshape(3, 4))
     assert set(seen) == {(4,)}
-
-
-def test_the_branch_that_is_taken_says_what_is_found():
-    equation = equation_of(cond, Cond, X)
-    branches = inside(equation)
-
-    def tell(branch, inputs):
-        return run(branch, inputs), jnp.float32(len(branch.jaxpr.eqns))
-
-    sizes = [len(branch.jaxpr.eqns) for branch in branches.branches]
-    rest = [jnp.ones(v.aval.shape) for v in equation.invars[1:]]
-    for index, size in enumerate(sizes):
-        assert switched(branches, tell, [jnp.int32(index), *rest])[1] == size
 
 
 def test_facts_settle():

@@ -1,24 +1,21 @@
-"""Where a parameter meets data: one file a kind of equation.
+"""Where a parameter is multiplied by data: one file a kind of equation (see `use.Kind`).
 
-A kind is a module with `name`, `claims`, `residuals` and `gradient` (see `use.Kind`); one whose
-gradient is a sum of outer products also has `matrix_axes` and `factors` (`use.MatrixKind`). To add
-one, write its file and enter it here. What no kind claims is a use of the kind `vjp`.
+To add one, write its file and enter it here. A parameter that any other equation takes is formed.
 """
 
-from . import contraction, convolution, lookup, scale, shift, vjp
-from .use import Kind, MatrixKind, Operation, ParamUse, ScanUse, as_matrices, operation_of
+from . import contraction, convolution, lookup
+from .use import Kind, Operation, ParamUse, ScanUse, operation_of
 
-KINDS: tuple[Kind, ...] = (contraction, convolution, lookup, scale, shift)
+KINDS: tuple[Kind, ...] = (contraction, convolution, lookup)
 
 __all__ = [
     "KINDS",
     "Kind",
-    "MatrixKind",
     "Operation",
     "ParamUse",
     "ScanUse",
-    "as_matrices",
+    "contraction",
+    "convolution",
+    "lookup",
     "operation_of",
-    "shift",
-    "vjp",
 ]

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import dot_general_p
@@ -59,16 +58,6 @@ def columns_last(operation: Operation, operand: int) -> tuple[int, ...]:
         return tuple(range(rank))
     cut = rank - len(free)
     return (*range(len(batch)), *range(cut, rank), *range(len(batch), cut))
-
-
-def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
-    """The sum of the outer products."""
-    return outer_products(*factors(operation, operand, residuals, cotangent))
-
-
-def outer_products(x: Array, g: Array) -> Array:
-    """Sums x_t (outer) g_t over time, at the highest precision: `(group, in, out)`."""
-    return jnp.einsum("gtk,gtp->gkp", x, g, precision=jax.lax.Precision.HIGHEST)
 
 
 def _dimensions(

@@ -30,7 +30,7 @@ def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
 
 
 def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
-    """Rows and columns are input and output channels, with the entries of the window before those
+    """Rows and columns are input and output channels, with the entries of the window behind those
     of the side that patches are cut out of."""
     output, channel, *window = operation.param("dimension_numbers").rhs_spec
     groups = operation.param("feature_group_count")
@@ -43,9 +43,9 @@ def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
     rows, columns = (moved(channel),), (output + 1,)
     window = tuple(map(moved, window))
     if _cuts_cotangent(operation):
-        columns = (*window, *columns)
+        columns = (*columns, *window)
     else:
-        rows = (*window, *rows)
+        rows = (*rows, *window)
     return MatrixAxes(tuple(shape), (output,), rows, columns)
 
 
@@ -66,11 +66,11 @@ def factors(
     return jnp.swapaxes(x, 1, 2), jnp.swapaxes(g, 1, 2)
 
 
-def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
-    """The sum of the outer products, from factors whose time stays last: nothing is moved."""
-    del operand
-    x, g = _columns(operation, residuals, cotangent)
-    return jnp.einsum("gkt,gpt->gkp", x, g, precision=jax.lax.Precision.HIGHEST)
+def outer_products(operation: Operation, image: Array, cotangent: Array) -> Array:
+    """The gradient as matrices, from factors whose time stays last: nothing is moved."""
+    x, g = _columns(operation, image, cotangent)
+    outputs_first = jnp.einsum("gpt,gkt->gpk", g, x, precision=jax.lax.Precision.HIGHEST)
+    return jnp.swapaxes(outputs_first, 1, 2)
 
 
 def _sides(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -94,21 +94,21 @@ def _cuts_cotangent(operation: Operation) -> bool:
 
 
 def _columns(operation: Operation, image: Any, cotangent: Array) -> tuple[Array, Array]:
-    """The factors, `(group, features, time)`; features of patches are offset x channel."""
+    """The factors, `(group, features, time)`; features of patches are channel x offset."""
     groups, numbers = operation.param("feature_group_count"), operation.param("dimension_numbers")
     sides = jnp.transpose(image, numbers.lhs_spec), jnp.transpose(cotangent, numbers.out_spec)
     is_cut = _cuts_cotangent(operation)
     patches = _patches(operation, sides[is_cut], is_cut)
-    images, offsets, channels, positions = patches.shape
-    cut = patches.reshape(images, offsets, groups, channels // groups, positions)
-    cut = jnp.transpose(cut, (2, 1, 3, 0, 4)).reshape(groups, -1, images * positions)
+    images, channels, offsets, positions = patches.shape
+    cut = patches.reshape(images, groups, channels // groups * offsets, positions)
+    cut = jnp.transpose(cut, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
     other = sides[not is_cut].reshape(images, groups, -1, positions)
     other = jnp.transpose(other, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
     return (other, cut) if is_cut else (cut, other)
 
 
 def _patches(operation: Operation, images: Array, is_cotangent: bool) -> Array:
-    """Cuts `(image, channel, *space)` into `(image, offset, channel, position)`.
+    """Cuts `(image, channel, *space)` into `(image, channel, offset, position)`.
 
     One spatial dimension after the other: as many cuts as a window has edges, not entries. The
     entry of the window at o takes the image's position i to the result's p where
@@ -145,6 +145,6 @@ def _patches(operation: Operation, images: Array, is_cotangent: bool) -> Array:
                 jax.lax.slice_in_dim(cut, start, start + spans[dimension], strides[dimension], axis)
                 for start in starts
             ],
-            axis=1,
+            axis=2,
         )
-    return cut.reshape(images.shape[0], math.prod(window), images.shape[1], math.prod(positions))
+    return cut.reshape(*images.shape[:2], math.prod(window), math.prod(positions))

@@ -9,7 +9,7 @@ from jax.extend.core.primitives import dynamic_slice_p, gather_p
 from jax.lax import GatherScatterMode
 from jaxtyping import Array
 
-from ..layouts import shape_of
+from ..views import shape_of
 from .use import MatrixAxes, Operation
 
 name = "lookup"
@@ -77,12 +77,6 @@ def factors(
         cotangent = jnp.transpose(cotangent, (*batch, *offset))
     entries = math.prod(operation.operands[0][1:])
     return residuals[None, :, None], cotangent.reshape(1, residuals.size, entries)
-
-
-def gradient(operation: Operation, operand: int, residuals: Any, cotangent: Array) -> Array:
-    """A table that is zero but for the rows that were looked up."""
-    _, values = factors(operation, operand, residuals, cotangent)
-    return scatter(operation.operands[0][0], residuals, values[0])[None]
 
 
 def scatter(num_rows: int, rows: Array, values: Array) -> Array:

@@ -1,17 +1,18 @@
-"""A use: an equation in which a parameter meets data, and what each kind has to know of it."""
+"""A use: an equation that multiplies a parameter by data, and what each kind has to know of it."""
 
+import functools
 import math
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from ...precision import Matmul
 from ...sharding import whole
-from ..layouts import Layout, layout_of, merged, reshaped, shape_of
-from ..scaled_products import Scaled, restored, scaled, with_cast_cotangent
+from ..narrow_products import Scaled, restored, scaled, with_cast_cotangent
+from ..views import Place, Step, Steps, place_of, pulled_back, shape_of, taken
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -60,7 +61,6 @@ class MatrixAxes(NamedTuple):
     columns: tuple[int, ...]
 
 
-@runtime_checkable
 class Kind(Protocol):
     """What the engine knows of one kind of use. One file a kind, one entry in `KINDS`.
 
@@ -77,17 +77,6 @@ class Kind(Protocol):
         """What has to be kept of the other operands until the cotangent is known."""
         ...
 
-    def gradient(
-        self, operation: Operation, operand: int, residuals: Any, cotangent: Array
-    ) -> Array:
-        """The gradient with respect to the operand; of a `MatrixKind`, as matrices."""
-        ...
-
-
-@runtime_checkable
-class MatrixKind(Kind, Protocol):
-    """A kind whose gradient is a sum of outer products."""
-
     def matrix_axes(self, operation: Operation, operand: int) -> MatrixAxes:
         """How the operand is made of matrices (group, in, out)."""
         ...
@@ -103,25 +92,21 @@ class MatrixKind(Kind, Protocol):
         ...
 
 
-ScanUse: TypeAlias = Literal["slices", "time", "added"]
+ScanUse: TypeAlias = Literal["slices", "time"]
 
 
 class ParamUse(NamedTuple):
-    """An equation that uses a parameter linearly; equal ones have equal gradients.
+    """An equation that multiplies a parameter by data; equal ones have equal gradients.
 
     Attributes:
         kind: which kind of equation it is.
         operation: what the equation does.
         operand: which operand is the parameter.
-        view: where the entries of that operand stand in the parameter; where scans go over slices
-            of it, those of all slices, along axes in front.
-        matrices: the same of the operand as matrices (group, in, out), slices being groups; None
-            where the kind knows none.
+        shape: of the parameter.
+        view: from the parameter to that operand; slices of scans are in front.
         scans: the scans around it, outermost first: whether each goes over slices of the parameter
-            or uses all of it many times; of the latter, whether the steps' cotangents are held side
-            by side (`time`) or added up.
-        result: shape and dtype of what is tapped, the equation's result or the operand of a `vjp`;
-            the lengths of the scans in front, but for those whose steps are added up.
+            or uses all of it many times.
+        result: shape and dtype of the equation's result, the lengths of the scans in front.
         residuals: the same of what is kept.
         matmul: the narrow dtypes that the equation multiplies in, if it does.
     """
@@ -129,8 +114,8 @@ class ParamUse(NamedTuple):
     kind: Kind
     operation: Operation
     operand: int
-    view: Layout
-    matrices: Layout | None
+    shape: tuple[int, ...]
+    view: Steps
     scans: tuple[ScanUse, ...]
     result: jax.ShapeDtypeStruct
     residuals: Any
@@ -143,7 +128,7 @@ class ParamUse(NamedTuple):
 
     def narrowed(self, matmul: Matmul) -> "ParamUse":
         """The same use where the equation multiplies in narrow dtypes: a product's."""
-        stack = tuple(self.result.shape[: len(self.stacked)])
+        stack = tuple(self.result.shape[: len(self.scans)])
         values = jax.ShapeDtypeStruct(self.residuals.shape, matmul.forward)
         exponent = jax.ShapeDtypeStruct(stack, jnp.int32)
         return self._replace(residuals=Scaled(values, exponent), matmul=matmul)
@@ -163,74 +148,63 @@ class ParamUse(NamedTuple):
         return result if self.matmul is None else with_cast_cotangent(self.matmul, result)
 
     @property
-    def stacked(self) -> tuple[ScanUse, ...]:
-        """The scans whose steps stand side by side, an axis for each."""
-        return tuple(its for its in self.scans if its != "added")
-
-    @property
     def slices(self) -> tuple[int, ...]:
         """The lengths of the scans around it that go over slices of the parameter."""
-        lengths = zip(self.result.shape, self.stacked, strict=False)
+        lengths = zip(self.result.shape, self.scans, strict=False)
         return tuple(n for n, use in lengths if use == "slices")
 
     @property
     def steps(self) -> int:
         """How many outer products there are in each of its matrices."""
-        assert isinstance(self.kind, MatrixKind)
-        lengths = zip(self.result.shape, self.stacked, strict=False)
+        lengths = zip(self.result.shape, self.scans, strict=False)
         times = math.prod(n for n, use in lengths if use == "time")
         return times * self.kind.steps(self.operation, self.operand)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing can come of it: a scan of no steps, a slice of no rows."""
-        return 0 in (*self.result.shape, *self.view.shape)
+        return 0 in (*self.result.shape, *self.shape, *self.operation.operands[self.operand])
+
+    @property
+    def _split(self) -> tuple[Step, tuple[tuple[int, ...], ...]]:
+        """From the operand to an array whose axes are parts of groups, rows and columns."""
+        found, lead = self.kind.matrix_axes(self.operation, self.operand), len(self.slices)
+        of_groups, rows, columns = (tuple(lead + i for i in part) for part in found[1:])
+        return Step("reshape", found.shape, lead), ((*range(lead), *of_groups), rows, columns)
+
+    @property
+    def place(self) -> Place | None:
+        """Where the entries of its matrices stand in the parameter."""
+        return place_of(self.view, self.shape, *self._split)
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """How many groups, rows and columns its matrices have."""
+        found = self.kind.matrix_axes(self.operation, self.operand)
+        groups, rows, columns = (math.prod(found.shape[i] for i in part) for part in found[1:])
+        return math.prod(self.slices) * groups, rows, columns
+
+    def to_parameter(self, gradient: Float[Array, "group in out"]) -> Array:
+        """The gradient with respect to the parameter, from that with respect to the matrices."""
+        split, parts = self._split
+
+        def of_parameter(parameter: Array) -> Array:
+            x = split(taken(self.view, parameter))
+            order = [axis for part in parts for axis in part]
+            return x.transpose(*order).reshape(self.matrices)
+
+        return pulled_back(of_parameter, gradient, self.shape)
+
+    def from_operand(self, gradient: Array) -> Array:
+        """The same from that with respect to the operand, slices of scans in front."""
+        return pulled_back(functools.partial(taken, self.view), gradient, self.shape)
 
     def inside(self) -> "ParamUse":
         """The use as one iteration of the scans around it sees it: of its operand alone."""
 
         def inner(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[len(self.stacked) :], x.dtype)
+            return jax.ShapeDtypeStruct(x.shape[len(self.scans) :], x.dtype)
 
         result, residuals = jax.tree.map(inner, (self.result, self.residuals))
-        view = layout_of(self.operation.operands[self.operand])
-        matrices = as_matrices(self.kind, self.operation, self.operand, view)
-        return self._replace(
-            view=view, matrices=matrices, scans=(), result=result, residuals=residuals
-        )
-
-
-def as_matrices(kind: Kind, operation: Operation, operand: int, view: Layout) -> Layout | None:
-    """The layout of a view's matrices; None where the kind knows none, or in no regular order.
-
-    Args:
-        kind: the kind of a use.
-        operation: what it does.
-        operand: which operand the view is.
-        view: its layout, slices of scans in front, which are groups.
-    """
-    if not isinstance(kind, MatrixKind):
-        return None
-    found, over = (
-        kind.matrix_axes(operation, operand),
-        len(view.axes) - len(operation.operands[operand]),
-    )
-    axes = reshaped(view.axes[over:], found.shape)
-    if axes is None:
-        return None
-    groups, rows, columns = ([axes[i] for i in part] for part in found[1:])
-    return view._replace(
-        axes=tuple(
-            merged(digit for axis in part for digit in axis)
-            for part in ([*view.axes[:over], *groups], rows, columns)
-        )
-    )
-
-
-def sum_to(operation: Operation, operand: int, gradient: Array) -> Array:
-    """Sums a gradient over the dimensions along which the equation repeats the operand."""
-    shape = operation.operands[operand]
-    if not shape:
-        return jnp.sum(gradient)
-    repeated = [i for i, n in enumerate(shape) if n == 1 and gradient.shape[i] != 1]
-    return jnp.sum(gradient, repeated, keepdims=True) if repeated else gradient
+        shape = self.operation.operands[self.operand]
+        return self._replace(shape=shape, view=(), scans=(), result=result, residuals=residuals)

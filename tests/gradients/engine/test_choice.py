@@ -1,6 +1,5 @@
 """The method and the microbatch that are chosen: by brute force, and the same by all who ask."""
 
-import functools
 import math
 import types
 
@@ -19,11 +18,11 @@ from eqx_dp.planning.step import planned_step
 from eqx_dp.privacy import PoissonSampler, SampleSize, Sampling
 from tests import models
 
-GHOST = LeafCost(("contraction",), "inner_products", 1e3, 1e4, 100, "")
+GHOST = LeafCost(("contraction",), "factored", 1e3, 1e4, 100, "")
 
 
 def kept(entries, met=100):
-    return LeafCost(("contraction",), "kept", 2 * entries, 1e4, met + 4 * entries, "")
+    return LeafCost(("contraction",), "formed", 2 * entries, 1e4, met + 4 * entries, "")
 
 
 UNUSED = LeafCost((), "unused", 0, 0, 0, "")
@@ -35,20 +34,15 @@ def batch_of(num_examples, prob):
     return DeviceBatch(slots, Sampling(prob, 1e-12).of(slots))
 
 
-leaf_of = functools.cache(jnp.zeros)
-
-
 def chosen(batch, *, cost=GHOST, entries=10_000, flops=1e6, method="auto", size=None):
-    params = [leaf_of(entries)]
-    return choose([cost], params, flops, 10, batch, method, size)
+    return choose([cost], [entries], flops, 10, batch, method, size)
 
 
 def of_one_by_hand(method, flops, entries, size):
     """Of one leaf by inner products: for one example of so many at once."""
     alone = 1.25 if size == 1 else 1
     if method == "per_example":
-        copies = 4 if size <= 8 or 4 * size * entries <= 2**22 else 12
-        return alone * (flops + 2 * entries + 16 * copies * entries)
+        return alone * (flops + 2 * entries + 16 * 12 * entries)
     return alone * (flops * (5 / 3 if method == "ghost" else 1) + 1e3 + 16 * 11 * GHOST.bytes / 4)
 
 
@@ -109,7 +103,7 @@ def test_the_least_work_of_all_sizes(num_examples, prob, entries, flops):
     found = chosen(batch, entries=entries, flops=flops)
     size = found.microbatch_size or batch.slots
     best = math.inf
-    for method in ("book_keeping", "per_example"):
+    for method in ("book_keeping",):
         totals = {
             size: chosen(batch, entries=entries, flops=flops, method=method, size=size)
             for size in range(1, batch.slots + 1)
@@ -162,7 +156,7 @@ def test_no_more_is_held_than_fits(monkeypatch, prob):
 def test_two_examples_at_once_however_large(monkeypatch, fitting, size):
     """On a CPU they take less time than one by one; two must fit into the memory that there is."""
     monkeypatch.setattr(choice, "device_memory", lambda: int(fitting * 2**30 / 0.4) + 9)
-    found = choose([GHOST], [leaf_of(10_000)], 1e10, 2**30, DeviceBatch(8), "auto", None)
+    found = choose([GHOST], [10_000], 1e10, 2**30, DeviceBatch(8), "auto", None)
     if size is None:
         assert found.method == "ghost"
     else:
@@ -183,7 +177,7 @@ def test_room_for_a_batch_of_another_platform(monkeypatch):
     assert work.gradient == pytest.approx(1000 * (4e3 + 1e3 + 64 * 11 * GHOST.bytes / 4))
     assert work.passes == pytest.approx(100 * (64 * 6 * 70 + 1e9))
     work = chosen(DeviceBatch(1000), method="per_example", size=10, entries=70, flops=4e3).work
-    assert work.gradient == pytest.approx(1000 * (4e3 + 2 * 70 + 64 * 4 * 70))
+    assert work.gradient == pytest.approx(1000 * (4e3 + 2 * 70 + 64 * 12 * 70))
     stats["bytes_limit"] = GHOST.bytes
     assert chosen(DeviceBatch(1000)).method == "ghost"
 
@@ -211,42 +205,18 @@ def test_what_each_method_holds_for_an_example():
     cases = {
         (kept(500), 10): (2100, 2000),
         (kept(500), 9000): (9000, 9000),
-        (kept(500)._replace(copies=2), 10): (2100, 4000),
         (UNUSED, 10): (10, 10),
     }
     for (cost, activations), expected in cases.items():
         found = [
-            choose([cost], [leaf_of(500)], 1e6, activations, DeviceBatch(4), method, None).held
+            choose([cost], [500], 1e6, activations, DeviceBatch(4), method, None).held
             for method in ("book_keeping", "per_example", "ghost")
         ]
         assert found == [*expected, activations]
 
 
-def test_methods_by_what_is_formed():
-    assert chosen(DeviceBatch(4), cost=GHOST).method == "book_keeping"
-    assert chosen(DeviceBatch(4), cost=kept(10_000)).method == "per_example"
-
-
 def several(costs, entries, method="auto", slots=64):
-    params = [leaf_of(n) for n in entries]
-    return choose(costs, params, 1e6, 10, DeviceBatch(slots), method, None)
-
-
-def test_the_rest_stays_with_book_keeping_where_some_leaves_are_formed():
-    """By what each costs, not by how many there are."""
-    large = 100_000
-    whole = LeafCost((), "whole", 2 * large, 2 * large, 4 * large, "")
-    for cost in (whole, kept(large)):
-        for others in (1, 20):
-            entries = [large, *[10_000] * others]
-            found = several([cost, *[GHOST] * others], entries)
-            assert found.method == "book_keeping"
-            work = {
-                name: several([cost, *[GHOST] * others], entries, name).work for name in METHODS
-            }
-            assert found.work.total < work["per_example"].total
-    costly = LeafCost(("contraction",), "inner_products", 9e7, 1e4, 100, "")
-    assert several([costly, whole], [10_000, large]).method == "per_example"
+    return choose(costs, entries, 1e6, 10, DeviceBatch(slots), method, None)
 
 
 def test_a_leaf_that_the_loss_does_not_use_costs_no_more_than_its_noise():
@@ -258,12 +228,6 @@ def test_a_leaf_that_the_loss_does_not_use_costs_no_more_than_its_noise():
         assert with_it.work[:3] == without.work[:3]
         assert with_it.work.noise == without.work.noise + 500 * 10**6
     assert several([GHOST, UNUSED], [10_000, 10**6]).method == "book_keeping"
-
-
-def test_many_gradients_at_once_are_copied_for_their_sum():
-    """So that few are chosen, where nothing else counts."""
-    assert chosen(DeviceBatch(256), cost=kept(40_000), entries=40_000).microbatch_size == 64
-    assert chosen(DeviceBatch(64), cost=GHOST, entries=100_000).microbatch_size is None
 
 
 @pytest.mark.parametrize("sample", [None, SampleSize(0, 0, 0.3)])

@@ -89,7 +89,7 @@ def test_a_leaf_that_the_loss_does_not_use_is_not_held_for_each_example(method, 
 @pytest.mark.slow
 def test_depth_under_scan_costs_no_code(method, monkeypatch):
     # Leaves of many layers may be too large to lie beside others.
-    monkeypatch.setattr("eqx_dp.gradients.joined._SMALL", 0)
+    monkeypatch.setattr("eqx_dp.gradients.computed_once._SMALL", 0)
     lines = []
     for depth in (2, 5):
         row = gpt_stacked(**{**SIZES, "depth": depth})

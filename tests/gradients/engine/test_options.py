@@ -176,12 +176,12 @@ def bits(tree):
 @pytest.mark.parametrize(
     ("make", "way", "method"),
     [
-        (models.vision_transformer, "inner_products", "book_keeping"),
-        (models.gru, "inner_products", "book_keeping"),
-        (shared.cnn, "kept", "book_keeping"),
-        (models.vision_transformer, "inner_products", "ghost"),
-        (models.gru, "kept", "ghost"),
-        pytest.param(shared.cnn, "kept", "ghost", marks=pytest.mark.exhaustive),
+        (models.vision_transformer, "factored", "book_keeping"),
+        (models.gru, "factored", "book_keeping"),
+        (shared.cnn, "formed", "book_keeping"),
+        (models.vision_transformer, "factored", "ghost"),
+        (models.gru, "formed", "ghost"),
+        pytest.param(shared.cnn, "formed", "ghost", marks=pytest.mark.exhaustive),
     ],
 )
 def test_not_finite_is_padding_bit_for_bit(make, way, method, monkeypatch):
@@ -254,7 +254,7 @@ def tokens_by_weight(model, x, g):
 
 
 @METHODS
-@pytest.mark.parametrize("way", ["inner_products", "kept"])
+@pytest.mark.parametrize("way", ["factored", "formed"])
 def test_scales_of_the_gradient(way, method, monkeypatch):
     uses.force(monkeypatch, way)
     rng = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients.scaled_products import restored, scaled
+from eqx_dp.gradients.narrow_products import restored, scaled
 
 NARROW = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"]
 NORMALS = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-import eqx_dp as dp
 from tests.gradients.engine import agreement
 from tests.gradients.engine.kinds import check, examples, normal
 from tests.models import Case
@@ -85,38 +84,6 @@ def test_slices_and_time(name):
     body, parameter, data, kind, ghost = BODIES[name]
     stack = over_slices(over_time(body))
     check(stack, normal(2, *parameter), examples(3, *data), kinds=in_time(kind), ghost=ghost)
-
-
-@pytest.mark.parametrize("steps", [3, 300])
-def test_the_cotangents_of_a_bias_are_not_held_at_every_step(steps):
-    """One number an entry is, whatever the steps; a weight's are held."""
-
-    def loss(model, x):
-        def step(state, x):
-            return jnp.tanh(model["w"] @ state + x + model["b"]), None
-
-        return jnp.sum(lax.scan(step, x[0], x)[0])
-
-    model = {"b": jnp.ones(8), "w": jnp.ones((8, 8))}
-    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, method="book_keeping")
-    bias, weight = dp.explain(grad_fn, model, jnp.ones((2, steps, 8))).rows
-    assert (bias.bytes, bias.way) == (2 * 2 * 4 * 8, "kept")
-    assert bias.reason == "added up by the scan's backward pass"
-    assert weight.bytes >= 2 * 4 * steps * 16
-
-
-@pytest.mark.parametrize("method", ["book_keeping", "ghost"])
-def test_the_steps_of_a_bias_are_added_up_in_the_accumulate_dtype(method):
-    """In bfloat16 a sum of ones ends at 256."""
-
-    def loss(b, x):
-        return jnp.sum(lax.scan(lambda _, x: (0.0, b + x), 0.0, x)[1], dtype=jnp.float32)
-
-    policy = dp.parse_policy("p=float32,c=bfloat16,o=float32,a=float32,n=float32")
-    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1e6, policy=policy, method=method)
-    found = jax.jit(grad_fn)(jnp.zeros(3), jnp.zeros((2, 600, 3)))
-    assert found.dtype == jnp.float32
-    assert jnp.allclose(found, 1200, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["contraction_view", "lookup"])

@@ -8,7 +8,6 @@ from equinox import nn
 
 import eqx_dp as dp
 from eqx_dp.gradients import leaves
-from tests import models
 
 WIDTH = 13  # of no other test, whose traces would be found
 
@@ -63,13 +62,3 @@ def test_a_jitted_function_is_evaluated_once(method):
         return text.count("stablehlo.tanh")
 
     assert lines(6) == lines(3)
-
-
-def test_a_view_in_no_regular_order_is_differentiated():
-    case = models.Case("steps", jnp.ones((4, 5)), lambda w, x: jnp.sum(w[:, ::2] @ x), None)
-    (row,) = dp.explain(
-        dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, method="book_keeping"),
-        case.model,
-        jnp.ones((2, 3)),
-    ).rows
-    assert (row.way, row.reason) == ("kept", "no kind of use knows 'slice'")

@@ -31,21 +31,21 @@ VIEWS = {
     "transpose": ((4, 3), lambda w: w.T, True),
     "squeeze": ((1, 3, 1, 4), lambda w: w.squeeze((0, 2)), True),
     "rev": ((3, 4), lambda w: w[::-1, ::-1], True),
-    "neg": ((3, 4), lambda w: -w, True),
+    "neg": ((3, 4), lambda w: -w, False),
     "slice": ((5, 6), lambda w: w[1:4, 2:], True),
     "split": ((9, 4), lambda w: jnp.split(w, 3)[1], True),
     "broadcast": ((4,), lambda w: jnp.broadcast_to(w, (3, 4)), False),
     "broadcast_scalar": ((), lambda w: jnp.full((3, 4), w), False),
     "checkpoint_name": ((3, 4), lambda w: checkpoint_name(w, "weight"), True),
-    "out_of_checkpoint": ((4, 3), lambda w: jax.checkpoint(lambda w: -w.T)(w), True),
+    "out_of_checkpoint": ((4, 3), lambda w: jax.checkpoint(lambda w: -w.T)(w), False),
     "out_of_jit": ((4, 3), lambda w: jax.jit(lambda w: (w[1:], w.T))(w)[1], True),
-    "out_of_scan": ((3, 4), out_of_a_scan, True),
-    "out_of_scan_reversed": ((3, 4), lambda w: out_of_a_scan(w, reverse=True), True),
+    "out_of_scan": ((3, 4), out_of_a_scan, False),
+    "out_of_scan_reversed": ((3, 4), lambda w: out_of_a_scan(w, reverse=True), False),
     "out_of_scan_repeated": (
         (4,), lambda w: lax.scan(lambda c, _: (c, w), None, None, 3)[1], False,
     ),
     "out_of_scan_of_scan": ((3, 2), out_of_scans, False),
-    "many": ((4, 9), lambda w: jnp.split(-w.reshape(2, 18).T[::-1], 3)[2].reshape(3, 4), True),
+    "many": ((4, 9), lambda w: jnp.split(w.reshape(2, 18).T[::-1], 3)[2].reshape(3, 4), False),
 }  # fmt: skip
 
 

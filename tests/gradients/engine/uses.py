@@ -1,22 +1,17 @@
 """What the engine finds in a loss, asked for directly."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 
 from eqx_dp.gradients import clipped_grad
-from eqx_dp.gradients.cost import LeafCost, leaf_cost
-from eqx_dp.gradients.cross_terms import overlaps
-from eqx_dp.gradients.mapped import is_mapped
+from eqx_dp.gradients.cost import LeafCost, leaf_costs
+from eqx_dp.gradients.leaves import overlaps
 from eqx_dp.gradients.program import Inputs, Options, Program, trace
-from eqx_dp.gradients.split import split
 from eqx_dp.gradients.taps import Uses, find_uses
-from eqx_dp.gradients.targets import find_targets
 from tests.models import Case
 
 
@@ -45,23 +40,11 @@ def uses_of(
 def costs(case: Case) -> dict[str, LeafCost]:
     """How every leaf is treated, by its path."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), case.batch(2))
-    program, _ = traced(case.loss, case.model, case.filter_spec, one)
-    params, rest = eqx.partition(case.model, case.filter_spec)
-    leaves, frozen = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (params, rest))
-    parts = split(program, len(leaves), len(frozen))
-    roots = [*leaves, *(its.value for its in parts.derived)]
-    found = find_uses(parts.program, len(roots))
-    of_roots = [leaf_cost(found, root, value) for root, value in enumerate(roots)]
-    dtype = jnp.result_type(jnp.float32, *leaves)
-    known = functools.partial(is_mapped, parts, found, leaves, frozen, dtype)
-    _, of_leaves = find_targets(found, parts.derived, of_roots, [0] * len(leaves), known)
+    _, found = traced(case.loss, case.model, case.filter_spec, one)
+    params, _ = eqx.partition(case.model, case.filter_spec)
+    _, of_leaves = leaf_costs(found, [leaf.size for leaf in jax.tree.leaves(params)])
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     return dict(zip(paths, of_leaves, strict=True))
-
-
-def whole(case: Case) -> dict[str, str]:
-    """The leaves that no uses describe, with the reason."""
-    return {path: cost.reason for path, cost in costs(case).items() if cost.way == "whole"}
 
 
 def kinds(case: Case) -> dict[str, list[str]]:
@@ -71,16 +54,17 @@ def kinds(case: Case) -> dict[str, list[str]]:
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Takes one way to every leaf's norm, where there is a choice, whatever it costs."""
-    leaf_cost = clipped_grad.leaf_cost
 
-    def forced(found: Uses, leaf: int, parameter: Any) -> LeafCost:
-        cost = leaf_cost(found, leaf, parameter)
-        if cost.way not in ("inner_products", "kept"):
-            return cost
-        possible = overlaps(tuple(found.of[leaf].values()), parameter.shape) is not None
-        return cost._replace(way=way if possible else "kept")
+    def forced(found: Uses, sizes: list[int]) -> tuple[Uses, list[LeafCost]]:
+        _, costs = leaf_costs(found, sizes)
+        can = {leaf for leaf, its in enumerate(found.of) if its and overlaps(tuple(its.values()))}
+        costs = [
+            cost._replace(way=way if leaf in can else cost.way) for leaf, cost in enumerate(costs)
+        ]
+        formed = {leaf: cost.reason for leaf, cost in enumerate(costs) if cost.way == "formed"}
+        return found.forming(formed), costs
 
-    monkeypatch.setattr(clipped_grad, "leaf_cost", forced)
+    monkeypatch.setattr(clipped_grad, "leaf_costs", forced)
 
 
 def freshly_jitted(grad_fn: Callable[..., Any], model: Any) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ METHODS = pytest.mark.parametrize(
     "method", ["book_keeping", pytest.param("ghost", marks=pytest.mark.exhaustive)]
 )
 WAYS = pytest.mark.parametrize(
-    "way", ["chosen", pytest.param("inner_products", marks=pytest.mark.exhaustive)]
+    "way", ["chosen", pytest.param("factored", marks=pytest.mark.exhaustive)]
 )
 SPREAD = (10.0 ** np.random.default_rng(8).integers(-18, 18, (OUT, IN))).astype(np.float32)
 MASK = (np.random.default_rng(9).uniform(size=(OUT, IN)) > 0.4).astype(np.float32)

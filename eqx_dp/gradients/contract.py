@@ -1,0 +1,196 @@
+"""What the engine knows of a loss, and how norms become clip factors and sums."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ..isolation import run_apart
+from ..precision import stage
+from ..sharding import Cut, Shard
+from .clip import Clipping, clip_factors
+from .computed_once import joined
+from .cost import LeafCost
+from .leaves import Known, LeafGradient, norm_and_bound
+from .program import Program
+from .taps import Uses
+
+
+class TracedLoss(NamedTuple):
+    """What stays the same from microbatch to microbatch.
+
+    Attributes:
+        program: the loss of one example.
+        uses: those of every trainable leaf.
+        params: the trainable leaves, in the compute dtype.
+        frozen: the other arrays of the model.
+        clipping: the clip norms.
+        groups: for each trainable leaf the index of its clip norm.
+        accumulate_dtype: dtype of norms, factors and sums.
+        loss_scale: the power of two that each example's loss is multiplied by.
+        costs: how each leaf is treated, and what that costs for one example.
+        activations: bytes that one example's forward pass leaves for its backward pass, roughly.
+        cuts: for each trainable leaf, how its sum is scattered over devices as soon as it is known;
+            None where it is not. Empty without sharding rules.
+    """
+
+    program: Program
+    uses: Uses
+    params: list[Array | Shard]
+    frozen: list[Array | Shard]
+    clipping: Clipping
+    groups: list[int]
+    accumulate_dtype: np.dtype[Any]
+    loss_scale: float
+    costs: list[LeafCost]
+    activations: int
+    cuts: tuple[Cut | None, ...] = ()
+
+    @property
+    def consts(self) -> list[Any]:
+        """The arrays that the program closes over."""
+        return list(self.program.jaxpr.consts)
+
+    def with_arrays(
+        self, params: list[Array | Shard], frozen: list[Array | Shard], consts: list[Any]
+    ) -> "TracedLoss":
+        """The same loss with other arrays: those that live on one device."""
+        jaxpr = jex_core.ClosedJaxpr(self.program.jaxpr.jaxpr, consts)
+        program = self.program._replace(jaxpr=jaxpr)
+        return self._replace(params=params, frozen=frozen, program=program)
+
+    def mapped(self, one: Callable[..., Any], *batch: Any, out_axes: Any = 0) -> Any:
+        """Maps a function of one example over a batch, in which examples never meet."""
+        jaxpr = self.program.jaxpr.jaxpr
+        return run_apart(one, jaxpr, *batch, out_axes=out_axes)
+
+    def scales(self, num_examples: int) -> Float[Array, " batch"] | None:
+        """What each example's loss is multiplied by; None where it is not."""
+        if self.loss_scale == 1:
+            return None
+        return jnp.full(num_examples, self.loss_scale, self.accumulate_dtype)
+
+    def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
+        """Shape of a trainable leaf, with the accumulate dtype."""
+        return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
+
+    def cut(self, leaf: int) -> Cut | None:
+        """How the sum of a trainable leaf is scattered over devices as soon as it is known."""
+        return self.cuts[leaf] if self.cuts else None
+
+    def scattered(self, sums: list[Array]) -> list[Array]:
+        """The sums of all leaves, of which a device keeps its part.
+
+        Guarantee: they are added over devices in the dtype that they come in, the accumulate dtype.
+
+        Args:
+            sums: of each leaf over this device's examples; those that have the shape of a part
+                already are left as they are.
+        """
+        found: list[Array] = []
+        for leaf, total in enumerate(sums):
+            cut, shape = self.cut(leaf), self.params[leaf].shape
+            is_part = cut is None or total.shape == cut.local(shape)
+            found.append(total if is_part or cut is None else cut.scattered(total))
+        return found
+
+
+class ClippedSum(NamedTuple):
+    """What a method makes of a microbatch.
+
+    Attributes:
+        grads: for each trainable leaf the sum of clipped gradients, in the accumulate dtype.
+        loss: one loss an example.
+        grad_norms: for each clip norm one norm an example, before clipping.
+        aux: the leaves of aux, examples in front.
+    """
+
+    grads: list[Float[Array, "..."]]
+    loss: Float[Array, " batch"]
+    grad_norms: list[Float[Array, " batch"]]
+    aux: list[Array]
+
+
+class Clip(NamedTuple):
+    """What becomes of each example's gradient.
+
+    Attributes:
+        norms: for each clip norm one norm an example, before clipping.
+        factors: for each clip norm what each example's gradient is multiplied by, as it came out of
+            the backward pass: the loss scale is undone with it. Zero where an example adds nothing.
+    """
+
+    norms: list[Float[Array, " batch"]]
+    factors: list[Float[Array, " batch"]]
+
+
+def clip(
+    traced: TracedLoss,
+    known: list[Known],
+    loss: Float[Array, " batch"],
+    scales: Float[Array, " batch"] | None,
+    is_padding_example: Bool[Array, " batch"],
+) -> Clip:
+    """From the norms of every group of leaves, and bounds on what is added of it, to clip factors.
+
+    Norms and bounds are those of gradients of the scaled loss. Scales are powers of two, so to
+    undo them is exact; what becomes too small for that is rounded away from harm, bounds up to the
+    smallest normal number and factors down to zero.
+    """
+    clipping, dtype = traced.clipping, traced.accumulate_dtype
+    tiny = jnp.finfo(dtype).tiny
+    of_groups, of_sums = ([of[i] for of in known] for i in range(2))
+    if scales is not None:
+        of_groups = [norm / scales for norm in of_groups]
+        of_sums = [jnp.where(b > 0, jnp.maximum(b / scales, tiny), b) for b in of_sums]
+    contributes = jnp.isfinite(loss) & ~is_padding_example
+    # Where terms that overflow cancel, the norm may be finite, and what is added still not known.
+    for size in (*of_groups, *of_sums):
+        contributes &= jnp.isfinite(size)
+    factors = [
+        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm, contributes)
+        for bound, clip_norm in zip(of_sums, clipping.clip_norms, strict=True)
+    ]
+    if scales is not None:
+        unscaled = [factor / scales for factor in factors]
+        factors = [jnp.where(factor >= tiny, factor, 0) for factor in unscaled]
+    return Clip(of_groups, factors)
+
+
+def clip_and_sum(
+    traced: TracedLoss,
+    leaves: list[LeafGradient],
+    loss: Float[Array, " batch"],
+    aux: list[Array],
+    scales: Float[Array, " batch"] | None,
+    is_padding_example: Bool[Array, " batch"],
+) -> tuple[ClippedSum, list[Float[Array, " batch"]]]:
+    """Clips every example's gradient, group by group, and sums; also returns the clip factors.
+
+    Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
+    the clip norm (`clip_factors` has the proof, from the bounds that `leaves` gives), and
+    exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
+    finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf is factored:
+    nearer to the end of the range products lose digits to underflow, which no relative bound makes
+    up for; `gram.md` says how many.)
+    """
+    batch, dtype = len(loss), traced.accumulate_dtype
+    members = [
+        [index for index, its in enumerate(traced.groups) if its == group]
+        for group in range(len(traced.clipping.clip_norms))
+    ]
+    with stage("norm"):
+        parts = [joined([leaves[index] for index in its]) for its in members]
+        known = [norm_and_bound(together, batch, dtype) for together, _ in parts]
+        clipped = clip(traced, known, loss, scales, is_padding_example)
+    sums: dict[int, Array] = {}
+    with stage("sum"):
+        for its, (together, of_all), factors in zip(members, parts, clipped.factors, strict=True):
+            totals = of_all([leaf.sum(factors, factors > 0) for leaf in together])
+            sums.update(zip(its, totals, strict=True))
+    found = ClippedSum([sums[index] for index in range(len(leaves))], loss, clipped.norms, aux)
+    return found, clipped.factors

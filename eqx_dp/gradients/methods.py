@@ -1,0 +1,225 @@
+"""The sum of clipped per-example gradients: one function, by three methods.
+
+All of them differentiate the loss of one example with respect to formed leaves, and to taps of
+factored ones, map that over a microbatch, find norms and clip factors, and sum.
+
+| method | formed | factored |
+|---|---|---|
+| `per_example` | every leaf | none |
+| `book_keeping` | where that is cheaper, or the only way | inputs and cotangents are kept |
+| `ghost` | likewise | measured on the way back; a second pass adds on its way back |
+
+Book-keeping is Bu et al., "Differentially Private Optimization on Large Model at Small Cost", 2023;
+ghost clipping Li et al., "Large Language Models Can Be Strong Differentially Private Learners",
+2022. By ghost, a leaf with several uses, or one at every step of a scan, is kept.
+"""
+
+import functools
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ..precision import stage
+from ..sharding import whole
+from .computed_once import computed_once
+from .contract import ClippedSum, TracedLoss, clip_and_sum
+from .leaves import LeafForm, LeafGradient, columns_last, leaf_gradient, no_gradient, scattering_of
+from .seen import Asked, Seen, adding, measuring, of_slices
+from .tapped import Kernel, convolved, evaluate, tapped
+from .taps import Address, Uses
+from .uses import ParamUse
+
+METHODS = ("book_keeping", "ghost", "per_example")
+
+MethodName: TypeAlias = Literal["auto", "book_keeping", "ghost", "per_example"]
+"""What a caller may ask for: a method by name, or the choice of one."""
+
+
+AtUse: TypeAlias = ParamUse | Seen | Kernel
+
+
+def clipped_sum(
+    traced: TracedLoss,
+    method: str,
+    examples: list[Array],
+    is_padding_example: Bool[Array, " batch"],
+) -> ClippedSum:
+    """Clips and sums the gradients of a microbatch.
+
+    Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
+    example. What is measured is what is added: formed gradients and kept cotangents are computed
+    once; what ghost's second pass computes again it measures again (`seen.adding`).
+    """
+    if method == "per_example":
+        traced = traced._replace(uses=traced.uses.all_formed())
+    uses, batch = traced.uses, len(is_padding_example)
+    seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
+    kernels = {at: Kernel(use) for at, use in uses.kernels.items()}
+    known: dict[Address, AtUse] = {**uses.at, **seen, **kernels}
+    scales = traced.scales(batch)
+    found = traced.mapped(functools.partial(_backward, traced, known), examples, scales)
+    loss, aux, residuals, cotangents, grads = found
+
+    def finish(met: Any) -> tuple[ClippedSum, list[Array], dict[Address, Array]]:
+        loss, aux, residuals, cotangents, grads, scales = met
+        residuals, cotangents = _moved(uses, residuals, cotangents, is_back=True)
+        with stage("norm"):
+            leaves = [
+                _leaf_gradient(traced, leaf, seen, residuals, cotangents, grads)
+                for leaf in range(len(traced.params))
+            ]
+        result, factors = clip_and_sum(traced, leaves, loss, aux, scales, is_padding_example)
+        return result, factors, {at: cotangents[at][..., 1] for at in seen}
+
+    met = (loss, aux, *_moved(uses, residuals, cotangents), grads, scales)
+    result, factors, limits = computed_once(finish, met, loss)
+    sums = result.grads
+    if seen:
+        leaf_of = {at: leaf for leaf, its in enumerate(uses.of) for at in its}
+        of_use = {at: factors[traced.groups[leaf_of[at]]] for at in seen}
+        totals = _second_pass(traced, seen, examples, scales, of_use, limits)
+        for at, total in totals.items():
+            sums[leaf_of[at]] = seen[at].of_leaf(total)
+    return result._replace(grads=traced.scattered(sums))
+
+
+def _seen(traced: TracedLoss, uses: Uses) -> dict[Address, Seen]:
+    """The uses whose leaves are measured where they are used."""
+    return {
+        at: Seen(use, traced.accumulate_dtype, scattering_of(use, traced.cut(leaf)))
+        for leaf, its in enumerate(uses.of)
+        for at, use in its.items()
+        if len(its) == 1 and "time" not in use.scans
+    }
+
+
+def _backward(
+    traced: TracedLoss,
+    known: dict[Address, AtUse],
+    example: list[Array],
+    scale: Float[Array, ""] | None,
+) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Any], dict[int, Array]]:
+    """One example's loss, aux, residuals, cotangents of uses, and gradients of formed leaves."""
+    params = {leaf: whole(traced.params[leaf]) for leaf in traced.uses.formed}
+
+    def run(taps: dict[Address, Array], formed: dict[int, Array]) -> tuple[Array, Any]:
+        own = [formed.get(leaf, x) for leaf, x in enumerate(traced.params)]
+        inputs = [*own, *traced.frozen, *example]
+        with stage("loss"):
+            loss, aux, residuals = evaluate(traced.program, known, inputs, taps, _at_use)
+        return loss, (aux, residuals)
+
+    taps = {at: _no_tap(its) for at, its in known.items()}
+    loss, pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
+    cotangents, grads = pullback(_start(loss, scale))
+    return loss, aux, residuals, cotangents, grads
+
+
+def _at_use(known: AtUse, *rest: Any) -> tuple[Array, Any]:
+    match known:
+        case Seen():
+            return measuring(known, *rest)
+        case Kernel():
+            return convolved(known, *rest)
+        case _:
+            return tapped(known, *rest)
+
+
+def _no_tap(known: AtUse) -> Any:
+    match known:
+        case Seen():
+            return known.no_norms()
+        case Kernel():
+            return ()
+        case _:
+            return jnp.zeros_like(known.result)
+
+
+def _start(loss: Float[Array, ""], scale: Float[Array, ""] | None) -> Array:
+    """The cotangent that a backward pass starts from."""
+    return jnp.ones_like(loss) if scale is None else scale.astype(loss.dtype)
+
+
+def _leaf_gradient(
+    traced: TracedLoss,
+    leaf: int,
+    seen: dict[Address, Seen],
+    residuals: dict[Address, Any],
+    cotangents: dict[Address, Any],
+    grads: dict[int, Array],
+) -> LeafGradient:
+    """The gradient of a leaf, in whatever form it is at hand."""
+    shape, dtype, uses = traced.params[leaf].shape, traced.accumulate_dtype, traced.uses.of[leaf]
+    if leaf in grads:
+        return LeafGradient(grads[leaf].astype(dtype))
+    if not uses:
+        return no_gradient(shape, dtype)
+    if len(uses) == 1 and (at := next(iter(uses))) in seen:
+        later = no_gradient((), dtype)  # the second pass has the sum
+        return later._replace(known=of_slices(cotangents[at]))
+    scattering = None
+    if len(uses) == 1:
+        (use,) = uses.values()
+        scattering = scattering_of(use, traced.cut(leaf)) if use.slices else None
+    form = LeafForm(shape, tuple(uses.values()), dtype)
+    return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses], scattering)
+
+
+def _second_pass(
+    traced: TracedLoss,
+    seen: dict[Address, Seen],
+    examples: list[Array],
+    scales: Float[Array, " batch"] | None,
+    factors: dict[Address, Float[Array, " batch"]],
+    limits: dict[Address, Float[Array, "batch *slices"]],
+) -> dict[Address, Array]:
+    """The weighted sums of all uses that are seen, from a second pass through the loss and back."""
+    # Were the barrier not there, the compiler would see that both passes find the same cotangents,
+    # and hold them all from the first to the second.
+    arrays = (traced.params, traced.frozen, examples, scales, factors, limits)
+    params, frozen, examples, scales, factors, limits = jax.lax.optimization_barrier(arrays)
+    here = traced.with_arrays(params, frozen, traced.consts)
+
+    def one(example: list[Array], scale: Any, factors: Any, limits: Any) -> dict[Address, Array]:
+        def run(totals: dict[Address, Array]) -> Array:
+            taps = {
+                at: Asked(total, jnp.broadcast_to(factors[at], limits[at].shape), limits[at])
+                for at, total in totals.items()
+            }
+            inputs = [*here.params, *here.frozen, *example]
+            with stage("loss"):
+                loss, _, _ = evaluate(here.program, seen, inputs, taps, adding)
+            return loss
+
+        loss, pullback = jax.vjp(run, {at: its.no_sum() for at, its in seen.items()})
+        (totals,) = pullback(_start(loss, scale))
+        return totals
+
+    # A sum is the same for all examples.
+    return here.mapped(one, examples, scales, factors, limits, out_axes=None)
+
+
+def _moved(
+    uses: Uses, residuals: dict[Address, Any], cotangents: dict[Address, Any], is_back: bool = False
+) -> tuple[dict[Address, Any], dict[Address, Any]]:
+    """What uses met in the order in which it is needed, or back in its own.
+
+    Cotangents have their axes in the order of `columns_last`. What comes of a scan over slices of a
+    parameter has the slices in front of the examples, as the scan leaves it and as products of a
+    slice each take it.
+    """
+    residuals, cotangents = dict(residuals), dict(cotangents)
+    for at, use in uses.at.items():
+        if isinstance(residuals[at], tuple) and not residuals[at]:  # seen
+            continue
+        scans = len(use.scans) if {*use.scans} == {"slices"} else 0
+        order = (0, *(1 + axis for axis in columns_last(use)))
+        order = (*order[1 : 1 + scans], 0, *order[1 + scans :])
+        to = np.argsort(order).tolist() if is_back else order
+        cotangents[at] = jnp.transpose(cotangents[at], to)
+        ends = (scans, 0) if is_back else (0, scans)
+        residuals[at] = jax.tree.map(lambda x, ends=ends: jnp.moveaxis(x, *ends), residuals[at])
+    return residuals, cotangents

@@ -1,0 +1,210 @@
+"""Views: what becomes of a parameter on its way to the equations that use it.
+
+A view is kept as the steps that made it. Its gradient comes back by `jax.linear_transpose`; which
+entries it holds is read off the strides of a NumPy array that is never looked into.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+_Array = TypeVar("_Array", Array, np.ndarray)
+
+Digits: TypeAlias = tuple[tuple[int, int], ...]
+"""How many entries, and how far apart they stand in the parameter, outermost first."""
+
+
+class Step(NamedTuple):
+    """A rearrangement of an array, which repeats no entry.
+
+    Attributes:
+        name: which one.
+        args: what it is told.
+        lead: how many axes in front it leaves alone: those of the scans over slices around it.
+    """
+
+    name: Literal["reshape", "transpose", "rev", "slice"]
+    args: tuple[Any, ...]
+    lead: int
+
+    def __call__(self, x: _Array) -> _Array:
+        """The array rearranged; of NumPy a view of it.
+
+        Raises:
+            ValueError: NumPy has no such view.
+        """
+        front, args = x.shape[: self.lead], self.args
+        match self.name:
+            case "reshape":
+                shape = (*front, *args)
+                return (
+                    x.reshape(shape, copy=False) if isinstance(x, np.ndarray) else x.reshape(shape)
+                )
+            case "transpose":
+                return x.transpose(*range(self.lead), *(self.lead + i for i in args))
+            case "rev":
+                axes = tuple(self.lead + i for i in args)
+                return np.flip(x, axes) if isinstance(x, np.ndarray) else jax.lax.rev(x, axes)
+            case "slice":
+                cuts = [*((0, n, 1) for n in front), *args]
+                if isinstance(x, np.ndarray):
+                    return x[tuple(slice(*cut) for cut in cuts)]
+                return jax.lax.slice(x, *zip(*cuts, strict=True))
+
+    def inside(self, scans: int) -> "Step":
+        """The same as one iteration of the outermost scans sees it."""
+        return self._replace(lead=self.lead - scans)
+
+
+Steps: TypeAlias = tuple[Step, ...]
+
+
+class Place(NamedTuple):
+    """Which entries of a parameter an array of matrices holds.
+
+    Attributes:
+        offset: where the first one stands, in the parameter taken as flat.
+        groups, rows, columns: how the entries along each dimension follow.
+    """
+
+    offset: int
+    groups: Digits
+    rows: Digits
+    columns: Digits
+
+    def spans(self, digits: Digits) -> tuple[int, int]:
+        """From where to where some of its entries reach."""
+        reach = [(n - 1) * stride for n, stride in digits]
+        return self.offset + sum(x for x in reach if x < 0), self.offset + sum(
+            x for x in reach if x > 0
+        )
+
+    def is_apart(self, other: "Place") -> bool:
+        """Whether two hold no entry in common, as slices along a dimension that is cut do."""
+        own, its = self.rows + self.columns, other.rows + other.columns
+        if self.groups != other.groups:
+            own, its = self.groups + own, other.groups + its
+        (low, high), (other_low, other_high) = self.spans(own), other.spans(its)
+        extent = max(high, other_high) - min(low, other_low)
+        fits = self.groups != other.groups or all(abs(s) > extent for _, s in self.groups)
+        return fits and (high < other_low or other_high < low)
+
+
+def taken(steps: Steps, parameter: _Array) -> _Array:
+    """The view of a parameter."""
+    return functools.reduce(lambda x, step: step(x), steps, parameter)
+
+
+def pulled_back(function: Callable[[Array], Array], gradient: Array, shape: tuple[int, ...]) -> Any:
+    """The gradient with respect to a parameter, from that with respect to a view of it."""
+    there = jax.ShapeDtypeStruct(shape, gradient.dtype)
+    (found,) = jax.linear_transpose(function, there)(gradient)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def is_regular(steps: Steps, shape: tuple[int, ...]) -> bool:
+    """Whether strides tell where the entries of a view stand."""
+    return _strided(steps, shape) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(
+    steps: Steps, shape: tuple[int, ...], split: Step, parts: tuple[tuple[int, ...], ...]
+) -> Place | None:
+    """Where the entries of matrices stand; None where strides do not tell.
+
+    Args:
+        steps: from the parameter to the array.
+        shape: of the parameter.
+        split: from the array to one whose axes are parts of dimensions.
+        parts: the axes that make up groups, rows and columns.
+    """
+    x = _strided((*steps, split), shape)
+    if x is None:
+        return None
+    start = _strided((), shape)
+    assert start is not None
+    offset = _address(x) - _address(start)
+    digits = [_merged((x.shape[i], x.strides[i]) for i in axes) for axes in parts]
+    return Place(offset, *digits)
+
+
+_BYTE = np.zeros(1, np.int8)
+
+
+def _strided(steps: Steps, shape: tuple[int, ...]) -> Any:
+    """The view of an array that is not there: one byte an entry, none of which is read."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    x = np.lib.stride_tricks.as_strided(_BYTE, shape, strides, writeable=False)
+    try:
+        return taken(steps, x)
+    except ValueError:
+        return None
+
+
+def _address(x: Any) -> int:
+    return int(x.__array_interface__["data"][0])
+
+
+def _merged(digits: Any) -> Digits:
+    """Leaves out digits of one entry, and makes one of neighbours that are one."""
+    found: list[tuple[int, int]] = []
+    for n, stride in digits:
+        if found and n > 1 and found[-1][1] == stride * n:
+            found[-1] = (found[-1][0] * n, stride)
+        elif n > 1:
+            found.append((n, stride))
+    return tuple(found)
+
+
+def steps_of(equation: jex_core.JaxprEqn, lead: int) -> list[Steps] | None:
+    """The step that an equation takes to each of its results; None if it is no rearrangement.
+
+    A cast to another float is no step: the gradient has the accumulate dtype all the way.
+    """
+    params, before = equation.params, shape_of(equation.invars[0])
+    after = shape_of(equation.outvars[0])
+    match equation.primitive.name:
+        case "copy" | "copy_p" | "name" | "sharding_constraint":
+            return [()]
+        case "convert_element_type" if jnp.issubdtype(params["new_dtype"], jnp.floating):
+            return [()]
+        case "reshape" | "squeeze" | "broadcast_in_dim":
+            is_moved = params.get("dimensions") is not None and equation.primitive.name == "reshape"
+            if is_moved or math.prod(before) != math.prod(after):
+                return None
+            return [(Step("reshape", after, lead),)]
+        case "transpose":
+            return [(Step("transpose", tuple(params["permutation"]), lead),)]
+        case "rev":
+            return [(Step("rev", tuple(params["dimensions"]), lead),)]
+        case "slice":
+            steps = params["strides"] or [1] * len(before)
+            cuts = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+            return [(Step("slice", tuple(cuts), lead),)]
+        case "split":
+            ends = [int(n) for n in np.cumsum(params["sizes"])]
+            return [
+                (Step("slice", _cut(before, params["axis"], start, end), lead),)
+                for start, end in zip([0, *ends[:-1]], ends, strict=True)
+            ]
+        case _:
+            return None
+
+
+def _cut(shape: tuple[int, ...], axis: int, start: int, end: int) -> tuple[Any, ...]:
+    return tuple((start, end, 1) if i == axis else (0, n, 1) for i, n in enumerate(shape))
+
+
+def shape_of(variable: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
+    """The shape of what a variable of a jaxpr holds."""
+    aval: Any = variable.aval
+    return tuple(aval.shape)
