@@ -8,8 +8,9 @@ import jax
 import optax
 
 from .. import expected
+from ..expected import whole_number
 from ..gradients import ClippedGrad, MethodName, checked_grad_fn
-from ..privacy import gaussian_privatizer, whole_number
+from ..privacy import gaussian_privatizer
 from ..tables import Part, tabular
 from ..trees import PyTree
 from .parts import DeviceBytes, bytes_of, device_bytes

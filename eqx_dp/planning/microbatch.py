@@ -6,8 +6,8 @@ from typing import Any
 
 import optax
 
+from ..expected import whole_number
 from ..gradients import ClippedGrad, MethodName
-from ..privacy import whole_number
 from ..trees import PyTree
 from .memory import MemoryPlan, plan_memory, told
 

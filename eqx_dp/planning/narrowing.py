@@ -9,10 +9,9 @@ import jax
 import jax.core
 import numpy as np
 
-from ..expected import entries, expect
+from ..expected import entries, expect, real_number
 from ..gradients import ClippedGrad, checked_grad_fn, described
 from ..precision import Policy, apply_policy, load_policy, refusal, refusals_name
-from ..privacy import real_number
 from ..shown import shown
 from ..trees import PyTree
 from .clipped_errors import ClippedErrors

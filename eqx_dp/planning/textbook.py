@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ..privacy import whole_number
+from ..expected import whole_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ import jax
 import jax.core
 
 from ..device import device_memory, is_cpu
-from ..expected import expect
+from ..expected import expect, whole_number
 from ..gradients import ClippedGrad, checked_grad_fn, described
-from ..privacy import PrivacyPlan, whole_number
+from ..privacy import PrivacyPlan
 from ..shown import shown
 from ..trees import PyTree
 from .candidates import candidates, measured_for

@@ -1,8 +1,6 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
-from .arguments import real_number as real_number
-from .arguments import whole_number as whole_number
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret
 from .keys import digest as digest

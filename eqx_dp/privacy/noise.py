@@ -14,12 +14,12 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ..expected import real_number
 from ..paths import dotted
 from ..precision import Policy, checked_policy, stage
 from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..trees import PyTree
-from .arguments import real_number
 from .keys import (
     Secret,
     checked_secret,
@@ -31,7 +31,7 @@ from .keys import (
     shape_of_keys,
     words_of,
 )
-from .normals import normal, normal_on_one_device
+from .normals import normal
 from .random_bits import is_partitionable
 
 
@@ -287,7 +287,7 @@ def _draw_of(
 ) -> Callable[[tuple[int, ...], Any], Array]:
     """Draws a leaf's standard normal numbers, by shape and dtype: each on the device it is for."""
     if rules is None:
-        return functools.partial(normal_on_one_device, key)
+        return functools.partial(normal, key)
 
     def draw(shape: tuple[int, ...], dtype: Any) -> Array:
         spec = rules.accumulator_spec(rules.spec(path, shape), shape)

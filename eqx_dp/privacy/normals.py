@@ -5,7 +5,6 @@ what uses them, and holds no array of them.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from .random_bits import bits_of_threefry, drawn_where, is_written_out
-
-_ROW = 1024
 
 
 def normal(
@@ -51,40 +48,6 @@ def normal(
         return jax.random.normal(key, shape, dtype, out_sharding=out_sharding)
     draw = functools.partial(_normal_of_threefry, shape=tuple(shape))
     return drawn_where(draw, key, out_sharding)
-
-
-def normal_on_one_device(
-    key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any
-) -> Float[Array, "..."]:
-    """Draws what `normal` draws, fast for every shape, where the array lives on one device.
-
-    On a CPU, XLA computes several entries of a row at a time. Rows of a few entries (the kernels of
-    convolutions) and vectors of odd length are slow: 12 to 16 ns a number, and 2 for others. Such
-    leaves are drawn in rows of 1,024. A branch that is always taken keeps XLA from computing them
-    in the leaf's own shape; 4 bytes an entry are held until the noise is added.
-
-    **Guarantee.** As that of `normal`: bit for bit the same numbers.
-    """
-    if not (_is_written_out(key, shape, dtype) and _is_slow(shape)):
-        return normal(key, shape, dtype)
-    words, size = jax.random.key_data(key), math.prod(shape)
-    rows = (-(-size // _ROW), _ROW)
-    # True for any word, but the compiler does not know it.
-    always = (words[0] | 1) != 0
-    drawn = jax.lax.cond(
-        always,
-        functools.partial(_normal_of_threefry, shape=rows),
-        lambda _: jnp.zeros(rows, jnp.float32),
-        words,
-    )
-    return drawn.reshape(-1)[:size].reshape(shape)
-
-
-def _is_slow(shape: tuple[int, ...]) -> bool:
-    if jax.default_backend() != "cpu" or math.prod(shape) < 2 * _ROW:
-        return False
-    *others, last = shape
-    return last % 8 != 0 and (not others or last < 4 * 8)
 
 
 def _is_written_out(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> bool:

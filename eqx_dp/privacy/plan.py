@@ -9,16 +9,16 @@ import optax
 from dp_accounting import NeighboringRelation
 from jaxtyping import PRNGKeyArray
 
+from ..expected import real_number, whole_number
 from ..precision import Policy
 from ..sharding import ShardingRules
 from .accounting import ROUNDING_DELTA, Run, check_relation, epsilon_of, event_of
-from .arguments import real_number, sampling_probability, whole_number
 from .calibration import least_noise
 from .keys import Secret
 from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
 from .sample_size import Sampling
-from .sampling import OVERFLOW_PROBABILITY, PoissonSampler
+from .sampling import OVERFLOW_PROBABILITY, PoissonSampler, sampling_probability
 from .sensitivity import HasSensitivity, agreed_with, checked_sensitivity
 
 _MOST_STEPS = 2**53

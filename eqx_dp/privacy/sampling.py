@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from ..expected import expect
+from ..expected import expect, real_number, whole_number
 from ..paths import below
 from ..trees import PyTree
-from .arguments import real_number, sampling_probability, whole_number
 from .keys import Secret, checked_secret, digest, fresh_secret
 from .sample_size import binomial
 
@@ -316,3 +315,12 @@ def _drawn_from(
         return batch
 
     return jax.tree.map(of_leaf, source)
+
+
+def sampling_probability(value: object) -> float:
+    """Returns `value` as a float in (0, 1], or raises a ValueError that speaks of sampling_prob."""
+    wanted = (
+        "greater than 0 and at most 1 (it is the probability with which each example is drawn in "
+        "a step)"
+    )
+    return real_number("sampling_prob", value, lambda real: 0 < real <= 1, wanted)

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from ..expected import function
-from ..privacy import PoissonSampler, whole_number
+from ..expected import function, whole_number
+from ..privacy import PoissonSampler
 from ..shown import shown
 from ..trees import PyTree
 

@@ -6,7 +6,7 @@ from typing import Any, Concatenate, SupportsIndex, TypeVar
 import equinox as eqx
 import optax
 
-from ..expected import expect, flag, function
+from ..expected import expect, flag, function, real_number
 from ..expected import optimizer as checked_optimizer
 from ..gradients import (
     FilterSpec,
@@ -14,7 +14,7 @@ from ..gradients import (
     filter_clipped_grad,
 )
 from ..precision import Policy
-from ..privacy import PrivacyPlan, Secret, checked_secret, real_number
+from ..privacy import PrivacyPlan, Secret, checked_secret
 from ..sharding import ShardingRules
 from ..trees import PyTree
 from .step import Step

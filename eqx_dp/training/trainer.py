@@ -9,9 +9,8 @@ from typing import Any, Generic, SupportsIndex, TypeVar
 
 from .. import expected
 from ..checks import check_precision, check_privacy
-from ..expected import entries, expect, flag, function
+from ..expected import entries, expect, flag, function, whole_number
 from ..files import going_on, write_json
-from ..privacy import whole_number
 from .checkpoints import Checkpoints, restored
 from .data import Batches
 from .events import Callback, JsonLines

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
-from ...expected import expect
+from ...expected import expect, whole_number
 from ...paths import below
-from ...privacy import PrivacyPlan, Secret, digest, whole_number
+from ...privacy import PrivacyPlan, Secret, digest
 from ...shown import shown
 from ...trees import PyTree
 from .bounds import GUESSES, CanaryAudit, audited
