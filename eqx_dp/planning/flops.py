@@ -258,7 +258,7 @@ def _programs(
     num_examples = call.examples.num_examples
     # Where no example's gradient is formed, the backward pass's contractions add them up.
     leaves = zip(call.costs, call.sums, strict=True)
-    within = sum(x.size for cost, x in leaves if cost.way not in ("kept", "whole"))
+    within = sum(x.size for cost, x in leaves if cost.way != "formed")
 
     def loss(params: list[Any], frozen: list[Any], examples: list[Any]) -> Any:
         losses = jax.vmap(lambda *x: call.traced.program(params, frozen, list(x))[0])(*examples)

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
-from eqx_dp.gradients import leaves
-from eqx_dp.gradients import contract
+from eqx_dp.gradients import contract, leaves
 from eqx_dp.precision import stage
 from eqx_dp.privacy.normals import normal
 from tests import models
@@ -393,7 +392,9 @@ def test_a_sum_over_examples_at_default_precision(monkeypatch):
         return jnp.tensordot(factors, leaf, axes=1)
 
     monkeypatch.setattr("eqx_dp.gradients.leaves.weighted_sum", default)
-    monkeypatch.setattr("eqx_dp.gradients.computed_once._SMALL", 0)  # each leaf has a sum of its own
+    monkeypatch.setattr(
+        "eqx_dp.gradients.computed_once._SMALL", 0
+    )  # each leaf has a sum of its own
     report = check(*training_step(models.mlp(), MIXED, method="per_example"))
     ((stage, declared, what),) = found(report)
     assert (stage, declared) == ("sum over examples", "float32")

@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import narrow_products
-from eqx_dp.gradients import contract, methods
+from eqx_dp.gradients import contract, methods, narrow_products
 from tests import models
 from tests.checks.test_precision import check, training_step
 from tests.gradients.engine import layers

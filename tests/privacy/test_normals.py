@@ -17,7 +17,7 @@ from scipy import special
 
 import eqx_dp as dp
 from eqx_dp.privacy import normals
-from eqx_dp.privacy.normals import normal, normal_on_one_device
+from eqx_dp.privacy.normals import normal
 from eqx_dp.privacy.random_bits import positions, threefry2x32
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
@@ -191,26 +191,17 @@ def test_more_entries_than_32_bits_count_are_left_to_jax(shape, expected):
     assert asks_jax(KEY, shape) == expected
 
 
-# Leaves whose rows are short, or vectors of odd length, drawn in other rows.
+# Leaves whose rows are short, or vectors of odd length, and others.
 SLOW = [(2051,), (1025, 2), (700, 3), (16, 32, 3, 3), (1, 4097), (50, 41)]
 FAST = [(2048,), (2047,), (2056,), (300, 33), (64, 64, 8), ()]
-
-
-def in_rows(key, shape):
-    """Whether an array is drawn in rows that are not its own."""
-    return "cond[" in str(jax.make_jaxpr(lambda key: normal_on_one_device(key, shape, "f4"))(key))
 
 
 @pytest.mark.parametrize("shape", [*SLOW, *FAST])
 def test_the_numbers_of_jax_on_one_device(shape):
     expected = jax.random.normal(KEY, shape, jnp.float32)
-    assert_same_bits(normal_on_one_device(KEY, shape, jnp.float32), expected)
-    drawn = jax.jit(lambda key: normal_on_one_device(key, shape, jnp.float32))
+    assert_same_bits(normal(KEY, shape, jnp.float32), expected)
+    drawn = jax.jit(lambda key: normal(key, shape, jnp.float32))
     assert_same_bits(drawn(KEY), expected)
-
-
-def test_which_arrays_are_drawn_in_other_rows():
-    assert [shape for shape in [*SLOW, *FAST] if in_rows(KEY, shape)] == [*SLOW[:4]]
 
 
 @pytest.mark.slow
@@ -218,14 +209,14 @@ def test_which_arrays_are_drawn_in_other_rows():
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(50, 90))
 def test_the_numbers_of_jax_for_short_rows(last, middle, first):
     shape = (first, middle, last)
-    found = normal_on_one_device(KEY, shape, jnp.float32)
+    found = normal(KEY, shape, jnp.float32)
     assert_same_bits(found, jax.random.normal(KEY, shape, jnp.float32))
 
 
 @pytest.mark.slow
 def test_short_rows_under_vmap():
     keys = jax.random.split(KEY, 2)
-    found = jax.vmap(lambda key: normal_on_one_device(key, (900, 3), jnp.float32))(keys)
+    found = jax.vmap(lambda key: normal(key, (900, 3), jnp.float32))(keys)
     assert_same_bits(found, jnp.stack([jax.random.normal(key, (900, 3)) for key in keys]))
 
 
