@@ -244,7 +244,7 @@ def scanned_steps():
         fn=jax.jit(scan),
         args=(arrays, *many[:-1]),
         kwargs={"is_padding_example": many[-1]},
-        private=tuple(range(1, len(many))),
+        private=(*range(1, len(many)), "is_padding_example"),
         plan=case.fn.plan,
     )
 
