@@ -43,8 +43,10 @@ from tests.checks.privacy_steps import (
     updated,
     with_noise,
 )
-from tests.training.test_optimizers import PUBLIC_VALUE
 from tests.training.test_optimizers import made as optimizer_named
+
+PUBLIC_VALUE = {"polyak_sgd", "momo", "momo_adam", "reduce_on_plateau"}
+"""Optimizers of optax that want a value beside the gradient."""
 
 PROVEN = {}
 proven = listed(PROVEN)
