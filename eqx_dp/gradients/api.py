@@ -93,7 +93,7 @@ def filter_clipped_grad(
     | gradient zero | zero |
     | loss or gradient NaN or infinite | exactly zero; its norm is reported as it is |
     | norm beyond the accumulate dtype's range | exactly zero; its norm is reported as infinite |
-    | clip norm / norm below the normal range | exactly zero |
+    | clip norm / norm below twice the smallest normal number | exactly zero |
     | padding, whatever the slot holds | exactly zero; its values are reported as zero |
     | none (empty batch, or all padding) | the result is zero; padding is not computed |
 
@@ -131,9 +131,9 @@ def filter_clipped_grad(
         method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
             the inputs and cotangents of each use of a parameter), `"ghost"` (two backward passes,
             with about the memory of ordinary training), `"per_example"` (per-example gradients
-            side by side), or `"auto"`. `"auto"` takes book-keeping if that saves work, else
-            `"per_example"`, and `"ghost"` if one example would hold too much memory; it also
-            chooses the microbatch unless `microbatch_size` is given.
+            side by side), or `"auto"`. `"auto"` takes book-keeping, or `"ghost"` if one example
+            would hold too much memory; it also chooses the microbatch unless `microbatch_size`
+            is given.
 
     Returns:
         A [`ClippedGrad`][], called as
