@@ -128,8 +128,8 @@ class Tally:
         taken: steps that this start has taken.
     """
 
-    others = 0
-    taken = 0
+    others: int = 0
+    taken: int = 0
 
     @property
     def released(self) -> int:
