@@ -129,9 +129,10 @@ def filter_clipped_grad(
             the method `"auto"`, the engine's choice. It changes memory and time but not the result
             (except for rounding), and need not divide the batch.
         method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
-            the inputs and cotangents of each use of a parameter), `"ghost"` (two backward passes,
-            with about the memory of ordinary training), `"per_example"` (per-example gradients
-            side by side), or `"auto"`. `"auto"` takes book-keeping, or `"ghost"` if one example
+            the inputs and cotangents of each use of a parameter), `"ghost"` (two forward and
+            backward passes; inputs and cotangents are not kept), `"per_example"` (per-example
+            gradients side by side), or `"auto"`. By all, leaves that are no matrix of products, or
+            are cheaper to form, have per-example gradients in a microbatch ([`explain`][]). `"auto"` takes book-keeping, or `"ghost"` if one example
             would hold too much memory; it also chooses the microbatch unless `microbatch_size`
             is given.
 
