@@ -131,10 +131,10 @@ def filter_clipped_grad(
         method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
             the inputs and cotangents of each use of a parameter), `"ghost"` (two forward and
             backward passes; inputs and cotangents are not kept), `"per_example"` (per-example
-            gradients side by side), or `"auto"`. By all, leaves that are no matrix of products, or
-            are cheaper to form, have per-example gradients in a microbatch ([`explain`][]). `"auto"` takes book-keeping, or `"ghost"` if one example
-            would hold too much memory; it also chooses the microbatch unless `microbatch_size`
-            is given.
+            gradients side by side), or `"auto"`. By each of them, some leaves have per-example
+            gradients in a microbatch; `explain` says which. `"auto"` takes book-keeping, or
+            `"ghost"` if one example would hold too much memory; it also chooses the microbatch
+            unless `microbatch_size` is given.
 
     Returns:
         A [`ClippedGrad`][], called as
