@@ -123,9 +123,8 @@ def statement(
 class Tally:
     """Counts steps; by itself, those of a start without a directory.
 
-    Attributes:
-        others: steps that all other starts may have released, when the files were last read.
-        taken: steps that this start has taken.
+    `others` are the steps that all other starts may have released, when the files were last read;
+    `taken` those that this start has taken.
     """
 
     others = 0

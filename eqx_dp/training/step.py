@@ -150,7 +150,11 @@ class Step(Generic[Model]):
         return self.sampler_from(self.secret_of(0))
 
     def sampler_from(self, secret: bytes) -> PoissonSampler:
-        """As `sampler`, for the secret of a start."""
+        """As `sampler`, for the secret of a start.
+
+        Args:
+            secret: of the start.
+        """
         rules, seed = self.sharding, digest(secret, ("sample",), size=32)
         if rules is None:
             return self.plan.sampler(self.num_examples, seed)
