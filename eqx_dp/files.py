@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import warnings
 from collections.abc import Generator
 from pathlib import Path
@@ -41,12 +42,16 @@ def write_whole(file: RunPath, content: bytes) -> None:
         with _as_os_error(file):
             file.write_bytes(content)
         return
-    beside = file.with_name(f"{file.name}.partial")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
+    # Another process may write the same file at the same moment.
+    beside = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with beside.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
     descriptor = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

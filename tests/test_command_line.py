@@ -369,9 +369,9 @@ def test_report_refuses_in_plain_words(trained_run, tmp_path, capsys):
     assert "cannot be replaced" in output("folder.html")
 
 
-@pytest.mark.parametrize("name", ["run", "privacy", "checks"])
+@pytest.mark.parametrize("name", ["privacy", "checks"])
 def test_report_replaces_nothing_but_reports(trained_run, tmp_path, capsys, name):
-    """The JSON file beside `run.html` would be the record of the run."""
+    """The JSON file beside `privacy.html` would be the statement of the run."""
     run = copied(trained_run, tmp_path / "run")
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     error = refused(capsys, "report", str(run), "--output", str(run / f"{name}.html"))

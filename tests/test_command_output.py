@@ -6,8 +6,6 @@ from eqx_dp.__main__ import main
 from eqx_dp.commands import COMMANDS
 from eqx_dp.commands.output import Curve, Panel, Table, _figure
 from eqx_dp.commands.working import working
-from eqx_dp.training.dispatch import FlatState
-from eqx_dp.training.events import Event, ProgressBar
 
 # As long as titles of `bench` get on a GPU.
 TITLE = "A @ A.T, A of 65536 x 1048576, median of 15, on gpu (NVIDIA H200 NVL WWWW), JAX 0.10.2"
@@ -61,25 +59,3 @@ def test_a_former_name_works_with_a_note(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "plan " not in capsys.readouterr().out.split("COMMAND", 2)[2]
-
-
-@pytest.mark.parametrize("has_widgets", [True, False])
-def test_a_notebook_has_a_bar_if_it_can_draw_one(monkeypatch, has_widgets):
-    import rich.console
-    import rich.progress
-
-    class Console(rich.console.Console):
-        is_terminal = False
-        is_jupyter = property(lambda _: True, lambda *_: None)  # set where there is none
-
-    started, printed = [], []
-    monkeypatch.setattr(rich.console, "Console", Console)
-    monkeypatch.setattr(Console, "print", lambda _, text, **__: printed.append(text))
-    monkeypatch.setattr(rich.progress.Progress, "start", lambda bar: started.append(bar))
-    monkeypatch.setattr(rich.progress.Progress, "stop", lambda _: None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if has_widgets else None)
-    bar = ProgressBar(0, 2, True)
-    bar.update(Event(1, {}, 1.0, 0.5, object.__new__(FlatState)))
-    bar.close()
-    assert len(started) == has_widgets
-    assert bool(printed) == (not has_widgets)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import io_callback
+from jax.interpreters import batching
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -127,7 +128,8 @@ def gaussian_privatizer(
         ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
             secret; `sharding` is not rules, or the key's generator does not allow sharding. From
             `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
-            range of the noise dtype. From `init`: if a leaf is no array.
+            range of the noise dtype. From `init`: if a leaf is no array, or it would draw one key
+            for several models under `vmap`.
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
@@ -137,6 +139,12 @@ def gaussian_privatizer(
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         _check_arrays_alone(params)
+        batched = cast(Any, batching).BatchTracer
+        if root is None and any(isinstance(x, batched) for x in jax.tree.leaves(params)):
+            raise ValueError(
+                "init is under vmap, where all models would get one key, and so the same noise. "
+                "Call optimizer.init for each model, and stack the states."
+            )
         # A copy, since a step that donates its state would take the caller's own key along.
         own = _fresh_key() if root is None else jnp.copy(root)
         return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32))

@@ -75,8 +75,10 @@ class Checkpoints:
             found: T | None = None
             try:
                 found, error = read(number), None
-            except (_Misfit, CheckpointError) as refusal:
-                raise refusal
+            except _Misfit as refusal:
+                raise ValueError(str(refusal)) from None
+            except CheckpointError:
+                raise
             except Exception as damage:  # whatever the libraries beneath raise for damaged files
                 error = damage
             if on_every_host(error is None):
@@ -91,8 +93,8 @@ class Checkpoints:
         if causes:
             raise CheckpointError(
                 f"None of the checkpoints in {self._folder} can be read: {', '.join(causes)}. "
-                "Restore one from a backup; or remove the folder, to begin with the model before "
-                "the first step: the steps that were released still count."
+                "Restore one from a backup; or remove the folder, to begin with the first model: "
+                "the steps that were released still count."
             )
         return None
 
@@ -181,10 +183,10 @@ def restored(
     Returns:
         the body, the steps that the model has taken, and what the ledger kept with it.
     """
+    form = recipe.form(first)
+    wanted = named_arrays(form)  # refused now, and not after the first block of steps
     if not checkpoints.numbers():
         return None
-    form = recipe.form(first)
-    wanted = named_arrays(form)
 
     def read(number: int) -> tuple[Body, int, dict[str, Any]]:
         saved = checkpoints.shapes(number)
@@ -197,6 +199,8 @@ def restored(
         targets = {name: x for name, x in wanted.items() if part_of(name) not in others}
         targets["step"] = jax.ShapeDtypeStruct((), saved["step"].dtype)
         arrays, record = checkpoints.read(number, targets)
+        if record.keys() != {"released", "ledger"}:
+            raise ValueError("its record is damaged")
         body = with_arrays(form, arrays)
         if others:
             opt_state, average = recipe.beside(form, body.model)
@@ -206,8 +210,7 @@ def restored(
             )
         if "opt_state" in others:
             warnings.warn(
-                f"The optimizer's state in checkpoint {number} has other arrays than that of this "
-                "optimizer. It is made anew; the model goes on.",
+                f"The optimizer's state in checkpoint {number} is another optimizer's: made anew.",
                 CheckpointWarning,
                 stacklevel=4,
             )
@@ -224,11 +227,10 @@ def named_arrays(tree: PyTree[Any]) -> dict[str, Any]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
     named = {_name(path): leaf for path, leaf in leaves}
-    keys = [dotted_name(name) for name, leaf in named.items() if is_key(leaf)]
-    if keys:
+    for name in [dotted_name(name) for name, leaf in named.items() if is_key(leaf)]:
         raise ValueError(
-            f"{keys[0]} is a key of random numbers. It may be secret, and no file holds one: give "
-            "the loss a `key` argument, or put None in its place by eqx.tree_at."
+            f"{name} is a key of random numbers. It may be secret, and no file holds one: give the "
+            "loss a `key` argument, or put None in its place by eqx.tree_at."
         )
     return named
 

@@ -229,7 +229,8 @@ def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple
     """What a source gave; the kind of fault, which says nothing of it; and all of it, private."""
     try:
         # A list is an array in the making, not a tree: data sets give columns so.
-        given = _columns(source, indices) if isinstance(source, dict) else source[indices]
+        is_dict = isinstance(source, dict)  # of sources
+        given = jax.tree.map(lambda x: x[indices], source) if is_dict else source[indices]
         found = jax.tree.map(np.asarray, given, is_leaf=lambda x: isinstance(x, list))
     except Exception as error:
         return None, f"raised {type(error).__name__}", f"raised {error!r}"
@@ -243,14 +244,6 @@ def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple
         kind = "gave examples of another shape, dtype or structure than before"
         return None, kind, f"{shapes}, and {before} before"
     return found, "", ""
-
-
-def _columns(columns: Mapping[str, Any], indices: Int[np.ndarray, " n"]) -> dict[str, Any]:
-    """Examples of a dictionary of sources."""
-    return {
-        name: _columns(x, indices) if isinstance(x, dict) else x[indices]
-        for name, x in columns.items()
-    }
 
 
 def _form(leaf: np.ndarray) -> str:

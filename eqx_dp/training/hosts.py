@@ -20,10 +20,7 @@ T = TypeVar("T")
 # The exit status of a process that SIGTERM interrupted, as shells and schedulers know it.
 INTERRUPTED = 128 + signal.SIGTERM
 
-_INTERRUPTED_ONCE = (
-    b"\neqx_dp: interrupted; the step is finished and saved. A second Ctrl-C ends the run at once,"
-    b" without saving.\n"
-)
+_INTERRUPTED_ONCE = b"\neqx_dp: saving. A second Ctrl-C ends the run at once, without it.\n"
 
 
 def is_first_host() -> bool:
@@ -120,6 +117,8 @@ class StopSignal:
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+        if self.asked is not None and error[0] is None:  # it came when all was done
+            signal.raise_signal(self.asked)
 
     def asked_after(self, step: int) -> bool:
         """Whether to stop after a step: one answer for all hosts, asked once a step.

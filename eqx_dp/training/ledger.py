@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
 
 
 def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
-    """What each start wrote, by the name of its file.
+    """What each start wrote, by the name of its file; without those that took no step.
 
     Raises:
         CheckpointError: a file is damaged, or of another release; two are of different runs.
@@ -64,6 +64,7 @@ def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
     folder = directory / LEDGER
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     found = {name: _entry(folder / name) for name in names if name.endswith(".json")}
+    found = {name: entry for name, entry in found.items() if entry["steps"] or not entry["ended"]}
     first = next(iter(found.values()), {})
     for fact in ("plan", "num_examples"):
         if any(entry[fact] != first[fact] for entry in found.values()):
@@ -86,7 +87,7 @@ def statement(
         entries: of the ledger.
         epsilon: of the sum of their steps.
     """
-    starts = list(entries.values())
+    starts = sorted(entries.values(), key=lambda entry: entry["start"])
     steps = sum(entry["steps"] for entry in starts)
     is_seeded = any(entry["randomness"] == "seeded" for entry in starts)
     is_unsafe = any(entry["unsafe"] for entry in starts)
@@ -123,9 +124,8 @@ def statement(
 class Tally:
     """Counts steps; by itself, those of a start without a directory.
 
-    Attributes:
-        others: steps that all other starts may have released, when the files were last read.
-        taken: steps that this start has taken.
+    `others` are the steps that all other starts may have released, when the files were last read;
+    `taken` those that this start has taken.
     """
 
     others: int = 0
@@ -190,12 +190,16 @@ class Ledger(Tally):
         }
         self._is_written = False
         self._known: dict[str, int] = {}
-        self.others, self.start = from_first_host(self._read_others)
+        self.others, self.start, _ = from_first_host(self._read_others)
         self._entry["start"] = self.start
 
     def announce(self, steps: int, epsilon: Callable[[int], float]) -> None:
         """As for a `Tally`, on disk."""
         self.others = from_first_host(lambda: self._announced(steps, epsilon))
+
+    def restate(self, epsilon: Callable[[int], float]) -> None:
+        """Writes the statement anew: a process that was killed may have left an old one."""
+        from_first_host(lambda: self._state(epsilon))
 
     def end(self, epsilon: Callable[[int], float]) -> None:
         """As for a `Tally`, on disk."""
@@ -232,9 +236,10 @@ class Ledger(Tally):
         def check() -> None:
             found = entries_in(self._directory)
             for name, steps in record["ledger"].items():
-                known = found[name]["steps"] if name in found else None
-                if known is None or known < steps:
-                    says = "is missing" if known is None else f"says {known} steps"
+                known = found[name]["steps"] if name in found else 0
+                is_there = (self._directory / LEDGER / name).exists()
+                if known < steps or not is_there:
+                    says = f"says {known} steps" if is_there else "is missing"
                     raise CheckpointError(
                         f"{self._directory / LEDGER / name} {says}, and a checkpoint knows of "
                         f"{steps} steps of that start: epsilon would be too small. Restore the "
@@ -245,8 +250,8 @@ class Ledger(Tally):
 
     # What the first host does.
 
-    def _read_others(self) -> tuple[int, int]:
-        """Steps of all other starts, and the number of the next start."""
+    def _read_others(self) -> tuple[int, int, bool]:
+        """Steps of all other starts, the next start's number, and whether one has this secret."""
         entries = entries_in(self._directory)
         entries.pop(self._file.name, None)
         for name, entry in entries.items():
@@ -257,14 +262,15 @@ class Ledger(Tally):
                         f"there, {self._entry[fact]} here. Epsilon holds for one plan and one data "
                         "set: go on with those, or start another run, in another directory."
                     )
-        released = sum(entry["steps"] for entry in entries.values())
-        return released, max((entry["start"] + 1 for entry in entries.values()), default=0)
+        numbers = [entry["start"] for entry in entries.values()]
+        seeded = [x["start"] for x in entries.values() if x["randomness"] == "seeded"]
+        is_repeated = self._entry["randomness"] == "seeded" and self._entry["start"] in seeded
+        return sum(x["steps"] for x in entries.values()), max(numbers, default=-1) + 1, is_repeated
 
     def _announced(self, steps: int, epsilon: Callable[[int], float]) -> int:
         try:
             self._write(self.taken + steps)
-            others, next_start = self._read_others()
-            is_repeated = next_start > self.start and self._entry["randomness"] == "seeded"
+            others, _, is_repeated = self._read_others()
             excess = others + self.taken + steps - self._plan.steps
             if excess <= 0 and not is_repeated:
                 self._state(epsilon)
@@ -281,7 +287,7 @@ class Ledger(Tally):
         raise CheckpointError(
             f"Another start in {self._directory} is under way, and {reason}: {left} of "
             f"{self._plan.steps} steps are left. This start was about to take {steps}, and took "
-            "none of them. Start again when the other one has ended."
+            "none of them. If steps are left, start again when the other one has ended."
         )
 
     def _write(self, steps: int, *, ended: bool = False) -> None:
@@ -292,14 +298,13 @@ class Ledger(Tally):
 
     def _state(self, epsilon: Callable[[int], float]) -> None:
         """Writes the statement, and writes it again if another start announced meanwhile."""
-        before, entries = {}, entries_in(self._directory)
-        while entries != before:
-            steps = sum(entry["steps"] for entry in entries.values())
-            own = {self._file.name: entries[self._file.name]}  # the newest is the last
-            others = {name: entry for name, entry in entries.items() if name not in own}
-            figure = epsilon(min(steps, self._plan.steps))
-            write_json(self._directory / PRIVACY, statement(self._plan, others | own, figure))
+        before, entries = None, entries_in(self._directory)
+        while entries and entries != before:
+            figure = epsilon(min(sum(x["steps"] for x in entries.values()), self._plan.steps))
             before, entries = entries, entries_in(self._directory)
+            if entries == before:  # while epsilon was computed, which takes its time
+                write_json(self._directory / PRIVACY, statement(self._plan, entries, figure))
+                entries = entries_in(self._directory)
 
 
 def _entry(file: RunPath) -> dict[str, Any]:

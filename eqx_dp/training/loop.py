@@ -100,8 +100,9 @@ class Loop(Generic[Model]):
             finally:
                 if self._checkpoints is not None:
                     self._is_saved &= self._checkpoints.wait()
-                self._tally.end(epsilons.of)
-        if self._checkpoints is not None and self._signal.is_asked:
+                if jax.process_count() == 1 or sys.exc_info()[0] is None:
+                    self._tally.end(epsilons.of)  # else other hosts may have taken more steps
+        if self._checkpoints is not None and (self._signal.is_asked or self._signal.asked):
             self._leave(self._checkpoints)
         return state
 
@@ -152,9 +153,9 @@ class Loop(Generic[Model]):
     def _leave(self, checkpoints: Checkpoints) -> NoReturn:
         """Ends the process, or the run, as the signal asks."""
         newest = next(iter(checkpoints.numbers()), None)
-        saved = "no checkpoint is saved" if newest is None else f"saved at step {newest}"
-        total, folder = self._step.plan.steps, checkpoints.directory
-        message = f"eqx_dp: {saved} of {total} in {folder}; start again to go on."
+        saved = "nothing is saved" if newest is None else f"saved at step {newest}"
+        where = f"of {self._step.plan.steps} in {checkpoints.directory}"
+        message = f"eqx_dp: {saved} {where}; start again to go on."
         if self._signal.asked == signals.SIGINT:
             raise KeyboardInterrupt(message)
         print(message, file=sys.stderr, flush=True)

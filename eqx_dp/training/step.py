@@ -153,7 +153,7 @@ class Step(Generic[Model]):
         """As `sampler`, for the secret of a start.
 
         Args:
-            secret: of the start; samples follow from it.
+            secret: of the start.
         """
         rules, seed = self.sharding, digest(secret, ("sample",), size=32)
         if rules is None:
@@ -341,9 +341,8 @@ class Step(Generic[Model]):
 def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:
     if mask is None:
         raise ValueError(
-            "is_padding_example is None. A sampled batch has padding, whose index is -1: without "
-            "the mask the last example would count in every padding slot. Hand on the mask that "
-            "sampler.take or sampler.batch returns; for a batch without padding, "
+            "is_padding_example is None: what lies in padding slots would count as examples. Hand "
+            "on the mask that sampler.take or sampler.batch returns; for a batch without padding, "
             "np.zeros(length, bool)."
         )
     return _Arguments(batch, mask, flat.step)

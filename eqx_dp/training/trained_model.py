@@ -146,7 +146,7 @@ def _of_file(path: RunPath, body: Body, averaged: bool) -> dict[str, Any]:
     try:
         with safetensors.safe_open(path, "flax") as opened:
             metadata = opened.metadata() or {}
-            names = opened.keys()
+            names = list(opened.keys())
             found = {f"model.{name}": opened.get_tensor(name) for name in names}
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None

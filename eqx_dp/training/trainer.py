@@ -45,11 +45,12 @@ class Trainer(Generic[Model]):
 
     **Steps that may have been released count.** The directory's ledger says how many steps each
     start took. Before a block of steps (up to the next checkpoint) a start notes the block, so a
-    process that is killed counts its unsaved steps as released: at most `save_every` of them. All
+    process that is killed counts its unsaved steps as released: at most `save_every` of them, and
+    as many again if it was still writing a checkpoint. All
     starts together take at most the plan's steps. `privacy.json` states epsilon of all of them.
 
-    **Without a directory** there is no ledger: each `run` begins anew, with fresh randomness, and
-    is a release of its own, of the plan's whole epsilon.
+    **Without a directory** there is no ledger: each `run` begins anew, with fresh randomness (or
+    with that of the seed), and is a release of its own, of the plan's whole epsilon.
 
     **On several hosts** the same program runs on each, after `jax.distributed.initialize()`, with
     one directory that all of them share.
@@ -141,7 +142,7 @@ class Trainer(Generic[Model]):
         self._batches = Batches(data, step.sampler_from(b"its shape alone"), ahead)
 
     def __repr__(self) -> str:
-        directory = None if self._directory is None else str(self._directory)
+        directory = self._directory and str(self._directory)
         return f"{type(self).__name__}({self._step}, directory={directory!r})"
 
     def run(
@@ -184,8 +185,8 @@ class Trainer(Generic[Model]):
             if directory is None:
                 secret = step.secret_of(0)
                 state = step.begun(step.recipe.made(first), 0, secret)
-                loop = Loop(step, self._options, stop, Tally(), None, signal)
-                return loop.run(state, self._batches.drawn_by(step.sampler_from(secret), stop))
+                batches = self._batches.drawn_by(step.sampler_from(secret), stop)
+                return Loop(step, self._options, stop, Tally(), None, signal).run(state, batches)
             ledger = Ledger(directory, step)
             with closing(Checkpoints(directory, self._keep)) as checkpoints:
                 state, secret = self._begun(first, ledger, checkpoints)
@@ -195,6 +196,7 @@ class Trainer(Generic[Model]):
                         write_json(directory / CHECKS, checks)
                 left = stop - ledger.released
                 if left <= 0:
+                    ledger.restate(step.plan.epsilon)
                     if is_first_host():
                         print(f"eqx_dp: {_FINISHED.format(directory, ledger.released, most)}")
                     return state
@@ -242,15 +244,13 @@ class Trainer(Generic[Model]):
             return step.begun(body, taken, secret), secret
         if ledger.released >= step.plan.steps:
             raise CheckpointError(
-                f"{self._directory} holds no checkpoint, and its ledger says that all "
-                f"{step.plan.steps} steps of the plan may have been released. Restore a checkpoint "
-                "from a backup; or start another run, in another directory."
+                f"{self._directory} holds no checkpoint, and all {step.plan.steps} steps may have "
+                "been released. Restore one from a backup; or start a run in another directory."
             )
         if ledger.released:
             warnings.warn(
-                f"{self._directory} holds no checkpoint: training begins with the model before the "
-                f"first step. {ledger.released} of {step.plan.steps} steps may have been released "
-                "before, and count.",
+                f"{self._directory} holds no checkpoint: training begins with the first model. "
+                f"{ledger.released} of {step.plan.steps} steps may have been released, and count.",
                 CheckpointWarning,
                 stacklevel=3,
             )

@@ -204,15 +204,13 @@ def test_norms_of_what_the_compiler_knows(value):
 
 @pytest.mark.parametrize("value", [1e-30, 1e30])
 def test_sides_that_the_compiler_knows(value):
-    """The same of the values of lookups, and of weights where one example is alone."""
-    rows, _ones = jnp.array([[[0, 1, 0]]]), jnp.ones((1, 1, 2))
+    """The same of the values of lookups, where one example is alone."""
+    rows = jnp.array([[[0, 1, 0]]])
 
-    def both():
+    def of_lookups():
         return row_norms(rows, jnp.full((1, 1, 3, 2), value))
 
-    of_rows, of_weights = jax.jit(both)()
-    np.testing.assert_allclose(of_rows, np.full((2, 1), value * np.sqrt(10)), rtol=1e-5)
-    np.testing.assert_allclose(of_weights, np.full((2, 1), value * 2), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(of_lookups)(), value * np.sqrt(10), rtol=1e-5)
 
 
 def test_norms_of_rows():

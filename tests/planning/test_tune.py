@@ -11,6 +11,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.gradients import METHODS
+from eqx_dp.gradients.methods import clipped_sum
 from eqx_dp.planning import trials
 from eqx_dp.planning.candidates import sizes_around
 from eqx_dp.planning.made_up import made_up
@@ -296,10 +297,12 @@ def test_a_plan_tells_how_many_microbatches_are_expected(monkeypatch):
 
 
 def test_one_that_fails_is_named_and_the_others_are_timed(monkeypatch, clock):
-    def broken(*_):
-        raise RuntimeError("this method is broken\nand says a lot")
+    def broken(traced, method, *rest):
+        if method == "ghost":
+            raise RuntimeError("this method is broken\nand says a lot")
+        return clipped_sum(traced, method, *rest)
 
-    monkeypatch.setitem(METHODS, "ghost", broken)
+    monkeypatch.setattr("eqx_dp.gradients.calls.clipped_sum", broken)
     tuning = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW).tuning
     problems = {x.method: x.problem for x in tuning.trials}
     assert problems["ghost"] == "RuntimeError: this method is broken"

@@ -539,8 +539,13 @@ def test_overflow_of_a_host_is_cut_at_random(crowded):
 def test_hosts_cut_one_draw_independently(crowded, monkeypatch):
     """The first 12 examples of the first host and of the second are drawn, ten of each kept."""
     one_draw = np.concatenate([np.arange(12), OWNED + np.arange(12)])
-    monkeypatch.setattr(PoissonSampler, "_drawn", lambda *_: one_draw)
+
+    class Generator(np.random.Generator):
+        def choice(self, a, size, **options):
+            return super().choice(a, size, **options) if isinstance(a, np.ndarray) else one_draw
+
     parts, _ = crowded
+    monkeypatch.setattr(np.random, "Generator", Generator)
     kept = np.zeros((STEPS, 2, 12), bool)
     for step, host in itertools.product(range(STEPS), range(2)):
         kept[step, host, drawn(parts[host], step) - parts[host].owned.start] = True

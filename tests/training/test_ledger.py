@@ -430,12 +430,12 @@ def lacking(name):
 
 LEDGERS = {
     "missing": (Path.unlink, "is missing"),
-    "empty": (lambda file: file.write_text(""), "cannot be read"),
-    "truncated": (lambda file: file.write_text(file.read_text()[:-2]), "cannot be read"),
-    "not UTF-8": (lambda file: file.write_bytes(b"\xff"), "cannot be read"),
+    "empty": (lambda file: file.write_text(""), "cannot be used"),
+    "truncated": (lambda file: file.write_text(file.read_text()[:-2]), "cannot be used"),
+    "not UTF-8": (lambda file: file.write_bytes(b"\xff"), "cannot be used"),
     "nested": (lambda file: file.write_text("[" * 100_000), "nested too deeply"),
     "a list": (lambda file: file.write_text("[]"), "holds no JSON object"),
-    "a folder": (lambda file: (file.unlink(), file.mkdir()), "cannot be read"),
+    "a folder": (lambda file: (file.unlink(), file.mkdir()), "cannot be used"),
     "fewer steps": (edited(steps=3), "says 3 steps, and a checkpoint knows of 4"),
     "negative": (edited(steps=-4), "'steps' is missing, or wrong"),
     "a fraction": (edited(steps=3.5), "'steps' is missing, or wrong"),
