@@ -128,8 +128,8 @@ class Tally:
     `taken` those that this start has taken.
     """
 
-    others: int = 0
-    taken: int = 0
+    others = 0
+    taken = 0
 
     @property
     def released(self) -> int:
