@@ -144,6 +144,27 @@ _MOVES = UNCHANGED | {
 }  # fmt: skip
 
 
+def at_place(fact: Fact, axis: int, place: int) -> dict[str, Any]:
+    """What `unstack` makes of a fact's number and key at one place of a dimension."""
+
+    def taken(number: Number) -> Number:
+        offset, along = number.offset, list[Along]()
+        for one in number.along:
+            if one.where == axis:
+                offset += one.stride * place
+            elif isinstance(one.where, int):
+                along.append(one._replace(where=one.where - (one.where > axis)))
+            else:
+                along.append(one)
+        return Number(number.root, offset, tuple(along))
+
+    key = fact.key
+    if key is not None:
+        path = tuple(taken(one) if isinstance(one, Number) else one for one in key.path)
+        key = Key(None) if key.is_words else key._replace(path=path)
+    return {"constant": None, "number": fact.number and taken(fact.number), "key": key}
+
+
 def sliced(number: Number, loop: Any, length: int | None) -> Number:
     """The numbers along the first dimension, from turn to turn of a loop; others move up."""
     along = [

@@ -20,7 +20,7 @@ from .facts import Alike, Cut, Fact, Kind, either, evaluated, made_of, of_array,
 from .flow import Context, Flow, shape_of
 from .keys import Key, Number
 from .marked import DOORS, Record, engine_call, noise
-from .numbers import counted, key_of, sliced
+from .numbers import at_place, counted, key_of, sliced
 from .rows import dimensions, gathered, index_of, layout, taken_once
 from .sums import (
     as_total,
@@ -119,6 +119,9 @@ class PrivacyFlow(Flow[Fact]):
         if not equation.outvars:
             return []
         found = self._one(context, equation, inputs)
+        if name == "unstack" and found.is_public:
+            axis, places = equation.params["axis"], range(len(equation.outvars))
+            return [found._replace(**at_place(inputs[0], axis, place)) for place in places]
         return [found] * len(equation.outvars)
 
     def _one(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:

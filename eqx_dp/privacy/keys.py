@@ -23,11 +23,10 @@ def fresh_secret() -> bytes:
 
     Nothing stores them. On several hosts all must call this function, in the same order.
     """
-    drawn = secrets.token_bytes(32)
-    if jax.process_count() == 1:
-        return drawn
-    words = np.frombuffer(drawn, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(words), np.uint8).tobytes()
+    drawn = np.frombuffer(secrets.token_bytes(32), np.uint8)
+    if jax.process_count() > 1:
+        drawn = np.asarray(multihost_utils.broadcast_one_to_all(drawn), np.uint8)
+    return drawn.tobytes()
 
 
 def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:

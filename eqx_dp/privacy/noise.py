@@ -10,8 +10,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
-from jax.interpreters import batching
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -50,7 +50,8 @@ class GaussianPrivatizerState(NamedTuple):
 
     def __repr__(self) -> str:
         # JAX shows what a key is made of, and does not show what a step has used up.
-        is_there = isinstance(self.step, jax.core.Tracer) or not self.step.is_deleted()
+        is_gone = getattr(self.step, "is_deleted", None)
+        is_there = isinstance(self.step, jax.core.Tracer) or is_gone is None or not is_gone()
         return f"{type(self).__name__}(key=<secret>, step={self.step if is_there else '<used up>'})"
 
 
@@ -139,12 +140,8 @@ def gaussian_privatizer(
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         _check_arrays_alone(params)
-        batched = cast(Any, batching).BatchTracer
-        if root is None and any(isinstance(x, batched) for x in jax.tree.leaves(params)):
-            raise ValueError(
-                "init is under vmap, where all models would get one key, and so the same noise. "
-                "Call optimizer.init for each model, and stack the states."
-            )
+        if root is None:
+            _of_one_model(params)
         # A copy, since a step that donates its state would take the caller's own key along.
         own = _fresh_key() if root is None else jnp.copy(root)
         return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32))
@@ -389,6 +386,19 @@ def _check_range(stddev: float, dtype: Any) -> None:
             f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
             "infinity. Rescale the gradients, or take a wider noise dtype."
         )
+
+
+@custom_vmap
+def _of_one_model(params: optax.Params) -> optax.Params:
+    return params
+
+
+@_of_one_model.def_vmap
+def _(size: int, is_batched: Any, params: optax.Params) -> Any:
+    raise ValueError(
+        f"init is under vmap: {size} models would get one key, and so the same noise. Call "
+        "optimizer.init for each model, and stack the states."
+    )
 
 
 def _fresh_key() -> PRNGKeyArray:

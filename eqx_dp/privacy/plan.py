@@ -350,6 +350,5 @@ def _warn_of_large_delta(delta: float, num_examples: int) -> None:
         f"delta is {delta:g}, and 1 / num_examples is {1 / num_examples:g} ({num_examples} "
         "examples): such a delta allows a program to publish one example at random, in full. Make "
         "a plan with a delta well below 1 / num_examples.",
-        UserWarning,
         stacklevel=1,
     )

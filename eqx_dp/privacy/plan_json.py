@@ -25,10 +25,7 @@ def fields_of(text: str, names: list[str]) -> dict[str, Any]:
         raise ValueError(f'a plan in JSON must say "format": "{_FORMAT}"; this does not.')
     version = fields.pop("version", None)
     if isinstance(version, bool) or version != _VERSION:
-        raise ValueError(
-            f"this release reads version {_VERSION} of a plan in JSON; found {version!r}. "
-            "Read it with the release that wrote it."
-        )
+        raise ValueError(f"this release reads version {_VERSION} of a plan; found {version!r}.")
     for problem, keys in (("unknown", fields.keys() - names), ("missing", names - fields.keys())):
         if keys:
             raise ValueError(
