@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.extend.core as jex_core
@@ -144,27 +144,6 @@ _MOVES = UNCHANGED | {
 }  # fmt: skip
 
 
-def at_place(fact: Fact, axis: int, place: int) -> dict[str, Any]:
-    """What `unstack` makes of a fact's number and key at one place of a dimension."""
-
-    def taken(number: Number) -> Number:
-        offset, along = number.offset, list[Along]()
-        for one in number.along:
-            if one.where == axis:
-                offset += one.stride * place
-            elif isinstance(one.where, int):
-                along.append(one._replace(where=one.where - (one.where > axis)))
-            else:
-                along.append(one)
-        return Number(number.root, offset, tuple(along))
-
-    key = fact.key
-    if key is not None:
-        path = tuple(taken(one) if isinstance(one, Number) else one for one in key.path)
-        key = Key(None) if key.is_words else key._replace(path=path)
-    return {"constant": None, "number": fact.number and taken(fact.number), "key": key}
-
-
 def sliced(number: Number, loop: Any, length: int | None) -> Number:
     """The numbers along the first dimension, from turn to turn of a loop; others move up."""
     along = [
@@ -174,3 +153,17 @@ def sliced(number: Number, loop: Any, length: int | None) -> Number:
         for one in number.along
     ]
     return number._replace(along=tuple(along))
+
+
+def unstacked(equation: jex_core.JaxprEqn) -> list[list[jex_core.JaxprEqn]]:
+    """For each result of `unstack` the slice and the squeeze that are the same."""
+    axis, operand = equation.params["axis"], cast(Any, equation.invars[0]).aval
+    shape = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+
+    def at(place: int) -> list[jex_core.JaxprEqn]:
+        def take(x: Any) -> Any:
+            return jax.lax.squeeze(jax.lax.slice_in_dim(x, place, place + 1, axis=axis), [axis])
+
+        return list(jax.make_jaxpr(take)(shape).jaxpr.eqns)
+
+    return [at(place) for place in range(len(equation.outvars))]

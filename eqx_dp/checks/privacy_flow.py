@@ -20,7 +20,7 @@ from .facts import Alike, Cut, Fact, Kind, either, evaluated, made_of, of_array,
 from .flow import Context, Flow, shape_of
 from .keys import Key, Number
 from .marked import DOORS, Record, engine_call, noise
-from .numbers import at_place, counted, key_of, sliced
+from .numbers import counted, key_of, sliced, unstacked
 from .rows import dimensions, gathered, index_of, layout, taken_once
 from .sums import (
     as_total,
@@ -118,10 +118,11 @@ class PrivacyFlow(Flow[Fact]):
             return [self._exchanged(context, equation, fact) for fact in inputs]
         if not equation.outvars:
             return []
+        if name == "unstack":
+            parts = [self._one(context, cut, inputs) for cut, _ in unstacked(equation)]
+            squeezes = [squeeze for _, squeeze in unstacked(equation)]
+            return [self._one(context, e, [x]) for e, x in zip(squeezes, parts, strict=True)]
         found = self._one(context, equation, inputs)
-        if name == "unstack" and found.is_public:
-            axis, places = equation.params["axis"], range(len(equation.outvars))
-            return [found._replace(**at_place(inputs[0], axis, place)) for place in places]
         return [found] * len(equation.outvars)
 
     def _one(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:

@@ -519,3 +519,10 @@ def test_noise_shares_no_key_with_examples():
     keys = jax.random.split(jax.random.fold_in(root, 0), 3)
     drawn = jax.vmap(lambda key: jax.random.normal(key, 4))(keys)
     assert not np.isin(np.stack(noisy), np.asarray(drawn)).any()
+
+
+@pytest.mark.parametrize("around", [jax.vmap, lambda f: jax.jit(jax.vmap(f))])
+def test_an_ensemble_gets_no_key_for_all_its_models(around):
+    with pytest.raises(ValueError, match="init is under vmap: 2 models would get one key"):
+        around(gaussian_privatizer(stddev=1.0).init)(jnp.ones((2, 3)))
+    assert around(gaussian_privatizer(stddev=1.0, key=7).init)(jnp.ones((2, 3))) is not None

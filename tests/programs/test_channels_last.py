@@ -524,9 +524,8 @@ def test_a_report_names_the_stage_and_the_line():
     report = dp.check_precision(step, numbers(2, 1, 3), numbers(5, 1, 6), policy=policy)
     wide = [row for row in report.violations if row.found == "float32, wider"]
     assert {row.stage for row in wide} == {"forward", "backward"}
-    (line,) = {row.where for row in wide}
-    assert "test_channels_last.py" in line
-    assert "(conv)" in line
+    lines = [row.where for row in wide]
+    assert any("test_channels_last.py" in line and "(conv)" in line for line in lines)
 
 
 # The whole path: what is compiled for a clipped gradient.

@@ -546,3 +546,65 @@ def test_an_edited_model_goes_on_only_if_it_fits(copy):
         runs.trainer(copy, STEP).run(small_model(3))
     other = eqx.tree_at(lambda m: m.weight, small_model(), np.zeros((2, 4), np.float32))
     assert int(runs.trainer(copy, STEP).run(other).step) == 10
+
+
+# What a first reader of the code found.
+
+
+def test_a_model_with_a_key_is_refused_before_a_step_is_released(tmp_path):
+    class Keyed(eqx.Module):
+        net: eqx.Module
+        key: jax.Array
+
+        def __call__(self, x):
+            return self.net(x)
+
+    with pytest.raises(ValueError, match=r"model\.key is a key of random numbers"):
+        runs.trainer(tmp_path, STEP).run(Keyed(small_model(), jax.random.key(0)))
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_a_start_of_another_size_that_took_no_step_does_not_count(copy):
+    (file,) = (x for x in (copy / "ledger").iterdir() if json.loads(x.read_text())["start"] == 1)
+    other = json.loads(file.read_text()) | {"num_examples": 65, "steps": 0, "start": 2}
+    (copy / "ledger" / "0123456789abcdef.json").write_text(json.dumps(other))
+    assert goes_on(copy) == 4
+
+
+def test_a_statement_that_a_killed_process_left_too_low_is_written_anew(copy):
+    goes_on(copy)
+    old = stated(copy) | {"steps_released": 3, "epsilon": 0.1}
+    (copy / "privacy.json").write_text(json.dumps(old))
+    runs.trainer(copy, STEP).run(small_model())
+    assert stated(copy)["steps_released"] == 10
+
+
+def test_a_statement_names_the_policy_of_the_newest_start(tmp_path):
+    for steps, policy in ((2, None), (4, None), (6, dp.load_policy("mixed_bfloat16"))):
+        runs.trainer(tmp_path, make(policy=policy)).run(small_model(), steps=steps)
+    dp.save_model(tmp_path / "m.safetensors", small_model(), privacy=tmp_path)
+    with safe_open(tmp_path / "m.safetensors", "numpy") as file:
+        found = json.loads(file.metadata()["privacy"])
+    assert "bfloat16" in found["policy"]
+    assert found["policy"] == stated(tmp_path)["policy"]
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from eqx_dp.files import read_json, write_json
+
+    file = tmp_path / "privacy.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: write_json(file, {"i": [i] * 1000}), range(200)))
+    assert len(set(read_json(file)["i"])) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["privacy.json"]
+
+
+def test_a_checkpoint_whose_record_is_damaged_is_not_used(copy):
+    for number in ("6", "4"):
+        for file in (copy / "checkpoints" / number / "record").rglob("*"):
+            if file.is_file() and file.name == "metadata":
+                file.write_text("{}")
+    with pytest.warns(dp.CheckpointWarning, match="checkpoints/6 cannot be read"):
+        goes_on(copy)
