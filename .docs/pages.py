@@ -29,7 +29,7 @@ GROUPS = {
         *("explain", "Explanation"),
     ),
     "Plan, sample, noise": (
-        *("PrivacyPlan", "PoissonSampler", "gaussian_privatizer", "key_from_secret"),
+        *("PrivacyPlan", "PoissonSampler", "gaussian_privatizer", "add_noise", "key_from_secret"),
     ),
     "Devices": ("ShardingRules",),
     "Training": (

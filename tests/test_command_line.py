@@ -347,7 +347,7 @@ def test_report_writes_a_page_and_json(trained_run, tmp_path, capsys):
     assert page.read_text() == page_of(found) + "\n"
     trainer(run, make(policy=dp.load_policy("mixed_bfloat16"))).run(small_model())
     assert "report.html" in printed(capsys, "report", str(run))
-    assert json.loads(data.read_text())["steps_saved"] == 10
+    assert json.loads(data.read_text())["steps_released"] == 10
 
 
 def test_report_goes_where_it_is_asked_to(trained_run, tmp_path, capsys):

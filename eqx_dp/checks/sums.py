@@ -339,4 +339,4 @@ def turns(release: Release, sources: Mapping[Hashable, Source]) -> tuple[int, in
 
 def _repetitions(release: Release, sources: Mapping[Hashable, Source]) -> float:
     again = turns(release, sources)[1]
-    return math.inf if again == 0 else again
+    return math.inf if again == 0 else float(again)

@@ -3,7 +3,6 @@
 from .api import filter_clipped_grad, filter_value_and_clipped_grad
 from .calls import PerExample, Prepared
 from .clipped_grad import ClippedGrad
-from .cost import num_steps
 from .explain import Explanation, checked_grad_fn, described, explain
 from .marks import Mark, mark_of
 from .methods import METHODS, MethodName
@@ -28,7 +27,6 @@ __all__ = [
     "filter_clipped_grad",
     "filter_value_and_clipped_grad",
     "mark_of",
-    "num_steps",
     "slices_of",
     "split_trainable",
     "takes_key",

@@ -46,6 +46,7 @@ class LeafCost(NamedTuple):
         sum_flops: the same for the weighted sum.
         bytes: what is held for it until the clip factor is known.
         reason: why this way.
+        steps: see `num_steps`.
     """
 
     kinds: tuple[str, ...]
@@ -54,6 +55,7 @@ class LeafCost(NamedTuple):
     sum_flops: float
     bytes: int
     reason: str
+    steps: int = 0
 
     @property
     def flops(self) -> float:
@@ -77,6 +79,7 @@ class LeafCost(NamedTuple):
 def leaf_costs(found: Uses, sizes: list[int]) -> tuple[Uses, list[LeafCost]]:
     """Chooses the way of every leaf, by shapes and platform alone; the uses of those factored."""
     costs = [_leaf_cost(found, leaf, size) for leaf, size in enumerate(sizes)]
+    costs = [cost._replace(steps=num_steps(found, leaf)) for leaf, cost in enumerate(costs)]
     formed = {leaf: cost.reason for leaf, cost in enumerate(costs) if cost.way == "formed"}
     return found.forming(formed), costs
 

@@ -105,7 +105,7 @@ def _backward(
     """One example's loss, aux, residuals, cotangents of uses, and gradients of formed leaves."""
     params = {leaf: whole(traced.params[leaf]) for leaf in traced.uses.formed}
 
-    def run(taps: dict[Address, Array], formed: dict[int, Array]) -> tuple[Array, Any]:
+    def run(taps: dict[Address, Any], formed: dict[int, Array]) -> tuple[Array, Any]:
         own = [formed.get(leaf, x) for leaf, x in enumerate(traced.params)]
         inputs = [*own, *traced.frozen, *example]
         with stage("loss"):

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..gradients import ClippedGrad, Prepared, described, num_steps
+from ..gradients import ClippedGrad, Prepared, described
 from ..privacy import gaussian_privatizer
 from ..programs import loops, matmul_flops, primitives
 from ..sharding import ShardingRules, on_device
@@ -180,13 +180,13 @@ def flop_report(
         ValueError: `grad_fn` is something else; and as for `grad_fn`.
     """
     call = described(grad_fn, model, batch, key, is_padding_example)
-    num_examples, num_leaves = call.examples.num_examples, len(call.sums)
+    num_examples = call.examples.num_examples
     rows = _rows(call, grad_fn.sharding)
     compile_ = compiled and grad_fn.sharding is None and num_examples > 0
     arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
     params = sum(x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
     trained = sum(x.size for x in call.sums)
-    steps = max(num_steps(call.traced.uses, leaf) for leaf in range(num_leaves))
+    steps = max(cost.steps for cost in call.costs)
     if "conv_general_dilated" in primitives(call.traced.program.jaxpr):
         steps = 0  # the textbook speaks of matrices that meet the vectors of a sequence, or one
     tokens = num_examples * steps

@@ -4,12 +4,14 @@ import hashlib
 import operator
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.core import Tracer
+from jax.custom_batching import custom_vmap
+from jax.experimental import io_callback, multihost_utils
 from jaxtyping import PRNGKeyArray
 
 from ..trees import is_key
@@ -142,3 +144,44 @@ def shape_of_keys(keys: Any) -> tuple[int, ...] | None:
         return jax.random.wrap_key_data(keys).shape
     except (TypeError, ValueError):
         return None
+
+
+@custom_vmap
+def of_one_model(params: Any) -> Any:
+    """Returns parameters as they are; under `vmap` an error, since all models would share a key."""
+    return params
+
+
+@of_one_model.def_vmap
+def _(size: int, is_batched: Any, params: Any) -> Any:
+    raise ValueError(
+        f"init is under vmap: {size} models would get one key, and so the same noise. Call "
+        "optimizer.init for each model, and stack the states."
+    )
+
+
+def fresh_noise_key() -> PRNGKeyArray:
+    """A key of the noise that nobody else has; where `init` is compiled, drawn at every call."""
+    if not isinstance(jnp.zeros(()), Tracer):
+        return key_from_secret(fresh_secret(), "noise")
+
+    def draw() -> np.ndarray[Any, Any]:
+        if jax.process_count() > 1:
+            raise ValueError("on several hosts call optimizer.init outside of jit, or give a key")
+        return np.asarray(jax.random.key_data(key_from_secret(fresh_secret(), "noise")))
+
+    words = io_callback(draw, jax.ShapeDtypeStruct((2,), jnp.uint32))
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
+    """The key that somebody gave, or the one made of a secret."""
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        return key_from_secret(checked_secret("key", key), "noise")
+    if shape_of_keys(key) != ():
+        raise ValueError(
+            "key must be one key, as from dp.key_from_secret(secret), or the secret itself, a "
+            f"number or bytes; found an array of shape {key.shape} and dtype {key.dtype}. Of "
+            "several keys (jax.random.split) take one."
+        )
+    return cast(PRNGKeyArray, key)

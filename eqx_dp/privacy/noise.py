@@ -10,8 +10,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.custom_batching import custom_vmap
-from jax.experimental import io_callback
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -23,13 +21,13 @@ from ..sharding import ShardingRules, checked_rules
 from ..trees import PyTree
 from .keys import (
     Secret,
-    checked_secret,
     fold_text,
     fold_texts,
-    fresh_secret,
+    fresh_noise_key,
     is_threefry,
-    key_from_secret,
+    of_one_model,
     shape_of_keys,
+    single_key,
     words_of,
 )
 from .normals import normal
@@ -134,16 +132,16 @@ def gaussian_privatizer(
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
-    root = None if key is None else _single_key(key)
+    root = None if key is None else single_key(key)
     if rules is not None and root is not None:
         _check_generator(root)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         _check_arrays_alone(params)
         if root is None:
-            _of_one_model(params)
+            of_one_model(params)
         # A copy, since a step that donates its state would take the caller's own key along.
-        own = _fresh_key() if root is None else jnp.copy(root)
+        own = fresh_noise_key() if root is None else jnp.copy(root)
         return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32))
 
     def update(
@@ -152,8 +150,7 @@ def gaussian_privatizer(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
-        # The text keeps noise apart from the keys that split or fold_in make of the same key
-        # elsewhere: jax.random.split(key, n)[i] is fold_in(key, i).
+        # The text keeps it apart from other keys: jax.random.split(key, n)[i] is fold_in(key, i).
         noisy = _noisy(updates, (state.key, state.step), scale, "eqx_dp noise", policy, rules)
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
         return noisy, next_state
@@ -202,7 +199,7 @@ def add_noise(tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat) -> 
     """
     scale = _static_stddev(stddev)
     if shape_of_keys(key) != ():
-        _single_key(key)
+        single_key(key)
     return _noisy(tree, (key, None), scale, "eqx_dp add_noise", None, None)
 
 
@@ -386,45 +383,6 @@ def _check_range(stddev: float, dtype: Any) -> None:
             f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
             "infinity. Rescale the gradients, or take a wider noise dtype."
         )
-
-
-@custom_vmap
-def _of_one_model(params: optax.Params) -> optax.Params:
-    return params
-
-
-@_of_one_model.def_vmap
-def _(size: int, is_batched: Any, params: optax.Params) -> Any:
-    raise ValueError(
-        f"init is under vmap: {size} models would get one key, and so the same noise. Call "
-        "optimizer.init for each model, and stack the states."
-    )
-
-
-def _fresh_key() -> PRNGKeyArray:
-    """A key of the noise that nobody else has; where `init` is compiled, drawn at every call."""
-    if not isinstance(jnp.zeros(()), jax.core.Tracer):
-        return key_from_secret(fresh_secret(), "noise")
-
-    def draw() -> np.ndarray[Any, Any]:
-        if jax.process_count() > 1:
-            raise ValueError("on several hosts call optimizer.init outside of jit, or give a key")
-        return np.asarray(jax.random.key_data(key_from_secret(fresh_secret(), "noise")))
-
-    words = io_callback(draw, jax.ShapeDtypeStruct((2,), jnp.uint32))
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
-
-
-def _single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        return key_from_secret(checked_secret("key", key), "noise")
-    if shape_of_keys(key) != ():
-        raise ValueError(
-            "key must be one key, as from dp.key_from_secret(secret), or the secret itself, a "
-            f"number or bytes; found an array of shape {key.shape} and dtype {key.dtype}. Of "
-            "several keys (jax.random.split) take one."
-        )
-    return cast(PRNGKeyArray, key)
 
 
 def _check_generator(key: PRNGKeyArray) -> None:

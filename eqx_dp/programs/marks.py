@@ -36,13 +36,15 @@ def in_marked_equation(
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         return function(operands)
 
-    def marked(operands: PyTree[Array]) -> PyTree[Array]:
-        return function(operands)
-
     named = _MarkedName(name)
     named.mark, named.shapes = mark, [x.shape for x in jax.tree.leaves(operands)]
-    marked.__name__ = marked.__qualname__ = named
-    return jax.jit(marked)(operands)
+    # A lambda of this file: checks of annotations would wrap a function in one of theirs.
+    return jax.jit(_with_name(lambda operands: function(operands), named))(operands)
+
+
+def _with_name(function: Any, name: str) -> Any:
+    function.__name__ = function.__qualname__ = name
+    return function
 
 
 def mark_on(equation: jex_core.JaxprEqn) -> Any:
@@ -52,7 +54,7 @@ def mark_on(equation: jex_core.JaxprEqn) -> Any:
         return None
     traced: Any = open_jaxpr(equation.params["jaxpr"])
     written = getattr(traced.debug_info, "func_src_info", None) or ""
-    return name.mark if f" at {in_marked_equation.__code__.co_filename}:" in written else None
+    return name.mark if f" at {__file__}:" in written else None
 
 
 def is_as_marked(equation: jex_core.JaxprEqn) -> bool:

@@ -340,5 +340,5 @@ def test_operand_scaling_is_no_loss_scale():
         return oracle.relative_error(grads, truth)
 
     assert error("p=f32,c=f16,o=f32,matmul=f16") > 0.5
-    assert error("p=f32,c=f16,o=f32,loss_scale=1024") < 2e-3
+    assert error("p=f32,c=f16,o=f32,loss_scale=1048576") < 2e-3
     assert error("p=f32,c=f32,o=f32,matmul=f16") < 2e-3

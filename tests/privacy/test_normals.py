@@ -330,7 +330,7 @@ def test_holding_a_sum_together_changes_no_bit():
     values = [0.0, -0.0, 1 / 3, -1e38, 1e-38, 1e-45, np.inf, -np.inf, np.nan]
     gradients = jnp.asarray([*values, *(-x for x in values)], jnp.float32)
     noise = privatizer()
-    key = dp.privacy.fold_text(dp.privacy.fold_text(KEY, "eqx_dp noise"), "")
+    key = dp.privacy.fold_text(KEY, "eqx_dp noise")
     key = dp.privacy.fold_text(jax.random.fold_in(key, 0), f"{gradients.shape} ")
     drawn = np.float32(1.3) * jax.random.normal(key, gradients.shape)
     found, _ = noise.update(gradients, noise.init(gradients))

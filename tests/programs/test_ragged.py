@@ -102,7 +102,7 @@ def test_experts_are_contractions():
 
 @pytest.mark.slow
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("way", ["inner_products", "kept"])
+@pytest.mark.parametrize("way", ["factored", "formed"])
 def test_a_mixture_of_experts(way, monkeypatch):
     uses.force(monkeypatch, way)
     agreement.check(experts_case(), size=4, by_leaf=True)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.extend.core as jex_core
@@ -61,6 +61,7 @@ class MatrixAxes(NamedTuple):
     columns: tuple[int, ...]
 
 
+@runtime_checkable
 class Kind(Protocol):
     """What the engine knows of one kind of use. One file a kind, one entry in `KINDS`.
 
