@@ -77,10 +77,10 @@ def test_steps_that_may_have_been_released_count(copy):
 
 
 def test_a_run_that_has_taken_no_step(copy):
-    """Its only start was withdrawn."""
+    """Its only start withdrew what it had announced: nothing was released."""
     changed(ledger_of(copy), steps=0)
-    found = description_of(copy)
-    assert (found["steps_released"], found["epsilon"], found["right_guesses"]) == (0, 0, 0.5)
+    with pytest.raises(ValueError, match="no start in it has taken a step"):
+        description_of(copy)
 
 
 def test_a_run_without_noise(tmp_path):
@@ -119,7 +119,7 @@ def test_lines_that_are_no_metrics_are_passed_over(copy):
 
 def test_no_run(tmp_path):
     refused(tmp_path / "nowhere", "found no folder")
-    refused(tmp_path, "it has no ledger; allowed: the directory that a run was given")
+    refused(tmp_path, "it has no ledger, or no start in it has taken a step; allowed: the directory")
     (tmp_path / "file").touch()
     refused(tmp_path / "file", "found no folder")
 
