@@ -99,8 +99,8 @@ def _entries(directory: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(str(error)) from None
     if not entries:
         raise ValueError(
-            f"found no run in {str(directory)!r}: it has no {LEDGER}, or no start in it has taken a "
-            "step; allowed: the directory that a run was given, Trainer(..., directory=...)"
+            f"found no run in {str(directory)!r}: it has no {LEDGER}, or no start in it has "
+            "taken a step; allowed: the directory that a run was given, Trainer(..., directory=...)"
         )
     return dict(sorted(entries.items(), key=lambda item: item[1]["start"]))
 

@@ -119,7 +119,9 @@ def test_lines_that_are_no_metrics_are_passed_over(copy):
 
 def test_no_run(tmp_path):
     refused(tmp_path / "nowhere", "found no folder")
-    refused(tmp_path, "it has no ledger, or no start in it has taken a step; allowed: the directory")
+    refused(
+        tmp_path, "it has no ledger, or no start in it has taken a step; allowed: the directory"
+    )
     (tmp_path / "file").touch()
     refused(tmp_path / "file", "found no folder")
 
