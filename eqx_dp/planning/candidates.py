@@ -76,11 +76,11 @@ def measured_for(
     tried: list[Candidate],
 ) -> tuple[tuple[str, str], ...]:
     """What a choice depends on, by name: shapes, the program, the machine. No value of an array."""
-    sample, rules, traced = call.choice.batch.sample, grad_fn.sharding, call.traced
+    sample, rules = call.choice.batch.sample, grad_fn.sharding
     devices = jax.local_devices() if rules is None else list(rules.mesh.devices.flat)
     cores = f" of {os.cpu_count()} cores" if devices[0].platform == "cpu" else ""
     return (
-        ("loss", _digest(traced.costs, traced.activations, call.choice.work.gradient)),
+        ("loss", _digest(call.costs, call.activations, call.choice.work.gradient)),
         ("model", _digest(*itertools.starmap(_told, jax.tree_util.tree_leaves_with_path(model)))),
         ("batch", ", ".join(_told((), x) for x in jax.tree.leaves(batch))),
         (

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
-from eqx_dp.gradients import contract, leaves
+from eqx_dp.gradients import clip, leaves
 from eqx_dp.precision import stage
 from eqx_dp.privacy.normals import normal
 from tests import models
@@ -352,7 +352,7 @@ def test_a_clip_norm_computed_narrow(monkeypatch):
     def narrow(*args):
         return tuple(x.astype(BF16).astype(F32) for x in leaves.norm_and_bound(*args))
 
-    monkeypatch.setattr(contract, "norm_and_bound", narrow)
+    monkeypatch.setattr(clip, "norm_and_bound", narrow)
     report = check(*training_step(models.mlp(), MIXED))
     assert found(report) == {("clip norm", "float32", "bfloat16")}
 
@@ -392,7 +392,7 @@ def test_a_sum_over_examples_at_default_precision(monkeypatch):
 
     monkeypatch.setattr("eqx_dp.gradients.leaves.weighted_sum", default)
     monkeypatch.setattr(
-        "eqx_dp.gradients.computed_once._SMALL", 0
+        "eqx_dp.gradients.leaves._SMALL", 0
     )  # each leaf has a sum of its own
     report = check(*training_step(models.mlp(), MIXED, method="per_example"))
     ((stage, declared, what),) = found(report)

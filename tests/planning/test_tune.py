@@ -302,7 +302,7 @@ def test_one_that_fails_is_named_and_the_others_are_timed(monkeypatch, clock):
             raise RuntimeError("this method is broken\nand says a lot")
         return clipped_sum(traced, method, *rest)
 
-    monkeypatch.setattr("eqx_dp.gradients.calls.clipped_sum", broken)
+    monkeypatch.setattr("eqx_dp.gradients.clipped_grad.clipped_sum", broken)
     tuning = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW).tuning
     problems = {x.method: x.problem for x in tuning.trials}
     assert problems["ghost"] == "RuntimeError: this method is broken"

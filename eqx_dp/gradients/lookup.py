@@ -9,8 +9,7 @@ from jax.extend.core.primitives import dynamic_slice_p, gather_p
 from jax.lax import GatherScatterMode
 from jaxtyping import Array
 
-from ..views import shape_of
-from .use import MatrixAxes, Operation
+from .kinds import MatrixAxes, Operation, shape_of
 
 name = "lookup"
 
