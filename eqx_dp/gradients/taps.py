@@ -60,7 +60,7 @@ def find_uses(program: Program, num_params: int) -> Uses:
         narrow, matmul = frozenset(program.narrow.addresses(program.jaxpr)), program.narrow.matmul
         for its in search.of:
             its.update({at: use.narrowed(matmul) for at, use in its.items() if at in narrow})
-    return Uses(search.of, {}, {}).forming(search.formed)
+    return Uses(search.of, search.formed, {})
 
 
 _Scans: TypeAlias = tuple[tuple[Address, int], ...]
