@@ -6,11 +6,10 @@ from .loss_scale import LossScale
 from .matmul import Matmul
 from .module_rule import ModuleRule
 from .policy import DTYPE_KEYS, OPTIMIZER, Policy
-from .refusals import refusal, refusals_name
+from .refusals import refusal
 from .schema import EXTENDS, Content, checked_content
 
 _NOT_INHERITED = ("unsafe", "narrow_optimizer", "description")
-_BY_ENTRY = ("dtypes", "params")
 
 
 def policy_of(content: Content, name: str | None = None, *, is_whole: bool = True) -> Policy:
@@ -22,12 +21,14 @@ def policy_of(content: Content, name: str | None = None, *, is_whole: bool = Tru
     rules: list[ModuleRule] = []
     scale, dtypes = table.get("loss_scale", {"kind": "none"}), table["dtypes"]
     for index, rule in enumerate(table.get("modules", ())):
-        with refusals_name(f"modules[{index}]"):
+        try:
             if not {"compute", "matmul"} & rule.keys():
                 allowed = 'a dtype, which is required without matmul = "wide"'
                 raise refusal("modules.compute", "nothing", allowed)
             more = {"compute": dtypes["compute"], **rule}
             rules.append(ModuleRule(more.pop("match"), more.pop("compute"), **more))
+        except ValueError as error:
+            raise ValueError(str(error).replace("modules", f"modules[{index}]", 1)) from None
     if scale["kind"] == "static" and "value" not in scale:
         raise refusal("loss_scale.value", "nothing", "a number, which is required")
     return Policy(
@@ -52,7 +53,7 @@ def merged(base: Content, content: Content) -> Content:
         if key == "modules":
             told = {rule["match"] for rule in value}
             value = [*value, *(rule for rule in base.get(key, ()) if rule["match"] not in told)]
-        elif key in _BY_ENTRY:
+        elif key in ("dtypes", "params"):
             value = {**base.get(key, {}), **value}
         result[key] = value
     result.pop(EXTENDS, None)

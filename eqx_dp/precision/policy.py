@@ -111,15 +111,16 @@ class Policy(jmp.Policy):
         matmul: Matmul | None = None,
     ):
         compute = float_dtype("dtypes.compute", compute_dtype)
-        accumulate = accumulate_dtype or _wider(_FLOAT32, compute)
+        accumulate = _wider(_FLOAT32, compute) if accumulate_dtype is None else accumulate_dtype
         accumulate = float_dtype("dtypes.accumulate", accumulate)
+        noise = _wider(_FLOAT32, accumulate) if noise_dtype is None else noise_dtype
         optimizer = accumulate if optimizer_dtype is None else optimizer_dtype
         vars(self).update(
             param_dtype=float_dtype("dtypes.params", param_dtype),
             compute_dtype=compute,
             output_dtype=float_dtype("dtypes.output", output_dtype),
             accumulate_dtype=accumulate,
-            noise_dtype=float_dtype("dtypes.noise", noise_dtype or _wider(_FLOAT32, accumulate)),
+            noise_dtype=float_dtype("dtypes.noise", noise),
             modules=tuple(modules),
             loss_scale=loss_scale,
             matmul_precision=one_of(
@@ -265,7 +266,8 @@ def _check_loss_scale(policy: Policy) -> None:
     scale, accumulate = policy.loss_scale.value, policy.accumulate_dtype
     by_dtype = (policy.output_dtype, scale), (accumulate, scale), (accumulate, 1 / scale)
     for key, (dtype, value) in zip(("output", "accumulate", "accumulate"), by_dtype, strict=True):
-        if not jnp.finfo(dtype).smallest_normal <= value <= jnp.finfo(dtype).max:
+        limits = jnp.finfo(dtype)
+        if not float(limits.smallest_normal) <= value <= float(limits.max):
             found = f"{scale!r}, out of range for dtypes.{key} ({dtype})"
             exact = "a power of two that is exact in dtypes.output, and with its inverse in"
             raise refusal("loss_scale.value", found, f"{exact} dtypes.accumulate")

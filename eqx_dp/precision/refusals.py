@@ -51,7 +51,7 @@ def one_of(key: str, found: object, allowed: Iterable[T]) -> T:
 def dtype_of(key: str, found: object, allowed: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
     """Returns the dtype that a name or another spelling stands for, or refuses."""
     name = found
-    if found is not None and not isinstance(found, str):  # numpy reads None as float64
+    if isinstance(found, type | np.dtype):  # numpy reads None as float64, and takes arrays
         with contextlib.suppress(TypeError, ValueError):
             name = str(np.dtype(cast(Any, found)))
     return allowed[one_of(key, name, allowed)]

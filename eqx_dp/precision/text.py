@@ -67,7 +67,8 @@ def parse_policy(text: str) -> Policy:
             raise refusal("dtype", repr(text), f"{allowed}; KEY=VALUE,...; presets: load_policy")
         parts = _split(text) if "=" in text else {"params": text.strip()}
         policy = policy_of(_content_of(parts), is_whole=False)
-    if "half" in text and policy.loss_scale.kind == "none" and _named("half") == "float16":
+    narrow = policy.compute_dtype == DTYPES["float16"] and policy.loss_scale.kind == "none"
+    if narrow and "half" in parts.values():
         warnings.warn(
             f"policy {text!r}: half is float16 here, and there is no loss scale: gradients below "
             "6e-8 are lost. Take load_policy('mixed_float16'), or bfloat16.",
