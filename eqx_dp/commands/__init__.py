@@ -3,7 +3,7 @@
 To add one: write its file, and name it in `COMMANDS`.
 """
 
-from . import bench_dtypes, bench_policies, epsilon, memory, report, show_policies
+from . import bench_dtypes, bench_policies, epsilon, report, show_policies
 from .command import Command
 
 COMMANDS: tuple[Command, ...] = (
@@ -11,7 +11,6 @@ COMMANDS: tuple[Command, ...] = (
     bench_dtypes.COMMAND,
     bench_policies.COMMAND,
     epsilon.COMMAND,
-    memory.COMMAND,
     report.COMMAND,
 )
 

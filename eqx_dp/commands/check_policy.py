@@ -11,14 +11,13 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ..planning import Description, describe
-from ..precision import dtypes_of, load_policy, refusal, refusals_name
+from ..precision import Policy, agreed_policy, dtypes_of, load_policy, refusal, refusals_name
 from ..trees import is_shape
 
 _ALLOWED = "MODULE:FUNCTION, a function without arguments that returns a model"
 
 
-def checked(file: str, model: str) -> Description:
+def checked(file: str, model: str) -> Policy:
     """Reads a policy, and tries its rules on the shapes of a model.
 
     The model is given as `module:function`; modules are found in the working folder as well.
@@ -37,7 +36,8 @@ def checked(file: str, model: str) -> Description:
             found = f"{model!r}, which returns a {type(shapes).__name__} without arrays"
             raise refusal("--model", found, _ALLOWED)
         with refusals_name(file):
-            return describe(shapes, policy)
+            agreed_policy(shapes, policy)
+            return policy
 
 
 def _shapes(make: Callable[[], Any], name: str) -> Any:

@@ -1,16 +1,13 @@
 """`eqx-dp policies`: the presets, or one policy in full."""
 
 import argparse
-import json
 from typing import Any
 
 import jax
 
-from ..planning import Description
 from ..precision import (
     Policy,
     available_policies,
-    content_of_rule,
     dtypes_of,
     load_policy,
     schema_text,
@@ -47,8 +44,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print(schema_text(), end="")
         return
     if arguments.model is not None:
-        found = checked(arguments.check, arguments.model)
-        print(json.dumps(_described(found), indent=2) if arguments.json else found)
+        show(_in_full(checked(arguments.check, arguments.model)), arguments)
         return
     arguments.name = arguments.check or arguments.name
     check_output(arguments)
@@ -67,18 +63,6 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError("policies: found several of NAME, --check, --schema; allowed: one of them")
     if arguments.model is not None and arguments.check is None:
         raise ValueError("--model: found no --check; allowed: with --check FILE")
-
-
-def _described(found: Description) -> dict[str, Any]:
-    rows = [
-        {key: value if value is None else str(value) for key, value in row._asdict().items()}
-        for row in found.rows
-    ]
-    return {
-        **_data(found.policy),
-        "leaves": rows,
-        "step": [row._asdict() for row in found.step],
-    }
 
 
 def _listed(policies: list[Policy]) -> Table:
@@ -114,7 +98,7 @@ def _data(policy: Policy) -> dict[str, Any]:
         "loss_scale": {"kind": policy.loss_scale.kind, "value": policy.loss_scale.value},
         "matmul_precision": policy.matmul_precision,
         "matmul": None if policy.matmul is None else str(policy.matmul),
-        "modules": list(map(content_of_rule, policy.modules)),
+        "modules": {rule.match: str(rule) for rule in policy.modules},
         "unsafe": policy.unsafe,
         "narrow_optimizer": policy.narrow_optimizer,
         "text": str(policy),

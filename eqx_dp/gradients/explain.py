@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 import equinox as eqx
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from ..expected import expect
 from ..privacy import PrivacyPlan, SampleSize
-from ..programs import Call, Scan, inside
-from ..sharding import Cut, ShardingRules, cut_of, keeps_parts
+from ..programs import Call, Scan, inside, matmul_flops, primitives
+from ..sharding import Cut, ShardingRules, cut_of, keeps_parts, on_device
 from ..shown import shown
 from ..tables import Part, tabular
 from ..trees import PyTree
@@ -53,6 +54,37 @@ class Row(NamedTuple):
     bytes: int
 
 
+class Flops(NamedTuple):
+    """Floating-point operations of the whole batch, and what textbooks say.
+
+    Attributes:
+        gradient: of contractions and convolutions in the loss and its gradient, without clipping,
+            from the traced program; `"ghost"` takes all but the forward ones twice.
+        textbook: 6 N D, or 4 N D + 2 N D' where parameters are frozen (Kaplan et al. 2020, section
+            2.1), with N vectors of data that matrices meet; 0 with convolutions, or where
+            parameters are used in other ways. Attention has no parameters and is not in it.
+        sums: B D', an addition for each of B examples and D' trained parameters.
+        num_tokens: N.
+        num_params: D, the model's floating-point entries.
+        num_trained: D'.
+    """
+
+    gradient: float
+    textbook: float
+    sums: float
+    num_tokens: int
+    num_params: int
+    num_trained: int
+
+    def __str__(self) -> str:
+        is_all = self.num_trained == self.num_params
+        of = "6 N D" if is_all else "4 N D + 2 N D'"
+        return (
+            f"gradient without clipping: {self.gradient:.3e} FLOPs; {of} = {self.textbook:.3e} "
+            f"(N = {self.num_tokens:,}, D = {self.num_params:,}); B D' = {self.sums:.3e}"
+        )
+
+
 @tabular
 class Explanation(NamedTuple):
     """What [`explain`][] returns; `str()` is a table.
@@ -66,6 +98,7 @@ class Explanation(NamedTuple):
         reason: why.
         sample: how many slots are expected to hold an example; None without a plan.
         work: the work that a device is expected to do in a step.
+        flops: of the whole batch, beside 6 N D and B D'.
     """
 
     rows: tuple[Row, ...]
@@ -76,6 +109,7 @@ class Explanation(NamedTuple):
     reason: str
     sample: SampleSize | None
     work: Work
+    flops: Flops
 
     def _parts(self) -> Iterator[Part]:
         total = Row(
@@ -89,6 +123,7 @@ class Explanation(NamedTuple):
             sum(row.bytes for row in self.rows),
         )
         yield [_HEAD, *map(_cells, (*self.rows, total))]
+        yield str(self.flops)
         yield from self._expected()
 
     def _expected(self) -> Iterator[str]:
@@ -147,7 +182,7 @@ def explain(
     Returns:
         An [`Explanation`][]: `rows`, each with `path`, `uses`, `way`, `reason`, `compute_dtype`,
         `accumulate_dtype`, `flops`, `bytes`; `str()` prints them, with the totals, the chosen
-        method and the reason. With a plan it also
+        method and the reason, and `flops` of the step beside 6 N D and B D'. With a plan it also
         prints the expected numbers of slots that hold an example and of microbatches that are
         computed, and the expected parts of a step's time, by formula.
 
@@ -183,6 +218,28 @@ def explain(
         choice.reason,
         choice.batch.sample,
         choice.work,
+        _flops(found, grad_fn.sharding),
+    )
+
+
+def _flops(call: Prepared, rules: ShardingRules | None) -> Flops:
+    program, leaves, num_examples = call.traced.program, call.sums, call.examples.num_examples
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
+    of_one = jax.grad(lambda params, rest: program(params, [], rest)[0])
+    with on_device(rules):
+        gradient = jax.make_jaxpr(of_one)(shapes[: len(leaves)], shapes[len(leaves) :])
+    trained, frozen = sum(x.size for x in leaves), call.traced.frozen
+    params = trained + sum(x.size for x in frozen if jnp.issubdtype(x.dtype, jnp.floating))
+    # Textbooks speak of matrices that meet the vectors of a sequence, or one.
+    is_conv = "conv_general_dilated" in primitives(program.jaxpr)
+    tokens = 0 if is_conv else num_examples * max(cost.steps for cost in call.costs)
+    return Flops(
+        float(num_examples * matmul_flops(gradient)),
+        tokens * (4.0 * params + 2.0 * trained),
+        float(num_examples * trained),
+        tokens,
+        params,
+        trained,
     )
 
 
