@@ -127,24 +127,25 @@ def neighbours(
     """
     inner = getattr(fn, "__wrapped__", None)  # a clipped gradient that was wrapped in a jit
     fn = inner if isinstance(inner, ClippedGrad) else fn
-    context, relation = contextlib.nullcontext(), neighboring_relation or _ADD_OR_REMOVE
+    relation, rules = neighboring_relation or _ADD_OR_REMOVE, None
     if isinstance(fn, ClippedGrad | Step):
         if any(x is not None for x in (private, padding, sensitivity, release)) or len(args) < 2:
             raise ValueError(
                 "give model or state, then the batch, of a clipped gradient or a step; private, "
                 "padding, sensitivity and release are known: leave them out."
             )
-        grad_fn, private = fn, range(1, len(args))
+        grad_fn, private, rules = fn, range(1, len(args)), fn.sharding
         if isinstance(fn, Step):
-            grad_fn, relation, context = fn.grad_fn, fn.plan.neighboring_relation, fn.mesh()
-            state = args[0] if isinstance(args[0], TrainState) else fn.init(args[0])
-            args = (state, *map(fn.place, args[1:]))
+            grad_fn, relation = fn.grad_fn, fn.plan.neighboring_relation
+            args = (args[0] if isinstance(args[0], TrainState) else fn.init(args[0]), *args[1:])
         else:
-            gradient = jax.tree.structure(fn.trainable(args[0]))
-            release = functools.partial(_part_like, gradient)
+            release = functools.partial(_part_like, jax.tree.structure(fn.trainable(args[0])))
         sensitivity = grad_fn.sensitivity(relation)
         if kwargs.get(_PADDING) is None:
             kwargs[_PADDING] = np.zeros(np.shape(jax.tree.leaves(args[1:])[0])[:1], bool)
+    if rules is not None:
+        with jax.set_mesh(rules.mesh):
+            args = (args[0], *rules.shard_batch(args[1:]))
     args, kwargs = jax.tree.map(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
     )
@@ -157,7 +158,7 @@ def neighbours(
             f"found {shown(private)}, {shown(padding)}, {shown(sensitivity)}."
         )
     bound = real_number("sensitivity", sensitivity, lambda real: real > 0, "above 0")
-    with context:
+    with contextlib.nullcontext() if rules is None else jax.set_mesh(rules.mesh):
         found = _Audit(fn, arguments, (*places,), release, bound, relation, (*disclose,))
         return found.report()
 
