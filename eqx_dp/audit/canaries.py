@@ -47,10 +47,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
-from ..expected import expect, real_number, whole_number
+from ..expected import real_number, whole_number
 from ..extras import extra
 from ..files import finite_or_none
-from ..paths import below
 from ..privacy import PrivacyPlan, Secret, digest
 from ..shown import shown
 from ..tables import Part, tabular
@@ -175,16 +174,9 @@ class Canaries:
         scores = scores.astype(np.float64)
         auditor = auditing.CanaryScoreAuditor(scores[is_in], scores[~is_in])
         falling = np.sort(scores)[::-1]
-        lower = max(
-            auditor.epsilon_one_run(
-                (1 - sure) / len(GUESSES),
-                plan.delta,
-                threshold_strategy=auditing.Explicit(
-                    float(falling[max(1, int(share * len(scores))) - 1])
-                ),
-            )
-            for share in GUESSES
-        )
+        thresholds = {float(falling[max(1, int(x * len(scores))) - 1]) for x in GUESSES}
+        bound = functools.partial(auditor.epsilon_one_run, (1 - sure) / len(GUESSES), plan.delta)
+        lower = max(bound(threshold_strategy=auditing.Explicit(at)) for at in thresholds)
         counts = len(is_in), int(is_in.sum())
         return CanaryAudit(attack, *counts, sure, plan.delta, float(lower), plan.epsilon())
 
@@ -330,11 +322,8 @@ def plant(
     """
     number, length = _length(canaries, "canaries"), _length(data, "data")
     number = whole_number("the number of canaries", number, least=_LEAST, most=2**31 - 1)
-    if (found := jax.tree.structure(canaries)) != (wanted := jax.tree.structure(data)):
-        raise ValueError(
-            f"canaries must have the structure of data, {wanted}; found {found}. Give one source "
-            "for each of data's."
-        )
+    if jax.tree.structure(canaries) != jax.tree.structure(data):
+        raise ValueError("canaries must have the structure of data: one source for each of data's.")
     is_in = _coins(seed, "examples", number)
     is_there = np.concatenate([np.ones(length, bool), is_in])
     both = jax.tree.map(_joined, data, canaries)
@@ -368,8 +357,7 @@ def plant_gradients(
         ValueError: an argument is out of its range, or sources are not of one length.
     """
     number = whole_number("number", number, least=_LEAST, most=2**31 - 1)
-    if not 0 < float(norm) < math.inf:
-        raise ValueError(f"norm must be above 0 and finite; found {norm}. Take the clip norm.")
+    bound = real_number("norm", norm, lambda real: real > 0, "above 0; take the clip norm")
     length = _length(data, "data")
     is_in = _coins(seed, "gradients", number)
     rows = np.where(is_in, np.arange(number), _OUT)
@@ -377,7 +365,7 @@ def plant_gradients(
     both = jax.tree.map(
         lambda leaf: _joined(leaf, np.zeros((number, *leaf.shape[1:]), leaf.dtype)), data
     )
-    rounded = 2.0 ** math.ceil(math.log2(float(norm)))
+    rounded = 2.0 ** math.ceil(math.log2(bound))
     return GradientCanaries((rows, *both), is_in, length + number, rounded)
 
 
@@ -389,25 +377,20 @@ def _coins(seed: Secret, kind: str, number: int) -> Bool[np.ndarray, " canaries"
 
 def _length(sources: tuple[PyTree[Any], ...], name: str) -> int:
     """How many examples there are; refuses sources that are no arrays of one length."""
-    expect(name, sources, tuple, "a tuple of sources")
-    lengths: set[int] = set()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(sources):
-        if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.ndim == 0:
-            raise ValueError(
-                f"{below(name, path)} must be an array with examples along its "
-                f"leading axis; found {shown(leaf)}."
-            )
-        lengths.add(leaf.shape[0])
-    if len(lengths) != 1:
-        raise ValueError(f"{name} must hold arrays of one length; found {sorted(lengths)}.")
-    return lengths.pop()
+    leaves = jax.tree.leaves(sources)
+    lengths = {x.shape[:1] if isinstance(x, np.ndarray | jax.Array) else () for x in leaves}
+    if type(sources) is not tuple or len(lengths) != 1 or () in lengths:
+        raise ValueError(
+            f"{name} must be a tuple of sources: arrays, or trees of them, with equally many "
+            f"examples along their leading axes; found {shown(sources)}."
+        )
+    return len(leaves[0])
 
 
 def _joined(data: Any, canaries: Any) -> Shaped[np.ndarray, "rows ..."]:
     data, canaries = np.asarray(data), np.asarray(canaries)
-    if canaries.shape[1:] != data.shape[1:] or not np.can_cast(
-        canaries.dtype, data.dtype, "same_kind"
-    ):
+    is_like = np.can_cast(canaries.dtype, data.dtype, "same_kind")
+    if canaries.shape[1:] != data.shape[1:] or not is_like:
         raise ValueError(
             f"each canary must be like an example, {data.dtype} of shape {data.shape[1:]}; found "
             f"{canaries.dtype} of shape {canaries.shape[1:]}."
@@ -436,10 +419,7 @@ def _with_signature(
     The engine reads from it whether the loss takes a `key`.
     """
     planted = functools.wraps(loss)(planted)
-    try:
-        signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return planted
+    signature = inspect.signature(loss)
     parameters = list(signature.parameters.values())
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         parameters.insert(1, inspect.Parameter(row, parameters[0].kind))

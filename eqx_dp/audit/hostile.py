@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 Example: TypeAlias = PyTree[np.ndarray]
 """One example of a batch: its leaves have no axis of examples."""
 
-_FACTORS = {"negated": -1.0, "x 1024": 2.0**10, "x -1024": -(2.0**10), "x 2^40": 2.0**40}
-_FACTORS |= {"x 2^-20": 2.0**-20, "x 2^-70": 2.0**-70}
+_FACTORS = {"negated": -1.0, "x 1024": 2.0**10, "x -1024": -(2.0**10)}
+_POWERS = (40, -20, -70)
 _LIMITS = ("max", "min", "smallest_normal", "smallest_subnormal")
 
 
@@ -37,7 +37,7 @@ infinities; the largest, lowest, smallest normal and smallest subnormal number o
         "one NaN": _changed(example, jnp.inexact, _first_is_nan),
         "opposite": _changed(example, jnp.bool_, np.logical_not),
     }
-    for name, factor in _FACTORS.items():
+    for name, factor in (_FACTORS | {f"x 2^{x}": 2.0**x for x in _POWERS}).items():
         found[name] = _changed(example, jnp.inexact, lambda x, by=factor: _scaled(x, by))
     for value in (np.nan, np.inf, -np.inf):
         found[f"{value}"] = _changed(example, jnp.inexact, lambda x, to=value: np.full_like(x, to))
@@ -67,6 +67,4 @@ def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _first_is_nan(x: np.ndarray) -> np.ndarray:
-    x = x.copy()
-    x.reshape(-1)[:1] = np.nan
-    return x
+    return np.where(np.arange(x.size).reshape(x.shape) == 0, np.nan, x).astype(x.dtype)

@@ -134,13 +134,14 @@ def neighbours(
                 "give model or state, then the batch, of a clipped gradient or a step; private, "
                 "padding, sensitivity and release are known: leave them out."
             )
-        grad_fn, private, rules = fn, range(1, len(args)), fn.sharding
+        private, rules = range(1, len(args)), fn.sharding
         if isinstance(fn, Step):
-            grad_fn, relation = fn.grad_fn, fn.plan.neighboring_relation
+            relation = fn.plan.neighboring_relation
+            sensitivity = fn.grad_fn.sensitivity(relation)
             args = (args[0] if isinstance(args[0], TrainState) else fn.init(args[0]), *args[1:])
         else:
+            sensitivity = fn.sensitivity(relation)
             release = functools.partial(_part_like, jax.tree.structure(fn.trainable(args[0])))
-        sensitivity = grad_fn.sensitivity(relation)
         if kwargs.get(_PADDING) is None:
             kwargs[_PADDING] = np.zeros(np.shape(jax.tree.leaves(args[1:])[0])[:1], bool)
     if rules is not None:
@@ -209,17 +210,17 @@ class _Audit:
             )
         batch, mask = jax.tree.map(np.asarray, (batch, mask))
         given = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(len(mask))]
-        self._held: list[Any] | None = None
-        first = self._called(given, mask)
-        self._held = [one + noise for one, noise in zip(first.sums, first.noise, strict=True)]
+        self._size, self._held = len(given), None
         self._base = self._called(given, mask)
+        if self.release is None:
+            both = zip(self._base.sums, self._base.noise, strict=True)
+            self._held = [one + noise for one, noise in both]
+            self._base = self._called(given, mask)
         self._results = _leaves(self._base.result)
         real = [int(i) for i in np.flatnonzero(~mask)]
         slot = real[len(real) // 2]
-        hostile = [
-            hostile_examples(example, example).get(_HOSTILE[i % len(_HOSTILE)], example)
-            for i, example in enumerate(given)
-        ]
+        options = (hostile_examples(example, example) for example in given)
+        hostile = [x.get(_HOSTILE[i % 5], x["as given"]) for i, x in enumerate(options)]
         candidates = hostile_examples(given[slot], given[real[0]])
         at = Pair("as given", "", slot, 0.0)
         self._exchange(at, candidates, given, mask)
@@ -235,11 +236,8 @@ class _Audit:
     ) -> None:
         """Compares the data sets whose slot holds nothing, or one of the candidates."""
         others, _, slot, _ = pair
-        at_slot, is_replaced = (
-            np.arange(len(rows)) == slot,
-            self.relation is NeighboringRelation.REPLACE_ONE,
-        )
-        present, padded = (np.where(at_slot, here, mask) for here in (False, True))
+        is_replaced = self.relation is NeighboringRelation.REPLACE_ONE
+        present, padded = (np.where(np.arange(len(rows)) == slot, x, mask) for x in (False, True))
         zeros = jax.tree.map(np.zeros_like, rows[slot])
         left_out = self._run(others, [*rows[:slot], zeros, *rows[slot + 1 :]], padded)
         before: list[tuple[str, _Arrays | None]] = []
@@ -260,7 +258,7 @@ class _Audit:
             return self._note("stopped", f"the call raised {type(error).__name__}", where)
         if not _same(found.noise, self._base.noise):
             self._note("noise", "the noise changes with the data", where)
-        for path, leaf in _leaves(found.result).items() if found.sums else ():
+        for path, leaf in _leaves(found.result).items() if self.release is None else ():
             is_disclosed = any(matches(pattern, path) for pattern in self.disclosed)
             if not is_disclosed and not _same([leaf], [self._results[path]]):
                 self._note("beside the noise", f"result {path} changes, without noise", where)
@@ -278,10 +276,7 @@ class _Audit:
             return
         with np.errstate(all="ignore"):
             apart = [a.astype(np.float64) - b for a, b in zip(one, other, strict=True)]
-        movement, n = (
-            _norm(apart) / self.sensitivity,
-            len(jax.tree.leaves(self.arguments[self.places[-1]])[0]),
-        )
+        movement, n = _norm(apart) / self.sensitivity, self._size
         norms = sum(size for size in map(_norm, (one, other)) if math.isfinite(size))
         roundoff = max(float(jnp.finfo(x.dtype).eps) / 2 for x in one)
         allowed = roundoff * (2 * n * (n + 1) + norms / self.sensitivity)

@@ -87,10 +87,7 @@ class NeighboursReport(NamedTuple):
     def _parts(self) -> Iterator[Part]:
         found = "no violation" if self.ok else f"violations: {len(self.violations)}"
         yield f"{found} on {len(self.pairs)} pairs of {self.neighboring_relation.name} neighbors"
-        yield (
-            f"largest movement: {self.largest:.6g} of the sensitivity {self.sensitivity:.6g} "
-            f"(rounding allowed: {self.rounding:.1g})"
-        )
+        yield f"largest movement: {self.largest:.6g} of the sensitivity {self.sensitivity:.6g}"
         if self.largest < _NEAR:
             yield "note: no example came near the bound: give a smaller clip norm, larger examples"
         for rule, what, where, advice in self.violations:

@@ -1,11 +1,10 @@
 """Lists the policies that come with the package, shows one in full, or checks a file."""
 
 import argparse
-from collections.abc import Iterator
 
 import jax
 
-from ..precision import Policy, available_policies, dtypes_of, load_policy, schema_text
+from ..precision import available_policies, dtypes_of, load_policy, schema_text
 from ..tables import aligned
 
 
@@ -32,25 +31,11 @@ def run(arguments: argparse.Namespace) -> str:
     name = arguments.check or arguments.name
     with jax.enable_x64(True):  # a policy may be looked at without the means to run it
         if name is not None:
-            return "\n".join(_in_full(load_policy(name)))
+            policy = load_policy(name)
+            title = ": ".join(filter(None, (policy.name, policy.description)))
+            dtypes = aligned([(stage, str(x)) for stage, x in dtypes_of(policy).items()])
+            return "\n".join((title, *dtypes, f"in full: {policy}"))
         policies = [load_policy(one) for one in available_policies()]
     rows = [(str(policy.name), *map(str, dtypes_of(policy).values())) for policy in policies]
     notes = (f"{policy.name}: {policy.description}" for policy in policies)
     return "\n".join((*aligned([("policy", *dtypes_of(policies[0])), *rows]), "", *notes))
-
-
-def _in_full(policy: Policy) -> Iterator[str]:
-    yield ": ".join(filter(None, (policy.name, policy.description)))
-    scale = policy.loss_scale
-    facts = {
-        **{stage: str(dtype) for stage, dtype in dtypes_of(policy).items()},
-        "rounding of params": policy.rounding,
-        "loss scale": scale.kind + (f" {scale.value:g}" if scale.kind == "static" else ""),
-        "matmul precision": policy.matmul_precision,
-        "matmul": str(policy.matmul or "in the compute dtype"),
-        **{f"module {rule.match}": str(rule) for rule in policy.modules},
-        "narrow optimizer": "yes: moments may not move" if policy.narrow_optimizer else "no",
-        "unsafe": "yes: sums or noise may be too narrow" if policy.unsafe else "no",
-    }
-    yield from aligned([*facts.items()])
-    yield f"as text: {policy}"
