@@ -1,11 +1,45 @@
-"""Data sets with canaries in them, the losses to train on these, and scores of canaries."""
+"""Canaries: examples of one's own, each in a training run or out of it by a fair coin.
+
+An attacker who can tell from what a run releases which canaries were in it has learned something
+about single examples. How many guesses are right gives a lower bound on epsilon, to compare with
+the plan's upper bound (Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training
+run"). jax_privacy's auditing computes it.
+
+```python
+planted = dp.audit.canaries.plant_gradients((xs, ys), 2_000, norm=1.0, seed=coins)
+step = dp.make_step(
+    planted.loss(loss), optax.sgd(0.5), plan, num_examples=planted.num_examples, l2_clip_norm=1.0
+)
+state = dp.Trainer(step, planted.data).run(planted.model(model))
+audit = planted.audit(planted.scores(state.model), plan, attack="gradient")
+print(audit)  # a table
+assert audit.ok
+```
+
+| made by | a canary is | attacked is | the bound says |
+|---|---|---|---|
+| [`plant`][] | an example | its loss in the trained model | what such examples give away |
+| [`plant_gradients`][] | the gradient of a parameter of its own | that parameter | whether \
+sampling, clipping and noise are those of the plan |
+
+A run can have both kinds. The first is about an attacker who sees the losses of the trained model
+alone; its bound is usually far below the plan's epsilon. The second is the worst case that the
+plan's epsilon is about, and so it finds faults. Any other scores of canaries, such as those of a
+user's own attack, are audited in the same way.
+
+**A canary that is out** still has its place in the data set, and its loss is the constant 0 there,
+so that it adds exactly zero. So the number of examples, the expected batch size, and the samples do
+not depend on the coins. With or without a canary, two data sets differ in one example that is
+added, removed or zeroed out; the plan's epsilon holds for that under each of its relations.
+"""
 
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat, SupportsIndex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 import equinox as eqx
 import jax
@@ -13,18 +47,82 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
-from ...expected import expect, whole_number
-from ...paths import below
-from ...privacy import PrivacyPlan, Secret, digest
-from ...shown import shown
-from ...trees import PyTree
-from .bounds import GUESSES, CanaryAudit, audited
+from ..expected import real_number, whole_number
+from ..extras import extra
+from ..files import finite_or_none
+from ..privacy import PrivacyPlan, Secret, digest
+from ..shown import shown
+from ..tables import Part, tabular
+from ..trees import PyTree
+from .record import save_audit
+
+GUESSES = (1 / 32, 1 / 16, 1 / 8, 3 / 8)
+"""Shares of the canaries that are guessed to be in, of which the best counts."""
 
 # With few, all coins may fall the same way, and there would be nothing to tell apart.
 _LEAST = 20
 _AT_ONCE = 256
 # What a row holds, where it is no canary that is in (these have numbers from 0).
 _EXAMPLE, _OUT = -1, -2
+
+
+@tabular
+class CanaryAudit(NamedTuple):
+    """What an attack on canaries found in one run; its `str` is a table.
+
+    **Guarantee.** If each canary was in by a fair coin, and the scores depend on the coins only
+    through what the run released, then a run that is (epsilon, `delta`)-differentially private gets
+    a `lower` above its epsilon with probability at most 1 - `confidence`. It holds for one attack
+    at a time, not for the largest bound of several.
+
+    A bound below the plan's epsilon does not show that the run keeps to its plan: a better attack,
+    or more canaries, may find more.
+
+    Attributes:
+        attack: what computed the scores.
+        num_canaries: in or out.
+        num_in: how many were in.
+        confidence: of the bound.
+        delta: the plan's.
+        lower: the run is not (less than `lower`, `delta`)-differentially private.
+        upper: the plan's epsilon, for all its steps; infinite without noise.
+    """
+
+    attack: str
+    num_canaries: int
+    num_in: int
+    confidence: float
+    delta: float
+    lower: float
+    upper: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bound is not above the plan's epsilon."""
+        return self.lower <= self.upper
+
+    def _parts(self) -> Iterator[Part]:
+        found = "no more than the plan allows" if self.ok else "MORE than the plan allows"
+        yield f"attack by {self.attack}: {found}"
+        yield (
+            f"epsilon at least {self.lower:.2f} with probability {self.confidence:g}, by the plan "
+            f"at most {self.upper:.2f}"
+        )
+        yield f"{self.num_canaries} canaries, {self.num_in} in; delta {self.delta:g}"
+
+    def save(self, path: str | Path) -> None:
+        """Writes this to a JSON file that `eqx-dp report` reads; null stands for infinity.
+
+        It is at the key "canaries", by the name of its attack. Everything else in the file stays.
+
+        Args:
+            path: a JSON file, or the directory of a run: then `audit.json` in it.
+
+        Raises:
+            ValueError: the file is there and holds no JSON object, or none at "canaries".
+        """
+        found = {"ok": self.ok, **self._asdict(), "upper": finite_or_none(self.upper)}
+        save_audit(path, {"canaries": {self.attack: found}})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,38 +142,43 @@ class Canaries:
     num_examples: int
 
     def audit(
-        self,
-        scores: Any,
-        plan: PrivacyPlan,
-        *,
-        attack: str,
-        confidence: SupportsFloat = 0.95,
-        guesses: Sequence[float] = GUESSES,
+        self, scores: Any, plan: PrivacyPlan, *, attack: str, confidence: SupportsFloat = 0.95
     ) -> CanaryAudit:
-        """Lower bounds on epsilon from a score for each canary.
+        """A lower bound on epsilon from a score for each canary.
+
+        How many canaries are guessed to be in is fixed beforehand (`GUESSES`), and the threshold is
+        read from all scores alike, so that only the choice of the best guess is paid for, by a
+        union bound.
 
         Args:
             scores: numbers, one for each canary, in order; the higher, the likelier it is in. They
                 may follow from everything that the plan accounts for (the models after all steps),
                 from the canaries, and from anything public, but not from `is_in`. Infinite scores
                 are allowed, NaN is not.
-            plan: the plan that the run claims to follow: bounds are for its delta.
+            plan: the plan that the run claims to follow: the bound is for its delta.
             attack: a name for what computed the scores.
-            confidence: the probability, at least, with which each bound holds, if what it assumes
-                does.
-            guesses: shares of the canaries, above 0 and at most 1: so many with the highest scores
-                are guessed to be in. The best of them counts, and `confidence` allows for the
-                choice. Choose them before the scores are seen.
-
-        Returns:
-            The bounds, beside the plan's epsilon.
+            confidence: the probability, at least, with which the bound holds.
 
         Raises:
-            ValueError: an argument is out of its range, or there is not one score for each canary.
+            ValueError: an argument is out of its range, or there is not one number for each canary.
             MissingExtra: jax_privacy is not installed.
         """
-        found = np.asarray(scores)
-        return audited(found, self.is_in, plan, attack, float(confidence), tuple(guesses))
+        scores, is_in = np.asarray(scores), self.is_in
+        if scores.shape != is_in.shape or scores.dtype.kind not in "biuf" or np.isnan(scores).any():
+            raise ValueError(
+                f"scores must be {len(is_in)} numbers, one for each canary, minus infinity where "
+                f"an attack cannot tell; found {shown(scores)}, or NaN in it."
+            )
+        sure = real_number("confidence", confidence, lambda x: 0.5 < x < 1, "above 0.5, below 1")
+        auditing = extra("jax_privacy.auditing", name="audit")
+        scores = scores.astype(np.float64)
+        auditor = auditing.CanaryScoreAuditor(scores[is_in], scores[~is_in])
+        falling = np.sort(scores)[::-1]
+        thresholds = {float(falling[max(1, int(x * len(scores))) - 1]) for x in GUESSES}
+        bound = functools.partial(auditor.epsilon_one_run, (1 - sure) / len(GUESSES), plan.delta)
+        lower = max(bound(threshold_strategy=auditing.Explicit(at)) for at in thresholds)
+        counts = len(is_in), int(is_in.sum())
+        return CanaryAudit(attack, *counts, sure, plan.delta, float(lower), plan.epsilon())
 
 
 class ExampleCanaries(Canaries):
@@ -219,11 +322,8 @@ def plant(
     """
     number, length = _length(canaries, "canaries"), _length(data, "data")
     number = whole_number("the number of canaries", number, least=_LEAST, most=2**31 - 1)
-    if (found := jax.tree.structure(canaries)) != (wanted := jax.tree.structure(data)):
-        raise ValueError(
-            f"canaries must have the structure of data, {wanted}; found {found}. Give one source "
-            "for each of data's."
-        )
+    if jax.tree.structure(canaries) != jax.tree.structure(data):
+        raise ValueError("canaries must have the structure of data: one source for each of data's.")
     is_in = _coins(seed, "examples", number)
     is_there = np.concatenate([np.ones(length, bool), is_in])
     both = jax.tree.map(_joined, data, canaries)
@@ -257,8 +357,7 @@ def plant_gradients(
         ValueError: an argument is out of its range, or sources are not of one length.
     """
     number = whole_number("number", number, least=_LEAST, most=2**31 - 1)
-    if not 0 < float(norm) < math.inf:
-        raise ValueError(f"norm must be above 0 and finite; found {norm}. Take the clip norm.")
+    bound = real_number("norm", norm, lambda real: real > 0, "above 0; take the clip norm")
     length = _length(data, "data")
     is_in = _coins(seed, "gradients", number)
     rows = np.where(is_in, np.arange(number), _OUT)
@@ -266,7 +365,7 @@ def plant_gradients(
     both = jax.tree.map(
         lambda leaf: _joined(leaf, np.zeros((number, *leaf.shape[1:]), leaf.dtype)), data
     )
-    rounded = 2.0 ** math.ceil(math.log2(float(norm)))
+    rounded = 2.0 ** math.ceil(math.log2(bound))
     return GradientCanaries((rows, *both), is_in, length + number, rounded)
 
 
@@ -278,25 +377,20 @@ def _coins(seed: Secret, kind: str, number: int) -> Bool[np.ndarray, " canaries"
 
 def _length(sources: tuple[PyTree[Any], ...], name: str) -> int:
     """How many examples there are; refuses sources that are no arrays of one length."""
-    expect(name, sources, tuple, "a tuple of sources")
-    lengths: set[int] = set()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(sources):
-        if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.ndim == 0:
-            raise ValueError(
-                f"{below(name, path)} must be an array with examples along its "
-                f"leading axis; found {shown(leaf)}."
-            )
-        lengths.add(leaf.shape[0])
-    if len(lengths) != 1:
-        raise ValueError(f"{name} must hold arrays of one length; found {sorted(lengths)}.")
-    return lengths.pop()
+    leaves = jax.tree.leaves(sources)
+    lengths = {x.shape[:1] if isinstance(x, np.ndarray | jax.Array) else () for x in leaves}
+    if type(sources) is not tuple or len(lengths) != 1 or () in lengths:
+        raise ValueError(
+            f"{name} must be a tuple of sources: arrays, or trees of them, with equally many "
+            f"examples along their leading axes; found {shown(sources)}."
+        )
+    return len(leaves[0])
 
 
 def _joined(data: Any, canaries: Any) -> Shaped[np.ndarray, "rows ..."]:
     data, canaries = np.asarray(data), np.asarray(canaries)
-    if canaries.shape[1:] != data.shape[1:] or not np.can_cast(
-        canaries.dtype, data.dtype, "same_kind"
-    ):
+    is_like = np.can_cast(canaries.dtype, data.dtype, "same_kind")
+    if canaries.shape[1:] != data.shape[1:] or not is_like:
         raise ValueError(
             f"each canary must be like an example, {data.dtype} of shape {data.shape[1:]}; found "
             f"{canaries.dtype} of shape {canaries.shape[1:]}."
@@ -325,10 +419,7 @@ def _with_signature(
     The engine reads from it whether the loss takes a `key`.
     """
     planted = functools.wraps(loss)(planted)
-    try:
-        signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return planted
+    signature = inspect.signature(loss)
     parameters = list(signature.parameters.values())
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         parameters.insert(1, inspect.Parameter(row, parameters[0].kind))
