@@ -228,7 +228,7 @@ def _of_state(step: Step[Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not args:
         raise ValueError("the state is missing. Give neighbours(step, state, *batch).")
     state = args[0] if isinstance(args[0], TrainState) else step.init(args[0])
-    return (state, *(step.place(argument) for argument in args[1:]))
+    return (state, *(step.shard_batch(argument) for argument in args[1:]))
 
 
 def _of_gradient(grad_fn: ClippedGrad[Any], args: tuple[Any, ...]) -> Subject:

@@ -14,7 +14,14 @@ from jaxtyping import Bool, Int64
 from ..expected import expect, real_number, whole_number
 from ..paths import below
 from ..trees import PyTree
-from .keys import Secret, checked_secret, digest, fresh_secret
+from .keys import (
+    Secret,
+    checked_secret,
+    digest,
+    fresh_secret,
+    refuse_to_pickle,
+    warn_of_small,
+)
 from .sample_size import binomial
 
 OVERFLOW_PROBABILITY = 1e-12
@@ -99,7 +106,7 @@ class PoissonSampler:
 
     num_examples: int
     sampling_prob: float
-    seed: int | bytes = dataclasses.field(repr=False)
+    _seed: int | bytes = dataclasses.field(repr=False)
     pad_to: int = 1
     steps: int | None = None
     hosts: int = 1
@@ -113,6 +120,7 @@ class PoissonSampler:
         self,
         num_examples: SupportsIndex,
         sampling_prob: SupportsFloat,
+        *,
         seed: Secret | None = None,
         pad_to: SupportsIndex = 1,
         steps: SupportsIndex | None = None,
@@ -127,7 +135,7 @@ class PoissonSampler:
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
-            "seed": fresh_secret() if seed is None else checked_secret("seed", seed),
+            "_seed": fresh_secret() if seed is None else checked_secret("seed", seed),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
             "hosts": hosts,
@@ -145,6 +153,9 @@ class PoissonSampler:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        warn_of_small("seed", self._seed)
+
+    __reduce__ = refuse_to_pickle
 
     @functools.cached_property
     def capacity(self) -> int:
@@ -265,7 +276,7 @@ class PoissonSampler:
     def _generator(self, step: int, *what: str) -> np.random.Generator:
         numbers = str(self.num_examples), self.sampling_prob.hex(), str(step)
         what_for = ("eqx_dp sample", *numbers, *what)
-        key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
+        key = int.from_bytes(digest(self._seed, what_for, size=16), "little")
         return np.random.Generator(np.random.Philox(key=key))
 
 

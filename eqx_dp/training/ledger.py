@@ -17,6 +17,8 @@ reading, on all hosts, and that nobody removes or edits files. Nothing is locked
 **A process that is killed** leaves the announced block in its file. All its steps count, so the sum
 is never below what was released.
 """
+# pyright: reportPrivateUsage=false
+# (a step keeps for a Trainer what is of no use to users)
 
 import json
 import math
@@ -178,12 +180,12 @@ class Ledger(Tally):
             "version": _VERSION,
             "start": 0,
             "plan": json.loads(step.plan.to_json()),
-            "num_examples": step.num_examples,
+            "num_examples": step._num_examples,
             "steps": 0,
             "ended": False,
             "policy": None if step.policy is None else str(step.policy),
             "unsafe": step.policy is not None and step.policy.unsafe,
-            "randomness": "seeded" if step.is_seeded else "fresh",
+            "randomness": "fresh" if step._seed is None else "seeded",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},

@@ -1,4 +1,6 @@
 """The loop of one start: blocks of steps that the ledger knows of, and what happens after each."""
+# pyright: reportPrivateUsage=false
+# (a step keeps for a Trainer what is of no use to users)
 
 import signal as signals
 import sys
@@ -80,12 +82,12 @@ class Loop(Generic[Model]):
                     # While one step is under way the next is prepared, and memory stays flat.
                     jax.block_until_ready(before_last)
                     # Without rules a step takes numpy's arrays as they are, which is faster.
-                    examples, mask = batch if step.sharding is None else step.place(batch)
+                    examples, mask = batch if step.sharding is None else step.shard_batch(batch)
                     if self._done >= self._stop or self._signal.asked_after(self._tally.taken):
                         break
                     self._announce(epsilons)
                     before_last = flat.step
-                    flat = step.next(flat, examples, mask)
+                    flat = step._next(flat, examples, mask)
                     self._tally.taken += 1
                     event = self._event(flat, time.monotonic() - began, epsilons)
                     answers = [listener(event) for listener in listeners]
@@ -135,7 +137,7 @@ class Loop(Generic[Model]):
         is_due = done % options.evaluate_every == 0 or done == self._stop
         if options.evaluate is not None and is_due:
             state = flat.state
-            model = state.model if state.average is None else state.averaged
+            model = state.model if state.opt_state.average is None else state.averaged
             metrics = checked_metrics(options.evaluate(model))
         if metrics or (options.progress and done % options.show_every == 0):
             epsilon = epsilons.of(done)

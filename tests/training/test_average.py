@@ -23,7 +23,7 @@ def models_of(step, count):
     state, sampler = step.init(small_model()), step.sampler()
     for t in range(count):
         indices, mask = sampler.batch(t)
-        batch = step.place((XS[indices], YS[indices], mask))
+        batch = step.shard_batch((XS[indices], YS[indices], mask))
         state = step(state, *batch[:2], is_padding_example=batch[2])
         yield jax.tree.map(np.asarray, (state.model, state.averaged))
 
