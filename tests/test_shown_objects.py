@@ -39,7 +39,7 @@ OBJECTS = {
     "value and grad": lambda: dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0),
     "per example": lambda: PER_EXAMPLE,
     "plan": lambda: PLAN,
-    "sampler": lambda: PLAN.sampler(8, SEED),
+    "sampler": lambda: PLAN.sampler(8, seed=SEED),
     "noise": lambda: PLAN.privatizer(GRAD_FN.of_samples(PLAN.sampling), key=SEED).init(MODEL),
 }
 TABLES = {

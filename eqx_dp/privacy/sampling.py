@@ -106,7 +106,7 @@ class PoissonSampler:
 
     num_examples: int
     sampling_prob: float
-    _seed: int | bytes = dataclasses.field(repr=False)
+    seed: int | bytes = dataclasses.field(repr=False)
     pad_to: int = 1
     steps: int | None = None
     hosts: int = 1
@@ -135,7 +135,7 @@ class PoissonSampler:
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
             "sampling_prob": sampling_probability(sampling_prob),
-            "_seed": fresh_secret() if seed is None else checked_secret("seed", seed),
+            "seed": fresh_secret() if seed is None else checked_secret("seed", seed),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
             "hosts": hosts,
@@ -153,7 +153,7 @@ class PoissonSampler:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        warn_of_small("seed", self._seed)
+        warn_of_small("seed", self.seed)
 
     __reduce__ = refuse_to_pickle
 
@@ -276,7 +276,7 @@ class PoissonSampler:
     def _generator(self, step: int, *what: str) -> np.random.Generator:
         numbers = str(self.num_examples), self.sampling_prob.hex(), str(step)
         what_for = ("eqx_dp sample", *numbers, *what)
-        key = int.from_bytes(digest(self._seed, what_for, size=16), "little")
+        key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
         return np.random.Generator(np.random.Philox(key=key))
 
 

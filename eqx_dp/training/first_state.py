@@ -129,9 +129,14 @@ class Recipe(NamedTuple):
         Raises:
             ValueError: the step cannot train the model, or the optimizer's `init` reads values.
         """
-        eqx.filter_eval_shape(self._check, first.shapes)
 
         def body(parameters: Parameters, model: Any) -> Body:
+            checked_trainable(model, self.filter_spec)
+            if agreed_policy(model, self.grad_fn.policy) != self.grad_fn.policy:
+                raise ValueError(
+                    "The model is paired with a policy and the step has none, so its noise would "
+                    "be drawn without a policy. Give the policy to make_step as well."
+                )
             model = parameters.stored(model)
             return Body(model, *self._beside(model, parameters))
 
@@ -142,15 +147,6 @@ class Recipe(NamedTuple):
                 "The optimizer's init reads the values of parameters, so it cannot be compiled. "
                 "Take an optimizer whose init works under jax.jit, as those of optax do."
             ) from error
-
-    def _check(self, model: Any) -> None:
-        """Refuses a model that the step cannot train."""
-        checked_trainable(model, self.filter_spec)
-        if agreed_policy(model, self.grad_fn.policy) != self.grad_fn.policy:
-            raise ValueError(
-                "The model is paired with a policy and the step has none, so its noise would "
-                "be drawn without a policy. Give the policy to make_step as well."
-            )
 
     def _form_of(self, first: FirstModel[Any], function: Callable[[Parameters, Any], T]) -> T:
         """The shapes of what is made of a model, with shardings."""

@@ -173,7 +173,7 @@ class Ledger(Tally):
     """
 
     def __init__(self, directory: RunPath, step: Step[Any]):
-        self._directory, self._plan = directory, step.plan
+        self._directory, self._plan, policy = directory, step.plan, step.grad_fn.policy
         self._file = directory / LEDGER / f"{secrets.token_hex(8)}.json"
         self._entry: dict[str, Any] = {
             "format": _FORMAT,
@@ -183,8 +183,8 @@ class Ledger(Tally):
             "num_examples": step._num_examples,
             "steps": 0,
             "ended": False,
-            "policy": None if step.policy is None else str(step.policy),
-            "unsafe": step.policy is not None and step.policy.unsafe,
+            "policy": None if policy is None else str(policy),
+            "unsafe": policy is not None and policy.unsafe,
             "randomness": "fresh" if step._seed is None else "seeded",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}

@@ -23,7 +23,7 @@ Model = TypeVar("Model")
 
 # What optimizers must not hold, by the functions that make it.
 _NOISES = ("gaussian_privatizer", "differentially_private_aggregate")
-_CLIPS = ("clip_by_global_norm", "clip", "clip_by_block_rms", "adaptive_grad_clip")
+_CLIPS = ("clip_by_global_norm", "clip", "adaptive_grad_clip")
 
 
 def make_step(

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from ..gradients import ClippedGrad, FilterSpec, takes_key
-from ..precision import Policy
 from ..privacy import (
     GaussianPrivatizerState,
     PoissonSampler,
@@ -27,13 +26,12 @@ from ..privacy import (
     key_from_secret,
     refuse_to_pickle,
 )
-from ..sharding import ShardingRules
 from ..shown import function_name
 from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
 from .dispatch import Carry, Dispatch, FlatState
 from .first_state import Body, FirstModel, Recipe
-from .state import OptState, Parameters, TrainState, is_gone, moved, refuse_used_up, strong
+from .state import OptState, TrainState, is_gone, moved, refuse_used_up, strong
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
@@ -74,19 +72,9 @@ class Step(Generic[Model]):
     __reduce__ = refuse_to_pickle
 
     def __repr__(self) -> str:
-        loss, policy = function_name(self.grad_fn.__wrapped__), self.policy and str(self.policy)
-        more = f"num_examples={self._num_examples}, policy={policy!r}"
+        loss, policy = function_name(self.grad_fn.__wrapped__), self.grad_fn.policy
+        more = f"num_examples={self._num_examples}, policy={policy and str(policy)!r}"
         return f"{type(self).__name__}({loss}, {self.plan}, {more})"
-
-    @property
-    def policy(self) -> Policy | None:
-        """The policy that the step was made with."""
-        return self.grad_fn.policy
-
-    @property
-    def sharding(self) -> ShardingRules | None:
-        """The sharding rules that the step was made with."""
-        return self.grad_fn.sharding
 
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation | None:
@@ -96,7 +84,7 @@ class Step(Generic[Model]):
 
     def _mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context."""
-        rules = self.sharding
+        rules = self.grad_fn.sharding
         if rules is None:
             return nullcontext()
         try:
@@ -110,10 +98,10 @@ class Step(Generic[Model]):
         Args:
             batch: arrays with examples in front.
         """
-        if self.sharding is None:
+        if self.grad_fn.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self._mesh():
-            return self.sharding.shard_batch(batch)
+            return self.grad_fn.sharding.shard_batch(batch)
 
     # Randomness.
 
@@ -131,18 +119,12 @@ class Step(Generic[Model]):
         return self._sampler_of(self._secret_of(0))
 
     def _sampler_of(self, secret: bytes) -> PoissonSampler:
-        seed = digest(secret, ("sample",), size=32)
-        if self.sharding is None:
-            return self.plan.sampler(self._num_examples, seed=seed)
-        parts = self.sharding.local_shards()
+        rules, parts, hosts, host = self.grad_fn.sharding, 1, 1, 0
+        if rules is not None:
+            parts, hosts, host = rules.local_shards(), jax.process_count(), jax.process_index()
+        seed, shared = digest(secret, ("sample",), size=32), self._shared
         return self.plan.sampler(
-            self._num_examples,
-            seed=seed,
-            pad_to=parts,
-            hosts=jax.process_count(),
-            host=jax.process_index(),
-            devices=parts,
-            shared=self._shared,
+            self._num_examples, seed=seed, hosts=hosts, host=host, devices=parts, shared=shared
         )
 
     # The first state.
@@ -191,8 +173,8 @@ class Step(Generic[Model]):
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
         where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
-        if self.sharding is not None:
-            where = NamedSharding(self.sharding.mesh, PartitionSpec())
+        if self.grad_fn.sharding is not None:
+            where = NamedSharding(self.grad_fn.sharding.mesh, PartitionSpec())
         # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         noise, count, key = jax.device_put(small, where)
@@ -270,7 +252,7 @@ class Step(Generic[Model]):
             after = self._after(TrainState(*strong(carry), step), strong(batch), mask)
             return (after.model, after.opt_state), after.step
 
-        return Dispatch(take, self.sharding is not None)
+        return Dispatch(take, self.grad_fn.sharding is not None)
 
     def _after(
         self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Any
@@ -287,11 +269,11 @@ class Step(Generic[Model]):
         if self._noise is not None:
             grads, noise_state = cast(Any, self._noise.update(grads, noise_state))
         params = self._wide(state.model)
-        grads, opt_state = widened((grads, opt_state), self.policy)
+        parameters, policy = self._recipe.parameters, self.grad_fn.policy
+        grads, opt_state = widened((grads, opt_state), policy)
         updates, opt_state = self._updated(grads, opt_state, params)
-        opt_state = stored_state(opt_state, self.policy)
-        is_random = self.policy is not None and self.policy.rounding == "stochastic"
-        parameters = Parameters(self.policy, self.sharding)
+        opt_state = stored_state(opt_state, policy)
+        is_random = policy is not None and policy.rounding == "stochastic"
         model = parameters.updated(state.model, updates, key_for("rounding") if is_random else None)
         if self._ema is not None:
             average = moved(average, self._wide(model), self._ema, state.step + 1)
@@ -313,7 +295,7 @@ class Step(Generic[Model]):
 
     def _wide(self, model: Any) -> PyTree[Any]:
         """The trained parameters as the optimizer sees them."""
-        return Parameters(self.policy, self.sharding).wide(self.grad_fn.trainable(model))
+        return self._recipe.parameters.wide(self.grad_fn.trainable(model))
 
 
 def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:

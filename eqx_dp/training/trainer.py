@@ -27,10 +27,6 @@ Model = TypeVar("Model")
 
 # Epsilon takes a tenth of a second to compute, so it is not shown after every step.
 _TIMES_SHOWN = 20
-_FINISHED = (
-    "this run is finished: {1} of {2} steps, in {0}. Its last checkpoint is returned; the model, "
-    "the loss and the data that are given now are not used. Give another directory for another run."
-)
 
 
 class Trainer(Generic[Model]):
@@ -203,7 +199,11 @@ class Trainer(Generic[Model]):
                 if left <= 0:
                     ledger.restate(step.plan.epsilon)
                     if is_first_host():
-                        finished = _FINISHED.format(directory, min(ledger.released, stop), stop)
+                        done = f"{min(ledger.released, stop)} of {stop} steps, in {directory}"
+                        finished = (
+                            f"this run is finished: {done}. Its last checkpoint is returned; "
+                            "the model, the loss and the data that are given now are not used."
+                        )
                         print(f"eqx_dp: {finished}", flush=True)
                         warnings.warn(finished, CheckpointWarning, stacklevel=2)
                     return state
@@ -221,9 +221,9 @@ class Trainer(Generic[Model]):
         examples, mask = step.shard_batch(self._batches.zeros())
         step.lower(state, *examples, is_padding_example=mask)
         reports: dict[str, Any] = {"precision": None, "privacy": None}
-        if step.policy is not None:
+        if (policy := step.grad_fn.policy) is not None:
             reports["precision"] = check_precision(
-                step, state, *examples, is_padding_example=mask, policy=step.policy
+                step, state, *examples, is_padding_example=mask, policy=policy
             )
         if step.plan.noise_multiplier > 0:
             reports["privacy"] = check_privacy(step, state, *examples, is_padding_example=mask)

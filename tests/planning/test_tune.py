@@ -83,7 +83,7 @@ def test_the_same_function_fixed_to_what_was_fastest():
 def test_on_a_mesh_with_a_plan_from_shapes_alone(kind, clock):
     mesh = jax.make_mesh((4,), ("data",), (getattr(jax.sharding.AxisType, kind),))
     rules = dp.ShardingRules(mesh)
-    slots = PLAN.sampler(40, 1, pad_to=4).capacity
+    slots = PLAN.sampler(40, seed=1, pad_to=4).capacity
     shapes = eqx.filter_eval_shape(lambda: (CASE.model, CASE.batch(slots)))
     clock["ghost", 2] = 0.5
     tuned = dp.tune(grad_fn(sharding=rules), shapes[0], *shapes[1], plan=PLAN, **FEW)
@@ -280,7 +280,7 @@ def test_a_plan_tells_how_many_microbatches_are_expected(monkeypatch):
         return {name: [1.0] for name in runs}
 
     monkeypatch.setattr(trials, "timed", taken)
-    slots = PLAN.sampler(40, 1).capacity
+    slots = PLAN.sampler(40, seed=1).capacity
     batch = CASE.batch(slots)
     dp.tune(
         grad_fn(), CASE.model, *batch, plan=PLAN, methods=("ghost",), microbatch_sizes=(2, slots)

@@ -17,7 +17,7 @@ from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS
 
 
 def sampler(sampling_prob=0.25, num_examples=NUM_EXAMPLES):
-    return PoissonSampler(num_examples, sampling_prob, SEED, pad_to=8)
+    return PoissonSampler(num_examples, sampling_prob, seed=SEED, pad_to=8)
 
 
 def batches_of(data, sampler, steps, ahead=1):
@@ -141,7 +141,7 @@ def test_an_empty_draw_reads_nothing():
 
 
 def test_a_host_reads_only_what_it_owns():
-    mine = PoissonSampler(NUM_EXAMPLES, 0.5, SEED, hosts=2, host=1)
+    mine = PoissonSampler(NUM_EXAMPLES, 0.5, seed=SEED, hosts=2, host=1)
     source = Source(lambda i: XS[i])
     list(batches_of(source, mine, 5))
     assert set(np.concatenate(source.asked).tolist()) <= set(mine.owned)
@@ -310,7 +310,7 @@ def test_records_at_fault_are_not_told(record, said):
         def __getitem__(self, index):
             return record(min(index, 1))
 
-    everything = PoissonSampler(NUM_EXAMPLES, 1.0, SEED)
+    everything = PoissonSampler(NUM_EXAMPLES, 1.0, seed=SEED)
     with pytest.raises(dp.DataError, match="data, a Records: the source raised") as caught:
         next(batches_of(dp.Records(Faulty(), readers=2), everything, 1))
     assert said in caught.value.private_details()
