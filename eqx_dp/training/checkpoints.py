@@ -201,8 +201,8 @@ def restored(
         if others:
             body = Body(body.model, *recipe.beside(form, body.model))
             warnings.warn(
-                f"{' and '.join(others)} of checkpoint {number} is of another optimizer, or of "
-                "another `ema`: the optimizer's state and the average are made anew.",
+                f"The optimizer's state in checkpoint {number} is of another optimizer, or of a "
+                "step with (or without) `ema`: it and the average are made anew.",
                 CheckpointWarning,
                 stacklevel=4,
             )

@@ -15,7 +15,7 @@ from ..expected import entries, expect, flag, function, whole_number
 from ..files import going_on, write_json
 from .checkpoints import Checkpoints, restored
 from .data import Batches
-from .events import Callback, JsonLines
+from .events import Callback, Event, JsonLines
 from .first_state import FirstModel
 from .hosts import StopSignal, failing_alone, is_first_host
 from .ledger import CHECKS, METRICS, CheckpointError, CheckpointWarning, Ledger, Tally
@@ -94,8 +94,8 @@ class Trainer(Generic[Model]):
             sharding rules place data on the mesh by `step.shard_batch`.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
-        callbacks: each is called with an `Event` after every step; the run ends where one returns
-            True.
+        callbacks: each is called with a `dp.Trainer.Event` after every step; the run ends where one
+            returns True.
         progress: whether to show a progress bar.
 
     Raises:
@@ -103,6 +103,8 @@ class Trainer(Generic[Model]):
             step's `num_examples`.
         DataError: a source cannot be read.
     """
+
+    Event = Event
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.gradients import METHODS
 from eqx_dp.gradients.methods import clipped_sum
-from eqx_dp.planning import trials
+from eqx_dp.planning import Tuning, trials
 from eqx_dp.planning.candidates import sizes_around
 from eqx_dp.planning.made_up import made_up
 from eqx_dp.planning.trials import Runs, timed
@@ -362,14 +362,14 @@ def test_a_choice_is_kept_in_a_file(tmp_path, clock, monkeypatch):
     file.write_text(json.dumps(stale))
     with pytest.raises(ValueError, match="devices: 1 abacus there, 1 cpu"):
         dp.tune(grad_fn(), CASE.model, *BATCH, file=file, **FEW)
-    applied = dp.Tuning.from_json(file.read_text()).apply(grad_fn())
+    applied = Tuning.from_json(file.read_text()).apply(grad_fn())
     assert applied.asked_for == ("ghost", 2)
 
 
 def test_a_tuning_that_is_none_is_refused(tmp_path, clock):
     text = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW).tuning.to_json()
     good = json.loads(text)
-    assert dp.Tuning.from_json(text).to_json() == text
+    assert Tuning.from_json(text).to_json() == text
     bad = [
         "",
         "[" * 100_000,
@@ -387,12 +387,12 @@ def test_a_tuning_that_is_none_is_refused(tmp_path, clock):
     for other in bad:
         assert other != text
         with pytest.raises(ValueError, match="tuning"):
-            dp.Tuning.from_json(other)
+            Tuning.from_json(other)
     file = tmp_path / "tuning.json"
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"tuning.json cannot be read: .*Measure again"):
         dp.tune(grad_fn(), CASE.model, *BATCH, file=file)
-    unknown = dp.Tuning.from_json(json.dumps(good | {"method": "fast"}))
+    unknown = Tuning.from_json(json.dumps(good | {"method": "fast"}))
     with pytest.raises(ValueError, match="method must be one of"):
         unknown.apply(grad_fn())
 

@@ -74,7 +74,9 @@ def test_shared_examples_need_few_more_slots_than_are_expected():
 def test_shared_examples_overflow_as_one_host_would():
     tau = 1e-3
     for hosts in (1, 3, 8):
-        part = PoissonSampler(5000, 0.02, seed=0, hosts=hosts, shared=True, overflow_probability=tau)
+        part = PoissonSampler(
+            5000, 0.02, seed=0, hosts=hosts, shared=True, overflow_probability=tau
+        )
         assert stats.binom.sf(hosts * part.capacity, 5000, 0.02) <= tau
         assert stats.binom.sf(hosts * (part.capacity - 1), 5000, 0.02) > tau
 

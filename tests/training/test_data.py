@@ -92,7 +92,7 @@ SOURCES = {
     "nested": (lambda _: (XS, {"a": {"y": YS}}), (XS, {"a": {"y": YS}})),
     "records": (lambda _: dp.Records(list(zip(XS, YS, strict=True))), (XS, YS)),
     "decoded": (
-        lambda _: dp.Records(Stored(), lambda text: {"y": np.float32(text)}, readers=3),
+        lambda _: dp.Records(Stored(), lambda text: {"y": np.float32(text)}),
         ({"y": YS},),
     ),
     "records with lists": (
@@ -312,7 +312,7 @@ def test_records_at_fault_are_not_told(record, said):
 
     everything = PoissonSampler(NUM_EXAMPLES, 1.0, seed=SEED)
     with pytest.raises(dp.DataError, match="data, a Records: the source raised") as caught:
-        next(batches_of(dp.Records(Faulty(), readers=2), everything, 1))
+        next(batches_of(dp.Records(Faulty()), everything, 1))
     assert said in caught.value.private_details()
 
 
@@ -322,7 +322,6 @@ def test_records_at_fault_are_not_told(record, said):
         ((iter([1]),), "records must have a length and be indexed by whole numbers"),
         (({"x": XS},), "records must have a length"),
         (([1], 3), "decode must be a function, decode"),
-        (([1], None, 0), "readers must be at least 1"),
     ],
 )
 def test_what_are_no_records(arguments, said, unchecked):

@@ -26,7 +26,9 @@ def test_hosts_share_what_one_would_draw(monkeypatch):
         for host in range(4):
             at = dp.PoissonSampler(
                 *(64, shared.sampling_prob),
-                **{"seed": shared.seed, "pad_to": shared.pad_to, "steps": shared.steps},
+                seed=shared.seed,
+                pad_to=shared.pad_to,
+                steps=shared.steps,
                 hosts=4,
                 host=host,
                 devices=shared.devices,

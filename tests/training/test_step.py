@@ -37,7 +37,7 @@ def run(step, model, steps=3, xs=XS, ys=YS):
 
 def key_of(stream):
     """The key that a seeded step has for the noise, or of which the others are made."""
-    return key_from_secret(make(seed=SEED).secret_of(0), stream)
+    return key_from_secret(make(seed=SEED)._secret_of(0), stream)
 
 
 @contextlib.contextmanager
