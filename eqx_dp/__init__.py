@@ -8,36 +8,31 @@ Precision: what dtype each stage uses
     LossScale, apply_policy, apply_updates
 Clipped gradients: one example moves a sum by so much and no more
     filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
-    explain, Explanation
+    explain
 Plan, sample, noise: what makes the sum private, and what that costs
-    PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, add_noise,
-    key_from_secret
+    PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, add_noise
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
-    make_step, Step, TrainState, Trainer, Records, Event, load_model, save_model,
-    CheckpointError, CheckpointWarning, DataError
+    make_step, Step, TrainState, Trainer, Records, load_model, save_model,
+    CheckpointError, DataError
 Checks: the traced step against its declaration, and attacks on it
-    check_precision, PrecisionReport, check_privacy, PrivacyReport, audit
+    check_precision, check_privacy, audit
 Planning: the memory of a step before it runs, and the fastest way to take it
-    plan_memory, MemoryPlan, tune
+    plan_memory, tune
 """
 
 from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
 from . import audit as audit
-from .checks import PrecisionReport as PrecisionReport
-from .checks import PrivacyReport as PrivacyReport
 from .checks import check_precision as check_precision
 from .checks import check_privacy as check_privacy
 from .gradients import ClippedGrad as ClippedGrad
-from .gradients import Explanation as Explanation
 from .gradients import PerExample as PerExample
 from .gradients import explain as explain
 from .gradients import filter_clipped_grad as filter_clipped_grad
 from .gradients import filter_value_and_clipped_grad as filter_value_and_clipped_grad
-from .planning import MemoryPlan as MemoryPlan
 from .planning import plan_memory as plan_memory
 from .planning import tune as tune
 from .precision import LossScale as LossScale
@@ -53,12 +48,9 @@ from .privacy import PoissonSampler as PoissonSampler
 from .privacy import PrivacyPlan as PrivacyPlan
 from .privacy import add_noise as add_noise
 from .privacy import gaussian_privatizer as gaussian_privatizer
-from .privacy import key_from_secret as key_from_secret
 from .sharding import ShardingRules as ShardingRules
 from .training import CheckpointError as CheckpointError
-from .training import CheckpointWarning as CheckpointWarning
 from .training import DataError as DataError
-from .training import Event as Event
 from .training import Records as Records
 from .training import Step as Step
 from .training import Trainer as Trainer

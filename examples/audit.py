@@ -94,7 +94,7 @@ def attack(case: Case, steps: int, num_gradients: int, num_images: int, seed: in
         seed=seed,
         l2_clip_norm=CLIP_NORM,
     )
-    start = digits.Digits(dp.key_from_secret(seed, "model"))
+    start = digits.Digits(jax.random.key(seed))
     trained = dp.Trainer(step, marked.data, progress=False).run(marked.model(start)).model
 
     losses = planted.loss_scores(digits.loss, trained.model, start)

@@ -90,7 +90,7 @@ def train(
     Without a seed samples and noise are fresh. The first model is public in any case.
     """
     images, labels, held_out, held_out_labels = load_images()
-    model = policy.cast_to_param(Digits(dp.key_from_secret(seed or 0, "model")))
+    model = policy.cast_to_param(Digits(jax.random.key(seed or 0)))
 
     grad_fn = dp.filter_clipped_grad(
         loss,

@@ -241,7 +241,7 @@ def make_evaluation(
     step: dp.Step[GPT], held_out: UInt8[np.ndarray, "n length"]
 ) -> Callable[[GPT], dict[str, Array]]:
     """Measures the loss on held-out windows; like batches, they are spread over the devices."""
-    data, policy = step.place(held_out), step.policy
+    data, policy = step.shard_batch(held_out), step.grad_fn.policy
 
     @eqx.filter_jit
     def mean_loss(model: GPT, data: UInt8[Array, "n length"]) -> Float[Array, ""]:

@@ -111,7 +111,7 @@ def train(
     images, labels, held_out, held_out_labels = load_images()
     history: list[tuple[int, float, float]] = []
 
-    def remember(event: dp.Event[Convolutional]) -> None:
+    def remember(event: dp.Trainer.Event[Convolutional]) -> None:
         if event.metrics and event.epsilon is not None:
             history.append((event.step, event.metrics["accuracy"], event.epsilon))
 
@@ -127,7 +127,7 @@ def train(
         callbacks=[remember],
         progress=progress,
     )
-    trainer.run(Convolutional(dp.key_from_secret(seed or 0, "model")))
+    trainer.run(Convolutional(jax.random.key(seed or 0)))
     return history
 
 

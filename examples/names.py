@@ -148,7 +148,7 @@ def train(
     names, languages, *held_out = load_names()
     history: list[tuple[int, float, float]] = []
 
-    def remember(event: dp.Event[Recurrent]) -> None:
+    def remember(event: dp.Trainer.Event[Recurrent]) -> None:
         if event.metrics and event.epsilon is not None:
             history.append((event.step, event.metrics["accuracy"], event.epsilon))
 
@@ -160,7 +160,7 @@ def train(
         callbacks=[remember],
         progress=progress,
     )
-    trainer.run(Recurrent(dp.key_from_secret(seed or 0, "model")))
+    trainer.run(Recurrent(jax.random.key(seed or 0)))
     return history
 
 

@@ -165,10 +165,10 @@ def training(
         return dp.apply_updates(model, updates, policy, key=key), opt_state
 
     def run(seed: int, told: Callable[[], None]) -> Outcome:
-        model = policy.cast_to_param(task.model(dp.key_from_secret(seed, "model")))
+        model = policy.cast_to_param(task.model(jax.random.key(seed)))
         # Wide, as gradients are, whatever parameters are stored in.
         opt_state = optimizer(seed).init(policy.cast_to_accumulate(grad_fn.trainable(model)))
-        sampler, root = plan.sampler(count, seed=seed), dp.key_from_secret(seed, "rounding")
+        sampler, root = plan.sampler(count, seed=seed), jax.random.key(seed + 1)
         for t in range(plan.steps):
             batch, is_padding = sampler.take(t, *task.private)
             key = jax.random.fold_in(root, t)

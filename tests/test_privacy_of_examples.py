@@ -60,7 +60,7 @@ def test_gpt():
     gpt = load("gpt")
     step = gpt.make_step(plan_of(8), dp.load_policy("mixed_bfloat16"), 2000, 1e-2)
     state = step.init(gpt.GPT(32, 96, 3, jax.random.key(0)))
-    text, mask = step.place((np.zeros((128, 32), np.uint8), np.zeros(128, bool)))
+    text, mask = step.shard_batch((np.zeros((128, 32), np.uint8), np.zeros(128, bool)))
     dp.check_privacy(step, state, text, is_padding_example=mask).raise_if_violated()
 
 

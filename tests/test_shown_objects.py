@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.planning import Tuning
 from eqx_dp.tables import tabular
 
 SEED = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
@@ -29,7 +30,7 @@ GRAD_FN = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
 STEP = dp.make_step(loss, optax.sgd(0.1), PLAN, num_examples=8, seed=SEED, l2_clip_norm=1.0)
 POLICY = dp.load_policy("float32")
 PER_EXAMPLE = dp.PerExample(jnp.full(8, 0.7531), jnp.full(8, 2.4689), {"hit": jnp.ones(8)})
-TUNING = dp.Tuning("ghost", 4, ("ghost", 4), (), (("device", "cpu"),))
+TUNING = Tuning("ghost", 4, ("ghost", 4), (), (("device", "cpu"),))
 
 OBJECTS = {
     "step": lambda: STEP,
@@ -39,7 +40,7 @@ OBJECTS = {
     "value and grad": lambda: dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0),
     "per example": lambda: PER_EXAMPLE,
     "plan": lambda: PLAN,
-    "sampler": lambda: PLAN.sampler(8, SEED),
+    "sampler": lambda: PLAN.sampler(8, seed=SEED),
     "noise": lambda: PLAN.privatizer(GRAD_FN.of_samples(PLAN.sampling), key=SEED).init(MODEL),
 }
 TABLES = {

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 
 import eqx_dp as dp
+from eqx_dp.planning import Tuning
+from eqx_dp.privacy import key_from_secret
 
 MODEL = eqx.nn.Linear(4, 1, key=jax.random.key(0))
 X, Y = np.full((8, 4), 0.7531, np.float32), np.zeros((8, 1), np.float32)
@@ -84,7 +86,7 @@ CASES = [
     ("delta", lambda x: dp.PrivacyPlan(0.1, 3, 1.0, x), NUMBERS),
     ("epsilon", lambda x: calibrated(epsilon=x), NUMBERS),
     ("text", dp.PrivacyPlan.from_json, (None, 1, {})),
-    ("text", dp.Tuning.from_json, (None, 1, {})),
+    ("text", Tuning.from_json, (None, 1, {})),
     ("num_examples", lambda x: PLAN.sampler(x, seed=1), NUMBERS),
     ("seed", lambda x: PLAN.sampler(8, seed=x), ("x", 1.5, [1])),
     ("grad_fn", lambda x: PLAN.privatizer(x, key=1), (None, "x", loss)),
@@ -112,7 +114,6 @@ CASES = [
     ("shared", lambda x: made(shared=x), (None, "x", 1)),
     ("read_ahead", lambda x: trained(read_ahead=x), NUMBERS),
     ("records", dp.Records, (None, "x", 3, {})),
-    ("readers", lambda x: dp.Records([1], readers=x), NUMBERS),
     ("decode", lambda x: dp.Records([1], x), ("x", 3)),
     ("state", lambda x: STEP(x, X, Y, is_padding_example=MASK), (None, "x", MODEL)),
     ("step", lambda x: trained(x), (None, "x", GRAD_FN)),
@@ -125,7 +126,7 @@ CASES = [
     ("callbacks", lambda x: trained(callbacks=x), (3, "x", [3], None)),
     ("progress", lambda x: trained(progress=x), ("x", None)),
     ("steps", lambda x: trained().run(MODEL, steps=x), ("x", 1.5, True)),
-    ("a secret", dp.key_from_secret, (None, "x", 1.5)),
+    ("a secret", key_from_secret, (None, "x", 1.5)),
     ("source", lambda x: dp.load_model(x, like=MODEL), (None, 3)),
     ("file", lambda x: saved(file=x), (None, 3, "x.bin", "/nowhere/a.safetensors")),
     ("model", lambda x: saved(x), (None, "x", 3)),

@@ -246,7 +246,7 @@ def _split(key: Any, num_examples: int) -> Array:
         # JAX's own error would print a seed that is given for a key.
         kind = shown(key) if eqx.is_array(key) else f"a value of type {type(key).__name__}"
         raise ValueError(
-            "key must be a single JAX key (dp.key_from_secret(secret)), which is split here, one "
+            "key must be a single JAX key (jax.random.key(seed)), which is split here, one "
             f"key an example; found {kind}."
         ) from None
 

@@ -3,8 +3,9 @@
 import hashlib
 import operator
 import secrets
+import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeAlias, cast
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback, multihost_utils
 from jaxtyping import PRNGKeyArray
+from wadler_lindig import TextDoc
 
 from ..trees import is_key
 
@@ -136,6 +138,36 @@ def checked_secret(name: str, secret: object) -> int | bytes:
     return number
 
 
+def refuse_to_pickle(self: object) -> NoReturn:
+    """The `__reduce__` of what holds a secret: no pickle holds one.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"{type(self).__name__} holds a secret, and no file may: anyone with it can subtract the "
+        "noise, or tell which examples were in which batch. Save what is public, and draw fresh "
+        "randomness at the next start. To copy a state: jax.tree.map(jnp.copy, state)."
+    )
+
+
+def printed_without_key(holder: object, **_: Any) -> TextDoc:
+    """The `__pdoc__` of what holds a key: `eqx.tree_pformat` prints what `repr` does."""
+    return TextDoc(repr(holder))
+
+
+def warn_of_small(name: str, secret: int | bytes) -> None:
+    """Warns of a secret that can be guessed: one of at most 32 bits."""
+    number = int.from_bytes(secret, "little") if isinstance(secret, bytes) else secret
+    if number < 2**32:
+        warnings.warn(
+            f"{name} is small, and can be guessed by trying all numbers up to it: anyone who does "
+            "can subtract the noise, or tell which examples were in a batch. Take "
+            "secrets.randbits(128) and keep it secret, or leave it out for fresh randomness.",
+            stacklevel=4,
+        )
+
+
 def shape_of_keys(keys: Any) -> tuple[int, ...] | None:
     """The shape of an array of keys, typed or raw; None of an array that cannot be keys."""
     if is_key(keys):
@@ -177,7 +209,9 @@ def fresh_noise_key() -> PRNGKeyArray:
 def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
     """The key that somebody gave, or the one made of a secret."""
     if not isinstance(key, (jax.Array, np.ndarray)):
-        return key_from_secret(checked_secret("key", key), "noise")
+        secret = checked_secret("key", key)
+        warn_of_small("key", secret)
+        return key_from_secret(secret, "noise")
     if shape_of_keys(key) != ():
         raise ValueError(
             "key must be one key, as from dp.key_from_secret(secret), or the secret itself, a "

@@ -26,6 +26,8 @@ from .keys import (
     fresh_noise_key,
     is_threefry,
     of_one_model,
+    printed_without_key,
+    refuse_to_pickle,
     shape_of_keys,
     single_key,
     words_of,
@@ -51,6 +53,8 @@ class GaussianPrivatizerState(NamedTuple):
         is_gone = getattr(self.step, "is_deleted", None)
         is_there = isinstance(self.step, jax.core.Tracer) or is_gone is None or not is_gone()
         return f"{type(self).__name__}(key=<secret>, step={self.step if is_there else '<used up>'})"
+
+    __pdoc__, __reduce__ = printed_without_key, refuse_to_pickle
 
 
 def gaussian_privatizer(

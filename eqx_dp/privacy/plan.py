@@ -211,11 +211,11 @@ class PrivacyPlan:
     def sampler(
         self,
         num_examples: SupportsIndex,
+        *,
         seed: Secret | None = None,
         pad_to: SupportsIndex = 1,
         hosts: SupportsIndex = 1,
         host: SupportsIndex = 0,
-        *,
         devices: SupportsIndex = 1,
         shared: bool = False,
     ) -> PoissonSampler:

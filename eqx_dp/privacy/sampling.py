@@ -14,7 +14,14 @@ from jaxtyping import Bool, Int64
 from ..expected import expect, real_number, whole_number
 from ..paths import below
 from ..trees import PyTree
-from .keys import Secret, checked_secret, digest, fresh_secret
+from .keys import (
+    Secret,
+    checked_secret,
+    digest,
+    fresh_secret,
+    refuse_to_pickle,
+    warn_of_small,
+)
 from .sample_size import binomial
 
 OVERFLOW_PROBABILITY = 1e-12
@@ -113,6 +120,7 @@ class PoissonSampler:
         self,
         num_examples: SupportsIndex,
         sampling_prob: SupportsFloat,
+        *,
         seed: Secret | None = None,
         pad_to: SupportsIndex = 1,
         steps: SupportsIndex | None = None,
@@ -145,6 +153,9 @@ class PoissonSampler:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        warn_of_small("seed", self.seed)
+
+    __reduce__ = refuse_to_pickle
 
     @functools.cached_property
     def capacity(self) -> int:

@@ -135,7 +135,7 @@ class Checkpoints:
             self.close()
             self._manager = self._open()
         args = self._orbax.args
-        arrays = named_arrays(Body(state.model, state.opt_state[1], state.average))
+        arrays = named_arrays(Body(state.model, state.opt_state.optimizer, state.opt_state.average))
         arrays["step"] = state.step
         items = {_STATE: args.PyTreeSave(arrays), _RECORD: args.JsonSave(dict(record))}
         try:
@@ -177,8 +177,7 @@ def restored(
     |---|---|
     | another array in the model, or another shape | `ValueError`, each is named |
     | another dtype | it is cast: the policy may change |
-    | other arrays in the optimizer's state | that is made anew, with a warning |
-    | an average that is not kept any more, or was not | dropped; or begins with the parameters |
+    | other arrays in the optimizer's state or in the average | both are made anew, with a warning |
 
     Returns:
         the body, the steps that the model has taken, and what the ledger kept with it.
@@ -191,26 +190,19 @@ def restored(
     def read(number: int) -> tuple[Body, int, dict[str, Any]]:
         saved = checkpoints.shapes(number)
         check_fits(f"checkpoint {number}", saved, wanted)
-        others = [
-            part
-            for part in ("opt_state", "average")
-            if _shapes(part, saved) != _shapes(part, wanted)
-        ]
-        targets = {name: x for name, x in wanted.items() if part_of(name) not in others}
+        beside = ("opt_state", "average")
+        others = [part for part in beside if _shapes(part, saved) != _shapes(part, wanted)]
+        targets = {name: x for name, x in wanted.items() if not others or part_of(name) == "model"}
         targets["step"] = jax.ShapeDtypeStruct((), saved["step"].dtype)
         arrays, record = checkpoints.read(number, targets)
         if record.keys() != {"released", "ledger"}:
             raise ValueError("its record is damaged")
         body = with_arrays(form, arrays)
         if others:
-            opt_state, average = recipe.beside(form, body.model)
-            body = body._replace(
-                opt_state=opt_state if "opt_state" in others else body.opt_state,
-                average=average if "average" in others else body.average,
-            )
-        if "opt_state" in others:
+            body = Body(body.model, *recipe.beside(form, body.model))
             warnings.warn(
-                f"The optimizer's state in checkpoint {number} is another optimizer's: made anew.",
+                f"The optimizer's state in checkpoint {number} is of another optimizer, or of a "
+                "step with (or without) `ema`: it and the average are made anew.",
                 CheckpointWarning,
                 stacklevel=4,
             )

@@ -4,13 +4,13 @@ import collections
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, SupportsIndex, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from ..expected import function, whole_number
+from ..expected import function
 from ..privacy import PoissonSampler
 from ..shown import shown
 from ..trees import PyTree
@@ -41,7 +41,7 @@ class Records:
 
     ```python
     records = grain.sources.ArrayRecordDataSource(paths)
-    data = dp.Records(records, decode=parse, readers=16)  # parse(record) is a tree of arrays
+    data = dp.Records(records, decode=parse)  # parse(record) is a tree of arrays
     ```
 
     | case | what happens |
@@ -52,23 +52,16 @@ class Records:
     | a record cannot be read or decoded | `DataError`, which does not say which |
 
     Args:
-        records: `len(records)` examples; `records[i]` is one, for i from 0. With several readers it
-            is indexed by several threads at the same time.
+        records: `len(records)` examples; `records[i]` is one, for i from 0. (A Trainer's
+            `read_ahead` reads several batches at the same time.)
         decode: `decode(record)` is the example: numbers, arrays, or a tree of them. A tuple is
             several arguments of the loss. None for records that are so already.
-        readers: how many records of a batch are read at the same time, each by a thread.
 
     Raises:
-        ValueError: `records` has no length or cannot be indexed; `decode` is no function; `readers`
-            is no whole number from 1 to 1024.
+        ValueError: `records` has no length or cannot be indexed; `decode` is no function.
     """
 
-    def __init__(
-        self,
-        records: Any,
-        decode: Callable[[Any], PyTree[Any]] | None = None,
-        readers: SupportsIndex = 1,
-    ):
+    def __init__(self, records: Any, decode: Callable[[Any], PyTree[Any]] | None = None):
         if not isinstance(records, Source) or isinstance(records, (str, bytes, Mapping)):
             raise ValueError(
                 "records must have a length and be indexed by whole numbers, as a list is; found "
@@ -77,7 +70,6 @@ class Records:
         if decode is not None:
             function("decode", decode, "decode(record), or None")
         self._records, self._decode = records, decode
-        self._readers = whole_number("readers", readers, least=1, most=1024)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -89,20 +81,12 @@ class Records:
             indices: their positions, at least one.
         """
         of_many = getattr(self._records, "__getitems__", None)
-        if of_many is not None:
-            records = of_many([int(i) for i in indices])
-            examples = [self._decoded(record) for record in records]
-        elif self._readers == 1:
-            examples = [self._example(index) for index in indices]
-        else:
-            with ThreadPoolExecutor(self._readers, "eqx_dp-records") as pool:
-                examples = list(pool.map(self._example, indices))
+        whole = [int(i) for i in indices]
+        records = [self._records[i] for i in whole] if of_many is None else of_many(whole)
+        examples = [self._decoded(record) for record in records]
         if len({jax.tree.structure(example) for example in examples}) > 1:
             raise ValueError("records differ in structure")
         return jax.tree.map(_stacked, *examples)
-
-    def _example(self, index: Any) -> PyTree[Any]:
-        return self._decoded(self._records[int(index)])
 
     def _decoded(self, record: Any) -> PyTree[np.ndarray]:
         example = record if self._decode is None else self._decode(record)

@@ -3,15 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ..expected import expect
 from ..trees import is_array_or_shape
-from .state import TrainState, is_gone, refuse_used_up
+from .state import OptState, TrainState, is_gone, refuse_used_up
 
 Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
@@ -19,11 +18,23 @@ Result = TypeVar("Result")
 Model = TypeVar("Model")
 
 
-class _Rest(NamedTuple):
-    """What a tree is, but for its arrays: where one is, `others` has None."""
+@jax.tree_util.register_static
+class Rest:
+    """What a tree is, but for its arrays: where one is, `others` has None. Hashed once."""
 
-    structure: Any
-    others: tuple[Any, ...]
+    def __init__(self, structure: Any, others: tuple[Any, ...]):
+        self.structure, self.others = structure, others
+        self._hash = hash((structure, others))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Rest)
+            and self.structure == other.structure
+            and self.others == other.others
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class Flat(Generic[Tree]):
     are flattened by Python.
     """
 
-    rest: _Rest
+    rest: Rest
     arrays: list[Any]
 
     @property
@@ -50,11 +61,11 @@ def flat(tree: Tree) -> Flat[Tree]:
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_array_or_shape(leaf)]
     others = tuple(None if is_array_or_shape(leaf) else leaf for leaf in leaves)
-    return Flat(_Rest(structure, others), arrays)
+    return Flat(Rest(structure, others), arrays)
 
 
-Carry = tuple[Any, PyTree[Any], Any, PyTree[Any]]
-"""Model, optimizer's state, key, average: what a step uses up of a state."""
+Carry = tuple[Any, OptState]
+"""Model and what is beside it: what a step uses up of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +86,7 @@ class FlatState(Generic[Model]):
         """Takes a state apart; a ValueError if it is none, or an earlier step has used it up."""
         allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
         expect("state", state, TrainState, allowed)
-        carry = flat((state.model, state.opt_state, state.key, state.average))
+        carry: Flat[Carry] = flat((state.model, state.opt_state))
         if any(map(is_gone, carry.arrays)) or is_gone(state.step):
             refuse_used_up("state", state)
         return cls(carry, state.step)
@@ -83,23 +94,7 @@ class FlatState(Generic[Model]):
     @property
     def state(self) -> TrainState[Model]:
         """The state, put together."""
-        model, opt_state, key, average = self.carry.tree
-        return TrainState(model, opt_state, self.step, key, average)
-
-
-@jax.tree_util.register_static
-class _Form:
-    """What a program depends on beside its arrays. Its hash is worked out once."""
-
-    def __init__(self, *rests: _Rest):
-        self.rests = rests
-        self._hash = hash(rests)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Form) and self.rests == other.rests)
+        return TrainState(*self.carry.tree, self.step)
 
 
 class Dispatch(Generic[Beside, Tree, Result]):
@@ -116,14 +111,14 @@ class Dispatch(Generic[Beside, Tree, Result]):
 
     def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]], is_spread: bool):
         self._function, self._is_spread = function, is_spread
-        self._form: _Form | None = None
+        self._beside: Rest | None = None
         self._jitted = functools.cache(self._compiled)
 
     def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Result]:
         """The next carry, and arrays that are there when the call has ended; uses up the carry."""
         function = self._jitted(self._places(carry))
-        form, arrays, result = function(*self._arguments(beside, carry))
-        return Flat(form.rests[0], arrays), result
+        rest, arrays, result = function(*self._arguments(beside, carry))
+        return Flat(rest, arrays), result
 
     def lower(self, beside: Beside, carry: Flat[Tree]) -> jax.stages.Lowered:
         """Lowers the function for these arguments; nothing is computed."""
@@ -137,17 +132,15 @@ class Dispatch(Generic[Beside, Tree, Result]):
 
     def _compiled(self, places: tuple[Any, ...] | None) -> Any:
         out = None if places is None else (None, list(places), None)
-        return jax.jit(self._of_arrays, donate_argnums=2, out_shardings=out)
+        return jax.jit(self._of_arrays, donate_argnums=3, out_shardings=out)
 
-    def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[_Form, list[Any], list[Any]]:
-        first, form = flat(beside), self._form
-        # One object for equal forms, since that is compared fast.
-        if form is None or form.rests != (first.rest, carry.rest):
-            self._form = form = _Form(first.rest, carry.rest)
-        return form, first.arrays, carry.arrays
+    def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[Any, ...]:
+        first = flat(beside)
+        if self._beside != first.rest:  # one object for equal ones, since that is compared fast
+            self._beside = first.rest
+        return self._beside, carry.rest, first.arrays, carry.arrays
 
-    def _of_arrays(self, form: _Form, beside: list[Any], carry: list[Any]) -> Any:
-        arguments = (Flat(*parts).tree for parts in zip(form.rests, (beside, carry), strict=True))
-        tree, result = self._function(*arguments)
+    def _of_arrays(self, first: Rest, second: Rest, beside: list[Any], carry: list[Any]) -> Any:
+        tree, result = self._function(Flat(first, beside).tree, Flat(second, carry).tree)
         after = flat(tree)
-        return _Form(after.rest), after.arrays, result
+        return after.rest, after.arrays, result

@@ -74,21 +74,25 @@ class EpsilonAhead:
     """Epsilon of numbers of steps, computed in a thread: each takes a tenth of a second.
 
     It depends on the plan alone, so figures are computed before the steps that they are of.
+
+    Args:
+        plan: of the run.
+        stop: the last number of steps whose epsilon will be asked for.
+        every: it will be asked for at multiples of these.
     """
 
-    def __init__(self, plan: PrivacyPlan):
-        self._plan = plan
+    def __init__(self, plan: PrivacyPlan, stop: int, every: list[int]):
+        self._plan, self._stop, self._every = plan, stop, every
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-epsilon")
         self._coming: dict[int, Future[float]] = {}
 
-    def expect(self, step: int) -> None:
-        """Begins to compute epsilon of the first `step` steps, if the plan has so many."""
-        if step <= self._plan.steps and step not in self._coming:
-            self._coming[step] = self._worker.submit(self._plan.epsilon, step)
-
     def of(self, step: int) -> float:
         """Epsilon of the first `step` steps."""
-        self.expect(step)
+        coming = step
+        for _ in range(3):  # this one, and the next two
+            if coming not in self._coming:
+                self._coming[coming] = self._worker.submit(self._plan.epsilon, coming)
+            coming = min([self._stop, *((coming // every + 1) * every for every in self._every)])
         return self._coming[step].result()
 
     def close(self) -> None:

@@ -45,8 +45,8 @@ class FirstModel(Generic[Model]):
         if (model is None) == (init_model is None):
             found = "neither" if model is None else "both"
             raise ValueError(
-                "Give the model before the first step, or init_model=, a function without "
-                f"arguments that returns it; found {found}."
+                "Give the starting model, trainer.run(model) or step.init(model); or a function "
+                f"that makes it, init_model=make_model. Found {found}."
             )
         self.given, self.make = model, init_model
         if init_model is None:
@@ -129,9 +129,14 @@ class Recipe(NamedTuple):
         Raises:
             ValueError: the step cannot train the model, or the optimizer's `init` reads values.
         """
-        eqx.filter_eval_shape(self._check, first.shapes)
 
         def body(parameters: Parameters, model: Any) -> Body:
+            checked_trainable(model, self.filter_spec)
+            if agreed_policy(model, self.grad_fn.policy) != self.grad_fn.policy:
+                raise ValueError(
+                    "The model is paired with a policy and the step has none, so its noise would "
+                    "be drawn without a policy. Give the policy to make_step as well."
+                )
             model = parameters.stored(model)
             return Body(model, *self._beside(model, parameters))
 
@@ -142,15 +147,6 @@ class Recipe(NamedTuple):
                 "The optimizer's init reads the values of parameters, so it cannot be compiled. "
                 "Take an optimizer whose init works under jax.jit, as those of optax do."
             ) from error
-
-    def _check(self, model: Any) -> None:
-        """Refuses a model that the step cannot train."""
-        checked_trainable(model, self.filter_spec)
-        if agreed_policy(model, self.grad_fn.policy) != self.grad_fn.policy:
-            raise ValueError(
-                "The model is paired with a policy and the step has none, so its noise would "
-                "be drawn without a policy. Give the policy to make_step as well."
-            )
 
     def _form_of(self, first: FirstModel[Any], function: Callable[[Parameters, Any], T]) -> T:
         """The shapes of what is made of a model, with shardings."""

@@ -82,7 +82,8 @@ class StopSignal:
     nothing; nor does it hear a Ctrl-C for which the program has a handler of its own. On several
     hosts JAX hears of SIGTERM, and SIGINT ends a host at once.
 
-    Without a directory (`can_save`) signals are left alone.
+    Without a directory (`can_save`) signals are left alone. In a forked child (of a data source,
+    say) they do what they did before.
 
     Attributes:
         asked: the signal that this process has heard; None before.
@@ -91,6 +92,7 @@ class StopSignal:
 
     def __init__(self, can_save: bool) -> None:
         self.asked: int | None = None
+        self._process = os.getpid()
         self.is_asked = False
         self._is_alone = jax.process_count() == 1
         is_main = threading.current_thread() is threading.main_thread()
@@ -106,8 +108,12 @@ class StopSignal:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.asked = number
         before = self._before[number]
+        if os.getpid() != self._process:  # a forked child, which has nothing to save
+            signal.signal(number, before)
+            signal.raise_signal(number)
+            return
+        self.asked = number
         if number == signal.SIGINT:
             os.write(2, _INTERRUPTED_ONCE)  # `print` could be in the middle of a line of its own
             # Python would wait for a checkpoint that is being written, and this is to be at once.

@@ -17,6 +17,8 @@ reading, on all hosts, and that nobody removes or edits files. Nothing is locked
 **A process that is killed** leaves the announced block in its file. All its steps count, so the sum
 is never below what was released.
 """
+# pyright: reportPrivateUsage=false
+# (a step keeps for a Trainer what is of no use to users)
 
 import json
 import math
@@ -171,19 +173,19 @@ class Ledger(Tally):
     """
 
     def __init__(self, directory: RunPath, step: Step[Any]):
-        self._directory, self._plan = directory, step.plan
+        self._directory, self._plan, policy = directory, step.plan, step.grad_fn.policy
         self._file = directory / LEDGER / f"{secrets.token_hex(8)}.json"
         self._entry: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
             "start": 0,
             "plan": json.loads(step.plan.to_json()),
-            "num_examples": step.num_examples,
+            "num_examples": step._num_examples,
             "steps": 0,
             "ended": False,
-            "policy": None if step.policy is None else str(step.policy),
-            "unsafe": step.policy is not None and step.policy.unsafe,
-            "randomness": "seeded" if step.is_seeded else "fresh",
+            "policy": None if policy is None else str(policy),
+            "unsafe": policy is not None and policy.unsafe,
+            "randomness": "fresh" if step._seed is None else "seeded",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},

@@ -1,25 +1,29 @@
 """A step of private training, made from a loss, an optimizer and a plan."""
 
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Concatenate, SupportsIndex, TypeVar
 
 import equinox as eqx
+import jax
 import optax
 
 from ..expected import expect, flag, function, real_number
 from ..expected import optimizer as checked_optimizer
-from ..gradients import (
-    FilterSpec,
-    MethodName,
-    filter_clipped_grad,
-)
+from ..gradients import FilterSpec, MethodName, filter_clipped_grad
 from ..precision import Policy
-from ..privacy import PrivacyPlan, Secret, checked_secret
+from ..privacy import PrivacyPlan, Secret, checked_secret, warn_of_small
 from ..sharding import ShardingRules
 from ..trees import PyTree
 from .step import Step
 
 Model = TypeVar("Model")
+
+# What optimizers must not hold, by the functions that make it.
+_NOISES = ("gaussian_privatizer", "differentially_private_aggregate")
+_CLIPS = ("clip_by_global_norm", "clip", "adaptive_grad_clip")
 
 
 def make_step(
@@ -33,7 +37,6 @@ def make_step(
     sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     keep_batch_dim: bool = False,
-    rescale_to_unit_norm: bool = False,
     microbatch_size: int | None = None,
     method: MethodName = "auto",
     ema: float | None = None,
@@ -82,15 +85,15 @@ def make_step(
             decay). Its state may share arrays with the model or within
             itself, because `init` copies. An optimizer that evaluates losses or gradients by itself
             (a line search, `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would
-            cover these.
+            cover these. So is one that holds a privatizer: the step adds the plan's noise.
         plan: sampling, noise, accounting.
         num_examples: the number of examples in the data set, on all hosts together; it is public.
-        l2_clip_norm: as for `filter_clipped_grad`.
+        l2_clip_norm: as for `filter_clipped_grad`. (In place of its `rescale_to_unit_norm`, chain
+            `optax.scale(1 / l2_clip_norm)` before the optimizer.)
         policy: as for `filter_clipped_grad`; it also holds for the noise.
         sharding: as for `filter_clipped_grad`; it also holds for noise and optimizer state.
         filter_spec: which leaves are trained.
         keep_batch_dim: whether `loss` is written for a batch; it then gets batches of one.
-        rescale_to_unit_norm: as for `filter_clipped_grad`.
         microbatch_size: as for `filter_clipped_grad`; `dp.tune` measures a good one.
         method: as for `filter_clipped_grad`.
         ema: the decay, in [0, 1), of a moving average of what is trained (0.999, say). It is in
@@ -107,13 +110,18 @@ def make_step(
 
     Raises:
         ValueError: `num_examples` or `seed` is not a whole number in its range, `ema` no number in
-            its own; and as for `filter_clipped_grad` and
+            its own; the optimizer holds a privatizer; and as for `filter_clipped_grad` and
             `plan.privatizer`.
+
+    Warns:
+        UserWarning: the optimizer clips the noisy gradient (`optax.clip_by_global_norm`); the seed
+            is small enough to be guessed.
     """
     function("loss", loss, "loss(model, *example)")
     checked_optimizer("optimizer", optimizer)
     expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan")
-    num_examples = plan.sampler(num_examples, b"its length").num_examples
+    _refuse_noise(optimizer)
+    num_examples = plan.sampler(num_examples, seed=b"its length").num_examples
     grad_fn = filter_clipped_grad(
         loss,
         l2_clip_norm=l2_clip_norm,
@@ -121,18 +129,53 @@ def make_step(
         sharding=sharding,
         filter_spec=filter_spec,
         keep_batch_dim=keep_batch_dim,
-        rescale_to_unit_norm=rescale_to_unit_norm,
         normalize_by=plan.sampling_prob * num_examples,
         microbatch_size=microbatch_size,
         method=method,
     )
+    if seed is not None:
+        seed = checked_secret("seed", seed)
+        warn_of_small("seed", seed)
     return Step(
         plan=plan,
-        num_examples=num_examples,
+        _num_examples=num_examples,
         grad_fn=grad_fn.of_samples(plan.sampling),
-        ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
-        shared=flag("shared", shared),
+        _ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
+        _shared=flag("shared", shared),
         _update=optimizer,
         _filter_spec=filter_spec,
-        _seed=None if seed is None else checked_secret("seed", seed),
+        _seed=seed,
     )
+
+
+def _refuse_noise(optimizer: optax.GradientTransformation) -> None:
+    """Refuses an optimizer that holds a privatizer; warns of one that clips.
+
+    Optimizers are functions, whose names say who made them, and those that are chained stand in the
+    closure of the chain. What hides them in another way is not found.
+
+    Raises:
+        ValueError: a privatizer is in it.
+    """
+    makers = {function.__qualname__.split(".")[0] for function in _within(optimizer.update, set())}
+    if noises := makers.intersection(_NOISES):
+        raise ValueError(
+            f"The optimizer holds {', '.join(noises)}, and the step adds the plan's noise itself: "
+            "there would be noise twice. Give make_step the optimizer alone, without a privatizer."
+        )
+    if clips := makers.intersection(_CLIPS):
+        warnings.warn(
+            f"The optimizer clips the noisy gradient, which is mostly noise: {', '.join(clips)}. "
+            "Leave it out: each example's gradient is clipped by l2_clip_norm.",
+            stacklevel=3,
+        )
+
+
+def _within(value: object, seen: set[int]) -> Iterator[FunctionType]:
+    """A function and those in its closure, at any depth."""
+    if not isinstance(value, FunctionType) or id(value) in seen:
+        return
+    seen.add(id(value))
+    yield value
+    for found in jax.tree.leaves(dict(inspect.getclosurevars(value).nonlocals)):
+        yield from _within(found, seen)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from ..paths import below
 from ..precision import Policy
+from ..privacy import printed_without_key, refuse_to_pickle
 from ..sharding import ShardingRules
 from ..shown import some
 from ..trees import PyTree
@@ -21,30 +22,49 @@ Model = TypeVar("Model")
 T = TypeVar("T")
 
 
+class OptState(NamedTuple):
+    """What a state holds beside the model. No printed form shows a key of it, and no pickle.
+
+    Attributes:
+        noise: **secret**: the state of the noise, with its key.
+        optimizer: the optimizer's own state.
+        average: the moving average of what is trained, in the dtype in which it is updated; None
+            without `ema`.
+        key: **secret**: what the keys of the loss and of stochastic rounding follow from.
+    """
+
+    noise: Any
+    optimizer: PyTree[Any]
+    average: PyTree[Array] | None
+    key: PRNGKeyArray
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(<secret>)"
+
+    __pdoc__, __reduce__ = printed_without_key, refuse_to_pickle
+
+
 class TrainState(eqx.Module, Generic[Model]):
     """All that a run carries from one step to the next.
 
     Attributes:
         model: the model as it is stored, in the policy's params dtype.
-        opt_state: the states of the noise and of the optimizer. **Secret**: the first holds the key
-            of the noise (checkpoints do not).
+        opt_state: the states of the noise (`opt_state[0]`, **secret**: it holds a key), of the
+            optimizer (`opt_state[1]`), and what else is carried. Keys are fresh at every start, and
+            not in checkpoints.
         step: how many steps this model has taken.
-        key: **secret**: what the keys of the loss and of stochastic rounding follow from. It is
-            fresh at every start, and not in checkpoints.
-        average: the moving average of what is trained, in the dtype in which it is updated; None
-            without `ema`.
     """
 
     model: Model
-    opt_state: tuple[Any, PyTree[Any]]
+    opt_state: OptState
     step: Int[Array, ""]
-    key: PRNGKeyArray
-    average: PyTree[Array] | None = None
 
     def __repr__(self) -> str:
-        more = "" if self.average is None else ", averaged"
+        more = "" if self.opt_state.average is None else ", averaged"
         step = _number_of(self.step)
         return f"{type(self).__name__}({type(self.model).__name__}, step={step}{more})"
+
+    __pdoc__ = printed_without_key
 
     @property
     def averaged(self) -> Model:
@@ -55,7 +75,7 @@ class TrainState(eqx.Module, Generic[Model]):
         Raises:
             ValueError: the step was made without `ema`.
         """
-        if self.average is None:
+        if self.opt_state.average is None:
             raise ValueError(
                 "There is no average of the parameters: give make_step(..., ema=0.999)."
             )
@@ -63,7 +83,7 @@ class TrainState(eqx.Module, Generic[Model]):
         def stored(mean: Array | None, leaf: Any) -> Any:
             return leaf if mean is None else mean.astype(leaf.dtype)
 
-        return jax.tree.map(stored, self.average, self.model, is_leaf=lambda x: x is None)
+        return jax.tree.map(stored, self.opt_state.average, self.model, is_leaf=lambda x: x is None)
 
 
 def _number_of(step: Any) -> str:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from ..gradients import ClippedGrad, FilterSpec, takes_key
-from ..precision import Policy
 from ..privacy import (
     GaussianPrivatizerState,
     PoissonSampler,
@@ -24,32 +24,21 @@ from ..privacy import (
     fold_text,
     fresh_secret,
     key_from_secret,
+    refuse_to_pickle,
 )
-from ..sharding import ShardingRules
 from ..shown import function_name
 from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
 from .dispatch import Carry, Dispatch, FlatState
 from .first_state import Body, FirstModel, Recipe
-from .state import (
-    Parameters,
-    TrainState,
-    is_gone,
-    moved,
-    refuse_used_up,
-    strong,
-)
+from .state import OptState, TrainState, is_gone, moved, refuse_used_up, strong
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
 
 
-class _Arguments(NamedTuple):
-    """What a compiled step is given beside what it uses up."""
-
-    batch: tuple[PyTree[Any], ...]
-    mask: Any
-    step: Any
+_Arguments = tuple[tuple[PyTree[Any], ...], Any, Any]
+"""What a compiled step is given beside what it uses up: batch, mask, number of the step."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -65,38 +54,27 @@ class Step(Generic[Model]):
 
     Attributes:
         plan: what sampling, noise and accounting follow.
-        num_examples: in the data set.
         grad_fn: the clipped gradient, divided by the expected batch size.
-        ema: the decay of the moving average, or None.
-        shared: whether hosts share one draw evenly.
     """
 
     plan: PrivacyPlan
-    num_examples: int
     grad_fn: ClippedGrad[Any]
-    ema: float | None
-    shared: bool
+    _num_examples: int
     _update: optax.GradientTransformation
     _filter_spec: FilterSpec
+    _ema: float | None
+    _shared: bool
     _seed: int | bytes | None
 
     def __post_init__(self) -> None:
         _ = self._noise  # refused now if at all, and made outside of any trace
 
+    __reduce__ = refuse_to_pickle
+
     def __repr__(self) -> str:
-        loss, policy = function_name(self.grad_fn.__wrapped__), self.policy and str(self.policy)
-        more = f"num_examples={self.num_examples}, policy={policy!r}"
+        loss, policy = function_name(self.grad_fn.__wrapped__), self.grad_fn.policy
+        more = f"num_examples={self._num_examples}, policy={policy and str(policy)!r}"
         return f"{type(self).__name__}({loss}, {self.plan}, {more})"
-
-    @property
-    def policy(self) -> Policy | None:
-        """The policy that the step was made with."""
-        return self.grad_fn.policy
-
-    @property
-    def sharding(self) -> ShardingRules | None:
-        """The sharding rules that the step was made with."""
-        return self.grad_fn.sharding
 
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation | None:
@@ -104,14 +82,9 @@ class Step(Generic[Model]):
             return None
         return self.plan.privatizer(self.grad_fn)
 
-    @property
-    def is_seeded(self) -> bool:
-        """Whether randomness follows from a seed, so that it can be repeated."""
-        return self._seed is not None
-
-    def mesh(self) -> AbstractContextManager[Any]:
-        """The rules' mesh as a context, for code that works on a state; a step enters it itself."""
-        rules = self.sharding
+    def _mesh(self) -> AbstractContextManager[Any]:
+        """The rules' mesh as a context."""
+        rules = self.grad_fn.sharding
         if rules is None:
             return nullcontext()
         try:
@@ -119,25 +92,21 @@ class Step(Generic[Model]):
         except ValueError:  # while a step is traced inside of another program: no devices are named
             return jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh)
 
-    def place(self, batch: PyTree[Any]) -> PyTree[Any]:
+    def shard_batch(self, batch: PyTree[Any]) -> PyTree[Any]:
         """Puts this host's part of a batch where the step wants it.
 
         Args:
             batch: arrays with examples in front.
         """
-        if self.sharding is None:
+        if self.grad_fn.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
-        with self.mesh():
-            return self.sharding.shard_batch(batch)
+        with self._mesh():
+            return self.grad_fn.sharding.shard_batch(batch)
 
     # Randomness.
 
-    def secret_of(self, start: int) -> bytes:
-        """The secret of a start: fresh, the same on all hosts; or what follows from the seed.
-
-        Args:
-            start: its number, of which a seeded secret is a function.
-        """
+    def _secret_of(self, start: int) -> bytes:
+        """The secret of a start: fresh, the same on all hosts; or from the seed and its number."""
         if self._seed is None:
             return fresh_secret()
         return digest(self._seed, ("eqx_dp start", str(start)), size=32)
@@ -147,20 +116,15 @@ class Step(Generic[Model]):
 
         Each call draws fresh randomness. With a seed it is that of the first start.
         """
-        return self.sampler_from(self.secret_of(0))
+        return self._sampler_of(self._secret_of(0))
 
-    def sampler_from(self, secret: bytes) -> PoissonSampler:
-        """As `sampler`, for the secret of a start.
-
-        Args:
-            secret: of the start.
-        """
-        rules, seed = self.sharding, digest(secret, ("sample",), size=32)
-        if rules is None:
-            return self.plan.sampler(self.num_examples, seed)
-        hosts, host, parts = jax.process_count(), jax.process_index(), rules.local_shards()
+    def _sampler_of(self, secret: bytes) -> PoissonSampler:
+        rules, parts, hosts, host = self.grad_fn.sharding, 1, 1, 0
+        if rules is not None:
+            parts, hosts, host = rules.local_shards(), jax.process_count(), jax.process_index()
+        seed, shared = digest(secret, ("sample",), size=32), self._shared
         return self.plan.sampler(
-            *(self.num_examples, seed, parts, hosts, host), devices=parts, shared=self.shared
+            self._num_examples, seed=seed, hosts=hosts, host=host, devices=parts, shared=shared
         )
 
     # The first state.
@@ -194,65 +158,59 @@ class Step(Generic[Model]):
         """
         first = FirstModel(model, init_model)
         del model  # so that an array goes as soon as its copy is there, if nobody else holds it
-        with self.mesh():
-            return self.begun(self.recipe.made(first), 0, self.secret_of(0))
+        with self._mesh():
+            return self._begun(self._recipe.made(first), 0, self._secret_of(0))
 
-    @property
-    def recipe(self) -> Recipe:
+    @functools.cached_property
+    def _recipe(self) -> Recipe:
         """How a state is made of a model."""
-        return Recipe(self._update, self.grad_fn, self._filter_spec, self.ema is not None)
+        return Recipe(self._update, self.grad_fn, self._filter_spec, self._ema is not None)
 
-    def begun(self, body: Body, steps: int, secret: bytes) -> TrainState[Model]:
-        """The state of a start, whose keys follow from its secret.
-
-        Args:
-            body: model, optimizer's state and average.
-            steps: how many steps the model has taken before.
-            secret: of the start.
-        """
+    def _begun(self, body: Body, steps: int, secret: bytes) -> TrainState[Model]:
+        """The state of a start after so many steps, whose keys follow from its secret."""
         noise: Any = optax.EmptyState()
         if self._noise is not None:
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
         where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
-        if self.sharding is not None:
-            where = NamedSharding(self.sharding.mesh, PartitionSpec())
+        if self.grad_fn.sharding is not None:
+            where = NamedSharding(self.grad_fn.sharding.mesh, PartitionSpec())
         # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         noise, count, key = jax.device_put(small, where)
-        return TrainState(body.model, (noise, body.opt_state), count, key, body.average)
+        return TrainState(body.model, OptState(noise, body.opt_state, body.average, key), count)
 
     # A step.
 
     def __call__(
         self,
         state: TrainState[Model],
+        x: PyTree[Any],
         /,
-        *batch: PyTree[Any],
+        *more: PyTree[Any],
         is_padding_example: Mask,
     ) -> TrainState[Model]:
         """Takes a step: clipped gradient, noise, update. Compiled once for each shape of batch.
 
         Args:
             state: the state after the step before. It is used up.
-            *batch: arrays, or trees of arrays, with examples along their leading axes.
+            x: an array, or a tree of arrays, with examples along their leading axes: the argument
+                of the loss behind the model.
+            *more: the same for further arguments of the loss.
             is_padding_example: True where a slot holds no real example: the sampler's mask.
 
         Raises:
-            ValueError: as for `grad_fn`; an array of `state` or `batch` was used up by an earlier
-                step.
+            ValueError: as for `grad_fn`; the loss takes another number of arguments; an array of
+                `state` or of the batch was used up by an earlier step.
         """
-        flat = FlatState.of(state)
+        flat, batch = FlatState.of(state), (x, *more)
         refuse_used_up("batch", batch)
-        after = self.next(flat, batch, is_padding_example).state
+        after = self._next(flat, batch, is_padding_example).state
         # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
         return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
 
-    def next(
-        self,
-        flat: FlatState[Model],
-        batch: tuple[PyTree[Any], ...],
-        mask: Mask,
+    def _next(
+        self, flat: FlatState[Model], batch: tuple[PyTree[Any], ...], mask: Mask
     ) -> FlatState[Model]:
         """As a call of the step that is not waited for, for a loop that reads the state rarely.
 
@@ -263,61 +221,63 @@ class Step(Generic[Model]):
         """
         if any(map(is_gone, flat.carry.arrays)):
             refuse_used_up("state", flat.state)
-        with self.mesh():
+        with self._mesh():
             carry, count = self._taken(_arguments(batch, mask, flat), flat.carry)
         return FlatState(carry, count)
 
     def lower(
         self,
         state: TrainState[Model],
+        x: PyTree[Any],
         /,
-        *batch: PyTree[Any],
+        *more: PyTree[Any],
         is_padding_example: Any,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments; nothing is computed.
 
         Args:
             state: arrays or shapes of arrays; not used up. So the others.
-            *batch: as for a call.
+            x: as for a call.
+            *more: the same.
             is_padding_example: the same.
         """
         flat = FlatState.of(state)
-        with self.mesh():
-            return self._taken.lower(_arguments(batch, is_padding_example, flat), flat.carry)
+        with self._mesh():
+            return self._taken.lower(_arguments((x, *more), is_padding_example, flat), flat.carry)
 
     @functools.cached_property
     def _taken(self) -> Dispatch[_Arguments, Carry, Array]:
         def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
-            model, opt_state, key, average = strong(carry)
-            state = TrainState(model, opt_state, arguments.step, key, average)
-            after = self._next(state, strong(arguments.batch), arguments.mask)
-            return (after.model, after.opt_state, after.key, after.average), after.step
+            batch, mask, step = arguments
+            after = self._after(TrainState(*strong(carry), step), strong(batch), mask)
+            return (after.model, after.opt_state), after.step
 
-        return Dispatch(take, self.sharding is not None)
+        return Dispatch(take, self.grad_fn.sharding is not None)
 
-    def _next(
+    def _after(
         self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Any
     ) -> TrainState[Model]:
         def key_for(purpose: str) -> Any:
-            return jax.random.fold_in(fold_text(state.key, purpose), state.step)
+            return jax.random.fold_in(fold_text(state.opt_state.key, purpose), state.step)
 
-        has_key, _ = takes_key(self.grad_fn.__wrapped__, 1 + len(batch))
+        loss = self.grad_fn.__wrapped__
+        has_key, _ = takes_key(loss, 1 + len(batch))
+        _check_arguments(loss, batch, has_key)
         key = key_for("loss") if has_key else None
         grads = self.grad_fn(state.model, *batch, key=key, is_padding_example=mask)
-        noise_state, opt_state = state.opt_state
+        noise_state, opt_state, average, root = state.opt_state
         if self._noise is not None:
             grads, noise_state = cast(Any, self._noise.update(grads, noise_state))
         params = self._wide(state.model)
-        grads, opt_state = widened((grads, opt_state), self.policy)
+        parameters, policy = self._recipe.parameters, self.grad_fn.policy
+        grads, opt_state = widened((grads, opt_state), policy)
         updates, opt_state = self._updated(grads, opt_state, params)
-        opt_state = stored_state(opt_state, self.policy)
-        is_random = self.policy is not None and self.policy.rounding == "stochastic"
-        parameters = Parameters(self.policy, self.sharding)
+        opt_state = stored_state(opt_state, policy)
+        is_random = policy is not None and policy.rounding == "stochastic"
         model = parameters.updated(state.model, updates, key_for("rounding") if is_random else None)
-        average = state.average
-        if self.ema is not None:
-            average = moved(average, self._wide(model), self.ema, state.step + 1)
-        return TrainState(model, (noise_state, opt_state), state.step + 1, state.key, average)
+        if self._ema is not None:
+            average = moved(average, self._wide(model), self._ema, state.step + 1)
+        return TrainState(model, OptState(noise_state, opt_state, average, root), state.step + 1)
 
     def _updated(self, *arguments: PyTree[Any]) -> tuple[PyTree[Any], PyTree[Any]]:
         """The optimizer's update; a ValueError if it wants more than gradients and parameters."""
@@ -335,7 +295,7 @@ class Step(Generic[Model]):
 
     def _wide(self, model: Any) -> PyTree[Any]:
         """The trained parameters as the optimizer sees them."""
-        return Parameters(self.policy, self.sharding).wide(self.grad_fn.trainable(model))
+        return self._recipe.parameters.wide(self.grad_fn.trainable(model))
 
 
 def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:
@@ -345,4 +305,18 @@ def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) 
             "on the mask that sampler.take or sampler.batch returns; for a batch without padding, "
             "np.zeros(length, bool)."
         )
-    return _Arguments(batch, mask, flat.step)
+    return batch, mask, flat.step
+
+
+def _check_arguments(
+    loss: Callable[..., Any], batch: tuple[PyTree[Any], ...], has_key: bool
+) -> None:
+    """Raises a ValueError unless the loss takes so many arguments behind the model."""
+    try:
+        inspect.signature(loss).bind(None, *batch, **({"key": None} if has_key else {}))
+    except TypeError as error:
+        raise ValueError(
+            f"{function_name(loss)} was given a model and {len(batch)} arguments ({error}). Give "
+            "each argument an array or a tree of arrays: step(state, x, y, is_padding_example=mask)"
+            ", and a Trainer's data as a tuple, (xs, ys)."
+        ) from None

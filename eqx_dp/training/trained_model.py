@@ -90,7 +90,11 @@ def save_model(
         raise ValueError(f"model holds no arrays; found {shown(model)}. Give the trained model.")
     if policy is not None:
         expected.expect("policy", policy, Policy, "a dp.Policy, as from dp.load_policy, or None")
-    keys = [name for name, leaf in arrays.items() if is_key(leaf) or _may_be_raw_key(leaf)]
+    keys = [
+        name
+        for name, leaf in arrays.items()
+        if is_key(leaf) or (leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,)))
+    ]
     if keys:
         raise ValueError(
             f"model.{', model.'.join(keys)} is a key of random numbers, or looks "
@@ -117,13 +121,13 @@ def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, 
     def read(number: int) -> dict[str, Any]:
         saved = checkpoints.shapes(number)
         check_fits(f"checkpoint {number} of {path}", saved, wanted)
-        means = {name for name in saved if part_of(name) == "average"} if averaged else set[str]()
-        if averaged and not means:
+        part = "average" if averaged else "model"
+        if not any(part_of(name) == part for name in saved):
             raise CheckpointError(
                 f"{path} has no average: its step was made without `ema`. Leave `averaged` out."
             )
-        place = {name: name.replace("model", "average", 1) for name in wanted}
-        place = {name: mean if mean in means else name for name, mean in place.items()}
+        place = {name: name.replace("model", part, 1) for name in wanted}
+        place = {name: at if at in saved else name for name, at in place.items()}  # or not trained
         where = {at: wanted[name].sharding for name, at in place.items()}
         targets = {at: saved[at].update(sharding=sharding) for at, sharding in where.items()}
         found, _ = checkpoints.read(number, targets)
@@ -176,7 +180,3 @@ def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
     plan = PrivacyPlan.from_json(json.dumps(next(iter(entries.values()))["plan"]))
     steps = sum(entry["steps"] for entry in entries.values())
     return statement(plan, entries, plan.epsilon(min(steps, plan.steps)))
-
-
-def _may_be_raw_key(leaf: Any) -> bool:
-    return leaf.dtype == jnp.uint32 and leaf.ndim > 0 and leaf.shape[-1] in (2, 4)

@@ -1,4 +1,6 @@
 """A loop around a step: batches, evaluation, progress, metrics, checkpoints, and an orderly end."""
+# pyright: reportPrivateUsage=false
+# (a step keeps for a Trainer what is of no use to users)
 
 import json
 import os
@@ -13,7 +15,7 @@ from ..expected import entries, expect, flag, function, whole_number
 from ..files import going_on, write_json
 from .checkpoints import Checkpoints, restored
 from .data import Batches
-from .events import Callback, JsonLines
+from .events import Callback, Event, JsonLines
 from .first_state import FirstModel
 from .hosts import StopSignal, failing_alone, is_first_host
 from .ledger import CHECKS, METRICS, CheckpointError, CheckpointWarning, Ledger, Tally
@@ -25,7 +27,6 @@ Model = TypeVar("Model")
 
 # Epsilon takes a tenth of a second to compute, so it is not shown after every step.
 _TIMES_SHOWN = 20
-_FINISHED = "the run in {} is finished: {} of {} steps. Its last checkpoint is returned."
 
 
 class Trainer(Generic[Model]):
@@ -90,11 +91,11 @@ class Trainer(Generic[Model]):
         keep: how many checkpoints are kept.
         evaluate: `evaluate(model)` returns numbers by name. It gets the model as it is stored, with
             `ema` the averaged one: cast it to the compute dtype if the policy asks for it, and with
-            sharding rules place data on the mesh by `step.place`.
+            sharding rules place data on the mesh by `step.shard_batch`.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
-        callbacks: each is called with an `Event` after every step; the run ends where one returns
-            True.
+        callbacks: each is called with a `dp.Trainer.Event` after every step; the run ends where one
+            returns True.
         progress: whether to show a progress bar.
 
     Raises:
@@ -102,6 +103,8 @@ class Trainer(Generic[Model]):
             step's `num_examples`.
         DataError: a source cannot be read.
     """
+
+    Event = Event
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class Trainer(Generic[Model]):
         self._step, self._keep = step, whole_number("keep", keep, least=1, most=2**53)
         self._directory = directory
         ahead = whole_number("read_ahead", read_ahead, least=1, most=1024)
-        self._batches = Batches(data, step.sampler_from(b"its shape alone"), ahead)
+        self._batches = Batches(data, step._sampler_of(b"its shape alone"), ahead)
 
     def __repr__(self) -> str:
         directory = self._directory and str(self._directory)
@@ -180,12 +183,12 @@ class Trainer(Generic[Model]):
         stop = most if steps is None else whole_number("steps", steps, least=0, most=most)
         first = FirstModel(model, init_model)
         del model
-        with StopSignal(directory is not None) as signal, step.mesh(), failing_alone():
+        with StopSignal(directory is not None) as signal, step._mesh(), failing_alone():
             checks = self._checks(first)
             if directory is None:
-                secret = step.secret_of(0)
-                state = step.begun(step.recipe.made(first), 0, secret)
-                batches = self._batches.drawn_by(step.sampler_from(secret), stop)
+                secret = step._secret_of(0)
+                state = step._begun(step._recipe.made(first), 0, secret)
+                batches = self._batches.drawn_by(step._sampler_of(secret), stop)
                 return Loop(step, self._options, stop, Tally(), None, signal).run(state, batches)
             ledger = Ledger(directory, step)
             with closing(Checkpoints(directory, self._keep)) as checkpoints:
@@ -198,10 +201,16 @@ class Trainer(Generic[Model]):
                 if left <= 0:
                     ledger.restate(step.plan.epsilon)
                     if is_first_host():
-                        print(f"eqx_dp: {_FINISHED.format(directory, ledger.released, most)}")
+                        done = f"{min(ledger.released, stop)} of {stop} steps, in {directory}"
+                        finished = (
+                            f"this run is finished: {done}. Its last checkpoint is returned; "
+                            "the model, the loss and the data that are given now are not used."
+                        )
+                        print(f"eqx_dp: {finished}", flush=True)
+                        warnings.warn(finished, CheckpointWarning, stacklevel=2)
                     return state
                 loop = Loop(step, self._options, stop, ledger, checkpoints, signal)
-                return loop.run(state, self._batches.drawn_by(step.sampler_from(secret), left))
+                return loop.run(state, self._batches.drawn_by(step._sampler_of(secret), left))
 
     def _checks(self, first: FirstModel[Model]) -> dict[str, Any]:
         """Holds the traced step against its policy and its plan; nothing is computed.
@@ -210,13 +219,13 @@ class Trainer(Generic[Model]):
             ValueError: the loss is refused, or the step breaks its policy or its plan.
         """
         step = self._step
-        state = step.begun(step.recipe.form(first), 0, b"a check")
-        examples, mask = step.place(self._batches.zeros())
+        state = step._begun(step._recipe.form(first), 0, b"a check")
+        examples, mask = step.shard_batch(self._batches.zeros())
         step.lower(state, *examples, is_padding_example=mask)
         reports: dict[str, Any] = {"precision": None, "privacy": None}
-        if step.policy is not None:
+        if (policy := step.grad_fn.policy) is not None:
             reports["precision"] = check_precision(
-                step, state, *examples, is_padding_example=mask, policy=step.policy
+                step, state, *examples, is_padding_example=mask, policy=policy
             )
         if step.plan.noise_multiplier > 0:
             reports["privacy"] = check_privacy(step, state, *examples, is_padding_example=mask)
@@ -236,12 +245,12 @@ class Trainer(Generic[Model]):
     ) -> tuple[TrainState[Model], bytes]:
         """The state to go on from, with fresh keys, and the secret that they follow from."""
         step = self._step
-        secret = step.secret_of(ledger.start)
-        found = restored(checkpoints, step.recipe, first)
+        secret = step._secret_of(ledger.start)
+        found = restored(checkpoints, step._recipe, first)
         if found is not None:
             body, taken, record = found
             ledger.check(record)
-            return step.begun(body, taken, secret), secret
+            return step._begun(body, taken, secret), secret
         if ledger.released >= step.plan.steps:
             raise CheckpointError(
                 f"{self._directory} holds no checkpoint, and all {step.plan.steps} steps may have "
@@ -254,4 +263,4 @@ class Trainer(Generic[Model]):
                 CheckpointWarning,
                 stacklevel=3,
             )
-        return step.begun(step.recipe.made(first), 0, secret), secret
+        return step._begun(step._recipe.made(first), 0, secret), secret

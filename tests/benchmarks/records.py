@@ -51,7 +51,7 @@ def written(way: str, records: int, folder: Path) -> list[str]:
 def measured(files: list[str], batch: int, readers: int) -> dict[str, float]:
     """Seconds a batch, and bytes beyond those that were there once the source was made."""
     decode = functools.partial(np.frombuffer, dtype=np.int32)
-    source = dp.Records(ArrayRecordDataSource(files), decode, readers)
+    source = dp.Records(ArrayRecordDataSource(files), decode)
     random = np.random.default_rng(0)
     positions = [np.sort(random.integers(0, len(source), batch)) for _ in range(BATCHES + 1)]
     source[positions[-1][:1]]

@@ -96,7 +96,7 @@ class Clock:
 
     def _bare_turn(self) -> float:
         batches = [
-            self._step.place(self._sampler.take(number, *self._data))
+            self._step.shard_batch(self._sampler.take(number, *self._data))
             for number in range(self._done, self._done + self._turn)
         ]
         jax.block_until_ready(batches)

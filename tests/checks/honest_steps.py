@@ -13,6 +13,7 @@ from dp_accounting import NeighboringRelation
 from jax.flatten_util import ravel_pytree
 
 import eqx_dp as dp
+from eqx_dp.privacy import key_from_secret
 from tests.checks.honest_made_steps import MADE
 from tests.checks.privacy_steps import (
     CLASSES,
@@ -608,7 +609,7 @@ def key_folded_with_a_counter():
 @honest
 def root_key_closed_over():
     """The key is a constant of the program, and the state's counter is folded in."""
-    grad_fn, root = clipped(), dp.key_from_secret(SECRET, "noise")
+    grad_fn, root = clipped(), key_from_secret(SECRET, "noise")
 
     def step(model, state, x, y, mask):
         grads = grad_fn(model, x, y, is_padding_example=mask)

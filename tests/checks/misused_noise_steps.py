@@ -14,6 +14,7 @@ from dp_accounting import NeighboringRelation
 from jax.flatten_util import ravel_pytree
 
 import eqx_dp as dp
+from eqx_dp.privacy import key_from_secret
 from tests.checks.privacy_steps import (
     EXPECTED,
     OPTIMIZER,
@@ -201,7 +202,7 @@ def two_releases_of_one_gradient():
     """Two chains add noise to the same gradient, each from a key of its own: z / sqrt(2)."""
     grad_fn = clipped()
     chains = [
-        optax.chain(PLAN.privatizer(grad_fn, key=dp.key_from_secret(SECRET, name)), OPTIMIZER)
+        optax.chain(PLAN.privatizer(grad_fn, key=key_from_secret(SECRET, name)), OPTIMIZER)
         for name in ("first", "second")
     ]
 

@@ -146,8 +146,8 @@ def made(
     options = {"num_examples": NUM_EXAMPLES, "seed": SECRET, "l2_clip_norm": 1.0} | more
     step = dp.make_step(loss, optimizer, plan, **options)
     *examples, mask = data() if batch is None else batch
-    kwargs = {"is_padding_example": step.place(mask)}
-    args = (step.init(mlp() if model is None else model), *step.place(tuple(examples)))
+    kwargs = {"is_padding_example": step.shard_batch(mask)}
+    args = (step.init(mlp() if model is None else model), *step.shard_batch(tuple(examples)))
     return Case("", step, args, kwargs, None, None, noise_multiplier=plan.noise_multiplier)
 
 

@@ -36,8 +36,8 @@ def made(policy=MIXED, mesh=None, noise_multiplier=1.0):
         sharding=rules,
     )
     state = step.init(eqx.nn.MLP(4, 2, 0, 0, key=jax.random.key(0)))
-    batch = step.place((jnp.ones((8, 4)), jnp.ones((8, 2))))
-    return step, state, batch, step.place(jnp.zeros(8, bool))
+    batch = step.shard_batch((jnp.ones((8, 4)), jnp.ones((8, 2))))
+    return step, state, batch, step.shard_batch(jnp.zeros(8, bool))
 
 
 def check(step, state, batch, mask, policy=MIXED):

@@ -194,7 +194,7 @@ def with_plan(slots, plan=PLAN, **options):
 
 @pytest.mark.parametrize("size", [None, 1, 8, 10_000])
 def test_a_plans_samples_in_two_lines(size):
-    slots = PLAN.sampler(1000, 3).capacity
+    slots = PLAN.sampler(1000, seed=3).capacity
     found, without = with_plan(slots, method="ghost", microbatch_size=size)
     text, same = str(found).splitlines(), str(without).splitlines()
     assert text[:-2] == same  # the table is the same, and without a plan it is all
@@ -214,7 +214,7 @@ def test_a_plans_samples_in_two_lines(size):
 
 def test_a_plans_samples_on_a_mesh():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    slots = PLAN.sampler(1000, 3, pad_to=4).capacity
+    slots = PLAN.sampler(1000, seed=3, pad_to=4).capacity
     with jax.set_mesh(mesh):
         found, _ = with_plan(slots, microbatch_size=8, sharding=dp.ShardingRules(mesh))
     told = EXPECTED.search(str(found))

@@ -33,7 +33,7 @@ def by_device(sampler, step):
 )
 def test_all_get_as_many(n, q, devices, hosts, pad_to, shared):
     whole = PoissonSampler(n, q, seed=3)
-    parts = on_hosts(hosts, n, q, 3, pad_to, devices=devices, shared=shared)
+    parts = on_hosts(hosts, n, q, seed=3, pad_to=pad_to, devices=devices, shared=shared)
     assert len({part.capacity for part in parts}) == 1
     assert parts[0].capacity % math.lcm(pad_to, devices) == 0
     for step in range(3):
@@ -54,14 +54,14 @@ def test_all_get_as_many(n, q, devices, hosts, pad_to, shared):
 
 
 def test_of_one_host_the_capacity_is_as_without_devices():
-    alone, eight = (PoissonSampler(60_000, 0.01, 0, 8, devices=d) for d in (1, 8))
+    alone, eight = (PoissonSampler(60_000, 0.01, seed=0, pad_to=8, devices=d) for d in (1, 8))
     assert alone.capacity == eight.capacity
 
 
 def test_shared_examples_need_few_more_slots_than_are_expected():
     n, expected, hosts = 10**6, 4096, 64
     parts = [
-        PoissonSampler(n, expected / n, 0, devices=8, hosts=hosts, host=3, shared=shared)
+        PoissonSampler(n, expected / n, seed=0, devices=8, hosts=hosts, host=3, shared=shared)
         for shared in (True, False)
     ]
     shares = [hosts * part.capacity / expected for part in parts]
@@ -74,13 +74,15 @@ def test_shared_examples_need_few_more_slots_than_are_expected():
 def test_shared_examples_overflow_as_one_host_would():
     tau = 1e-3
     for hosts in (1, 3, 8):
-        part = PoissonSampler(5000, 0.02, 0, hosts=hosts, shared=True, overflow_probability=tau)
+        part = PoissonSampler(
+            5000, 0.02, seed=0, hosts=hosts, shared=True, overflow_probability=tau
+        )
         assert stats.binom.sf(hosts * part.capacity, 5000, 0.02) <= tau
         assert stats.binom.sf(hosts * (part.capacity - 1), 5000, 0.02) > tau
 
 
 def test_shared_examples_are_cut_together():
-    parts = on_hosts(3, 30, 1.0, 9, shared=True)
+    parts = on_hosts(3, 30, 1.0, seed=9, shared=True)
     for part in parts:
         object.__setattr__(part, "capacity", 4)
     kept = np.zeros(30)
@@ -124,10 +126,10 @@ def test_a_batch_of_a_huge_data_set_takes_no_more_than_a_batch(n):
 )
 def test_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be .*found"):
-        PoissonSampler(100, 0.5, 0, **{name: value})
+        PoissonSampler(100, 0.5, seed=0, **{name: value})
 
 
 def test_a_plan_hands_on_how_a_batch_is_dealt_out():
     plan = PrivacyPlan(sampling_prob=0.05, steps=10, noise_multiplier=1.0, delta=1e-5)
-    part = plan.sampler(1000, 7, 1, 2, 1, devices=3, shared=True)
+    part = plan.sampler(1000, seed=7, hosts=2, host=1, devices=3, shared=True)
     assert (part.devices, part.shared, part.owned) == (3, True, range(1000))

@@ -165,7 +165,7 @@ def test_overflow_takes_a_thousandth_of_delta_at_most(plan):
     # What is left, in float64, is no more than there is, but for what rounding is paid for.
     left = Fraction(plan.delta) - plan.steps * Fraction(plan.overflow_probability)
     assert Fraction(plan.delta - plan.overflow_delta()) <= left + plan.steps * Fraction(2) ** -52
-    assert plan.sampler(99, 0).overflow_probability == plan.overflow_probability
+    assert plan.sampler(99, seed=0).overflow_probability == plan.overflow_probability
 
 
 # Gradients as in the largest run that was published: arXiv 2510.15001.
@@ -176,7 +176,7 @@ def test_the_largest_published_run_is_a_plan():
     plan = PrivacyPlan(noise_multiplier=0.614, **LARGE)
     assert 1.7 < plan.epsilon() < 1.9
     assert plan.overflow_probability == pytest.approx(1.1e-18)
-    sampler = plan.sampler(10**9, 0)
+    sampler = plan.sampler(10**9, seed=0)
     assert 40_800 < sampler.capacity < 45_000
     assert stats.binom.sf(sampler.capacity, 10**9, 4.08e-5) <= 1.1e-18
 
@@ -207,15 +207,15 @@ def test_delta_of_an_example_or_more_warns(num_examples):
     with pytest.warns(
         UserWarning, match=rf"delta is 0\.001, .*\({num_examples} examples"
     ) as caught:
-        plan.sampler(num_examples, 0)
+        plan.sampler(num_examples)
     assert len(caught) == 1
 
 
 def test_delta_below_an_example_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dataclasses.replace(PLAN, delta=1e-3).sampler(999, 0)
-        PLAN.sampler(50_000, 0)
+        dataclasses.replace(PLAN, delta=1e-3).sampler(999)
+        PLAN.sampler(50_000)
 
 
 def test_samplers_of_one_run_warn_once():
@@ -223,7 +223,7 @@ def test_samplers_of_one_run_warn_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for host in range(3):
-            plan.sampler(4321, 0, hosts=3, host=host)
+            plan.sampler(4321, seed=0, hosts=3, host=host)
     assert len(caught) == 1
 
 
@@ -367,15 +367,15 @@ def test_sampler_has_the_plans_probability():
     sampler = PLAN.sampler(10_000, seed=7, pad_to=16)
     assert (sampler.num_examples, sampler.sampling_prob) == (10_000, PLAN.sampling_prob)
     assert (sampler.seed, sampler.pad_to) == (7, 16)
-    assert PLAN.sampler(10_000, 7).pad_to == 1
+    assert PLAN.sampler(10_000, seed=7).pad_to == 1
 
 
 def test_sampler_of_one_host():
-    sampler = PLAN.sampler(10_000, 7, pad_to=16, hosts=4, host=3)
+    sampler = PLAN.sampler(10_000, seed=7, pad_to=16, hosts=4, host=3)
     assert (sampler.hosts, sampler.host, sampler.steps) == (4, 3, 500)
-    assert (PLAN.sampler(10_000, 7).hosts, PLAN.sampler(10_000, 7).host) == (1, 0)
+    assert (PLAN.sampler(10_000, seed=7).hosts, PLAN.sampler(10_000, seed=7).host) == (1, 0)
     with pytest.raises(ValueError, match=r"^host must be at most 3"):
-        PLAN.sampler(10_000, 7, hosts=4, host=4)
+        PLAN.sampler(10_000, seed=7, hosts=4, host=4)
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -393,7 +393,7 @@ def test_privatizer_has_the_plans_noise(relation, bound):
 
 
 def sample_of(plan, seed=7, num_examples=10**6, **arguments):
-    indices, is_padding_example = plan.sampler(num_examples, seed, **arguments).batch(3)
+    indices, is_padding_example = plan.sampler(num_examples, seed=seed, **arguments).batch(3)
     return indices[~is_padding_example]
 
 
@@ -529,7 +529,7 @@ def test_the_last_example_never_counts_for_padding():
     """What was wrong: by index -1 it counts once a padding slot, unless the mask is handed on."""
     xs = np.zeros(200)
     xs[-1] = 1.0
-    grad_fn, sampler = of_samples(PLAN), PLAN.sampler(200, 3)
+    grad_fn, sampler = of_samples(PLAN), PLAN.sampler(200, seed=3)
     step = next(t for t in range(100) if 199 not in sampler.batch(t)[0])
     indices, mask = sampler.batch(step)
     assert mask.any()

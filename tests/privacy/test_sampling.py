@@ -177,7 +177,7 @@ def test_numbers_of_numpy_will_do():
 
 @pytest.mark.parametrize("seed", [987654321, b"987654321"])
 def test_the_seed_is_not_shown(seed):
-    assert "987654321" not in repr(PoissonSampler(10, 0.5, seed))
+    assert "987654321" not in repr(PoissonSampler(10, 0.5, seed=seed))
 
 
 # What tells runs apart.
@@ -245,7 +245,7 @@ def test_taken_examples_are_those_of_the_batch(kind, dtype):
 def test_taken_trees_keep_their_structure(n, q, pad_to, hosts, shape):
     xs = np.arange(1, n * math.prod(shape) + 1).reshape(n, *shape)
     sources = {"x": xs, "more": [xs[..., None], None]}, xs.astype(np.float32)
-    for part in on_hosts(hosts, PoissonSampler(n, q, 5, pad_to)):
+    for part in on_hosts(hosts, PoissonSampler(n, q, seed=5, pad_to=pad_to)):
         examples, is_padding_example = part.take(1, *sources)
         assert jax.tree.structure(examples) == jax.tree.structure(sources)
         indices = part.batch(1)[0]
@@ -314,7 +314,7 @@ probabilities = st.floats(1e-6, 1.0)
     st.integers(1, 300),
 )
 def test_a_batch_is_distinct_examples_and_then_padding(n, q, seed, step, pad_to):
-    sampler = PoissonSampler(n, q, seed, pad_to)
+    sampler = PoissonSampler(n, q, seed=seed, pad_to=pad_to)
     indices, is_padding_example = sampler.batch(step)
     assert indices.shape == is_padding_example.shape == (sampler.capacity,)
     assert (indices.dtype, is_padding_example.dtype) == (np.int64, np.bool_)
@@ -355,8 +355,8 @@ def test_certain_examples_are_all_drawn():
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8),
 )
 def test_hosts_together_draw_what_one_would(n, q, seed, pad_to, hosts, steps):
-    whole = PoissonSampler(n, q, seed)
-    parts = on_hosts(hosts, PoissonSampler(n, q, seed, pad_to))
+    whole = PoissonSampler(n, q, seed=seed)
+    parts = on_hosts(hosts, PoissonSampler(n, q, seed=seed, pad_to=pad_to))
     assert len({part.capacity for part in parts}) == 1
     for step in steps:
         batches = [part.batch(step) for part in parts]
@@ -371,7 +371,7 @@ def test_hosts_together_draw_what_one_would(n, q, seed, pad_to, hosts, steps):
 
 @given(st.integers(1, 50) | st.integers(1, 2**53), st.integers(1, 30))
 def test_every_example_has_one_host(n, hosts):
-    owned = [part.owned for part in on_hosts(hosts, PoissonSampler(n, 0.5, 0))]
+    owned = [part.owned for part in on_hosts(hosts, PoissonSampler(n, 0.5, seed=0))]
     assert [part.start for part in owned] == [0, *(part.stop for part in owned[:-1])]
     assert owned[-1].stop == n
     sizes = [part.stop - part.start for part in owned]
@@ -421,7 +421,7 @@ def exact_tail(n, q, capacity):
     st.sampled_from([1e-3, 1e-12, 1e-17, 1e-25]),
 )
 def test_capacity_is_the_smallest_that_hardly_overflows(n, q, pad_to, hosts, overflow_probability):
-    whole = PoissonSampler(n, q, 0, pad_to, overflow_probability=overflow_probability)
+    whole = PoissonSampler(n, q, seed=0, pad_to=pad_to, overflow_probability=overflow_probability)
     parts = on_hosts(hosts, whole)
     capacity, most = parts[0].capacity, max(len(part.owned) for part in parts)
     tau = Fraction(overflow_probability) / (1 if hosts == 1 else 2 * hosts)
@@ -443,11 +443,11 @@ def test_capacity_is_the_smallest_that_hardly_overflows(n, q, pad_to, hosts, ove
     ],
 )
 def test_capacity_of_large_data(n, q):
-    capacity = PoissonSampler(n, q, 0).capacity
+    capacity = PoissonSampler(n, q, seed=0).capacity
     assert n * q <= capacity <= n
     assert stats.binom.sf(capacity, n, q) <= OVERFLOW_PROBABILITY
     assert stats.binom.sf(capacity - 1, n, q) > OVERFLOW_PROBABILITY
-    padded = PoissonSampler(n, q, 0, pad_to=64).capacity
+    padded = PoissonSampler(n, q, seed=0, pad_to=64).capacity
     assert padded == math.ceil(capacity / 64) * 64
 
 
@@ -469,7 +469,7 @@ def tail(n, q, capacity):
     ("n", "q"), [(60_000, 256 / 60_000), (1797, 0.15), (10**9, 4.08e-6), (2**53, 1e-13), (900, 0.9)]
 )
 def test_capacity_in_the_far_tail(n, q, overflow_probability):
-    capacity = PoissonSampler(n, q, 0, overflow_probability=overflow_probability).capacity
+    capacity = PoissonSampler(n, q, seed=0, overflow_probability=overflow_probability).capacity
     tau = decimal.Decimal(overflow_probability)
     assert tail(n, q, capacity) <= tau * decimal.Decimal("1.000000001")
     assert tail(n, q, capacity - 1) > tau * decimal.Decimal("0.999999999")
@@ -588,7 +588,7 @@ def test_neighbors_lose_no_more_than_is_paid_for(hosts, q, others):
         if tau >= 1:
             continue
         without_x, with_x = (
-            on_hosts(hosts, PoissonSampler(n, q, 0, overflow_probability=tau))
+            on_hosts(hosts, PoissonSampler(n, q, seed=0, overflow_probability=tau))
             for n in (others, others + 1)
         )
         lost = max(lost_to_cuts(without_x, with_x, x) for x in range(others + 1))

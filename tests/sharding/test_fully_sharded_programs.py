@@ -190,7 +190,7 @@ def trained(rules, steps=3, **options):
     state, sampler = step.init(net()), step.sampler()
     for t in range(steps):
         indices, mask = sampler.batch(t)
-        *batch, mask = step.place((*(x[indices] for x in data), mask))
+        *batch, mask = step.shard_batch((*(x[indices] for x in data), mask))
         state = step(state, *batch, is_padding_example=mask)
     return state, step
 
@@ -221,7 +221,7 @@ def made(policy=None, **options):
     rules = rules_of()
     policy = None if policy is None else dp.load_policy(policy)
     state, step = trained(rules, 0, policy=policy, **options)
-    *batch, mask = step.place((*batch_of(16), np.zeros(16, bool)))
+    *batch, mask = step.shard_batch((*batch_of(16), np.zeros(16, bool)))
     return step, (state, *batch), {"is_padding_example": mask}
 
 

@@ -23,6 +23,7 @@ import orbax.checkpoint  # noqa: F401
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.training import CheckpointWarning
 from tests.training import runs, store
 
 STEPS = 20
@@ -81,7 +82,7 @@ def start(scenario, place, cache, channel, hosts, host, port, *arguments):
     with (place.root / "stderr.txt").open("a") as stream:
         os.dup2(stream.fileno(), 2)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", dp.CheckpointWarning)
+        warnings.simplefilter("always", CheckpointWarning)
         try:
             found = scenario(place, channel, *arguments)
         except BaseException as error:

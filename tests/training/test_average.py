@@ -23,7 +23,7 @@ def models_of(step, count):
     state, sampler = step.init(small_model()), step.sampler()
     for t in range(count):
         indices, mask = sampler.batch(t)
-        batch = step.place((XS[indices], YS[indices], mask))
+        batch = step.shard_batch((XS[indices], YS[indices], mask))
         state = step(state, *batch[:2], is_padding_example=batch[2])
         yield jax.tree.map(np.asarray, (state.model, state.averaged))
 
@@ -52,7 +52,7 @@ def test_steps_and_noise_are_those_without_it():
 def test_narrow_storage_has_a_wide_average():
     step = seeded(ema=0.9, policy=dp.load_policy("bfloat16"))
     state = step.init(small_model())
-    assert {x.dtype for x in jax.tree.leaves(state.average)} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(state.opt_state.average)} == {jnp.dtype(jnp.float32)}
     assert state.averaged.weight.dtype == jnp.bfloat16
 
 

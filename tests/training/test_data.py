@@ -17,7 +17,7 @@ from tests.training.runs import NUM_EXAMPLES, SEED, XS, YS
 
 
 def sampler(sampling_prob=0.25, num_examples=NUM_EXAMPLES):
-    return PoissonSampler(num_examples, sampling_prob, SEED, pad_to=8)
+    return PoissonSampler(num_examples, sampling_prob, seed=SEED, pad_to=8)
 
 
 def batches_of(data, sampler, steps, ahead=1):
@@ -92,7 +92,7 @@ SOURCES = {
     "nested": (lambda _: (XS, {"a": {"y": YS}}), (XS, {"a": {"y": YS}})),
     "records": (lambda _: dp.Records(list(zip(XS, YS, strict=True))), (XS, YS)),
     "decoded": (
-        lambda _: dp.Records(Stored(), lambda text: {"y": np.float32(text)}, readers=3),
+        lambda _: dp.Records(Stored(), lambda text: {"y": np.float32(text)}),
         ({"y": YS},),
     ),
     "records with lists": (
@@ -141,7 +141,7 @@ def test_an_empty_draw_reads_nothing():
 
 
 def test_a_host_reads_only_what_it_owns():
-    mine = PoissonSampler(NUM_EXAMPLES, 0.5, SEED, hosts=2, host=1)
+    mine = PoissonSampler(NUM_EXAMPLES, 0.5, seed=SEED, hosts=2, host=1)
     source = Source(lambda i: XS[i])
     list(batches_of(source, mine, 5))
     assert set(np.concatenate(source.asked).tolist()) <= set(mine.owned)
@@ -310,9 +310,9 @@ def test_records_at_fault_are_not_told(record, said):
         def __getitem__(self, index):
             return record(min(index, 1))
 
-    everything = PoissonSampler(NUM_EXAMPLES, 1.0, SEED)
+    everything = PoissonSampler(NUM_EXAMPLES, 1.0, seed=SEED)
     with pytest.raises(dp.DataError, match="data, a Records: the source raised") as caught:
-        next(batches_of(dp.Records(Faulty(), readers=2), everything, 1))
+        next(batches_of(dp.Records(Faulty()), everything, 1))
     assert said in caught.value.private_details()
 
 
@@ -322,7 +322,6 @@ def test_records_at_fault_are_not_told(record, said):
         ((iter([1]),), "records must have a length and be indexed by whole numbers"),
         (({"x": XS},), "records must have a length"),
         (([1], 3), "decode must be a function, decode"),
-        (([1], None, 0), "readers must be at least 1"),
     ],
 )
 def test_what_are_no_records(arguments, said, unchecked):

@@ -15,6 +15,7 @@ import pytest
 from safetensors import safe_open
 
 import eqx_dp as dp
+from eqx_dp.training import CheckpointWarning
 from tests.training import runs, store
 from tests.training.runs import Recording, make, plan_of, released, saved, small_model, stated
 
@@ -116,7 +117,7 @@ def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, reco
         trainer.run(small_model(), steps)
     recording.assert_fresh()
     assert recording.taken == released(tmp_path / "run") == PLAN.steps
-    told = [w for w in recwarn if w.category is dp.CheckpointWarning]
+    told = [w for w in recwarn if w.category is CheckpointWarning]
     assert len(told) == 3 * (name == "optimizer")
 
 
@@ -211,7 +212,7 @@ def test_a_save_that_fails_is_told_and_counted(tmp_path, monkeypatch):
             raise RuntimeError("the disk is full")
 
     monkeypatch.setattr(manager, "wait_until_finished", fails)
-    with pytest.warns(dp.CheckpointWarning, match="could not be written.*the disk is full"):
+    with pytest.warns(CheckpointWarning, match="could not be written.*the disk is full"):
         assert goes_on(tmp_path, steps=6) == 6
     assert released(tmp_path) == 6
     dp.save_model(tmp_path / "m.safetensors", small_model(), privacy=tmp_path)
@@ -265,7 +266,7 @@ def test_steps_of_killed_starts_count(tmp_path):
     left = tmp_path / "0"
     left_by_a_kill(tmp_path / "run", left, 2, None)
     assert (released(tmp_path / "run"), released(left)) == (2, 5)
-    with pytest.warns(dp.CheckpointWarning, match=r"no checkpoint.*5 of 10 steps may have been"):
+    with pytest.warns(CheckpointWarning, match=r"no checkpoint.*5 of 10 steps may have been"):
         assert goes_on(left) == 5
     assert released(left) == 10
 
@@ -293,7 +294,8 @@ def test_no_secret_is_in_the_directory(tmp_path, monkeypatch):
     monkeypatch.setattr("secrets.token_bytes", noted)
     step = make()
     state = runs.trainer(tmp_path, step).run(small_model(), steps=4)
-    words = [jax.random.key_data(key).tolist() for key in (state.key, state.opt_state[0].key)]
+    keys = (state.opt_state.key, state.opt_state.noise.key)
+    words = [jax.random.key_data(key).tolist() for key in keys]
     needles = {str(word).encode() for pair in words for word in pair}
     needles |= {np.uint32(word).tobytes() for pair in words for word in pair}
     needles |= {form for one in drawn for form in (one, one.hex().encode())}
@@ -313,7 +315,7 @@ def test_no_secret_is_in_the_directory(tmp_path, monkeypatch):
 # Several starts at once.
 
 
-@pytest.mark.filterwarnings("ignore::eqx_dp.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore::eqx_dp.training.CheckpointWarning")
 @pytest.mark.parametrize(("at", "every"), [(1, 2), (2, 2), (3, 5), (1, 10), (9, 3)])
 def test_two_starts_at_once_stay_within_the_plan(at, every, tmp_path, recording):
     """A second start runs to its end while the first is at some step; none of them locks."""
@@ -503,7 +505,7 @@ def test_damage_to_a_file_of_a_checkpoint_costs_no_privacy(damage, number, copy,
     file = files[number % len(files)]
     damage(file)
     state = runs.trainer(copy, STEP).run(small_model(), steps=7)
-    told = [str(w.message) for w in recwarn if w.category is dp.CheckpointWarning]
+    told = [str(w.message) for w in recwarn if w.category is CheckpointWarning]
     assert int(state.step) in ((5,) if told else (7,))
     assert all("checkpoints/6 cannot be read, and the one before" in text for text in told)
     assert released(copy) == 7
@@ -513,12 +515,12 @@ def test_damage_to_a_file_of_a_checkpoint_costs_no_privacy(damage, number, copy,
 def test_when_no_checkpoint_can_be_read_it_says_so(copy):
     for number in (2, 4, 6):
         shutil.rmtree(copy / "checkpoints" / str(number) / "state")
-    with pytest.warns(dp.CheckpointWarning), pytest.raises(dp.CheckpointError) as caught:
+    with pytest.warns(CheckpointWarning), pytest.raises(dp.CheckpointError) as caught:
         goes_on(copy)
     assert re.search(r"None of the checkpoints .*6 \(\w+\), 4 .*2 ", str(caught.value))
     assert "the steps that were released still count" in str(caught.value)
     shutil.rmtree(copy / "checkpoints")
-    with pytest.warns(dp.CheckpointWarning, match="6 of 10 steps may have been released"):
+    with pytest.warns(CheckpointWarning, match="6 of 10 steps may have been released"):
         assert goes_on(copy) == 4
     assert released(copy) == 10
 
@@ -606,5 +608,5 @@ def test_a_checkpoint_whose_record_is_damaged_is_not_used(copy):
         for file in (copy / "checkpoints" / number / "record").rglob("*"):
             if file.is_file() and file.name == "metadata":
                 file.write_text("{}")
-    with pytest.warns(dp.CheckpointWarning, match="checkpoints/6 cannot be read"):
+    with pytest.warns(CheckpointWarning, match="checkpoints/6 cannot be read"):
         goes_on(copy)

@@ -25,7 +25,12 @@ def test_hosts_share_what_one_would_draw(monkeypatch):
         parts = []
         for host in range(4):
             at = dp.PoissonSampler(
-                *(64, shared.sampling_prob, shared.seed, shared.pad_to, shared.steps, 4, host),
+                *(64, shared.sampling_prob),
+                seed=shared.seed,
+                pad_to=shared.pad_to,
+                steps=shared.steps,
+                hosts=4,
+                host=host,
                 devices=shared.devices,
                 shared=True,
             )

@@ -169,8 +169,8 @@ def reads():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "Give the model before the first step, or init_model=, .* found neither"),
-        ({"model": net(), "init_model": net}, "found both"),
+        ({}, "Give the starting model, .* Found neither"),
+        ({"model": net(), "init_model": net}, "Found both"),
         ({"init_model": 3}, r"init_model must be a function, init_model\(\)"),
         ({"init_model": reads}, "init_model cannot be compiled: it reads the value of an array"),
         ({"init_model": lambda: (3, jnp.arange(3))}, "Nothing is trainable"),

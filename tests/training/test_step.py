@@ -30,14 +30,14 @@ def run(step, model, steps=3, xs=XS, ys=YS):
     state, sampler = step.init(model), step.sampler()
     for t in range(steps):
         indices, mask = sampler.batch(t)
-        batch = step.place((xs[indices], ys[indices], mask))
+        batch = step.shard_batch((xs[indices], ys[indices], mask))
         state = step(state, *batch[:-1], is_padding_example=batch[-1])
     return state
 
 
 def key_of(stream):
     """The key that a seeded step has for the noise, or of which the others are made."""
-    return key_from_secret(make(seed=SEED).secret_of(0), stream)
+    return key_from_secret(make(seed=SEED)._secret_of(0), stream)
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def test_axes_of_length_one_do_not_make_it_compile_twice(kind):
     compilations = []
     for t in range(2):
         indices, mask = sampler.batch(t)
-        x, y, mask = step.place((XS[indices], YS[indices], mask))
+        x, y, mask = step.shard_batch((XS[indices], YS[indices], mask))
         with counted_compilations() as compiled:
             state = step(state, x, y, is_padding_example=mask)
         compilations.append(len(compiled))
@@ -139,7 +139,7 @@ def test_a_step_is_traced_and_compiled_once(kind):
     seen = []
     for t in range(6):
         indices, mask = sampler.batch(t)
-        x, y, mask = step.place((XS[indices], YS[indices], mask))
+        x, y, mask = step.shard_batch((XS[indices], YS[indices], mask))
         with counted_compilations() as compiled:
             state = step(state, x, y, is_padding_example=mask)
         seen.append((traces, len(compiled)))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.training import CheckpointWarning
 from tests.training import runs, store
 from tests.training.runs import assert_same, make, released, saved, small_model
 
@@ -44,7 +45,7 @@ def test_damage_in_a_store_is_seen(bucket):
     goes_on(6)
     directory = bucket.at(URL)
     (directory / "checkpoints/6/state/_METADATA").write_text("{")
-    with pytest.warns(dp.CheckpointWarning, match="checkpoints/6 cannot be read"):
+    with pytest.warns(CheckpointWarning, match="checkpoints/6 cannot be read"):
         seen, state = goes_on()
     assert seen == [7, 8, 9, 10]
     assert int(state.step) == 8
@@ -67,7 +68,7 @@ def test_a_store_that_does_not_answer_ends_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(bucket, "open", fails)
     trainer = runs.trainer(URL, STEP, callbacks=[lambda event: seen.append(event.step)])
     with (
-        pytest.warns(dp.CheckpointWarning, match="cannot be written"),
+        pytest.warns(CheckpointWarning, match="cannot be written"),
         pytest.raises(dp.CheckpointError, match=r"gs://.*no answer"),
     ):
         trainer.run(small_model())

@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 
 import eqx_dp as dp
+from eqx_dp.training import CheckpointWarning
 from tests.training import runs
 from tests.training.runs import assert_same, leaves, plan_of, rules_of, small_model, trainer
 
@@ -99,7 +100,7 @@ def test_a_checkpoint_that_is_damaged_is_not_read(run, tmp_path):
     shutil.copytree(run[0], directory, symlinks=True)
     latest = directory / "checkpoints" / str(runs.saved(directory)[-1])
     (latest / "state" / "_METADATA").write_text("{")
-    with pytest.warns(dp.CheckpointWarning, match="the one before it is tried"):
+    with pytest.warns(CheckpointWarning, match="the one before it is tried"):
         found = dp.load_model(directory, like=shapes())
     assert not np.array_equal(leaves(found)[0], leaves(run[1])[0])
     assert latest.exists()  # reading changes nothing

@@ -9,12 +9,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from eqx_dp.privacy import random_bits
+from eqx_dp.privacy import key_from_secret, random_bits
 
 BF16 = jnp.bfloat16
 NEAREST = dp.parse_policy("p=bf16,c=bf16,o=f32")
 STOCHASTIC = dp.parse_policy("p=bf16,c=bf16,o=f32,rounding=stochastic")
-KEY = dp.key_from_secret(1, "rounding")
+KEY = key_from_secret(1, "rounding")
 
 
 def updated(leaf, update, policy=STOCHASTIC, key=KEY):

@@ -118,13 +118,13 @@ def test_planner_and_description_agree_with_a_step(policy):
     )
     in_state = sum(x.size * x.dtype.itemsize for x in moments(state))
     assert 0 <= plan.parts.optimizer - in_state <= 16  # a counter
-    told = dp.describe(small_model(), step.policy, optimizer=optax.adam(1e-2), ema=True)
+    told = dp.describe(small_model(), step.grad_fn.policy, optimizer=optax.adam(1e-2), ema=True)
     rows = {row.what: row for row in told.step}
     assert rows["parameters"].size == size(state.model)
     assert 0 <= rows["optimizer state"].size - in_state <= 16
-    assert rows["optimizer state"].dtypes == (str(step.policy.optimizer_dtype),)
-    assert rows["moving average"].size == size(state.average)
-    saved = size((state.model, state.opt_state[1], state.average))
+    assert rows["optimizer state"].dtypes == (str(step.grad_fn.policy.optimizer_dtype),)
+    assert rows["moving average"].size == size(state.opt_state.average)
+    saved = size((state.model, state.opt_state[1], state.opt_state.average))
     assert abs(rows["a checkpoint"].size - saved) < 32  # counters
 
 
@@ -169,12 +169,14 @@ def test_the_bits_are_of_the_seed_the_step_and_the_path():
         policy=dp.parse_policy("p=bf16,c=bf16,o=f32,rounding=stochastic"),
     )
     state = step.init(small_model())
-    root = fold_text(key_from_secret(step.secret_of(0), "step"), "rounding")
+    root = fold_text(key_from_secret(step._secret_of(0), "step"), "rounding")
     expected = step.init(small_model()).model
     for t in range(2):
         params = eqx.filter(expected, eqx.is_inexact_array)
         updates = jax.tree.map(lambda x: -rate * x.astype(jnp.float32), params)
-        expected = dp.apply_updates(expected, updates, step.policy, key=jax.random.fold_in(root, t))
+        expected = dp.apply_updates(
+            expected, updates, step.grad_fn.policy, key=jax.random.fold_in(root, t)
+        )
         state = step(state, XS[:8], YS[:8], is_padding_example=MASK)
     for one, other in zip(jax.tree.leaves(state.model), jax.tree.leaves(expected), strict=True):
         if eqx.is_array(one):

@@ -242,7 +242,7 @@ def test_a_batch_without_slots(sample):
 
 PLAN = dp.PrivacyPlan(sampling_prob=0.05, steps=10, noise_multiplier=1.0, delta=1e-6)
 CASE = models.mlp()
-SLOTS = PLAN.sampler(1000, 3).capacity
+SLOTS = PLAN.sampler(1000, seed=3).capacity
 
 
 def gradient(**options):
