@@ -6,7 +6,7 @@ root whose paths part: at some place other numbers were folded in, and before it
 that is the beginning of another one tells it.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 from .flow import Context
@@ -14,9 +14,17 @@ from .flow import Context
 CALLS = "calls"
 """The loop of a step's calls, which is around everything."""
 
+FIRST = "first dimension"
+
 
 class Along(NamedTuple):
-    """How a number grows: along a dimension of an array, or from turn to turn of a loop."""
+    """How a number grows: along the first dimension of an array, or from turn to turn of a loop.
+
+    Attributes:
+        where: `FIRST`, or the loop.
+        stride: by how much.
+        length: how many numbers there are; None if that is not known.
+    """
 
     where: Hashable
     stride: int
@@ -36,30 +44,36 @@ class Number(NamedTuple):
     offset: int = 0
     along: tuple[Along, ...] = ()
 
-    def plus(self, other: "Number", sign: int = 1) -> "Number | None":
-        """The sum of two, or the difference, if one of them is known."""
-        if other.root is not None:
-            return None if self.root is not None or sign < 0 else other.plus(self)
-        places = {one.where for one in self.along} & {one.where for one in other.along}
-        if places:
-            return None
-        more = tuple(one._replace(stride=sign * one.stride) for one in other.along)
-        return Number(self.root, self.offset + sign * other.offset, (*self.along, *more))
+    @property
+    def is_constant(self) -> bool:
+        """Whether the offset is all."""
+        return self.root is None and not self.along
 
-    def times(self, factor: int) -> "Number | None":
-        """The product with a constant."""
-        if self.root is not None:
-            return None
-        along = tuple(one._replace(stride=factor * one.stride) for one in self.along)
-        return Number(None, factor * self.offset, along)
+    @property
+    def is_one(self) -> bool:
+        """Whether it is the same along the first dimension."""
+        return all(one.where != FIRST for one in self.along)
 
-    def moved(self, dims: Mapping[int, int | None]) -> "Number":
-        """The same with other numbers of dimensions; None where a dimension of length 1 goes."""
-        along = [
-            one if not isinstance(one.where, int) else one._replace(where=dims.get(one.where))
-            for one in self.along
-        ]
-        return self._replace(along=tuple(one for one in along if one.where is not None))
+    def plus(self, more: int) -> "Number":
+        """The sum with a constant."""
+        return self._replace(offset=self.offset + more)
+
+    def cut(self, start: int, step: int, length: int) -> "Number":
+        """Some of the numbers along the first dimension: from `start` on, every `step`-th."""
+        found = self._replace(along=tuple(one for one in self.along if one.where != FIRST))
+        for one in self.along:
+            if one.where == FIRST:
+                stride = one.stride * step
+                more = (Along(FIRST, stride, length),) if length > 1 else ()
+                found = Number(self.root, self.offset + one.stride * start, found.along + more)
+        return found
+
+    def turned(self, loop: Hashable, length: int | None) -> "Number":
+        """The numbers along the first dimension, one in each turn of a loop."""
+        along = (
+            Along(loop, one.stride, length) if one.where == FIRST else one for one in self.along
+        )
+        return self._replace(along=tuple(along))
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -108,21 +122,15 @@ class Key(NamedTuple):
         """The key with more folded in."""
         return self._replace(path=(*self.path, *elements))
 
-    def moved(self, dims: Mapping[int, int | None]) -> "Key":
-        """The same with other numbers of dimensions."""
-        path = [one.moved(dims) if isinstance(one, Number) else one for one in self.path]
-        return self._replace(path=tuple(path))
-
     @property
-    def dims(self) -> frozenset[int]:
-        """Dimensions along which keys are different."""
-        return frozenset(
-            one.where
-            for number in self.path
-            if isinstance(number, Number)
-            for one in number.along
-            if isinstance(one.where, int) and one.stride and abs(one.stride) < 2**16
-        )
+    def is_one(self) -> bool:
+        """Whether it is the same along the first dimension."""
+        return all(one.is_one for one in self.path if isinstance(one, Number))
+
+    def each(self, change: Callable[[Number], Number]) -> "Key":
+        """The key with its numbers changed."""
+        path = [change(one) if isinstance(one, Number) else one for one in self.path]
+        return self._replace(path=tuple(path))
 
 
 class Use(NamedTuple):
