@@ -469,6 +469,20 @@ def test_no_alarm_on_what_follows_the_noise():
     assert {use.times % 2 for use in report.summary if use.kind == "draw"} == {0}
 
 
+@pytest.mark.parametrize(("declared", "stored"), [("bfloat16", F32), ("float32", BF16)])
+def test_parameters_that_are_stored_otherwise_are_called_so(declared, stored):
+    """Today's dtype, whether it is the wider or the narrower one, is named with the parameter."""
+    policy = dp.parse_policy(f"p={declared},c=bf16,o=f32")
+    step, model, state, *batch = training_step(models.mlp(), policy)
+    check(step, model, state, *batch, policy=policy).raise_if_violated()
+    other = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, stored) if hasattr(x, "dtype") else x, model
+    )
+    first = check(step, other, state, *batch, policy=policy).violations[0]
+    assert first[:3] == ("parameters", declared, str(jnp.dtype(stored)))
+    assert first.where.startswith("model.layers[0].weight")
+
+
 def test_optimizer_state_narrower_than_declared():
     """Of optax's states alone: a model, or a batch, in a tuple with names is none."""
     case = models.mlp()

@@ -1,0 +1,128 @@
+"""A measured choice: what is tried, what decides, and what is never read."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from eqx_dp.planning import tune
+from tests import models
+
+CASE = models.linear_regression()
+BATCH = CASE.batch(8)
+FEW = {"methods": ("ghost", "per_example"), "microbatch_sizes": (2, 8), "rounds": 1}
+PLAN = dp.PrivacyPlan(sampling_prob=0.2, steps=10, noise_multiplier=1.0, delta=1e-5)
+
+
+def grad_fn(loss=CASE.loss, **options):
+    return dp.filter_clipped_grad(loss, l2_clip_norm=1.0, **options)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Candidates are compiled and run once, and take as long as a test says."""
+    seconds = {}
+
+    def taken(runs, rounds):
+        return {x: [seconds.get((x.method, x.microbatch_size), 1.0)] * rounds for x in runs}
+
+    monkeypatch.setattr("eqx_dp.planning.tune.interleaved", taken)
+    return seconds
+
+
+def test_by_the_real_clock_the_smallest_median_is_first():
+    found = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW)
+    assert {(x.method, x.microbatch_size) for x in found.trials} == {
+        (method, size) for method in FEW["methods"] for size in (2, 8)
+    }
+    best = min(found.trials, key=lambda x: x.seconds)
+    assert (best.method, best.microbatch_size) == (found.method, found.microbatch_size)
+    assert found.trials[0] is best
+    assert all(0 < x.seconds < 60 and x.bytes > 0 and not x.problem for x in found.trials)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["method", "microbatch", "ms", "of", "a", "device"]
+    assert len(lines) == 1 + len(found.trials)
+    # The two go to whoever takes a method and a microbatch.
+    chosen = {"method": found.method, "microbatch_size": found.microbatch_size}
+    explained = dp.explain(grad_fn(**chosen), CASE.model, *BATCH)
+    assert (explained.method, explained.microbatch_size) == tuple(chosen.values())
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.exhaustive
+def test_on_a_mesh_with_a_plan_from_shapes_alone(kind, clock):
+    mesh = jax.make_mesh((4,), ("data",), (getattr(jax.sharding.AxisType, kind),))
+    slots = PLAN.sampler(40, seed=1, pad_to=4).capacity
+    shapes = eqx.filter_eval_shape(lambda: (CASE.model, CASE.batch(slots)))
+    clock["ghost", 2] = 0.5
+    rules = dp.ShardingRules(mesh)
+    found = dp.tune(grad_fn(sharding=rules), shapes[0], *shapes[1], plan=PLAN, **FEW)
+    assert (found.method, found.microbatch_size) == ("ghost", 2)
+
+
+def test_no_value_of_the_batch_is_read(clock):
+    def used_up(x):
+        x = jnp.array(x)
+        x.delete()  # shape and dtype are still there
+        return x
+
+    case = models.dropout()
+    given = case.batch(4), jax.random.PRNGKey(5), np.zeros(4, bool)
+    batch, key, mask = jax.tree.map(used_up, given)
+    options = FEW | {"key": key, "is_padding_example": mask, "microbatch_sizes": (2,)}
+    found = dp.tune(grad_fn(case.loss), case.model, *batch, **options)
+    assert not any(x.problem for x in found.trials)
+
+
+def test_sizes_around_the_engines_own_choice_are_tried(clock):
+    found = dp.tune(grad_fn(), CASE.model, *CASE.batch(64), methods=("ghost",))
+    own = dp.explain(grad_fn(), CASE.model, *CASE.batch(64)).microbatch_size or 64
+    sizes = {x.microbatch_size for x in found.trials}
+    assert sizes == {max(1, own // 4), own, min(4 * own, 64), 64}
+
+
+def test_with_a_plan_as_many_examples_are_timed_as_it_expects(monkeypatch, clock):
+    seen = []
+    compiled = tune._compiled
+
+    def watched(trial, grad_fn, static, given, limit):
+        seen.append(int((~given[3]).sum()))
+        return compiled(trial, grad_fn, static, given, limit)
+
+    monkeypatch.setattr(tune, "_compiled", watched)
+    slots = PLAN.sampler(40, seed=1).capacity
+    dp.tune(grad_fn(), CASE.model, *CASE.batch(slots), plan=PLAN, methods=("ghost",))
+    assert set(seen) == {8}  # of 40, with probability 0.2
+
+
+def test_one_that_fails_is_named_and_the_others_are_timed(clock):
+    found = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW | {"methods": ("ghost", "fastest")})
+    problems = {x.method: x.problem for x in found.trials}
+    assert problems["ghost"] == ""
+    assert problems["fastest"].startswith("ValueError: method must be one of")
+    assert "method must be one of" in str(found)
+
+    def refusing(model, x, y):
+        return CASE.loss(model, eqx.error_if(x, x.sum() != 7, "no made-up numbers"), y)
+
+    for call in (
+        lambda: dp.tune(grad_fn(refusing), CASE.model, *BATCH, **FEW),
+        lambda: dp.tune(grad_fn(), CASE.model, *BATCH, **FEW, limit=1),
+    ):
+        with pytest.raises(ValueError, match=r"(?s)None of the .* timed:.*ghost, 2: .*8: "):
+            call()
+
+
+def test_what_is_refused():
+    for wrong, options in {
+        "rounds must be at least 1; found 0": {"rounds": 0},
+        "limit must be at least 1; found 0": {"limit": 0},
+        "methods must be a tuple": {"methods": 3},
+        "plan must be a dp.PrivacyPlan": {"plan": 0.1},
+    }.items():
+        with pytest.raises(ValueError, match=wrong):
+            dp.tune(grad_fn(), CASE.model, *BATCH, **options)
+    with pytest.raises(ValueError, match="grad_fn must be what filter_clipped_grad"):
+        dp.tune(jax.grad(CASE.loss), CASE.model, *BATCH)
