@@ -138,6 +138,23 @@ def slowly(place, channel, save_every=1000):
     return train(place, channel, save_every, lambda event: time.sleep(0.05))
 
 
+def with_a_forked_child(place, channel):
+    """How SIGTERM ended a child that was forked while the run hears signals."""
+    statuses = []
+
+    def fork(event):
+        if event.step == 3:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            time.sleep(0.2)
+            os.kill(child, signal.SIGTERM)
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    return train(place, channel, 5, fork), statuses
+
+
 def interrupted_twice(place, channel):
     """The second Ctrl-C comes while the step that the first one waits for is not over."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -133,6 +133,13 @@ def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path):
     place.recording.assert_fresh()
 
 
+def test_a_forked_child_can_be_ended(fleet, tmp_path):
+    run = fleet.start(fire.with_a_forked_child, Place(tmp_path))
+    assert run.result() == 0
+    (steps, statuses), _ = run.found
+    assert (steps, statuses) == (STEPS, [-signal.SIGTERM])
+
+
 def test_interrupted_twice_it_ends_at_once(fleet, tmp_path):
     place = Place(tmp_path)
     run = fleet.start(fire.interrupted_twice, place)
