@@ -6,8 +6,7 @@
 | `Kind.SUM` | clipped sums, by linear operations of known norms, and public values |
 | `Kind.PRIVATE` | private arguments, and all of which nothing else was proven |
 
-Fields that say more are empty unless it was proven. What a value may depend on (`is_random`,
-`releases`, `over`) is a bound from above.
+Fields that say more are empty unless it was proven.
 """
 
 import enum
@@ -106,7 +105,6 @@ class Fact(NamedTuple):
         is_exact: whether the bounds are reached.
         over: mesh axes; the sum over their devices is meant, of which this is a device's part.
         is_random: whether random numbers are in a public value, or were added to a sum.
-        releases: what left through noise that the value may depend on, for the table.
         reason: why a value is private; a key of `marked.REASONS`.
         where: the source line of that.
     """
@@ -122,7 +120,6 @@ class Fact(NamedTuple):
     is_exact: bool = False
     over: frozenset[str] = frozenset()
     is_random: bool = False
-    releases: frozenset[Path] = frozenset()
     reason: str = ""
     where: str = ""
 
@@ -175,18 +172,14 @@ def known_start(fact: Fact, most: int) -> int | None:
 def made_of(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> Fact:
     """Of a value that may be anything made of values: whether it is private, and why."""
     facts = list(facts)
-    found = Fact(
-        is_random=any(fact.is_random for fact in facts),
-        releases=frozenset[Path]().union(*(fact.releases for fact in facts)),
-    )
     lost = [fact for fact in facts if not fact.is_public]
     if not lost:
-        return found
-    found = found._replace(kind=Kind.PRIVATE, is_random=any(fact.is_random for fact in lost))
+        return Fact(is_random=any(fact.is_random for fact in facts))
     before = next((fact for fact in lost if fact.kind is Kind.PRIVATE), None)
     if before is not None and (before.reason != "rows" or reason == "unknown"):
         reason, where = before.reason, before.where or where
-    return found._replace(reason=reason, where=where)
+    is_random = any(fact.is_random for fact in lost)
+    return Fact(Kind.PRIVATE, is_random=is_random, reason=reason, where=where)
 
 
 def either(facts: Sequence[Fact], where: str = "") -> Fact:

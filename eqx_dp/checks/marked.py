@@ -9,7 +9,18 @@ import numpy as np
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import UNSEEN, Call, Cond, While, equations, inside, is_as_marked, named, written_in
+from ..programs import (
+    UNSEEN,
+    Call,
+    Cond,
+    While,
+    equations,
+    inside,
+    is_as_marked,
+    named,
+    programs_of,
+    written_in,
+)
 from .facts import Fact, Kind, Path, Ref, Term, made_of
 from .flow import Context, Flow
 from .keys import Key, Number, Use
@@ -18,6 +29,9 @@ from .sums import Release, Source
 
 DOORS = UNSEEN | named("debug_callback debug_print swap addupdate")
 """Primitives by which a value leaves a program, or goes where it is not followed."""
+
+OWN_MEMORY = named("swap addupdate")
+"""Of these, those that a kernel uses for memory of its own."""
 
 
 class Record:
@@ -91,10 +105,10 @@ def engine_call(
             record.use(context, "loss" if is_public else "slots", fact.key, i)
         elif fact.key is not None:
             record.use(context, "loss", fact.key, i)
+    examples = [*batch, *mask]
     held = inside(equation)
     if context.is_final and isinstance(held, Call):
         _Doors(record).program(held.body, [not fact.is_public for fact in inputs], context)
-    examples = [*batch, *mask]
     if is_public:
         return [made_of(inputs)] * count
     lost = [fact for fact in (*shared, *keys) if not fact.is_public]
@@ -127,18 +141,9 @@ def engine_call(
         if math.isinf(bound):
             found = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
             record.note(context, "noise", found, "Set a finite l2_clip_norm.")
-    releases = made_of(inputs).releases
-    sums = [
-        Fact(
-            Kind.SUM,
-            rows=(frozenset({Term(((context.path, group), leaf), 1.0)}),),
-            is_exact=True,
-            over=own.axes,
-            releases=releases,
-        )
-        for leaf, group in enumerate(mark.groups)
-    ]
-    values = Fact(Kind.PRIVATE, refs=(own,), releases=releases, reason="data", where=line)
+    rows = (frozenset({Term(((context.path, g), i), 1.0)}) for i, g in enumerate(mark.groups))
+    sums = [Fact(Kind.SUM, rows=(row,), is_exact=True, over=own.axes) for row in rows]
+    values = Fact(Kind.PRIVATE, refs=(own,), reason="data", where=line)
     return [*sums, *[values] * (count - len(sums))]
 
 
@@ -180,7 +185,8 @@ def noise(
     leaves, rest = inputs[: len(mark.leaves)], inputs[len(mark.leaves) :]
     if not mark.leaves or mark.stddev == 0:
         return leaves
-    is_plain = is_as_marked(equation) and len(rest) == 1 + mark.has_step
+    counts = len(rest), len(equation.outvars)
+    is_plain = is_as_marked(equation) and counts == (1 + mark.has_step, len(mark.leaves))
     if not is_plain or any(not fact.is_public for fact in rest):
         found = "noise is mapped (vmap), is another one on each device, or has a private key"
         advice = "Add noise in a plain call, on the sum of all devices, with a key that is secret."
@@ -190,14 +196,11 @@ def noise(
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
     used = record.use(context, "noise", key)
-    record.is_noised_again |= any(fact.is_public and fact.releases for fact in leaves)
+    record.is_noised_again |= any(fact.is_public and fact.is_random for fact in leaves)
     found = [
         _in_vain(record, context, mark, fact)
         if fact.kind is Kind.PRIVATE or fact.over
-        else Fact(
-            is_random=fact.is_public,
-            releases=made_of([fact, *rest]).releases | ({used} if fact.rows else frozenset()),
-        )
+        else Fact(is_random=True)
         for fact in leaves
     ]
     sums = [fact for fact in leaves if fact.kind is Kind.SUM and not fact.over]
@@ -271,7 +274,7 @@ def is_error_if(equation: jex_core.JaxprEqn) -> bool:
 
 
 class _Doors(Flow[bool]):
-    """Finds where private values leave the loss of an example; of others it is told nothing.
+    """Finds where private values leave the loss of an example, and notes what it closes over.
 
     What a value is made of decides, and nothing else: the engine keeps examples apart by itself.
     """
@@ -292,23 +295,22 @@ class _Doors(Flow[bool]):
     def equation(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
     ) -> list[bool]:
-        if equation.primitive.name in DOORS and any(inputs) and context.is_final:
+        if equation.primitive.name in DOORS and any(inputs):
             self.record.door(context, equation)
         return [any(inputs)] * len(equation.outvars)
+
+    def steered(self, context: Context, by: bool, results: list[bool]) -> list[bool]:
+        return [by or result for result in results]
 
     def holder(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
     ) -> list[bool]:
-        """What stands in a branch that a private value chooses tells of it."""
-        match inside(equation):
-            case Cond() as cond if inputs[0]:
-                for branch in cond.branches:
-                    for inner in equations(branch):
-                        if inner.primitive.name in DOORS and context.is_final:
-                            self.record.door(context.at(inner), inner)
-                return [True] * len(equation.outvars)
-            case While():
-                results = super().holder(context, equation, inputs)
-                return [any(inputs) or result for result in results]
-            case _:
-                return super().holder(context, equation, inputs)
+        """What stands in a branch or a loop that a private value steers tells of it."""
+        held = inside(equation)
+        if (isinstance(held, Cond) and inputs[0]) or (isinstance(held, While) and any(inputs)):
+            for inner in (one for body in programs_of(equation) for one in equations(body)):
+                # A solver's check of what is public stops a run or does not, however often.
+                is_public = isinstance(held, While) and is_error_if(inner)
+                if inner.primitive.name in DOORS and not is_public:
+                    self.record.door(context.at(inner), inner)
+        return super().holder(context, equation, inputs)

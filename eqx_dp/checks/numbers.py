@@ -32,14 +32,9 @@ def counted(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Number | None:
             return a.plus(-b.offset)
         case _, [Number() as a, *_] if name in _MOVES:
             key = _moved(equation, inputs, Key(None, (a,)))
-            return None if key is None else _first(key)
+            return None if key is None else key.path[0]
         case _:
             return None
-
-
-def _first(key: Key) -> Number | None:
-    number = key.path[0]
-    return number if isinstance(number, Number) else None
 
 
 def key_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Key | None:

@@ -20,9 +20,6 @@ from .flow import Context
 from .precision_flow import Operation, PrecisionFlow, Violation
 from .widths import NOTHING, Facts
 
-_FORMAT = "eqx_dp.PrecisionReport"
-_VERSION = 1
-
 
 @tabular
 class PrecisionReport(NamedTuple):
@@ -64,8 +61,8 @@ class PrecisionReport(NamedTuple):
         row is an object.
         """
         found = {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": "eqx_dp.PrecisionReport",
+            "version": 1,
             "ok": self.ok,
             "policy": {"name": self.policy.name, "text": str(self.policy)},
             "violations": [row._asdict() for row in self.violations],
@@ -196,14 +193,17 @@ def check_precision(
     flow.idle_rules()
     stored = _stored_otherwise((*args, *kwargs.values()), declared)
     violations = (*stored, *flow.violations, *_narrow_states(results, declared))
-    notes: list[str] = []
-    if declared.unsafe:
-        notes.append("the policy is unsafe: the privacy guarantee does not hold")
-    if "sum" not in flow.stages:
-        notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
-    if any(facts.clipped for facts in outputs):
-        notes.append("a clipped sum, or what is made of it, is returned without noise")
-    return PrecisionReport(declared, violations, flow.operations, tuple(notes))
+    notes = {
+        "the policy is unsafe: the privacy guarantee does not hold": declared.unsafe,
+        _NO_SUM: "sum" not in flow.stages,
+        _RETURNED: any(facts.clipped for facts in outputs),
+    }
+    said = tuple(note for note, is_so in notes.items() if is_so)
+    return PrecisionReport(declared, violations, flow.operations, said)
+
+
+_NO_SUM = "no clipped sum of the engine's is in the program; of sums, nothing was seen"
+_RETURNED = "a clipped sum, or what is made of it, is returned without noise"
 
 
 def _followed(

@@ -22,8 +22,8 @@ from ..programs import (
 )
 from .facts import Fact, Kind, either, evaluated, made_of, of_array
 from .flow import Context, Flow, Loop, dtype_of
-from .keys import Again, Along, Key, Number
-from .marked import DOORS, Record, engine_call, is_error_if, noise
+from .keys import Along, Key, Number
+from .marked import DOORS, OWN_MEMORY, Record, engine_call, is_error_if, noise
 from .numbers import counted, entry, key_of
 from .rows import dimensions, gathered, index_of
 from .sums import linear
@@ -85,8 +85,7 @@ class PrivacyFlow(Flow[Fact]):
     ) -> list[Fact]:
         """Nothing, of an equation with programs of which it is not known how it runs them."""
         inner = [one.primitive.name for held in programs_of(equation) for one in equations(held)]
-        doors = DOORS - {"swap", "addupdate"}  # a kernel's own memory
-        if doors & {*inner} and any(not fact.is_public for fact in inputs):
+        if (DOORS - OWN_MEMORY) & {*inner} and any(not fact.is_public for fact in inputs):
             self.record.door(context, equation)
         return self.equation(context, equation, inputs)
 
@@ -141,12 +140,7 @@ class PrivacyFlow(Flow[Fact]):
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """Results of a choice, or of a loop, that a value decides about."""
         if by.is_public:
-            return [
-                fact._replace(
-                    is_random=fact.is_random or by.is_random, releases=fact.releases | by.releases
-                )
-                for fact in results
-            ]
+            return [x._replace(is_random=x.is_random or by.is_random) for x in results]
         found = "a private value decides which branch is taken, or how long a loop runs"
         advice = (
             "How long a step takes, and what it does, is seen. Decide by values that are public, "
@@ -187,8 +181,7 @@ class PrivacyFlow(Flow[Fact]):
     ) -> list[Fact]:
         """Goes round a loop until nothing new is learned of what it carries, and once more.
 
-        Counters and keys are symbols first: what a turn makes of a symbol tells what all turns make
-        of it.
+        Counters are symbols first: what a turn makes of a symbol tells what all turns make of it.
         """
         path, size, before = context.loops[-1].path, len(carry), context._replace(is_final=False)
         inner = [self.sliced(context, fact) for fact in slices]
@@ -209,7 +202,7 @@ class PrivacyFlow(Flow[Fact]):
 
         entry = settled(turn, entry, joined)
         found = [
-            (fact, fact) if same else _counted(fact, start, end, name, context.loops[-1])
+            (fact, fact) if same else _in_all_turns(fact, start, end, name, context.loops[-1])
             for fact, start, end, same, name in zip(
                 carry, entry, turn(entry), stays, names, strict=True
             )
@@ -285,7 +278,7 @@ def _part(fact: Fact, spec: Any, line: str) -> Fact:
 
 
 def _symbol(fact: Fact, name: Hashable, context: Context) -> Fact:
-    """What a turn begins with, of what changes from turn to turn."""
+    """What a turn begins with, of what may change from turn to turn."""
     number, key = fact.number, fact.key
     return made_of([fact], "loop", context.line)._replace(
         number=Number(name) if number is not None and number.is_one else None,
@@ -294,27 +287,29 @@ def _symbol(fact: Fact, name: Hashable, context: Context) -> Fact:
 
 
 def _widened(start: Fact, end: Fact, context: Context) -> Fact:
-    """What a turn begins with, if it may end so."""
-    number, key = start.number, start.key
-    is_counter = number is not None and end.number is not None and not end.number.along
-    is_counter = is_counter and end.number.root == number.root
-    if (key or end.key) and (key is None or end.key is None or key.root != end.key.root):
-        key = Key(None, is_words=(key or end.key or Key(None)).is_words)
-    found = made_of([start, end], "loop", context.line)
-    return found._replace(number=number if is_counter else None, key=key)
+    """What a turn begins with, if it may end so: numbers grow, and keys stay as they are."""
+    is_counter = start.number is not None and end.number == start.number.plus(_stride(end))
+    is_key = start.key is not None or end.key is not None
+    return made_of([start, end], "loop", context.line)._replace(
+        number=start.number if is_counter else None,
+        key=start.key if start.key == end.key else Key(None) if is_key else None,
+    )
 
 
-def _counted(fact: Fact, start: Fact, end: Fact, name: Hashable, loop: Loop) -> tuple[Fact, Fact]:
-    """What a turn begins with and what the loop ends with."""
-    path, length = loop
-    first, last = start._replace(number=None), start._replace(number=None)
-    if start.number is not None and end.number is not None and fact.number is not None:
-        stride = end.number.offset
-        along = (*fact.number.along, *([Along(path, stride, length)] if stride else []))
-        first = first._replace(number=fact.number._replace(along=along))
-        last = last._replace(number=fact.number.plus(stride * (length or 0)))
-    if start.key is not None and start.key.root == name and end.key is not None and fact.key:
-        turn = end.key.path
-        first = first._replace(key=fact.key.folded(*([Again(path, turn)] if turn else [])))
-        last = last._replace(key=fact.key.folded(*([Again(path, turn, True)] if turn else [])))
+def _stride(end: Fact) -> int:
+    return 0 if end.number is None else end.number.offset
+
+
+def _in_all_turns(
+    fact: Fact, start: Fact, end: Fact, name: Hashable, loop: Loop
+) -> tuple[Fact, Fact]:
+    """What a turn begins with, and what the loop ends with."""
+    if start.key is not None and start.key.root == name:
+        start = start._replace(key=fact.key)
+    if start.number is None or fact.number is None:
+        return start, start
+    stride, length = _stride(end), loop.length
+    along = (*fact.number.along, *([Along(loop.path, stride, length)] if stride else []))
+    first = start._replace(number=fact.number._replace(along=along))
+    last = start._replace(number=fact.number.plus(stride * (length or 0)))
     return first, last if length else first  # of no turn as well

@@ -149,12 +149,11 @@ def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, t
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
     moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], step.record.sources
     table = list[Row]()
-    for path, release in step.record.releases.items():
+    for release in step.record.releases.values():
         alone = noise_multiplier([release], sources) / moved
-        outputs = tuple(result.name for result in step.results if path in result.fact.releases)
         sensitivity = release.stddev / alone if alone else math.inf
         times, where = turns(release, sources)[0], (release.context.line,)
-        table.append(Row(outputs, sensitivity, release.stddev, alone, times, where))
+        table.append(Row(sensitivity, release.stddev, alone, times, where))
     groups = defaultdict[Any, list[Release]](list)
     for release in step.record.releases.values():
         groups[loops_of(release, sources)].append(release)
