@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from ..gradients import ClippedGrad, Prepared, described
 from ..privacy import gaussian_privatizer
-from ..programs import loops, matmul_flops, primitives
+from ..programs import Scan, While, equations, inside, matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..tables import Part, tabular
 from ..trees import PyTree, is_array_or_shape
@@ -187,7 +188,7 @@ def flop_report(
     params = sum(x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.floating))
     trained = sum(x.size for x in call.sums)
     steps = max(cost.steps for cost in call.costs)
-    if "conv_general_dilated" in primitives(call.traced.program.jaxpr):
+    if "conv_general_dilated" in _primitives(call.traced.program.jaxpr):
         steps = 0  # the textbook speaks of matrices that meet the vectors of a sequence, or one
     tokens = num_examples * steps
     return FlopReport(
@@ -283,7 +284,7 @@ def _program(
     counted = (program.cost_analysis() or {}).get("flops")
     notes = [f"{times} microbatches of one program"] if times > 1 else []
     if " while(" in (program.as_text() or ""):
-        what = ", ".join(sorted(set(loops(traced.jaxpr))))
+        what = ", ".join(sorted(set(_loops(traced.jaxpr))))
         what = f" ({what})" if what else ""
         notes.append(f"a loop's body is counted once{what}")
     return ProgramRow(
@@ -313,3 +314,20 @@ def _noised(sums: list[Any], key: Any) -> Any:
     privatizer = gaussian_privatizer(stddev=1.0, key=key)
     noisy, _ = privatizer.update(sums, privatizer.init(sums))
     return noisy
+
+
+def _primitives(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> frozenset[str]:
+    """The names of all primitives in a program."""
+    return frozenset(equation.primitive.name for equation in equations(program))
+
+
+def _loops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> Iterator[str]:
+    """Names the loops of a program: every scan of more than one step, every while."""
+    for equation in equations(program):
+        match inside(equation):
+            case Scan(length=length) if length > 1:
+                yield f"a scan of {length} steps"
+            case While():
+                yield "a while_loop"
+            case _:
+                pass

@@ -137,11 +137,11 @@ class Retrace(NamedTuple):
 
         def twos() -> list[jex_core.Jaxpr]:
             partners = self.batch_of_two.partners(equation)
-            return [traced(partner).program.jaxpr for partner in partners]
+            return [traced(partner)[0].jaxpr for partner in partners]
 
-        rule = traced(equation)
-        self.batch_of_two.add(rule.program.jaxpr, twos)
-        return rule._replace(program=self._traced(rule.program))
+        program, beside = traced(equation)
+        self.batch_of_two.add(program.jaxpr, twos)
+        return self._traced(program), beside
 
     def _shard_map(
         self, equation: jex_core.JaxprEqn, spread: ShardMap, inputs: list[Any]
