@@ -26,7 +26,6 @@ from ..sharding import (
     cut_of,
     over_devices,
     slots_by_process,
-    warn_of_uneven,
     whole,
 )
 from ..shown import shapes
@@ -211,7 +210,6 @@ def specs_of(
     check_context(rules)
     rules.check_examples(examples.num_examples)
     specs = rules.specs(model)
-    warn_of_uneven(rules, model, params)
 
     def of(part: PyTree[Any]) -> list[PartitionSpec]:
         def spec(leaf: Any, found: PartitionSpec | None) -> PartitionSpec | None:
