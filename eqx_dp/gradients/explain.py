@@ -233,7 +233,7 @@ def _flops(call: Prepared, rules: ShardingRules | None) -> Flops:
     params = trained + sum(x.size for x in frozen if jnp.issubdtype(x.dtype, jnp.floating))
     # Textbooks speak of matrices that meet the vectors of a sequence, or one.
     is_conv = "conv_general_dilated" in primitives(program.jaxpr)
-    tokens = 0 if is_conv else num_examples * max(cost.steps for cost in call.costs)
+    tokens = 0 if is_conv else num_examples * max(cost.steps for cost in call.traced.costs)
     return Flops(
         float(num_examples * matmul_flops(gradient)),
         tokens * (4.0 * params + 2.0 * trained),
