@@ -154,14 +154,14 @@ def check_precision(
 
     What it does not see: output dtypes, and loss scales; parameters that are in no `eqx.Module`;
     that there is no noise at all, of which a note speaks alone; a reduction over devices of sums to
-    each of which noise was added before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
-    argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
-    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
-    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
-    in another function); one that goes through a mutable reference; what a compiler makes of the
-    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
-    what a sum goes through after a dither of one's own is not checked. Of a `while`
-    loop one step is counted, of a `cond` all branches.
+    each of which noise was added before; sums that the engine did not clip; noise that was drawn
+    elsewhere and comes in as an argument, or that is kept in state; digits that arithmetic drops
+    from floats (`jnp.round`, `jnp.sign`, a large number added and subtracted), from integers that
+    overflow, or from the bits of the noise; a sum that comes back by another way (cast by the
+    caller, at another place, in another function); one that goes through a mutable reference; what
+    a compiler makes of the program. Whatever is drawn in floating point and added to a clipped sum
+    is taken for its noise: what a sum goes through after a dither of one's own is not checked. Of a
+    `while` loop one step is counted, of a `cond` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.
