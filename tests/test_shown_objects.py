@@ -83,10 +83,7 @@ def test_a_state_says_how_far_it_is():
 def test_a_table_shows_in_a_notebook(name):
     table = TABLES[name]()
     shown = table._repr_html_()
-    text = html.unescape(re.sub(r"<[^>]*>", " ", shown))
-    # The same words in the same order, with tags in the place of spaces.
-    assert text.split() == str(table).split()
-    assert ("<table" in shown) == (name != "privacy")
+    assert shown == f"<pre>{html.escape(str(table))}</pre>"
     assert len(repr(table)) < 330
     assert "\n" not in repr(table)
     assert not re.search(r"0\.7531|2\.4689", repr(table) + shown)
@@ -103,5 +100,5 @@ def test_what_a_table_holds_is_no_markup():
             yield [("a<b>",), ("<img src=x onerror=y>",)]
 
     found = Shown()._repr_html_()
-    assert set(re.findall(r"<(\w+)", found)) == {"pre", "table", "thead", "tbody", "tr", "th", "td"}
+    assert set(re.findall(r"<(\w+)", found)) == {"pre"}
     assert "&lt;script&gt;" in found
