@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import digits
+import jax
 import matplotlib
 import numpy as np
 import optax

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, SupportsFloat
 
 import jax
@@ -133,8 +135,10 @@ shorter by one |
         if plan is not None or neighboring_relation is not None:
             raise ValueError("plan and neighboring_relation are the step's own: leave them out.")
         relation, paths = fn.plan.neighboring_relation, tuple(disclose)
-        subject = Subject(fn, None, context=fn.mesh)
-        with fn.mesh():
+        rules = fn.sharding
+        context = nullcontext if rules is None else partial(jax.set_mesh, rules.mesh)
+        subject = Subject(fn, None, context=context)
+        with context():
             call = _with_mask(fn, _of_state(fn, args), kwargs)
         return _audited(subject, call, fn.grad_fn.sensitivity(relation), relation, fn.plan, paths)
     if private is None or sensitivity is None:
