@@ -128,9 +128,8 @@ def cost_of(
     """Compiles a step for a batch of a size and reads off what it costs; nothing is run."""
     state = step.init(model)
     trained = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, filter_spec)))
-    accumulator = (
-        jnp.float32 if step.grad_fn.policy is None else step.grad_fn.policy.accumulate_dtype
-    )
+    policy = step.grad_fn.policy
+    accumulator = jnp.float32 if policy is None else policy.accumulate_dtype
     text = np.zeros((batch, len(model.position)), np.uint8)
     mask = np.zeros(batch, bool)
     memory: Any = step.lower(state, text, is_padding_example=mask).compile().memory_analysis()
