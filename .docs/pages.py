@@ -38,7 +38,7 @@ GROUPS = {
     ),
     "Checks": ("check_precision", "PrecisionReport", "check_privacy", "PrivacyReport"),
     "Planning": (
-        *("plan_memory", "MemoryPlan", "plan_microbatch", "flop_report", "FlopReport"),
+        *("plan_memory", "tune"),
         *("TransformerShape", "tune", "Tuning", "TunedGrad"),
         *("precision_sensitivity", "PrecisionSensitivity"),
     ),

@@ -5,7 +5,7 @@ plan ties sampling, noise and accounting together. `help(dp.make_step)` and the 
 
 Precision: what dtype each stage uses
     load_policy, parse_policy, available_policies, Policy, ModuleRule, Matmul,
-    LossScale, apply_policy, apply_updates, describe, Description
+    LossScale, apply_policy, apply_updates
 Clipped gradients: one example moves a sum by so much and no more
     filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
     explain
@@ -18,9 +18,8 @@ Training: a run that can be killed, and the model that leaves it
     CheckpointError, DataError
 Checks: the traced step against its declaration, and attacks on it
     check_precision, check_privacy, audit
-Planning: time and memory, before a step runs
-    plan_memory, plan_microbatch, flop_report, FlopReport, TransformerShape,
-    tune, TunedGrad, precision_sensitivity, PrecisionSensitivity
+Planning: the memory of a step before it runs, and the fastest way to take it
+    plan_memory, tune
 """
 
 from importlib.metadata import version as _version
@@ -34,16 +33,7 @@ from .gradients import PerExample as PerExample
 from .gradients import explain as explain
 from .gradients import filter_clipped_grad as filter_clipped_grad
 from .gradients import filter_value_and_clipped_grad as filter_value_and_clipped_grad
-from .planning import Description as Description
-from .planning import FlopReport as FlopReport
-from .planning import PrecisionSensitivity as PrecisionSensitivity
-from .planning import TransformerShape as TransformerShape
-from .planning import TunedGrad as TunedGrad
-from .planning import describe as describe
-from .planning import flop_report as flop_report
 from .planning import plan_memory as plan_memory
-from .planning import plan_microbatch as plan_microbatch
-from .planning import precision_sensitivity as precision_sensitivity
 from .planning import tune as tune
 from .precision import LossScale as LossScale
 from .precision import Matmul as Matmul

@@ -38,12 +38,10 @@ def flag(name: str, value: object) -> bool:
 def path(name: str, value: object) -> Path:
     """A path from a text or a path object; a ValueError for anything else."""
     expect(name, value, (str, os.PathLike), "a path: a text, or a pathlib.Path")
-    text = os.fspath(cast("str | os.PathLike[str]", value))
-    if "://" in text:
-        raise ValueError(
-            f"{name} must be a path on a file system; found {text!r}. Write it there and copy it."
-        )
-    return Path(text)
+    found = Path(cast("str | os.PathLike[str]", value))
+    if "://" in str(value):
+        raise ValueError(f"{name} must be a path on a file system; found {str(value)!r}.")
+    return found
 
 
 def directory(name: str, value: object) -> RunPath:

@@ -93,9 +93,7 @@ def _as_os_error(file: RunPath) -> Generator[None]:
     """What libraries of object stores raise, as a file system would raise it."""
     try:
         yield
-    except (OSError, ImportError):
-        raise
     except Exception as error:
-        if not is_remote(file):
+        if isinstance(error, OSError | ImportError) or not is_remote(file):
             raise
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Lines and tables, as text by `str()` and as HTML in a notebook; one line by `repr()`.
+"""Lines and tables, as text by `str()` and in a notebook; one line by `repr()`.
 
 A part of what is shown is a line of text, or a table: rows of cells, the first of them the head.
 """
@@ -6,7 +6,6 @@ A part of what is shown is a line of text, or a table: rows of cells, the first 
 import dataclasses
 import html
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, TypeVar, cast
 
 Part = str | Sequence[Sequence[str]]
@@ -22,7 +21,7 @@ def tabular(cls: _Class) -> _Class:
         return "\n".join(_lines(self._parts()))
 
     def as_html(self: Any) -> str:
-        return "".join(_elements(self._parts()))
+        return f"<pre>{html.escape(as_text(self))}</pre>"
 
     its: Any = cls
     its.__str__, its.__repr__, its._repr_html_ = as_text, _brief, as_html
@@ -38,25 +37,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _lines(parts: Iterable[Part]) -> Iterator[str]:
     for part in parts:
         yield from [part] if isinstance(part, str) else aligned(part)
-
-
-def _elements(parts: Iterable[Part]) -> Iterator[str]:
-    """Text as it is laid out, and tables as tables; no cell or line can hold markup."""
-    for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
-        if is_text:
-            text = "\n".join(cast("Iterable[str]", run)).strip("\n")
-            if text:
-                yield f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
-            continue
-        for head, *rows in run:
-            body = "".join(_row(row, "td") for row in rows)
-            yield f"<table><thead>{_row(head, 'th')}</thead><tbody>{body}</tbody></table>"
-
-
-def _row(cells: Sequence[str], tag: str) -> str:
-    style = "text-align: left"
-    inner = "".join(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells)
-    return f"<tr>{inner}</tr>"
 
 
 def _brief(self: Any) -> str:

@@ -1,14 +1,16 @@
 """What `neighbours` found, and how it is printed and kept."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dp_accounting import NeighboringRelation
 
-from ..files import finite_or_none, read_json, write_json
+from ..files import finite_or_none
 from ..tables import Part, tabular
+from .record import save_audit
+
+_NEAR = 0.5
 
 
 class Violation(NamedTuple):
@@ -31,16 +33,14 @@ class Pair(NamedTuple):
     """Two neighboring data sets.
 
     Attributes:
-        others: what the other slots hold: "as given", "hostile", or "none".
+        others: what the other slots hold: "as given", "hostile", or "padding".
         example: what the slot holds in which the two differ.
-        direction: "add", "remove", "zero out", or "replace".
         slot: which slot.
         movement: how far what is released moves / sensitivity; infinite if it is not finite.
     """
 
     others: str
     example: str
-    direction: str
     slot: int
     movement: float
 
@@ -49,25 +49,26 @@ class Pair(NamedTuple):
 class NeighboursReport(NamedTuple):
     """What `neighbours` found; its `str` is a table.
 
-    The movements are made of the examples that the audit was given: **not private** if those are.
+    The movements depend on the examples that the audit was given: **not private** if those are.
 
     Attributes:
         sensitivity: the bound that movements are divided by, in the unit of what is released.
         neighboring_relation: what neighbors are.
-        largest: the largest movement / sensitivity.
-        rounding: how far `largest` may exceed 1 by rounding alone.
+        rounding: how far a movement may exceed 1 by rounding alone.
         pairs: a row for each pair of data sets.
         violations: a row for each rule that does not hold.
-        notes: what the audit could not see.
     """
 
     sensitivity: float
     neighboring_relation: NeighboringRelation
-    largest: float
     rounding: float
     pairs: tuple[Pair, ...]
     violations: tuple[Violation, ...]
-    notes: tuple[str, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest movement / sensitivity."""
+        return max((pair.movement for pair in self.pairs), default=0.0)
 
     @property
     def ok(self) -> bool:
@@ -81,35 +82,25 @@ class NeighboursReport(NamedTuple):
             ValueError: if one was; the message is the table.
         """
         if not self.ok:
-            raise ValueError(f"Neighboring data sets tell themselves apart.\n{self}")
+            raise ValueError(f"Neighboring data sets can be told apart.\n{self}")
 
     def _parts(self) -> Iterator[Part]:
-        count = len(self.violations)
-        found = "no violation" if self.ok else f"{count} violation{'s' * (count != 1)}"
+        found = "no violation" if self.ok else f"violations: {len(self.violations)}"
         yield f"{found} on {len(self.pairs)} pairs of {self.neighboring_relation.name} neighbors"
-        yield (
-            f"largest movement: {self.largest:.6g} of the sensitivity {self.sensitivity:.6g} "
-            f"(rounding allowed: {self.rounding:.1g})"
-        )
-        yield from (f"note: {note}" for note in self.notes)
+        yield f"largest movement: {self.largest:.6g} of the sensitivity {self.sensitivity:.6g}"
+        if self.largest < _NEAR:
+            yield "note: no example came near the bound: give a smaller clip norm, larger examples"
         for rule, what, where, advice in self.violations:
             yield from ("", f"{rule}: {what}", f"  where: {where}", f"  what to do: {advice}")
-        head = ("example", "largest movement / sensitivity", "others", "direction", "slot")
-        largest: dict[str, Pair] = {}
-        for pair in self.pairs:
-            if pair.movement > largest.get(pair.example, pair._replace(movement=-1.0)).movement:
-                largest[pair.example] = pair
-        rows = sorted(largest.values(), key=lambda pair: -pair.movement)
-        cells = [(p.example, f"{p.movement:.6f}", p.others, p.direction, str(p.slot)) for p in rows]
+        worst: dict[str, Pair] = {}
+        for pair in sorted(self.pairs, key=lambda pair: -pair.movement):
+            worst.setdefault(pair.example, pair)
+        cells = [(p.example, f"{p.movement:.6f}", p.others, str(p.slot)) for p in worst.values()]
         yield ""
-        yield [head, *cells]
-
-    def to_json(self) -> str:
-        """The report as a JSON object with one key, "neighbours"; null stands for infinity."""
-        return json.dumps({"neighbours": self._content()}, indent=2, allow_nan=False)
+        yield [("example", "largest movement / sensitivity", "others", "slot"), *cells]
 
     def save(self, path: str | Path) -> None:
-        """Writes the report to a file that `eqx-dp report` reads.
+        """Writes the report to a JSON file that `eqx-dp report` reads; null stands for infinity.
 
         Args:
             path: a JSON file, or the directory of a run: then `audit.json` in it. What else the
@@ -118,19 +109,9 @@ class NeighboursReport(NamedTuple):
         Raises:
             ValueError: there is such a file, and it holds no JSON object.
         """
-        file = Path(path) / "audit.json" if Path(path).is_dir() else Path(path)
-        before = read_json(file) if file.exists() else {}
-        write_json(file, {**before, "neighbours": self._content()})
-
-    def _content(self) -> dict[str, Any]:
         pairs = [x._asdict() | {"movement": finite_or_none(x.movement)} for x in self.pairs]
-        return {
-            "ok": self.ok,
-            "sensitivity": self.sensitivity,
-            "neighboring_relation": self.neighboring_relation.name,
-            "largest": finite_or_none(self.largest),
-            "rounding": finite_or_none(self.rounding),
-            "violations": [violation._asdict() for violation in self.violations],
-            "notes": list(self.notes),
-            "pairs": pairs,
-        }
+        violations = [violation._asdict() for violation in self.violations]
+        found = {"ok": self.ok, "largest": finite_or_none(self.largest), **self._asdict()}
+        found |= {"neighboring_relation": self.neighboring_relation.name}
+        found |= {"rounding": finite_or_none(self.rounding)}
+        save_audit(path, {"neighbours": found | {"violations": violations, "pairs": pairs}})

@@ -122,10 +122,6 @@ class Flow(abc.ABC, Generic[Fact]):
     ) -> list[Fact]:
         """What is known of the results of an equation that holds no program."""
 
-    def carried(self, context: Context, variable: Any, fact: Fact) -> None:
-        """Is told what a loop carries from step to step."""
-        del context, variable, fact
-
     def constant(self, value: Any) -> Fact:
         """What is known of a constant or a literal."""
         del value
@@ -242,7 +238,4 @@ class Flow(abc.ABC, Generic[Fact]):
             lambda carry: step(carry, before)[:size], carry, lambda a, b: self.joined([a, b])
         )
         results = step(carry, context)
-        if context.is_final:
-            for variable, fact in zip(body.jaxpr.invars[len(consts) :], carry, strict=False):
-                self.carried(context, variable, fact)
         return [*carry, *(self.stacked(context, fact) for fact in results[size:])]

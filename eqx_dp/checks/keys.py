@@ -3,20 +3,29 @@
 A key is a root, and what was folded in one after another. `jax.random.split(key, n)[i]` is
 `fold_in(key, i)`, for keys of threefry. Keys of different roots are independent. So are keys of one
 root whose paths part: at some place other numbers were folded in, and before it the same. A key
-that is the beginning of another one tells it.
+that is the beginning of another one tells it. A key may be carried from call to call, if each call
+folds the same into it; one that a loop within a call carries and changes is not known.
 """
 
-from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from .flow import Context
 
 CALLS = "calls"
 """The loop of a step's calls, which is around everything."""
 
+FIRST = "first dimension"
+
 
 class Along(NamedTuple):
-    """How a number grows: along a dimension of an array, or from turn to turn of a loop."""
+    """How a number grows: along the first dimension of an array, or from turn to turn of a loop.
+
+    Attributes:
+        where: `FIRST`, or the loop.
+        stride: by how much.
+        length: how many numbers there are; None if that is not known.
+    """
 
     where: Hashable
     stride: int
@@ -36,30 +45,41 @@ class Number(NamedTuple):
     offset: int = 0
     along: tuple[Along, ...] = ()
 
-    def plus(self, other: "Number", sign: int = 1) -> "Number | None":
-        """The sum of two, or the difference, if one of them is known."""
-        if other.root is not None:
-            return None if self.root is not None or sign < 0 else other.plus(self)
-        places = {one.where for one in self.along} & {one.where for one in other.along}
-        if places:
-            return None
-        more = tuple(one._replace(stride=sign * one.stride) for one in other.along)
-        return Number(self.root, self.offset + sign * other.offset, (*self.along, *more))
+    @property
+    def is_constant(self) -> bool:
+        """Whether the offset is all."""
+        return self.root is None and self.is_fixed
 
-    def times(self, factor: int) -> "Number | None":
-        """The product with a constant."""
-        if self.root is not None:
-            return None
-        along = tuple(one._replace(stride=factor * one.stride) for one in self.along)
-        return Number(None, factor * self.offset, along)
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a root and an offset are all."""
+        return not self.along
 
-    def moved(self, dims: Mapping[int, int | None]) -> "Number":
-        """The same with other numbers of dimensions; None where a dimension of length 1 goes."""
-        along = [
-            one if not isinstance(one.where, int) else one._replace(where=dims.get(one.where))
-            for one in self.along
-        ]
-        return self._replace(along=tuple(one for one in along if one.where is not None))
+    @property
+    def is_one(self) -> bool:
+        """Whether it is the same along the first dimension."""
+        return all(one.where != FIRST for one in self.along)
+
+    def plus(self, more: int) -> "Number":
+        """The sum with a constant."""
+        return self._replace(offset=self.offset + more)
+
+    def cut(self, start: int, step: int, length: int) -> "Number":
+        """Some of the numbers along the first dimension: from `start` on, every `step`-th."""
+        found = self._replace(along=tuple(one for one in self.along if one.where != FIRST))
+        for one in self.along:
+            if one.where == FIRST:
+                stride = one.stride * step
+                more = (Along(FIRST, stride, length),) if length > 1 else ()
+                found = Number(self.root, self.offset + one.stride * start, found.along + more)
+        return found
+
+    def turned(self, loop: Hashable, length: int | None) -> "Number":
+        """The numbers along the first dimension, one in each turn of a loop."""
+        along = (
+            Along(loop, one.stride, length) if one.where == FIRST else one for one in self.along
+        )
+        return self._replace(along=tuple(along))
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -73,56 +93,31 @@ class Number(NamedTuple):
         return low, high
 
 
-class Again(NamedTuple):
-    """What was folded in turn by turn into a key that a loop carries: the same path each time.
-
-    Attributes:
-        loop: the loop; `CALLS` for a key in the state.
-        path: what a turn folds in.
-        is_after: whether all turns are over.
-    """
-
-    loop: Hashable
-    path: tuple[Any, ...]
-    is_after: bool = False
-
-
-Element: TypeAlias = Number | Again | None
-"""What was folded in; None where that is not known."""
-
-
 class Key(NamedTuple):
     """A key of random numbers.
 
     Attributes:
         root: `("argument", index)` or `("constant", words)`; None if it is not known.
-        path: what was folded in.
+        path: what was folded in; None where that is not known.
         is_words: whether it is given as words, along a last dimension.
     """
 
     root: Hashable
-    path: tuple[Element, ...] = ()
+    path: tuple[Number | None, ...] = ()
     is_words: bool = False
 
-    def folded(self, *elements: Element) -> "Key":
+    def folded(self, *elements: Number | None) -> "Key":
         """The key with more folded in."""
         return self._replace(path=(*self.path, *elements))
 
-    def moved(self, dims: Mapping[int, int | None]) -> "Key":
-        """The same with other numbers of dimensions."""
-        path = [one.moved(dims) if isinstance(one, Number) else one for one in self.path]
-        return self._replace(path=tuple(path))
-
     @property
-    def dims(self) -> frozenset[int]:
-        """Dimensions along which keys are different."""
-        return frozenset(
-            one.where
-            for number in self.path
-            if isinstance(number, Number)
-            for one in number.along
-            if isinstance(one.where, int) and one.stride and abs(one.stride) < 2**16
-        )
+    def is_one(self) -> bool:
+        """Whether it is the same along the first dimension."""
+        return all(one is None or one.is_one for one in self.path)
+
+    def each(self, change: Callable[[Number], Number]) -> "Key":
+        """The key with its numbers changed."""
+        return self._replace(path=tuple(one and change(one) for one in self.path))
 
 
 class Use(NamedTuple):
@@ -150,7 +145,7 @@ class Calls(NamedTuple):
     """
 
     steps: dict[Hashable, int]
-    paths: dict[Hashable, tuple[Element, ...]]
+    paths: dict[Hashable, tuple[Number | None, ...]]
     given: frozenset[Hashable]
     same: dict[Hashable, Hashable]
 
@@ -182,61 +177,39 @@ def parted(a: Key, b: Key, calls: Calls) -> bool:
         return False
     if a.root != b.root:
         return calls.same.get(a.root, a.root) != calls.same.get(b.root, b.root)
-    return paths_part(_whole(a, calls), _whole(b, calls), calls)
+    carried = calls.paths.get(a.root, ())
+    # What a call draws, no later call begins with.
+    is_apart = all(not carried or _paths_part(carried, key.path, calls) for key in (a, b))
+    return is_apart and _paths_part(a.path, b.path, calls)
 
 
-def _whole(key: Key, calls: Calls) -> tuple[Element, ...]:
-    """The path of a key, with what earlier calls have folded into its root."""
-    path = calls.paths.get(key.root, ())
-    return (*((Again(CALLS, path),) if path else ()), *key.path)
-
-
-def paths_part(a: tuple[Element, ...], b: tuple[Element, ...], calls: Calls) -> bool:
+def _paths_part(a: tuple[Number | None, ...], b: tuple[Number | None, ...], calls: Calls) -> bool:
     """Whether two paths from one root are proven to lead to independent keys."""
-    for i, (one, other) in enumerate(zip(a, b, strict=False)):
-        rest, others = a[i + 1 :], b[i + 1 :]
+    for one, other in zip(a, b, strict=False):
         if one is None or other is None:
             return False
-        if isinstance(one, Again) and isinstance(other, Again):
-            if (one.loop, one.path) != (other.loop, other.path):
-                return False
-            # What a turn draws, no later turn begins with.
-            inside = [r for again, r in ((one, rest), (other, others)) if not again.is_after]
-            if not all(paths_part(one.path, r, calls) for r in inside):
-                return False
-            if one.is_after != other.is_after:
-                return True
-        elif isinstance(one, Again):
-            # No turn, or one and more.
-            is_apart = one.is_after or paths_part(rest, b[i:], calls)
-            return is_apart and paths_part((*one.path, *a[i:]), b[i:], calls)
-        elif isinstance(other, Again):
-            return paths_part(b[i:], a[i:], calls)
-        elif one != other:  # else it is the same number in the same turn and call
+        if one != other:  # else it is the same number in the same turn and call
             return numbers_part(one, other, calls)
     return False
 
 
 def is_new(key: Key, loop: Hashable, calls: Calls) -> bool | None:
     """Whether a key is another one in each turn of a loop; None if that is not decided."""
-    if key.root is None:
+    if key.root is None or None in key.path:
         return None
-    path = _whole(key, calls)
+    numbers = [one for one in key.path if one is not None]
     if loop == CALLS and key.root in calls.given:
-        numbers = [one for one in path if isinstance(one, Number) and one.root in calls.given]
-        return True if all(one.span == (one.offset,) * 2 for one in numbers) else None
-    for i, element in enumerate(path):
-        if element is None:
-            return None
-        if isinstance(element, Again) and element.loop == loop:
-            is_apart = not element.is_after and paths_part(element.path, path[i + 1 :], calls)
-            return True if is_apart else None
-        if isinstance(element, Number) and _grows(element, loop, calls):
-            return True
+        is_given = all(one.is_fixed for one in numbers if one.root in calls.given)
+        return True if is_given else None
+    carried = calls.paths.get(key.root)
+    if carried and loop == CALLS:
+        return True if _paths_part(carried, key.path, calls) else None
+    if any(_grows(one, loop, calls) for one in numbers):
+        return True
     fixed = {None, *(root for root, step in calls.steps.items() if not step)}
-    is_known = all(isinstance(one, Number) and one.root in fixed for one in path)
     of_argument = isinstance(key.root, tuple) and key.root[0] == "argument"
-    return False if is_known and (key.root in calls.paths or not of_argument) else None
+    is_known = carried == () or not of_argument or loop != CALLS
+    return False if is_known and all(one.root in fixed for one in numbers) else None
 
 
 def _grows(number: Number, loop: Hashable, calls: Calls) -> bool:
@@ -244,13 +217,10 @@ def _grows(number: Number, loop: Hashable, calls: Calls) -> bool:
     if loop == CALLS:
         step, span = calls.steps.get(number.root, 0), number.span
         is_wide = span is not None and span[1] - span[0] < abs(step) < 2**16
-        return is_wide or (number.root in calls.given and span == (number.offset,) * 2)
-    own = [one for one in number.along if one.where == loop]
-    if not own or not own[0].stride or abs(own[0].stride) >= 2**16:
-        return False
+        return is_wide or (number.root in calls.given and number.is_fixed)
     reach = 0
     for stride, length in sorted((abs(one.stride), one.length or 2**31) for one in number.along):
-        if stride <= reach:
+        if not reach < stride < 2**16:
             return False
         reach += stride * (length - 1)
-    return reach < 2**32
+    return reach < 2**32 and loop in (one.where for one in number.along)

@@ -9,16 +9,29 @@ import numpy as np
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import UNSEEN, Call, Cond, While, equations, inside, is_as_marked, named, written_in
-from .facts import Fact, Kind, Path, Ref, Term, made_of, union
+from ..programs import (
+    UNSEEN,
+    Call,
+    Cond,
+    While,
+    equations,
+    inside,
+    is_as_marked,
+    named,
+    programs_of,
+    written_in,
+)
+from .facts import Fact, Kind, Path, Ref, Term, made_of
 from .flow import Context, Flow
 from .keys import Key, Number, Use
 from .privacy_report import Finding
-from .rows import outer
 from .sums import Release, Source
 
 DOORS = UNSEEN | named("debug_callback debug_print swap addupdate")
 """Primitives by which a value leaves a program, or goes where it is not followed."""
+
+OWN_MEMORY = named("swap addupdate")
+"""Of these, those that a kernel uses for memory of its own."""
 
 
 class Record:
@@ -30,9 +43,7 @@ class Record:
         releases: noise on clipped sums.
         uses: what random numbers are drawn for.
         noises: of these, the noise: with the words of its leaves where they are in the key.
-        slots: draws that examples meet slot by slot.
         constants: arrays that the step closes over.
-        shown: public values that go through a side door.
         unmasked: lines of engine calls without a mask.
         is_noised_again: whether noise was added to what is a release already.
     """
@@ -43,30 +54,22 @@ class Record:
         self.releases: dict[Path, Release] = {}
         self.uses: dict[Path, Use] = {}
         self.noises: dict[Path, frozenset[Any]] = {}
-        self.slots: dict[Path, str] = {}
-        self.shown: list[tuple[Fact, str]] = []
         self.constants: list[Any] = []
         self.unmasked: dict[str, None] = {}
         self.is_noised_again = False
 
     def note(
-        self,
-        context: Context,
-        rule: str,
-        found: str,
-        advice: str,
-        is_decided: bool = True,
-        where: str = "",
+        self, context: Context, rule: str, found: str, advice: str, is_decided: bool = True
     ) -> None:
         """Notes a finding, once what loops carry is settled."""
         if context.is_final:
-            self.found[Finding(rule, found, where or context.line, advice, is_decided)] = None
+            self.found[Finding(rule, found, context.line, advice, is_decided)] = None
 
-    def use(self, context: Context, what: str, fact: Fact, at: Hashable = 0) -> Path:
+    def use(self, context: Context, what: str, key: Key | None, at: Hashable = 0) -> Path:
         """Notes what a key is used for."""
         path = (*context.path, at)
         if context.is_final:
-            self.uses[path] = Use(what, fact.key or Key(None), context)
+            self.uses[path] = Use(what, key or Key(None), context)
         return path
 
     def door(self, context: Context, equation: jex_core.JaxprEqn) -> None:
@@ -77,8 +80,8 @@ class Record:
 
 _APART = (
     "What one example adds to the clipped sum must depend on that example alone, and count once. "
-    "Let the engine make microbatches, work within the example, use constants that are the same "
-    "for all, and name public arrays with a row for each example in public_rows=."
+    "Let the engine make microbatches, work and draw within the loss of an example, use constants "
+    "that are the same for all, and name public arrays with a row for each example in public_rows=."
 )
 
 
@@ -96,67 +99,51 @@ def engine_call(
     end = mark.num_shared + mark.num_batched
     shared, batch = inputs[: mark.num_shared], inputs[mark.num_shared : end]
     keys, mask = inputs[end : end + mark.has_keys], inputs[end + mark.has_keys :]
-    for i, fact in enumerate((*keys, *(x for x in (*shared, *batch) if x.key))):
-        record.use(context, "loss", fact, i)
-    _leaves_the_loss(record, context, equation, inputs)
+    is_public = all(fact.is_public for fact in inputs)
+    for i, fact in enumerate(inputs):
+        if i == end < end + len(keys):
+            record.use(context, "loss" if is_public else "slots", fact.key, i)
+        elif fact.key is not None:
+            record.use(context, "loss", fact.key, i)
     examples = [*batch, *mask]
-    if all(fact.is_public for fact in inputs):
+    held = inside(equation)
+    if context.is_final and isinstance(held, Call):
+        _Doors(record).program(held.body, [not fact.is_public for fact in inputs], context)
+    if is_public:
         return [made_of(inputs)] * count
-    if any(not fact.is_public for fact in (*shared, *keys)):
+    lost = [fact for fact in (*shared, *keys) if not fact.is_public]
+    if lost:
         found = (
             "the model that is differentiated, or the loss's key, is not released: private data is "
             "in it without noise, so the noise multiplier of its clipped sum is unbounded"
         )
         advice = "Add noise to every clipped sum before it reaches anything that the loss reads."
-        record.note(context, "release", found, advice)
+        is_decided = any(fact.reason in ("", *DECIDED) for fact in lost)
+        record.note(context, "release", found, advice, is_decided)
         return unknown
     own = _rows(record, context, examples)
     if own is None:
         return unknown
-    if all(fact.is_public for fact in mask) and context.is_final:  # of no mask as well
-        record.unmasked[line] = None
-    private = [fact for fact in examples if not fact.is_public]
-    public = [*shared, *(fact for fact in examples if fact.is_public), *keys]
-    cuts = union(outer(fact.cuts, own) for fact in private)
-    over = union(cut.where for cut in cuts if cut.how == "devices")
-    varies = union(fact.varies for fact in public)
-    alike = [fact for fact in examples if any(one.dim == 0 for one in fact.alike)]
-    slots = {one.draw: one.of for fact in examples for one in fact.alike if one.dim == 0}
-    record.slots |= dict.fromkeys(slots, line)
-    others = union(
-        fact.draws - {one.draw for one in fact.alike if one.dim == 0}
-        for fact in (*shared, *examples)
-    )
-    if slots.keys() & others or (over and (over & varies or keys or alike)):
-        found = "random numbers of slots meet others, or devices have models or draws of their own"
+    if own.axes and keys:
+        found = "slots of several devices draw the same random numbers in the loss"
         record.note(context, "examples apart", found, _APART, is_decided=False)
         return unknown
-    samples = frozenset(cut for cut in cuts if cut.ref.dim < own.dim)
-    if samples and all(fact.is_public for fact in mask):
-        found = "it is not clear which dimension of the arguments holds the examples"
-        advice = (
-            "Give the mask of each batch, of the shape (batches, slots), as a private argument."
-        )
-        record.note(context, "examples apart", found, advice, is_decided=False)
+    if all(fact.is_public for fact in mask):  # of no mask as well
+        record.unmasked |= {line: None} if context.is_final else {}
+        if own.dim:
+            found = "it is not clear which dimension of the arguments holds the examples"
+            advice = (
+                "Give the mask of each batch, of the shape (batches, slots), as a private argument."
+            )
+            record.note(context, "examples apart", found, advice, is_decided=False)
     for group, bound in enumerate(mark.bounds):
-        record.sources[context.path, group] = Source(bound, samples)
+        record.sources[context.path, group] = Source(bound, frozenset(own.loops))
         if math.isinf(bound):
             found = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
             record.note(context, "noise", found, "Set a finite l2_clip_norm.")
-    common = Fact(
-        varies=union(fact.varies for fact in inputs),
-        draws=union(fact.draws for fact in public if fact not in alike),
-        releases=union(fact.releases for fact in public),
-    )
-    sums = [
-        common._replace(
-            kind=Kind.SUM,
-            rows=(frozenset({Term(((context.path, group), leaf), 1.0)}),),
-            over=over,
-        )
-        for leaf, group in enumerate(mark.groups)
-    ]
-    values = common._replace(kind=Kind.PRIVATE, refs=(own,), cuts=cuts, reason="data", where=line)
+    rows = (frozenset({Term(((context.path, g), i), 1.0)}) for i, g in enumerate(mark.groups))
+    sums = [Fact(Kind.SUM, rows=(row,), is_exact=True, over=own.axes) for row in rows]
+    values = Fact(Kind.PRIVATE, refs=(own,), reason="data", where=line)
     return [*sums, *[values] * (count - len(sums))]
 
 
@@ -167,36 +154,24 @@ def _lost(inputs: list[Fact], reason: str, where: str) -> Fact:
 
 def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
     """Which rows the engine's examples are; None, and a finding, where they are not apart."""
-    own: Any = None
+    own: Ref | None = None
     for fact in examples:
-        if fact.is_public and (0 in fact.even or any(one.dim == 0 for one in fact.alike)):
+        if fact.is_public and 0 in fact.even:
             continue
         ref = fact.refs[0] if fact.refs else None
-        rows = None if ref is None or not _is_of_rows(fact, ref) else (ref, outer(fact.cuts, ref))
-        if rows is not None and own in (None, rows):
-            own = rows
+        if ref is not None and ref.is_row and own in (None, ref):
+            own = ref
             continue
-        if fact.constant is not None:
-            found = "examples are constants of the program, and other ones in other slots"
-        elif fact.is_public:
+        is_decided = ref is not None and own not in (None, ref)
+        if fact.is_public:
             found = "an array that is not private has other values for other slots of the batch"
-        elif rows is not None:
+        elif is_decided:
             found = "arguments of filter_clipped_grad hold other rows"
         else:
             found = "rows of the data are not proven to be apart before filter_clipped_grad clips"
-        record.note(context, "examples apart", found, _APART, rows is not None, fact.where)
+        record.note(context, "examples apart", found, _APART, is_decided)
         return None
-    return own and own[0]
-
-
-def _is_of_rows(fact: Fact, ref: Ref) -> bool:
-    """Whether entries along a dimension are rows of the arguments, or of one of several batches."""
-    cuts = outer(fact.cuts, ref)
-    before = {cut.ref.dim for cut in cuts if cut.ref.dim < ref.dim and cut.how != "devices"}
-    return len(before) == ref.dim
-
-
-_PLAINLY = "Add noise in a plain call, on the sum of all devices, with a key that is secret."
+    return own
 
 
 def noise(
@@ -208,37 +183,34 @@ def noise(
 ) -> list[Fact]:
     """What noise makes of each leaf: of a clipped sum, a release."""
     leaves, rest = inputs[: len(mark.leaves)], inputs[len(mark.leaves) :]
-    if not mark.leaves:
-        return []
-    if mark.stddev == 0:
+    if not mark.leaves or mark.stddev == 0:
         return leaves
-    is_plain = is_as_marked(equation) and len(rest) == 1 + mark.has_step
-    if not is_plain or any(not fact.is_public or fact.varies & context.axes for fact in rest):
+    counts = len(rest), len(equation.outvars)
+    is_plain = is_as_marked(equation) and counts == (1 + mark.has_step, len(mark.leaves))
+    if not is_plain or any(not fact.is_public for fact in rest):
         found = "noise is mapped (vmap), is another one on each device, or has a private key"
-        record.note(context, "fresh noise", found, _PLAINLY, is_decided=False)
+        advice = "Add noise in a plain call, on the sum of all devices, with a key that is secret."
+        record.note(context, "fresh noise", found, advice, is_decided=False)
         return [_lost(inputs, "noised", context.line)] * len(equation.outvars)
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
-    used = record.use(context, "noise", Fact(key=key))
+    used = record.use(context, "noise", key)
+    record.is_noised_again |= any(fact.is_public and fact.is_random for fact in leaves)
+    found = [
+        _in_vain(record, context, mark, fact)
+        if fact.kind is Kind.PRIVATE or fact.over
+        else Fact(is_random=True)
+        for fact in leaves
+    ]
+    sums = [fact for fact in leaves if fact.kind is Kind.SUM and not fact.over]
     if context.is_final:
         record.noises[used] = frozenset(mark.leaves if mark.has_step else ())
-    drawn = made_of(rest)._replace(draws=frozenset({used}))
-    rows = list[Any]()
-    results = list[Fact]()
-    for fact in leaves:
-        if fact.kind is Kind.PRIVATE or fact.over:
-            results.append(_in_vain(record, context, mark, fact))
-            continue
-        made = made_of([fact._replace(kind=Kind.PUBLIC), drawn])
-        record.is_noised_again |= bool(fact.releases and fact.is_public)
-        if fact.kind is Kind.SUM:
-            rows += fact.rows
-            made = made._replace(releases=made.releases | {used}, draws=fact.draws, is_noised=False)
-        results.append(made)
-    if rows and context.is_final:
-        record.releases[used] = Release(tuple(rows), mark.stddev, context)
-    return results
+    if sums and context.is_final:
+        rows = tuple(row for fact in sums for row in fact.rows)
+        is_exact = all(fact.is_exact for fact in sums)
+        record.releases[used] = Release(rows, mark.stddev, is_exact, context)
+    return found
 
 
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:
@@ -265,12 +237,16 @@ REASONS = {
     "factor": "a clipped sum is in it, times a number that is no constant of the program",
     "rounded": "a clipped sum is in it that was rounded before any noise",
     "mixed": "it is made of a clipped sum of unknown sensitivity",
-    "devices": "sums of several devices are in it that are not proven to be parts of one sum",
-    "loop": "a loop carries a clipped sum that does not grow by the same in each turn",
+    "devices": "it may be another value on each device, or sums of devices that are not added up",
+    "host": "a host function returns it, which may be of any data",
+    "loop": "a loop carries a clipped sum, or stacks several",
     "steered": "a private value decides about it",
     "noised": "noise was added to something without a known bound",
 }
 """Why a value is private."""
+
+DECIDED = ("data", "rows", "nonlinear", "kept", "steered")
+"""Reasons for which what leaves is a violation."""
 
 
 # Where values leave a program beside its results.
@@ -279,11 +255,7 @@ REASONS = {
 def said_of(equation: jex_core.JaxprEqn) -> tuple[str, str]:
     """What a private value does at a door, and what to do."""
     found = f"a private value goes into '{equation.primitive.name}'"
-    is_check = any(
-        library == "equinox" and file.endswith("_errors.py")
-        for library, file, _ in written_in(equation)
-    )
-    if is_check:
+    if is_error_if(equation):
         return f"{found}, by eqx.error_if", (
             "Whether a run stops tells of the data. Take the check out. A solver of diffrax, "
             "lineax or optimistix takes throw=False: an example whose loss is not finite then adds "
@@ -295,16 +267,14 @@ def said_of(equation: jex_core.JaxprEqn) -> tuple[str, str]:
     )
 
 
-def _leaves_the_loss(
-    record: Record, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-) -> None:
-    held = inside(equation)
-    if context.is_final and isinstance(held, Call):
-        _Doors(record).program(held.body, [not fact.is_public for fact in inputs], context)
+def is_error_if(equation: jex_core.JaxprEqn) -> bool:
+    """Whether a callback is that of `eqx.error_if`, which returns what it is given."""
+    written = written_in(equation)
+    return any(lib == "equinox" and file.endswith("_errors.py") for lib, file, _ in written)
 
 
 class _Doors(Flow[bool]):
-    """Finds where private values leave the loss of an example; of others it is told nothing.
+    """Finds where private values leave the loss of an example, and notes what it closes over.
 
     What a value is made of decides, and nothing else: the engine keeps examples apart by itself.
     """
@@ -325,23 +295,22 @@ class _Doors(Flow[bool]):
     def equation(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
     ) -> list[bool]:
-        if equation.primitive.name in DOORS and any(inputs) and context.is_final:
+        if equation.primitive.name in DOORS and any(inputs):
             self.record.door(context, equation)
         return [any(inputs)] * len(equation.outvars)
+
+    def steered(self, context: Context, by: bool, results: list[bool]) -> list[bool]:
+        return [by or result for result in results]
 
     def holder(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
     ) -> list[bool]:
-        """What stands in a branch that a private value chooses tells of it."""
-        match inside(equation):
-            case Cond() as cond if inputs[0]:
-                for branch in cond.branches:
-                    for inner in equations(branch):
-                        if inner.primitive.name in DOORS and context.is_final:
-                            self.record.door(context.at(inner), inner)
-                return [True] * len(equation.outvars)
-            case While():
-                results = super().holder(context, equation, inputs)
-                return [any(inputs) or result for result in results]
-            case _:
-                return super().holder(context, equation, inputs)
+        """What stands in a branch or a loop that a private value steers tells of it."""
+        held = inside(equation)
+        if (isinstance(held, Cond) and inputs[0]) or (isinstance(held, While) and any(inputs)):
+            for inner in (one for body in programs_of(equation) for one in equations(body)):
+                # A solver's check of what is public stops a run or does not, however often.
+                is_public = isinstance(held, While) and is_error_if(inner)
+                if inner.primitive.name in DOORS and not is_public:
+                    self.record.door(context.at(inner), inner)
+        return super().holder(context, equation, inputs)

@@ -20,9 +20,6 @@ from .flow import Context
 from .precision_flow import Operation, PrecisionFlow, Violation
 from .widths import NOTHING, Facts
 
-_FORMAT = "eqx_dp.PrecisionReport"
-_VERSION = 1
-
 
 @tabular
 class PrecisionReport(NamedTuple):
@@ -64,8 +61,8 @@ class PrecisionReport(NamedTuple):
         row is an object.
         """
         found = {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": "eqx_dp.PrecisionReport",
+            "version": 1,
             "ok": self.ok,
             "policy": {"name": self.policy.name, "text": str(self.policy)},
             "violations": [row._asdict() for row in self.violations],
@@ -119,9 +116,11 @@ def check_precision(
     | noise draw | noise | the random bits, and every value from them to the addition |
     | noise addition | noise | the sum with the noise in it |
     | optimizer state | optimizer | the arrays of optax's states that the step returns |
+    | parameters | params | the floats of an argument that is an `eqx.Module`, or of its `model` |
 
     Accumulate, noise and optimizer dtypes are lower limits: wider dtypes are accepted. A state is
-    known by its type, one of optax's. Numbers by themselves in it may have any dtype.
+    known by its type, one of optax's. Numbers by themselves in it may have any dtype. Parameters
+    are stored as declared, neither narrower nor wider.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that goes wide inside is no violation. What follows the noise (the optimizer's
@@ -153,9 +152,9 @@ def check_precision(
     apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the
     power of two in their place.
 
-    What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
-    of which a note speaks alone; a reduction over devices of sums to each of which noise was added
-    before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
+    What it does not see: output dtypes, and loss scales; parameters that are in no `eqx.Module`;
+    that there is no noise at all, of which a note speaks alone; a reduction over devices of sums to
+    each of which noise was added before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
     argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
     `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
     bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
@@ -192,15 +191,19 @@ def check_precision(
             "nor a privatizer. Pass the whole training step."
         )
     flow.idle_rules()
-    violations = (*flow.violations, *_narrow_states(results, declared))
-    notes: list[str] = []
-    if declared.unsafe:
-        notes.append("the policy is unsafe: the privacy guarantee does not hold")
-    if "sum" not in flow.stages:
-        notes.append("no clipped sum of the engine's is in the program; of sums, nothing was seen")
-    if any(facts.clipped for facts in outputs):
-        notes.append("a clipped sum, or what is made of it, is returned without noise")
-    return PrecisionReport(declared, violations, flow.operations, tuple(notes))
+    stored = _stored_otherwise((*args, *kwargs.values()), declared)
+    violations = (*stored, *flow.violations, *_narrow_states(results, declared))
+    notes = {
+        "the policy is unsafe: the privacy guarantee does not hold": declared.unsafe,
+        _NO_SUM: "sum" not in flow.stages,
+        _RETURNED: any(facts.clipped for facts in outputs),
+    }
+    said = tuple(note for note, is_so in notes.items() if is_so)
+    return PrecisionReport(declared, violations, flow.operations, said)
+
+
+_NO_SUM = "no clipped sum of the engine's is in the program; of sums, nothing was seen"
+_RETURNED = "a clipped sum, or what is made of it, is returned without noise"
 
 
 def _followed(
@@ -216,6 +219,21 @@ def _followed(
         if back <= before:
             return flow, outputs
         inputs = [Facts(clipped=i in back | before) for i in range(len(inputs))]
+
+
+def _stored_otherwise(args: tuple[Any, ...], policy: Policy) -> list[Violation]:
+    """A row for each dtype in which parameters are stored, and which is not declared."""
+    declared, found = policy.param_dtype, defaultdict[Any, list[str]](list)
+    for given in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, eqx.Module) or _is_state(x)):
+        model = getattr(given, "model", given) if isinstance(given, eqx.Module) else None
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+            if jnp.issubdtype(getattr(leaf, "dtype", None) or object, jnp.floating):
+                found[leaf.dtype].append(f"model{jax.tree_util.keystr(path)}")
+    return [
+        Violation("parameters", str(declared), str(dtype), some(paths, 1))
+        for dtype, paths in found.items()
+        if dtype != declared
+    ]
 
 
 def _narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> list[Violation]:

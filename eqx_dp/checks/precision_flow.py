@@ -1,28 +1,25 @@
 """What of a step's values precision depends on, and what each equation is checked for."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.extend.core.primitives import convert_element_type_p, scatter_add_p, select_n_p
+from jax.extend.core.primitives import convert_element_type_p, select_n_p
 
 from ..precision import Matmul, ModuleRule, Policy
 from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
 from ..programs import COLLECTIVES, SUMS_OF_DEVICES, equation_flops, has_free_dimensions, named
-from .flow import Context, Flow, dtype_of, shape_of, size_of
+from .flow import Context, Flow, dtype_of, size_of
 from .widths import (
     CONTRACTIONS,
     NOTHING,
     Draw,
     Facts,
     Width,
-    bits_dropped,
-    is_float8,
     known_width,
     narrowest_inside,
-    product_of,
-    width_of_number,
+    narrowest_of,
     width_of_result,
     width_of_variable,
 )
@@ -76,15 +73,14 @@ _STAGES = {
 _OF_MODEL = ("cast", "probe", "loss")  # what is computed from a model
 _ACCUMULATING = ("norm", "sum", "microbatches", "devices")
 
-_ADDITIONS = named("add add_any sub scatter-add")
-# What puts noise beside a sum, for a later equation to add up.
-_JOINS = named("concatenate stack dynamic_update_slice")
-_SUMS = CONTRACTIONS | _ADDITIONS | named("reduce_sum")
+_ADDITIONS = named("add add_any sub")
+_SUMS = CONTRACTIONS | _ADDITIONS | named("reduce_sum scatter-add")
 _ARITHMETIC = _SUMS | named(
     """mul div sqrt rsqrt square integer_pow pow exp log exp2 expm1 log1p cbrt logistic tanh erf
     reduce_prod cumprod cumsum cumlogsumexp reduce_window_sum reduce_precision
     select_and_scatter_add"""
 )
+_CASTS = named("convert_element_type bitcast_convert_type")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
 _COLLECTIVE_SUMS = SUMS_OF_DEVICES | named("reduce_scatter")
 # These hand on several values side by side.
@@ -132,12 +128,9 @@ class PrecisionFlow(Flow[Facts]):
     def joined(self, facts: Sequence[Facts]) -> Facts:
         """Of what a clipped sum is in, nothing else is known."""
         found = [one for one in facts if one.clipped] or list(facts)
-        narrowest = [one.narrowest for one in found if one.narrowest is not None]
-        return Facts(
-            any(one.clipped for one in found),
-            frozenset[Draw]().union(*(one.draws for one in found)),
-            min(narrowest, key=lambda one: (one.width.key, one.line), default=None),
-        )
+        draws = frozenset[Draw]().union(*(one.draws for one in found))
+        narrowest = narrowest_of(one.narrowest for one in found)
+        return Facts(any(one.clipped for one in found), draws, narrowest)
 
     def equation(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Facts]
@@ -168,15 +161,8 @@ class PrecisionFlow(Flow[Facts]):
         if noise is not None:
             if context.is_final:
                 self._addition(case, noise)
-            if _is_everywhere(equation):
-                return [NOTHING]
+            return [NOTHING]
         return self._passed_on(case)
-
-    def carried(self, context: Context, variable: Any, fact: Facts) -> None:
-        """Checks a total that microbatches are added to: it is wide."""
-        width = width_of_variable(variable) if fact.clipped else None
-        shown, how = _STAGES["microbatches"], " carried by a loop"
-        self._at_least(self._accumulate, width, shown, context.line, how)
 
     def idle_rules(self) -> None:
         """Checks, once all is seen, that some module of the loss runs under each rule."""
@@ -189,12 +175,10 @@ class PrecisionFlow(Flow[Facts]):
     def _violation(self, stage: str, declared: str, found: str, line: str) -> None:
         self.violations[Violation(stage, declared, found, line)] = None
 
-    def _at_least(
-        self, declared: Width, width: Width | None, stage: str, line: str, how: str = ""
-    ) -> None:
+    def _at_least(self, declared: Width, width: Width | None, stage: str, line: str) -> None:
         """Refuses what is narrower than declared."""
         if width is not None and width.narrower(declared):
-            self._violation(stage, declared.name, width.name + how, line)
+            self._violation(stage, declared.name, width.name, line)
 
     def _count(
         self, context: Context, kind: str, stage: str, dtype: str, amount: int, line: str
@@ -217,7 +201,7 @@ class PrecisionFlow(Flow[Facts]):
             self._is_as_precise(case, shown)
             shown += "" if rule is None else f" in {rule.match}"
         flops = equation_flops(equation)
-        self._count(case.context, "contraction", shown, product_of(operands), flops, "")
+        self._count(case.context, "contraction", shown, _product(operands), flops, "")
 
     def _runs_as_declared(
         self, case: _Case, operands: list[Width], rule: ModuleRule | None, shown: str
@@ -232,7 +216,7 @@ class PrecisionFlow(Flow[Facts]):
             return  # there is no complex number of half precision
         declared = self._compute if rule is None else known_width(rule.compute_dtype)
         matmul = self._policy.matmul if rule is None or rule.matmul is None else None
-        if matmul is not None and (has_free_dimensions(equation) or is_float8(operands)):
+        if matmul is not None and (has_free_dimensions(equation) or _is_float8(operands)):
             self._runs_narrow(case, operands, matmul, shown)
             return
         name = declared.name + ("" if rule is None else f" (in {rule.match})")
@@ -242,23 +226,20 @@ class PrecisionFlow(Flow[Facts]):
         if narrower:
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            self._violation(shown, name, f"{product_of(operands)}, wider", line)
+            self._violation(shown, name, f"{_product(operands)}, wider", line)
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
-        line, found = case.context.line, product_of(operands)
+        line, found = case.context.line, _product(operands)
         names = {str(matmul.forward)} | ({str(matmul.backward)} if shown == "backward" else set())
         name = f"{' or '.join(sorted(names))}, scaling {matmul.scaling}"
-        result, names_found = (
-            width_of_variable(case.equation.outvars[0]),
-            {one.name for one in operands},
-        )
+        result, dtypes = width_of_variable(case.equation.outvars[0]), {x.name for x in operands}
         if not is_in_narrow_product(case.context.scope):
             self._violation(shown, name, f"{found}, not scaled by the engine", line)
         elif result is not None and result.narrower(known_width(jnp.float32)):
             self._violation(shown, f"{name}, summed in float32", f"sums in {result.name}", line)
         # Two formats that one primitive does not take become one that holds both.
-        elif not names_found <= names and (len(names) == 1 or len(names_found) > 1):
+        elif not dtypes <= names and (len(names) == 1 or len(dtypes) > 1):
             self._violation(shown, name, found, line)
 
     def _operand_cast(self, case: _Case) -> None:
@@ -267,23 +248,19 @@ class PrecisionFlow(Flow[Facts]):
         A scale of the user's own could come from a batch, or from earlier steps.
         """
         matmul, width = self._policy.matmul, width_of_variable(case.equation.outvars[0])
-        if matmul is None or matmul.scaling == "none" or width is None or not is_float8([width]):
-            return
-        if not is_in_narrow_product(case.context.scope):
-            declared = f"scaling {matmul.scaling}"
+        is_scaled = matmul is not None and matmul.scaling != "none"
+        is_ours = is_in_narrow_product(case.context.scope)
+        if matmul and is_scaled and width and _is_float8([width]) and not is_ours:
             found = f"a cast to {width.name} with a scale that the engine did not choose, or none"
-            self._violation("operand", declared, found, case.context.line)
+            self._violation("operand", f"scaling {matmul.scaling}", found, case.context.line)
 
     def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
-        inside = narrowest_inside(case.equation)
-        if inside is None:
-            return
-        precision = self._policy.matmul_precision
+        inside, declared = narrowest_inside(case.equation), self._policy.matmul_precision
         of_float32 = any(dtype_of(v) == jnp.float32 for v in case.equation.invars[:2])
-        if not of_float32 or inside.digits < _KEPT[precision]:
-            declared = f"matmul_precision {precision}"
-            self._violation(shown, declared, inside.name, case.context.line)
+        if inside is not None and (not of_float32 or inside.digits < _KEPT[declared]):
+            name = f"matmul_precision {declared}"
+            self._violation(shown, name, inside.name, case.context.line)
 
     def _accumulates(self, case: _Case, stage: str) -> None:
         """Between the gradients of single examples and their sum, what is computed is wide."""
@@ -318,19 +295,17 @@ class PrecisionFlow(Flow[Facts]):
     def _addition(self, case: _Case, noise: Facts) -> None:
         """Noise is drawn, scaled and added wide."""
         variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
-        width = width_of_variable(variable)
-        if width is not None:
-            self._count(case.context, shown, shown, width.name, size_of(variable), line)
-            self._at_least(self._noise, width, shown, line)
+        width = known_width(dtype_of(variable))
+        self._count(case.context, shown, shown, width.name, size_of(variable), line)
+        self._at_least(self._noise, width, shown, line)
         narrowest, shown = noise.narrowest, _STAGES["draw"]
         for draw in sorted(noise.draws):
-            dtype = f"{draw.bits} bits" if narrowest is None else narrowest.width.name
+            dtype = f"{draw.bits} bits" if narrowest is None else narrowest.name
             self._count(case.context, "draw", shown, dtype, draw.size, draw.line)
             if draw.bits <= self._noise.digits:
                 found = f"{draw.bits} random bits a number"
                 self._violation(shown, self._noise.name, found, draw.line)
-        if narrowest is not None:
-            self._at_least(self._noise, narrowest.width, shown, narrowest.line)
+        self._at_least(self._noise, narrowest, shown, line)
 
     def _passed_on(self, case: _Case) -> list[Facts]:
         """What is known of results that descend from operands.
@@ -340,7 +315,10 @@ class PrecisionFlow(Flow[Facts]):
         """
         context, equation, found, _ = case
         is_watched = context.is_final and case.stage not in _ACCUMULATING
-        is_watched = is_watched and self._has_wide_sum(case)
+        is_watched = is_watched and any(
+            facts.clipped and width is not None and not width.narrower(self._accumulate)
+            for facts, width in zip(found, map(width_of_variable, equation.invars), strict=True)
+        )
         if equation.primitive is select_n_p and any(facts != NOTHING for facts in found[1:]):
             # A choice descends from what there is to choose, if anything is known of that.
             found = found[1:]
@@ -348,24 +326,16 @@ class PrecisionFlow(Flow[Facts]):
             found = [self.joined(found)] * len(equation.outvars)
         results: list[Facts] = []
         for variable, facts in zip(equation.outvars, found, strict=True):
-            width = width_of_result(equation, variable)
+            width, dtype = width_of_result(equation, variable), dtype_of(variable)
             if is_watched and facts.clipped:
-                lost = bits_dropped(equation, variable)
-                if width is not None and width.narrower(self._accumulate):
-                    lost = width.name
+                lost = width.name if width and width.narrower(self._accumulate) else None
+                if equation.primitive.name in _CASTS and width is None:
+                    lost = str(dtype)
                 if lost is not None:
                     declared = self._accumulate.name
                     self._violation("between clip and noise", declared, lost, context.line)
-            results.append(facts.through(width, context.line))
+            results.append(facts.through(width))
         return results
-
-    def _has_wide_sum(self, case: _Case) -> bool:
-        """Whether an equation is given a clipped sum as wide as declared, or in wide integers."""
-        widths = [width_of_number(dtype_of(variable)) for variable in case.equation.invars]
-        return any(
-            facts.clipped and width is not None and not width.narrower(self._accumulate)
-            for facts, width in zip(case.inputs, widths, strict=True)
-        )
 
 
 def _drawn(context: Context, equation: jex_core.JaxprEqn) -> Facts:
@@ -375,26 +345,22 @@ def _drawn(context: Context, equation: jex_core.JaxprEqn) -> Facts:
 
 
 def _noise_added(case: _Case) -> Facts | None:
-    """What is known of the noise, where an equation adds some to a sum, or puts it beside one.
+    """What is known of the noise, where an equation adds some to a sum.
 
     Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
     """
     _, equation, inputs, stage = case
-    is_joined = equation.primitive.name in _ADDITIONS | _JOINS
-    if not is_joined or width_of_variable(equation.outvars[0]) is None:
+    if equation.primitive.name not in _ADDITIONS or width_of_variable(equation.outvars[0]) is None:
         return None
-    drawn = [
-        facts
-        for facts, variable in zip(inputs, equation.invars, strict=True)
-        if facts.draws and not facts.clipped and width_of_variable(variable) is not None
-    ]
+    drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
     if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
         return drawn[0]
     return None
 
 
-def _is_everywhere(equation: jex_core.JaxprEqn) -> bool:
-    """Whether an equation that adds noise to a sum adds it to every entry."""
-    if equation.primitive is scatter_add_p:
-        return shape_of(equation.invars[0]) == shape_of(equation.invars[2])
-    return equation.primitive.name not in _JOINS
+def _product(operands: list[Width]) -> str:
+    return " x ".join(dict.fromkeys(operand.name for operand in operands))
+
+
+def _is_float8(widths: list[Width]) -> bool:
+    return any(1 + width.exponent + width.digits <= 8 for width in widths)

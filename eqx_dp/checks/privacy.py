@@ -16,9 +16,9 @@ from ..programs import users_line
 from ..shown import shown, some
 from ..trees import is_array_or_shape, is_key
 from .arguments import Argument, arguments_of, next_arguments, private_among, traceable, under
-from .facts import Fact, Kind, Ref, union
+from .facts import Fact, Kind, Ref
 from .flow import Context
-from .keys import Along, Key, Number
+from .keys import FIRST, Along, Key, Number
 from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport
 from .verdict import Result, TracedStep, names_it, report_on
@@ -183,7 +183,7 @@ call's model is made of it |
 
     def coming_back(found: list[Fact], which: list[bool]) -> frozenset[int]:
         ways = zip(found, returns, which, strict=True)
-        return union(at for fact, at, is_meant in ways if is_meant and not fact.is_public)
+        return frozenset(i for x, at, is_meant in ways if is_meant and not x.is_public for i in at)
 
     back = frozenset[int]()
     flow, found = followed(back)
@@ -208,17 +208,18 @@ def _private(i: int, argument: Argument) -> Fact:
     """An argument with an example a row."""
     shape = argument.shape
     refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
-    return Fact(Kind.PRIVATE, refs=refs, indexes=("as it is", i), reason="data")
+    return Fact(Kind.PRIVATE, refs=refs, index=("as it is", i), reason="data")
 
 
 def _public(i: int, argument: Argument) -> Fact:
     """An argument that is the same for all examples: a number that counts, a key, or an array."""
-    shape, dtype = argument.shape, argument.dtype
-    root = ("argument", i)
-    if argument.is_key:
-        return Fact(key=Key(root, _places(shape)))
-    if dtype == np.uint32 and shape[-1:] == (2,):
-        return Fact(key=Key(root, _places(shape[:-1]), is_words=True))
+    shape, dtype, root = argument.shape, argument.dtype, ("argument", i)
+    is_words = dtype == np.uint32 and shape[-1:] == (2,)
+    if argument.is_key or is_words:
+        dims = shape[:-1] if is_words else shape
+        along = (Along(FIRST, 1, dims[0]),) if dims and dims[0] > 1 else ()
+        path = (Number(None, 0, along),) if dims else ()
+        return Fact(key=Key(root if len(dims) < 2 else None, path, is_words))
     if not shape and np.issubdtype(dtype, np.integer) and np.dtype(dtype).itemsize >= 4:
         return Fact(number=Number(root))
     return Fact()
@@ -234,12 +235,6 @@ def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
             root = first.setdefault(words, ("argument", i))
             found |= {("argument", i): root, ("constant", words): root}
     return found
-
-
-def _places(shape: tuple[int, ...]) -> tuple[Number, ...]:
-    """Keys of an array are different ones."""
-    along = (Along(d, math.prod(shape[d + 1 :]), length) for d, length in enumerate(shape))
-    return (Number(None, 0, tuple(along)),) if shape else ()
 
 
 def _check_constants(flow: PrivacyFlow, lengths: set[int | None]) -> None:

@@ -33,7 +33,6 @@ class Release(NamedTuple):
     """Noise on clipped sums that have no clipped sum in common with other releases.
 
     Attributes:
-        outputs: what of the results is made of it, as dotted paths.
         sensitivity: the L2 norm by which one example moves it at most, in the unit of the noise.
         stddev: the least standard deviation of the noise on an entry.
         noise_multiplier: the noise by the sensitivity, over all of its arrays; at least.
@@ -41,7 +40,6 @@ class Release(NamedTuple):
         where: the source lines of the noise.
     """
 
-    outputs: tuple[str, ...]
     sensitivity: float
     stddev: float
     noise_multiplier: float
@@ -135,12 +133,11 @@ class PrivacyReport(NamedTuple):
         return f"{found or 'private as planned'}: noise multiplier {multiplier}, {planned}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        head = ("released", "sensitivity", "noise", "noise multiplier", "times a call", "where")
+        head = ("sensitivity", "noise", "noise multiplier", "times a call", "where")
         return [
             head,
             *(
                 (
-                    some(release.outputs, 2),
                     f"{release.sensitivity:.4g}",
                     f"{release.stddev:.4g}",
                     _shown(release.noise_multiplier),

@@ -5,151 +5,74 @@ in it nothing is known.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
-from ..programs import COLLECTIVES, ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Alike, Cut, Fact, Kind, Ref, union
+from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
+from .facts import Fact, Ref
 from .flow import shape_of
-from .keys import Number
-
-
-class Some(NamedTuple):
-    """Along a dimension of the result: entries of a dimension of the operand, at other places."""
-
-    dim: int
-
 
 ALL = -1
 """Along a dimension of the result: each entry is made of all of the operand in the same way."""
 
-From: TypeAlias = int | Some | None
+From: TypeAlias = int | None
 """Where a dimension of a result comes from: entry i from entry i of the operand's dimension with
-this number; or one of the above; None: nothing is known."""
+this number, or `ALL`; None: nothing is known."""
 
 Layout: TypeAlias = list[tuple[From, ...]]
 """For each operand: for each dimension of the result, where it comes from."""
 
-ENTRIES = (
-    ENTRY_BY_ENTRY
-    | UNCHANGED
-    | named(
-        """bitcast_convert_type imag nextafter real shift_left shift_right_arithmetic
-        shift_right_logical xor"""
-    )
-)
-_REDUCTIONS = named(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
-)
-_SCANS = named("cumsum cumprod cummax cummin cumlogsumexp rev")
+_Shape: TypeAlias = tuple[int, ...]
+_ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("bitcast_convert_type nextafter xor real imag")
+_REDUCED = named("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
+_ALONG = named("cumsum cumprod cummax cummin cumlogsumexp")
 
 
 def layout(equation: jex_core.JaxprEqn) -> Layout | None:
     """Where the dimensions of an equation's results come from; None if that is not known."""
     name = equation.primitive.name
-    if not equation.outvars:
-        return None
     shapes, shape = [shape_of(v) for v in equation.invars], shape_of(equation.outvars[0])
-    if name in ENTRIES or name in COLLECTIVES - {"all_to_all", "all_gather", "reduce_scatter"}:
+    all_alike = (ALL,) * len(shape)
+    if name in _ENTRIES:
         if any(len(one) not in (0, len(shape)) for one in shapes):
             return None
-        return [_same(one) if len(one) == len(shape) else (ALL,) * len(shape) for one in shapes]
+        same = tuple(range(len(shape)))
+        return [same if len(one) == len(shape) else all_alike for one in shapes]
     rule = _RULES.get(name)
-    return None if rule is None else rule(equation.params, shapes, shape)
-
-
-def _same(shape: Sequence[int]) -> tuple[From, ...]:
-    return tuple(range(len(shape)))
-
-
-_Shape: TypeAlias = tuple[int, ...]
+    if rule is None:
+        return None
+    found = rule(equation.params, shapes, shape)
+    return [*found, *[all_alike] * (len(shapes) - len(found))]
 
 
 def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     found: list[From] = [ALL] * len(shape)
     for dim, to in enumerate(params["broadcast_dimensions"]):
         found[to] = dim if shapes[0][dim] == shape[to] else ALL
-    return [tuple(found), *[(ALL,) * len(shape)] * (len(shapes) - 1)]
+    return [tuple(found)]
 
 
-def _reduce(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    kept = [d for d in range(len(shapes[0])) if d not in params["axes"]]
-    return [tuple(kept)] * len(shapes)
-
-
-def _scan(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    over = params["dimensions"] if "dimensions" in params else (params["axis"],)
-    # What is turned round has its entries at other places.
-    moved = Some if "dimensions" in params else _nowhere
-    return [tuple(moved(d) if d in over else d for d in range(len(shape)))]
-
-
-def _nowhere(dim: int) -> None:
-    del dim
-
-
-def _reshape(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout | None:
+def _reshape(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     """Dimensions that are as long, with as many entries before them, are the same ones."""
-    if params.get("dimensions") is not None:
-        return None
     before = {(math.prod(shapes[0][:d]), n): d for d, n in enumerate(shapes[0]) if n > 1}
-    return [
-        tuple(ALL if n == 1 else before.get((math.prod(shape[:d]), n)) for d, n in enumerate(shape))
-    ]
+    found = (ALL if n == 1 else before.get((math.prod(shape[:d]), n)) for d, n in enumerate(shape))
+    return [(None,) * len(shape) if params.get("dimensions") is not None else tuple(found)]
 
 
-def _squeeze(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    return [tuple(d for d in range(len(shapes[0])) if d not in params["dimensions"])]
+def _left_out(dims: Any, shapes: list[_Shape]) -> Layout:
+    return [tuple(d for d in range(len(shapes[0])) if d not in dims)]
 
 
-def _slice(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    found = tuple(
-        d if n == m else Some(d) for d, (n, m) in enumerate(zip(shapes[0], shape, strict=True))
-    )
-    return [found, *[(ALL,) * len(shape)] * (len(shapes) - 1)]
+def _cut(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    lengths = enumerate(zip(shapes[0], shape, strict=True))
+    return [tuple(d if n == m else None for d, (n, m) in lengths)]
 
 
-def _update(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    sizes = zip(shapes[1], shape, strict=True)
-    found = tuple(d if n == m else None for d, (n, m) in enumerate(sizes))
-    return [found, found, *[(ALL,) * len(shape)] * (len(shapes) - 2)]
-
-
-def _join(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    found = tuple(None if d == params["dimension"] else d for d in range(len(shape)))
-    return [found] * len(shapes)
-
-
-def _stack(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    axis = params["axis"]
-    found = tuple(None if d == axis else d - (d > axis) for d in range(len(shape)))
-    return [found] * len(shapes)
-
-
-def _unstack(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    return [tuple(d + (d >= params["axis"]) for d in range(len(shape)))]
-
-
-def _split(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    return [tuple(Some(d) if d == params["axis"] else d for d in range(len(shape)))]
-
-
-def _pad(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    padded = enumerate(params["padding_config"])
-    return [tuple(d if lows == (0, 0, 0) else None for d, lows in padded), (ALL,) * len(shape)]
-
-
-def _sort(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    found = tuple(None if d == params["dimension"] else d for d in range(len(shape)))
-    return [found] * len(shapes)
-
-
-def _top_k(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    axis = params.get("axis", len(shape) - 1) % len(shape)
-    return [tuple(None if d == axis else d for d in range(len(shape)))]
+def _but(over: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    return [tuple(None if d in over else d for d in range(len(shape)))] * len(shapes)
 
 
 def _contraction(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
@@ -160,21 +83,6 @@ def _contraction(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [left, (*batch_other, *[ALL] * len(free), *others)]
 
 
-def _convolution(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    numbers = params["dimension_numbers"]
-    found: list[From] = [None] * len(shape)
-    kernel: list[From] = [None] * len(shape)
-    if params["batch_group_count"] == 1:
-        found[numbers.out_spec[0]] = numbers.lhs_spec[0]
-        kernel[numbers.out_spec[0]] = ALL
-    return [tuple(found), tuple(kernel)]
-
-
-def _window(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    is_one = zip(params["window_dimensions"], shapes[0], shape, strict=True)
-    return [tuple(d if w == 1 and n == m else None for d, (w, n, m) in enumerate(is_one))]
-
-
 def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     """Batching dimensions go along; windows as large as the operand stay as they are."""
     numbers = params["dimension_numbers"]
@@ -183,117 +91,67 @@ def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     windows = [d for d in range(len(shapes[0])) if d not in dropped]
     for to, dim in zip(numbers.offset_dims, windows, strict=True):
-        found[to] = dim if params["slice_sizes"][dim] == shapes[0][dim] else Some(dim)
-    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    for dim, to in enumerate(batch):
-        of_index[to] = dim
-        found[to] = ALL
+        found[to] = dim if params["slice_sizes"][dim] == shapes[0][dim] else None
+    for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
+        of_index[to], found[to] = dim, ALL
         if dim in numbers.start_indices_batching_dims:
             at = numbers.start_indices_batching_dims.index(dim)
             found[to] = numbers.operand_batching_dims[at]
     return [tuple(found), tuple(of_index)]
 
 
-_RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout | None]] = {
+_RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda params, shapes, shape: [tuple(params["permutation"])],
     "reshape": _reshape,
-    "squeeze": _squeeze,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "dynamic_update_slice": _update,
-    "concatenate": _join,
-    "stack": _stack,
-    "unstack": _unstack,
-    "split": _split,
-    "pad": _pad,
-    "sort": _sort,
-    "top_k": _top_k,
+    "slice": _cut,
+    "dynamic_slice": _cut,
     "dot_general": _contraction,
-    "conv_general_dilated": _convolution,
-    "reduce_window_sum": _window,
-    "reduce_window_max": _window,
     "gather": _gather,
     "iota": lambda params, shapes, shape: [],
-    "random_wrap": lambda params, shapes, shape: [_same(shape)],
-    "random_unwrap": lambda params, shapes, shape: [_same(shape)],
-    "random_fold_in": lambda params, shapes, shape: [_same(shape), _same(shape)],
-    **dict.fromkeys(_REDUCTIONS, _reduce),
-    **dict.fromkeys(_SCANS, _scan),
+    "transpose": lambda params, shapes, shape: [tuple(params["permutation"])],
+    "squeeze": lambda params, shapes, shape: _left_out(params["dimensions"], shapes),
+    "unstack": lambda params, shapes, shape: _left_out([params["axis"]], shapes),
+    "rev": lambda params, shapes, shape: _but(params["dimensions"], shapes, shape),
+    "concatenate": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
+    "pad": lambda params, shapes, shape: _but(
+        [d for d, padded in enumerate(params["padding_config"]) if padded != (0, 0, 0)],
+        shapes[:1],
+        shape,
+    ),
+    **dict.fromkeys(_REDUCED, lambda params, shapes, shape: _left_out(params["axes"], shapes)),
+    **dict.fromkeys(_ALONG, lambda params, shapes, shape: _but([params["axis"]], shapes, shape)),
 }
 
 
-def dimensions(equation: jex_core.JaxprEqn, found: Layout, inputs: list[Fact]) -> dict[str, Any]:
+def dimensions(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> dict[str, Any]:
     """What is known of the dimensions of a result: fields of its fact."""
-    even, alike, refs = set[int](), set[Alike](), list[Ref | None]()
-    is_apart = all(fact.kind is not Kind.SUM for fact in inputs)
-    for dim in range(len(shape_of(equation.outvars[0]))):
-        places = [(fact, one[dim]) for fact, one in zip(inputs, found, strict=True)]
-        of_iota = equation.primitive.name == "iota" and dim == equation.params["dimension"]
-        if all(_is_even(*place) for place in places) and not of_iota:
-            even.add(dim)
-        drawn = _drawn_alike(dim, places)
-        known = [_is_even(*p) or bool(_alike(*p)) for p in places if p[0].is_public]
-        if drawn is not None and all(known):
-            alike |= drawn
-        is_ref = is_apart and drawn is not None and all(known)
-        refs.append(_ref(places) if is_ref else None)
-    return {
-        "even": frozenset(even),
-        "alike": frozenset(alike),
-        "refs": tuple(refs),
-        "cuts": union(fact.cuts for fact in inputs),
-    }
+    found = layout(equation)
+    if found is None:
+        return {}
+    own = equation.params["dimension"] if equation.primitive.name == "iota" else None
+    count = len(shape_of(equation.outvars[0]))
+    places = [
+        [_place(fact, one[dim]) for fact, one in zip(inputs, found, strict=True)]
+        for dim in range(count)
+    ]
+    even = (d for d in range(count) if d != own and all(one is _EVEN for one in places[d]))
+    return {"even": frozenset(even), "refs": tuple(map(_ref, places))}
 
 
-def _is_even(fact: Fact, place: From) -> bool:
-    return fact.is_public and (
-        place == ALL or (place.dim if isinstance(place, Some) else place) in fact.even
-    )
+_EVEN = "even"
 
 
-def _alike(fact: Fact, place: From) -> frozenset[Alike]:
-    return frozenset(one for one in fact.alike if one.dim == place)
+def _place(fact: Fact, place: From) -> Any:
+    """What an entry of a result is made of: a row, the same as all others, or unknown (None)."""
+    if fact.is_public:
+        return _EVEN if place == ALL or place in fact.even else None
+    return None if place in (ALL, None) else dict(enumerate(fact.refs)).get(place)
 
 
-def _drawn_alike(dim: int, places: list[tuple[Fact, From]]) -> set[Alike] | None:
-    """Draws of which an entry has its own; None if their entries meet in another way, too."""
-    own = {(one.draw, one.of) for place in places for one in _alike(*place)}
-    draws = {draw for draw, _ in own}
-    others = union(f.draws - {one.draw for one in _alike(f, place)} for f, place in places)
-    if len(draws) < len(own) or draws & others:
-        return None
-    return {Alike(dim, draw, of) for draw, of in own}
-
-
-def _ref(places: list[tuple[Fact, From]]) -> Ref | None:
+def _ref(places: list[Any]) -> Ref | None:
     """Whose entry i an entry i is made of."""
-    refs = set[Any]()
-    for fact, place in places:
-        if not fact.is_public:
-            at = place if isinstance(place, int) else ALL
-            ref = fact.refs[at] if 0 <= at < len(fact.refs) else None
-            refs.add(None if ref is None else (ref, outer(fact.cuts, ref)))
-    known = refs.pop() if len(refs) == 1 else None
-    return known and known[0]
-
-
-def outer(cuts: frozenset[Cut], ref: Ref) -> frozenset[Cut]:
-    """Which part of the arguments an entry along a dimension belongs to."""
-    return frozenset(
-        cut for cut in cuts if cut.ref.group == ref.group and (*cut.ref[1:],) <= (*ref[1:],)
-    )
-
-
-def taken_once(
-    fact: Fact, before: _Shape, after: _Shape, starts: Sequence[int | None]
-) -> frozenset[Cut]:
-    """The parts that a slice is made of: along some dimensions one entry."""
-    return fact.cuts | {
-        Cut(ref, "at", start)
-        for ref, n, m, start in zip(fact.refs, before, after, starts, strict=False)
-        if n > m == 1 and ref is not None and start is not None
-    }
+    refs = {place for place in places if place is not _EVEN}
+    return refs.pop() if len(refs) == 1 else None
 
 
 # Rows taken at indices that are arguments.
@@ -306,36 +164,39 @@ def index_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]
     """
     name, first = equation.primitive.name, inputs[0] if inputs else Fact()
     number = inputs[1].number if len(inputs) > 1 else None
-    match name, first.indexes:
-        case "lt", ("as it is", who) if number == Number(None, 0):
+    by = number.offset if number is not None and number.is_constant else None
+    match name, first.index:
+        case "lt", ("as it is", who) if by == 0:
             return "is negative", who
-        case "add", ("as it is", who) if number is not None and number == (None, number[1], ()):
-            return "from behind", who, number.offset
+        case "add", ("as it is", who) if by is not None:
+            return "from behind", who, by
         case "select_n", ("is negative", who):
-            plain, behind = (fact.indexes for fact in inputs[1:])
+            plain, behind = (fact.index for fact in inputs[1:])
             is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
             return ("wrapped", who, behind[2]) if is_so else ()
         case (("broadcast_in_dim" | "reshape" | "squeeze" | "copy"), _):
-            return first.indexes
+            return first.index
         case "convert_element_type", _ if equation.params["new_dtype"] in (jnp.int32, jnp.int64):
-            return first.indexes
+            return first.index
         case _:
             return ()
 
 
-def gathered(equation: jex_core.JaxprEqn, inputs: list[Fact], found: Fact) -> Fact:
-    """Rows that private indices say: whose index it is, whose row. Indices do not repeat."""
+def gathered(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] | None:
+    """Rows that private indices say: whose index it is, whose row. Indices do not repeat.
+
+    There are not as many indices as rows: else entry i of the indices would go with row i.
+    """
     values, index = inputs[0], inputs[1]
-    numbers = equation.params["dimension_numbers"]
+    numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
     rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
     is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    is_known = index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
-    is_known |= index.indexes[:1] == ("as it is",)
-    is_whole = values.refs[:1] == (Ref(rows, 0),) and not values.cuts
+    is_known = index.index[:1] == ("as it is",)
+    is_known |= index.index[:1] == ("wrapped",) and index.index[2] == rows
+    is_whole = values.refs[:1] == (Ref(rows, 0),) and Ref(rows, 0) not in index.refs
     if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
-        return found
-    batch = [d for d in range(len(shape_of(equation.outvars[0]))) if d not in numbers.offset_dims]
-    refs: list[Ref | None] = [None] * len(shape_of(equation.outvars[0]))
-    for dim, to in enumerate(batch):
+        return None
+    refs: list[Ref | None] = [None] * len(shape)
+    for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
         refs[to] = index.refs[dim]
-    return found._replace(refs=tuple(refs), cuts=index.cuts)
+    return tuple(refs)

@@ -2,18 +2,17 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..paths import matches
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
 from ..shown import some
-from .facts import Cut, Fact, Kind
+from .facts import Fact, Kind
 from .keys import CALLS, Calls, Use, is_new, parted
-from .marked import REASONS, Record
+from .marked import DECIDED, REASONS, Record
 from .privacy_report import Finding, PrivacyReport
 from .privacy_report import Release as Row
-from .sums import Release, noise_multiplier, samples_of, turns
+from .sums import Release, loops_of, noise_multiplier, turns
 
 
 class Result(NamedTuple):
@@ -72,7 +71,7 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
-    if any(source.samples for source in record.sources.values()):
+    if any(source.loops for source in record.sources.values()):
         notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     private = [result for result in step.results if not result.fact.is_public]
     return PrivacyReport(
@@ -111,44 +110,31 @@ _LEAVE_OUT = (
     "mean over examples is no release either: it needs a clipped sum and noise."
 )
 _STAYS = "If nobody sees it, nor what is made of it, name its path in kept=. "
-_DECIDED = ("data", "rows", "nonlinear", "kept", "steered")
 
 
 def _leaving(step: TracedStep) -> list[Finding]:
     """Results that are no releases, and are neither kept nor disclosed by name."""
     leaving = defaultdict[Finding, list[str]](list)
     for name, fact, returns, is_state, is_disclosed, is_kept in step.results:
-        if fact.is_public:
-            if fact.draws & step.record.slots.keys():
-                leaving[_of_slots("the results")].append(name)
-        elif is_disclosed or (is_kept and returns):
+        if fact.is_public or is_disclosed or (is_kept and returns):
             continue
-        elif not step.record.found or fact.reason not in ("mixed", "noised"):  # not found before
+        if not step.record.found or fact.reason not in ("mixed", "noised"):  # not found before
             stays = bool(returns) and is_state and not step.reaches_model
             leaving[_how(fact, stays)].append(name)
-    for fact, line in step.record.shown:
-        if fact.draws & step.record.slots.keys():
-            leaving[_of_slots(line)].append("of a print, a branch or a loop")
     return [
         finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
         for finding, names in leaving.items()
     ]
 
 
-def _of_slots(line: str) -> Finding:
-    found = "it may tell of random numbers that slots of the batch meet one by one"
-    advice = "Draw them with a key of their own, use them for the loss alone, and return none."
-    return Finding("examples apart", found, line, advice, is_decided=False)
-
-
 def _how(fact: Fact, stays: bool) -> Finding:
     where, advice = fact.where or "the results", _ADD_NOISE
-    if fact.is_noised:
+    if fact.is_random:
         how = "noise was drawn by hand, and the check cannot tell whether it is enough"
         return Finding("noise", how, where, _BY_HAND, is_decided=False)
     how, is_decided = "a clipped sum is in it, without noise", True
     if fact.kind is Kind.PRIVATE:
-        how, is_decided = REASONS.get(fact.reason, REASONS["unknown"]), fact.reason in _DECIDED
+        how, is_decided = REASONS.get(fact.reason, REASONS["unknown"]), fact.reason in DECIDED
         advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
     if stays:
         how, advice, is_decided = f"{how}, and it stays in the state", _STAYS + advice, False
@@ -163,30 +149,18 @@ def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, t
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
     moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], step.record.sources
     table = list[Row]()
-    for path, release in step.record.releases.items():
+    for release in step.record.releases.values():
         alone = noise_multiplier([release], sources) / moved
-        outputs = tuple(result.name for result in step.results if path in result.fact.releases)
         sensitivity = release.stddev / alone if alone else math.inf
         times, where = turns(release, sources)[0], (release.context.line,)
-        table.append(Row(outputs, sensitivity, release.stddev, alone, times, where))
-    groups: dict[Any, list[Release]] = defaultdict(list)
+        table.append(Row(sensitivity, release.stddev, alone, times, where))
+    groups = defaultdict[Any, list[Release]](list)
     for release in step.record.releases.values():
-        groups[samples_of(release, sources)].append(release)
-    of_samples = (max(turns(one, sources)[0] for one in group) for group in groups.values())
-    steps = max(1, sum(of_samples))
-    together = [*groups.values()] if _are_apart(groups) else [[*step.record.releases.values()]]
-    total = min((noise_multiplier(g, sources) / moved for g in together), default=math.inf)
-    return total, steps, tuple(table)
-
-
-def _are_apart(groups: Iterable[frozenset[Cut]]) -> bool:
-    """Whether releases are of different batches for certain: of other entries of one argument."""
-    places = [{cut.ref: cut.where for cut in cuts if cut.how == "at"} for cuts in groups]
-    return all(
-        any(ref in b and b[ref] != where for ref, where in a.items())
-        for i, a in enumerate(places)
-        for b in places[:i]
-    )
+        groups[loops_of(release, sources)].append(release)
+    # Several loops may go over the same batches: all releases count for one step then.
+    steps = sum(max(turns(one, sources)[0] for one in group) for group in groups.values())
+    total = noise_multiplier([*step.record.releases.values()], sources) / moved
+    return total, max(1, steps), tuple(table)
 
 
 def _against_plan(
@@ -197,9 +171,9 @@ def _against_plan(
         return []
     lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        terms = [term for release in releases for row in release.rows for term in row]
-        is_tight = not record.is_noised_again and all(term.is_plain for term in terms)
-        is_tight = is_tight and not any(release.context.is_branch for release in releases)
+        is_tight = not record.is_noised_again and all(
+            release.is_exact and not release.context.is_branch for release in releases
+        )
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         least, most = ("", "") if is_tight else ("at least ", "at most ")
@@ -254,15 +228,16 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
         ):
             context = next(iter(uses.values())).context._replace(line="the results")
             uses["result", result.name] = Use("returned", key, context)
-    hiding = record.noises | {path: frozenset[Any]() for path in record.slots if path in uses}
-    for path, leaves in hiding.items():
-        use = uses[path]
+    for path, use in uses.items():
+        if use.what not in ("noise", "slots"):
+            continue
+        leaves = record.noises.get(path, frozenset[Any]())
         for loop in (*(loop.path for loop in use.context.loops), CALLS):
             is_fresh = is_new(use.key, loop, calls)
             if not is_fresh:
                 found.append(_stale(use, loop == CALLS, is_fresh is False))
         for other, another in uses.items():
-            if other == path or (path in record.slots and other in record.slots):
+            if other == path or (use.what == "slots" and another.what not in _SHOWN):
                 continue
             others = record.noises.get(other, frozenset[Any]())
             if not _are_independent(use, leaves, another, others, calls):
@@ -293,18 +268,22 @@ _ADVANCE = (
 
 
 def _stale(use: Use, is_call: bool, is_decided: bool) -> Finding:
-    what = "noise" if use.what == "noise" else "numbers that slots of the batch meet"
     how = "the same one" if is_decided else "not proven to be another one"
-    found = f"the key of the {what} is {how} in each {'call' if is_call else 'turn of a loop'}"
+    found = (
+        f"the key of {_WHAT[use.what]} is {how} in each {'call' if is_call else 'turn of a loop'}"
+    )
     is_constant = isinstance(use.key.root, tuple) and use.key.root[0] == "constant"
     advice = f"It is a constant of the program. {_ADVANCE}" if is_constant else _ADVANCE
     return Finding("fresh noise", found, use.context.line, advice, is_decided)
 
 
+_WHAT = {"noise": "the noise", "slots": "the loss"}
+_SHOWN = ("draw", "returned", "door")
 _USES = {
     "noise": ("fresh noise", "another noise"),
     "draw": ("fresh noise", "other random numbers"),
     "loss": ("fresh noise", "the loss"),
+    "slots": ("fresh noise", "the loss"),
     "returned": ("release", "a result: anyone with the key can subtract the noise"),
     "door": ("side door", "a print or callback"),
 }
@@ -316,9 +295,10 @@ def _shared(a: Use, b: Use) -> Finding:
     is_decided = a.key.root is not None and a.key.root == b.key.root and not a.context.is_branch
     is_decided = is_decided and None not in (*a.key.path, *b.key.path)
     is_decided = is_decided and a.key.path[:length] == b.key.path[:length]
-    found = f"one key, or one that follows from it, is used for the noise and for {shown}"
+    what = _WHAT[a.what]
+    found = f"one key, or one that follows from it, is used for {what} and for {shown}"
     if not is_decided:
-        found = f"the key of the noise is not proven to be independent of that of {shown}"
+        found = f"the key of {what} is not proven to be independent of that of {shown}"
     if b.context.line not in (a.context.line, "the results"):
         found += f" (at {b.context.line})"
     advice = "Use a key for nothing else than one noise: jax.random.split gives as many as needed."

@@ -1,18 +1,12 @@
-"""The commands of `eqx-dp`, one file each.
+"""The commands of `eqx-dp`, one file each."""
 
-To add one: write its file, and name it in `COMMANDS`.
+from . import epsilon, policies, report
+
+COMMANDS = {"policies": policies, "epsilon": epsilon, "report": report}
+"""Modules by name: the first line of a docstring is the help; `add_arguments(parser)`; `run(...)`.
+
+`run` takes the parsed arguments, returns what is printed, and raises a ValueError for what it
+refuses.
 """
 
-from . import bench_dtypes, bench_policies, epsilon, memory, report, show_policies
-from .command import Command
-
-COMMANDS: tuple[Command, ...] = (
-    show_policies.COMMAND,
-    bench_dtypes.COMMAND,
-    bench_policies.COMMAND,
-    epsilon.COMMAND,
-    memory.COMMAND,
-    report.COMMAND,
-)
-
-__all__ = ["COMMANDS", "Command"]
+__all__ = ["COMMANDS"]

@@ -1,14 +1,12 @@
 """The per-example gradient engine."""
 
 from .api import filter_clipped_grad, filter_value_and_clipped_grad
-from .calls import PerExample, Prepared
+from .arguments import FilterSpec, checked_trainable, split_trainable
+from .calls import Mark, PerExample, Prepared, mark_of
 from .clipped_grad import ClippedGrad
-from .explain import Explanation, checked_grad_fn, described, explain
-from .marks import Mark, mark_of
-from .methods import METHODS, MethodName
+from .configuration import METHODS, MethodName
+from .explain import Explanation, Slices, checked_grad_fn, described, explain, slices_of
 from .program import takes_key
-from .slices import Slices, slices_of
-from .trained import FilterSpec, checked_trainable, split_trainable
 
 __all__ = [
     "METHODS",

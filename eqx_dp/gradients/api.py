@@ -11,11 +11,10 @@ from ..precision import Policy
 from ..sharding import ShardingRules
 from ..shown import shown
 from ..trees import PyTree
+from .arguments import FilterSpec
 from .calls import PerExample
 from .clipped_grad import ClippedGrad, gradients_alone
-from .configuration import Configuration, checked_configuration
-from .methods import MethodName
-from .trained import FilterSpec
+from .configuration import Configuration, MethodName, checked_configuration
 
 # Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
 _Aux = TypeVar("_Aux")

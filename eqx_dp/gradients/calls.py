@@ -1,15 +1,22 @@
-"""A call that is checked and traced, run on one device or, by sharding rules, on a mesh."""
+"""A call that is checked and traced, run on one device or, by sharding rules, on a mesh.
 
-from typing import Any, NamedTuple
+In a traced program it is one equation, whose mark states the bounds of what it adds.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from ..paths import dotted
+from ..programs import in_marked_equation, mark_on
 from ..sharding import (
     Cut,
     Shard,
@@ -19,19 +26,64 @@ from ..sharding import (
     cut_of,
     over_devices,
     slots_by_process,
-    warn_of_uneven,
     whole,
 )
 from ..shown import shapes
 from ..trees import PyTree
-from .choice import Choice
+from .arguments import Examples
+from .choice import Choice, LeafCost
+from .clip import ClippedSum, TracedLoss
 from .configuration import Configuration
-from .contract import TracedLoss
-from .cost import LeafCost
-from .examples import Examples
-from .marks import Mark, in_one_equation
-from .methods import clipped_sum
 from .microbatches import over_microbatches
+
+
+class Mark(NamedTuple):
+    """What the engine states of one equation, a jitted call, that holds all of its work on a batch.
+
+
+    Operands are, in this order and behind what JAX puts in front: arrays that examples share
+    (parameters, other arrays of the model, constants), arrays with examples in front, one key an
+    example, the mask. Results are the clipped sum's leaves, then values with examples in front.
+
+    Attributes:
+        bounds: for each clip norm, the L2 norm that one example adds at most to its leaves' sums.
+        groups: for each leaf the index of its clip norm.
+        ranks: how many dimensions each leaf has.
+        num_shared: how many operands examples share.
+        num_batched: how many operands have examples in front, keys and mask aside.
+        has_keys: whether there are keys.
+        has_mask: whether there is a mask.
+        num_examples: the length of the batch, padding included.
+        num_results: how many results there are, values of single examples included.
+    """
+
+    bounds: tuple[float, ...]
+    groups: tuple[int, ...]
+    ranks: tuple[int, ...]
+    num_shared: int
+    num_batched: int
+    has_keys: bool
+    has_mask: bool
+    num_examples: int
+    num_results: int
+
+    @property
+    def num_operands(self) -> int:
+        """How many operands the engine gave."""
+        return self.num_shared + self.num_batched + self.has_keys + self.has_mask
+
+
+def in_one_equation(
+    mark: Mark, function: Callable[[PyTree[Array]], PyTree[Array]], operands: PyTree[Array]
+) -> PyTree[Array]:
+    """Calls a function; in a traced program, as one equation that carries the mark."""
+    return in_marked_equation("eqx_dp_clipped_sum", mark, function, operands)
+
+
+def mark_of(equation: jex_core.JaxprEqn) -> Mark | None:
+    """The mark that an equation carries; None without."""
+    mark = mark_on(equation)
+    return mark if isinstance(mark, Mark) else None
 
 
 class PerExample(NamedTuple):
@@ -85,6 +137,8 @@ class Prepared(NamedTuple):
         traced: the loss of one example, and what belongs to it.
         examples: the batch.
         choice: the method, and how many examples at once on a device.
+        costs: how each trainable leaf is treated, and what that costs for one example.
+        activations: bytes that one example's forward pass leaves for its backward pass, roughly.
         structure: of the trainable leaves.
         specs: with sharding rules, how arrays are spread.
         num_shards: how many parts the batch is divided into.
@@ -93,6 +147,8 @@ class Prepared(NamedTuple):
     traced: TracedLoss
     examples: Examples
     choice: Choice
+    costs: list[LeafCost]
+    activations: int
     structure: Any
     specs: CallSpecs | None
     num_shards: int
@@ -113,22 +169,14 @@ class Prepared(NamedTuple):
         return [dotted(path) for path, _ in leaves]
 
     @property
-    def costs(self) -> list[LeafCost]:
-        """What each trainable leaf costs by the method that was chosen."""
-        if self.choice.method != "per_example":
-            return self.traced.costs
-        leaves = zip(self.traced.costs, self.traced.params, strict=True)
-        return [cost.forming(param.size) for cost, param in leaves]
-
-    @property
     def reasons(self) -> list[str]:
         """Why each trainable leaf is treated as it is, and when a device needs all of it."""
-        stay = parts_that_stay(self.traced, self.choice.method)
+        stay = parts_that_stay(self.traced)
         told = ("all of it is gathered at the beginning", "it is gathered where it is used")
         is_cut = [False] * len(self.costs) if self.specs is None else self.specs.is_cut
         return [
             f"{cost.reason}; {told[leaf in stay]}" if its else cost.reason
-            for leaf, (cost, its) in enumerate(zip(self.traced.costs, is_cut, strict=True))
+            for leaf, (cost, its) in enumerate(zip(self.costs, is_cut, strict=True))
         ]
 
     @property
@@ -162,7 +210,6 @@ def specs_of(
     check_context(rules)
     rules.check_examples(examples.num_examples)
     specs = rules.specs(model)
-    warn_of_uneven(rules, model, params)
 
     def of(part: PyTree[Any]) -> list[PartitionSpec]:
         def spec(leaf: Any, found: PartitionSpec | None) -> PartitionSpec | None:
@@ -180,7 +227,13 @@ def specs_of(
     return CallSpecs(of_params, of_frozen, sums, of_one, tuple(cuts), tuple(is_cut))
 
 
-def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
+Method: TypeAlias = Callable[[TracedLoss, str, list[Array], Array], ClippedSum]
+"""Clips and sums a microbatch, by the method that is named: `methods.clipped_sum`."""
+
+
+def run(
+    prepared: Prepared, configuration: Configuration, method: Method
+) -> tuple[list[Array], PerExample]:
     """Sums the clipped gradients of a batch; in a traced program that is one marked equation."""
     traced, examples = prepared.traced, prepared.examples
     # Constants stay constants: a derivative rule may read them as numbers.
@@ -206,27 +259,29 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], 
         known = [next(left) if isinstance(x, jax.core.Tracer) else x for x in consts]
         here = traced.with_arrays(params, frozen, known)
         its_own = examples._replace(batch=batch[0], keys=batch[1], is_padding_example=batch[2])
-        return _spread(prepared._replace(traced=here, examples=its_own), configuration)
+        its = prepared._replace(traced=here, examples=its_own)
+        return _spread(its, configuration, method)
 
     batch = examples.batch, examples.keys, examples.is_padding_example
     return in_one_equation(mark, function, (shared, *batch))
 
 
-def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
+def _spread(
+    prepared: Prepared, configuration: Configuration, method: Method
+) -> tuple[list[Array], PerExample]:
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
-    traced, examples, choice, _, specs, _ = prepared
+    traced, examples, specs = prepared.traced, prepared.examples, prepared.specs
     rules = configuration.sharding
     examples = _with_keys_of_examples(examples, rules)
+    on_device = functools.partial(_on_device, configuration, method, prepared.choice)
     if rules is None or specs is None:
-        return _on_device(
-            traced, configuration, choice, examples.leaves, examples.is_padding_example
-        )
+        return on_device(traced, examples.leaves, examples.is_padding_example)
 
     # All arrays go in as arguments: what is closed over would not be spread.
     consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
-    may_stay = parts_that_stay(traced, choice.method)
+    may_stay = parts_that_stay(traced)
 
     def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
         shared = [
@@ -236,7 +291,7 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
         frozen, consts = rest[: len(traced.frozen)], rest[len(traced.frozen) :]
         here = traced.with_arrays(params, frozen, consts)._replace(cuts=specs.cuts)
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
-        return _on_device(here, configuration, choice, leaves, padding)
+        return on_device(here, leaves, padding)
 
     return over_devices(
         function,
@@ -249,14 +304,12 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     )
 
 
-def parts_that_stay(traced: TracedLoss, method: str) -> set[int]:
+def parts_that_stay(traced: TracedLoss) -> set[int]:
     """The arrays of the model of which a device never needs all from beginning to end.
 
     They are gathered where they are used. The others are once, at the beginning: those that are
     formed.
     """
-    if method == "per_example":
-        return set()
     return set(range(len(traced.params) + len(traced.frozen))) - set(traced.uses.formed)
 
 
@@ -275,16 +328,17 @@ def _with_keys_of_examples(examples: Examples, rules: ShardingRules | None) -> E
 
 
 def _on_device(
-    traced: TracedLoss,
     configuration: Configuration,
+    method: Method,
     choice: Choice,
+    traced: TracedLoss,
     leaves: list[Array],
     is_padding_example: Bool[Array, " batch"] | None,
 ) -> tuple[list[Array], PerExample]:
     """The sums of a device's examples, and their per-example values."""
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
-        result = clipped_sum(traced, choice.method, leaves, is_padding)
+        result = method(traced, choice.method, leaves, is_padding)
         grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
         aux = traced.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)

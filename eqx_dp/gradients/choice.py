@@ -1,4 +1,11 @@
-"""Which method a batch goes through, and how many examples of it at once.
+"""What is chosen by shapes: factored or formed, the method, and how many examples at once.
+
+A leaf of n entries whose uses meet T vectors each of lengths a and b is factored if
+
+    T^2 (a + b) operations + 11 numbers moved for each one met < 6 numbers moved for each entry,
+
+for its norm is found from inner products of all vectors with all, while a gradient that is formed
+is written, read for its norm and read for the sum. Measured on two CPU cores.
 
 `auto` is a formula of shapes, platform, memory and the sampling probability, never of data. It
 takes book-keeping, unless one example would hold too much memory: then ghost. Of the microbatches
@@ -24,13 +31,157 @@ data sheets'; nothing of them was measured.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
 
 from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
-from .cost import LeafCost, move
+from . import contraction, lookup
+from .uses import Member, ParamUse, Uses, overlaps
 
-# Bytes for a microbatch and the sums of all gradients on a CPU, unless two examples need more.
+Way: TypeAlias = Literal["factored", "formed", "unused"]
+
+# Numbers moved for an entry of a gradient that is formed (where it is many, copies are made to sum
+# it; where it stays in the cache of a core, only operations count), and for a number that a use
+# meets (scaled, masked, weighted).
+_OF_FORMED, _OF_MANY, _OF_CACHED, _MET = 6, 12, 3, 11
+_CACHE = 2**15
+
+
+def move() -> int:
+    """What moving one number to or from memory costs, in floating-point operations."""
+    return 16 if is_cpu() else 64
+
+
+class LeafCost(NamedTuple):
+    """How one leaf is treated, and what that costs for one example.
+
+    Attributes:
+        uses: the kinds of its uses, one an equation.
+        way: whether it is factored or formed.
+        norm_flops: floating-point operations for the norm.
+        sum_flops: the same for the weighted sum.
+        bytes: what is held for it until the clip factor is known.
+        reason: why this way.
+        steps: see `num_steps`.
+    """
+
+    uses: tuple[str, ...]
+    way: Way
+    norm_flops: float
+    sum_flops: float
+    bytes: int
+    reason: str
+    steps: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations for norm and weighted sum."""
+        return float(self.norm_flops + self.sum_flops)
+
+    @property
+    def moved(self) -> float:
+        """Numbers moved for one example, beside those that an ordinary gradient moves."""
+        return self.bytes / 4 * {"factored": _MET, "formed": _OF_MANY, "unused": 0}[self.way]
+
+
+def leaf_costs(
+    found: Uses, sizes: list[int], is_spread: list[bool], method: str
+) -> tuple[Uses, list[LeafCost]]:
+    """How a method treats every leaf, by shapes and platform alone; the uses of those factored.
+
+    Args:
+        found: all uses.
+        sizes: entries of every leaf.
+        is_spread: whether a device holds a part of it over example axes.
+        method: the method.
+    """
+    leaves = range(len(sizes))
+    costs = [_leaf_cost(found, leaf, sizes[leaf], is_spread[leaf], method) for leaf in leaves]
+    costs = [cost._replace(steps=num_steps(found, leaf)) for leaf, cost in enumerate(costs)]
+    formed = {leaf: cost.reason for leaf, cost in enumerate(costs) if cost.way == "formed"}
+    return found.forming(formed), costs
+
+
+def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) -> LeafCost:
+    uses = tuple(found.of[leaf].values())
+    kinds = tuple(use.name for use in uses)
+    formed = LeafCost(kinds, "formed", 2 * size, 2 * size, 4 * size, found.formed.get(leaf, ""))
+    if formed.reason:
+        return formed
+    if not uses:
+        return LeafCost((), "unused", 0, 0, 0, "the loss does not depend on it")
+    if method == "per_example":
+        return formed._replace(reason="this method forms every leaf")
+    sets = overlaps(uses)
+    if sets is None:
+        return formed._replace(reason=f"{len(uses)} uses: their parts of it overlap")
+    steps = sum(use.steps for use in uses)
+    told = "one step" if steps == 1 else f"{steps} steps"
+    held = sum(_bytes((use.result, use.residuals)) for use in uses)
+    inner = sum(_inner_products(uses, members) for members in sets)
+    forming = sum(_outer_products(use) for use in uses)
+    factored = LeafCost(kinds, "factored", inner or 2 * held // 4, forming, held, "")
+    if all(use.kind is lookup for use in uses):
+        return factored._replace(reason="only the rows that were looked up count")
+    if inner == 0:
+        return factored._replace(reason=f"{told}: |x| |g| is the norm")
+    entries = sum(math.prod(uses[members[0].use].matrices) for members in sets)
+    if 4 * entries <= _CACHE:
+        is_cheaper = inner <= move() * _OF_CACHED * entries
+    else:
+        is_cheaper = inner + move() * _MET * held / 4 <= move() * _OF_FORMED * entries
+    if is_cheaper:
+        reason = f"{told}: their inner products are cheaper than {entries:,} entries"
+        return factored._replace(reason=reason)
+    if method == "ghost" and len(uses) == 1 and uses[0].is_seen:
+        norm_flops = min(inner, forming + 2 * entries)
+        reason = f"{told}: measured where it is used, on the way back"
+        return factored._replace(norm_flops=norm_flops, reason=reason)
+    if is_spread:
+        return factored._replace(reason=f"{told}: no device holds {entries:,} entries")
+    reason = f"{told}: forming {entries:,} entries is cheaper than their inner products"
+    return formed._replace(reason=reason)
+
+
+def num_steps(found: Uses, leaf: int) -> int:
+    """How many vectors of data a leaf meets at most, the tokens of a sequence, say.
+
+    It is 0 where the leaf is not used in contractions and lookups alone.
+    """
+    uses = found.of[leaf].values()
+    if any(use.kind is not contraction and use.kind is not lookup for use in uses):
+        return 0
+    return max((use.steps for use in uses), default=0)
+
+
+def _outer_products(use: ParamUse) -> int:
+    """Floating-point operations for adding up all outer products."""
+    groups, features_in, features_out = use.matrices
+    return 2 * groups * use.steps * (1 if use.kind is lookup else features_in) * features_out
+
+
+def _inner_products(uses: tuple[ParamUse, ...], members: tuple[Member, ...]) -> int:
+    """Floating-point operations for the inner products of all steps of uses that overlap."""
+    its = [uses[member.use] for member in members]
+    steps = sum(use.steps for use in its)
+    if steps == 1 and all(use.kind is not lookup for use in its):
+        return 0
+    groups, features_in, features_out = its[0].matrices
+    # Rows of a lookup are compared, or picked from the other side: next to nothing.
+    rows = 0 if any(use.kind is lookup for use in its) else features_in
+    return 2 * groups * steps**2 * (rows + features_out) // 2
+
+
+def _bytes(shapes: object) -> int:
+    return sum(
+        math.prod(s.shape) * s.dtype.itemsize
+        for s in jax.tree.leaves(shapes)
+        if isinstance(s, jax.ShapeDtypeStruct)
+    )
+
+
 _CPU_SHARE = 30 * 2**20
 # How many times as long as in a larger microbatch an example takes on a CPU that is alone in one.
 _ALONE = 1.25
@@ -111,7 +262,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    costs: list[LeafCost],
+    costs: dict[str, list[LeafCost]],
     sizes: list[int],
     flops: float,
     activations: int,
@@ -122,7 +273,7 @@ def choose(
     """The method and the microbatch, from what was asked for and from what is held for each.
 
     Args:
-        costs: of every leaf.
+        costs: of every leaf, by each method.
         sizes: entries of every leaf.
         flops: of all contractions in one example's loss and the gradient of that.
         activations: bytes that its forward pass leaves for its backward pass.
@@ -131,19 +282,17 @@ def choose(
         microbatch_size: examples at once on a device.
     """
     chosen, memory = "book_keeping" if method == "auto" else method, device_memory()
-    held = max(1, activations, sum(cost.bytes for cost in costs))
+    held = max(1, activations, sum(cost.bytes for cost in costs[chosen]))
     reason = "as asked for"
     if method == "auto":
         reason = f"{held / 2**20:.2f} MiB are held for an example, activations among them"
         if memory is not None and held > _MEMORY_SHARE * memory:
             share = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}"
             chosen, reason = "ghost", f"{share}, is too much to hold"
-    if chosen == "per_example":
-        costs = [cost.forming(size) for cost, size in zip(costs, sizes, strict=True)]
-        held = max(1, activations, sum(cost.bytes for cost in costs))
-    elif chosen == "ghost":
-        flops, held = 5 / 3 * flops, max(1, activations)
-    its = _Method(costs, sizes, flops, held)
+    if chosen == "ghost":
+        formed = sum(cost.bytes for cost in costs[chosen] if cost.way == "formed")
+        flops, held = 5 / 3 * flops, max(1, activations, formed)
+    its = _Method(costs[chosen], sizes, flops, held)
     if method == "auto" and microbatch_size is None:
         microbatch_size = _best_size(its, batch, _fitting(its, batch.slots, memory))
     return Choice(chosen, microbatch_size, reason, held, batch, its.work(batch, microbatch_size))

@@ -19,16 +19,20 @@ from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..shown import function_name, shown
 from ..trees import PyTree
+from .arguments import (
+    FilterSpec,
+    check_mask,
+    checked_trainable,
+    read_examples,
+    split_trainable,
+)
 from .calls import PerExample, Prepared, run, specs_of
-from .choice import DeviceBatch, choose
-from .configuration import Configuration
-from .contract import TracedLoss
-from .cost import activation_bytes, leaf_costs
-from .examples import check_mask, read_examples
-from .methods import MethodName
-from .program import Inputs, Options, check_key, refuse_batch_norm, trace
+from .choice import DeviceBatch, choose, leaf_costs
+from .clip import TracedLoss
+from .configuration import METHODS, Configuration, MethodName
+from .methods import clipped_sum
+from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
-from .trained import FilterSpec, checked_trainable, split_trainable
 
 NeighboringRelation = dp_accounting.NeighboringRelation
 
@@ -234,7 +238,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         Args:
             prepared: what [`prepare`][] of the same function returned.
         """
-        sums, per_example = run(prepared, self._configuration)
+        sums, per_example = run(prepared, self._configuration, clipped_sum)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
 
@@ -269,10 +273,25 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         program = trace(self._fun, options, inputs)
         leaves, others = jax.tree.leaves(params), jax.tree.leaves(frozen)
         sizes = [leaf.size for leaf in leaves]
+        is_spread = list(specs.is_cut) if specs is not None else [False] * len(leaves)
         with on_device(rules):
-            uses, costs = leaf_costs(find_uses(program, len(leaves)), sizes)
+            found = find_uses(program, len(leaves))
+            ways = {way: leaf_costs(found, sizes, is_spread, way) for way in METHODS}
         jaxpr = program.jaxpr.jaxpr
         of_example = [i >= len(leaves) + len(others) for i in range(len(jaxpr.invars))]
+        activations = activation_bytes(jaxpr, of_example)
+        num_shards = 1 if rules is None else rules.num_shards
+        num_examples, sampling = examples.num_examples, self._sampling
+        choice = choose(
+            {method: costs for method, (_, costs) in ways.items()},
+            sizes,
+            3.0 * matmul_flops(jaxpr),
+            activations,
+            DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples)),
+            configuration.method,
+            configuration.microbatch_size,
+        )
+        uses, costs = ways[choice.method]
         traced = TracedLoss(
             program,
             uses,
@@ -282,21 +301,9 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             groups,
             accumulate_dtype,
             1.0 if policy is None else policy.loss_scale.value,
-            costs,
-            activation_bytes(jaxpr, of_example),
         )
-        num_shards = 1 if rules is None else rules.num_shards
-        num_examples, sampling = examples.num_examples, self._sampling
-        choice = choose(
-            costs,
-            sizes,
-            3.0 * matmul_flops(jaxpr),
-            traced.activations,
-            DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples)),
-            configuration.method,
-            configuration.microbatch_size,
-        )
-        return Prepared(traced, examples, choice, jax.tree.structure(params), specs, num_shards)
+        structure = jax.tree.structure(params)
+        return Prepared(traced, examples, choice, costs, activations, structure, specs, num_shards)
 
     def __get__(self, instance: object | None, owner: type | None) -> Any:
         del owner

@@ -1,48 +1,88 @@
-"""What the engine makes of a call: traced on shapes, and told as a row for every trainable leaf."""
+"""What the engine makes of a call, on shapes alone: a row for every trainable leaf."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from ..expected import expect
 from ..privacy import PrivacyPlan, SampleSize
+from ..programs import Call, Scan, inside, matmul_flops, primitives
+from ..sharding import Cut, ShardingRules, cut_of, keeps_parts, on_device
 from ..shown import shown
 from ..tables import Part, tabular
 from ..trees import PyTree
-from .calls import Prepared
+from .calls import Prepared, parts_that_stay
 from .choice import Work
+from .clip import TracedLoss
 from .clipped_grad import ClippedGrad
+from .uses import scattering_of
 
 _Result = TypeVar("_Result")
 
 
 class Row(NamedTuple):
-    """How one trainable leaf is treated; figures are for the whole batch, bytes for a device.
+    """How the chosen method treats one trainable leaf.
 
     Attributes:
         path: where the leaf stands in the model.
-        kinds: the kinds of its uses, one an equation that uses it; with the dtype that it is cast
-            to where that is narrower than the compute dtype: `contraction[float8_e4m3fn]`.
-        way: how its norm and its sum are best found, whatever method was chosen: `"factored"`
-            (from the inputs and cotangents of its uses), `"formed"` (each example's gradient is
-            made), or `"unused"`.
-        flops: floating-point operations of the chosen method for norms and weighted sum.
-        bytes: what the chosen method holds until the clip factors are known (with the method
-            `"ghost"`: what book-keeping would hold).
-        reason: why this way is best; of a parameter that is spread over example axes, when a device
-            needs all of it as well.
-        taken: the way that the chosen method takes: `"formed"` with `"per_example"`, else the best.
+        uses: the kinds of its uses, one an equation that multiplies it by data; with the dtype that
+            it is cast to where that is narrower than the compute dtype:
+            `contraction[float8_e4m3fn]`.
+        way: `"factored"` (norm and sum come from the inputs and cotangents of its uses), `"formed"`
+            (each example's gradient is made), or `"unused"`.
+        reason: why; of a parameter that is spread over example axes, when a device needs all of it
+            as well.
+        compute_dtype: what it enters the loss in.
+        accumulate_dtype: what its norms and its sum are found in.
+        flops: floating-point operations for its norms and its weighted sum, for the whole batch.
+        bytes: what a device holds for it until the clip factors are known (with the method
+            `"ghost"`: of a factored leaf, what book-keeping would hold).
     """
 
     path: str
-    kinds: tuple[str, ...]
+    uses: tuple[str, ...]
     way: str
+    reason: str
+    compute_dtype: str
+    accumulate_dtype: str
     flops: float
     bytes: int
-    reason: str
-    taken: str
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of the whole batch, and what textbooks say.
+
+    Attributes:
+        gradient: of contractions and convolutions in the loss and its gradient, without clipping,
+            from the traced program; `"ghost"` takes all but the forward ones twice.
+        textbook: 6 N D, or 4 N D + 2 N D' where parameters are frozen (Kaplan et al. 2020, section
+            2.1), with N vectors of data that matrices meet; 0 with convolutions, or where
+            parameters are used in other ways. Attention has no parameters and is not in it.
+        sums: B D', an addition for each of B examples and D' trained parameters.
+        num_tokens: N.
+        num_params: D, the model's floating-point entries.
+        num_trained: D'.
+    """
+
+    gradient: float
+    textbook: float
+    sums: float
+    num_tokens: int
+    num_params: int
+    num_trained: int
+
+    def __str__(self) -> str:
+        is_all = self.num_trained == self.num_params
+        of = "6 N D" if is_all else "4 N D + 2 N D'"
+        return (
+            f"gradient without clipping: {self.gradient:.3e} FLOPs; {of} = {self.textbook:.3e} "
+            f"(N = {self.num_tokens:,}, D = {self.num_params:,}); B D' = {self.sums:.3e}"
+        )
 
 
 @tabular
@@ -58,6 +98,7 @@ class Explanation(NamedTuple):
         reason: why.
         sample: how many slots are expected to hold an example; None without a plan.
         work: the work that a device is expected to do in a step.
+        flops: of the whole batch, beside 6 N D and B D'.
     """
 
     rows: tuple[Row, ...]
@@ -68,19 +109,21 @@ class Explanation(NamedTuple):
     reason: str
     sample: SampleSize | None
     work: Work
+    flops: Flops
 
     def _parts(self) -> Iterator[Part]:
-        head = ("path", "kinds", "way", "flops", "bytes", "reason")
         total = Row(
             "total",
             (),
             "",
+            f"method {self.method}, {self._at_once()}: {self.reason}",
+            "",
+            "",
             sum(row.flops for row in self.rows),
             sum(row.bytes for row in self.rows),
-            f"method {self.method}, {self._at_once()}: {self.reason}{self._instead()}",
-            "",
         )
-        yield [head, *map(_cells, (*self.rows, total))]
+        yield [_HEAD, *map(_cells, (*self.rows, total))]
+        yield str(self.flops)
         yield from self._expected()
 
     def _expected(self) -> Iterator[str]:
@@ -99,12 +142,6 @@ class Explanation(NamedTuple):
         shares = [f"{name} {x / total:.0%}" for name, x in zip(names, self.work, strict=True)]
         yield f"expected time of a step, without the optimizer: {', '.join(shares)}"
 
-    def _instead(self) -> str:
-        """What the figures are of, where a leaf's own way is not taken."""
-        if all(row.taken == row.way for row in self.rows):
-            return ""
-        return "; flops and bytes are of the gradients of single examples, not of each leaf's way"
-
     def _at_once(self) -> str:
         own = self.num_examples // self.num_shards
         where = f" on each of {self.num_shards} parts of the mesh" if self.num_shards > 1 else ""
@@ -113,15 +150,12 @@ class Explanation(NamedTuple):
         return f"{self.microbatch_size} of {own} examples{where} at once"
 
 
+_HEAD = ("leaf", "uses", "way", "why", "compute", "accumulate", "FLOPs", "bytes")
+
+
 def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.path,
-        "+".join(row.kinds),
-        row.way,
-        f"{row.flops:.2e}",
-        f"{row.bytes / 2**20:.2f} MiB",
-        row.reason,
-    )
+    path, uses, way, *told, flops, size = row
+    return path, "+".join(uses), way, *told, f"{flops:.2e}", f"{size / 2**20:.2f} MiB"
 
 
 def explain(
@@ -146,8 +180,9 @@ def explain(
             `capacity`. Not needed if `plan.privatizer` was given `grad_fn`.
 
     Returns:
-        An [`Explanation`][]: `rows`, each with `path`, `kinds`, `way`, `flops`, `bytes`, `reason`;
-        `str()` prints them, with the totals, the chosen method and the reason. With a plan it also
+        An [`Explanation`][]: `rows`, each with `path`, `uses`, `way`, `reason`, `compute_dtype`,
+        `accumulate_dtype`, `flops`, `bytes`; `str()` prints them, with the totals, the chosen
+        method and the reason, and `flops` of the step beside 6 N D and B D'. With a plan it also
         prints the expected numbers of slots that hold an example and of microbatches that are
         computed, and the expected parts of a step's time, by formula.
 
@@ -159,19 +194,21 @@ def explain(
         grad_fn = checked_grad_fn(grad_fn).of_samples(plan.sampling)
     found = described(grad_fn, model, batch, key, is_padding_example)
     choice, num_examples = found.choice, found.examples.num_examples
+    accumulate = str(found.traced.accumulate_dtype)
     return Explanation(
         tuple(
             Row(
                 path,
-                own.kinds,
-                own.way,
-                taken.flops * num_examples,
-                taken.bytes * found.at_once,
+                cost.uses,
+                cost.way,
                 reason,
-                taken.way,
+                str(param.dtype),
+                accumulate,
+                cost.flops * num_examples,
+                cost.bytes * found.at_once,
             )
-            for path, own, taken, reason in zip(
-                found.paths, found.traced.costs, found.costs, found.reasons, strict=True
+            for path, cost, reason, param in zip(
+                found.paths, found.costs, found.reasons, found.traced.params, strict=True
             )
         ),
         choice.method,
@@ -181,6 +218,28 @@ def explain(
         choice.reason,
         choice.batch.sample,
         choice.work,
+        _flops(found, grad_fn.sharding),
+    )
+
+
+def _flops(call: Prepared, rules: ShardingRules | None) -> Flops:
+    program, leaves, num_examples = call.traced.program, call.sums, call.examples.num_examples
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
+    of_one = jax.grad(lambda params, rest: program(params, [], rest)[0])
+    with on_device(rules):
+        gradient = jax.make_jaxpr(of_one)(shapes[: len(leaves)], shapes[len(leaves) :])
+    trained, frozen = sum(x.size for x in leaves), call.traced.frozen
+    params = trained + sum(x.size for x in frozen if jnp.issubdtype(x.dtype, jnp.floating))
+    # Textbooks speak of matrices that meet the vectors of a sequence, or one.
+    is_conv = "conv_general_dilated" in primitives(program.jaxpr)
+    tokens = 0 if is_conv else num_examples * max(cost.steps for cost in call.costs)
+    return Flops(
+        float(num_examples * matmul_flops(gradient)),
+        tokens * (4.0 * params + 2.0 * trained),
+        float(num_examples * trained),
+        tokens,
+        params,
+        trained,
     )
 
 
@@ -232,3 +291,85 @@ def checked_grad_fn(grad_fn: ClippedGrad[_Result]) -> ClippedGrad[_Result]:
 
 def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
+
+
+class Slices(NamedTuple):
+    """How the arrays of a model that are spread over example axes come together on a device.
+
+    Attributes:
+        gathered: for each trainable leaf, and then for all other arrays, the number of slices that
+            it is gathered in where it is used (1: as a whole); 0 where a device has all of it from
+            beginning to end; None where it is not spread.
+        scattered: likewise for the sum of each trainable leaf; 0 where it is whole until the end.
+    """
+
+    gathered: list[int | None]
+    scattered: list[int | None]
+
+
+def slices_of(call: Prepared, rules: ShardingRules | None) -> Slices:
+    """The same for a call.
+
+    Args:
+        call: on shapes.
+        rules: the sharding rules of its clipped gradient.
+    """
+    traced, specs = call.traced, call.specs
+    shared = [*traced.params, *traced.frozen]
+    if rules is None or specs is None:
+        return Slices([None] * len(shared), [None] * len(traced.params))
+    may_stay = parts_that_stay(traced)
+    cuts = [
+        cut_of(rules, spec, x.ndim)
+        for x, spec in zip(shared, (*specs.params, *specs.frozen), strict=True)
+    ]
+    is_once = rules.accumulators == "params_once"
+    return Slices(
+        [
+            None if cut is None else _gathered(traced, i, cut) if i in may_stay else 0
+            for i, cut in enumerate(cuts)
+        ],
+        [
+            None if cut is None else 0 if is_once else _scattered(call, i, cut)
+            for i, cut in enumerate(cuts[: len(traced.params)])
+        ],
+    )
+
+
+def _gathered(traced: TracedLoss, place: int, cut: Cut) -> int:
+    """As `taps.evaluate` goes: through what a part can take, calls, and scans over it."""
+    program = traced.program.jaxpr.jaxpr
+    if any(dim == 0 for dim, _ in cut.over(len(cut.entries))):
+        return 1
+    return _slices(program, program.invars[place])
+
+
+def _slices(program: jex_core.Jaxpr, array: jex_core.Var) -> int:
+    """The least of what the equations that take an array make of it."""
+    found: list[int] = [1] if array in program.outvars else []
+    for equation in program.eqns:
+        for i, operand in enumerate(equation.invars):
+            if operand is array:
+                found.append(_slices_at(equation, i))
+                if keeps_parts(equation):
+                    found[-1] = _slices(program, equation.outvars[0])
+    return min(found, default=1)
+
+
+def _slices_at(equation: jex_core.JaxprEqn, i: int) -> int:
+    match inside(equation):
+        case Call("jit" | "remat", body):
+            return _slices(body.jaxpr, body.jaxpr.invars[i])
+        case Scan() as scan if i >= scan.num_consts + scan.num_carry:
+            return scan.length * _slices(scan.body.jaxpr, scan.body.jaxpr.invars[i])
+        case _:
+            return 1
+
+
+def _scattered(call: Prepared, leaf: int, cut: Cut) -> int:
+    traced = call.traced
+    uses = [*traced.uses.of[leaf].values()]
+    if call.choice.method == "per_example" or len(uses) != 1:
+        return 1
+    found = scattering_of(uses[0], cut)
+    return 1 if found is None else math.prod(found.ahead)

@@ -20,16 +20,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .clip import (
+from .norms import (
     PRECISION,
+    exponent_of,
     norm_error,
     norms,
+    power,
+    power_of_two,
     product_roundoff,
     roundings_in_blocks,
     sum_in_blocks,
     unit_roundoff,
+    without_subnormal,
 )
-from .powers import exponent_of, power, power_of_two, without_subnormal
 
 
 class OneHot(NamedTuple):

@@ -15,7 +15,7 @@ ghost clipping Li et al., "Large Language Models Can Be Strong Differentially Pr
 """
 
 import functools
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,20 @@ from jaxtyping import Array, Bool, Float
 
 from ..precision import stage
 from ..sharding import whole
-from .computed_once import computed_once
-from .contract import ClippedSum, TracedLoss, clip_and_sum
-from .leaves import LeafForm, LeafGradient, columns_last, leaf_gradient, no_gradient, scattering_of
-from .seen import Asked, Seen, adding, measuring, of_slices
-from .tapped import Kernel, convolved, evaluate, tapped
-from .taps import Address, Uses
-from .uses import ParamUse
-
-METHODS = ("book_keeping", "ghost", "per_example")
-
-MethodName: TypeAlias = Literal["auto", "book_keeping", "ghost", "per_example"]
-"""What a caller may ask for: a method by name, or the choice of one."""
-
+from . import contraction
+from .clip import ClippedSum, TracedLoss, clip_and_sum
+from .factored import (
+    Asked,
+    LeafForm,
+    Seen,
+    adding,
+    leaf_gradient,
+    measuring,
+    of_slices,
+)
+from .leaves import LeafGradient, computed_once, no_gradient
+from .taps import Kernel, convolved, evaluate, tapped
+from .uses import Address, ParamUse, Uses, scattering_of
 
 AtUse: TypeAlias = ParamUse | Seen | Kernel
 
@@ -53,8 +54,6 @@ def clipped_sum(
     example. What is measured is what is added: formed gradients and kept cotangents are computed
     once; what ghost's second pass computes again it measures again (`seen.adding`).
     """
-    if method == "per_example":
-        traced = traced._replace(uses=traced.uses.all_formed())
     uses, batch = traced.uses, len(is_padding_example)
     seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
     kernels = {at: Kernel(use) for at, use in uses.kernels.items()}
@@ -92,7 +91,7 @@ def _seen(traced: TracedLoss, uses: Uses) -> dict[Address, Seen]:
         at: Seen(use, traced.accumulate_dtype, scattering_of(use, traced.cut(leaf)))
         for leaf, its in enumerate(uses.of)
         for at, use in its.items()
-        if len(its) == 1 and "time" not in use.scans
+        if len(its) == 1 and use.is_seen
     }
 
 
@@ -207,8 +206,8 @@ def _moved(
 ) -> tuple[dict[Address, Any], dict[Address, Any]]:
     """What uses met in the order in which it is needed, or back in its own.
 
-    Cotangents have their axes in the order of `columns_last`. What comes of a scan over slices of a
-    parameter has the slices in front of the examples, as the scan leaves it and as products of a
+    Cotangents have their axes in the order of `_columns_last`. What comes of a scan over slices of
+    a parameter has the slices in front of the examples, as the scan leaves it and as products of a
     slice each take it.
     """
     residuals, cotangents = dict(residuals), dict(cotangents)
@@ -216,10 +215,25 @@ def _moved(
         if isinstance(residuals[at], tuple) and not residuals[at]:  # seen
             continue
         scans = len(use.scans) if {*use.scans} == {"slices"} else 0
-        order = (0, *(1 + axis for axis in columns_last(use)))
+        order = (0, *(1 + axis for axis in _columns_last(use)))
         order = (*order[1 : 1 + scans], 0, *order[1 + scans :])
         to = np.argsort(order).tolist() if is_back else order
         cotangents[at] = jnp.transpose(cotangents[at], to)
         ends = (scans, 0) if is_back else (0, scans)
         residuals[at] = jax.tree.map(lambda x, ends=ends: jnp.moveaxis(x, *ends), residuals[at])
     return residuals, cotangents
+
+
+def _columns_last(use: ParamUse) -> tuple[int, ...]:
+    """The axes of the cotangent of a contraction in the order in which it is needed.
+
+    A cotangent on its way into a conditional, from which it comes in another order, is rearranged
+    before it goes in: the compiler would compute it, and all that leads to it in the same loop, a
+    second time.
+    """
+    rank = len(use.result.shape)
+    if use.kind is not contraction:
+        return tuple(range(rank))
+    order = contraction.columns_last(use.operation, use.operand)
+    front = rank - len(order)
+    return (*range(front), *(front + axis for axis in order))

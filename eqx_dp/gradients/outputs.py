@@ -13,8 +13,26 @@ from ..paths import below
 from ..precision import Policy
 from ..shown import shown
 from ..trees import PyTree
-from .examples import argument_name
-from .trained import STATE_ADVICE, is_state
+
+STATE_ADVICE = (
+    "Hand the state in with the model, grad_fn((model, state), *batch), and let the loss take the "
+    "pair as its first argument. Every trace then gets a state of its own, and its gradients are "
+    "None, so that no noise is added to it. optimizer.init(grad_fn.trainable((model, state))) fits "
+    "these gradients. eqx.nn.inference_mode(model) makes layers leave their state alone."
+)
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is an `eqx.nn.State`."""
+    return isinstance(node, eqx.nn.State)
+
+
+def argument_name(path: tuple[Any, ...]) -> str:
+    """Where a leaf stands among the arguments after the model."""
+    index, *rest = path
+    assert isinstance(index, jax.tree_util.SequenceKey)
+    return below(f"batch argument {index.idx}", tuple(rest))
+
 
 _NO_GRADIENT = (
     "Hand in the loss itself, before eqx.filter_grad, eqx.filter_value_and_grad or jax.grad: the "

@@ -2,60 +2,31 @@
 
 The result of every use gets a *tap* added to it, a zero: the gradient with respect to the tap is
 the cotangent of the result. What the use needs beside it is kept on the way. A parameter that is
-not multiplied by data alone has no uses: it is formed.
+not multiplied by data alone has no uses: it is formed. The search reads shapes alone; `evaluate`
+puts the taps in.
 """
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from ..programs import Call, Scan, inside, interpret
+from ..programs import Call, Scan, inside, interpret, literal_value, rematerialised, scanned
+from ..programs import at as named
+from ..sharding import Shard, evaluated_whole, rearranged, whole
+from . import contraction, convolution, lookup
+from .kinds import Kind, Operation, operation_of, shape_of
 from .program import Program
-from .uses import KINDS, Kind, Operation, ParamUse, convolution, operation_of
-from .views import Steps, is_regular, shape_of, steps_of
+from .uses import Address, ParamUse, Uses
+from .views import Steps, is_regular, steps_of
 
-Address: TypeAlias = tuple[int, ...]
-"""Where an equation stands: its index, behind the indices of the equations around it."""
-
-
-class Uses(NamedTuple):
-    """The uses of every leaf, and the leaves that are formed.
-
-    A leaf that has no uses, and is not formed, does not enter the loss.
-
-    Attributes:
-        of: of each trainable leaf its uses, by where they stand.
-        formed: the leaves that are differentiated themselves, with the reason.
-        kernels: where they are kernels of convolutions, whose gradients patches make.
-    """
-
-    of: tuple[dict[Address, ParamUse], ...]
-    formed: dict[int, str]
-    kernels: dict[Address, ParamUse]
-
-    @property
-    def at(self) -> dict[Address, ParamUse]:
-        """All uses."""
-        return {address: use for its in self.of for address, use in its.items()}
-
-    def forming(self, reasons: dict[int, str]) -> "Uses":
-        """The same with more leaves that are formed."""
-        formed, kernels = {**reasons, **self.formed}, dict(self.kernels)
-        for leaf in formed:
-            its = self.of[leaf].items()
-            kernels |= {at: use for at, use in its if use.kind is convolution and not use.matmul}
-        of = tuple({} if leaf in formed else its for leaf, its in enumerate(self.of))
-        return Uses(of, formed, kernels)
-
-    def all_formed(self) -> "Uses":
-        """The same with all leaves formed."""
-        reason = "each example's gradient is formed by the backward pass itself"
-        return self.forming({leaf: reason for leaf, its in enumerate(self.of) if its})
+KINDS: tuple[Kind, ...] = (contraction, convolution, lookup)
+"""All kinds of uses. A parameter that any other equation takes is formed."""
 
 
 class _View(NamedTuple):
@@ -89,7 +60,7 @@ def find_uses(program: Program, num_params: int) -> Uses:
         narrow, matmul = frozenset(program.narrow.addresses(program.jaxpr)), program.narrow.matmul
         for its in search.of:
             its.update({at: use.narrowed(matmul) for at, use in its.items() if at in narrow})
-    return Uses(search.of, {}, {}).forming(search.formed)
+    return Uses(search.of, search.formed, {})
 
 
 _Scans: TypeAlias = tuple[tuple[Address, int], ...]
@@ -155,7 +126,7 @@ class _Search(NamedTuple):
         if kind is not None and len(operands) == 1 and _is_real(equation):
             self.use(kind, equation, operands[0], first, address, scans)
         else:
-            self.give_up(inputs, f"'{equation.primitive.name}' takes it: more than products")
+            self.give_up(inputs, _reason(equation, inputs))
         return [None] * len(equation.outvars)
 
     def scan(
@@ -216,6 +187,14 @@ class _Search(NamedTuple):
             self.of[view.leaf][address] = use
 
 
+def _reason(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> str:
+    """Why a parameter that an equation takes is formed."""
+    name = equation.primitive.name
+    is_square = name in ("square", "integer_pow") or (len(inputs) > 1 and all(inputs))
+    advice = "; an L2 term costs nothing as weight decay in the optimizer (optax.adamw)"
+    return f"used by more than products ('{name}'){advice if is_square else ''}"
+
+
 def _is_differentiated(equation: jex_core.JaxprEqn) -> bool:
     """Whether a gradient may come back through an equation."""
     results: list[Any] = [variable.aval for variable in equation.outvars]
@@ -239,3 +218,177 @@ def _residuals(
 ) -> Any:
     """Shapes of what a use keeps."""
     return jax.eval_shape(lambda *x: kind.residuals(operation, operand, list(x)), *inputs)
+
+
+AtUse: TypeAlias = Callable[[Any, jex_core.JaxprEqn, list[Any], Any], tuple[Array, Any]]
+"""What happens at a use: from what is known of it, its equation, the values of its operands and its
+tap to the result and the residuals."""
+
+
+def tapped(
+    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
+) -> tuple[Array, Any]:
+    """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
+    (result,) = evaluated_whole(equation, inputs)
+    return use.received(result + tap), use.kept(inputs)
+
+
+class Kernel(NamedTuple):
+    """The use of a formed leaf as a kernel: its gradient is made of patches of the image.
+
+    JAX's own rule convolves images with cotangents, each example with its own: on a CPU that takes
+    several times as long.
+    """
+
+    use: ParamUse
+
+
+def convolved(
+    known: Kernel, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
+) -> tuple[Array, Any]:
+    """The result of a convolution, with another rule for the kernel's gradient."""
+    del tap
+    use = known.use
+
+    @jax.custom_vjp
+    def run(image: Array, kernel: Array) -> Array:
+        return evaluated_whole(equation, [image, kernel])[0]
+
+    def forward(image: Array, kernel: Array) -> tuple[Array, Any]:
+        result, pullback = jax.vjp(
+            lambda image: evaluated_whole(equation, [image, kernel])[0], image
+        )
+        return result, (pullback, image)
+
+    def backward(held: Any, cotangent: Array) -> tuple[Array, Array]:
+        pullback, image = held
+        aval: Any = equation.invars[1].aval
+        grads = convolution.outer_products(use.operation, image, cotangent)
+        return *pullback(cotangent), use.inside().to_parameter(grads).astype(aval.dtype)
+
+    run.defvjp(forward, backward)
+    return run(*map(whole, inputs)), ()
+
+
+def evaluate(
+    program: Program,
+    at: Mapping[Address, Hashable],
+    inputs: Sequence[Array | Shard],
+    taps: dict[Address, Any],
+    at_use: AtUse = tapped,
+) -> tuple[Array, list[Array], dict[Address, Any]]:
+    """Evaluates one example's loss with taps.
+
+    Args:
+        program: the loss of one example.
+        at: what is known of each use: `at_use` does the same wherever this is the same.
+        inputs: the program's.
+        taps: a tree of arrays for each use, the lengths of the scans around it in front.
+        at_use: what happens at a use.
+
+    Returns:
+        The loss, the leaves of aux, and what each use keeps, the lengths of scans in front.
+    """
+    outputs, residuals = _Evaluation(at_use, {}).program(program.run(), at, inputs, taps)
+    loss, *aux = (jnp.asarray(whole(x)) for x in outputs)
+    return loss, aux, residuals
+
+
+class _Evaluation(NamedTuple):
+    """One pass over a program, through the programs in which there are uses, on values.
+
+    Attributes:
+        at_use: what happens at a use.
+        calls: the functions that stand for calls, by what they call: equal ones are traced once.
+    """
+
+    at_use: AtUse
+    calls: dict[Any, Callable[..., Any]]
+
+    def program(
+        self,
+        program: jex_core.ClosedJaxpr,
+        at: Mapping[Address, Hashable],
+        inputs: Sequence[Any],
+        taps: dict[Address, Any],
+    ) -> tuple[list[Any], dict[Address, Any]]:
+        """Evaluates a program; addresses are those in it."""
+        indices, residuals = itertools.count(), dict[Address, Any]()
+        holders = {address[0] for address in at if len(address) > 1}
+
+        def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+            index = next(indices)
+            here = (index,)
+            if here in at:
+                result, residuals[here] = self.at_use(at[here], equation, inputs, taps[here])
+                return [result]
+            if index not in holders:
+                part = rearranged(equation, inputs)
+                if part is not None:
+                    return [part]
+                if not _takes_parts(equation, inputs):
+                    return evaluated_whole(equation, inputs)
+            with named(equation):
+                outputs, found = self.inside(
+                    equation, inputs, _below(at, index), _below(taps, index)
+                )
+            residuals.update({(index, *address): its for address, its in found.items()})
+            return outputs
+
+        outputs = interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)
+        return outputs, residuals
+
+    def inside(
+        self,
+        equation: jex_core.JaxprEqn,
+        inputs: list[Any],
+        at: Mapping[Address, Hashable],
+        taps: dict[Address, Any],
+    ) -> tuple[list[Any], dict[Address, Any]]:
+        """Evaluates an equation that holds uses, or takes parts of parameters.
+
+        A jit, remat and scan stay what they are. Taps go into it, and what uses keep comes out,
+        saved or with a scan's other arrays. A parameter that a scan goes over is gathered slice by
+        slice, inside, and again for the backward pass: a checkpoint around the scan saves what its
+        steps do. One that all steps share is gathered once, ahead of it.
+        """
+        match inside(equation):
+            case Call("jit", body):
+                key = body, *at.items()
+                if key not in self.calls:
+                    self.calls[key] = jax.jit(
+                        lambda inputs, taps: self.program(body, at, inputs, taps)
+                    )
+                return self.calls[key](inputs, taps)
+            case Call("remat", body):
+                run = functools.partial(self.program, body, at)
+                if equation.params["policy"] is None:  # what is gathered inside is not saved
+                    inputs = [x.within_checkpoint() if isinstance(x, Shard) else x for x in inputs]
+                return rematerialised(equation, run, inputs, taps)
+            case Scan() as scan:
+                consts, carry, slices = scan.split(inputs)
+                slices = [x.of_steps() if isinstance(x, Shard) else x for x in slices]
+
+                def step(inputs: list[Any], taps: Any) -> tuple[list[Any], dict[Address, Any]]:
+                    outputs, residuals = self.program(scan.body, at, inputs, taps)
+                    return list(map(whole, outputs)), residuals
+
+                return scanned(
+                    equation, scan, step, [*map(whole, (*consts, *carry)), *slices], taps
+                )
+            case other:
+                raise AssertionError(f"There are no uses inside {other}.")
+
+
+def _takes_parts(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> bool:
+    """Whether it holds a program that goes on with parts of parameters."""
+    if not any(isinstance(x, Shard) for x in inputs):
+        return False
+    return isinstance(found := inside(equation), Scan) or (
+        isinstance(found, Call) and found.wrapper in ("jit", "remat")
+    )
+
+
+def _below(of: Mapping[Address, Any], index: int) -> dict[Address, Any]:
+    """What is inside one equation, by its address there."""
+    return {address[1:]: its for address, its in of.items() if address[0] == index}

@@ -170,8 +170,9 @@ def steps_of(equation: jex_core.JaxprEqn, lead: int) -> list[Steps] | None:
 
     A cast to another float is no step: the gradient has the accumulate dtype all the way.
     """
-    params, before = equation.params, shape_of(equation.invars[0])
-    after = shape_of(equation.outvars[0])
+    params = equation.params
+    avals: list[Any] = [equation.invars[0].aval, equation.outvars[0].aval]
+    before, after = (tuple(aval.shape) for aval in avals)
     match equation.primitive.name:
         case "copy" | "copy_p" | "name" | "sharding_constraint":
             return [()]
@@ -202,9 +203,3 @@ def steps_of(equation: jex_core.JaxprEqn, lead: int) -> list[Steps] | None:
 
 def _cut(shape: tuple[int, ...], axis: int, start: int, end: int) -> tuple[Any, ...]:
     return tuple((start, end, 1) if i == axis else (0, n, 1) for i, n in enumerate(shape))
-
-
-def shape_of(variable: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
-    """The shape of what a variable of a jaxpr holds."""
-    aval: Any = variable.aval
-    return tuple(aval.shape)

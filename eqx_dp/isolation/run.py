@@ -9,7 +9,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..programs import channels_last, checkpoint_results_compiled, thin_products_summed
+from ..programs import channels_last, safe_in_conditionals
 from .facts import OWN, Meeting
 from .judge import Judge
 from .refusal import refusal
@@ -27,8 +27,8 @@ def run_apart(
     example alone and on what `one` closes over. It is shown on the program that `one` is traced to
     for one example, in which the user's derivative rules have been applied (`Judge` says how), and
     that very program is what `jax.vmap` maps and what is run (on a CPU with its convolutions
-    written channels last, under JAX 0.10 with products of thin matrices written as sums, and with
-    some results clamped between the infinities, which keeps them as they are). The exception is
+    written channels last, and under JAX 0.10 with some results clamped between the infinities,
+    which keeps them as they are). The exception is
     what the engine adds up itself, in rules that are marked by `engines_rule`: such a result has no
     examples in front.
 
@@ -61,8 +61,8 @@ def run_apart(
     is_call = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     is_call &= not any(getattr(x.aval, "dtype", None) == jnp.float16 for x in loss.invars)
     mapped = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*leaves)
-    compiled = checkpoint_results_compiled(thin_products_summed(channels_last(mapped)))
-    return jax.tree.unflatten(structures[0], jex_core.jaxpr_as_fun(compiled)(*leaves))
+    results = jex_core.jaxpr_as_fun(channels_last(mapped))(*leaves)
+    return jax.tree.unflatten(structures[0], safe_in_conditionals(mapped, results))
 
 
 def _refuse_meetings(program: jex_core.ClosedJaxpr, loss: jex_core.Jaxpr) -> None:

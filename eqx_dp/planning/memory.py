@@ -1,25 +1,59 @@
 """The bytes that a device needs for a private training step, before it runs."""
 
-import dataclasses
+import bisect
+import functools
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from .. import expected
 from ..expected import whole_number
-from ..gradients import ClippedGrad, MethodName, checked_grad_fn
+from ..gradients import ClippedGrad, MethodName, checked_grad_fn, slices_of
 from ..privacy import gaussian_privatizer
+from ..sharding import ShardingRules, axes_of
 from ..tables import Part, tabular
-from ..trees import PyTree
-from .parts import DeviceBytes, bytes_of, device_bytes
-from .step import planned_step
-from .textbook import TransformerShape
+from ..trees import PyTree, is_key
+from .step import PlannedStep, planned_step
+
+_KEY_BYTES = 8  # of a threefry key, whose dtype names no size
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledBytes:
+class DeviceBytes(NamedTuple):
+    """The large parts of what one device holds in a step, from shapes alone.
+
+    Attributes:
+        parameters: the model as it is stored, and the copies that the loss is given where those
+            have other dtypes or are gathered from other devices. Of a parameter that is spread over
+            example axes, a device's part, and what of all such is gathered at a time: the slices
+            of one step of a scan over them, or the largest.
+        gradients: the sum of clipped gradients, and with microbatches the sum of one of them. Each
+            device holds a whole sum until the devices' sums are added, but for axes that examples
+            are not spread over; where the parameter is spread over those, its part of the sum, and
+            what of all such sums is there at a time before it is scattered.
+        optimizer: the optimizer's state.
+        batch: the examples and the mask.
+        per_example: what the engine holds for the examples of one microbatch, by the estimate that
+            it chooses a method by.
+        noise: that of the largest leaf.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    batch: int
+    per_example: int
+    noise: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(self)
+
+
+class CompiledBytes(NamedTuple):
     """What the compiler says of one device.
 
     Attributes:
@@ -41,8 +75,7 @@ class CompiledBytes:
 
 
 @tabular
-@dataclasses.dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(NamedTuple):
     """What [`plan_memory`][] found, for one device.
 
     Attributes:
@@ -52,9 +85,6 @@ class MemoryPlan:
         microbatch_size: examples at once on a device.
         num_examples: the batch, of all devices.
         num_devices: the number of devices.
-        platform: the kind of devices.
-        device_memory: bytes that a device has; None if it was not given.
-        textbook: bytes of activations by the textbook's formula; None without `transformer`.
     """
 
     parts: DeviceBytes
@@ -63,68 +93,22 @@ class MemoryPlan:
     microbatch_size: int
     num_examples: int
     num_devices: int
-    platform: str
-    device_memory: int | None = None
-    textbook: float | None = None
 
     @property
     def total(self) -> int:
         """Bytes of a device: the compiler's if they are known, else the sum of the parts."""
         return self.parts.total if self.compiled is None else self.compiled.total
 
-    def fits(self, device_memory: int) -> bool:
-        """Whether a device holds the step.
-
-        Args:
-            device_memory: bytes of the device.
-        """
-        return self.total <= device_memory
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for `json`."""
-        return {
-            **dataclasses.asdict(self),
-            "parts_total": self.parts.total,
-            "compiled_total": None if self.compiled is None else self.compiled.total,
-            "total": self.total,
-            "fits": None if self.device_memory is None else self.fits(self.device_memory),
-        }
-
     def _parts(self) -> Iterator[Part]:
-        yield (
-            f"{self.num_examples:,} examples on {self.num_devices} {self.platform} device"
-            f"{'s' if self.num_devices > 1 else ''}, method {self.method}, microbatch "
-            f"{self.microbatch_size}"
-        )
-        yield ""
-        yield self._rows()
-        if self.device_memory is not None:
-            verdict = "fits" if self.fits(self.device_memory) else "does not fit"
-            yield f"{verdict} a device of {told(self.device_memory)}"
-
-    def _rows(self) -> list[tuple[str, str, str]]:
-        parts, total = self.parts, max(self.parts.total, 1)
-        rows = [
-            ("part", "of a device", "note"),
-            *(
-                (name.replace("_", "-"), told(size), f"{size / total:.1%}")
-                for name, size in dataclasses.asdict(parts).items()
-            ),
-            ("sum of parts", told(parts.total), "100.0%"),
-        ]
+        on = f"{self.num_examples:,} examples, devices: {self.num_devices}, method {self.method}"
+        rows = [(name, told(size)) for name, size in self.parts._asdict().items()]
+        yield f"{on}, microbatch {self.microbatch_size}"
+        yield [("part", "of a device"), *rows, ("sum of parts", told(self.parts.total))]
         if (found := self.compiled) is not None:
-            note = f"arguments {told(found.arguments)}, temporary {told(found.temporary)}"
-            rows.append(("compiled", told(found.total), note))
-        if self.textbook is not None:
-            note = (
-                f"M_model B T^2 / (4 N D^2), for activations of {self.microbatch_size} at once; "
-                f"per-example above is {told(parts.per_example)}"
-            )
-            rows.append(("textbook", told(self.textbook), note))
-        return rows
+            yield f"compiled: {told(found.total)}, of which temporary {told(found.temporary)}"
 
 
-def told(size: float | int) -> str:
+def told(size: float) -> str:
     """Bytes, for people."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
@@ -137,11 +121,10 @@ def plan_memory(
     model: PyTree[Any],
     *batch: PyTree[Any],
     optimizer: optax.GradientTransformation | None = None,
-    device_memory: int | None = None,
     key: Any = None,
     method: MethodName | None = None,
     microbatch_size: int | None = None,
-    transformer: TransformerShape | None = None,
+    limit: int | None = None,
     compiled: bool = True,
 ) -> MemoryPlan:
     """Says how many bytes a device needs for a private training step, before the step runs.
@@ -154,6 +137,10 @@ def plan_memory(
     their sum may be above or below the compiled figure. Of a parameter that is spread over example
     axes, and of its sum, `parts` count a device's part and what is gathered at a time.
 
+    With `limit`, microbatches are tried by bisection: the step is compiled log2(n) times for the n
+    examples of a device. **Guarantee.** The total of what is returned is within the limit. It is
+    the largest microbatch that fits, if bytes grow with the microbatch.
+
     Args:
         grad_fn: what `filter_clipped_grad` returned. It gives loss, policy, sharding rules, method
             and microbatch.
@@ -162,46 +149,59 @@ def plan_memory(
         *batch: the batch of all devices, as for `grad_fn`.
         optimizer: everything that happens to the gradient, noise included; None for noise and a
             step of gradient descent.
-        device_memory: bytes of a device, to compare the total with.
         key: as for `grad_fn`.
         method: replaces the method of `grad_fn`.
-        microbatch_size: replaces that of `grad_fn`: examples at once on a device.
-        transformer: the sizes for the textbook's estimate.
-        compiled: whether to compile.
+        microbatch_size: replaces that of `grad_fn`: examples at once on a device. With `limit`, the
+            largest to try.
+        limit: bytes of a device. Given, the plan of the largest microbatch that fits is returned.
+        compiled: whether to compile; False relies on the sum of parts.
 
     Returns:
         A [`MemoryPlan`][]; `str()` is a table.
 
     Raises:
-        ValueError: `grad_fn` is something else; and as for `grad_fn`.
+        ValueError: `grad_fn` is something else; not even one example fits the limit; and as for
+            `grad_fn`.
     """
-    if device_memory is not None:
-        whole_number("device_memory", device_memory, least=1, most=2**60)
-    checked_grad_fn(grad_fn)
-    if transformer is not None:
-        allowed = "a dp.TransformerShape, or None"
-        expected.expect("transformer", transformer, TransformerShape, allowed)
-    if optimizer is not None:
-        expected.optimizer("optimizer", optimizer)
-    else:
+    rules = checked_grad_fn(grad_fn).sharding
+    if optimizer is None:
         optimizer = _noise_and_descent(grad_fn)
-    of_step = grad_fn.variant(method=method, microbatch_size=microbatch_size)
-    step = planned_step(of_step, model, batch, optimizer, key)
-    call, textbook = step.call, None
-    if transformer is not None:
-        in_compute = sum(map(bytes_of, (*call.traced.params, *call.traced.frozen)))
-        textbook = transformer.activation_bytes(in_compute, call.at_once)
-    return MemoryPlan(
-        device_bytes(step, grad_fn.policy),
-        read_compiled(step.compile()) if compiled else None,
-        call.choice.method,
-        call.at_once,
-        call.examples.num_examples,
-        1 if step.rules is None else step.rules.mesh.size,
-        step.platform,
-        device_memory,
-        textbook,
+    expected.optimizer("optimizer", optimizer)
+
+    @functools.cache
+    def planned(size: int | None) -> MemoryPlan:
+        its = grad_fn.variant(method=method, microbatch_size=size)
+        step = planned_step(its, model, batch, optimizer, key)
+        return MemoryPlan(
+            _device_bytes(step),
+            read_compiled(step.compile()) if compiled else None,
+            step.call.choice.method,
+            step.call.at_once,
+            step.call.examples.num_examples,
+            1 if rules is None else rules.mesh.size,
+        )
+
+    if limit is None:
+        return planned(microbatch_size)
+    limit = whole_number("limit", limit, least=1, most=2**60)
+    most = planned_step(grad_fn, model, batch, optimizer, key).call.of_device
+    most = min(most, microbatch_size or most)
+    fits = bisect.bisect_right(range(1, most + 1), limit, key=lambda size: planned(size).total)
+    if fits:
+        return planned(fits)
+    raise ValueError(
+        f"Not even one example at a time fits: it takes {told(planned(1).total)} a device, of "
+        f"{told(limit)}. Take method='ghost' with jax.checkpoint around the model's layers, which "
+        "hold least; spread parameters and sums over more devices (ShardingRules(params=..., "
+        "accumulators='examples')); or compute in a narrower dtype "
+        "(policy=dp.load_policy('mixed_bfloat16'))."
     )
+
+
+def _noise_and_descent(grad_fn: ClippedGrad[Any]) -> optax.GradientTransformation:
+    key, rules = jax.random.key(0), grad_fn.sharding  # nothing is drawn
+    noise = gaussian_privatizer(stddev=1.0, key=key, policy=grad_fn.policy, sharding=rules)
+    return optax.chain(noise, optax.sgd(1.0))
 
 
 def read_compiled(program: Any) -> CompiledBytes | None:
@@ -217,8 +217,49 @@ def read_compiled(program: Any) -> CompiledBytes | None:
     )
 
 
-def _noise_and_descent(grad_fn: ClippedGrad[Any]) -> optax.GradientTransformation:
-    noise = gaussian_privatizer(
-        stddev=1.0, key=jax.random.key(0), policy=grad_fn.policy, sharding=grad_fn.sharding
+# The parts.
+
+
+def _device_bytes(step: PlannedStep) -> DeviceBytes:
+    call, rules = step.call, step.rules
+    gathered, scattered = slices_of(call, rules)
+    given = [x.dtype for x in (*call.traced.params, *call.traced.frozen)]
+    copies = list(map(functools.partial(_gathered, rules=rules), step.stored, given))
+    parameters = 0
+    for x, to, copy, its in zip(step.stored, given, copies, gathered, strict=True):
+        held = _local(x, to) if its else copy
+        parameters += _local(x) + (held if x.dtype != to or held != _local(x) else 0)
+    sums, wholes = 0, [_gathered(x, x.dtype, rules) for x in step.sums]
+    for x, whole, its in zip(step.sums, wholes, scattered, strict=True):
+        sums += _local(x) if its else whole
+    of_optimizer, of_batch = (sum(map(_local, jax.tree.leaves(x))) for x in step.arguments[1:])
+    return DeviceBytes(
+        parameters + _at_a_time(copies, gathered),
+        sums * (1 + (call.at_once < call.of_device)) + _at_a_time(wholes, scattered),
+        of_optimizer,
+        of_batch,
+        call.choice.held * call.at_once,
+        max(_local(x, step.policy and step.policy.noise_dtype) for x in step.accumulators),
     )
-    return optax.chain(noise, optax.sgd(1.0))
+
+
+def _at_a_time(wholes: list[int], slices: list[int | None]) -> int:
+    """What is whole at a time: a slice of each array that goes by slices, or the largest other."""
+    spread = [(whole, its) for whole, its in zip(wholes, slices, strict=True) if its]
+    by_slices = sum(whole // its for whole, its in spread if its > 1)
+    return max([by_slices, *(whole for whole, its in spread if its == 1)])
+
+
+def _local(x: Any, dtype: Any = None) -> int:
+    """Bytes of an array, of one device; by another dtype."""
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    itemsize = _KEY_BYTES if is_key(x) else (dtype or x.dtype).itemsize
+    return math.prod(shape) * itemsize
+
+
+def _gathered(x: Any, dtype: Any, rules: ShardingRules | None) -> int:
+    """The same of an array that is whole over the axes that examples are spread over."""
+    if rules is None:
+        return _local(x, dtype)
+    axes = {axis for entry in x.sharding.spec for axis in axes_of(entry)} & set(rules.examples)
+    return _local(x, dtype) * math.prod(rules.mesh.shape[axis] for axis in axes)

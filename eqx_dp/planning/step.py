@@ -1,5 +1,6 @@
 """The whole private step, on shapes: what a device is given, and the program that it runs."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -11,50 +12,40 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..gradients import ClippedGrad, Prepared, described
-from ..precision import agreed_policy
+from ..precision import Policy, agreed_policy
 from ..sharding import ShardingRules
 from ..trees import PyTree, is_array_or_shape
 from ..updates import apply_updates, first_state, stored_state, wide_parameters, widened
 
 
 class PlannedStep(NamedTuple):
-    """A step, to be traced and compiled, never run.
+    """A step, to be compiled, never run. All arrays are shapes, each with its sharding.
 
     Attributes:
         call: of its clipped gradient.
-        run: from model, optimizer state and batch to the first two.
-        arguments: their shapes, each with its sharding; the first two are given away.
-        sums: shapes of the gradients' sums, each where its parameter lives.
+        run: from model, optimizer state and the rest to the first two.
+        arguments: the model's arrays, the optimizer's state, and (batch, mask, key); the first two
+            are given away.
+        stored: the model's arrays: the trained ones, then the others.
+        sums: the gradients' sums, each where its parameter lives.
         accumulators: the same where they live after devices' sums have been added.
+        policy: the function's, or that of a paired model.
         rules: how all of it is spread.
-        is_trained: whether each array of the model is.
     """
 
     call: Prepared
     run: Callable[..., Any]
-    arguments: tuple[PyTree[Any], PyTree[Any], PyTree[Any]]
+    arguments: tuple[PyTree[Any], PyTree[Any], tuple[Any, Any, Any]]
+    stored: list[jax.ShapeDtypeStruct]
     sums: list[jax.ShapeDtypeStruct]
     accumulators: list[jax.ShapeDtypeStruct]
+    policy: Policy | None
     rules: ShardingRules | None
-    is_trained: list[bool]
-
-    def trace(self) -> Any:
-        """The traced program."""
-        with on_mesh(self.rules):
-            return jax.jit(self.run, donate_argnums=(0, 1)).trace(*self.arguments)
 
     def compile(self) -> Any:
         """The compiled program: it is not run."""
-        traced = self.trace()
         with on_mesh(self.rules):
-            return traced.lower().compile()
-
-    @property
-    def platform(self) -> str:
-        """What kind of device it runs on."""
-        if self.rules is None:
-            return jax.default_backend()
-        return self.rules.mesh.devices.flat[0].platform
+            return jax.jit(self.run, donate_argnums=(0, 1)).lower(*self.arguments).compile()
 
 
 def planned_step(
@@ -65,13 +56,12 @@ def planned_step(
     key: Any,
 ) -> PlannedStep:
     """Clipped gradient alone, noise, update, with padding in the batch as a sampler leaves it."""
-    rules = grad_fn.sharding
+    rules, policy = grad_fn.sharding, agreed_policy(model, grad_fn.policy)
     with on_mesh(rules):
         call = described(grad_fn, model, batch, key)
     shapes, static = eqx.partition(model, is_array_or_shape)
     params = jax.eval_shape(lambda shapes: grad_fn.trainable(eqx.combine(shapes, static)), shapes)
     is_trained = jax.tree.map(lambda x: x is not None, params, is_leaf=lambda x: x is None)
-    policy = agreed_policy(model, grad_fn.policy)
     state = jax.eval_shape(lambda params: first_state(optimizer, params, policy), params)
     mask = jax.ShapeDtypeStruct((call.examples.num_examples,), jnp.bool_)
 
@@ -83,34 +73,39 @@ def planned_step(
         # As a step of make_step: wide, and stored again as declared.
         wide = widened((grads, state), policy)
         updates, state = optimizer.update(*wide, wide_parameters(trained, policy))
-        state = stored_state(state, policy)
         trained = apply_updates(trained, updates, policy, key=jax.random.key(0))
         model = eqx.combine(trained, rest)
         model = model if rules is None else rules.shard(model)
-        return eqx.filter(model, eqx.is_array), state
+        return eqx.filter(model, eqx.is_array), stored_state(state, policy)
 
-    given = (shapes, state, (batch, mask, key))
-    places = jax.tree.leaves(shapes, is_leaf=lambda x: x is None)
-    flags = zip(jax.tree.leaves(is_trained), places, strict=True)
-    of_arrays = [flag for flag, place in flags if place is not None]
-    if rules is None or call.specs is None:
-        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
-        return PlannedStep(call, run, arguments, call.sums, call.sums, rules, of_arrays)
+    def placed(tree: PyTree[Any], specs: PyTree[Any]) -> PyTree[Any]:
+        def place(spec: PartitionSpec, part: PyTree[Any]) -> PyTree[Any]:
+            sharding = None if rules is None else NamedSharding(rules.mesh, spec)
+            shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+            return jax.tree.map(lambda x: shape(x.shape, x.dtype), part)
 
-    def spread(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(rules.mesh, spec))
+        return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
-    of_examples = jax.tree.map(lambda _: rules.example_spec, (batch, mask))
-    of_key = jax.tree.map(lambda _: PartitionSpec(), key)
-    specs = rules.specs(shapes), specs_of_state(state, params, call.specs.sums)
+    whole = of_model = of_state = of_batch = PartitionSpec()
+    of_stored = of_params = of_sums = whole
+    if rules is not None and (specs := call.specs) is not None:
+        of_model, of_state = rules.specs(shapes), _specs_of_state(state, params, specs.sums)
+        of_stored, of_batch = [*specs.params, *specs.frozen], rules.example_spec
+        of_params, of_sums = specs.params, specs.sums
+    stored = [leaf for part in eqx.partition(shapes, is_trained) for leaf in jax.tree.leaves(part)]
     return PlannedStep(
         call,
         run,
-        jax.tree.map(spread, given, (*specs, (*of_examples, of_key))),
-        list(map(spread, call.sums, call.specs.params)),
-        list(map(spread, call.sums, call.specs.sums)),
+        (
+            placed(shapes, of_model),
+            placed(state, of_state),
+            (placed(batch, of_batch), placed(mask, of_batch), placed(key, whole)),
+        ),
+        placed(stored, of_stored),
+        placed(call.sums, of_params),
+        placed(call.sums, of_sums),
+        policy,
         rules,
-        of_arrays,
     )
 
 
@@ -119,7 +114,7 @@ def on_mesh(rules: ShardingRules | None) -> AbstractContextManager[Any]:
     return nullcontext() if rules is None else jax.set_mesh(rules.mesh)
 
 
-def specs_of_state(
+def _specs_of_state(
     state: PyTree[Any], params: PyTree[Any], specs: list[PartitionSpec]
 ) -> PyTree[PartitionSpec]:
     """An optimizer's state lives where gradients do, as far as it has their paths and shapes."""

@@ -2,16 +2,11 @@
 
 from .files import available_policies as available_policies
 from .files import load_policy as load_policy
-from .leaf_dtypes import LeafDtypes as LeafDtypes
-from .leaf_dtypes import leaf_dtypes as leaf_dtypes
 from .loss_scale import LossScale as LossScale
 from .matmul import Matmul as Matmul
 from .module_rule import ModuleRule as ModuleRule
-from .module_rule import content_of_rule as content_of_rule
 from .modules import cast_parameters as cast_parameters
-from .modules import matched_by as matched_by
 from .modules import matmul_precision as matmul_precision
-from .modules import modules_of as modules_of
 from .pairing import agreed_policy as agreed_policy
 from .pairing import apply_policy as apply_policy
 from .pairing import inside_engine as inside_engine

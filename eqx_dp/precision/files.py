@@ -8,9 +8,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ..expected import expect
-from .content import EXTENDS, checked_content, merged, policy_of
-from .policy import Content, Policy
+from .content import merged, policy_of
+from .policy import Policy
 from .refusals import refusal, refusals_name
+from .schema import EXTENDS, Content, checked_content
 
 _SUFFIX = ".toml"
 
@@ -87,20 +88,18 @@ def _presets() -> dict[str, Traversable]:
 
 
 def _is_preset_name(name_or_path: str | os.PathLike[str]) -> bool:
-    if not isinstance(name_or_path, str) or name_or_path.endswith(_SUFFIX):
-        return False
-    return not any(separator in name_or_path for separator in (os.sep, os.altsep) if separator)
+    is_text = isinstance(name_or_path, str) and not name_or_path.endswith(_SUFFIX)
+    return is_text and not {os.sep, os.altsep or os.sep} & set(name_or_path)
 
 
 def _preset(name: str) -> Traversable:
     presets = _presets()
-    if name not in presets:
-        nearest = difflib.get_close_matches(name.lower(), sorted(presets), n=1, cutoff=0)
-        raise ValueError(
-            f"policy preset: found {name!r}; allowed: {', '.join(sorted(presets))} (the nearest is "
-            f"{nearest[0]!r}), or the path of a {_SUFFIX} file"
-        )
-    return presets[name]
+    if name in presets:
+        return presets[name]
+    nearest = difflib.get_close_matches(name.lower(), sorted(presets), n=1, cutoff=0)[0]
+    hint = "parse_policy reads such a text" if "=" in name else f"the nearest is {nearest!r}"
+    allowed = f"{', '.join(sorted(presets))} ({hint}), or the path of a {_SUFFIX} file"
+    raise refusal("policy preset", repr(name), allowed)
 
 
 # What they say.
@@ -108,20 +107,17 @@ def _preset(name: str) -> Traversable:
 
 def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
     """A file's content, with that of the files that it extends."""
-    content = checked_content(_read(source))
-    if EXTENDS not in content:
+    content = _read(source)
+    if EXTENDS not in checked_content(content, is_whole=EXTENDS not in content):
         return content
     name, path = str(content[EXTENDS]), Path(str(source))
-    chain = (*extended_by, path)
+    chain = (*extended_by, path.resolve())
     with refusals_name(EXTENDS):
         base = _preset(name) if _is_preset_name(name) else path.parent / name
-    if Path(str(base)).resolve() in [one.resolve() for one in chain]:
-        told = " -> ".join(f"{one.name} extends" for one in chain)
-        raise refusal(
-            EXTENDS,
-            f"{name!r}, which closes a circle ({told} -> {Path(str(base)).name})",
-            "a preset, or a file that does not extend this one",
-        )
+    if Path(str(base)).resolve() in chain:
+        told = " -> ".join(one.name for one in (*chain, Path(str(base))))
+        allowed = "a preset, or a file that does not extend this one"
+        raise refusal(EXTENDS, f"{name!r}, which closes a circle ({told})", allowed)
     with refusals_name(f"{EXTENDS} {base}"):
         return merged(_inherited(base, chain), content)
 

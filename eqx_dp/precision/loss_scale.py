@@ -8,7 +8,7 @@ from ..shown import shown
 from .refusals import one_of, refusal
 
 LossScaleKind: TypeAlias = Literal["none", "static"]
-LOSS_SCALE_KINDS: tuple[LossScaleKind, ...] = get_args(LossScaleKind)
+_KINDS: tuple[LossScaleKind, ...] = get_args(LossScaleKind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LossScale:
     value: int | float = 1.0
 
     def __post_init__(self):
-        one_of("loss_scale.kind", self.kind, LOSS_SCALE_KINDS)
+        one_of("loss_scale.kind", self.kind, _KINDS)
         if not _is_power_of_two(self.value):
             raise refusal(
                 "loss_scale.value", shown(self.value), "a power of two, such as 32768 or 0.5"

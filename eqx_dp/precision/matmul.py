@@ -1,30 +1,21 @@
 """What matrix products are multiplied in: the `[matmul]` table of a policy."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..shown import shown
-from .refusals import dtype_of, one_of, refusal
+from .refusals import dtype_of, one_of
 
 Scaling: TypeAlias = Literal["per_example", "none"]
 ModuleMatmul: TypeAlias = Literal["wide"]
 
-SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 MODULE_MATMULS: tuple[ModuleMatmul, ...] = get_args(ModuleMatmul)
-MATMUL_DTYPES: dict[str, np.dtype[Any]] = {
+_SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+_DTYPES: dict[str, np.dtype[Any]] = {
     name: jnp.dtype(name) for name in ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16")
-}
-_LEAKS = {
-    "batch": "a maximum over a batch",
-    "current": "a maximum over a batch",
-    "tensor": "a maximum over a batch",
-    "delayed": "a history of maxima over earlier steps",
-    "history": "a history of maxima over earlier steps",
 }
 
 
@@ -59,55 +50,12 @@ class Matmul:
         backward: DTypeLike | None = None,
         scaling: Scaling = "per_example",
     ):
+        backward = forward if backward is None else backward
         vars(self).update(
-            forward=_matmul_dtype("matmul.forward", forward),
-            backward=_matmul_dtype("matmul.backward", forward if backward is None else backward),
-            scaling=checked_scaling(scaling),
+            forward=dtype_of("matmul.forward", forward, _DTYPES),
+            backward=dtype_of("matmul.backward", backward, _DTYPES),
+            scaling=one_of("matmul.scaling", scaling, _SCALINGS),
         )
 
     def __str__(self) -> str:
         return f"{self.forward}:{self.backward}:{self.scaling}"
-
-
-def read_matmul(text: str, named: Callable[[str, str], Any]) -> Matmul | None:
-    """Reads `FORWARD`, `FORWARD:BACKWARD` or `FORWARD:BACKWARD:SCALING`; None from `none`.
-
-    `named` gives a dtype from a key and jmp's name of it, or what it was given.
-
-    Raises:
-        ValueError: it has more parts; or as `Matmul`.
-    """
-    if text == "none":
-        return None
-    parts = text.split(":")
-    if len(parts) > 3:
-        raise refusal("matmul", repr(text), "FORWARD:BACKWARD:SCALING, or none")
-    keys = ("matmul.forward", "matmul.backward")
-    dtypes = [named(key, part) for key, part in zip(keys, parts, strict=False)]
-    return Matmul(*dtypes, **({"scaling": checked_scaling(parts[2])} if len(parts) == 3 else {}))
-
-
-def _matmul_dtype(key: str, found: object) -> np.dtype[Any]:
-    dtype = MATMUL_DTYPES.get(found) if isinstance(found, str) else dtype_of(found)
-    if dtype is None or dtype not in MATMUL_DTYPES.values():
-        raise refusal(key, shown(found) if dtype is None else str(dtype), ", ".join(MATMUL_DTYPES))
-    return dtype
-
-
-def checked_scaling(found: object) -> Scaling:
-    """Returns one of the scalings, or refuses, with the reason where it would leak."""
-    if isinstance(found, str) and found in _LEAKS:
-        raise refusal(
-            "matmul.scaling",
-            f"{found!r}, a scale from {_LEAKS[found]}, by which what one example adds to the sum "
-            "would depend on other examples, and the privacy guarantee would not hold",
-            ", ".join(SCALINGS),
-        )
-    if found not in SCALINGS:
-        raise refusal(
-            "matmul.scaling",
-            shown(found),
-            f"{', '.join(SCALINGS)}; no scale that looks at other examples or at other steps, as "
-            "the privacy guarantee would not hold",
-        )
-    return one_of("matmul.scaling", found, SCALINGS)

@@ -7,7 +7,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..expected import expect
-from ..shown import shown
 from .matmul import MODULE_MATMULS, ModuleMatmul
 from .refusals import float_dtype, one_of, refusal
 
@@ -44,10 +43,8 @@ class ModuleRule:
     ):
         dtype = float_dtype("modules.compute", compute_dtype)
         expect("modules.match", match, str, "a text: a path pattern or a class name")
-        if matmul is not None:
-            one_of("modules.matmul", matmul, MODULE_MATMULS)
-        if optional is not True and optional is not False:
-            raise refusal("modules.optional", shown(optional), "True, False")
+        one_of("modules.matmul", matmul, (None, *MODULE_MATMULS))
+        one_of("modules.optional", optional, (True, False))
         if not match or not match.isprintable() or set(match) & set(" ,="):
             raise refusal(
                 "modules.match",
@@ -59,10 +56,3 @@ class ModuleRule:
     def __str__(self) -> str:
         more = (*filter(None, [self.matmul]), *(["optional"] if self.optional else []))
         return ":".join([str(self.compute_dtype), *more])
-
-
-def content_of_rule(rule: ModuleRule) -> dict[str, object]:
-    """What a policy file says of a rule: defaults are left out."""
-    more = {"matmul": rule.matmul, "optional": rule.optional}
-    said = {key: value for key, value in more.items() if value}
-    return {"match": rule.match, "compute": str(rule.compute_dtype), **said}

@@ -4,7 +4,7 @@ A rule describes modules, by path or by class. What it says holds for a module a
 far as no other rule describes a module further in.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -99,35 +99,10 @@ def cast_parameters(tree: T, policy: Policy) -> T:
 
 def matmul_precision(precision: MatmulPrecision) -> AbstractContextManager[None]:
     """The context in which matrix products have the precision that a policy declares."""
-    if precision == "default":
-        return nullcontext()
-    return jax.default_matmul_precision(precision)
+    return nullcontext() if precision == "default" else jax.default_matmul_precision(precision)
 
 
 # Rules against modules.
-
-
-def modules_of(model: PyTree[Any]) -> list[tuple[tuple[Any, ...], eqx.Module]]:
-    """Every module of a model with its path, in front of those in it; a model's own is ()."""
-    modules: list[tuple[str, eqx.Module]] = []
-    paths: dict[str, tuple[Any, ...]] = {}
-
-    def collect(path: str, module: eqx.Module) -> None:
-        modules.append((path, module))
-
-    def keep(module: eqx.Module, governed: Governed) -> eqx.Module:
-        paths[dotted(governed.path)] = governed.path
-        return module
-
-    rebuild(model, np.dtype(np.float32), collect, keep)
-    return [(paths[path], module) for path, module in modules]
-
-
-def matched_by(
-    rule: ModuleRule, modules: Iterable[tuple[tuple[Any, ...], eqx.Module]]
-) -> list[tuple[Any, ...]]:
-    """The paths of those modules that a rule matches, whatever other rules there are."""
-    return [path for path, module in modules if _matches(rule, dotted(path), module)]
 
 
 def rules_of(policy: Policy) -> Matched:
@@ -140,12 +115,8 @@ def rules_of(policy: Policy) -> Matched:
 
 
 def _matches(rule: ModuleRule, path: str, module: eqx.Module) -> bool:
-    return rule.match in _class_names(module) or matches(rule.match, path)
-
-
-def _class_names(module: eqx.Module) -> list[str]:
-    classes = type(module).__mro__
-    return [c.__name__ for c in classes if issubclass(c, eqx.Module) and c is not eqx.Module]
+    classes = [c for c in type(module).__mro__ if issubclass(c, eqx.Module) and c is not eqx.Module]
+    return rule.match in [c.__name__ for c in classes] or matches(rule.match, path)
 
 
 def check_rules(model: PyTree[Any], policy: Policy) -> None:
@@ -155,23 +126,26 @@ def check_rules(model: PyTree[Any], policy: Policy) -> None:
         ValueError: A rule matches no module, or only modules that rules in front of it take. The
             message names the rule and lists the modules.
     """
-    found = modules_of(model) if policy.modules else []
-    modules = [(dotted(path), module) for path, module in found]
-    for index, rule in enumerate(policy.modules):
-        mine = [(path, module) for path, module in modules if _matches(rule, path, module)]
-        if not mine and rule.optional:
-            continue
-        if not mine:
+    modules: dict[str, eqx.Module] = {}
+    taken: dict[str, str] = {}
+
+    def collect(path: str, module: eqx.Module) -> None:
+        modules[path] = module
+
+    if policy.modules:
+        rebuild(model, policy.compute_dtype, collect)
+    for rule in policy.modules:
+        mine = [path for path, module in modules.items() if _matches(rule, path, module)]
+        if not mine and not rule.optional:
             raise refusal("modules.match", _no_module(rule, model), _listed(modules))
-        before = policy.modules[:index]
-        takers = [[b.match for b in before if _matches(b, *found)] for found in mine]
-        if all(takers) and not rule.optional:
-            first = ", ".join(dict.fromkeys(repr(taker[0]) for taker in takers))
+        if all(path in taken for path in mine) and not rule.optional:
+            first = ", ".join(dict.fromkeys(repr(taken[path]) for path in mine))
             raise refusal(
                 "modules.match",
                 f"{rule.match!r} behind {first}, which takes every module that it matches",
                 "rules that have an effect; the first match wins, so put the narrower one in front",
             )
+        taken |= {path: rule.match for path in mine if path not in taken}
 
 
 def _no_module(rule: ModuleRule, model: PyTree[Any]) -> str:
@@ -181,11 +155,8 @@ def _no_module(rule: ModuleRule, model: PyTree[Any]) -> str:
     return f"{rule.match!r}, which matches no module of the model{hint}"
 
 
-_MOST_LISTED = 40
-
-
-def _listed(modules: list[tuple[str, eqx.Module]]) -> str:
+def _listed(modules: dict[str, eqx.Module]) -> str:
     if not modules:
         return "no module rules, as the model holds no eqx.Module"
-    names = [f"{path or '(root)'} {type(module).__name__}" for path, module in modules]
-    return f"the path or the class of a module, of which there are: {some(names, _MOST_LISTED)}"
+    names = [f"{path or '(root)'} {type(module).__name__}" for path, module in modules.items()]
+    return f"the path or the class of a module, of which there are: {some(names, 40)}"

@@ -27,7 +27,7 @@ from .modules import (
     rebuild,
     rules_of,
 )
-from .policy import MatmulPrecision, Policy, cast_floats, checked_policy
+from .policy import Policy, cast_floats, checked_policy
 from .stages import governed_by
 
 T = TypeVar("T")
@@ -75,7 +75,11 @@ def apply_policy(model: T, policy: Policy | None) -> T:
         paired = rebuild(model, _ANY, on_module=lambda module, _: _as_class(module, None))
     else:
         agreed_policy(model, policy)
-        paired = _paired(model, policy)
+
+        def pair(module: eqx.Module, governed: Governed) -> eqx.Module:
+            return _as_class(module, _casts_for(module, governed, policy, not governed.path))
+
+        paired = rebuild(model, policy.compute_dtype, rules_of(policy), pair)
     same = jax.tree.structure(paired) == jax.tree.structure(model)
     return model if same else cast(T, paired)
 
@@ -87,33 +91,31 @@ def agreed_policy(model: PyTree[Any], policy: Policy | None) -> Policy | None:
         ValueError: Both are there and differ; a module inside the model is paired on its own; a
             part of a paired model comes without the policy; a rule has no effect on the model.
     """
-    found: list[tuple[str, Casts]] = []
+    found: dict[str, Casts] = {}
 
     def collect(path: str, module: eqx.Module) -> None:
-        casts = _casts_of(module)
-        if casts is not None:
-            found.append((path, casts))
+        if (casts := _casts_of(module)) is not None:
+            found[path] = casts
 
     rebuild(model, _ANY, collect)
-    for path, casts in found:
-        if casts.policy is not None and path:
-            raise ValueError(
-                f"model.{path} is paired with a policy of its own ({casts.policy}), and the model "
-                f"around it is not. Take it off with {_TAKE_OFF}, and pair the whole model."
-            )
-    own = next((casts.policy for path, casts in found if not path), None)
+    inner = next((path for path, casts in found.items() if path and casts.is_root), None)
+    if inner is not None:
+        raise ValueError(
+            f"model.{inner} is paired with a policy of its own ({found[inner].policy}), and the "
+            f"model around it is not. Take it off with {_TAKE_OFF}, and pair the whole model."
+        )
+    own = found[""].policy if "" in found and found[""].is_root else None
     if own is not None and policy is not None and own != policy:
         raise ValueError(
             f"Two policies: the model is paired with {_named(own)}, and {_named(policy)} was given "
             f"beside it. Give one of them, or take the model's off with {_TAKE_OFF}."
         )
-    if found and own is None and policy is None:
-        where = found[0][0] and f".{found[0][0]}"
+    policy = policy or own
+    if found and policy is None:
         raise ValueError(
-            f"model{where} is a part of a paired model and does not know the whole policy. Give "
-            f"the policy as well, or take it off with {_TAKE_OFF}."
+            f"model is a part of a paired model, and the policy speaks of the whole. Give the "
+            f"policy as well, or take it off with {_TAKE_OFF}."
         )
-    policy = policy if own is None else own
     if policy is not None:
         check_rules(model, policy)
     return policy
@@ -131,8 +133,7 @@ def inside_engine(model: T, policy: Policy) -> T:
 
     Only modules that rules match cast by themselves; the rest is as if it had never been paired.
     """
-    precision, compute = policy.matmul_precision, policy.compute_dtype
-    return _entered(model, compute, rules_of(policy), precision, compute)
+    return _entered(model, policy, policy.compute_dtype, rules_of(policy))
 
 
 # What a module of a paired model casts.
@@ -142,23 +143,24 @@ class Casts(NamedTuple):
     """What the methods of a module cast. Equal ones give equal tree structures.
 
     Attributes:
+        policy: the policy of the whole model.
+        is_root: whether the module is that model.
         compute: what parameters and float inputs enter in.
         outputs: what float outputs leave in.
         rule: the rule that matched the module, or None.
         governing: the rule that gave `compute`, or None where the policy did.
-        precision: of matrix products.
-        policy: the policy of the whole, at the root of a paired model; else None.
     """
 
+    policy: Policy
+    is_root: bool
     compute: np.dtype[Any]
     outputs: np.dtype[Any]
     rule: ModuleRule | None
     governing: ModuleRule | None
-    precision: MatmulPrecision
-    policy: Policy | None
 
 
 _CASTS, _ORIGINAL = "_eqx_dp_casts", "_eqx_dp_original"
+_ANY = np.dtype(np.float32)  # where nothing is cast
 
 
 def _casts_of(module: object) -> Casts | None:
@@ -175,50 +177,30 @@ def _original(module: object) -> type[eqx.Module]:
     return getattr(type(module), _ORIGINAL, cast(type[eqx.Module], type(module)))
 
 
-def _paired(model: eqx.Module, policy: Policy) -> eqx.Module:
-    """The model with every module casting by itself, and the policy at the root."""
-    rules, precision = rules_of(policy), policy.matmul_precision
+def _casts_for(
+    module: eqx.Module, governed: Governed, policy: Policy, is_root: bool
+) -> Casts | None:
+    """What a module has to cast; None where a module inside a model has no calls of its own."""
+    cls = _original(module)
+    # Equinox's wrappers (of jit, vmap, bound methods) hand on to what they hold.
+    is_wrapper = cls.__module__.startswith("equinox._") or not _methods(cls)
+    is_silent = cls is eqx.nn.StateIndex or (is_wrapper and governed.own is None)
+    if is_silent and not is_root:
+        return None  # State looks its entries up by modules of exactly that class
+    outputs = policy.output_dtype if is_root else governed.around
+    return Casts(policy, is_root, governed.compute, outputs, governed.own, governed.rule)
 
-    def pair(module: eqx.Module, governed: Governed) -> eqx.Module:
-        casts = _casts_for(module, governed, precision)
-        if not governed.path:
-            own, outputs = governed.own, policy.output_dtype
-            casts = Casts(governed.compute, outputs, own, own, precision, policy)
-        return _as_class(module, casts)
 
-    return rebuild(model, policy.compute_dtype, rules, pair)
-
-
-def _entered(
-    model: T,
-    around: np.dtype[Any],
-    matched: Matched,
-    precision: MatmulPrecision,
-    compute: np.dtype[Any],
-) -> T:
+def _entered(model: T, policy: Policy, compute: np.dtype[Any], matched: Matched) -> T:
     """The model, cast, as its own methods see it; only what rules match casts by itself."""
 
     def enter(module: eqx.Module, governed: Governed) -> eqx.Module:
         rule = governed.rule
         apart = governed.own is not None or governed.compute != compute
         apart |= rule is not None and rule.matmul is not None  # its products are marked
-        return _as_class(module, _casts_for(module, governed, precision) if apart else None)
+        return _as_class(module, _casts_for(module, governed, policy, False) if apart else None)
 
-    return rebuild(model, around, matched, enter, cast_leaf)
-
-
-_ANY = np.dtype(np.float32)  # where nothing is cast
-
-
-def _casts_for(module: eqx.Module, governed: Governed, precision: MatmulPrecision) -> Casts | None:
-    """What a module inside a model has to cast; None where it has no calls of its own."""
-    cls = _original(module)
-    # Equinox's wrappers (of jit, vmap, bound methods) hand on to what they hold.
-    is_wrapper = cls.__module__.startswith("equinox._") or not _methods(cls)
-    if cls is eqx.nn.StateIndex or (is_wrapper and governed.own is None):
-        return None  # State looks its entries up by modules of exactly that class
-    compute, around = governed.compute, governed.around
-    return Casts(compute, around, governed.own, governed.rule, precision, None)
+    return rebuild(model, compute, matched, enter, cast_leaf)
 
 
 # Classes that cast.
@@ -226,14 +208,15 @@ def _casts_for(module: eqx.Module, governed: Governed, precision: MatmulPrecisio
 
 def _as_class(module: eqx.Module, casts: Casts | None) -> eqx.Module:
     """The module, its methods casting as told, or not at all."""
-    cls = _original(module)
-    if casts is not None:
-        cls = _class_that_casts(cls, casts)
-    if cls is type(module):
-        return module
-    copy = object.__new__(cls)
-    vars(copy).update(vars(module))
-    return copy
+    same = casts == _casts_of(module)
+    return module if same else _made(_original(module), casts, vars(module))
+
+
+def _made(cls: type[eqx.Module], casts: Casts | None, fields: dict[str, Any]) -> eqx.Module:
+    """A module that casts, from the fields of one that does or does not, or of a pickled one."""
+    module = object.__new__(cls if casts is None else _class_that_casts(cls, casts))
+    vars(module).update(fields)
+    return module
 
 
 # One class for equal arguments, always the same: it is a part of tree structures.
@@ -247,6 +230,8 @@ def _class_that_casts(cls: type[eqx.Module], casts: Casts) -> type[eqx.Module]:
         _CASTS: casts,
         _ORIGINAL: cls,
     }
+    if casts.is_root:
+        namespace["__repr__"] = _told
     namespace |= {name: _method_that_casts(name, method) for name, method in _methods(cls).items()}
     with warnings.catch_warnings():  # what there is to say of the class was said of the original
         warnings.simplefilter("ignore")
@@ -277,21 +262,21 @@ def _method_that_casts(name: str, method: Any) -> Callable[..., Any]:
         casts = _casts_of(self)
         assert casts is not None
         args, kwargs = _cast_values((args, kwargs), casts.compute)
-        with matmul_precision(casts.precision), governed_by(casts.governing):
-            outputs = getattr(_inside(self, casts), name)(*args, **kwargs)
-        _refuse_own_class(outputs, _original(self), name)
+        # By the rules again at the root, as the model may have been changed since it was paired.
+        matched = rules_of(casts.policy) if casts.is_root else _rule_of
+        inside = _as_class(_entered(self, casts.policy, casts.compute, matched), None)
+        with matmul_precision(casts.policy.matmul_precision), governed_by(casts.governing):
+            outputs = getattr(inside, name)(*args, **kwargs)
+        for x in jax.tree.leaves(outputs, is_leaf=lambda x: isinstance(x, _original(self))):
+            if isinstance(x, _original(self)):
+                kind = _original(self).__name__
+                raise ValueError(
+                    f"{kind}.{name} returns a {kind}, whose parameters are those that the policy "
+                    f"cast for the call. Call it on {_TAKE_OFF}, and pair the result."
+                )
         return _cast_values(outputs, casts.outputs)
 
     return call
-
-
-def _inside(module: eqx.Module, casts: Casts) -> eqx.Module:
-    """What a call of a module runs on: the module in its own class, its contents entered."""
-    if casts.policy is None:
-        around, matched = casts.compute, _rule_of
-    else:  # by the rules again, as the model may have been changed since it was paired
-        around, matched = casts.policy.compute_dtype, rules_of(casts.policy)
-    return _as_class(_entered(module, around, matched, casts.precision, casts.compute), None)
 
 
 def _cast_values(values: T, dtype: np.dtype[Any]) -> T:
@@ -306,21 +291,11 @@ def _is_apart(x: object) -> bool:
     return isinstance(x, eqx.nn.State) or _casts_of(x) is not None
 
 
-def _refuse_own_class(outputs: Any, cls: type[eqx.Module], name: str) -> None:
-    for x in jax.tree.leaves(outputs, is_leaf=lambda x: _is_apart(x) or isinstance(x, cls)):
-        if isinstance(x, cls):
-            raise ValueError(
-                f"{cls.__name__}.{name} returns a {cls.__name__}, whose parameters are those that "
-                f"the policy cast for the call. Call it on {_TAKE_OFF}, and pair the result."
-            )
+def _told(module: eqx.Module) -> str:
+    """How a paired model is printed: as before, and its policy."""
+    casts = _casts_of(module)
+    return f"{_original(module).__repr__(module)} with policy {casts and casts.policy}"
 
 
 def _reduce(module: eqx.Module) -> tuple[Any, ...]:
-    return _restored, (_original(module), _casts_of(module), dict(vars(module)))
-
-
-def _restored(cls: type[eqx.Module], casts: Casts, fields: dict[str, Any]) -> eqx.Module:
-    """A paired module from a pickle or a copy."""
-    module = object.__new__(_class_that_casts(cls, casts))
-    vars(module).update(fields)
-    return module
+    return _made, (_original(module), _casts_of(module), dict(vars(module)))

@@ -1,7 +1,6 @@
 """The value that says which dtype each stage of a private step uses."""
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
@@ -13,23 +12,20 @@ from jax.typing import DTypeLike
 from ..shown import shown
 from .loss_scale import LossScale
 from .matmul import Matmul
-from .module_rule import ModuleRule, content_of_rule
+from .module_rule import ModuleRule
 from .refusals import DTYPES, float_dtype, one_of, refusal
-from .toml_text import toml_text
 
 T = TypeVar("T")
 MatmulPrecision: TypeAlias = Literal["default", "tensorfloat32", "highest"]
-Content: TypeAlias = dict[str, object]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
-MATMUL_PRECISIONS: tuple[MatmulPrecision, ...] = get_args(MatmulPrecision)
-ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 DTYPE_KEYS = ("params", "compute", "output", "accumulate", "noise")
 """How policy files and texts name a policy's dtypes, in the order in which `Policy` takes them."""
 OPTIMIZER = "optimizer"
 """How they name a sixth, which they may leave out: it is the accumulate dtype by default."""
 _FLOAT32 = DTYPES["float32"]
 _NO_LOSS_SCALE = LossScale()
+_DEFAULTS = ("", "None", "none", "False", "default", "nearest")
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -127,22 +123,22 @@ class Policy(jmp.Policy):
             noise_dtype=float_dtype("dtypes.noise", noise),
             modules=tuple(modules),
             loss_scale=loss_scale,
-            matmul_precision=matmul_precision,
-            unsafe=unsafe,
+            matmul_precision=one_of(
+                "matmul_precision", matmul_precision, get_args(MatmulPrecision)
+            ),
+            unsafe=one_of("unsafe", unsafe, (True, False)),
             optimizer_dtype=float_dtype("dtypes.optimizer", optimizer),
-            rounding=rounding,
-            narrow_optimizer=narrow_optimizer,
+            rounding=one_of("params.rounding", rounding, get_args(Rounding)),
+            narrow_optimizer=one_of("narrow_optimizer", narrow_optimizer, (True, False)),
             name=name,
             description=description,
             matmul=matmul,
         )
-        _check_settings(self)
-        _check_module_rules(self)
+        _check_values(self)
         _check_widths(self)
         _check_loss_scale(self)
-        _check_matmul(self)
 
-    # jmp's three verbs, with the types that jmp leaves out, and two more.
+    # jmp's three verbs, with the types that jmp leaves out, and one more.
 
     def cast_to_param(self, x: T) -> T:
         """Converts the floating-point arrays of a PyTree to the param dtype.
@@ -176,43 +172,20 @@ class Policy(jmp.Policy):
         """
         return cast_floats(x, self.accumulate_dtype)
 
-    def cast_to_noise(self, x: T) -> T:
-        """Converts the floating-point arrays of a PyTree to the noise dtype.
-
-        Args:
-            x: the PyTree.
-        """
-        return cast_floats(x, self.noise_dtype)
-
-    def to_toml(self) -> str:
-        """Writes a policy file; `load_policy` reads an equal policy from it.
-
-        The file holds the description, and leaves out what is as by default. It extends nothing.
-        """
-        return toml_text(_content_of(self))
-
-    def to_json(self) -> str:
-        """Writes the entries of `to_toml` as JSON; `parse_policy` reads an equal policy from it."""
-        return json.dumps(_content_of(self), indent=2)
-
     def __str__(self) -> str:
-        parts = [f"{key}={dtype}" for key, dtype in named_dtypes(self).items()]
-        if self.rounding != "nearest":
-            parts.append(f"rounding={self.rounding}")
-        if self.loss_scale.kind == "static":
-            parts.append(f"loss_scale={self.loss_scale.value:.17g}")
-        elif self.loss_scale.kind != "none":
-            parts.append(f"loss_scale={self.loss_scale.kind}")
-        if self.matmul_precision != "default":
-            parts.append(f"matmul_precision={self.matmul_precision}")
-        if self.matmul is not None:
-            parts.append(f"matmul={self.matmul}")
-        if self.unsafe:
-            parts.append("unsafe=true")
-        if self.narrow_optimizer:
-            parts.append("narrow_optimizer=true")
-        parts += [f"module:{rule.match}={rule}" for rule in self.modules]
-        return ",".join(parts)
+        scale, same = self.loss_scale, self.optimizer_dtype == self.accumulate_dtype
+        said = {
+            **dtypes_of(self),
+            OPTIMIZER: "" if same else self.optimizer_dtype,
+            "rounding": self.rounding,
+            "loss_scale": f"{scale.value:.17g}" if scale.kind == "static" else "none",
+            "matmul_precision": self.matmul_precision,
+            "matmul": self.matmul,
+            "unsafe": "true" if self.unsafe else "",
+            "narrow_optimizer": "true" if self.narrow_optimizer else "",
+            **{f"module:{rule.match}": rule for rule in self.modules},
+        }
+        return ",".join(f"{key}={x}" for key, x in said.items() if str(x) not in _DEFAULTS)
 
 
 def dtypes_of(policy: Policy) -> dict[str, np.dtype[Any]]:
@@ -221,44 +194,25 @@ def dtypes_of(policy: Policy) -> dict[str, np.dtype[Any]]:
     return {key: getattr(policy, f"{key.removesuffix('s')}_dtype") for key in keys}
 
 
-def named_dtypes(policy: Policy) -> dict[str, np.dtype[Any]]:
-    """The same without the optimizer's, where it is the default: so texts name it."""
-    found = dtypes_of(policy)
-    if policy.optimizer_dtype == policy.accumulate_dtype:
-        del found[OPTIMIZER]
-    return found
+def cast_floats(tree: T, dtype: np.dtype[Any]) -> T:
+    """Converts the floating-point arrays of a tree: jmp alone decides which leaves are cast."""
+    return jmp.Policy(dtype, dtype, dtype).cast_to_param(tree)
 
 
-def _content_of(policy: Policy) -> Content:
-    """What a file says that holds a policy: defaults are left out."""
-    found: Content = {
-        "description": policy.description,
-        "unsafe": policy.unsafe,
-        "narrow_optimizer": policy.narrow_optimizer,
-        "matmul_precision": policy.matmul_precision,
-        "dtypes": {key: str(dtype) for key, dtype in named_dtypes(policy).items()},
-        "params": {"rounding": policy.rounding} if policy.rounding != "nearest" else {},
-        "loss_scale": _scale_of(policy.loss_scale),
-        "matmul": _products_of(policy.matmul),
-        "modules": [content_of_rule(rule) for rule in policy.modules],
-    }
-    return {key: value for key, value in found.items() if value and value != "default"}
+def checked_policy(policy: object) -> Policy | None:
+    """Returns a policy, or None, that a caller handed in; refuses anything else.
 
+    A `jmp.Policy` gets the dtypes that it lacks by default: float32, or wider where it computes so.
 
-def _scale_of(scale: LossScale) -> Content:
-    if scale.kind == "none":
-        return {}
-    return {"kind": scale.kind, **({"value": scale.value} if scale.kind == "static" else {})}
-
-
-def _products_of(matmul: Matmul | None) -> Content:
-    if matmul is None:
-        return {}
-    return {
-        "forward": str(matmul.forward),
-        "backward": str(matmul.backward),
-        "scaling": matmul.scaling,
-    }
+    Raises:
+        ValueError: If it is a name, say, with what to use instead.
+    """
+    if policy is None or isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, jmp.Policy):
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    advice = "read a preset with load_policy, a text with parse_policy"
+    raise refusal("policy", shown(policy), f"an eqx_dp Policy, a jmp.Policy, or None ({advice})")
 
 
 def _wider(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:
@@ -266,104 +220,54 @@ def _wider(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:
     return jnp.promote_types(a, b)
 
 
-def cast_floats(tree: T, dtype: np.dtype[Any]) -> T:
-    """Converts the floating-point arrays of a tree: jmp alone decides which leaves are cast."""
-    return jmp.Policy(dtype, dtype, dtype).cast_to_param(tree)
-
-
-def _check_settings(policy: Policy) -> None:
-    one_of("matmul_precision", policy.matmul_precision, MATMUL_PRECISIONS)
-    one_of("params.rounding", policy.rounding, ROUNDINGS)
-    # `unsafe="false"` is true to Python: nothing but a bool may give the guarantee away.
-    for key in ("unsafe", "narrow_optimizer"):
-        if (given := getattr(policy, key)) is not True and given is not False:
-            raise refusal(key, shown(given), "True, False")
+def _check_values(policy: Policy) -> None:
     if not isinstance(cast(object, policy.loss_scale), LossScale):
         raise refusal("loss_scale", shown(policy.loss_scale), "a LossScale")
     if policy.matmul is not None and not isinstance(cast(object, policy.matmul), Matmul):
         raise refusal("matmul", shown(policy.matmul), "a Matmul, or None")
-
-
-def _check_module_rules(policy: Policy) -> None:
-    seen: set[str] = set()
-    for rule in policy.modules:
+    for index, rule in enumerate(policy.modules):
         if not isinstance(cast(object, rule), ModuleRule):
             raise refusal("modules", shown(rule), "ModuleRule values")
-        if rule.match in seen:
-            raise refusal(
-                "modules.match", f"{rule.match!r} twice", "each once, as the first match wins"
-            )
-        seen.add(rule.match)
+        if rule.match in [other.match for other in policy.modules[:index]]:
+            allowed = "each once, as the first match wins"
+            raise refusal("modules.match", f"{rule.match!r} twice", allowed)
 
 
 def _check_widths(policy: Policy) -> None:
-    optimizer = policy.optimizer_dtype
-    is_narrow = _wider(optimizer, _FLOAT32) != optimizer and optimizer != policy.accumulate_dtype
+    optimizer, accumulate = policy.optimizer_dtype, policy.accumulate_dtype
+    is_narrow = _wider(optimizer, _FLOAT32) != optimizer and optimizer != accumulate
     if is_narrow and not policy.narrow_optimizer:
         raise refusal(
             "dtypes.optimizer",
             f"{optimizer}, narrower than float32, in which moments lose small changes",
             "float32, float64; narrower only with narrow_optimizer = true, which costs no privacy",
         )
-    if policy.unsafe:
-        return
-    accumulate, noise = policy.accumulate_dtype, policy.noise_dtype
-    computes = [("dtypes.compute", policy.compute_dtype)]
-    computes += [(f"modules.compute of {r.match!r}", r.compute_dtype) for r in policy.modules]
-    for key, dtype, name, declared in (
-        ("dtypes.accumulate", accumulate, "float32", _FLOAT32),
-        ("dtypes.noise", noise, "float32", _FLOAT32),
-        *(("dtypes.accumulate", accumulate, f"{key} ({dtype})", dtype) for key, dtype in computes),
-    ):
-        if _wider(dtype, declared) != dtype:
-            wide = [str(one) for one in DTYPES.values() if _wider(one, declared) == one]
-            raise refusal(
-                key,
-                f"{dtype}, narrower than {name}",
-                f"{', '.join(wide)}; narrower only with unsafe = true",
-            )
+    products = [("dtypes.compute", policy.compute_dtype, None)]
+    products += [
+        (f"modules.compute of {rule.match!r}", rule.compute_dtype, rule.matmul)
+        for rule in policy.modules
+    ]
+    wide = [("accumulate", accumulate, "float32", _FLOAT32)]
+    wide += [("noise", policy.noise_dtype, "float32", _FLOAT32)]
+    wide += [("accumulate", accumulate, f"{key} ({dtype})", dtype) for key, dtype, _ in products]
+    for key, dtype, name, least in wide if not policy.unsafe else ():
+        if _wider(dtype, least) != dtype:
+            allowed = ", ".join(str(one) for one in DTYPES.values() if _wider(one, least) == one)
+            allowed = f"{allowed}; narrower only with unsafe = true"
+            raise refusal(f"dtypes.{key}", f"{dtype}, narrower than {name}", allowed)
+    # A product of float64 has digits and a range that no product in float32 has.
+    for key, dtype, matmul in products if policy.matmul is not None else ():
+        if dtype == np.float64 and matmul is None:
+            raise refusal(key, "float64 beside [matmul]", "bfloat16, float16, float32")
 
 
 def _check_loss_scale(policy: Policy) -> None:
     # The loss is multiplied in the output dtype; the gradient is divided in the accumulate dtype.
-    scale = policy.loss_scale.value
-    for key, dtype, values in (
-        ("dtypes.output", policy.output_dtype, (scale,)),
-        ("dtypes.accumulate", policy.accumulate_dtype, (scale, 1 / scale)),
-    ):
+    scale, accumulate = policy.loss_scale.value, policy.accumulate_dtype
+    by_dtype = (policy.output_dtype, scale), (accumulate, scale), (accumulate, 1 / scale)
+    for key, (dtype, value) in zip(("output", "accumulate", "accumulate"), by_dtype, strict=True):
         limits = jnp.finfo(dtype)
-        least, most = float(limits.smallest_normal), float(limits.max)
-        if not all(least <= value <= most for value in values):
-            raise refusal(
-                "loss_scale.value",
-                f"{scale!r}, out of range for {key} ({dtype})",
-                "a power of two that is exact in dtypes.output, and with its inverse in "
-                "dtypes.accumulate",
-            )
-
-
-def _check_matmul(policy: Policy) -> None:
-    # A product of float64 has digits and a range that no product in float32 has.
-    narrow = [("dtypes.compute", policy.compute_dtype)]
-    narrow += [
-        (f"modules.compute of {rule.match!r}", rule.compute_dtype)
-        for rule in policy.modules
-        if rule.matmul is None
-    ]
-    for key, dtype in narrow if policy.matmul is not None else ():
-        if dtype == np.float64:
-            raise refusal(key, "float64 beside [matmul]", "bfloat16, float16, float32")
-
-
-def checked_policy(policy: object) -> "Policy | None":
-    """Returns a policy, or None, that a caller handed in; refuses anything else.
-
-    Raises:
-        ValueError: If it is a name or jmp's own policy, say, with what to use instead.
-    """
-    if policy is None or isinstance(policy, Policy):
-        return policy
-    advice = "read a preset with load_policy, a text with parse_policy"
-    if isinstance(policy, jmp.Policy):
-        advice = f"jmp's policies lack dtypes: parse_policy({str(policy)!r}) adds them"
-    raise refusal("policy", shown(policy), f"an eqx_dp Policy, or None ({advice})")
+        if not float(limits.smallest_normal) <= value <= float(limits.max):
+            found = f"{scale!r}, out of range for dtypes.{key} ({dtype})"
+            exact = "a power of two that is exact in dtypes.output, and with its inverse in"
+            raise refusal("loss_scale.value", found, f"{exact} dtypes.accumulate")

@@ -1,63 +1,70 @@
-"""The format of policy files as a JSON Schema, for editors: it says what the reader checks by."""
+"""What a policy file may hold: files are checked by the JSON Schema that editors know, too."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, TypeAlias, cast
 
-import numpy as np
+from .refusals import one_of, refusal
 
-from .content import ENTRIES, EXTENDS, Entry
-from .refusals import DTYPES
+Content: TypeAlias = dict[str, Any]
 
-_TYPES = {str: "string", np.dtype: "string", bool: "boolean", float: "number", dict: "object"}
+EXTENDS = "extends"
+_FILE = "policy.schema.json"
+_KINDS = {"string": str, "boolean": bool, "number": (int, float), "object": dict, "array": list}
+_TOLD = {
+    "string": "a string",
+    "boolean": "true, false",
+    "number": "a number",
+    "object": "a table",
+    "array": "an array of tables, each written as",
+}
 
 
 def schema_text() -> str:
-    """The schema, as `policy.schema.json` holds it (JSON Schema, draft 7: editors know it).
+    """The schema (JSON Schema, draft 7), as editors with a TOML language server read it.
 
     It knows keys, types, names and what is required. What follows from several entries together
-    (which dtype is too narrow for which, whether a scale is a power of two) the reader alone knows.
+    (which dtype is too narrow for which, whether a scale is a power of two) `Policy` alone knows.
     """
-    schema: dict[str, Any] = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "eqx_dp policy",
-        "description": "Which dtype each stage of a private training step uses.",
-        **_table(ENTRIES),
-    }
-    inner = {
-        key: {"required": _required(entry.entries, "in the end")}
-        for key, entry in ENTRIES.items()
-        if entry.entries and _required(entry.entries, "in the end")
-    }
-    schema["if"] = {"not": {"required": [EXTENDS]}}
-    schema["then"] = {"required": _required(ENTRIES, "in the end"), "properties": inner}
-    scale = schema["properties"]["loss_scale"]
-    scale["if"] = {"properties": {"kind": {"const": "static"}}}
-    scale["then"] = {"required": ["kind", "value"]}
-    rules = schema["properties"]["modules"]["items"]
-    rules["anyOf"] = [{"required": ["compute"]}, {"required": ["matmul"]}]
-    return json.dumps(schema, indent=2) + "\n"
+    return (files(__package__ or "") / _FILE).read_text()
 
 
-def _table(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {key: _entry(entry) for key, entry in entries.items()},
-    }
-    here = _required(entries, "here")
-    return {**found, "required": here} if here else found
+_SCHEMA: dict[str, Any] = json.loads(schema_text())
 
 
-def _required(entries: Mapping[str, Entry], where: str) -> list[str]:
-    return [key for key, entry in entries.items() if entry.required == where]
+def checked_content(content: Content, is_whole: bool) -> Content:
+    """Refuses what is unknown, of the wrong type, or no allowed value; if it is whole, missing."""
+    _check("", content, _SCHEMA, _SCHEMA["then"] if is_whole else {})
+    return content
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
-    told = {"description": entry.told}
-    if entry.kind is list:
-        return {**told, "type": "array", "items": _table(entry.entries or {})}
-    if entry.entries is not None:
-        return {**told, **_table(entry.entries)}
-    values = tuple(DTYPES) if entry.kind is np.dtype else entry.values
-    return {**told, "type": _TYPES[entry.kind], **({"enum": list(values)} if values else {})}
+def _check(at: str, value: Any, schema: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Compares a value with its part of the schema; `more` says what else is required."""
+    kind = schema["type"]
+    # To Python a boolean is a number, to TOML it is not.
+    if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "boolean"):
+        raise refusal(at, repr(value), _allowed(at, schema))
+    if "enum" in schema:
+        one_of(at, value, cast("list[object]", schema["enum"]))
+    if kind == "array":
+        for index, table in enumerate(cast("Sequence[Any]", value)):
+            _check(f"{at}[{index}]", table, schema["items"], more)
+    if kind == "object":
+        known, inner = schema["properties"], more.get("properties", {})
+        for key, found in cast(Content, value).items():
+            path = f"{at}.{key}" if at else key
+            if key not in known:
+                what = "table" if isinstance(found, dict | list) else "key"
+                raise refusal(path, f"an unknown {what}", ", ".join(known))
+            _check(path, found, known[key], inner.get(key, {}))
+        for key in (*schema.get("required", ()), *more.get("required", ())):
+            if key not in value:
+                path = f"{at}.{key}" if at else key
+                raise refusal(path, "nothing", _allowed(path, known[key], ", which is required"))
+
+
+def _allowed(at: str, schema: Mapping[str, Any], more: str = "") -> str:
+    told = f"{_TOLD[schema['type']]}{f' [[{at}]]' if schema['type'] == 'array' else ''}{more}"
+    values = ", ".join(schema.get("enum", [schema.get("description", "")]))
+    return f"{told}: {values}" if values else told

@@ -1,31 +1,25 @@
 """Policies as a line of text: jmp's grammar, and as much more as a policy has more to say."""
 
-import json
-from typing import Any, cast
+import warnings
+from typing import Any
 
-import jax.numpy as jnp
 import jmp
 import numpy as np
 
 from ..expected import expect
-from .content import EXTENDS, policy_of
-from .loss_scale import LossScale
-from .matmul import MODULE_MATMULS, read_matmul
-from .module_rule import ModuleRule
-from .policy import (
-    DTYPE_KEYS,
-    MATMUL_PRECISIONS,
-    OPTIMIZER,
-    ROUNDINGS,
-    Content,
-    Policy,
-)
-from .refusals import DTYPES, one_of, refusal, refusals_name, why_not
+from .content import policy_of
+from .policy import DTYPE_KEYS, OPTIMIZER, Policy
+from .refusals import DTYPES, float_dtype, refusal, refusals_name
+from .schema import Content
 
 # jmp's names of dtypes; "half" depends on the backend and is asked of jmp.
-_SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-_DTYPE_NAMES = DTYPES | {short: DTYPES[name] for short, name in _SHORT.items()}
-_DTYPE_NAMES["full"] = DTYPES["float32"]
+_NAMES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "full": "float32",
+    "f64": "float64",
+}
 _SHORT_KEYS = {key[0]: key for key in DTYPE_KEYS}
 _DTYPES = (*DTYPE_KEYS, OPTIMIZER)
 _SETTINGS = ("rounding", "loss_scale", "matmul_precision", "matmul", "unsafe", "narrow_optimizer")
@@ -33,12 +27,11 @@ _MODULE = "module:"
 
 
 def parse_policy(text: str) -> Policy:
-    """Reads a policy from a line of text, in jmp's grammar and a little more, or from JSON.
+    """Reads a policy from a line of text, in jmp's grammar and a little more.
 
     The text is either one dtype for params, compute and output (`bfloat16`, `half`), or
     `key=value` parts separated by commas (`p=f32,c=bf16`). The first three keys and their defaults
-    are jmp's. A text that starts with a brace is JSON, as `Policy.to_json` writes it: an object
-    with the entries of a policy file, without `extends`.
+    are jmp's.
 
     | key | value | default |
     |---|---|---|
@@ -60,40 +53,33 @@ def parse_policy(text: str) -> Policy:
             full), float64 (f64), or half, which is bfloat16 on a TPU and float16 elsewhere.
 
     Returns:
-        The policy, without a name.
+        The policy, without a name. There is a warning if `half` is float16 and no loss scale is
+        given.
 
     Raises:
         ValueError: If a part is empty or not `key=value`, a key is unknown or given twice, a value
-            is not allowed, or `Policy` raises an error; or if the text is not JSON. The message
-            holds the text, or says that it is JSON.
+            is not allowed, or `Policy` raises an error. The message holds the text.
     """
     expect("text", text, str, "a text such as 'params=float32,compute=bfloat16'")
-    if text.lstrip().startswith("{"):
-        with refusals_name("policy in JSON"):
-            return policy_of(_of_json(text))
     with refusals_name(f"policy {text!r}"):
-        if "=" not in text:
-            dtype = _named_dtype("dtype", text.strip())
-            return Policy(dtype, dtype, dtype)
-        return _policy_of(_split(text))
+        if "=" not in text and _named(text.strip()) not in DTYPES:
+            allowed = ", ".join([*DTYPES, *_NAMES, "half"])
+            raise refusal("dtype", repr(text), f"{allowed}; KEY=VALUE,...; presets: load_policy")
+        parts = _split(text) if "=" in text else {"params": text.strip()}
+        policy = policy_of(_content_of(parts), is_whole=False)
+    narrow = policy.compute_dtype == DTYPES["float16"] and policy.loss_scale.kind == "none"
+    if narrow and "half" in parts.values():
+        warnings.warn(
+            f"policy {text!r}: half is float16 here, and there is no loss scale: gradients below "
+            "6e-8 are lost. Take load_policy('mixed_float16'), or bfloat16.",
+            stacklevel=2,
+        )
+    return policy
 
 
-def _of_json(text: str) -> Content:
-    def once(pairs: list[tuple[str, object]]) -> Content:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise refusal(key, "a second value", "each key once")
-        return dict(pairs)
-
-    try:
-        content = cast(Content, json.loads(text, object_pairs_hook=once))
-    except json.JSONDecodeError as error:
-        raise refusal("text", f"no JSON ({error})", "an object in JSON") from None
-    if EXTENDS in content:
-        allowed = "nothing: a text has no folder; load_policy reads files that extend others"
-        raise refusal(EXTENDS, repr(content[EXTENDS]), allowed)
-    return content
+def _named(name: str) -> str:
+    """The full name of a dtype; what is none stays, and is refused later."""
+    return str(np.dtype(jmp.half_dtype())) if name == "half" else _NAMES.get(name, name)
 
 
 def _split(text: str) -> dict[str, str]:
@@ -113,64 +99,42 @@ def _split(text: str) -> dict[str, str]:
     return parts
 
 
-def _policy_of(parts: dict[str, str]) -> Policy:
-    dtypes = {key: _named_dtype(key, parts[key]) for key in _DTYPES if key in parts}
-    params = dtypes.get("params", DTYPES["float32"])
-    compute = dtypes.get("compute", params)
-    rules = [_module_rule(key, value) for key, value in parts.items() if key.startswith(_MODULE)]
-    unsafe, narrow_optimizer = (
-        one_of(key, parts.get(key, "false"), ("true", "false")) == "true"
-        for key in ("unsafe", "narrow_optimizer")
-    )
-    precision = parts.get("matmul_precision", "default")
-    return Policy(
-        params,
-        compute,
-        dtypes.get("output", compute),
-        dtypes.get("accumulate"),
-        dtypes.get("noise"),
-        modules=rules,
-        loss_scale=_loss_scale(parts["loss_scale"]) if "loss_scale" in parts else LossScale(),
-        matmul_precision=one_of("matmul_precision", precision, MATMUL_PRECISIONS),
-        unsafe=unsafe,
-        optimizer_dtype=dtypes.get(OPTIMIZER),
-        rounding=one_of("rounding", parts.get("rounding", "nearest"), ROUNDINGS),
-        narrow_optimizer=narrow_optimizer,
-        matmul=read_matmul(parts["matmul"], _dtype_or_name) if "matmul" in parts else None,
-    )
+def _content_of(parts: dict[str, str]) -> Content:
+    """The same as the tables of a policy file, which checks what is in them."""
+    dtypes = {key: _named(parts[key]) for key in _DTYPES if key in parts}
+    dtypes.setdefault("params", "float32")
+    dtypes.setdefault("compute", dtypes["params"])
+    dtypes.setdefault("output", dtypes["compute"])
+    content: Content = {"dtypes": dtypes, "modules": []}
+    for key, value in parts.items():
+        if key.startswith(_MODULE):
+            content["modules"].append(_rule(key, value))
+        elif key == "rounding":
+            content["params"] = {"rounding": value}
+        elif key == "loss_scale" and value != "none":
+            content[key] = {"kind": "static", "value": _value(value)}
+        elif key == "matmul" and value != "none":
+            names = ("forward", "backward", "scaling", "more")
+            content[key] = {n: _named(x) for n, x in zip(names, value.split(":"), strict=False)}
+        elif key in ("matmul_precision", "unsafe", "narrow_optimizer"):
+            content[key] = _value(value)
+    return content
 
 
-def _module_rule(key: str, value: str) -> ModuleRule:
+def _value(text: str) -> str | bool | float:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _rule(key: str, value: str) -> dict[str, Any]:
     """A module rule from `DTYPE`, `DTYPE:wide`, `DTYPE:optional` or `DTYPE:wide:optional`."""
     name, *more = value.split(":")
-    optional = more[-1:] == ["optional"]
-    wide = [one_of(key, one, (*MODULE_MATMULS, "optional")) for one in more[: len(more) - optional]]
-    if len(wide) > 1 or "optional" in wide:
+    if more not in ([], ["wide"], ["optional"], ["wide", "optional"]):
         raise refusal(key, repr(value), "DTYPE, and behind it :wide, :optional or :wide:optional")
-    matmul = MODULE_MATMULS[0] if wide else None
-    return ModuleRule(key.removeprefix(_MODULE), _named_dtype(key, name), matmul, optional)
-
-
-def _dtype_or_name(key: str, name: str) -> Any:
-    """A dtype by jmp's name of it; any other name as it is."""
-    del key
-    return jnp.dtype(jmp.half_dtype()) if name == "half" else _DTYPE_NAMES.get(name, name)
-
-
-def _named_dtype(key: str, name: str) -> np.dtype[Any]:
-    if name == "half":
-        return jnp.dtype(jmp.half_dtype())
-    if name not in _DTYPE_NAMES:
-        found = f"{name!r}{why_not(key, name)}"
-        raise refusal(key, found, ", ".join(sorted([*_DTYPE_NAMES, "half"])))
-    return _DTYPE_NAMES[name]
-
-
-def _loss_scale(number: str) -> LossScale:
-    if number == "none":
-        return LossScale()
-    try:
-        value = float(number)
-    except ValueError:
-        raise refusal("loss_scale", repr(number), "a power of two, none") from None
-    return LossScale("static", value)
+    compute = str(float_dtype(key, _named(name)))
+    rule: dict[str, Any] = {"match": key.removeprefix(_MODULE), "compute": compute}
+    return rule | ({"matmul": "wide"} if "wide" in more else {}) | {"optional": "optional" in more}

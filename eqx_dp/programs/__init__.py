@@ -1,13 +1,9 @@
 """Reading and rewriting JAX programs."""
 
 from .channels_last import channels_last as channels_last
-from .checkpoint_results import checkpoint_results_compiled as checkpoint_results_compiled
-from .derivative_rules import RULE_PARAMS as RULE_PARAMS
 from .derivative_rules import Rule as Rule
 from .derivative_rules import RuleOf as RuleOf
 from .derivative_rules import has_rules as has_rules
-from .derivative_rules import is_changed_by_reading as is_changed_by_reading
-from .derivative_rules import read_apart as read_apart
 from .derivative_rules import with_rules as with_rules
 from .inside import Call as Call
 from .inside import Cond as Cond
@@ -39,9 +35,6 @@ from .marks import mark_on as mark_on
 from .names import CHEAP as CHEAP
 from .names import COLLECTIVES as COLLECTIVES
 from .names import ENTRY_BY_ENTRY as ENTRY_BY_ENTRY
-from .names import LINEAR as LINEAR
-from .names import OF_RESULT as OF_RESULT
-from .names import PRODUCTS as PRODUCTS
 from .names import REARRANGED as REARRANGED
 from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
 from .names import UNCHANGED as UNCHANGED
@@ -50,12 +43,10 @@ from .names import named as named
 from .ones import without_ones as without_ones
 from .operations import equation_flops as equation_flops
 from .operations import has_free_dimensions as has_free_dimensions
-from .operations import loops as loops
 from .operations import matmul_flops as matmul_flops
-from .operations import primitives as primitives
 from .ragged import with_masked_products as with_masked_products
 from .rewriting import inlined as inlined
 from .shardings import PLACEMENTS as PLACEMENTS
 from .shardings import result_sharding as result_sharding
 from .shardings import shardings as shardings
-from .thin_products import thin_products_summed as thin_products_summed
+from .thin_products import safe_in_conditionals as safe_in_conditionals

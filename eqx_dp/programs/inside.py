@@ -16,30 +16,7 @@ Value = TypeVar("Value")
 
 Wrapper: TypeAlias = Literal["jit", "remat", "custom_jvp", "custom_vjp", "custom_vmap"]
 
-_WRAPPERS: dict[jex_core.Primitive, tuple[Wrapper, str]] = {
-    jax_primitives.jit_p: ("jit", "jaxpr"),
-    jax_primitives.closed_call_p: ("jit", "call_jaxpr"),
-    jax_primitives.call_p: ("jit", "call_jaxpr"),
-    jax_primitives.remat_p: ("remat", "jaxpr"),
-    jax_primitives.custom_jvp_call_p: ("custom_jvp", "call_jaxpr"),
-    jax_primitives.custom_vjp_call_p: ("custom_vjp", "call_jaxpr"),
-}
-
-
-# JAX gives no object for these.
-_CUSTOM_VMAP, _SHARD_MAP, _PALLAS = "custom_vmap_call", "shard_map", "pallas_call"
-
-HOLDERS = frozenset(
-    {primitive.name for primitive in _WRAPPERS}
-    | {
-        jax_primitives.scan_p.name,
-        jax_primitives.while_p.name,
-        jax_primitives.cond_p.name,
-        jax_primitives.linear_solve_p.name,
-    }
-    | {_CUSTOM_VMAP, _SHARD_MAP}
-)
-"""The names of the primitives that [`inside`][] knows."""
+_PALLAS = "pallas_call"  # JAX gives no object for it, and for some of those in _HOLDING
 
 
 class Call(NamedTuple):
@@ -155,31 +132,8 @@ def inside(equation: jex_core.JaxprEqn) -> Inside | None:
     The program of a scatter or a reduction says how two numbers are put together, and a Pallas
     kernel speaks of blocks of memory: neither is a program on the equation's operands.
     """
-    primitive, params = equation.primitive, equation.params
-    if primitive in _WRAPPERS:
-        wrapper, name = _WRAPPERS[primitive]
-        return Call(wrapper, closed(params[name]))
-    if primitive is jax_primitives.scan_p:
-        return Scan(closed(params["jaxpr"]), *_arity(params), params["length"])
-    if primitive is jax_primitives.while_p:
-        return While(
-            closed(params["cond_jaxpr"]),
-            closed(params["body_jaxpr"]),
-            params["cond_nconsts"],
-            params["body_nconsts"],
-        )
-    if primitive is jax_primitives.cond_p:
-        return Cond(tuple(map(closed, params["branches"])))
-    if primitive is jax_primitives.linear_solve_p:
-        consts = params["const_lengths"]
-        before = consts.matvec + consts.vecmat
-        solve = closed(params["jaxprs"].solve)
-        return LinearSolve(solve, before, consts.solve, consts.transpose_solve)
-    if primitive.name == _CUSTOM_VMAP:
-        return Call("custom_vmap", closed(params["call"]))
-    if primitive.name == _SHARD_MAP:
-        return _shard_map(params)
-    return None
+    read = _HOLDING.get(equation.primitive.name)
+    return None if read is None else read(equation.params)
 
 
 def closed(program: Any) -> jex_core.ClosedJaxpr:
@@ -230,22 +184,52 @@ def _changed(value: Any, changed: Callable[[Any], Any]) -> Any:
     return type(value)(*after) if hasattr(value, "_fields") else tuple(after)
 
 
-def _arity(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried."""
+def _call(wrapper: Wrapper, name: str) -> Callable[[dict[str, Any]], Inside]:
+    return lambda params: Call(wrapper, closed(params[name]))
+
+
+def _scan(params: dict[str, Any]) -> Scan:
     if "num_consts" in params:  # JAX 0.10
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
+        arity = params["num_consts"], params["num_carry"]
+    else:
+        consts, carry, _ = params["ft_in"].unpack()
+        arity = len(consts), len(carry)
+    return Scan(closed(params["jaxpr"]), *arity, params["length"])
+
+
+def _while(params: dict[str, Any]) -> While:
+    condition, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
+    return While(condition, body, params["cond_nconsts"], params["body_nconsts"])
+
+
+def _linear_solve(params: dict[str, Any]) -> LinearSolve:
+    solve, consts = closed(params["jaxprs"].solve), params["const_lengths"]
+    before = consts.matvec + consts.vecmat
+    return LinearSolve(solve, before, consts.solve, consts.transpose_solve)
 
 
 def _shard_map(params: dict[str, Any]) -> ShardMap:
     # JAX 0.10 and 0.11 name them differently.
     axes = frozenset(params["manual_axes" if "manual_axes" in params else "newly_manual_axes"])
-    return ShardMap(
-        closed(params["jaxpr"]),
-        axes,
-        math.prod(params["mesh"].shape[axis] for axis in axes),
-        tuple(params["in_specs"]),
-        tuple(params["out_specs"]),
-        params["check_vma"],
-    )
+    num_devices = math.prod(params["mesh"].shape[axis] for axis in axes)
+    specs = tuple(params["in_specs"]), tuple(params["out_specs"])
+    return ShardMap(closed(params["jaxpr"]), axes, num_devices, *specs, params["check_vma"])
+
+
+_HOLDING: dict[str, Callable[[dict[str, Any]], Inside]] = {
+    jax_primitives.jit_p.name: _call("jit", "jaxpr"),
+    jax_primitives.closed_call_p.name: _call("jit", "call_jaxpr"),
+    jax_primitives.call_p.name: _call("jit", "call_jaxpr"),
+    jax_primitives.remat_p.name: _call("remat", "jaxpr"),
+    jax_primitives.custom_jvp_call_p.name: _call("custom_jvp", "call_jaxpr"),
+    jax_primitives.custom_vjp_call_p.name: _call("custom_vjp", "call_jaxpr"),
+    jax_primitives.scan_p.name: _scan,
+    jax_primitives.while_p.name: _while,
+    jax_primitives.cond_p.name: lambda params: Cond(tuple(map(closed, params["branches"]))),
+    jax_primitives.linear_solve_p.name: _linear_solve,
+    "custom_vmap_call": _call("custom_vmap", "call"),
+    "shard_map": _shard_map,
+}
+
+HOLDERS = frozenset(_HOLDING)
+"""The names of the primitives that [`inside`][] knows."""

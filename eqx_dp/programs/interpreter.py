@@ -9,7 +9,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 
-from .inside import Scan, closed
+from .inside import Scan
 
 Value = TypeVar("Value")
 Extra = TypeVar("Extra")
@@ -74,21 +74,9 @@ def at(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
 
 def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation as it is, on the values of its operands, literals included."""
-    values = {
-        atom: value
-        for atom, value in zip(equation.invars, inputs, strict=True)
-        if not isinstance(atom, jex_core.Literal)
-    }
-    alone = jex_core.Jaxpr(
-        (),
-        list(values),
-        equation.outvars,
-        [equation],
-        equation.effects,
-        debug_info=jex_core.DebugInfo("equation", equation.primitive.name, None, None),
-    )
-    run: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(closed(alone))
-    return run(*values.values())
+    context: Any = equation.ctx.manager
+    with at(equation), context:
+        return bound(equation, equation.params, inputs)
 
 
 def bound(equation: jex_core.JaxprEqn, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:

@@ -14,8 +14,7 @@ from jax.extend import source_info_util
 # What a call of the user's goes through on its way to an equation.
 _BENEATH = ("jax", "jaxtyping", "beartype")
 
-LIBRARIES = ("equinox", "diffrax", "optimistix", "lineax")
-"""Libraries of one family, which share Equinox's ways to reduce over all examples."""
+_FAMILY = ("equinox", "diffrax", "optimistix", "lineax")  # which reduce over all examples
 
 
 def source_line(equation: jex_core.JaxprEqn) -> str:
@@ -23,28 +22,26 @@ def source_line(equation: jex_core.JaxprEqn) -> str:
     return source_info_util.summarize(equation.source_info)
 
 
-def own_line(equation: jex_core.JaxprEqn) -> str:
-    """The innermost line of the user's, outside of Equinox and its family; "" if there is none."""
-    for library, _, frame in written_in(equation):
-        if not library:
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return ""
-
-
-def users_line(equation: jex_core.JaxprEqn, around: str, within: str) -> str:
-    """The innermost line that is in no library; else that of a library.
+def own_line(equation: jex_core.JaxprEqn, around: str = "", within: str = "") -> str:
+    """The innermost line that is in no library; "" if there is none.
 
     JAX forgets the calls that led to a branch: then `around` counts, the line of the equation that
     holds its program. Callers of the function `within` of this package are not looked at.
     """
     traceback: Any = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
-        if frame.function_name == within and _is_in_library(frame.file_name):
+        is_installed = _is_in_library(frame.file_name)
+        if is_installed and frame.function_name == within:
             break
-        if not _is_in_library(frame.file_name):
+        if not is_installed:
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     file, _, _ = around.rpartition(":")
-    return around if file and not _is_in_library(file) else source_line(equation)
+    return "" if _is_in_library(file) else around
+
+
+def users_line(equation: jex_core.JaxprEqn, around: str, within: str) -> str:
+    """As [`own_line`][], but the line of a library where there is no other."""
+    return own_line(equation, around, within) or source_line(equation)
 
 
 @functools.cache
@@ -66,7 +63,7 @@ def written_in(equation: jex_core.JaxprEqn) -> Iterator[tuple[str, str, Any]]:
     """
     folders = {
         name: Path(file).parent
-        for name in (*_BENEATH, *LIBRARIES)
+        for name in (*_BENEATH, *_FAMILY)
         if (file := getattr(sys.modules.get(name), "__file__", None)) is not None
     }
     traceback: Any = equation.source_info.traceback

@@ -57,20 +57,13 @@ ENTRY_BY_ENTRY = named(
 )
 """An entry of their result is a function of the entries of their operands at the same place."""
 
-CHEAP_LINEAR = named(
-    "add add_any concatenate dynamic_update_slice imag neg pad real select_n stack sub"
+CHEAP = named(
+    """
+    abs add add_any clamp concatenate dynamic_update_slice imag integer_pow max min mul neg pad real
+    select_n square stack sub
+    """
 )
-CHEAP = CHEAP_LINEAR | named("abs clamp integer_pow max min mul square")
 """Arithmetic that costs less than to write its result to memory and to read it again."""
-
-LINEAR = REARRANGED | CHEAP_LINEAR | named("cumsum gather reduce_sum reduce_window_sum scatter-add")
-"""Their derivatives need no operand, but for indices and for what selects."""
-
-OF_RESULT = named("cbrt exp exp2 logistic rsqrt sqrt tanh")
-"""Their derivatives are functions of their results."""
-
-PRODUCTS = named("conv_general_dilated dot_general ragged_dot_general")
-"""Contractions and convolutions: what they multiply stands in memory."""
 
 SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
 COLLECTIVES = SUMS_OF_DEVICES | named(

@@ -1,7 +1,6 @@
 """Floating-point operations of a traced program, by formula."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -15,7 +14,6 @@ from .inside import (
     Scan,
     ShardMap,
     While,
-    equations,
     inside,
     open_jaxpr,
     programs_of,
@@ -34,31 +32,12 @@ def matmul_flops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
     return sum(map(equation_flops, open_jaxpr(program).eqns))
 
 
-def primitives(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> frozenset[str]:
-    """The names of all primitives in a program."""
-    return frozenset(equation.primitive.name for equation in equations(program))
-
-
-def loops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> Iterator[str]:
-    """Names the loops of a program: every scan of more than one step, every while."""
-    for equation in equations(program):
-        match inside(equation):
-            case Scan(length=length) if length > 1:
-                yield f"a scan of {length} steps"
-            case While():
-                yield "a while_loop"
-            case _:
-                pass
-
-
 def equation_flops(equation: jex_core.JaxprEqn) -> int:
     """Those of one equation, and of all that it holds."""
-    if equation.primitive is dot_general_p:
+    if equation.primitive is dot_general_p or equation.primitive.name == "ragged_dot_general":
         return _contraction(equation)
     if equation.primitive is conv_general_dilated_p:
         return _convolution(equation)
-    if equation.primitive.name == "ragged_dot_general":
-        return _ragged(equation)
     match inside(equation):
         case Call(body=body) | LinearSolve(solve=body):
             return matmul_flops(body)
@@ -84,17 +63,13 @@ def has_free_dimensions(equation: jex_core.JaxprEqn) -> bool:
 
 
 def _contraction(equation: jex_core.JaxprEqn) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
+    """Of a contraction; of one in groups as if every row met one group."""
+    params = equation.params
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
     left: Any = equation.invars[0].aval
     result: Any = equation.outvars[0].aval
-    return 2 * math.prod(result.shape) * math.prod(left.shape[axis] for axis in contracted)
-
-
-def _ragged(equation: jex_core.JaxprEqn) -> int:
-    """As if every row met one group."""
-    left: Any = equation.invars[0].aval
-    result: Any = equation.outvars[0].aval
-    return 2 * math.prod(result.shape) * left.shape[-1]
+    return 2 * math.prod(result.shape) * math.prod(left.shape[axis] for axis in numbers[0][0])
 
 
 def _convolution(equation: jex_core.JaxprEqn) -> int:
@@ -102,34 +77,15 @@ def _convolution(equation: jex_core.JaxprEqn) -> int:
     numbers = params["dimension_numbers"]
     avals: list[Any] = [v.aval for v in (*equation.invars[:2], equation.outvars[0])]
     image, kernel, result = (aval.shape for aval in avals)
-    out_features, in_features, *window = (kernel[axis] for axis in numbers.rhs_spec)
-    met = [
-        _positions(image[at], result[to], size, *rest)
-        for at, to, size, *rest in zip(
-            numbers.lhs_spec[2:],
-            numbers.out_spec[2:],
-            window,
-            params["window_strides"],
-            params["padding"],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
-    ]
+    space = zip(*(spec[2:] for spec in numbers), strict=True)
     # The kernel's input features are those of one group already.
-    return 2 * result[numbers.out_spec[0]] * out_features * in_features * math.prod(met)
-
-
-def _positions(
-    length: int,
-    result: int,
-    window: int,
-    stride: int,
-    padding: tuple[int, int],
-    lhs_dilation: int,
-    rhs_dilation: int,
-) -> int:
-    """How many pairs of result and window position meet an entry of the input, in one dimension."""
-    at = np.arange(result)[:, None] * stride + np.arange(window) * rhs_dilation - padding[0]
-    there = (at >= 0) & (at <= (length - 1) * lhs_dilation) & (at % lhs_dilation == 0)
-    return int(there.sum())
+    products = result[numbers.out_spec[0]] * math.prod(kernel[i] for i in numbers.rhs_spec[:2])
+    for dimension, (of_image, of_kernel, of_result) in enumerate(space):
+        stride, gap = params["window_strides"][dimension], params["rhs_dilation"][dimension]
+        hole, (before, _) = params["lhs_dilation"][dimension], params["padding"][dimension]
+        # Which entry of the image each entry of the result meets at each entry of the kernel.
+        at = np.arange(result[of_result])[:, None] * stride + np.arange(kernel[of_kernel]) * gap
+        at -= before
+        is_there = (at >= 0) & (at <= (image[of_image] - 1) * hole) & (at % hole == 0)
+        products *= int(is_there.sum())
+    return 2 * products

@@ -1,5 +1,4 @@
-"""A report on a run, for people who were not there: one description, as JSON and as a page."""
+"""A report on a run, for people who were not there: one page of HTML."""
 
-from .description import FORMAT as FORMAT
-from .description import description_of as description_of
+from .page import MARK as MARK
 from .page import page_of as page_of

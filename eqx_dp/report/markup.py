@@ -1,45 +1,121 @@
 """HTML in which everything that comes from outside is text, and nothing of it is ever a tag."""
 
 import html
+import json
+import re
 import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any, cast
+
+_HERE = Path(__file__).parent
+# Controls, halves of a pair, and marks that turn the order of letters around.
+_HIDDEN = {"Cc", "Cf", "Cs"}
+_MOST_ROWS, _LONGEST = 200, 300
 
 
 class Markup(str):
-    """HTML that is finished; any other text is escaped where it is put into a tag."""
+    """HTML that is finished; any other text is escaped where it is put into HTML."""
 
 
-# Controls, halves of a pair, and marks that turn the order of letters around.
-_HIDDEN = {"Cc", "Cf", "Cs"}
+def _texts() -> dict[str, Template]:
+    """The texts of `page.html`, by name."""
+    _, *found = re.split(r"^@@ (\w+)\n", (_HERE / "page.html").read_text("utf-8"), flags=re.M)
+    texts = {
+        name: Template(text.strip()) for name, text in zip(found[::2], found[1::2], strict=True)
+    }
+    return texts | {"style": Template((_HERE / "page.css").read_text("utf-8"))}
 
 
-def escaped(text: str) -> Markup:
-    """A text as HTML, also within an attribute.
+_TEXTS = _texts()
 
-    | in the text | in HTML |
+
+def text(name: str, /, **values: object) -> Markup:
+    """A text of `page.html`, with values in it: all but finished HTML is escaped."""
+    escapes = {key: escaped(value) for key, value in values.items()}
+    return Markup(_TEXTS[name].substitute(escapes))
+
+
+def escaped(value: object) -> Markup:
+    """A value as HTML, also within an attribute.
+
+    | in its text | in HTML |
     |---|---|
     | `<`, `>`, `&`, quotes | as what they are: no tag, no attribute |
     | controls, lone surrogates, marks of direction | their number, as `\\u202e` |
     | line breaks | as they are |
     | finished HTML | unchanged |
     """
-    if isinstance(text, Markup):
-        return text
-    shown = (
+    if isinstance(value, Markup):
+        return value
+    said = (
         f"\\u{ord(one):04x}" if one != "\n" and unicodedata.category(one) in _HIDDEN else one
-        for one in text
+        for one in str(value)
     )
-    return Markup(html.escape("".join(shown)))
+    return Markup(html.escape("".join(said)))
 
 
-def joined(*parts: str) -> Markup:
+def joined(parts: Iterable[object]) -> Markup:
     """Texts and HTML, one after another."""
     return Markup("".join(map(escaped, parts)))
 
 
-def tag(_name: str, *inside: str, **attributes: str) -> Markup:
-    """An element and what is inside: `class_` stands for `class`, `aria_label` for `aria-label`."""
-    named = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"'
-        for key, value in attributes.items()
+def number(value: float) -> str:
+    """A figure for people: three or four digits that count, thousands apart."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def facts(said: Mapping[str, Any]) -> Markup:
+    """A table of names and values."""
+    return text(
+        "facts", rows=joined(text("fact", name=_spaced(k), value=shown(v)) for k, v in said.items())
     )
-    return Markup(f"<{_name}{named}>{joined(*inside)}</{_name}>")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
+    """A table that scrolls by itself where the page is narrow; a long one is cut."""
+    heads = joined(text("head", name=_spaced(column)) for column in columns)
+    cells = (joined(text("cell", value=shown(v)) for v in row) for row in rows[:_MOST_ROWS])
+    left = len(rows) - _MOST_ROWS
+    more = text("more", count=f"{left:,}") if left > 0 else ""
+    body = joined(text("row", cells=each) for each in cells)
+    return text("table", heads=heads, rows=body, more=more)
+
+
+def everything(found: Mapping[str, Any]) -> Markup:
+    """All that a check or an audit says: tables of rows, and one of single values."""
+    single = {k: v for k, v in found.items() if not _is_rows(v) and k not in ("format", "version")}
+    parts = [facts(single)]
+    for name, rows in found.items():
+        if _is_rows(rows):
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            values = [[row.get(column, "") for column in columns] for row in rows]
+            parts += [text("subtitle", title=_spaced(name)), table(columns, values)]
+    return joined(parts)
+
+
+def shown(value: Any) -> str:
+    """A value of JSON in words."""
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value) if abs(value) < 1e300 else str(value)
+    if isinstance(value, dict):
+        value = [f"{_spaced(key)}: {inner}" for key, inner in cast("dict[str, Any]", value).items()]
+    if isinstance(value, list) and not any(isinstance(x, dict | list) for x in value):
+        value = "; ".join(map(shown, cast("list[Any]", value)))
+    said = value if isinstance(value, str) else json.dumps(value)
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(x, dict) for x in value)
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")[:_LONGEST]

@@ -1,243 +1,163 @@
-"""The page of a report: sections of plain sentences, charts and tables, in one file."""
+"""The page of a report: sections of plain sentences, pictures and tables, in one file."""
 
-from collections.abc import Mapping, Sequence
+import datetime
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from . import words
-from .charts import Axis, Line, chart
-from .findings import facts, findings, shown, spaced, table
-from .markup import Markup, escaped, joined, tag
+import numpy as np
+
+from ..training import versions
+from .markup import Markup, everything, facts, joined, number, shown, table, text
+from .picture import Line, picture
+from .run import Attack, Run, attack_on, epsilon_over_steps, read_run
+
+MARK = 'name="generator" content="eqx_dp.report"'
+"""What every page of a report holds."""
 
 # Of a run that names its figures one by one, not all.
 _MOST_METRICS = 24
 _FALSE_ALARMS = (0.001, 0.01, 0.05, 0.1, 0.5)
+_NEIGHBORS = {
+    "ADD_OR_REMOVE_ONE": ("an example is added or removed", "without it"),
+    "REPLACE_ONE": ("an example is replaced by any other", "with any other in its place"),
+    "REPLACE_SPECIAL": ("an example is replaced by a blank", "with a blank in its place"),
+}
 
 
-def page_of(description: Mapping[str, Any]) -> str:
-    """The page: HTML that needs no network and no scripts, for a wide window or a phone.
+def page_of(directory: Path) -> str:
+    """The page on the run in a directory: HTML without scripts that needs no network.
 
-    Whatever stands in the description is escaped.
+    Nothing of it depends on private data, unless the run's `evaluate` returned such data. Whatever
+    the run or its user named is escaped. Nothing in the directory is changed.
+
+    Raises:
+        ValueError: there is no run; or a file in it is damaged, or of another release or run.
+        MissingExtra: matplotlib is not installed.
     """
-    sections = (
-        ("protected", "What is protected", _protected),
-        ("meaning", "What epsilon and delta mean", lambda said: _paragraphs(*words.meaning(said))),
-        ("attack", "What an attack can find out", _attack),
-        ("steps", "Epsilon over the steps", _steps),
-        ("limits", "What the promise does not cover", _limits),
-        ("checks", "Checks of the training step", _checks),
-        ("audit", "Audit", _audit),
-        ("metrics", "Metrics", _metrics),
-        ("plan", "Plan and versions", _plan),
+    run = read_run(directory)
+    attack, newest = attack_on(run), run.starts[-1]
+    epsilon, delta = _rounded_up(run.epsilon), run.plan.delta
+    relation = run.plan.neighboring_relation.name
+    changed, other = _NEIGHBORS[relation]
+    common = {
+        "epsilon": epsilon,
+        "delta": number(delta),
+        "one_in": f"{1 / delta:,.0f}",
+        "examples": f"{newest['num_examples']:,}",
+        "changed": changed,
+        "other": other,
+        "released": f"{run.released:,}",
+        "planned": f"{run.plan.steps:,}",
+        "starts": len(run.starts),
+        "times": _rounded_up(math.exp(run.epsilon)) if run.epsilon < 50 else "e^epsilon",
+        "right": _of_hundred(attack.right),
+    }
+    kind = "promise" if math.isfinite(run.epsilon) else "no_promise"
+    plan = {
+        name: value for name, value in newest["plan"].items() if name not in ("format", "version")
+    }
+    used = {**versions(), **newest["made_by"]}
+    return text(
+        "page",
+        **common,
+        style=text("style"),
+        name=run.name,
+        lead=text(f"lead_{kind}", **common),
+        grows=text(f"grows_{kind}", **common),
+        warnings=joined(text("bad", words=words) for words in _warnings(run)),
+        seed=text("seed") if any(x["randomness"] == "seeded" for x in run.starts) else "",
+        meaning=text(f"meaning_{kind}", **common),
+        attack=_attack(attack) if kind == "promise" else "",
+        steps=_steps(run, common) if kind == "promise" else "",
+        limits=joined(text("item", words=words) for words in run.does_not_cover),
+        privacy=_checked(run.checks.get("privacy")),
+        precision=_checked(run.checks.get("precision")),
+        audits=joined(text("audit", name=k, found=_checked(v)) for k, v in run.audits.items())
+        or text("not_made"),
+        metrics=joined(_metric(k, v) for k, v in [*run.metrics.items()][:_MOST_METRICS])
+        or text("no_metrics"),
+        plan=facts(plan | {"policy": newest["policy"]}),
+        versions=facts(used),
+        made=datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
     )
-    links = (tag("li", tag("a", title, href=f"#{name}")) for name, title, _ in sections)
-    body = joined(
-        tag("header", *_head(description), tag("nav", tag("ul", *links), aria_label="Sections")),
-        tag(
-            "main",
-            *(
-                tag("section", tag("h2", title, id=name), *parts(description))
-                for name, title, parts in sections
-            ),
+
+
+def _warnings(run: Run) -> list[str]:
+    """What nobody should overlook."""
+    found = {
+        "There is no promise of privacy: epsilon is infinite.": math.isinf(run.epsilon),
+        "The policy is unsafe: sums or noise may have too few digits.": any(
+            start["unsafe"] for start in run.starts
         ),
-        tag("footer", tag("p", f"Made by eqx_dp at {description['made_at']}.", class_="soft")),
+        "A check or an audit found something, or could not decide: see below.": any(
+            isinstance(one, dict) and one.get("ok") is False
+            for one in (*run.checks.values(), *run.audits.values())
+        ),
+    }
+    return [words for words, is_so in found.items() if is_so]
+
+
+def _attack(attack: Attack) -> Markup:
+    at = dict(
+        zip(_FALSE_ALARMS, np.interp(_FALSE_ALARMS, attack.false_alarms, attack.found), strict=True)
     )
-    return Template(_file("page.html")).substitute(
-        title=escaped(f"Privacy report: {description['name']}"), style=_file("page.css"), body=body
+    points = list(zip(attack.false_alarms.tolist(), attack.found.tolist(), strict=True))
+    drawn = picture(
+        "Examples found, at most, over false alarms; above the line of blind guessing.",
+        "false alarms: share of those not in the data",
+        "found: share of those in the data",
+        (Line(((0.0, 0.0), (1.0, 1.0)), "--"), Line(points)),
     )
-
-
-def _file(name: str) -> str:
-    return Path(__file__).with_name(name).read_text("utf-8").rstrip()
-
-
-def _paragraphs(*texts: str) -> list[Markup]:
-    return [tag("p", text) for text in texts]
-
-
-def _verdict(kind: str, text: str) -> Markup:
-    sign = {"good": "\N{CHECK MARK}", "bad": "\N{MULTIPLICATION SIGN}", "open": "\N{EN DASH}"}[kind]
-    return tag("p", f"{sign}\N{NO-BREAK SPACE} {text}", class_=f"verdict {kind}")
-
-
-def _head(said: Mapping[str, Any]) -> list[Markup]:
-    verdicts = [_verdict("bad", text) for text in words.warnings_of(said)]
-    return [
-        tag("p", "Privacy report", class_="kicker"),
-        tag("h1", said["name"]),
-        tag("p", words.lead(said), class_="lead"),
-        *verdicts,
-        tag("dl", *(_card(*card) for card in words.cards(said)), class_="cards"),
-    ]
-
-
-def _card(name: str, value: str, text: str) -> Markup:
-    return tag(
-        "div", tag("dt", name), tag("dd", value, class_="value"), tag("dd", text), class_="card"
-    )
-
-
-def _protected(said: Mapping[str, Any]) -> list[Markup]:
-    return [
-        facts(words.protected(said)),
-        tag("h3", "Who may see what"),
-        facts(words.who_may_see(said)),
-    ]
-
-
-def _attack(said: Mapping[str, Any]) -> list[Markup]:
-    corners = said["trade_off"]
-    drawn = chart(
-        "The curve of true positives, at most, over false positives, above the diagonal of blind "
-        f"guessing. {words.one_attack(said, 0.01)}",
-        Axis("false alarms (share of those not in the data)", 0.0, 1.0),
-        Axis("found (share of those in the data)", 0.0, 1.0),
-        (Line(((0.0, 0.0), (1.0, 1.0)), "beside"), Line(corners)),
-    )
-    caption = "No attack is above the solid line. Blind guessing is on the dashed line."
-    rows = [
-        (words.of_hundred(share), words.of_hundred(words.found_at(corners, share)))
-        for share in _FALSE_ALARMS
-    ]
     columns = ("False alarms, of 100 not in the data", "Found, of 100 in the data, at most")
-    return [
-        *_paragraphs(*words.attack(said)),
-        tag("figure", drawn, tag("figcaption", caption)),
-        table(columns, rows, "False alarms and examples found"),
-        tag("p", words.ATTACK_SOURCE, class_="soft"),
-    ]
+    rows = [(_of_hundred(share), _of_hundred(found)) for share, found in at.items()]
+    return text("attack", drawn=drawn, found=_of_hundred(at[0.01]), table=table(columns, rows))
 
 
-def _steps(said: Mapping[str, Any]) -> list[Markup]:
-    taken, planned = said["steps_released"], said["plan"]["steps"]
-    known = [(step, value) for step, value in said["epsilon_over_steps"] if value is not None]
-    if len(known) < 2:
-        return _paragraphs("Epsilon is infinite after the first step: the run adds no noise.")
-    lines = [Line([pair for pair in known if pair[0] <= taken])]
-    ahead = [pair for pair in known if pair[0] >= taken]
-    if len(ahead) > 1:
-        lines.insert(0, Line(ahead, "ahead"))
-    last = words.epsilon_in_words(said["epsilon"])
-    drawn = chart(
-        f"Epsilon rises with the number of steps, to {last} after {taken:,} of {planned:,} steps.",
-        Axis("steps", 0.0, float(planned)),
-        Axis("epsilon", 0.0),
-        lines,
+def _steps(run: Run, common: Mapping[str, Any]) -> Markup:
+    known = epsilon_over_steps(run)
+    taken = [(step, epsilon) for step, epsilon in known if step <= run.released]
+    ahead = [(step, epsilon) for step, epsilon in known if step >= run.released]
+    drawn = picture(
+        f"Epsilon rises with the number of steps, to {common['epsilon']}.",
+        "steps",
+        "epsilon",
+        (Line(ahead, ":"), Line(taken)),
     )
-    caption = "Solid: the steps of this run."
-    caption += " Dotted: the steps that its plan still allows." if len(ahead) > 1 else ""
-    return [
-        *_paragraphs(words.STEPS),
-        tag("figure", drawn, tag("figcaption", caption)),
-        _details("The figures", table(("Steps", "Epsilon"), known, "Epsilon over the steps")),
-    ]
+    return text("steps", **common, drawn=drawn, table=table(("Steps", "Epsilon"), known))
 
 
-def _limits(said: Mapping[str, Any]) -> list[Markup]:
-    items = (tag("li", text) for text in said["does_not_cover"])
-    return [
-        *_paragraphs(
-            said["covers"],
-            "Not covered are:",
-        ),
-        tag("ul", *items),
-        *_paragraphs(*words.ASSUMPTIONS),
-    ]
-
-
-def _checks(said: Mapping[str, Any]) -> list[Markup]:
-    found, has_policy = said["checks"], said["policy"] is not None
-    newest = [words.NEWEST_START] if said["starts"] > 1 else []
-    return [
-        *_paragraphs(words.CHECKS, *newest),
-        tag("h3", "Privacy"),
-        *_checked(found["privacy"], words.PRIVACY_CHECK, "It was not checked."),
-        tag("h3", "Precision"),
-        *_checked(
-            found["precision"],
-            words.PRECISION_CHECK,
-            "It was not checked."
-            if has_policy
-            else "It was not checked: the run has no policy that declares dtypes.",
-        ),
-    ]
-
-
-def _audit(said: Mapping[str, Any]) -> list[Markup]:
-    found: Mapping[str, Any] = said["audit"] or {}
-    return [
-        *_paragraphs(words.AUDIT),
-        tag("h3", "Neighbors"),
-        *_checked(found.get("neighbours"), words.NEIGHBOURS, "This audit was not made."),
-        tag("h3", "Canaries"),
-        *_checked(found.get("canaries"), words.CANARIES, "This audit was not made."),
-    ]
-
-
-def _checked(found: Mapping[str, Any] | None, about: str, without: str) -> list[Markup]:
-    if found is None:
-        return [*_paragraphs(about), _verdict("open", without)]
-    if found["ok"]:
-        verdict = _verdict("good", "Nothing was found that breaks the promise.")
-    elif "undecided" in found and not found.get("violations"):
-        verdict = _verdict("open", "Something could not be decided. The table says what.")
+def _checked(found: Any) -> Markup:
+    """The verdict of a check or an audit, and everything that it said."""
+    if not isinstance(found, dict):
+        return text("not_made")
+    if found.get("ok") is True:
+        verdict = text("good", words="Nothing was found that breaks the promise.")
+    elif "ok" not in found or (found.get("undecided") and not found.get("violations")):
+        verdict = text("open", words="Something could not be decided. The table says what.")
     else:
-        verdict = _verdict("bad", "Something is not as it should be. The table says what.")
-    inside = findings(found)
-    more = [_details("All that was found", inside, is_open=not found["ok"])] if inside else []
-    return [*_paragraphs(about), verdict, *more]
+        verdict = text("bad", words="Something is not as it should be. The table says what.")
+    return joined((verdict, text("details", name="All that was found", inside=everything(found))))
 
 
-def _details(summary: str, inside: Markup, is_open: bool = False) -> Markup:
-    return tag("details", tag("summary", summary), inside, **({"open": ""} if is_open else {}))
+def _metric(name: str, points: list[tuple[int, float | None]]) -> Markup:
+    step, value = points[-1]
+    last = "not finite" if value is None else shown(value)
+    drawn = picture(f"{name} over the steps.", "steps", "", [Line(points)], from_zero=False)
+    figures = table(("Step", name), points)
+    return text("metric", name=name, drawn=drawn, step=f"{step:,}", last=last, figures=figures)
 
 
-def _metrics(said: Mapping[str, Any]) -> list[Markup]:
-    found: Mapping[str, Any] = said["metrics"]
-    if not found:
-        return _paragraphs("The run recorded no metrics.")
-    names = list(found)
-    figures = [_metric(name, found[name]) for name in names[:_MOST_METRICS]]
-    left = names[_MOST_METRICS:]
-    more = [f"And {len(left):,} more, in the JSON file beside this page."] if left else []
-    return [
-        *_paragraphs(words.METRICS),
-        tag("div", *figures, class_="figures"),
-        *_paragraphs(*more),
-    ]
+def _rounded_up(bound: float) -> str:
+    """A bound with four digits that count, and not below itself."""
+    if bound <= 0 or math.isinf(bound):
+        return "infinite" if bound > 0 else "0"
+    unit = 10.0 ** (math.floor(math.log10(bound)) - 3)
+    return number(math.ceil(bound / unit - 1e-9) * unit)
 
 
-def _metric(name: str, points: Sequence[Sequence[Any]]) -> Markup:
-    label, (step, value) = spaced(name), points[-1]
-    last = f"After step {step:,}: {'not finite' if value is None else shown(value)}."
-    drawn = chart(
-        f"{label} over the steps. {last}", Axis("steps", 0.0), Axis(label[:40]), [Line(points)]
-    )
-    rows = [(step, "not finite" if value is None else value) for step, value in points]
-    return tag(
-        "figure",
-        tag("h3", label),
-        drawn,
-        tag("figcaption", last),
-        _details("The figures", table(("Step", label), rows, f"{label} over the steps")),
-    )
-
-
-def _plan(said: Mapping[str, Any]) -> list[Markup]:
-    plan = {key: value for key, value in said["plan"].items() if key not in ("format", "version")}
-    if said["policy"] is not None:
-        plan["policy"] = said["policy"]
-    made_by, versions = said["made_by"], said["versions"]
-    libraries = [
-        (library, shown(made_by[library]) if library in made_by else "not recorded", version)
-        for library, version in versions.items()
-    ]
-    others = {key: value for key, value in made_by.items() if key not in versions}
-    return [
-        facts(plan),
-        tag("h3", "Versions"),
-        table(("Library", "Of the run", "Of this report"), libraries, "Versions"),
-        tag("h3", "Where the run was made"),
-        facts(others),
-    ]
+def _of_hundred(share: float) -> str:
+    """A share as so many of 100, rounded up: it is a bound."""
+    digits = 1 if share >= 0.001 else 3
+    return f"{math.ceil(share * 100 * 10**digits - 1e-6) / 10**digits:g}"

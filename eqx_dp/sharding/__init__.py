@@ -18,4 +18,3 @@ from .shards import evaluated_whole as evaluated_whole
 from .shards import keeps_parts as keeps_parts
 from .shards import rearranged as rearranged
 from .shards import whole as whole
-from .uneven import warn_of_uneven as warn_of_uneven

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, cast
 
 from jax.sharding import Mesh, PartitionSpec
 
+from ..expected import expect
 from ..shown import shown
 
 PathRule: TypeAlias = tuple[str, PartitionSpec]
@@ -33,10 +34,8 @@ def axes_text(axes: Sequence[str], kind: str = "") -> str:
 
 def example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
     """Checks the axes that examples are spread over, and returns them as a tuple."""
-    if not isinstance(cast(object, examples), str | tuple | list):  # a set has no order
-        raise ValueError(
-            f"examples must be an axis of the mesh or a tuple of axes, found {shown(examples)}."
-        )
+    allowed = "an axis of the mesh or a tuple of axes"  # a set has no order
+    expect("examples", examples, (str, tuple, list), allowed)
     axes = (examples,) if isinstance(examples, str) else tuple(examples)
     if not axes:
         raise ValueError(
@@ -50,38 +49,25 @@ def example_axes(mesh: Mesh, examples: str | Sequence[str]) -> tuple[str, ...]:
 
 def path_rules(mesh: Mesh, rules: object) -> tuple[PathRule, ...]:
     """Checks the rules for parameters, and returns them as a tuple."""
-    if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
-        raise ValueError(
-            f"params holds pairs (path pattern, PartitionSpec), in order, found {shown(rules)}. A "
-            "mapping's pairs are tuple(mapping.items())."
-        )
-    return tuple(_path_rule(mesh, rule) for rule in cast(Iterable[Any], rules))
+    is_iterable = isinstance(rules, Iterable) and not isinstance(rules, str | Mapping)
+    found = tuple(cast(Iterable[Any], rules)) if is_iterable else (rules,)
+    return tuple(_path_rule(mesh, rule) for rule in found)
 
 
 def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
-    if not (isinstance(rule, tuple | list) and len(cast(Sequence[Any], rule)) == 2):
+    pattern, spec = rule if isinstance(rule, tuple | list) and len(rule) == 2 else (None, None)
+    if not pattern or not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
         raise ValueError(
-            f"params holds pairs (path pattern, PartitionSpec), found {shown(rule)}. A single pair "
-            "needs a comma behind it: params=((pattern, spec),)."
-        )
-    pattern, spec = cast(Sequence[Any], rule)
-    if not isinstance(pattern, str) or not pattern:
-        raise ValueError(
-            f"params: a path pattern is a string such as '**.weight', not {shown(pattern)}."
-        )
-    if not isinstance(spec, PartitionSpec):
-        raise ValueError(
-            f"params: {pattern!r} needs a jax.sharding.PartitionSpec, found {shown(spec)}."
-        )
-    if spec.unreduced or spec.reduced:
-        raise ValueError(
-            f"params: {pattern!r} has {spec}; a parameter is never partly reduced: leave that out."
-        )
-    if PartitionSpec.UNCONSTRAINED in tuple(spec):
-        raise ValueError(
-            f"params: {pattern!r} has {spec}; say for each dimension where it lives, or None."
+            "params holds pairs of a path pattern, such as '**.weight', and a "
+            f"jax.sharding.PartitionSpec; found {shown(rule)}. A single pair needs a comma behind "
+            "it: params=((pattern, spec),). A mapping's pairs are tuple(mapping.items())."
         )
     where = f"params, {pattern!r}: {spec}"
+    if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise ValueError(
+            f"{where} does not say for each dimension where it lives. Name axes, or None; a "
+            "parameter is never partly reduced."
+        )
     _check_axes(mesh, [axis for entry in spec for axis in axes_of(entry)], where)
     for entry in spec:
         _check_alike(mesh, axes_of(entry), where)
@@ -89,23 +75,22 @@ def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
 
 
 def _check_axes(mesh: Mesh, axes: Sequence[Any], where: str) -> None:
-    for axis in axes:
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"{where} names the axis {axis!r}, which the mesh lacks; its axes are "
-                f"{', '.join(map(repr, mesh.axis_names))}."
-            )
+    lacking = [axis for axis in axes if axis not in mesh.axis_names]
+    if lacking:
+        raise ValueError(
+            f"{where} names {axes_text(lacking)}, which the mesh lacks; it has "
+            f"{axes_text(mesh.axis_names)}."
+        )
     if len(set(axes)) < len(axes):
         raise ValueError(f"{where} names an axis twice: {', '.join(map(repr, axes))}.")
 
 
 def _check_alike(mesh: Mesh, axes: Sequence[str], where: str) -> None:
     # JAX holds to such a spec outside of jit; under jit it may drop the Auto axes.
-    types = {mesh.axis_types[mesh.axis_names.index(axis)] for axis in axes}
-    if len(types) > 1:
+    if len({mesh.axis_types[mesh.axis_names.index(axis)] for axis in axes}) > 1:
         raise ValueError(
-            f"{where} spreads one dimension over {', '.join(map(repr, axes))}, of which some are "
-            "Auto and some Explicit. Give the axes that share a dimension one type."
+            f"{where} spreads one dimension over {axes_text(axes)}, of which some are Auto and "
+            "some Explicit. Give the axes that share a dimension one type."
         )
 
 
@@ -118,20 +103,20 @@ def check_fits(
         ValueError: the spec is longer than the array's rank, or spreads a dimension over axes that
             do not divide it.
     """
-    array = name or "the model, which is one array,"
+    given = (
+        f"ShardingRules.params: {pattern!r} gives {name or 'the model, which is one array,'} of "
+        f"shape {shape} the spec {spec},"
+    )
     if len(spec) > len(shape):
         raise ValueError(
-            f"ShardingRules.params: {pattern!r} gives {array} the spec {spec}, which has "
-            f"{len(spec)} dimensions; the array has shape {shape}. Write a pattern that leaves it "
-            "out, or a rule for it in front."
+            f"{given} which has {len(spec)} dimensions. Write a pattern that leaves it out, or a "
+            "rule for it in front."
         )
-    for dimension, entry in enumerate(spec):
-        axes = axes_of(entry)
+    for dimension, axes in enumerate(map(axes_of, spec)):
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if shape[dimension] % parts:
             raise ValueError(
-                f"ShardingRules.params: {pattern!r} spreads dimension {dimension} of {array} over "
-                f"{', '.join(map(repr, axes))}, {parts} devices, which do not divide its length "
-                f"{shape[dimension]} (shape {shape}, {spec}, mesh {dict(mesh.shape)}). Choose "
-                "another dimension or axis, or change the model's width."
+                f"{given} and the {parts} devices of {axes_text(axes)} do not divide dimension "
+                f"{dimension} (mesh {dict(mesh.shape)}). Choose another dimension or axis, or "
+                "change the model's width."
             )

@@ -1,10 +1,13 @@
 """Which dimensions carry examples: what differs between a batch of one and a batch of two."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax.extend.core as jex_core
 
 from .constraints import demanding
+
+Trace: TypeAlias = Callable[[], Sequence[jex_core.Jaxpr]]
 
 
 class BatchOfTwo:
@@ -16,12 +19,10 @@ class BatchOfTwo:
     def __init__(self, examples: Sequence[str]):
         self._examples = examples
         # Equations are told apart by identity, so those that were added must not go away.
-        self._added: dict[
-            int, tuple[list[jex_core.JaxprEqn], Callable[[], Sequence[jex_core.Jaxpr]]]
-        ] = {}
+        self._added: dict[int, tuple[list[jex_core.JaxprEqn], Trace]] = {}
         self._partners: dict[int, list[jex_core.JaxprEqn]] = {}
 
-    def add(self, one: jex_core.Jaxpr, trace: Callable[[], Sequence[jex_core.Jaxpr]]) -> None:
+    def add(self, one: jex_core.Jaxpr, trace: Trace) -> None:
         """Adds a program on a batch of one.
 
         `trace` gives those on a batch of two, one for each place where this one stands.
@@ -41,15 +42,13 @@ class BatchOfTwo:
         if id(equation) not in self._partners:
             ours, trace = self._added[id(equation)]
             for two in trace():
-                self._pair(ours, list(demanding(two, self._examples)))
+                theirs = list(demanding(two, self._examples))
+                if [one.primitive for one in ours] != [its.primitive for its in theirs]:
+                    raise ValueError(
+                        "The loss constrains shardings in one way for a batch of one example and "
+                        "in another for a batch of two, so it is unknown which dimensions carry "
+                        "examples. The constraints must not depend on the length of the batch."
+                    )
+                for one, its in zip(ours, theirs, strict=True):
+                    self._partners.setdefault(id(one), []).append(its)
         return self._partners[id(equation)]
-
-    def _pair(self, ours: list[jex_core.JaxprEqn], theirs: list[jex_core.JaxprEqn]) -> None:
-        if [e.primitive.name for e in ours] != [e.primitive.name for e in theirs]:
-            raise ValueError(
-                "The loss constrains shardings in one way for a batch of one example and in "
-                "another for a batch of two, so it is unknown which dimensions carry examples. "
-                "The constraints must not depend on the length of the batch."
-            )
-        for equation, partner in zip(ours, theirs, strict=True):
-            self._partners.setdefault(id(equation), []).append(partner)

@@ -1,10 +1,9 @@
 """The boundary between a batch on a mesh and examples on a device."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from .axes import only
 from .batch_of_two import BatchOfTwo
 from .retrace import Retrace
 from .rules import ShardingRules
-from .shards import Cut, Shard, cut_of, inner_mesh, longer_than_one
+from .shards import Cut, Shard, cut_of, inner_mesh, longer_than_one, over_others
 
 
 class Argument(NamedTuple):
@@ -59,7 +58,8 @@ def example_program(
     def trace(length: int) -> jex_core.ClosedJaxpr:
         leading = (length,) if is_batched else ()
         with _outside(rules, context):
-            structs = [_traceable(argument, leading, rules) for argument in arguments]
+            mesh = _mesh_of(rules, 1)
+            structs = [_traceable(a, leading, rules, mesh, rules.examples) for a in arguments]
             return jax.make_jaxpr(loss)(*structs)
 
     if rules.is_explicit:
@@ -88,39 +88,34 @@ def example_program(
         raise
 
 
-_OF_MESHES = ("evenly divide", "Context mesh", "context mesh", "should match", "AbstractMesh")
+_OF_MESHES = ("evenly divide", "ontext mesh", "should match", "AbstractMesh", "lowering_platforms")
+_ON_EXPLICIT_AXES = (
+    "While it is traced, the example axes have length one, the others keep theirs. A dimension "
+    "that carries examples cannot be spread over an axis that the rules do not name: take the axis "
+    "out of the spec, or add it to ShardingRules(examples=...). A sharding of the real mesh cannot "
+    "be applied: pass the PartitionSpec alone (jax.sharding.reshard(x, P('data'))). Pass arrays "
+    "that live on the mesh with the model or the batch; do not close over them. JAX fails where "
+    "the loss computes something at once, as jax.ensure_compile_time_eval does (and so Equinox's "
+    "enumerations, and diffrax): there, make the axes Auto, by jax.make_mesh(..., axis_types=...)."
+)
+_ON_AUTO_AXES = (
+    "A jit with in_shardings or out_shardings, or a device_put, needs dimensions that the devices "
+    "divide; use jax.lax.with_sharding_constraint instead, which does not."
+)
 
 
 def _explained(error: Exception, rules: ShardingRules, traced_on: str) -> str | None:
     """What an error of JAX's about meshes or lengths means for a loss; None of any other."""
     text = str(error)
     is_bare = isinstance(error, AssertionError) and not text  # so JAX says it, under jax.set_mesh
-    if rules.is_explicit and (is_bare or "lowering_platforms" in text):
-        return (
-            f"On Explicit axes, the loss cannot be traced on {traced_on}: "
-            f"{text or 'an assertion fails, one of JAX or of the loss.'} JAX fails where the loss "
-            "computes something at once, as jax.ensure_compile_time_eval does (and so Equinox's "
-            f"enumerations, and diffrax), since the example axes {rules.examples} have length one "
-            "while it is traced. Make the mesh's axes Auto: jax.make_mesh(..., axis_types=...)."
-        )
-    if rules.is_explicit and any(word in text for word in _OF_MESHES):
-        return (
-            f"On Explicit axes, the loss cannot be traced on {traced_on}: {text} While it is "
-            f"traced, the example axes {rules.examples} have length one, the others keep "
-            "theirs. A dimension that carries examples cannot be spread over an axis that the "
-            "rules do not name: take the axis out of the spec, or add it to "
-            "ShardingRules(examples=...). A sharding of the real mesh cannot be applied: pass "
-            "the PartitionSpec alone (jax.sharding.reshard(x, P('data'))), and no mesh to "
-            "jax.shard_map. Pass arrays that live on the mesh with the model or the batch; do not "
-            "close over them."
-        )
-    if "evenly divide" in text:
-        return (
-            f"The loss cannot be traced on {traced_on}: {text} A jit with in_shardings or "
-            "out_shardings, or a device_put, needs dimensions that the devices divide; use "
-            "jax.lax.with_sharding_constraint instead, which does not."
-        )
-    return None
+    if rules.is_explicit and (is_bare or any(word in text for word in _OF_MESHES)):
+        text, advice = text or "an assertion fails, one of JAX or of the loss.", _ON_EXPLICIT_AXES
+    elif "evenly divide" in text:
+        advice = _ON_AUTO_AXES
+    else:
+        return None
+    kind = "Explicit" if rules.is_explicit else "Auto"
+    return f"On {kind} axes, the loss cannot be traced on {traced_on}: {text} {advice}"
 
 
 def _meet_unbound_axes(
@@ -135,33 +130,20 @@ def _meet_unbound_axes(
     Raises:
         NameError: a collective over an example axis, which no shard_map binds.
     """
-    mesh = _mesh_of(rules, 2)
-
-    def traced(length: int, spread: bool) -> bool:
+    mesh, places = _mesh_of(rules, 2), tuple(range(len(arguments)))
+    gradient = jax.grad(loss, places, has_aux=True, allow_int=True)
+    # A loss may insist on a batch of one, which then no axis is spread over.
+    for length, over in ((2 ** len(rules.examples), rules.examples), (1, None)):
         leading = (length,) if is_batched else ()
-        structs = [_traceable(argument, leading, rules, mesh, spread) for argument in arguments]
-        is_float = [jnp.issubdtype(struct.dtype, jnp.floating) for struct in structs]
-
-        def gradient(*values: Any) -> Any:
-            differentiated, rest = eqx.partition(list(values), is_float)
-            loss_of = lambda some: loss(*eqx.combine(some, rest))[0]  # noqa: E731
-            return jax.grad(loss_of)(differentiated)
-
+        structs = [_traceable(argument, leading, rules, mesh, over) for argument in arguments]
         try:
-            jax.make_jaxpr(gradient)(*structs)
+            with _no_mesh(), jax.sharding.use_abstract_mesh(mesh):
+                jax.make_jaxpr(gradient)(*structs)
         except NameError:
             raise
         except Exception:
-            return False
-        return True
-
-    with (
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
-        # A loss may insist on a batch of one, which then no axis is spread over.
-        if not traced(2 ** len(rules.examples), True):
-            traced(1, False)
+            continue
+        return
 
 
 def check_context(rules: ShardingRules) -> None:
@@ -187,10 +169,7 @@ def check_context(rules: ShardingRules) -> None:
             "out and sum over the axes yourself."
         )
     its_own = rules.mesh.abstract_mesh
-    if any(
-        getattr(context, name) != getattr(its_own, name)
-        for name in ("axis_names", "axis_sizes", "axis_types")
-    ):
+    if (context.shape_tuple, context.axis_types) != (its_own.shape_tuple, its_own.axis_types):
         raise ValueError(
             f"The mesh in context is {dict(context.shape)} with axes {context.axis_types}; the "
             f"mesh of the sharding rules is {dict(its_own.shape)} with axes {its_own.axis_types}. "
@@ -206,13 +185,18 @@ def _outside(rules: ShardingRules, context: AbstractMesh) -> Generator[None]:
     of the devices that it is spread over, so the example axes have length one there, and types do
     not speak of them: (1 x time) split into a batch of one and time would else be spread over time.
     """
-    mesh = _mesh_of(rules, 1) if rules.is_explicit else context
+    mesh, is_explicit = _mesh_of(rules, 1) if rules.is_explicit else context, rules.is_explicit
     with (
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),  # from none, lengths may change
+        _no_mesh(),
         jax.sharding.use_abstract_mesh(mesh),
-        jax.remove_size_one_mesh_axis_from_type(rules.is_explicit),
+        jax.remove_size_one_mesh_axis_from_type(is_explicit),
     ):
         yield
+
+
+def _no_mesh() -> AbstractContextManager[Any]:
+    """Leaves the mesh in context: the lengths of its axes may change from none alone."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def _mesh_of(rules: ShardingRules, length: int) -> AbstractMesh:
@@ -225,18 +209,17 @@ def _traceable(
     argument: Argument,
     leading: tuple[int, ...],
     rules: ShardingRules,
-    mesh: AbstractMesh | None = None,
-    spread: bool = True,
+    mesh: AbstractMesh,
+    over: tuple[str, ...] | None,
 ) -> jax.ShapeDtypeStruct:
+    """An argument as a loss sees it, examples along leading axes and these spread over some."""
     struct, spec = argument.struct, argument.spec
     if argument.has_examples and leading:
-        over = rules.examples if spread else None
-        shape, spec = (*leading, *struct.shape), PartitionSpec(over, *spec)
-        struct = jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
+        struct = struct.update(shape=(*leading, *struct.shape))
+        spec = PartitionSpec(over, *spec)
     if not rules.is_explicit:
         return struct
-    spec = rules.on_axes(spec, AxisType.Explicit).spec
-    return struct.update(sharding=NamedSharding(mesh or _mesh_of(rules, 1), spec))
+    return struct.update(sharding=NamedSharding(mesh, rules.on_axes(spec, AxisType.Explicit).spec))
 
 
 def over_devices(
@@ -267,24 +250,17 @@ def over_devices(
     Returns:
         The sums over all examples, and the per-example values, examples in front.
     """
-    mesh = inner_mesh(rules)
-    others = set(rules.mesh.axis_names) - set(rules.examples)
     cuts = [cut_of(rules, spec, x.ndim) for x, spec in zip(shared, shared_specs, strict=True)]
     lie = [
         PartitionSpec() if cut is None else only(spec, longer_than_one(rules))
         for cut, spec in zip(cuts, shared_specs, strict=True)
     ]
 
-    def keep(x: Array, spec: PartitionSpec) -> Array:
-        if not others:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, only(spec, others)))
-
     def on_device(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
-        kept = [keep(x, spec) for x, spec in zip(shared, shared_specs, strict=True)]
+        kept = [over_others(x, spec, rules) for x, spec in zip(shared, shared_specs, strict=True)]
         there = [x if cut is None else Shard(x, cut) for x, cut in zip(kept, cuts, strict=True)]
         sums, per_example = function(there, examples)
-        sums = [keep(x, spec) for x, spec in zip(sums, sum_specs, strict=True)]
+        sums = [over_others(x, spec, rules) for x, spec in zip(sums, sum_specs, strict=True)]
         with stage("devices"):
             return _reduced(sums, sum_specs, sum_cuts, rules), per_example
 
@@ -298,9 +274,8 @@ def over_devices(
     )
 
     def shardings(axis_type: AxisType) -> Any:
-        return [rules.on_axes(spec, axis_type) for spec in sum_specs], rules.on_axes(
-            rules.example_spec, axis_type
-        )
+        of_sums = [rules.on_axes(spec, axis_type) for spec in sum_specs]
+        return of_sums, rules.on_axes(rules.example_spec, axis_type)
 
     def run(shared: list[Array], examples: list[Array]) -> tuple[list[Array], PyTree[Array]]:
         run_mapped: Any = mapped
@@ -328,11 +303,8 @@ def agreement(
         From the number of microbatches that hold a real example here to that of all; or None.
     """
     longer = () if rules is None else longer_than_one(rules)
-    if rules is None or not longer:
-        return None
-    if rules.num_shards == rules.mesh.size and not is_meeting:
-        return None
-    return lambda trips: jax.lax.pmax(trips, longer)
+    is_alone = rules is None or (rules.num_shards == rules.mesh.size and not is_meeting)
+    return None if is_alone or not longer else lambda trips: jax.lax.pmax(trips, longer)
 
 
 def _reduced(
@@ -342,32 +314,15 @@ def _reduced(
     rules: ShardingRules,
 ) -> list[Array]:
     """Sums over the example axes; where a sum is to be spread over them, each gets its part."""
-    longer = longer_than_one(rules)
-    if not longer:
-        return sums
-    wanted = [cut_of(rules, spec, x.ndim) for x, spec in zip(sums, specs, strict=True)]
-    parts = [
-        x if cut is None or done is not None else cut.scattered(_over_rest(x, cut, longer))
-        for x, cut, done in zip(sums, wanted, cuts, strict=True)
-    ]
+    longer, parts, left = longer_than_one(rules), list[Array](), list[tuple[str, ...]]()
+    for x, spec, done in zip(sums, specs, cuts, strict=True):
+        cut = cut_of(rules, spec, x.ndim)
+        taken = {axis for _, axes in ([] if cut is None else cut.over(x.ndim)) for axis in axes}
+        parts.append(x if cut is None or done is not None else cut.scattered(x))
+        left.append(tuple(axis for axis in longer if axis not in taken))
     # What is left to sum over, of all at once that have it in common.
-    left = [
-        longer if cut is None else _rest(cut, x.ndim, longer) if done is not None else ()
-        for x, cut, done in zip(sums, wanted, cuts, strict=True)
-    ]
     for axes in dict.fromkeys(filter(None, left)):
         its = [i for i, own in enumerate(left) if own == axes]
         for i, x in zip(its, jax.lax.psum([parts[i] for i in its], axes), strict=True):
             parts[i] = x
     return parts
-
-
-def _over_rest(x: Array, cut: Cut, longer: tuple[str, ...]) -> Array:
-    """A sum over the axes that do not cut it."""
-    rest = _rest(cut, x.ndim, longer)
-    return jax.lax.psum(x, rest) if rest else x
-
-
-def _rest(cut: Cut, rank: int, longer: tuple[str, ...]) -> tuple[str, ...]:
-    taken = {axis for _, axes in cut.over(rank) for axis in axes}
-    return tuple(axis for axis in longer if axis not in taken)

@@ -1,7 +1,7 @@
 """What a loss says about sharding, and how it reads inside the boundary, for one example."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jex_core
 from jax.sharding import NamedSharding, PartitionSpec
@@ -41,92 +41,74 @@ def constraints_of(jaxpr: jex_core.Jaxpr) -> list[str]:
     ]
 
 
-class Constraint(NamedTuple):
-    """A sharding that a loss demands for a value.
+def without_examples(
+    equation: jex_core.JaxprEqn,
+    sharding: Any,
+    one: tuple[int, ...],
+    two: tuple[int, ...],
+    rules: ShardingRules,
+) -> PartitionSpec:
+    """The spec that an equation demands, without the example axes.
 
-    Attributes:
-        equation: what demands it.
+    Each device works on its own examples, so the dimensions that carry examples are spread
+    over the example axes already; what the constraint says about other axes stays.
+
+    Args:
+        equation: what demands a sharding of a value.
         sharding: the sharding.
         one: the value's shape in a batch of one.
-        two: the value's shape in a batch of two.
+        two: the value's shape in a batch of two: what differs carries examples.
+        rules: the sharding rules.
+
+    Raises:
+        ValueError: the constraint cannot be moved.
     """
 
-    equation: jex_core.JaxprEqn
-    sharding: Any
-    one: tuple[int, ...]
-    two: tuple[int, ...]
-
-    @property
-    def _described(self) -> str:
-        spec = getattr(self.sharding, "spec", self.sharding)
-        return (
-            f"The loss's {self.equation.primitive.name} with spec {spec} on a value of shape "
-            f"{self.one} (in a batch of one example), at {source_line(self.equation)},"
+    def refused(reason: str) -> ValueError:
+        return ValueError(
+            f"The loss's {equation.primitive.name} with spec {getattr(sharding, 'spec', sharding)} "
+            f"on a value of shape {one} (in a batch of one example), at {source_line(equation)}, "
+            f"{reason}"
         )
 
-    def without_examples(self, rules: ShardingRules) -> PartitionSpec:
-        """The spec without the example axes.
-
-        Each device works on its own examples, so the dimensions that carry examples are spread
-        over the example axes already; what the constraint says about other axes stays.
-
-        Raises:
-            ValueError: the constraint cannot be moved.
-        """
-        sharding = self.sharding
-        if self.equation.params.get("layout") is not None:
-            raise ValueError(
-                f"{self._described} constrains a memory layout, which the per-example boundary "
-                "does not support. Constrain the sharding alone."
-            )
-        if not isinstance(sharding, NamedSharding):
-            raise ValueError(
-                f"{self._described} is a {type(sharding).__name__}. Only a PartitionSpec or a "
-                "NamedSharding names axes of the mesh: use one of them."
-            )
-        if sharding.mesh.axis_names != rules.mesh.axis_names:
-            raise ValueError(
-                f"{self._described} is for a mesh with axes {sharding.mesh.axis_names}; the mesh "
-                f"of the sharding rules has {rules.mesh.axis_names}. Use one mesh for both."
-            )
-        memory = rules.mesh.devices.flat[0].default_memory().kind
-        if sharding.memory_kind not in (None, "device", memory):
-            raise ValueError(
-                f"{self._described} moves it to the memory {sharding.memory_kind!r}, which the "
-                "per-example boundary does not support. Leave the memory kind out."
-            )
-        if sharding.spec.unreduced or sharding.spec.reduced:
-            raise ValueError(
-                f"{self._described} leaves a sum over devices open (unreduced, reduced), which "
-                "cannot be taken example by example. Reduce it in the loss."
-            )
-        entries = [
-            self._entry(dimension, entry, rules) for dimension, entry in enumerate(sharding.spec)
-        ]
-        return PartitionSpec(*entries)
-
-    def _entry(self, dimension: int, entry: Any, rules: ShardingRules) -> Any:
-        axes = axes_of(entry)
-        if not axes:
-            return entry
+    def moved(dimension: int, entry: Any) -> Any:
+        axes, has_examples = axes_of(entry), one[dimension] != two[dimension]
         others = tuple(axis for axis in axes if axis not in rules.examples)
-        carries_examples = self.one[dimension] != self.two[dimension]
-        if not carries_examples and len(others) < len(axes):
-            raise ValueError(
-                f"{self._described} spreads dimension {dimension}, which carries no examples, over "
+        if not has_examples and others != axes:
+            raise refused(
+                f"spreads dimension {dimension}, which carries no examples, over "
                 f"{axes_text(axes)}, over which the rules spread examples "
                 f"(examples={rules.examples}). Take these axes out of the spec: each device works "
-                "on its own examples, whole. To spread parameters or sums of gradients over these "
-                "axes, use ShardingRules(params=..., accumulators='examples')."
+                "on its own examples, whole. To spread parameters or sums of gradients, use "
+                "ShardingRules(params=..., accumulators='examples')."
             )
         # A dimension that folds examples and something else (batch x time) may be spread over the
         # example axes first, then, within an example, over others.
-        splits_examples = self.one[dimension] == 1 or axes[0] not in rules.examples
-        if carries_examples and others and splits_examples:
-            raise ValueError(
-                f"{self._described} spreads examples (dimension {dimension}) over "
-                f"{axes_text(others)}, which the rules do not name: examples={rules.examples}. "
-                f"Either ShardingRules(mesh, examples={(*rules.examples, *others)!r}), or take "
-                f"{axes_text(others)} out of the spec."
+        if has_examples and others and (one[dimension] == 1 or axes[0] not in rules.examples):
+            raise refused(
+                f"spreads examples (dimension {dimension}) over {axes_text(others)}, which the "
+                f"rules do not name: examples={rules.examples}. Either ShardingRules(mesh, "
+                f"examples={(*rules.examples, *others)!r}), or take {axes_text(others)} out of the "
+                "spec."
             )
-        return others or None
+        return others or (None if axes else entry)
+
+    if not isinstance(sharding, NamedSharding):
+        raise refused(
+            f"is a {type(sharding).__name__}. Only a PartitionSpec or a NamedSharding names axes "
+            "of the mesh: use one of them."
+        )
+    if sharding.mesh.axis_names != rules.mesh.axis_names:
+        raise refused(
+            f"is for a mesh with axes {sharding.mesh.axis_names}; the mesh of the sharding rules "
+            f"has {rules.mesh.axis_names}. Use one mesh for both."
+        )
+    memory = rules.mesh.devices.flat[0].default_memory().kind
+    is_on_device = sharding.memory_kind in (None, "device", memory)
+    is_open = bool(sharding.spec.unreduced or sharding.spec.reduced)
+    if equation.params.get("layout") is not None or is_open or not is_on_device:
+        raise refused(
+            "asks for more than a sharding: a memory layout, another memory than the device's, or "
+            "a sum over devices that is left open. The per-example boundary does not support that."
+        )
+    return PartitionSpec(*(moved(*entry) for entry in enumerate(sharding.spec)))

@@ -7,9 +7,9 @@ replaced by what is left of them, and on Explicit axes types lose their sharding
 axes are Auto.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +34,9 @@ from ..programs import (
     with_programs,
     with_rules,
 )
+from .axes import axes_text
 from .batch_of_two import BatchOfTwo
-from .constraints import Constraint, demands
+from .constraints import demands, without_examples
 from .rules import ShardingRules
 
 
@@ -60,26 +61,27 @@ class Retrace(NamedTuple):
 
     def _equation(self, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
         """Evaluates one equation, and moves what it demands of its operands and results."""
-        specs = {
-            position: self._moved(equation, position, sharding)
-            for position, sharding in demands(equation, self.rules.examples).items()
-        }
+        specs = self._moved(equation)
         with at(equation):  # the user's own line and scopes stay
             inputs = [self._spread(x, specs.get(i)) for i, x in enumerate(inputs)]
-            results = self._results(equation, inputs, is_demanding=bool(specs))
+            if specs and equation.primitive.name in PLACEMENTS:
+                results = inputs
+            else:
+                results = self._results(equation, inputs)
+            if not specs and (goes := result_sharding(equation)) is not None and any(goes.spec):
+                specs = {len(inputs): goes.spec}
             return [self._spread(x, specs.get(i)) for i, x in enumerate(results, len(inputs))]
 
-    def _moved(self, equation: jex_core.JaxprEqn, position: int, sharding: Any) -> PartitionSpec:
-        """What is left of a sharding inside; it must be movable wherever the equation stands."""
-        avals: list[Any] = [
-            [*each.invars, *each.outvars][position].aval
-            for each in (equation, *self.batch_of_two.partners(equation))
-        ]
-        one, *twos = (aval.shape for aval in avals)
-        spec, *_ = [
-            Constraint(equation, sharding, one, two).without_examples(self.rules) for two in twos
-        ]
-        return spec
+    def _moved(self, equation: jex_core.JaxprEqn) -> dict[int, PartitionSpec]:
+        """What is left inside of each sharding; it must be movable wherever the equation stands."""
+        moved: dict[int, PartitionSpec] = {}
+        for position, sharding in demands(equation, self.rules.examples).items():
+            both = equation, *self.batch_of_two.partners(equation)
+            avals: list[Any] = [[*each.invars, *each.outvars][position].aval for each in both]
+            one, *twos = (aval.shape for aval in avals)
+            for two in twos:
+                moved[position] = without_examples(equation, sharding, one, two, self.rules)
+        return moved
 
     def _spread(self, x: Any, spec: PartitionSpec | None) -> Any:
         """Spreads a value over the axes that there are inside."""
@@ -87,28 +89,24 @@ class Retrace(NamedTuple):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-    def _results(
-        self, equation: jex_core.JaxprEqn, inputs: list[Any], *, is_demanding: bool
-    ) -> list[Any]:
+    def _results(self, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
         """The results of an equation, apart from what it demands."""
-        if equation.primitive.name in PLACEMENTS and is_demanding:
-            return inputs
         match inside(equation):
             case Call("jit", body):
                 return self.run(body, inputs)
             case ShardMap() as spread:
-                return self._shard_map(equation, spread, inputs)
+                raise ValueError(
+                    f"The loss holds a shard_map over {axes_text(sorted(spread.axes))}, at "
+                    f"{source_line(equation)}. With sharding rules the loss runs on each device's "
+                    "own examples, one at a time: take the shard_map out. Over other axes the "
+                    "compiler divides the work, by the parameters' specs and by constraints in the "
+                    "loss (jax.lax.with_sharding_constraint, jax.sharding.reshard)."
+                )
             case _:
-                pass
-        params = with_programs(equation, self._program) | with_rules(
-            equation, partial(self._rule, equation)
-        )
-        params = {k: None if isinstance(v, NamedSharding) else v for k, v in params.items()}
-        results = bound(equation, params, inputs)
-        goes = result_sharding(equation)
-        if goes is None or is_demanding or not any(goes.spec):
-            return results
-        return [self._spread(results[0], goes.spec)]
+                rules = with_rules(equation, functools.partial(self._rule, equation))
+                params = with_programs(equation, self._program) | rules
+                without = {k: None for k, v in params.items() if isinstance(v, NamedSharding)}
+                return bound(equation, params | without, inputs)
 
     def _program(self, program: Any) -> Any:
         """A program inside an equation, traced again; open or closed as it is."""
@@ -122,7 +120,6 @@ class Retrace(NamedTuple):
                 aval.dtype,
                 weak_type=aval.weak_type,
                 sharding=NamedSharding(self.mesh, PartitionSpec()),
-                manual_axis_type=aval.manual_axis_type,  # the axes of a shard_map around
             )
             for aval in program.in_avals
         ]
@@ -137,44 +134,8 @@ class Retrace(NamedTuple):
 
         def twos() -> list[jex_core.Jaxpr]:
             partners = self.batch_of_two.partners(equation)
-            return [traced(partner).program.jaxpr for partner in partners]
+            return [traced(partner)[0].jaxpr for partner in partners]
 
-        rule = traced(equation)
-        self.batch_of_two.add(rule.program.jaxpr, twos)
-        return rule._replace(program=self._traced(rule.program))
-
-    def _shard_map(
-        self, equation: jex_core.JaxprEqn, spread: ShardMap, inputs: list[Any]
-    ) -> list[Any]:
-        """A shard_map over axes that there are inside stays one."""
-        taken = sorted(spread.axes & set(self.rules.examples))
-        if taken:
-            raise ValueError(
-                f"The loss holds a shard_map over {', '.join(map(repr, taken))}, over which the "
-                f"rules spread examples, at {source_line(equation)} (in_specs {spread.in_specs}). "
-                "The loss runs on each device's own examples, one at a time. Take the shard_map "
-                "out, or map over the other axes alone: jax.shard_map(..., axis_names={'model'}) "
-                "with specs that do not name the example axes."
-            )
-        mapped = jax.shard_map(
-            lambda *values: self._within(spread.axes).run(spread.body, values),
-            mesh=self.mesh,
-            in_specs=spread.in_specs,
-            out_specs=list(spread.out_specs),
-            axis_names=set(spread.axes),
-            check_vma=spread.check_vma,
-        )
-        return list(mapped(*inputs))
-
-    def _within(self, axes: Iterable[str]) -> "Retrace":
-        """The same, on a device of a shard_map over axes."""
-        manual = dict.fromkeys(axes, AxisType.Manual)
-
-        @contextmanager
-        def outside() -> Generator[None]:
-            with self.outside():
-                mesh = jax.sharding.get_abstract_mesh().update_axis_types(manual)
-                with jax.sharding.use_abstract_mesh(mesh):
-                    yield
-
-        return self._replace(mesh=self.mesh.update_axis_types(manual), outside=outside)
+        program, beside = traced(equation)
+        self.batch_of_two.add(program.jaxpr, twos)
+        return self._traced(program), beside

@@ -61,7 +61,7 @@ class ShardingRules:
             the state of an optimizer made for them. `"params"`: where their parameter lives.
             `"examples"`: spread over the example axes as well (ZeRO, stage 2), along the first
             dimension that these axes divide and that is not spread already; where the parameter
-            lives if there is no such dimension, of which a warning tells. `"params_once"`: as
+            lives if there is no such dimension. `"params_once"`: as
             `"params"`, but the sum of a parameter that is spread over example axes stays whole on
             a device until its last microbatch: one reduction a step instead of one a microbatch,
             for the memory of the whole sums.
@@ -126,21 +126,16 @@ class ShardingRules:
             ValueError: a pattern matches nothing; a spec is longer than an array's rank, or spreads
                 a dimension over axes that do not divide it.
         """
-        arrays = [
-            (dotted(path), leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(model)
-            if has_shape(leaf)
-        ]
-        unmatched = [
-            pattern
-            for pattern, _ in self.params
-            if not any(matches(pattern, name) for name, _ in arrays)
-        ]
+        leaves = jax.tree_util.tree_leaves_with_path(model)
+        names = [dotted(path) for path, leaf in leaves if _has_shape(leaf)]
+        patterns = [pattern for pattern, _ in self.params]
+        unmatched = [one for one in patterns if not any(matches(one, name) for name in names)]
         if unmatched:
             raise ValueError(
                 f"ShardingRules.params: {', '.join(map(repr, unmatched))}: no array of the model "
-                f"matches. {_listed([name for name, _ in arrays])} A pattern describes the whole "
-                "path, and '**', between dots, stands for any number of parts."
+                f"matches; its arrays are {some(list(map(repr, names)), 8) or 'none'}. "
+                "A pattern describes the whole path, and '**', between dots, stands for any number "
+                "of parts."
             )
         return _specs_of(self.spec, model)
 
@@ -242,17 +237,12 @@ class ShardingRules:
 
         def spread(path: tuple[Any, ...], leaf: Any) -> Any:
             name = below("batch", path)
-            if not _is_placeable(leaf) or _is_no_number(leaf.dtype):
-                found = leaf.dtype if _is_placeable(leaf) else type(leaf).__name__
+            is_text = getattr(getattr(leaf, "dtype", None), "kind", None) in list("OSUMm")
+            if not _is_placeable(leaf) or is_text or leaf.ndim <= axis:
+                found = shown(leaf) if _is_placeable(leaf) else f"of type {type(leaf).__name__}"
                 raise ValueError(
-                    f"{name} is no array of numbers but of type {found}: everything in a batch is "
-                    f"an array with examples along its {which} axis."
-                )
-            if leaf.ndim <= axis:
-                found = f"of shape {leaf.shape}" if leaf.ndim else "a scalar"
-                raise ValueError(
-                    f"{name} is {found}: it has no {which} axis of examples. Close over it in the "
-                    "loss."
+                    f"{name} is {found}: everything in a batch is an array of numbers with "
+                    f"examples along its {which} axis. Close over all else in the loss."
                 )
             is_whole = _is_whole(leaf)
             parts = self.num_shards if is_whole else self.local_shards()
@@ -317,9 +307,8 @@ class ShardingRules:
             axis_type: the type.
         """
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return NamedSharding(
-            self.mesh, only(spec, [name for name, its in types if its is axis_type])
-        )
+        axes = [name for name, its in types if its is axis_type]
+        return NamedSharding(self.mesh, only(spec, axes))
 
     def _joined(self, part: Any, spec: PartitionSpec) -> Array:
         """The whole of which every process gives its part."""
@@ -330,18 +319,15 @@ class ShardingRules:
         return jax.make_array_from_process_local_data(sharding, np.asarray(part))
 
 
-def checked_rules(sharding: object) -> ShardingRules | None:
+def checked_rules(sharding: Any) -> ShardingRules | None:
     """Returns rules or None as they are.
 
     Raises:
         ValueError: `sharding` is neither.
     """
-    if sharding is None or isinstance(sharding, ShardingRules):
-        return sharding
-    raise ValueError(
-        f"sharding must be a dp.ShardingRules, or None; found {shown(sharding)}. For a mesh write "
-        "dp.ShardingRules(mesh, examples=('data',))."
-    )
+    allowed = "a dp.ShardingRules(mesh, examples=('data',)), or None"
+    expect("sharding", sharding, (ShardingRules, type(None)), allowed)
+    return sharding
 
 
 def _specs_of(
@@ -349,11 +335,11 @@ def _specs_of(
 ) -> PyTree[PartitionSpec | None]:
     """A tree of the specs of arrays, by path and shape; None where there is no array."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: spec(path, leaf.shape) if has_shape(leaf) else None, tree
+        lambda path, leaf: spec(path, leaf.shape) if _has_shape(leaf) else None, tree
     )
 
 
-def has_shape(leaf: Any) -> bool:
+def _has_shape(leaf: Any) -> bool:
     """Whether a leaf of a model is an array, or stands for one."""
     return is_array_or_shape(leaf) or isinstance(leaf, np.ndarray)
 
@@ -362,22 +348,7 @@ def _is_placeable(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
 
 
-def _is_no_number(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and dtype.kind in "OSUMm"  # objects, text and times
-
-
 def _is_whole(leaf: Any) -> bool:
     """Whether an array is that of all processes already, and not one process's part."""
-    return (
-        jax.process_count() == 1
-        or isinstance(leaf, jax.core.Tracer)
-        or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
-    )
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "It has no arrays."
-    if names == [""]:
-        return "It is one array, which has an empty path."
-    return f"Its arrays are {some(names, 8)}."
+    is_spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return jax.process_count() == 1 or isinstance(leaf, jax.core.Tracer) or is_spread

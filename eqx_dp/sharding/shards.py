@@ -61,7 +61,7 @@ class Cut(NamedTuple):
                 part = jax.lax.all_gather(part, axes, axis=dim, tiled=True)
             return part
 
-        return self.kept(self._by_part(gather, part))
+        return self._kept(self._by_part(gather, part))
 
     def scattered(self, total: Array) -> Array:
         """A device's part of the sum over the devices that share the array, in the dtype it has.
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
                     total = jax.lax.psum_scatter(total, axes, scatter_dimension=dim, tiled=True)
             return total
 
-        return self.kept(self._by_part(scatter, total))
+        return self._kept(self._by_part(scatter, total))
 
     def _by_part(self, collective: Callable[[Array], Array], x: Array) -> Array:
         """Runs a collective over example axes on each device's part over the other axes.
@@ -85,8 +85,8 @@ class Cut(NamedTuple):
         or of what is gathered.
         """
         both = {dim for dim, _ in self.over(x.ndim)}
-        others = enumerate(self._over_others(x.ndim))
-        spec = PartitionSpec(*(None if dim in both else entry for dim, entry in others))
+        spec = only(PartitionSpec(*self.last(x.ndim)), _others(self.rules))
+        spec = PartitionSpec(*(None if dim in both else its for dim, its in enumerate(spec)))
         axes = {axis for entry in spec for axis in axes_of(entry)}
         if not axes:
             return collective(x)
@@ -94,17 +94,8 @@ class Cut(NamedTuple):
             collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
         )(x)
 
-    def kept(self, x: Array) -> Array:
-        """The array or a part of it, constrained to the other axes of the mesh."""
-        if set(self.rules.mesh.axis_names) == set(self.rules.examples):
-            return x
-        spec = self._over_others(x.ndim)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(inner_mesh(self.rules), spec))
-
-    def _over_others(self, rank: int) -> PartitionSpec:
-        """The spec over the axes that examples are not spread over."""
-        others = [axis for axis in self.rules.mesh.axis_names if axis not in self.rules.examples]
-        return only(PartitionSpec(*self.last(rank)), others)
+    def _kept(self, x: Array) -> Array:
+        return over_others(x, PartitionSpec(*self.last(x.ndim)), self.rules)
 
     def last(self, rank: int) -> Entries:
         """The axes along each dimension of an array of so many."""
@@ -121,6 +112,19 @@ def cut_of(rules: ShardingRules, spec: PartitionSpec, rank: int) -> Cut | None:
 def longer_than_one(rules: ShardingRules) -> tuple[str, ...]:
     """The example axes that there is something to sum over; XLA refuses the others."""
     return tuple(axis for axis in rules.examples if rules.mesh.shape[axis] > 1)
+
+
+def over_others(x: Array, spec: PartitionSpec, rules: ShardingRules) -> Array:
+    """An array or a part of it, constrained to what a spec says of the other axes of the mesh."""
+    others = _others(rules)
+    if not others:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(inner_mesh(rules), only(spec, others)))
+
+
+def _others(rules: ShardingRules) -> list[str]:
+    """The axes that examples are not spread over."""
+    return [axis for axis in rules.mesh.axis_names if axis not in rules.examples]
 
 
 def inner_mesh(rules: ShardingRules) -> jax.sharding.AbstractMesh:
@@ -166,11 +170,6 @@ class Shard:
         return self.part.ndim
 
     @property
-    def size(self) -> int:
-        """Of the whole."""
-        return math.prod(self.shape)
-
-    @property
     def dtype(self) -> Any:
         """Of the entries."""
         return self.part.dtype
@@ -200,15 +199,25 @@ def whole(x: Any) -> Any:
 
 def rearranged(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> Shard | None:
     """What an equation makes of a shard alone that devices can do each for its part; else None."""
-    rule = _REARRANGED.get(equation.primitive)
-    if rule is None or len(inputs) != 1 or not isinstance(inputs[0], Shard):
+    shard, *_ = (*inputs, None)
+    if not keeps_parts(equation) or not isinstance(shard, Shard):
         return None
-    return rule(equation, inputs[0])
+    cut, params = shard.cut, equation.params
+    if equation.primitive is primitives.transpose_p:
+        entries = cut.last(shard.ndim)
+        cut = cut._replace(entries=tuple(entries[i] for i in params["permutation"]))
+    params = {name: None if name == "sharding" else x for name, x in params.items()}
+    return Shard(*bound(equation, params, [shard.part]), cut, shard.is_gathered_again)
 
 
 def keeps_parts(equation: jex_core.JaxprEqn) -> bool:
-    """Whether [`rearranged`][] knows what an equation makes of a shard, as a rule."""
-    return equation.primitive in _REARRANGED
+    """Whether devices can do an equation each for its part of an array."""
+    return equation.primitive in (
+        primitives.convert_element_type_p,
+        primitives.copy_p,
+        primitives.name_p,
+        primitives.transpose_p,
+    )
 
 
 def evaluated_whole(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
@@ -229,59 +238,3 @@ def evaluated_whole(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[
     if any(x.is_gathered_again for x in shards.values()):
         run = jax.checkpoint(run)
     return run(shards, others)
-
-
-def _same(equation: jex_core.JaxprEqn, shard: Shard) -> Shard:
-    params = {name: None if name == "sharding" else x for name, x in equation.params.items()}
-    (part,) = bound(equation, params, [shard.part])
-    return Shard(part, shard.cut, shard.is_gathered_again)
-
-
-def _transposed(equation: jex_core.JaxprEqn, shard: Shard) -> Shard:
-    order = equation.params["permutation"]
-    entries = shard.cut.last(shard.ndim)
-    cut = shard.cut._replace(entries=tuple(entries[i] for i in order))
-    return Shard(jax.lax.transpose(shard.part, order), cut, shard.is_gathered_again)
-
-
-def _reshaped(equation: jex_core.JaxprEqn, shard: Shard) -> Shard | None:
-    """In another shape, if each device's part is a part of that.
-
-    A dimension is cut into consecutive parts. So is the dimension of the new shape with as many
-    entries ahead of it, if the devices divide it.
-    """
-    if equation.primitive is primitives.reshape_p and equation.params["dimensions"] is not None:
-        return None
-    result: Any = equation.outvars[0].aval
-    before, after = shard.shape, tuple(result.shape)
-    if math.prod(before) != math.prod(after) or 0 in before:  # repeated; or nothing there
-        return None
-    entries: list[tuple[str, ...]] = [()] * len(after)
-    for dim, axes in enumerate(shard.cut.last(shard.ndim)):
-        if not axes:
-            continue
-        ahead, parts = math.prod(before[:dim]), shard.cut.parts(axes)
-        fits = (
-            new
-            for new, n in enumerate(after)
-            if n > 1 and math.prod(after[:new]) == ahead and n % parts == 0
-        )
-        new = next(fits, None)
-        if new is None and dim in dict(shard.cut.over(shard.ndim)):
-            return None
-        if new is not None:
-            entries[new] = axes
-    cut = shard.cut._replace(entries=tuple(entries))
-    return Shard(shard.part.reshape(cut.local(after)), cut, shard.is_gathered_again)
-
-
-_REARRANGED = {
-    primitives.convert_element_type_p: _same,
-    primitives.copy_p: _same,
-    primitives.name_p: _same,
-    primitives.neg_p: _same,
-    primitives.transpose_p: _transposed,
-    primitives.reshape_p: _reshaped,
-    primitives.squeeze_p: _reshaped,
-    primitives.broadcast_in_dim_p: _reshaped,
-}

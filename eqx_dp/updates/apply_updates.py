@@ -5,7 +5,6 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..paths import dotted
@@ -69,46 +68,37 @@ def apply_updates(
     policy = agreed_policy(model, checked_policy(policy))
     if key is not None:
         _check_key(key)
-    _check_alike(updates, model)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
-    leaf_keys: dict[str, PRNGKeyArray] = {}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(
+        updates, is_leaf=lambda leaf: leaf is None
+    )
+    texts = [jax.tree_util.keystr(path) for path, update in leaves if update is not None]
+    keys: dict[str, PRNGKeyArray] = {}
     if key is not None and policy is not None and policy.rounding == "stochastic":
-        texts = [jax.tree_util.keystr(path) for path in paths]
         folded = fold_texts(fold_text(key, "eqx_dp rounding"), texts)
-        leaf_keys = dict(zip(texts, folded, strict=True))
+        keys = dict(zip(texts, folded, strict=True))
 
-    def add(path: tuple[Any, ...], update: Array | None, leaf: Any) -> Any:
+    def added(path: tuple[Any, ...], update: Array | None, leaf: Any) -> Any:
         if update is None:
             return leaf
+        if getattr(leaf, "shape", None) != jnp.shape(update):  # before one is broadcast
+            where = f"updates at {dotted(path) or 'the root'}"
+            raise refusal(where, f"{shown(update)} for {shown(leaf)}", _ALLOWED)
         if policy is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return (leaf + update).astype(leaf.dtype)
-        wide = jnp.promote_types(
-            policy.accumulate_dtype, jnp.promote_types(leaf.dtype, update.dtype)
-        )
+        wide = jnp.result_type(policy.accumulate_dtype, leaf.dtype, update.dtype)
         total = leaf.astype(wide) + update.astype(wide)
-        return _stored(total, policy, jax.tree_util.keystr(path), leaf_keys)
+        return _stored(total, policy, keys.get(jax.tree_util.keystr(path)))
 
-    added = jax.tree_util.tree_map_with_path(add, updates, model, is_leaf=_is_none)
-    return cast(Model, added)
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None
-
-
-def _check_alike(updates: PyTree[Array | None], model: PyTree[Any]) -> None:
-    """Refuses updates that are not of this model, before arrays of other shapes are broadcast."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_none)
-    allowed = "what optimizer.update returned for this model"
     try:
         parts = structure.flatten_up_to(model)
     except (TypeError, ValueError) as error:
         found = f"a tree that is not the model's: {error}"
-        raise refusal("updates", found, allowed) from None
-    for (path, update), leaf in zip(leaves, parts, strict=True):
-        if update is not None and getattr(leaf, "shape", None) != jnp.shape(update):
-            where = f"updates at {dotted(path) or 'the root'}"
-            raise refusal(where, f"{shown(update)} for {shown(leaf)}", allowed)
+        raise refusal("updates", found, _ALLOWED) from None
+    pairs = zip(leaves, parts, strict=True)
+    return cast(Model, structure.unflatten(added(*update, leaf) for update, leaf in pairs))
+
+
+_ALLOWED = "what optimizer.update returned for this model"
 
 
 def _check_key(key: object) -> None:
@@ -120,24 +110,19 @@ def _check_key(key: object) -> None:
 
 
 def _stored(
-    total: Float[Array, "*shape"], policy: Policy, path: str, keys: dict[str, PRNGKeyArray]
+    total: Float[Array, "*shape"], policy: Policy, key: PRNGKeyArray | None
 ) -> Float[Array, "*shape"]:
     """A sum as it is stored."""
     stored = policy.param_dtype
     is_exact = jnp.promote_types(total.dtype, stored) == stored
     if policy.rounding == "nearest" or is_exact:
         return total.astype(stored)
-    if not keys:
-        raise refusal(
-            "key",
-            "None",
-            'a key of the step: the policy says params.rounding = "stochastic"',
-        )
+    if key is None:
+        allowed = 'a key of the step: the policy says params.rounding = "stochastic"'
+        raise refusal("key", "None", allowed)
     # Of the two formats of 16 bits none holds the other's numbers: float32 holds both.
     total = total.astype(jnp.promote_types(total.dtype, stored))
     where = jax.typeof(total).sharding
-    is_explicit = isinstance(where, NamedSharding) and bool(where.mesh.explicit_axes)
-    bits = random_bits(
-        keys[path], total.shape, word_of(total.dtype), out_sharding=where if is_explicit else None
-    )
+    where = where if where.mesh.explicit_axes else None
+    bits = random_bits(key, total.shape, word_of(total.dtype), out_sharding=where)
     return rounded_stochastically(total, stored, bits)

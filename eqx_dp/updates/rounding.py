@@ -59,41 +59,26 @@ def rounded_stochastically(
     """
     wide, narrow = _Format.of(x.dtype), _Format.of(dtype)
     word = wide.word.type
-    drop, width = wide.fraction - narrow.fraction, wide.bits
+    width = word(wide.bits)
     raw = jax.lax.bitcast_convert_type(x, wide.word)
-    magnitude = raw & word(2 ** (width - 1) - 1)
-    # What is kept, as the magnitude's bits in the result; and the rest, as a fraction of 2**width.
-    shift = word(wide.bias - narrow.bias)
-    kept = (magnitude >> word(drop)) - (shift << word(narrow.fraction))
-    rest = magnitude << word(width - drop)
-    if shift:  # where x is subnormal in the result, the more is dropped, the smaller it is
-        is_subnormal = magnitude < ((shift + word(1)) << word(wide.fraction))
-        low_kept, low_rest = _split_subnormal(magnitude, wide, drop, int(shift))
-        kept = jnp.where(is_subnormal, low_kept, kept)
-        rest = jnp.where(is_subnormal, low_rest, rest)
-    sign = (raw >> word(width - narrow.bits)).astype(narrow.word)
-    sign = sign & narrow.word.type(1 << (narrow.bits - 1))
+    magnitude = raw & word(2 ** (wide.bits - 1) - 1)
+    exponent, one = magnitude >> word(wide.fraction), word(1 << wide.fraction)
+    significand = (magnitude & (one - word(1))) | jnp.where(exponent > 0, one, word(0))
+    # The exponent at which the result's normal numbers begin. The further x is below that, the more
+    # of its significand is dropped.
+    exponent = jnp.maximum(exponent, word(1))
+    least = word(wide.bias - narrow.bias + 1)
+    above = jnp.maximum(exponent, least)
+    dropped = word(wide.fraction - narrow.fraction) + (above - exponent)
+    # Shifts by the whole width and more are not defined; a significand is far below 2**(width - 1).
+    kept = significand >> jnp.minimum(dropped, width - word(1))
+    kept += (above - least) << word(narrow.fraction)
+    # The rest, as a fraction of 2**width.
+    within = significand << (width - jnp.minimum(dropped, width))
+    below = significand >> jnp.minimum(jnp.maximum(dropped, width) - width, width - word(1))
+    rest = jnp.where(dropped <= width, within, below)
+    sign = (raw >> (width - word(1)) << word(narrow.bits - 1)).astype(narrow.word)
     result = sign | (kept + (bits < rest).astype(wide.word)).astype(narrow.word)
     largest = np.asarray(jnp.finfo(dtype).max, x.dtype).view(wide.word)
     finite = jax.lax.bitcast_convert_type(result, np.dtype(dtype))
     return jnp.where(magnitude > word(largest), x.astype(dtype), finite)
-
-
-def _split_subnormal(
-    magnitude: UInt[Array, "*shape"], wide: _Format, drop: int, shift: int
-) -> tuple[UInt[Array, "*shape"], UInt[Array, "*shape"]]:
-    """The same for numbers below the smallest normal one of the result."""
-    word, most = wide.word.type, wide.word.type(wide.bits - 1)
-    exponent = magnitude >> word(wide.fraction)
-    one = word(1 << wide.fraction)
-    significand = (magnitude & (one - word(1))) | jnp.where(exponent > 0, one, word(0))
-    dropped = word(drop + 1 + shift) - jnp.maximum(exponent, word(1))
-    # Shifts by the whole width and more are not defined; a significand is far below 2**most.
-    kept = significand >> jnp.minimum(dropped, most)
-    inside = significand << jnp.minimum(
-        word(wide.bits) - jnp.minimum(dropped, word(wide.bits)), most
-    )
-    below = significand >> jnp.minimum(
-        jnp.maximum(dropped, word(wide.bits)) - word(wide.bits), most
-    )
-    return kept, jnp.where(dropped <= word(wide.bits), inside, below)

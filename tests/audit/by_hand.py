@@ -65,19 +65,18 @@ def stepped(gradient, optimizer=None):
     return step, optimizer.init(MODEL)
 
 
-def audited(step, *state, sensitivity=CLIP_NORM, plan=PLAN, batch=BATCH, mask=MASK, **options):
+def audited(step, *state, sensitivity=CLIP_NORM, **options):
     """The audit of a step that takes model, state, batch and mask."""
     place = 1 + len(state)
     return audit.neighbours(
         step,
         MODEL,
         *state,
-        *batch,
-        mask,
+        *BATCH,
+        MASK,
         private=(place, place + 1),
         padding=place + 2,
         sensitivity=sensitivity,
-        plan=plan,
         **options,
     )
 

@@ -18,7 +18,7 @@ from rich.console import Console
 import eqx_dp as dp
 from eqx_dp.privacy import NeighboringRelation
 from eqx_dp.privacy.accounting import epsilon_of
-from eqx_dp.timing import interleaved, ratios
+from tests.benchmarks.timing import interleaved, ratios
 
 from . import report
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import equinox as eqx
+import jax
 from rich.console import Console
 
 import eqx_dp as dp
@@ -43,7 +45,7 @@ FEW_SIZES = (None, 1, 8)
 class Goals(NamedTuple):
     """At most so many times the reference."""
 
-    non_private: float = 1.15  # of auto, against the better of the two, without whole leaves
+    non_private: float = 1.15  # of auto, against the better of the two, without whole matrices
     jax_privacy: float = 1.0  # of auto
     optax: float = 1.0  # of auto
     memory: float = 2.0  # of book-keeping, of the whole batch at once, against non-private
@@ -58,7 +60,7 @@ class Auto(NamedTuple):
 
     method: str
     microbatch_size: int | None
-    whole: int  # leaves whose gradients are found by differentiating example by example
+    whole: int  # matrices whose gradients are formed example by example
 
     def __str__(self) -> str:
         return f"{self.method}, {self.microbatch_size or 'all'}"
@@ -78,7 +80,7 @@ def contenders(row: Row, short: bool) -> list[Contender]:
 
 
 def chosen(row: Row) -> Auto:
-    """By `explain`; whole leaves are those that no method understands better."""
+    """By `explain`; whole matrices are those that book-keeping forms."""
     explained = [
         dp.explain(
             dp.filter_clipped_grad(
@@ -89,7 +91,9 @@ def chosen(row: Row) -> Auto:
         )
         for method in ("auto", "book_keeping")
     ]
-    whole = sum(leaf.way == "whole" for leaf in explained[1].rows)
+    trained = jax.tree.leaves(eqx.filter(row.model, row.filter_spec))
+    leaves = zip(explained[1].rows, trained, strict=True)
+    whole = sum(leaf.way == "formed" and array.ndim > 1 for leaf, array in leaves)
     return Auto(explained[0].method, explained[0].microbatch_size, whole)
 
 
@@ -111,7 +115,7 @@ COLUMNS = (
     "row",
     "auto, ms",
     "its choice",
-    "whole leaves",
+    "whole matrices",
     "/ better non-private",
     "/ jax_privacy",
     "/ optax",
@@ -158,7 +162,7 @@ def _marked(value: float | None, goal: float, held: bool) -> str:
 def summary(lines: list[tuple[str, ...]]) -> report.Cells:
     note = (
         f"Goals, at most: auto {GOALS.non_private:g} x the better of non-private whole and in "
-        f"parts where no leaf is whole, {GOALS.jax_privacy:g} x jax_privacy, {GOALS.optax:g} x "
+        f"parts where no matrix is whole, {GOALS.jax_privacy:g} x jax_privacy, {GOALS.optax:g} x "
         f"optax; temporary memory of book_keeping {GOALS.memory:g} x non-private, the whole batch "
         f"at once; ghost {GOALS.ghost:g} x the better non-private. `!` is behind what misses its "
         "goal, `-` is where one of the two does not run."

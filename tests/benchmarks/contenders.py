@@ -12,7 +12,7 @@ import jax_privacy
 import optax
 
 import eqx_dp as dp
-from eqx_dp.gradients.methods import METHODS
+from eqx_dp.gradients import METHODS
 
 from .rows import Row
 

@@ -33,7 +33,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 from rich.console import Console
 
-from eqx_dp.planning import flop_report, plan_memory, read_compiled
+import eqx_dp as dp
+from eqx_dp.planning.memory import read_compiled
 from eqx_dp.planning.step import on_mesh, planned_step
 from tests.sharding.counted import Sent, counted
 from tests.test_examples import load
@@ -93,9 +94,11 @@ def ours(task: Any, method: Any, microbatch: int) -> tuple[Any, Any, int]:
     plan_gpt = example()
     grad_fn = plan_gpt.clipped_grad(task).variant(method=method, microbatch_size=microbatch)
     optimizer = plan_gpt.optimizer_of(task)
-    parts = plan_memory(grad_fn, task.model, *task.batch, optimizer=optimizer, compiled=False)
+    parts = dp.plan_memory(grad_fn, task.model, *task.batch, optimizer=optimizer, compiled=False)
     step = planned_step(grad_fn, task.model, task.batch, optimizer, None)
-    return step.trace(), task.rules, parts.parts.total
+    with on_mesh(task.rules):
+        traced = jax.jit(step.run, donate_argnums=(0, 1)).trace(*step.arguments)
+    return traced, task.rules, parts.parts.total
 
 
 class Gathered(eqx.Module):
@@ -284,8 +287,8 @@ def measured(size: Any, batch: int, mesh: str, contender: str, microbatch: int) 
 
 def ideal_flops(task: Any) -> float:
     """Of the step without privacy, on all devices, with what is rematerialised; by formula."""
-    found = flop_report(example().clipped_grad(task), task.model, *task.batch, compiled=False)
-    return found.row("forward").flops + found.row("backward").flops
+    found = dp.explain(example().clipped_grad(task), task.model, *task.batch)
+    return found.flops.gradient
 
 
 # One process a row, and the table.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_dp.timing import Spread, interleaved, once, ratios
+from tests.benchmarks.timing import Spread, interleaved, once, ratios
 
 from .contenders import Contender, Program
 from .rows import Row

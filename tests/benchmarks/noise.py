@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 import eqx_dp as dp
-from eqx_dp.timing import interleaved, ratios
+from tests.benchmarks.timing import interleaved, ratios
 
 from . import report
 from .rows import ROWS, TINY

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from eqx_dp.timing import Spread
+from tests.benchmarks.timing import Spread
 
 from .contenders import AUTO, JAX_PRIVACY, NON_PRIVATE
 from .curves import Curve

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from eqx_dp.timing import interleaved, ratios
+from tests.benchmarks.timing import interleaved, ratios
 
 from . import report
 from .contenders import JAX_PRIVACY, opacus_is_installed

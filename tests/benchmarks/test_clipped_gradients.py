@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_dp import timing
 from tests import oracle
-from tests.benchmarks import clipped_gradients, measure
+from tests.benchmarks import clipped_gradients, measure, timing
 from tests.benchmarks.contenders import CLIP_NORM, NON_PRIVATE, Contender, Program, in_jax, in_torch
 from tests.benchmarks.rows import ROWS, TINY
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from eqx_dp.timing import ratios
+from tests.benchmarks.timing import ratios
 
 from . import report
 from .contenders import JAX_PRIVACY, NON_PRIVATE, Gradient, non_private, of_jax_privacy, ours

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 
 import eqx_dp as dp
-from eqx_dp.timing import ratios
+from tests.benchmarks.timing import ratios
 
 from . import report
 from .contenders import CLIP_NORM

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
-from eqx_dp.gradients import contract, leaves
+from eqx_dp.gradients import clip, leaves
 from eqx_dp.precision import stage
 from eqx_dp.privacy.normals import normal
 from tests import models
@@ -352,7 +352,7 @@ def test_a_clip_norm_computed_narrow(monkeypatch):
     def narrow(*args):
         return tuple(x.astype(BF16).astype(F32) for x in leaves.norm_and_bound(*args))
 
-    monkeypatch.setattr(contract, "norm_and_bound", narrow)
+    monkeypatch.setattr(clip, "norm_and_bound", narrow)
     report = check(*training_step(models.mlp(), MIXED))
     assert found(report) == {("clip norm", "float32", "bfloat16")}
 
@@ -392,7 +392,7 @@ def test_a_sum_over_examples_at_default_precision(monkeypatch):
 
     monkeypatch.setattr("eqx_dp.gradients.leaves.weighted_sum", default)
     monkeypatch.setattr(
-        "eqx_dp.gradients.computed_once._SMALL", 0
+        "eqx_dp.gradients.leaves._SMALL", 0
     )  # each leaf has a sum of its own
     report = check(*training_step(models.mlp(), MIXED, method="per_example"))
     ((stage, declared, what),) = found(report)
@@ -467,6 +467,20 @@ def test_no_alarm_on_what_follows_the_noise():
     assert report.notes == ()
     # Two steps of a scan draw twice.
     assert {use.times % 2 for use in report.summary if use.kind == "draw"} == {0}
+
+
+@pytest.mark.parametrize(("declared", "stored"), [("bfloat16", F32), ("float32", BF16)])
+def test_parameters_that_are_stored_otherwise_are_called_so(declared, stored):
+    """Today's dtype, whether it is the wider or the narrower one, is named with the parameter."""
+    policy = dp.parse_policy(f"p={declared},c=bf16,o=f32")
+    step, model, state, *batch = training_step(models.mlp(), policy)
+    check(step, model, state, *batch, policy=policy).raise_if_violated()
+    other = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, stored) if hasattr(x, "dtype") else x, model
+    )
+    first = check(step, other, state, *batch, policy=policy).violations[0]
+    assert first[:3] == ("parameters", declared, str(jnp.dtype(stored)))
+    assert first.where.startswith("model.layers[0].weight")
 
 
 def test_optimizer_state_narrower_than_declared():

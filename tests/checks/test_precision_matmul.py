@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import contract, methods, narrow_products
+from eqx_dp.gradients import clip, methods, narrow_products
 from tests import models
 from tests.checks.test_precision import check, training_step
 from tests.gradients.engine import layers
@@ -120,7 +120,7 @@ def test_an_8_bit_sum_over_examples(monkeypatch):
 
         return clip_and_sum(traced, list(map(cast, leaves)), *rest)
 
-    clip_and_sum = contract.clip_and_sum
+    clip_and_sum = clip.clip_and_sum
     monkeypatch.setattr(methods, "clip_and_sum", narrow_sum)
     report = check(*training_step(models.mlp(), FLOAT8, method="per_example"), policy=FLOAT8)
     assert "sum over examples" in stages(report)

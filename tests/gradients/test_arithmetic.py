@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import clip, gram, leaves, seen
-from eqx_dp.gradients.clip import clip_factors, norm_error, norms_of_parts, product_roundoff
+from eqx_dp.gradients import clip, factored, gram, leaves, norms
+from eqx_dp.gradients.clip import clip_factors
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, one_term, row_norms
+from eqx_dp.gradients.norms import norm_error, norms_of_parts, product_roundoff
 from tests.gradients.arithmetic import Machine, U
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -106,7 +107,7 @@ def test_weights_of_outer_products_are_zero_or_normal(up, monkeypatch):
         def added(x, g):
             _, bound, x, power = one_term(x, g)
             factors = clip_factors(bound, clip_norm, False, jnp.ones(len(x), bool))
-            return leaves._times(factors, (power,)), x, g
+            return factored._times(factors, (power,)), x, g
 
         if not zeroed:
             monkeypatch.setattr(leaves, "without_subnormal", lambda x: x)
@@ -196,14 +197,14 @@ def test_every_contraction_asks_for_the_precision_of_the_bound(monkeypatch):
     for function, operands in (
         (lambda x, g: gram_norms([OuterProducts(x, g)]), (x, g)),
         (lambda x, g: gram.sum_of_products(x, g, ones[:, None], ones > 0), (x, g)),
-        (lambda x: clip.weighted_sum(jnp.tile(x, (30, 1, 1, 1)), jnp.ones(90), jnp.ones(90) > 0),
+        (lambda x: leaves.weighted_sum(jnp.tile(x, (30, 1, 1, 1)), jnp.ones(90), jnp.ones(90) > 0),
          (x,)),
     ):  # fmt: skip
         program = jax.make_jaxpr(function)(*operands)
         asked += [e for e in dp.programs.equations(program) if e.primitive.name == "dot_general"]
     assert asked
     for equation in asked:
-        assert set(equation.params["precision"]) == {clip.PRECISION}
+        assert set(equation.params["precision"]) == {norms.PRECISION}
 
 
 @pytest.mark.parametrize("spread", [1, 3])
@@ -283,7 +284,7 @@ def test_what_is_not_measured_again_may_add_more(monkeypatch):
 def test_factors_within_a_limit():
     bounds = jnp.array([1.0, 2.0, 3e38, jnp.inf, jnp.nan, 0.0, 1.0])
     limits = jnp.array([1.0, 1.0, 1e-30, 1.0, 1.0, 0.0, 0.0])
-    factors = seen.within(jnp.full(7, 0.5), bounds, limits)
+    factors = factored.within(jnp.full(7, 0.5), bounds, limits)
     exact = np.float64(factors) * np.float64(bounds)
     assert factors[0] == 0.5
     assert factors[5] == 0.5
@@ -301,5 +302,5 @@ def test_scatters_that_never_add_in_the_same_order(method):
 
 def clear_caches():
     """What was traced with another `within`."""
-    seen._sum.cache_clear()
+    factored._sum.cache_clear()
     jax.clear_caches()

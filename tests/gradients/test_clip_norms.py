@@ -8,8 +8,8 @@ import pytest
 from dp_accounting import NeighboringRelation
 
 import eqx_dp as dp
-from eqx_dp.gradients.clip import norms
 from eqx_dp.gradients.gram import row_norms
+from eqx_dp.gradients.norms import norms
 from tests import models, oracle
 from tests.gradients import jitted
 

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_dp.gradients.clip import norm_error, norms, weighted_sum
+from eqx_dp.gradients.leaves import weighted_sum
+from eqx_dp.gradients.norms import norm_error, norms
 
 pytestmark = pytest.mark.optimized
 

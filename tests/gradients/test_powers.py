@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients.clip import norm_error, norms_of_parts
-from eqx_dp.gradients.powers import exponent_of, power, power_of_two, times_power
+from eqx_dp.gradients.norms import (
+    exponent_of,
+    norm_error,
+    norms_of_parts,
+    power,
+    power_of_two,
+    times_power,
+)
 from tests import oracle
 
 pytestmark = pytest.mark.optimized

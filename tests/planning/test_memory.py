@@ -1,7 +1,5 @@
 """The memory planner: its parts against counts by hand, and the compiler's word."""
 
-import json
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from eqx_dp.planning import TransformerShape, plan_memory
+from eqx_dp import plan_memory
 from tests import models
 
 pytestmark = [pytest.mark.optimized, pytest.mark.sampled(4)]
@@ -33,14 +31,12 @@ def sizes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "size"))
 
 
-def test_a_plan_adds_up_and_is_data():
+def test_a_plan_adds_up():
     grad_fn, model, batch = mlp(method="per_example", microbatch_size=4)
     noise = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0))
-    plan = plan_memory(
-        grad_fn, model, *batch, optimizer=optax.chain(noise, optax.adam(1e-3)), device_memory=2**30
-    )
+    plan = plan_memory(grad_fn, model, *batch, optimizer=optax.chain(noise, optax.adam(1e-3)))
     parts, compiled = plan.parts, plan.compiled
-    assert parts.total == sum(vars(parts).values())
+    assert parts.total == sum(parts)
     assert parts.parameters == sizes(model)  # float32 is given to the loss as it is
     assert parts.gradients == 2 * sizes(model)  # of all, and of a microbatch
     assert 0 <= parts.optimizer - 2 * sizes(model) < 64  # mu and nu, and counters
@@ -54,18 +50,30 @@ def test_a_plan_adds_up_and_is_data():
         compiled.arguments + compiled.results - compiled.shared + compiled.temporary
     )
     assert plan.total == compiled.total
-    assert plan.fits(plan.total)
-    assert not plan.fits(plan.total - 1)
     assert (plan.method, plan.microbatch_size, plan.num_examples) == ("per_example", 4, 16)
-    assert json.loads(json.dumps(plan.to_dict()))["compiled_total"] == compiled.total
-    for word in (
-        "per-example",
-        "sum of parts",
-        "compiled",
-        "fits a device of 1.00 GiB",
-        "microbatch 4",
-    ):
+    for word in ("per_example", "sum of parts", "compiled", "microbatch 4"):
         assert word in str(plan)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_largest_microbatch_within_a_limit(compiled):
+    grad_fn, model, batch = mlp(method="per_example")
+
+    def total(size):
+        return plan_memory(grad_fn, model, *batch, microbatch_size=size, compiled=compiled).total
+
+    for size in (1, 5, 16) if not compiled else (5,):
+        limit = total(size)
+        found = plan_memory(grad_fn, model, *batch, limit=limit, compiled=compiled)
+        assert found.total <= limit
+        assert found.microbatch_size >= size
+        assert found.microbatch_size == 16 or total(found.microbatch_size + 1) > limit
+    found = plan_memory(grad_fn, model, *batch, limit=2**40, microbatch_size=3, compiled=False)
+    assert found.microbatch_size == 3
+    with pytest.raises(ValueError, match=r"Not even one example at a time fits: it takes .* KiB"):
+        plan_memory(grad_fn, model, *batch, limit=1, compiled=compiled)
+    with pytest.raises(ValueError, match="limit must be at least 1; found 0"):
+        plan_memory(grad_fn, model, *batch, limit=0)
 
 
 class Layers(eqx.Module):
@@ -213,18 +221,6 @@ def test_frozen_leaves_have_no_optimizer_state():
     grad_fn = dp.filter_clipped_grad(layers_loss, l2_clip_norm=1.0, filter_spec=trained)
     plan = plan_memory(grad_fn, model, batch, optimizer=optax.adam(1e-3), compiled=False)
     assert 0 <= plan.parts.optimizer - 2 * 64**2 * 4 < 64
-
-
-def test_the_textbook():
-    # Three tables of T x T numbers a head and layer, beside 12 width^2 parameters a layer.
-    heads, width, length, layers_ = 8, 1024, 1024, 24
-    shape = TransformerShape(heads, width, length)
-    tables = layers_ * 3 * heads * length**2 * 4
-    assert shape.activation_bytes(layers_ * 12 * width**2 * 4, 3) == pytest.approx(3 * tables)
-    with pytest.raises(ValueError, match="heads must divide the width"):
-        TransformerShape(3, 64, 8)
-    with pytest.raises(ValueError, match="length must be at least 1"):
-        TransformerShape(3, 63, 0)
 
 
 def test_refuses_what_is_no_clipped_gradient():

@@ -1,17 +1,22 @@
 """Policy files and presets: what they say, and every way a file can be refused."""
 
+import json
+import tomllib
 from pathlib import Path
 
 import jax
+import jsonschema
 import pytest
 
 from eqx_dp.precision import (
     LossScale,
+    Matmul,
     ModuleRule,
     Policy,
     available_policies,
     load_policy,
     parse_policy,
+    schema_text,
 )
 
 PRESETS = (
@@ -27,6 +32,16 @@ output     = "float32"
 accumulate = "float32"
 noise      = "float32"
 """
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(**contents):
+        for name, content in contents.items():
+            (tmp_path / f"{name}.toml").write_text(content)
+        return tmp_path
+
+    return write
 
 
 @pytest.fixture
@@ -92,6 +107,11 @@ def test_unknown_preset_lists_the_presets_and_the_nearest(name, nearest):
         assert preset in str(error.value)
 
 
+def test_a_text_for_parse_policy_is_told_so():
+    with pytest.raises(ValueError, match=r"found 'p=f32,c=bf16'.*\(parse_policy reads such a text"):
+        load_policy("p=f32,c=bf16")
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "\u00e9"])
 def test_senseless_names_are_unknown_presets(name):
     with pytest.raises(ValueError, match=r"policy preset: found .*nearest"):
@@ -153,7 +173,14 @@ def test_reads_every_entry(write):
         compute = "float32"
         [[modules]]
         match = "LayerNorm"
-        compute = "bfloat16"
+        matmul = "wide"
+        optional = true
+        [matmul]
+        forward = "float8_e4m3fn"
+        backward = "float8_e5m2"
+        scaling = "none"
+        [params]
+        rounding = "stochastic"
         """
     )
     policy = load_policy(path)
@@ -163,10 +190,15 @@ def test_reads_every_entry(write):
         "float32",
         "bfloat16",
         "float16",
-        modules=(ModuleRule("**.head", "float32"), ModuleRule("LayerNorm", "bfloat16")),
+        modules=(
+            ModuleRule("**.head", "float32"),
+            ModuleRule("LayerNorm", "float16", "wide", optional=True),
+        ),
         loss_scale=LossScale("static", 0.5),
         matmul_precision="tensorfloat32",
         unsafe=True,
+        rounding="stochastic",
+        matmul=Matmul("float8_e4m3fn", "float8_e5m2", "none"),
     )
     assert policy.description == "a head in float32"
     assert "unsafe=True" in repr(policy)
@@ -190,6 +222,7 @@ def with_dtype(key: str, value: str) -> str:
 
 
 RULE = '[[modules]]\nmatch = "a"\ncompute = "float32"\n'
+MATMUL = '[matmul]\nforward = "float16"\n'
 SCALE = '[loss_scale]\nkind = "static"\nvalue = 2\n'
 DTYPE_NAMES = "allowed: bfloat16, float16, float32, float64"
 
@@ -218,7 +251,10 @@ REFUSED = {
     "no kind": (DTYPES + "[loss_scale]\nvalue = 2", "loss_scale.kind: found nothing"),
     "no value": (DTYPES + '[loss_scale]\nkind = "static"', "loss_scale.value: found nothing"),
     "no match": (DTYPES + '[[modules]]\ncompute = "float32"', r"modules\[0\].match: found nothing"),
-    "no rule dtype": (DTYPES + '[[modules]]\nmatch = "a"', r"modules\[0\].compute: found nothing"),
+    "no rule dtype": (
+        DTYPES + '[[modules]]\nmatch = "a"',
+        r"modules\[0\].compute: found nothing.*wide",
+    ),
     # Dtypes.
     "unknown dtype": (with_dtype("noise", '"f31"'), f"dtypes.noise: found 'f31'; {DTYPE_NAMES}"),
     "short dtype": (with_dtype("noise", '"bf16"'), f"dtypes.noise: found 'bf16'; {DTYPE_NAMES}"),
@@ -249,7 +285,7 @@ REFUSED = {
     "date for dtype": (with_dtype("output", "2020-01-01"), "dtypes.output: found .*; .*a string"),
     "string for table": ('dtypes = "float32"', "dtypes: found 'float32'; allowed: a table"),
     "tables for table": ("[[dtypes]]", r"dtypes: found \[{}\]; allowed: a table"),
-    "table for tables": (DTYPES + "[modules]", "modules: found {}; allowed: an array of tables"),
+    "table for tables": (DTYPES + "[modules]", r"modules: found {}; .* written as \[\[modules\]\]"),
     "strings for tables": ('modules = ["a"]' + DTYPES, r"modules\[0\]: found 'a'; .*a table"),
     "number for rule": (
         DTYPES + RULE.replace('"a"', "1"),
@@ -275,7 +311,24 @@ REFUSED = {
         "matmul_precision: found 1; .*string",
     ),
     "number for description": ("description = 1" + DTYPES, "description: found 1; .*a string"),
+    "number for rule's optional": (
+        DTYPES + RULE + "optional = 1",
+        r"modules\[0\].optional: found 1",
+    ),
+    "number for backward": (DTYPES + MATMUL + "backward = 8", "matmul.backward: found 8; .*string"),
     # Values that are not allowed.
+    "matmul": (DTYPES + MATMUL.replace("16", "32"), "matmul.forward: found 'float32'; .*float8_e4"),
+    "no forward": (DTYPES + '[matmul]\nscaling = "none"', "matmul.forward: found nothing.*float8_"),
+    "scaling": (
+        DTYPES + MATMUL + 'scaling = "delayed"',
+        "matmul.scaling: found 'delayed'; allowed: per_example, none; .*privacy guarantee",
+    ),
+    "rule's matmul": (DTYPES + RULE + 'matmul = "narrow"', r"modules\[0\].matmul: found 'narrow'"),
+    "rounding": (DTYPES + '[params]\nrounding = "up"', "params.rounding: found 'up'; .*stochastic"),
+    "optimizer": (
+        DTYPES + 'optimizer = "int8"',
+        "dtypes.optimizer: found 'int8'; .*second moment underflows",
+    ),
     "precision": (
         'matmul_precision = "high"' + DTYPES,
         "matmul_precision: found 'high'; .*highest",
@@ -302,7 +355,7 @@ REFUSED = {
         DTYPES + SCALE.replace("static", "none"),
         "loss_scale.value: found 2; allowed: 1 where",
     ),
-    "pattern": (DTYPES + RULE.replace('"a"', '"a b"'), r"modules\[0\]: modules.match: found 'a b'"),
+    "pattern": (DTYPES + RULE.replace('"a"', '"a b"'), r"modules\[0\].match: found 'a b'"),
     "same rule": (DTYPES + RULE + RULE, "modules.match: found 'a' twice; allowed: each once"),
     # No TOML.
     "not TOML": ("dtypes: float32", "file: found no TOML .*line 1.*; allowed: a TOML file"),
@@ -347,3 +400,191 @@ def test_unsafe_lifts_the_narrow_refusals_alone(content, write):
         assert "unsafe=true" in str(policy)
         with pytest.raises(ValueError, match="found an unknown key"):
             load_policy(write("unsafe = true\nx = 1\n" + content))
+
+
+# Files that extend others.
+
+
+def test_a_preset_with_one_dtype_changed(files):
+    folder = files(mine='extends = "mixed_bfloat16"\n[dtypes]\nparams = "bfloat16"')
+    policy = load_policy(folder / "mine.toml")
+    assert policy == parse_policy("p=bf16,c=bf16,o=f32")
+    assert policy.description == ""  # that of the preset would be wrong
+    assert policy.name == str(folder / "mine.toml")
+
+
+def test_what_holds_of_two(files):
+    folder = files(
+        base="""
+            description = "the base"
+            matmul_precision = "highest"
+            [dtypes]
+            params = "bfloat16"
+            compute = "float16"
+            output = "float32"
+            accumulate = "float32"
+            noise = "float32"
+            [params]
+            rounding = "stochastic"
+            [loss_scale]
+            kind = "static"
+            value = 64
+            [[modules]]
+            match = "head"
+            compute = "float32"
+            [[modules]]
+            match = "Linear"
+            compute = "bfloat16"
+            """,
+        middle='extends = "base.toml"\n[dtypes]\noptimizer = "bfloat16"',
+        top="""
+            description = "the top"
+            extends = "./middle.toml"
+            narrow_optimizer = true
+            [loss_scale]
+            kind = "none"
+            [[modules]]
+            match = "Linear"
+            compute = "float32"
+            [[modules]]
+            match = "norm"
+            compute = "float32"
+            """,
+    )
+    policy = load_policy(folder / "top.toml")
+    expected = parse_policy(
+        "p=bf16,c=f16,o=f32,optimizer=bf16,rounding=stochastic,matmul_precision=highest,"
+        "narrow_optimizer=true,module:Linear=f32,module:norm=f32,module:head=f32"
+    )
+    assert policy == expected
+    assert policy.description == "the top"
+    assert policy.loss_scale == LossScale()
+    assert policy.modules[0] == ModuleRule("Linear", "float32")
+
+
+BASE = 'extends = "base.toml"\n'
+REFUSED_EXTENDING = {
+    "no preset": (
+        {"top": 'extends = "mixed_bf16"'},
+        "extends: policy preset: found 'mixed_bf16'; allowed: .*nearest is 'mixed_bfloat16'",
+    ),
+    "no file": ({"top": BASE}, "extends .*base.toml: file: found nothing to read"),
+    "itself": (
+        {"top": 'extends = "top.toml"'},
+        "extends: found 'top.toml', which closes a circle",
+    ),
+    "a circle": (
+        {"top": BASE, "base": 'extends = "./top.toml"'},
+        r"base.toml: extends: found './top.toml', which closes a circle "
+        r"\(top.toml -> base.toml -> top.toml\); allowed: a preset",
+    ),
+    "number": ({"top": "extends = 3"}, "extends: found 3; allowed: a string"),
+    "error of its own": (
+        {"top": BASE + '[dtypes]\nnoise = "f31"', "base": DTYPES},
+        "dtypes.noise: found 'f31'; allowed: bfloat16",
+    ),
+    "unknown key": ({"top": BASE + "x = 1", "base": DTYPES}, "x: found an unknown key"),
+    "error of the base": (
+        {"top": BASE, "base": DTYPES + "x = 1"},
+        r"extends .*base.toml: dtypes.x: found an unknown key",
+    ),
+    "base is not whole": (
+        {"top": BASE, "base": without("noise")},
+        r"extends .*base.toml: dtypes.noise: found nothing; allowed: a string, which is required: ",
+    ),
+    "rule without a dtype": (
+        {"top": BASE + '[[modules]]\nmatch = "a"', "base": DTYPES},
+        r"modules\[0\].compute: found nothing",
+    ),
+    "scale without a kind": (
+        {"top": BASE + "[loss_scale]\nvalue = 2", "base": DTYPES},
+        "loss_scale.kind: found nothing",
+    ),
+    "unsafe is not inherited": (
+        {
+            "top": BASE,
+            "base": "unsafe = true" + with_dtype("noise", '"bfloat16"'),
+        },
+        "dtypes.noise: found bfloat16, narrower than float32; .*unsafe = true",
+    ),
+    "nor is narrow_optimizer": (
+        {"top": BASE, "base": "narrow_optimizer = true" + DTYPES + 'optimizer = "float16"'},
+        "dtypes.optimizer: found float16, narrower than float32.*narrow_optimizer = true",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_EXTENDING)
+def test_refuses_files_that_extend(case, files):
+    contents, message = REFUSED_EXTENDING[case]
+    folder = files(**contents)
+    with pytest.raises(ValueError, match=message) as error:
+        load_policy(folder / "top.toml")
+    assert str(error.value).startswith(f"{folder / 'top.toml'}: ")
+
+
+def test_a_file_that_says_so_itself_may_extend_an_unsafe_one(files):
+    base = "unsafe = true" + with_dtype("noise", '"bfloat16"')
+    folder = files(top="unsafe = true\n" + BASE, base=base)
+    assert load_policy(folder / "top.toml").unsafe
+
+
+# The schema, as an editor holds files against it.
+
+SCHEMA = json.loads(schema_text())
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+# What follows from several entries together, or from numbers: the reader alone knows.
+BEYOND_A_SCHEMA = {
+    *("float64", "rule float64", "narrow accumulate", "narrow noise", "same rule", "pattern"),
+    *("value", "negative", "infinite", "huge", "out of range", "none and value"),
+}
+NO_TOML = {"not TOML", "repeated table", "not UTF-8"}
+
+
+def test_the_schema_is_one_and_names_what_the_code_allows():
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    entries = SCHEMA["properties"]
+    kinds = {
+        dtype["enum"] == ["bfloat16", "float16", "float32", "float64"]
+        for dtype in entries["dtypes"]["properties"].values()
+    }
+    assert kinds == {True}
+    for name in entries["matmul"]["properties"]["forward"]["enum"]:
+        assert Matmul(name, name, "none").backward == name
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("policies/*.toml")), ids=str)
+def test_presets_are_valid(path):
+    VALIDATOR.validate(tomllib.loads(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DTYPES,
+        DTYPES + SCALE,
+        DTYPES + '[loss_scale]\nkind = "none"',
+        DTYPES + RULE,
+        DTYPES + '[params]\nrounding = "stochastic"',
+        DTYPES + 'optimizer = "float64"',
+        'unsafe = true\nnarrow_optimizer = true\nmatmul_precision = "highest"' + DTYPES,
+        'extends = "float32"',
+        'extends = "float32"\n[dtypes]\nparams = "bfloat16"',
+    ],
+)
+def test_what_is_read_is_valid(text):
+    VALIDATOR.validate(tomllib.loads(text))
+
+
+@pytest.mark.parametrize("case", sorted(set(REFUSED) - NO_TOML))
+def test_what_is_refused_is_not_valid(case):
+    content = tomllib.loads(REFUSED[case][0])
+    assert VALIDATOR.is_valid(content) == (case in BEYOND_A_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["number", "error of its own", "unknown key", "rule without a dtype", "scale without a kind"],
+)
+def test_the_same_of_a_file_that_extends(case):
+    assert not VALIDATOR.is_valid(tomllib.loads(REFUSED_EXTENDING[case][0]["top"]))

@@ -1,6 +1,7 @@
 """The string form: jmp's grammar whole, a way back for every policy, and what is refused."""
 
 import itertools
+import warnings
 
 import hypothesis
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from eqx_dp.precision import LossScale, ModuleRule, Policy, parse_policy
+from eqx_dp.precision import LossScale, Matmul, ModuleRule, Policy, parse_policy
 
 NAMES = ["bf16", "bfloat16", "f16", "float16", "full", "f32", "float32", "f64", "float64", "half"]
 
@@ -27,6 +28,7 @@ def jmp_texts():
         yield f"{key}={name}"
 
 
+@pytest.mark.filterwarnings("ignore:policy .*half is float16")
 def test_reads_all_that_jmp_reads_as_jmp_does():
     with jax.enable_x64(True):
         texts = set(jmp_texts())
@@ -44,9 +46,19 @@ def test_reads_all_that_jmp_reads_as_jmp_does():
 def test_half_is_what_jmp_takes_it_for(monkeypatch):
     for dtype in (jnp.bfloat16, jnp.float16):
         monkeypatch.setattr(jmp, "half_dtype", lambda dtype=dtype: dtype)
-        assert parse_policy("half").param_dtype == jnp.dtype(dtype)
-        assert parse_policy("c=half").compute_dtype == jnp.dtype(dtype)
-        assert parse_policy("half").accumulate_dtype == np.dtype("float32")
+        for text in ("half", "c=half"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                policy = parse_policy(text)
+            assert policy.compute_dtype == jnp.dtype(dtype)
+            assert policy.accumulate_dtype == np.dtype("float32")
+            told = [str(one.message) for one in caught]
+            assert ["no loss scale" in x for x in told] == [True] * (dtype == jnp.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse_policy("c=half,loss_scale=1024")
+        parse_policy("p=half,c=f32")
+        parse_policy("c=bf16,module:half=f32")
 
 
 def test_plain_policies_print_plainly():
@@ -60,7 +72,8 @@ def test_every_key():
     with jax.enable_x64(True):
         policy = parse_policy(
             "p=f64,c=bf16,o=f32,a=bf16,n=f64,loss_scale=32768,matmul_precision=highest,"
-            "unsafe=true,module:**.head=f32,module:Linear=half"
+            "unsafe=true,module:**.head=f32,module:Linear=half:wide:optional,optimizer=bf16,"
+            "narrow_optimizer=true,rounding=stochastic,matmul=float8_e4m3fn:float8_e5m2:none"
         )
         assert policy == Policy(
             "float64",
@@ -68,12 +81,20 @@ def test_every_key():
             "float32",
             "bfloat16",
             "float64",
-            modules=(ModuleRule("**.head", "float32"), ModuleRule("Linear", jmp.half_dtype())),
+            modules=(
+                ModuleRule("**.head", "float32"),
+                ModuleRule("Linear", jmp.half_dtype(), "wide", optional=True),
+            ),
+            optimizer_dtype="bfloat16",
+            narrow_optimizer=True,
+            rounding="stochastic",
+            matmul=Matmul("float8_e4m3fn", "float8_e5m2", "none"),
             loss_scale=LossScale("static", 32768),
             matmul_precision="highest",
             unsafe=True,
         )
-    assert parse_policy("accumulate=f32,noise=f32,unsafe=false") == parse_policy("f32")
+    plain = "accumulate=f32,noise=f32,unsafe=false,matmul=none,loss_scale=none,rounding=nearest"
+    assert parse_policy(plain) == parse_policy("f32")
 
 
 DTYPES = st.sampled_from(["bfloat16", "float16", "float32", "float64"])
@@ -120,6 +141,7 @@ def test_extreme_loss_scales_parse_back(power):
     [
         ("", "dtype: found ''; allowed: .*bfloat16.*half"),
         ("banana", "dtype: found 'banana'; allowed: .*bfloat16.*half"),
+        ("mixed_bfloat16", "dtype: found 'mixed_bfloat16'; allowed: .*presets: load_policy"),
         ("int32", "dtype: found 'int32'; allowed: "),
         ("f32,f16", "dtype: found 'f32,f16'; allowed: "),
         ("c=", "part: found 'c='; allowed: key=value"),
@@ -128,7 +150,7 @@ def test_extreme_loss_scales_parse_back(power):
         ("p=f32,", "part: found ''; allowed: key=value"),
         ("f16,c=f32", "part: found 'f16'; allowed: key=value"),
         ("c=f16=f32", "compute: found 'f16=f32'; allowed: "),
-        ("c=int8", "compute: found 'int8'; allowed: .*bfloat16.*half"),
+        ("c=int8", "dtypes.compute: found 'int8'; allowed: .*bfloat16"),
         ("c=F32", "compute: found 'F32'; allowed: "),
         ("x=f32", r"key: found 'x'; allowed: params \(p\), compute \(c\), output \(o\), .*module"),
         ("P=f32", "key: found 'P'; allowed: "),
@@ -137,10 +159,25 @@ def test_extreme_loss_scales_parse_back(power):
         ("p=f32,params=f16", "params: found a second value, 'f16'; allowed: each key once"),
         ("a=f32,accumulate=f32", "accumulate: found a second value"),
         ("module:x=f32,module:x=f16", "module:x: found a second value"),
-        ("module:=f32", "modules.match: found ''; allowed: "),
-        ("module:a b=f32", "modules.match: found 'a b'; allowed: "),
+        ("module:=f32", r"modules\[0\].match: found ''; allowed: "),
+        ("module:a b=f32", r"modules\[0\].match: found 'a b'; allowed: "),
+        *(
+            (f"module:x=f32:{x}", "module:x: .*:wide")
+            for x in ("narrow", "wide:wide", "optional:wide")
+        ),
         ("module:x=f31", "module:x: found 'f31'; allowed: "),
-        ("loss_scale=big", "loss_scale: found 'big'; allowed: a power of two"),
+        ("matmul=f32", "matmul.forward: found 'float32'; allowed: float8_e4m3fn"),
+        ("matmul=f16:", "matmul.backward: found ''; allowed: "),
+        ("matmul=f16:f16:none:f16", "matmul.more: found an unknown key; allowed: forward, "),
+        ("matmul=f16:f16:batch", "matmul.scaling: found 'batch'; .*privacy guarantee"),
+        (
+            "optimizer=bf16",
+            "dtypes.optimizer: found bfloat16, narrower than float32.*costs no priv",
+        ),
+        ("optimizer=int8", "dtypes.optimizer: found 'int8'; .*second moment underflows"),
+        ("rounding=up", "params.rounding: found 'up'; allowed: nearest, stochastic"),
+        ("narrow_optimizer=yes", "narrow_optimizer: found 'yes'; allowed: true, false"),
+        ("loss_scale=big", "loss_scale.value: found 'big'; allowed: a number: .*power of two"),
         ("loss_scale=1000", "loss_scale.value: found 1000.0; allowed: a power of two"),
         ("loss_scale=nan", "loss_scale.value: found nan; allowed: a power of two"),
         ("loss_scale=inf", "loss_scale.value: found inf; allowed: a power of two"),
@@ -155,7 +192,7 @@ def test_extreme_loss_scales_parse_back(power):
         ("n=f16", "dtypes.noise: found float16, narrower than float32; .*unsafe"),
         ("f64", "dtypes.compute: found float64 while jax_enable_x64 is off; .*JAX_ENABLE_X64=1"),
         ("n=f64", "dtypes.noise: found float64 while jax_enable_x64 is off"),
-        ("module:x=f64", "modules.compute: found float64 while jax_enable_x64 is off"),
+        ("module:x=f64", "module:x: found float64 while jax_enable_x64 is off"),
     ],
 )
 def test_refuses(text, message):

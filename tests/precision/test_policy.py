@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+import optax
 import pytest
 
-from eqx_dp.precision import LossScale, ModuleRule, Policy
+import eqx_dp as dp
+from eqx_dp.precision import LossScale, Matmul, ModuleRule, Policy, checked_policy
 
 F32 = np.dtype("float32")
 BF16 = jnp.dtype("bfloat16")
@@ -78,17 +80,15 @@ def test_defaults_are_never_narrower_than_float32():
         assert unsafe.noise_dtype == F32
 
 
-@pytest.mark.parametrize("verb", ["param", "compute", "output", "accumulate", "noise"])
+@pytest.mark.parametrize("verb", ["param", "compute", "output", "accumulate"])
 def test_each_verb_casts_to_its_own_dtype_and_floats_alone(verb):
     with jax.enable_x64(True):
-        # Five stages, four dtypes: every verb has a dtype that is not its neighbor's.
         policy = Policy("float16", "bfloat16", "float16", "float32", "float64")
         expected = {
             "param": "float16",
             "compute": "bfloat16",
             "output": "float16",
             "accumulate": "float32",
-            "noise": "float64",
         }[verb]
         model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
         tree = {
@@ -119,84 +119,66 @@ def test_is_a_static_argument_of_jit():
     assert cast(jnp.ones(2), Policy("float32", "bfloat16", "float32")).dtype == BF16
 
 
-@pytest.mark.parametrize("field", ["param", "compute", "output", "accumulate", "noise"])
-@pytest.mark.parametrize(
-    ("dtype", "found"),
-    [
-        ("int32", "'int32'"),
-        (jnp.int8, "int8"),
-        (np.uint32, "uint32"),
-        (bool, "bool"),
-        ("complex64", "'complex64'"),
-        (jnp.complex64, "complex64"),
-        (jnp.float8_e4m3fn, "float8_e4m3fn"),
-        (np.longdouble, str(np.dtype(np.longdouble))),
-        (np.dtype(">f4"), ">f4"),
-        ("f4", "'f4'"),
-        ("banana", "'banana'"),
-    ],
-)
-def test_refuses_what_is_no_float_dtype(field, dtype, found):
-    dtypes = dict.fromkeys(["param_dtype", "compute_dtype", "output_dtype"], "float32")
-    with pytest.raises(ValueError, match=f"^dtypes.{field}s?: found {found}; allowed: .*float32"):
-        Policy(**{**dtypes, f"{field}_dtype": dtype})
-
-
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("dtype", [None, 3, 1.0, object()])
-def test_refuses_what_is_no_dtype(dtype):
+@pytest.mark.parametrize("field", ["param", "compute", "output", "accumulate", "noise"])
+def test_refuses_what_is_no_float_dtype(field):
+    dtypes = dict.fromkeys(["param_dtype", "compute_dtype", "output_dtype"], "float32")
+    for found, told in (
+        *((name, f"'{name}'") for name in ("int32", "complex64", "f4", "banana", "float8_e4m3fn")),
+        (jnp.int8, "'int8'"),
+        (bool, "'bool'"),
+        (jnp.float8_e4m3fn, "'float8_e4m3fn'"),
+        (np.longdouble, f"'{np.dtype(np.longdouble)}'"),
+        (np.dtype(">f4"), "'>f4'"),
+        (3, "3"),
+        (object(), "a value of type object"),
+        (jnp.ones(2), "an array of float32"),
+    ):
+        message = f"^dtypes.{field}s?: found {told}.*; allowed: bfloat16, float16, float32"
+        with pytest.raises(ValueError, match=message):
+            Policy(**{**dtypes, f"{field}_dtype": found})
     with jax.enable_x64(True):  # so that a None read as float64 would pass
-        with pytest.raises(ValueError, match=r"^dtypes.params: found .*; allowed: bfloat16"):
-            Policy(dtype, "float32", "float32")
-        with pytest.raises(ValueError, match=r"^modules.compute: found .*; allowed: bfloat16"):
-            ModuleRule("**", dtype)
+        with pytest.raises(ValueError, match=r"^dtypes.params: found None; allowed: bfloat16"):
+            Policy(None, "float32", "float32")
+        with pytest.raises(ValueError, match=r"^modules.compute: found None; allowed: bfloat16"):
+            ModuleRule("**", None)
 
 
 @pytest.mark.parametrize("field", ["param", "compute", "output", "accumulate", "noise"])
 def test_refuses_float64_while_x64_is_off(field):
     dtypes = dict.fromkeys(["param_dtype", "compute_dtype", "output_dtype"], "float32")
     dtypes[f"{field}_dtype"] = "float64"
+    message = r"jax_enable_x64.*JAX_ENABLE_X64=1"
     with jax.enable_x64(False):
-        with pytest.raises(
-            ValueError, match=f"^dtypes.{field}s?: .*jax_enable_x64.*JAX_ENABLE_X64=1"
-        ):
+        with pytest.raises(ValueError, match=f"^dtypes.{field}s?: .*{message}"):
             Policy(**dtypes)
-        with pytest.raises(ValueError, match=r"^modules.compute: .*jax_enable_x64"):
+        with pytest.raises(ValueError, match=f"^modules.compute: .*{message}"):
             ModuleRule("**", "float64")
     with jax.enable_x64(True):
         # A compute dtype of float64 takes accumulate along, so every field may be the wide one.
         assert getattr(Policy(**dtypes), f"{field}_dtype") == np.dtype("float64")
 
 
-@pytest.mark.parametrize(
-    ("message", "arguments"),
-    [
-        (
-            "dtypes.accumulate: found bfloat16, narrower than float32",
-            {"accumulate_dtype": "bfloat16"},
-        ),
-        (
-            "dtypes.accumulate: found float16, narrower than float32",
-            {"accumulate_dtype": "float16"},
-        ),
-        ("dtypes.noise: found bfloat16, narrower than float32", {"noise_dtype": "bfloat16"}),
-        ("dtypes.noise: found float16, narrower than float32", {"noise_dtype": "float16"}),
-        (
-            r"dtypes.accumulate: found float32, narrower than dtypes.compute \(float64\)",
-            {"compute_dtype": "float64", "accumulate_dtype": "float32"},
-        ),
-        (
-            r"dtypes.accumulate: found float32, narrower than modules.compute of 'Head'",
-            {"modules": (("Head", "float64"),)},
-        ),
-    ],
-)
-def test_narrow_dtypes_need_unsafe(message, arguments):
+NARROW = {
+    "accumulate: found bfloat16, narrower than float32": {"accumulate_dtype": "bfloat16"},
+    "accumulate: found float16, narrower than float32": {"accumulate_dtype": "float16"},
+    "noise: found bfloat16, narrower than float32": {"noise_dtype": "bfloat16"},
+    "noise: found float16, narrower than float32": {"noise_dtype": "float16"},
+    r"accumulate: found float32, narrower than dtypes.compute \(float64\)": {
+        "compute_dtype": "float64",
+        "accumulate_dtype": "float32",
+    },
+    r"accumulate: found float32, narrower than modules.compute of 'Head'": {"modules": ["float64"]},
+}
+
+
+@pytest.mark.parametrize("message", NARROW)
+def test_narrow_dtypes_need_unsafe(message):
     with jax.enable_x64(True):
         dtypes = {"param_dtype": "float32", "compute_dtype": "bfloat16", "output_dtype": "float32"}
-        rules = [ModuleRule(*rule) for rule in arguments.get("modules", ())]
-        settings = dtypes | arguments | {"modules": rules}
-        with pytest.raises(ValueError, match=f"^{message}.*; allowed: .*unsafe = true"):
+        rules = [ModuleRule("Head", dtype) for dtype in NARROW[message].get("modules", ())]
+        settings = dtypes | NARROW[message] | {"modules": rules}
+        with pytest.raises(ValueError, match=f"^dtypes.{message}.*; allowed: .*unsafe = true"):
             Policy(**settings)
         unsafe = Policy(**settings, unsafe=True)
         assert "unsafe=True" in repr(unsafe)
@@ -279,6 +261,9 @@ def test_the_largest_loss_scales_are_exact():
         ("unsafe", {"unsafe": "false"}),
         ("unsafe", {"unsafe": 1}),
         ("loss_scale", {"loss_scale": 32768.0}),
+        ("matmul", {"matmul": "float16"}),
+        ("params.rounding", {"rounding": "up"}),
+        ("narrow_optimizer", {"narrow_optimizer": 1}),
         ("modules", {"modules": [("**", "float32")]}),
     ],
 )
@@ -293,3 +278,82 @@ def test_refuses_a_dynamic_loss_scale():
         ValueError, match=r"^loss_scale.kind: found 'dynamic'; allowed: none, static"
     ):
         LossScale("dynamic", 2.0)
+
+
+def test_the_optimizer_dtype():
+    assert Policy("float32", "float32", "float32").optimizer_dtype == F32
+    unsafe = Policy("float32", "bfloat16", "float32", "bfloat16", "float32", unsafe=True)
+    assert unsafe.optimizer_dtype == BF16  # knowingly narrow sums take the optimizer along
+    for more in ({}, {"unsafe": True}):
+        with pytest.raises(
+            ValueError, match=r"^dtypes.optimizer: .*float16, narrower.*costs no priv"
+        ):
+            Policy("float32", "float32", "float32", optimizer_dtype="float16", **more)
+    with pytest.raises(
+        ValueError, match=r"^dtypes.optimizer: found 'float8_e5m2'.*second moment und.*block"
+    ):
+        Policy("float32", "float32", "float32", optimizer_dtype=jnp.float8_e5m2)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("scaling", ["batch", "current", "delayed", "history", None, 1, ["batch"]])
+def test_a_scale_that_leaks_is_refused_with_the_reason(scaling):
+    with pytest.raises(ValueError, match=r"^matmul\.scaling: found") as error:
+        Matmul("float8_e4m3fn", scaling=scaling)
+    assert "allowed: per_example, none; no scale that looks at other examples" in str(error.value)
+    assert "the privacy guarantee would not hold" in str(error.value)
+
+
+def test_float64_has_no_narrow_products():
+    matmul = Matmul("float16")
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match=r"dtypes\.compute: found float64 beside"):
+            Policy("float64", "float64", "float32", matmul=matmul)
+        base = Policy("float32", "float32", "float32", "float64", matmul=matmul)
+        with pytest.raises(ValueError, match=r"modules\.compute of 'a'"):
+            dataclasses.replace(base, modules=[ModuleRule("a", "float64")])
+        assert dataclasses.replace(base, modules=[ModuleRule("a", "float64", "wide")]).matmul
+
+
+# What is handed over in its place.
+
+
+def test_a_policy_of_jmp_is_accepted_wherever_a_policy_is():
+    given, ours = jmp.get_policy("p=f32,c=bf16,o=f32"), Policy("float32", "bfloat16", "float32")
+    assert checked_policy(given) == ours
+    assert checked_policy(given).accumulate_dtype == checked_policy(given).noise_dtype == F32
+    model, x = eqx.nn.Linear(2, 2, key=jax.random.key(0)), jnp.ones((3, 2))
+
+    def loss(model, x):
+        return jnp.sum(model(x) ** 2)
+
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy=given)
+    assert grad_fn.policy == ours
+    assert grad_fn(dp.apply_policy(model, given), x).weight.dtype == F32
+    dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=given)
+    assert dp.apply_updates(model, model, given).weight.dtype == F32
+    plan = dp.PrivacyPlan(sampling_prob=0.1, steps=1, noise_multiplier=1.0, delta=1e-5)
+    options = {"num_examples": 10, "l2_clip_norm": 1.0, "policy": given}
+    assert dp.make_step(loss, optax.sgd(0.1), plan, **options).policy == ours
+    assert dp.check_precision(grad_fn, model, x, policy=given).ok
+
+
+SECRET = 12.34375
+WEIGHTS = jnp.full((3, 3), SECRET)
+
+
+class Model(eqx.Module):
+    weight: jax.Array = eqx.field(default_factory=lambda: WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        *((Model(), "type Model"), ([WEIGHTS], "array of float32"), ({"w": WEIGHTS}, "type dict")),
+        *(("float32", "'float32'"), (3, "3"), (jnp.float32, "float32")),
+    ],
+)
+def test_no_error_prints_a_model_or_an_array(found, told):
+    with pytest.raises(ValueError, match=rf"^policy: found .*{told}.*parse_policy") as error:
+        checked_policy(found)
+    assert not any(shown in str(error.value) for shown in (str(SECRET), "f32[3,3]", "rray("))

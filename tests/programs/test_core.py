@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from eqx_dp.programs import (
     PLACEMENTS,
-    RULE_PARAMS,
     Call,
     Cond,
     LinearSolve,
@@ -285,9 +284,9 @@ def with_other_rules(program, inputs, factor, asked):
     """Evaluates a program whose derivative rules give `factor` times what they gave."""
 
     def times(rule_of, equation):
-        rule = rule_of(equation)
-        asked.append(rule)
-        inner = jex_core.jaxpr_as_fun(rule.program)
+        program, beside = rule_of(equation)
+        asked.append(beside)
+        inner = jex_core.jaxpr_as_fun(program)
 
         def multiplied(*inputs):
             outputs = inner(*inputs)
@@ -296,7 +295,7 @@ def with_other_rules(program, inputs, factor, asked):
                 for y in outputs
             ]
 
-        return rule._replace(program=traced(multiplied, rule.program))
+        return traced(multiplied, program), beside
 
     def changed(held):
         again = traced(lambda *xs: with_other_rules(closed(held), xs, factor, asked), closed(held))
@@ -391,7 +390,6 @@ def test_names_are_those_of_the_installed_jax():
         found = primitives_of(placed, X)
     for function in functions:
         found |= primitives_of(function, X)
-    assert found["custom_jvp_call"] | found["custom_vjp_call"] >= RULE_PARAMS
     with_objects = {jax_primitives.closed_call_p.name, jax_primitives.call_p.name}
     assert found.keys() | with_objects >= HOLDERS
     assert found.keys() >= PLACEMENTS

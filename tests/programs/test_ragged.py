@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqx_dp.programs import primitives, with_masked_products
+from eqx_dp.programs import equations, with_masked_products
 from tests import models
 from tests.gradients.engine import agreement, uses
 
@@ -43,6 +43,10 @@ def test_in_loops_and_branches():
         return lax.cond(x[0, 0] > 0, lambda x: x, lambda x: lax.scan(step, x, None, 2)[0], x)
 
     check(function, ROWS - 3, MATRICES)
+
+
+def primitives(program):
+    return {equation.primitive.name for equation in equations(program)}
 
 
 def check(function, *operands):

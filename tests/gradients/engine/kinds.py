@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from eqx_dp.gradients.leaves import LeafForm, leaf_gradient, norm_and_bound, overlaps
+from eqx_dp.gradients.factored import LeafForm, leaf_gradient
+from eqx_dp.gradients.leaves import norm_and_bound
 from eqx_dp.gradients.program import Program
-from eqx_dp.gradients.tapped import evaluate
-from eqx_dp.gradients.taps import Uses
+from eqx_dp.gradients.taps import evaluate
+from eqx_dp.gradients.uses import Uses, overlaps
 from tests.gradients.engine.uses import traced
 
 NUM_EXAMPLES = 3

@@ -9,7 +9,7 @@ from equinox import nn
 from jax import lax
 
 import eqx_dp as dp
-from eqx_dp.gradients.leaves import overlaps
+from eqx_dp.gradients.uses import overlaps
 from tests.gradients.engine import agreement, models, uses
 from tests.models import Case
 

@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from eqx_dp.gradients import clipped_grad
-from eqx_dp.gradients.cost import LeafCost, leaf_costs
-from eqx_dp.gradients.leaves import overlaps
+from eqx_dp.gradients.choice import LeafCost, leaf_costs
 from eqx_dp.gradients.program import Inputs, Options, Program, trace
-from eqx_dp.gradients.taps import Uses, find_uses
+from eqx_dp.gradients.taps import find_uses
+from eqx_dp.gradients.uses import Uses, overlaps
 from tests.models import Case
 
 
@@ -42,21 +42,24 @@ def costs(case: Case) -> dict[str, LeafCost]:
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), case.batch(2))
     _, found = traced(case.loss, case.model, case.filter_spec, one)
     params, _ = eqx.partition(case.model, case.filter_spec)
-    _, of_leaves = leaf_costs(found, [leaf.size for leaf in jax.tree.leaves(params)])
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    _, of_leaves = leaf_costs(found, sizes, [False] * len(sizes), "book_keeping")
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     return dict(zip(paths, of_leaves, strict=True))
 
 
 def kinds(case: Case) -> dict[str, list[str]]:
     """The kinds of every leaf's uses, in the order of the program."""
-    return {path: list(cost.kinds) for path, cost in costs(case).items()}
+    return {path: list(cost.uses) for path, cost in costs(case).items()}
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Takes one way to every leaf's norm, where there is a choice, whatever it costs."""
 
-    def forced(found: Uses, sizes: list[int]) -> tuple[Uses, list[LeafCost]]:
-        _, costs = leaf_costs(found, sizes)
+    def forced(found: Uses, sizes: Any, is_spread: Any, method: str) -> Any:
+        uses, costs = leaf_costs(found, sizes, is_spread, method)
+        if method == "per_example":
+            return uses, costs
         can = {leaf for leaf, its in enumerate(found.of) if its and overlaps(tuple(its.values()))}
         costs = [
             cost._replace(way=way if leaf in can else cost.way) for leaf, cost in enumerate(costs)

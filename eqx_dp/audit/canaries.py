@@ -1,0 +1,427 @@
+"""Canaries: examples of one's own, each in a training run or out of it by a fair coin.
+
+An attacker who can tell from what a run releases which canaries were in it has learned something
+about single examples. How many guesses are right gives a lower bound on epsilon, to compare with
+the plan's upper bound (Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training
+run"). jax_privacy's auditing computes it.
+
+```python
+planted = dp.audit.canaries.plant_gradients((xs, ys), 2_000, norm=1.0, seed=coins)
+step = dp.make_step(
+    planted.loss(loss), optax.sgd(0.5), plan, num_examples=planted.num_examples, l2_clip_norm=1.0
+)
+state = dp.Trainer(step, planted.data).run(planted.model(model))
+audit = planted.audit(planted.scores(state.model), plan, attack="gradient")
+print(audit)  # a table
+assert audit.ok
+```
+
+| made by | a canary is | attacked is | the bound says |
+|---|---|---|---|
+| [`plant`][] | an example | its loss in the trained model | what such examples give away |
+| [`plant_gradients`][] | the gradient of a parameter of its own | that parameter | whether \
+sampling, clipping and noise are those of the plan |
+
+A run can have both kinds. The first is about an attacker who sees the losses of the trained model
+alone; its bound is usually far below the plan's epsilon. The second is the worst case that the
+plan's epsilon is about, and so it finds faults. Any other scores of canaries, such as those of a
+user's own attack, are audited in the same way.
+
+**A canary that is out** still has its place in the data set, and its loss is the constant 0 there,
+so that it adds exactly zero. So the number of examples, the expected batch size, and the samples do
+not depend on the coins. With or without a canary, two data sets differ in one example that is
+added, removed or zeroed out; the plan's epsilon holds for that under each of its relations.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Shaped
+
+from ..expected import real_number, whole_number
+from ..extras import extra
+from ..files import finite_or_none
+from ..privacy import PrivacyPlan, Secret, digest
+from ..shown import shown
+from ..tables import Part, tabular
+from ..trees import PyTree
+from .record import save_audit
+
+GUESSES = (1 / 32, 1 / 16, 1 / 8, 3 / 8)
+"""Shares of the canaries that are guessed to be in, of which the best counts."""
+
+# With few, all coins may fall the same way, and there would be nothing to tell apart.
+_LEAST = 20
+_AT_ONCE = 256
+# What a row holds, where it is no canary that is in (these have numbers from 0).
+_EXAMPLE, _OUT = -1, -2
+
+
+@tabular
+class CanaryAudit(NamedTuple):
+    """What an attack on canaries found in one run; its `str` is a table.
+
+    **Guarantee.** If each canary was in by a fair coin, and the scores depend on the coins only
+    through what the run released, then a run that is (epsilon, `delta`)-differentially private gets
+    a `lower` above its epsilon with probability at most 1 - `confidence`. It holds for one attack
+    at a time, not for the largest bound of several.
+
+    A bound below the plan's epsilon does not show that the run keeps to its plan: a better attack,
+    or more canaries, may find more.
+
+    Attributes:
+        attack: what computed the scores.
+        num_canaries: in or out.
+        num_in: how many were in.
+        confidence: of the bound.
+        delta: the plan's.
+        lower: the run is not (less than `lower`, `delta`)-differentially private.
+        upper: the plan's epsilon, for all its steps; infinite without noise.
+    """
+
+    attack: str
+    num_canaries: int
+    num_in: int
+    confidence: float
+    delta: float
+    lower: float
+    upper: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bound is not above the plan's epsilon."""
+        return self.lower <= self.upper
+
+    def _parts(self) -> Iterator[Part]:
+        found = "no more than the plan allows" if self.ok else "MORE than the plan allows"
+        yield f"attack by {self.attack}: {found}"
+        yield (
+            f"epsilon at least {self.lower:.2f} with probability {self.confidence:g}, by the plan "
+            f"at most {self.upper:.2f}"
+        )
+        yield f"{self.num_canaries} canaries, {self.num_in} in; delta {self.delta:g}"
+
+    def save(self, path: str | Path) -> None:
+        """Writes this to a JSON file that `eqx-dp report` reads; null stands for infinity.
+
+        It is at the key "canaries", by the name of its attack. Everything else in the file stays.
+
+        Args:
+            path: a JSON file, or the directory of a run: then `audit.json` in it.
+
+        Raises:
+            ValueError: the file is there and holds no JSON object, or none at "canaries".
+        """
+        found = {"ok": self.ok, **self._asdict(), "upper": finite_or_none(self.upper)}
+        save_audit(path, {"canaries": {self.attack: found}})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Canaries:
+    """A data set with canaries behind its examples; made by [`plant`][] or [`plant_gradients`][].
+
+    Attributes:
+        data: what to train on: one more source of examples in front, which tells the loss what each
+            row is, and then the sources that were given; numpy arrays.
+        is_in: which canaries are in. Not for whoever computes the scores.
+        num_examples: rows of `data`: the examples, and all canaries, in or out. A plan's sampler
+            and `make_step` take this number.
+    """
+
+    data: tuple[PyTree[Any], ...] = dataclasses.field(repr=False)
+    is_in: Bool[np.ndarray, " canaries"] = dataclasses.field(repr=False)
+    num_examples: int
+
+    def audit(
+        self, scores: Any, plan: PrivacyPlan, *, attack: str, confidence: SupportsFloat = 0.95
+    ) -> CanaryAudit:
+        """A lower bound on epsilon from a score for each canary.
+
+        How many canaries are guessed to be in is fixed beforehand (`GUESSES`), and the threshold is
+        read from all scores alike, so that only the choice of the best guess is paid for, by a
+        union bound.
+
+        Args:
+            scores: numbers, one for each canary, in order; the higher, the likelier it is in. They
+                may follow from everything that the plan accounts for (the models after all steps),
+                from the canaries, and from anything public, but not from `is_in`. Infinite scores
+                are allowed, NaN is not.
+            plan: the plan that the run claims to follow: the bound is for its delta.
+            attack: a name for what computed the scores.
+            confidence: the probability, at least, with which the bound holds.
+
+        Raises:
+            ValueError: an argument is out of its range, or there is not one number for each canary.
+            MissingExtra: jax_privacy is not installed.
+        """
+        scores, is_in = np.asarray(scores), self.is_in
+        if scores.shape != is_in.shape or scores.dtype.kind not in "biuf" or np.isnan(scores).any():
+            raise ValueError(
+                f"scores must be {len(is_in)} numbers, one for each canary, minus infinity where "
+                f"an attack cannot tell; found {shown(scores)}, or NaN in it."
+            )
+        sure = real_number("confidence", confidence, lambda x: 0.5 < x < 1, "above 0.5, below 1")
+        auditing = extra("jax_privacy.auditing", name="audit")
+        scores = scores.astype(np.float64)
+        auditor = auditing.CanaryScoreAuditor(scores[is_in], scores[~is_in])
+        falling = np.sort(scores)[::-1]
+        thresholds = {float(falling[max(1, int(x * len(scores))) - 1]) for x in GUESSES}
+        bound = functools.partial(auditor.epsilon_one_run, (1 - sure) / len(GUESSES), plan.delta)
+        lower = max(bound(threshold_strategy=auditing.Explicit(at)) for at in thresholds)
+        counts = len(is_in), int(is_in.sum())
+        return CanaryAudit(attack, *counts, sure, plan.delta, float(lower), plan.epsilon())
+
+
+class ExampleCanaries(Canaries):
+    """Canaries that are examples, made by [`plant`][]."""
+
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss to train with: on a row of `data`, 0 for canaries that are out.
+
+        Args:
+            loss: of one example, `loss(model, *example)`, with or without a `key`; without aux.
+        """
+
+        def planted(model: Any, is_there: Any, *example: Any, **named: Any) -> Any:
+            value = loss(model, *example, **named)
+            return jnp.where(is_there, value, jnp.zeros_like(value))
+
+        return _with_signature(planted, loss, "is_there")
+
+    def examples(self) -> tuple[PyTree[Any], ...]:
+        """All canaries, in and out, one tree for each source that was given."""
+        first = self.num_examples - len(self.is_in)
+        return jax.tree.map(lambda leaf: leaf[first:], self.data[1:])
+
+    def loss_scores(
+        self, loss: Callable[..., Any], trained: Any, start: Any = None, **named: Any
+    ) -> Float[np.ndarray, " canaries"]:
+        """The loss attack: how far training has brought the loss of each canary down.
+
+        Args:
+            loss: of one example: the one that was given to `loss`, or one of the attacker's own.
+            trained: the model after training.
+            start: the model before. Without it the score is minus the trained model's loss (Yeom
+                et al. 2018), which also holds how hard each canary is.
+            **named: more arguments of the loss, the same for all canaries, such as a `key`.
+
+        Returns:
+            Scores for `audit`, in float64; minus infinity where a loss is NaN.
+        """
+        examples = jax.tree.map(jnp.asarray, self.examples())
+        before = 0.0 if start is None else _losses(loss, start, examples, named)
+        scores = before - _losses(loss, trained, examples, named)
+        return np.where(np.isnan(scores), -np.inf, scores)
+
+
+class Marked(eqx.Module):
+    """A model with one more parameter for each canary. Called, it is the model.
+
+    Attributes:
+        model: the model.
+        marks: zero before training.
+    """
+
+    model: Any
+    marks: Float[Array, " canaries"]
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Calls the model.
+
+        Args:
+            *args: as the model takes them.
+            **named: as the model takes them.
+        """
+        return self.model(*args, **named)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradientCanaries(Canaries):
+    """Canaries that are gradients, made by [`plant_gradients`][].
+
+    Attributes:
+        norm: of the gradient of each canary.
+    """
+
+    norm: float
+
+    def model(self, model: Any) -> Marked:
+        """The model to train, with the canaries' parameters.
+
+        Args:
+            model: the model. A policy is for the step: do not pair the model with one.
+        """
+        return Marked(model, jnp.zeros(len(self.is_in), jnp.float32))
+
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss to train a `Marked` model with.
+
+        On an example it is the given loss; on canary k, which is in, `norm * marks[k]`, whose
+        gradient is a vector with one entry of `norm`; on one that is out, 0.
+
+        Args:
+            loss: of one example, `loss(model, *example)`, with or without a `key`; without aux. It
+                also runs on zeros in place of an example, in the canaries' rows, where its value is
+                not used. If it is not finite there, the canaries add nothing.
+        """
+
+        def planted(marked: Marked, row: Any, *example: Any, **named: Any) -> Any:
+            value = loss(marked.model, *example, **named)
+            mark = self.norm * marked.marks[jnp.maximum(row, 0)]
+            canary = jnp.where(row >= 0, mark, jnp.zeros_like(mark)).astype(value.dtype)
+            return jnp.where(row == _EXAMPLE, value, canary)
+
+        return _with_signature(planted, loss, "row")
+
+    def scores(self, trained: Marked) -> Float[np.ndarray, " canaries"]:
+        """How far training has moved the parameter of each canary, in the direction of descent.
+
+        With plain SGD, each is minus the learning rate times the sum of what the steps released
+        there, the sufficient statistic of a Gaussian. Other optimizers weigh the steps, and the
+        bound is lower. Weight decay and momentum do little; a rate that falls does more.
+
+        Args:
+            trained: the `Marked` model after training.
+
+        Returns:
+            Scores for `audit`, in float64.
+        """
+        return -np.asarray(trained.marks, np.float64)
+
+
+def plant(
+    data: tuple[PyTree[Any], ...], canaries: tuple[PyTree[Any], ...], *, seed: Secret
+) -> ExampleCanaries:
+    """Puts examples into a data set as canaries, each in or out by a fair coin.
+
+    Good canaries are unlike the examples and unlike each other, as images of random pixels with
+    random labels are. What they give away says little about other examples.
+
+    Args:
+        data: the sources of examples, one for each argument of the loss: numpy or JAX arrays, or
+            trees of them, with examples in front. They are copied into memory.
+        canaries: as many sources of the same structure and shapes, with at least 20 canaries in
+            front.
+        seed: of the coins, a number of at least 0, or bytes; the same seed gives the same coins. It
+            may be the run's: the coins have a key of their own.
+
+    Returns:
+        The data set and what belongs to it.
+
+    Raises:
+        ValueError: there are fewer than 20 canaries; or structures, shapes or numbers do not agree.
+    """
+    number, length = _length(canaries, "canaries"), _length(data, "data")
+    number = whole_number("the number of canaries", number, least=_LEAST, most=2**31 - 1)
+    if jax.tree.structure(canaries) != jax.tree.structure(data):
+        raise ValueError("canaries must have the structure of data: one source for each of data's.")
+    is_in = _coins(seed, "examples", number)
+    is_there = np.concatenate([np.ones(length, bool), is_in])
+    both = jax.tree.map(_joined, data, canaries)
+    return ExampleCanaries((is_there, *both), is_in, length + number)
+
+
+def plant_gradients(
+    data: tuple[PyTree[Any], ...], number: SupportsIndex, *, norm: SupportsFloat, seed: Secret
+) -> GradientCanaries:
+    """Puts gradients into a data set as canaries, each in or out by a fair coin.
+
+    Each canary has a parameter of its own, beside the model's, and its gradient is along that
+    parameter alone ("Dirac canaries" in section 6 of Steinke et al. 2023). Canaries therefore
+    disturb neither the model nor each other, and what the run releases of a canary's parameter is
+    exactly the mechanism that the plan accounts for, on one example with the largest gradient that
+    clipping lets through. The model is trained with the noise and the examples that it would have
+    without canaries; only the size of the data set, by which sums are divided, is larger.
+
+    Args:
+        data: as for [`plant`][].
+        number: of canaries, at least 20. With 3,000, noise that is four times too small is found
+            at epsilon 1 and 3 with a wide margin.
+        norm: of each canary's gradient, at least the run's clip norm (the largest, if there are
+            several); above 0. It is rounded up to a power of two, so that no dtype rounds it.
+        seed: as for [`plant`][].
+
+    Returns:
+        The data set and what belongs to it.
+
+    Raises:
+        ValueError: an argument is out of its range, or sources are not of one length.
+    """
+    number = whole_number("number", number, least=_LEAST, most=2**31 - 1)
+    bound = real_number("norm", norm, lambda real: real > 0, "above 0; take the clip norm")
+    length = _length(data, "data")
+    is_in = _coins(seed, "gradients", number)
+    rows = np.where(is_in, np.arange(number), _OUT)
+    rows = np.concatenate([np.full(length, _EXAMPLE), rows]).astype(np.int32)
+    both = jax.tree.map(
+        lambda leaf: _joined(leaf, np.zeros((number, *leaf.shape[1:]), leaf.dtype)), data
+    )
+    rounded = 2.0 ** math.ceil(math.log2(bound))
+    return GradientCanaries((rows, *both), is_in, length + number, rounded)
+
+
+def _coins(seed: Secret, kind: str, number: int) -> Bool[np.ndarray, " canaries"]:
+    key = int.from_bytes(digest(seed, ("eqx_dp canaries", kind, str(number)), size=16), "little")
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return generator.integers(2, size=number).astype(bool)
+
+
+def _length(sources: tuple[PyTree[Any], ...], name: str) -> int:
+    """How many examples there are; refuses sources that are no arrays of one length."""
+    leaves = jax.tree.leaves(sources)
+    lengths = {x.shape[:1] if isinstance(x, np.ndarray | jax.Array) else () for x in leaves}
+    if type(sources) is not tuple or len(lengths) != 1 or () in lengths:
+        raise ValueError(
+            f"{name} must be a tuple of sources: arrays, or trees of them, with equally many "
+            f"examples along their leading axes; found {shown(sources)}."
+        )
+    return len(leaves[0])
+
+
+def _joined(data: Any, canaries: Any) -> Shaped[np.ndarray, "rows ..."]:
+    data, canaries = np.asarray(data), np.asarray(canaries)
+    is_like = np.can_cast(canaries.dtype, data.dtype, "same_kind")
+    if canaries.shape[1:] != data.shape[1:] or not is_like:
+        raise ValueError(
+            f"each canary must be like an example, {data.dtype} of shape {data.shape[1:]}; found "
+            f"{canaries.dtype} of shape {canaries.shape[1:]}."
+        )
+    return np.concatenate([data, canaries.astype(data.dtype)])
+
+
+def _losses(
+    loss: Callable[..., Any], model: Any, examples: tuple[Any, ...], named: dict[str, Any]
+) -> Float[np.ndarray, " canaries"]:
+    @eqx.filter_jit
+    def of_all(model: Any, examples: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def of_one(example: tuple[Any, ...]) -> Any:
+            return loss(model, *example, **named)
+
+        return jax.lax.map(of_one, examples, batch_size=_AT_ONCE)
+
+    return np.asarray(of_all(model, examples, named), np.float64)
+
+
+def _with_signature(
+    planted: Callable[..., Any], loss: Callable[..., Any], row: str
+) -> Callable[..., Any]:
+    """Gives a loss the signature of another, with a row behind the model.
+
+    The engine reads from it whether the loss takes a `key`.
+    """
+    planted = functools.wraps(loss)(planted)
+    signature = inspect.signature(loss)
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        parameters.insert(1, inspect.Parameter(row, parameters[0].kind))
+    planted.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore
+    return planted

@@ -1,0 +1,263 @@
+"""What a call is given: a model and what of it is trained, a batch, a key, padding."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from ..paths import below
+from ..precision import Policy
+from ..privacy import Sampling
+from ..shown import shown
+from ..trees import PyTree
+from .outputs import STATE_ADVICE, argument_name, is_state
+
+FilterSpec = PyTree[bool | Callable[[Any], bool]]
+_Model = TypeVar("_Model")
+
+
+def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Model]:
+    """Splits a model into what is trained and the rest, each with None in place of the other.
+
+    What an `eqx.nn.State` holds (running statistics, say) is written by layers, and no gradient
+    descent is meant to move it. A function gets a leaf and not its place in the tree, so it selects
+    parameters alone; True in a tree of booleans may select state as well.
+
+    | filter_spec | of an `eqx.nn.State`, a `StateIndex.init` |
+    |---|---|
+    | a function of a leaf (the default is one) | nothing is trained |
+    | a tree, a function above the state | nothing is trained |
+    | a tree, True above the state | all of it is trained |
+    | a tree, True or a function inside of it | what it selects is trained |
+
+    Args:
+        model: any tree.
+        filter_spec: a tree prefix of booleans and functions, as in `eqx.partition`.
+
+    Raises:
+        ValueError: `filter_spec` is something else, or no prefix.
+    """
+
+    def holds_state(node: Any) -> bool:
+        return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+
+    def without_state(spec: Any, part: PyTree[Any]) -> Any:
+        if isinstance(spec, bool):
+            return spec
+        if not callable(spec):
+            raise ValueError(
+                "filter_spec must be a function of a leaf, or a tree of booleans and functions; "
+                f"found {shown(spec)} in it."
+            )
+        return jax.tree.map(
+            lambda node: not holds_state(node) and bool(spec(node)), part, is_leaf=holds_state
+        )
+
+    try:
+        jax.tree.map(lambda *_: None, filter_spec, model)
+    except ValueError as error:
+        raise ValueError(
+            "filter_spec is no prefix of the model's tree. Give a function of a leaf, or a tree "
+            "made from the model: spec = jax.tree.map(lambda _: False, model), in which "
+            f"eqx.tree_at puts True for what is trained. {error}"
+        ) from error
+    return eqx.partition(model, jax.tree.map(without_state, filter_spec, model))
+
+
+def checked_trainable(
+    model: PyTree[Any], filter_spec: FilterSpec
+) -> tuple[PyTree[Array], PyTree[Any]]:
+    """Splits a model, as [`split_trainable`][], and checks that what is trained can be.
+
+    Raises:
+        ValueError: nothing is trained, or something that is no real floating-point array.
+    """
+    params, rest = split_trainable(model, filter_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise ValueError(
+            "Nothing is trainable: filter_spec selects no leaf of the model. The default selects "
+            "floating-point arrays outside of eqx.nn.State; a Python float is none (wrap it in "
+            "jnp.asarray)."
+        )
+    for path, leaf in leaves:
+        if not (eqx.is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)):
+            raise ValueError(
+                f"filter_spec selects {below('model', path)}, which is {shown(leaf)}: "
+                "only real floating-point arrays can be trained. Narrow filter_spec, or hold a "
+                "complex parameter as two real ones."
+            )
+    return jax.tree.map(jnp.asarray, params), rest
+
+
+_KEY_ADVICE = (
+    "Give it by name, grad_fn(model, *batch, key=key): it is then split into one key an example. "
+    "A key that is given by position is taken for data, and a key that the loss closes over is the "
+    "same for all examples."
+)
+
+
+def check_mask(sampling: Sampling | None, is_padding_example: object) -> None:
+    """Raises a ValueError if batches are samples and there is no mask.
+
+    Args:
+        sampling: how batches are drawn; None for batches without padding.
+        is_padding_example: as for the call.
+    """
+    if sampling is not None and is_padding_example is None:
+        raise ValueError(
+            "is_padding_example is missing. This gradient is of samples, and a sampled batch has "
+            "padding, whose index is -1: without the mask the last example would count in every "
+            "padding slot. Hand on the mask that sampler.take or sampler.batch returns; for a "
+            "batch without padding, np.zeros(length, bool)."
+        )
+
+
+class Examples(NamedTuple):
+    """A batch, ready to be mapped over.
+
+    Attributes:
+        batch: the positional arguments after the model, examples in front of every leaf.
+        keys: one key an example, or None.
+        is_padding_example: True where a slot holds no real example, or None.
+        num_examples: the length of the batch, padding included.
+        are_keys_in_order: whether the i-th key is that of the i-th real example, not of its slot.
+    """
+
+    batch: tuple[PyTree[Array], ...]
+    keys: Array | None
+    is_padding_example: Array | None
+    num_examples: int
+    are_keys_in_order: bool = False
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All arrays that have examples in front, or their shapes."""
+        return jax.tree.leaves((self.batch, self.keys))
+
+    def specs(self) -> list[PartitionSpec]:
+        """Where one example of each leaf lives: as its type says, replicated if that is silent."""
+
+        def spec(x: Array) -> PartitionSpec:
+            _, *entries = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
+            return PartitionSpec(*entries[: x.ndim - 1])
+
+        return [spec(x) for x in self.leaves]
+
+    def one(self) -> tuple[tuple[PyTree[Any], ...], Any]:
+        """Shapes and dtypes of one example and of its key."""
+        return jax.tree.map(_without_example_axis, (self.batch, self.keys))
+
+
+def read_examples(
+    batch: tuple[PyTree[Any], ...], key: Any, is_padding_example: Any, policy: Policy | None
+) -> Examples:
+    """Checks a batch and brings it into the policy's compute dtype.
+
+    Raises:
+        ValueError: there is no batch; it holds an `eqx.nn.State` or a key for all examples; a
+            leaf is no array of numbers or has no example axis; leading axes differ; the key is not
+            a single key; the padding mask is no boolean vector of the batch's length.
+    """
+    for index, argument in enumerate(batch):
+        if any(is_state(node) for node in jax.tree.leaves(argument, is_leaf=is_state)):
+            raise ValueError(
+                f"batch argument {index} holds an eqx.nn.State, which all examples share and which "
+                f"has no axis of examples. {STATE_ADVICE}"
+            )
+    if not jax.tree.leaves(batch):
+        raise ValueError(
+            "No batch: give at least one argument after the model, with examples along its "
+            "leading axis."
+        )
+    lengths = {
+        argument_name(path): _length(argument_name(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    }
+    if len(set(lengths.values())) > 1:
+        raise ValueError(_differing(batch, lengths))
+
+    num_examples = next(iter(lengths.values()))
+    batch = jax.tree.map(jnp.asarray, batch)
+    if policy is not None:
+        batch = policy.cast_to_compute(batch)
+    return Examples(
+        batch,
+        None if key is None else _split(key, num_examples),
+        None if is_padding_example is None else _read_mask(is_padding_example, num_examples),
+        num_examples,
+    )
+
+
+def _length(where: str, leaf: Any) -> int:
+    """How many examples an argument's leaf holds."""
+    if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
+        raise ValueError(
+            f"{where} is of type {type(leaf).__name__}, not a JAX or numpy array. The model comes "
+            "first, and every argument after it has examples along its leading axis: stack "
+            "examples that are in a list (jnp.stack); close over anything else (functools.partial, "
+            "a lambda)."
+        )
+    if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSUMm":
+        raise ValueError(
+            f"{where} is {shown(leaf)}, which JAX cannot compute with. Turn it into numbers, or "
+            "leave it out."
+        )
+    if leaf.ndim > 0:
+        return leaf.shape[0]
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"{where} is a PRNG key. {_KEY_ADVICE}")
+    raise ValueError(
+        f"{where} is a scalar: it has no leading axis of examples. The clipped gradient takes a "
+        "whole batch, not one example; close over what all examples share."
+    )
+
+
+def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
+    """What an error says of leading axes that differ."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
+            return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"
+    told = ", ".join(f"{where} has {length}" for where, length in lengths.items())
+    stack = " Stack examples that are in a list (jnp.stack)."
+    return (
+        f"The batch's leading axes differ: {told}. All of them must be the number of examples."
+        f"{stack if any(isinstance(argument, list) for argument in batch) else ''}"
+    )
+
+
+def _without_example_axis(x: Array) -> jax.ShapeDtypeStruct:
+    if x.shape[0] == 0 or any(jax.typeof(x).sharding.spec):  # on Explicit axes
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    # Indexing keeps the rest of the type, such as the mesh axes it varies along in a shard_map.
+    return jax.eval_shape(lambda examples: examples[0], x)
+
+
+def _split(key: Any, num_examples: int) -> Array:
+    """One key an example."""
+    try:
+        return jax.random.split(key, num_examples)
+    except (TypeError, ValueError):
+        # JAX's own error would print a seed that is given for a key.
+        kind = shown(key) if eqx.is_array(key) else f"a value of type {type(key).__name__}"
+        raise ValueError(
+            "key must be a single JAX key (jax.random.key(seed)), which is split here, one "
+            f"key an example; found {kind}."
+        ) from None
+
+
+def _read_mask(is_padding_example: Any, num_examples: int) -> Array:
+    if isinstance(is_padding_example, str | bytes):
+        raise ValueError("is_padding_example must be a boolean array; found a text.")
+    mask = jnp.asarray(is_padding_example)
+    if mask.shape != (num_examples,) or mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"is_padding_example must be boolean with shape ({num_examples},), one entry an "
+            f"example; found {mask.dtype} with shape {mask.shape}."
+        )
+    return mask

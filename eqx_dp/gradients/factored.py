@@ -1,0 +1,400 @@
+"""From residuals and cotangents to each leaf's norms and weighted sum.
+
+A factored leaf (Goodfellow, 2015; Li et al., "Large Language Models Can Be Strong Differentially
+Private Learners", 2022) has its norm from inner products between time steps, and its sum as one
+contraction over examples and time; no example's gradient is ever formed. Leaves whose uses are
+equal have one program, which is traced once.
+
+By ghost clipping, cotangents become norms, and then weighted sums, within the backward pass: see
+`Seen`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float
+
+from ..isolation import engines_rule
+from ..precision import stage
+from ..sharding import evaluated_whole
+from . import lookup
+from .gram import (
+    OneHot,
+    OuterProducts,
+    gram_norms,
+    one_term,
+    row_norms,
+    sum_of_products,
+    to_common_scale,
+)
+from .leaves import Known, LeafGradient, combined, computed_once, norm_and_bound
+from .norms import PRECISION, halves, norm_error, norms, unit_roundoff, without_subnormal
+from .uses import Member, ParamUse, Scattering, overlaps
+
+Met: TypeAlias = tuple[Any, Array]
+"""Residuals of a use and its cotangent, examples in front, then the scans around it."""
+
+
+class LeafForm(NamedTuple):
+    """How the gradient of a factored leaf is found: leaves of equal form differ in numbers alone.
+
+    Attributes:
+        shape: of the parameter.
+        uses: all uses of it.
+        dtype: the accumulate dtype.
+        is_formed: whether each example's gradient is formed, of a leaf with one use.
+    """
+
+    shape: tuple[int, ...]
+    uses: tuple[ParamUse, ...]
+    dtype: np.dtype[Any]
+    is_formed: bool = False
+
+
+def leaf_gradient(
+    form: LeafForm, met: Sequence[Met], scattering: Scattering | None = None
+) -> LeafGradient:
+    """The gradient of one factored leaf from its uses.
+
+    Args:
+        form: of the leaf.
+        met: of every use.
+        scattering: how the weighted sum goes to devices slice by slice, which then hold a part each
+            of the sum over all; None where it is this device's own.
+    """
+    if form.is_formed:
+        return LeafGradient(computed_once(functools.partial(_formed, form), met[0], met[0][1]))
+    norm, bound, held = measured(form, list(met))
+    total = functools.partial(summed, form, held)
+    if scattering is not None:
+        total = functools.partial(_scattered, form, scattering, held)
+    return LeafGradient(known=(norm, bound), weighted=total)
+
+
+def _formed(form: LeafForm, met: Met) -> Float[Array, "batch *shape"]:
+    """Each example's gradient, from outer products."""
+    (use,) = form.uses
+
+    def of_one(residuals: Any, cotangent: Array) -> Array:
+        x, g = use.factors(residuals, cotangent, form.dtype)
+        return use.to_parameter(jnp.einsum("gtk,gtp->gkp", x, g, precision=PRECISION))
+
+    return jax.vmap(of_one)(*met)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
+    """Norm, bound, and what the weighted sum is made of, see `_factored`."""
+    met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
+    parts = [_factored(form, members, met) for members in _sets(form)]
+    known, batch = [its[:2] for its in parts], len(jax.tree.leaves(met)[0])
+    return *combined(known, batch, form.dtype), [held for _, _, held in parts]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def summed(
+    form: LeafForm, held: Any, factors: Float[Array, "batch"], contributes: Bool[Array, " batch"]
+) -> Array:
+    """The weighted sum."""
+    sums: list[Array] = []
+    for members, (products, powers) in zip(_sets(form), held, strict=True):
+        weights = _times(factors, powers)
+        for (index, _), (x, g) in zip(members, products, strict=True):
+            use = form.uses[index]
+            sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
+    return functools.reduce(jnp.add, sums)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _scattered(
+    form: LeafForm,
+    scattering: Scattering,
+    held: Any,
+    factors: Float[Array, " batch"],
+    contributes: Bool[Array, " batch"],
+) -> Array:
+    """The weighted sum of a leaf with one use, slice by slice, of which a device keeps its part."""
+    (use,), ((((x, g),), powers),) = form.uses, held
+    weights, inner = _times(factors, powers), use.inside()
+    steps = math.prod(use.slices)
+
+    def at(index: Array) -> Array:
+        def taken(x: Array) -> Array:
+            size = x.shape[1] // steps if x.shape[1] > 1 else 1
+            return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
+
+        at_hand, cotangents, of_slice = jax.tree.map(taken, (x, g, weights))
+        total = weighted(inner, at_hand, cotangents, of_slice, contributes)
+        return scattering(inner.to_parameter(total))
+
+    return scattering.stacked(jax.lax.map(at, jnp.arange(steps)))
+
+
+def _times(
+    factors: Float[Array, " batch"], powers: Sequence[Float[Array, "batch #group"]]
+) -> Float[Array, "batch #group"]:
+    """Powers of two come in with the factor: g alone could vanish beside a large x.
+
+    What is no normal number then is zero: where a machine keeps it, it has lost digits.
+    """
+    return without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
+
+
+def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
+    found = overlaps(form.uses)
+    assert found is not None
+    return found
+
+
+def _factored(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[Any, Any, Any]:
+    """Norm and bound of what uses that overlap add, and what their weighted sum is made of.
+
+    The latter is of each use the sides of its outer products, and the powers of two, of every
+    example (and group), that they were divided by, to be multiplied one after the other.
+    """
+    terms = [
+        OuterProducts(*sides(form.uses[index], *met[index], form.dtype), transposed)
+        for index, transposed in members
+    ]
+    first, *others = terms
+    rows = [use.x.rows for use in terms if isinstance(use.x, OneHot) and not use.transposed]
+    if len(rows) == len(terms):  # all look up rows, and none of them columns
+        values = jnp.concatenate([use.g for use in terms], axis=2)
+        norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
+        powers = ()
+    elif not others and first.time == 1 and not isinstance(first.x, OneHot):
+        norm, bound, x, scale = one_term(first.x, first.g)
+        terms, powers = [first._replace(x=x)], (scale,)
+    else:
+        terms, exponent = to_common_scale(terms)
+        norm, bound = gram_norms(terms)
+        tiny = jnp.finfo(form.dtype).tiny
+        powers = halves(exponent, form.dtype)
+        norm, scaled_back = (functools.reduce(jnp.multiply, powers, x) for x in (norm, bound))
+        bound = jnp.where(bound > 0, jnp.maximum(scaled_back, tiny), bound)
+        powers = tuple(x[:, None] for x in powers)
+    return norm, bound, ([(use.x, use.g) for use in terms], powers)
+
+
+def sides(
+    use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
+) -> tuple[Any, Float[Array, "batch group time features_out"]]:
+    """All examples' outer products."""
+    x, g = jax.vmap(lambda r, g: use.factors(r, g, dtype))(residuals, cotangent)
+    if use.kind is not lookup:
+        return x, g
+    rows, (num_rows, *_) = x[..., 0], use.operation.operands[0]
+    return OneHot(rows), jnp.where((rows < num_rows)[..., None], g, 0)
+
+
+def weighted(
+    use: ParamUse,
+    x: Any,
+    g: Float[Array, "batch group time features_out"],
+    weights: Float[Array, "batch #group"],
+    contributes: Bool[Array, " batch"],
+) -> Float[Array, "group features_in features_out"]:
+    """The weighted sum of all examples' outer products."""
+    if not isinstance(x, OneHot):
+        return sum_of_products(x, g, weights, contributes)
+    groups, features = g.shape[1], g.shape[-1]
+    g = jnp.where(contributes[:, None, None, None], g * weights[..., None, None], 0)
+    scatter = functools.partial(lookup.scatter, use.operation.operands[0][0])
+    if groups == 1:
+        return scatter(x.rows.reshape(-1), g.reshape(-1, features))[None]
+    return jax.vmap(scatter)(
+        jnp.moveaxis(x.rows, 1, 0).reshape(groups, -1),
+        jnp.moveaxis(g, 1, 0).reshape(groups, -1, features),
+    )
+
+
+class Seen(NamedTuple):
+    """What is known of a use that keeps nothing: the only one of its leaf.
+
+    Attributes:
+        use: the use.
+        dtype: the accumulate dtype.
+        scattering: how the weighted sum leaves it, where each device keeps a part.
+    """
+
+    use: ParamUse
+    dtype: np.dtype[Any]
+    scattering: Scattering | None
+
+    @property
+    def form(self) -> LeafForm:
+        """How the operand's gradient is found, in one iteration of the scans around."""
+        inner = self.use.inside()
+        _, features_in, features_out = inner.matrices
+        fewer = inner.steps * (features_in + features_out) > 2 * features_in * features_out
+        is_formed = fewer and inner.kind is not lookup
+        return LeafForm(inner.shape, (inner,), self.dtype, is_formed)
+
+    def no_norms(self) -> Float[Array, "*slices 2"]:
+        """Zeros for norm and bound."""
+        return jnp.zeros((*self.use.slices, 2), self.dtype)
+
+    def no_sum(self) -> Float[Array, "..."]:
+        """Zeros for the weighted sum."""
+        part = self.form.shape if self.scattering is None else self.scattering.part
+        return jnp.zeros((*self.use.slices, *part), self.dtype)
+
+    def of_leaf(self, total: Float[Array, "..."]) -> Array:
+        """The leaf's sum."""
+        if self.scattering is not None:
+            return self.scattering.stacked(total)
+        return self.use.from_operand(total)
+
+
+def measuring(
+    seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
+) -> tuple[Array, Any]:
+    """The result of a use, whose cotangent becomes norm and bound: those of the tap."""
+    (result,) = evaluated_whole(equation, inputs)
+    return seen.use.received(_measured(seen, result, tap, seen.use.kept(inputs))), ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _measured(seen: Seen, result: Array, tap: Array, residuals: Any) -> Array:
+    del seen, tap, residuals
+    return result
+
+
+def _measured_back(seen: Seen, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+    return cotangent, _norms(seen)(residuals, cotangent), None
+
+
+_measured.defvjp(lambda seen, result, tap, residuals: (result, residuals), _measured_back)
+
+
+@functools.lru_cache(maxsize=1024)
+def _norms(seen: Seen) -> Callable[..., Float[Array, "2"]]:
+    """Norm and bound of one example."""
+
+    @jax.jit
+    def of_batch(residuals: Any, cotangent: Array) -> Float[Array, "batch 2"]:
+        with stage("norm"):
+            leaf = leaf_gradient(seen.form, [(residuals, cotangent)])
+            known = norm_and_bound([leaf], len(cotangent), seen.dtype)
+        return jnp.stack(known, axis=-1)
+
+    return _of_one(of_batch, True)
+
+
+class Asked(NamedTuple):
+    """What one example may add at a use.
+
+    Attributes:
+        total: zeros, whose cotangent is the sum over all examples.
+        factor: the example's clip factor.
+        limit: the bound that the factor was found from.
+    """
+
+    total: Float[Array, "*view"]
+    factor: Float[Array, ""]
+    limit: Float[Array, ""]
+
+
+def adding(
+    seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], asked: Asked
+) -> tuple[Array, Any]:
+    """The result of a use, whose cotangent becomes the weighted sum over all examples."""
+    (result,) = evaluated_whole(equation, inputs)
+    return seen.use.received(_added(seen, result, *asked, seen.use.kept(inputs))), ()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _added(
+    seen: Seen, result: Array, total: Array, factor: Array, limit: Array, residuals: Any
+) -> Array:
+    del seen, total, factor, limit, residuals
+    return result
+
+
+def _added_forward(
+    seen: Seen, result: Array, total: Array, factor: Array, limit: Array, residuals: Any
+) -> tuple[Array, Any]:
+    del seen, total
+    return result, (residuals, factor, limit)
+
+
+def _added_back(seen: Seen, held: Any, cotangent: Array) -> tuple[Any, ...]:
+    residuals, factor, limit = held
+    return cotangent, _sum(seen)(residuals, cotangent, factor, limit), None, None, None
+
+
+_added.defvjp(_added_forward, _added_back)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sum(seen: Seen) -> Callable[..., Array]:
+    """The weighted sum. It speaks of one example, as everything inside of `vmap`, but is of all.
+
+    Guarantee: what one example adds is at most its factor times its limit, whatever the pass that
+    found these rounded otherwise: the very arrays that are added here are measured here, and what
+    exceeds the limit is scaled down to it.
+    """
+
+    @jax.jit
+    def of_batch(residuals: Any, cotangent: Array, factors: Array, limits: Array) -> Array:
+        with stage("norm"):
+            leaf = leaf_gradient(seen.form, [(residuals, cotangent)])
+            _, bounds = norm_and_bound([leaf], len(cotangent), seen.dtype)
+            factors = within(factors, bounds, limits)
+        with stage("sum"):
+            total = leaf.sum(factors, factors > 0)
+            if seen.scattering is not None:
+                total = seen.scattering(total)
+        return total
+
+    return _of_one(of_batch, False)
+
+
+def within(
+    factors: Float[Array, " batch"], bounds: Float[Array, " batch"], limits: Float[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Factors that take bounds to factor x limit, where they are above the limit.
+
+    Quotient and products are off by 4 u and u each; 16 are taken off. Zero where a bound is not
+    finite, or where a factor is no normal number any more.
+    """
+    less = 1 - 16 * unit_roundoff(factors.dtype)
+    is_more = bounds > limits
+    ratio = limits / jnp.where(is_more, bounds, 1) * less
+    smaller = without_subnormal(factors * without_subnormal(ratio))
+    return jnp.where(jnp.isfinite(bounds), jnp.where(is_more, smaller, factors), 0)
+
+
+def _of_one(of_batch: Callable[..., Array], is_batched: bool) -> Callable[..., Array]:
+    """A function of a batch as one of one example, for `vmap`."""
+
+    @custom_vmap
+    def of_one(*values: Any) -> Array:
+        found = of_batch(*jax.tree.map(lambda x: x[None], values))
+        return found[0] if is_batched else found
+
+    @of_one.def_vmap
+    @engines_rule
+    def _(size: int, is_mapped: list[Any], *values: Any) -> tuple[Array, bool]:
+        values = jax.tree.map(
+            lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape)),
+            values,
+            tuple(is_mapped),
+        )
+        return of_batch(*values), is_batched
+
+    return of_one
+
+
+def of_slices(measured: Float[Array, "batch *slices 2"]) -> Known:
+    """Norm and bound of a stacked parameter from those of its slices."""
+    batch = measured.shape[0]
+    norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
+    return norm, bound * (1 + norm_error(measured[0, ..., 0].size, measured.dtype))

@@ -1,0 +1,243 @@
+"""The norms of per-example gradients at any scale, and powers of two.
+
+The bounds here and in `gram.py` hold for the arithmetic of processors, GPUs and TPUs:
+
+| operation | assumed |
+|---|---|
+| addition, multiplication, both in one | rounded to nearest once: off by a relative u at most |
+| division, square root | off by 2 units in the last place: a relative 4 u (`div.full` on GPUs) |
+| products of a contraction | at `PRECISION`: off by `product_roundoff` |
+| sums | in any order, another one for every entry and every run |
+| numbers below the normal range | kept, or taken for zero |
+
+u is `unit_roundoff`, the largest relative error of one rounding to nearest.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
+    """The L2 norm of each example's gradient, at any scale.
+
+    Squares of entries beyond the square root of the dtype's range overflow, or vanish. So each
+    example is first divided by a power of two near its largest entry; entries whose squares vanish
+    then are too small beside that one to count.
+
+    Args:
+        gradients: one gradient an example, in the accumulate dtype.
+
+    Returns:
+        One norm an example, in the same dtype.
+
+        | gradient | norm |
+        |---|---|
+        | all zero, or no entries | 0 |
+        | entries whose squares overflow | right, to rounding |
+        | entries whose squares vanish | right, to rounding |
+        | norm beyond the dtype's range | inf |
+        | NaN or infinity among them | NaN or inf |
+    """
+    return norms_of_parts([gradients])
+
+
+def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, " batch"]:
+    """The same of gradients that are given in parts, one array a leaf."""
+    # A gradient known to the compiler would be squared before it is divided, and overflow.
+    parts = jax.lax.optimization_barrier(list(parts))
+    flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
+    if len(flat) == 1 and flat[0].shape[1] == 1:
+        return jnp.abs(flat[0][:, 0])
+    # In blocks from the start: what comes after a reshape is one loop with the sum.
+    blocks = [_in_blocks(x) for x in flat]
+    largest = functools.reduce(jnp.maximum, map(_largest, blocks))
+    scale, inverse = power_of_two(largest)
+    if len(blocks) > 1:
+        # The same number. The compiler repeats anything but a division for every part.
+        inverse = 1 / scale
+    squares = [
+        jax.lax.optimization_barrier(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2))
+        for x in blocks
+    ]
+    sums = [sum_in_blocks(x) for x in squares]
+    total = sums[0] if len(sums) == 1 else sum_in_blocks(jnp.stack(sums, axis=1))
+    return jnp.sqrt(total) * scale
+
+
+_BLOCK = 64
+"""Longer blocks are no faster on a CPU, and shorter ones are slower."""
+
+
+def sum_in_blocks(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
+    """Sums each example's entries, never more than 64 at a time.
+
+    Barriers keep the compiler from merging the levels into one long sum, whose error would grow
+    with its length.
+    """
+    while x.shape[1] > _BLOCK:
+        x = jax.lax.optimization_barrier(jnp.sum(_in_blocks(x), axis=2))
+    return jnp.sum(x, axis=1)
+
+
+def _in_blocks(x: Float[Array, "batch n"]) -> Float[Array, "batch blocks entry"]:
+    """Each example's entries in blocks of one length, filled up with zeros where need be."""
+    batch, size = x.shape
+    entries = _block(size)
+    blocks = -(-size // entries)
+    x = jnp.pad(x, ((0, 0), (0, blocks * entries - size)))
+    return x.reshape(batch, blocks, entries)
+
+
+def _block(size: int) -> int:
+    """The length of blocks: one that divides the size, so that nothing has to be copied, or 64."""
+    if size <= _BLOCK:
+        return max(1, size)
+    divisors = [n for n in range(_BLOCK // 4, _BLOCK + 1) if size % n == 0]
+    return max(divisors, default=_BLOCK)
+
+
+def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
+    """A bound on the relative error of `norms` for gradients of `size` entries.
+
+    In so many parts it is for parts of at most that size.
+
+    A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
+    terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
+    squares is off by no more than all of these together, and its root by half of that (Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). The root itself costs 4;
+    of several parts the inverse of the scale, a quotient, 4, and an entry times that 1. Two more
+    make up for products of errors, and for squares that vanish beside the largest.
+    """
+    roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
+    return (roundings / 2 + (11 if parts > 1 else 6)) * unit_roundoff(dtype)
+
+
+def roundings_in_blocks(size: int) -> int:
+    """How many roundings a term goes through in `sum_in_blocks`."""
+    roundings = 0
+    while size > 1:
+        entries = _block(size)
+        roundings += entries - 1
+        size = -(-size // entries)
+    return roundings
+
+
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """The largest relative error of one rounding to nearest."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+PRECISION = jax.lax.Precision.HIGHEST
+"""What every contraction asks for whose result is measured, bounded or added."""
+
+
+def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float:
+    """The largest relative error of one product, and its addition, in a contraction at `PRECISION`.
+
+    | platform | a product is made of | error |
+    |---|---|---|
+    | CPU, GPU | the numbers as they are, no TensorFloat-32 | u |
+    | TPU | six passes of bfloat16 parts | 16 u |
+
+    A TPU splits a float32 number into three bfloat16 parts, exactly, and leaves out three of nine
+    products, which are less than u / 2 together. The other six are exact, and each costs an
+    addition, which may cut off instead of rounding: 2 u each. Platforms that are not known count as
+    TPUs.
+
+    Args:
+        dtype: of the numbers and the sum.
+        platform: where the contraction runs; None for JAX's default.
+    """
+    if platform is None:
+        platform = jax.default_backend()
+    is_whole = platform in ("cpu", "gpu", "cuda", "rocm")
+    return (1 if is_whole else 16) * unit_roundoff(dtype)
+
+
+def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:
+    return jnp.max(jnp.abs(x), axis=(1, 2), initial=0)
+
+
+def combined_norms(
+    parts: Sequence[Float[Array, " batch"]], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Float[Array, " batch"]:
+    """The norms of gradients from those of their parts; zero where there are none."""
+    if not parts:
+        return jnp.zeros(shape, dtype)
+    return norms(jnp.stack(parts, axis=-1))
+
+
+def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
+    """The binary exponent of a positive normal number: the floor of its logarithm.
+
+    Of what is smaller, or zero, it is one below that of the smallest normal number; of what is not
+    finite it is any number.
+    """
+    # A scale known to the compiler would be squared where what it multiplies is, and overflow.
+    size = jax.lax.optimization_barrier(size)
+    # The bits of a positive number begin with its exponent.
+    info = jnp.finfo(size.dtype)
+    bits = jax.lax.bitcast_convert_type(size, f"int{info.bits}")
+    return (bits >> info.nmant).astype(jnp.int32) - _bias(size.dtype)
+
+
+def power(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> Float[Array, "*n"]:
+    """Two to an exponent; zero where that is no normal number, and no more than the largest."""
+    # The bits of a power of two end with its exponent, and those of zero are zero.
+    bias = _bias(dtype)
+    return _of_bits(jnp.clip(exponent, -bias, bias), dtype)
+
+
+def times_power(x: Float[Array, "*#n"], exponent: Int[Array, "*#n"]) -> Float[Array, "*n"]:
+    """A number times two to an exponent, exactly where the result is a normal number.
+
+    A result below four times the smallest normal number may be zero, one beyond the largest is
+    infinite.
+    """
+    one, other = halves(exponent, x.dtype)
+    return x * one * other
+
+
+def halves(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Two powers whose product is two to an exponent, which may be beyond the dtype's range.
+
+    Both are on the same side of 1: a number is multiplied by one, then by the other, and overflows
+    or vanishes on the way only if it does in the end.
+    """
+    half = exponent >> 1
+    return power(half, dtype), power(exponent - half, dtype)
+
+
+def without_subnormal(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Numbers, with zero for what is no normal number: some machines keep it, with few digits."""
+    return jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).tiny, 0, x)
+
+
+def power_of_two(size: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+    """The power of two at or below a positive number, and its inverse, both normal numbers."""
+    # In few operations: the compiler repeats them in every kernel that needs the result.
+    info, bias = jnp.finfo(size.dtype), _bias(size.dtype)
+    bits = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(size), f"int{info.bits}")
+    exponent = jnp.clip(bits >> info.nmant, 1, 2 * bias - 1)
+    scale, inverse = (
+        jax.lax.bitcast_convert_type(e << info.nmant, size.dtype)
+        for e in (exponent, 2 * bias - exponent)
+    )
+    return scale, inverse
+
+
+def _of_bits(exponent: Int[Array, "*n"], dtype: Any) -> Float[Array, "*n"]:
+    info = jnp.finfo(dtype)
+    bits = (exponent + _bias(dtype)).astype(f"int{info.bits}")
+    return jax.lax.bitcast_convert_type(bits << info.nmant, dtype)
+
+
+def _bias(dtype: Any) -> int:
+    return int(jnp.finfo(dtype).maxexp) - 1

@@ -1,0 +1,292 @@
+"""A use: an equation that multiplies a parameter by data, and where in the parameter it does so."""
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..precision import Matmul
+from ..sharding import Cut, whole
+from .kinds import Kind, Operation
+from .narrow_products import Scaled, restored, scaled, with_cast_cotangent
+from .views import Place, Step, Steps, place_of, pulled_back, taken
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+
+ScanUse: TypeAlias = Literal["slices", "time"]
+
+
+class ParamUse(NamedTuple):
+    """An equation that multiplies a parameter by data; equal ones have equal gradients.
+
+    Attributes:
+        kind: which kind of equation it is.
+        operation: what the equation does.
+        operand: which operand is the parameter.
+        shape: of the parameter.
+        view: from the parameter to that operand; slices of scans are in front.
+        scans: the scans around it, outermost first: whether each goes over slices of the parameter
+            or uses all of it many times.
+        result: shape and dtype of the equation's result, the lengths of the scans in front.
+        residuals: the same of what is kept.
+        matmul: the narrow dtypes that the equation multiplies in, if it does.
+    """
+
+    kind: Kind
+    operation: Operation
+    operand: int
+    shape: tuple[int, ...]
+    view: Steps
+    scans: tuple[ScanUse, ...]
+    result: jax.ShapeDtypeStruct
+    residuals: Any
+    matmul: Matmul | None = None
+
+    @property
+    def name(self) -> str:
+        """The kind, and what the parameter is cast to there."""
+        return self.kind.name + (f"[{self.matmul.forward}]" if self.matmul else "")
+
+    def narrowed(self, matmul: Matmul) -> "ParamUse":
+        """The same use where the equation multiplies in narrow dtypes: a product's."""
+        stack = tuple(self.result.shape[: len(self.scans)])
+        values = jax.ShapeDtypeStruct(self.residuals.shape, matmul.forward)
+        exponent = jax.ShapeDtypeStruct(stack, jnp.int32)
+        return self._replace(residuals=Scaled(values, exponent), matmul=matmul)
+
+    def kept(self, inputs: list[Any]) -> Any:
+        """What is kept of the other operands, of a narrow product as they are multiplied."""
+        others = [x if i == self.operand else whole(x) for i, x in enumerate(inputs)]
+        found = self.kind.residuals(self.operation, self.operand, others)
+        return found if self.matmul is None else scaled(found, self.matmul.forward, self.matmul)
+
+    def restored(self, residuals: Any) -> Any:
+        """What the kind takes for residuals, from what was kept: what was multiplied, exactly."""
+        return residuals if self.matmul is None else restored(residuals, _FLOAT32)
+
+    def received(self, result: Array) -> Array:
+        """The result, whose cotangent becomes what a narrow product is differentiated by."""
+        return result if self.matmul is None else with_cast_cotangent(self.matmul, result)
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """The lengths of the scans around it that go over slices of the parameter."""
+        lengths = zip(self.result.shape, self.scans, strict=False)
+        return tuple(n for n, use in lengths if use == "slices")
+
+    @property
+    def steps(self) -> int:
+        """How many outer products there are in each of its matrices."""
+        lengths = zip(self.result.shape, self.scans, strict=False)
+        times = math.prod(n for n, use in lengths if use == "time")
+        return times * self.kind.steps(self.operation, self.operand)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether `ghost` may measure and sum it within the backward pass: no scan repeats it."""
+        return "time" not in self.scans
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can come of it: a scan of no steps, a slice of no rows."""
+        return 0 in (*self.result.shape, *self.shape, *self.operation.operands[self.operand])
+
+    @property
+    def _split(self) -> tuple[Step, tuple[tuple[int, ...], ...]]:
+        """From the operand to an array whose axes are parts of groups, rows and columns."""
+        found, lead = self.kind.matrix_axes(self.operation, self.operand), len(self.slices)
+        of_groups, rows, columns = (tuple(lead + i for i in part) for part in found[1:])
+        return Step("reshape", found.shape, lead), ((*range(lead), *of_groups), rows, columns)
+
+    @property
+    def place(self) -> Place | None:
+        """Where the entries of its matrices stand in the parameter."""
+        return place_of(self.view, self.shape, *self._split)
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """How many groups, rows and columns its matrices have."""
+        found = self.kind.matrix_axes(self.operation, self.operand)
+        groups, rows, columns = (math.prod(found.shape[i] for i in part) for part in found[1:])
+        return math.prod(self.slices) * groups, rows, columns
+
+    def factors(
+        self, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
+    ) -> tuple[Array, Float[Array, "group time features_out"]]:
+        """One example's factors: scans over slices make groups, scans over time more time."""
+
+        def of_one(residuals: Any, cotangent: Array) -> tuple[Array, Array]:
+            return self.kind.factors(
+                self.operation, self.operand, self.restored(residuals), cotangent
+            )
+
+        for _ in self.scans:
+            of_one = jax.vmap(of_one)
+        x, g = of_one(residuals, cotangent)
+        x = x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return self._fold_scans(x), self._fold_scans(g.astype(dtype))
+
+    def _fold_scans(self, factor: Array) -> Array:
+        """`(*scans, group, time, features)` to `(slices x group, scans x time, features)`."""
+        slices = [axis for axis, its in enumerate(self.scans) if its == "slices"]
+        times = [axis for axis, its in enumerate(self.scans) if its == "time"]
+        group, time, features = (len(self.scans) + i for i in range(3))
+        shape = factor.shape
+        groups, steps = (
+            math.prod(shape[i] for i in axes) for axes in ((*slices, group), (*times, time))
+        )
+        order = (*slices, group, *times, time, features)
+        return jnp.transpose(factor, order).reshape(groups, steps, shape[features])
+
+    def to_parameter(self, gradient: Float[Array, "group in out"]) -> Array:
+        """The gradient with respect to the parameter, from that with respect to the matrices."""
+        split, parts = self._split
+
+        def of_parameter(parameter: Array) -> Array:
+            x = split(taken(self.view, parameter))
+            order = [axis for part in parts for axis in part]
+            return x.transpose(*order).reshape(self.matrices)
+
+        return pulled_back(of_parameter, gradient, self.shape)
+
+    def from_operand(self, gradient: Array) -> Array:
+        """The same from that with respect to the operand, slices of scans in front."""
+        return pulled_back(functools.partial(taken, self.view), gradient, self.shape)
+
+    def inside(self) -> "ParamUse":
+        """The use as one iteration of the scans around it sees it: of its operand alone."""
+
+        def inner(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[len(self.scans) :], x.dtype)
+
+        result, residuals = jax.tree.map(inner, (self.result, self.residuals))
+        shape = self.operation.operands[self.operand]
+        return self._replace(shape=shape, view=(), scans=(), result=result, residuals=residuals)
+
+
+Address: TypeAlias = tuple[int, ...]
+"""Where an equation stands: its index, behind the indices of the equations around it."""
+
+
+class Uses(NamedTuple):
+    """The uses of every leaf, and the leaves that are formed.
+
+    A leaf that has no uses, and is not formed, does not enter the loss.
+
+    Attributes:
+        of: of each trainable leaf its uses, by where they stand.
+        formed: the leaves that are differentiated themselves, with the reason.
+        kernels: where they are kernels of convolutions, whose gradients patches make.
+    """
+
+    of: tuple[dict[Address, ParamUse], ...]
+    formed: dict[int, str]
+    kernels: dict[Address, ParamUse]
+
+    @property
+    def at(self) -> dict[Address, ParamUse]:
+        """All uses."""
+        return {address: use for its in self.of for address, use in its.items()}
+
+    def forming(self, reasons: dict[int, str]) -> "Uses":
+        """The same with more leaves that are formed."""
+        formed, kernels = {**reasons, **self.formed}, dict(self.kernels)
+        for leaf in formed:
+            its = self.of[leaf].items()
+            kernels |= {
+                at: use for at, use in its if use.kind.name == "convolution" and not use.matmul
+            }
+        of = tuple({} if leaf in formed else its for leaf, its in enumerate(self.of))
+        return Uses(of, formed, kernels)
+
+
+class Scattering(NamedTuple):
+    """How the weighted sum at a use, in one iteration of the scans around, goes to devices.
+
+    Attributes:
+        use: of the slice of a parameter; of the parameter where no scan goes over slices.
+        cut: of the parameter.
+        ahead: the parameter's dimensions in front of those of a slice.
+    """
+
+    use: ParamUse
+    cut: Cut
+    ahead: tuple[int, ...]
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of a device's part."""
+        return self.cut.local(self.use.shape)
+
+    def stacked(self, parts: Array) -> Array:
+        """A device's part of the whole parameter's sum, from those of all slices."""
+        return parts.reshape(*self.ahead, *self.part)
+
+    def __call__(self, total: Array) -> Array:
+        """A device's part of the sum over devices, from the operand's over its own examples."""
+        return self.cut.scattered(self.use.from_operand(total))
+
+
+def scattering_of(use: ParamUse, cut: Cut | None) -> Scattering | None:
+    """The same, where scans go over whole slices of a parameter, in order, and cut none of it.
+
+    Args:
+        use: the only one of a parameter.
+        cut: how its sum is cut; None where it is not.
+
+    Returns:
+        None where there are no such slices: the sum is then known, and scattered, as a whole.
+    """
+    scans = len(use.slices)
+    if cut is None or any(dim < scans for dim, _ in cut.over(len(use.shape))):
+        return None
+    if any(step.lead < scans for step in use.view) or use.shape[:scans] != use.slices:
+        return None
+    inner = use.inside()._replace(
+        shape=use.shape[scans:], view=tuple(step.inside(scans) for step in use.view)
+    )
+    return Scattering(inner, cut, use.shape[:scans])
+
+
+class Member(NamedTuple):
+    """A use among those of the same matrices.
+
+    Attributes:
+        use: which use it is.
+        transposed: whether its rows are the columns of the first.
+    """
+
+    use: int
+    transposed: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def overlaps(uses: tuple[ParamUse, ...]) -> tuple[tuple[Member, ...], ...] | None:
+    """Sorts the uses of a parameter: those of the same matrices go together.
+
+    |sum_i G_i|^2 = sum_ij <G_i, G_j>. Two uses of the same matrices, upright or transposed (an
+    embedding and the output that is tied to it), have inner products that never form a gradient;
+    uses of separate parts have none at all.
+
+    Returns:
+        The uses, sorted; None where two overlap in any other way.
+    """
+    sets: list[tuple[ParamUse, list[Member]]] = []
+    for index, use in enumerate(uses):
+        for first, members in sets:
+            one, its = first.place, use.place
+            assert one is not None
+            assert its is not None
+            if its in (one, one._replace(rows=one.columns, columns=one.rows)):
+                members.append(Member(index, its != one))
+                break
+            if not one.is_apart(its):
+                return None
+        else:
+            sets.append((use, [Member(index, False)]))
+    return tuple(tuple(members) for _, members in sets)

@@ -1,0 +1,150 @@
+"""What a run's directory says of it, and what follows for an attack."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from jaxtyping import Float
+
+from ..audit.record import AUDIT
+from ..files import finite_or_none, read_json
+from ..privacy import PrivacyPlan
+from ..training import CHECKS, METRICS, CheckpointError, entries_in, statement
+
+# So many figures of epsilon are computed, each of which takes a tenth of a second.
+_FIGURES = 12
+
+
+class Run(NamedTuple):
+    """A run that may be under way.
+
+    Attributes:
+        name: of the directory.
+        plan: of the run.
+        starts: what each start wrote in the ledger, the newest last.
+        released: how many steps may have been seen, of all starts.
+        epsilon: of these steps; infinite without a promise.
+        does_not_cover: the run's own statement, in words.
+        checks: what the checks of the step said, by name.
+        audits: what audits found, by name.
+        metrics: pairs of a step and a figure, by name; None for one that is not finite.
+    """
+
+    name: str
+    plan: PrivacyPlan
+    starts: list[dict[str, Any]]
+    released: int
+    epsilon: float
+    does_not_cover: list[str]
+    checks: dict[str, Any]
+    audits: dict[str, Any]
+    metrics: dict[str, list[tuple[int, float | None]]]
+
+
+def read_run(directory: Path) -> Run:
+    """Reads what a run wrote; nothing in the directory is changed.
+
+    Nothing of it depends on private data, unless the run's `evaluate` returned such data.
+
+    Raises:
+        ValueError: there is no run; or a file in it is damaged, or of another release or run.
+    """
+    try:
+        entries = entries_in(directory)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    if not entries:
+        raise ValueError(
+            f"found no run with a step in {str(directory)!r}; give the directory that a run was "
+            "given, Trainer(..., directory=...)"
+        )
+    starts = sorted(entries.values(), key=lambda entry: entry["start"])
+    plan = PrivacyPlan.from_json(json.dumps(starts[-1]["plan"]))
+    released = min(sum(entry["steps"] for entry in starts), plan.steps)
+    epsilon = plan.epsilon(released)
+    audits = _read(directory / AUDIT)
+    attacks = audits.pop("canaries", None)
+    audits |= {f"canaries, {name}": found for name, found in (attacks or {}).items()}
+    return Run(
+        directory.resolve().name,
+        plan,
+        starts,
+        released,
+        epsilon,
+        statement(plan, entries, epsilon)["does_not_cover"],
+        _read(directory / CHECKS),
+        audits,
+        _metrics(directory / METRICS),
+    )
+
+
+def epsilon_over_steps(run: Run) -> list[tuple[int, float]]:
+    """Epsilon after some numbers of steps; closer at the beginning, where it rises fast."""
+    shares = np.linspace(0, 1, _FIGURES) ** 2
+    steps = sorted({run.released, *(round(float(share) * run.plan.steps) for share in shares)})
+    return [(step, run.plan.epsilon(step)) for step in steps]
+
+
+class Attack(NamedTuple):
+    """What an attack finds out, at most, that sees everything that a run released.
+
+    Attributes:
+        false_alarms: shares of the examples that took no part and are taken for ones that did.
+        found: for each of them, which share of those that took part is found, at most.
+        right: how often a guess is right, at most, if both cases are equally likely.
+    """
+
+    false_alarms: Float[np.ndarray, " n"]
+    found: Float[np.ndarray, " n"]
+    right: float
+
+
+def attack_on(run: Run) -> Attack:
+    """What an attack finds out, at most.
+
+    **Guarantee.** No attack finds more, whatever it knows or computes, if the run kept to the plan.
+    Each pair (epsilon, delta) that holds bounds the share that is found, for false alarms a, by
+
+        min(1, delta + e^epsilon a, 1 - e^-epsilon (1 - delta - a))
+
+    (Kairouz et al. 2017), and right guesses by (e^epsilon + delta) / (e^epsilon + 1). The smallest
+    bound of 12 pairs is taken, whose deltas are the plan's and larger ones. More pairs would make
+    it smaller.
+    """
+    alarms = np.linspace(0.0, 1.0, 1001)
+    found, right = np.ones_like(alarms), 1.0
+    for delta in np.geomspace(run.plan.delta, 0.9, _FIGURES):
+        epsilon = dataclasses.replace(run.plan, delta=float(delta)).epsilon(run.released)
+        if epsilon > 500:  # bounds nothing, and its exponential is no float
+            continue
+        times = math.exp(epsilon)
+        found = np.minimum(found, delta + times * alarms)
+        found = np.minimum(found, 1 - (1 - delta - alarms) / times)
+        right = min(right, (times + float(delta)) / (times + 1))
+    return Attack(alarms, found, right)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}. Restore it from a backup.") from None
+
+
+def _metrics(file: Path) -> dict[str, list[tuple[int, float | None]]]:
+    """Figures by name; lines that are none of a run's metrics are passed over, as the run does."""
+    found: dict[str, list[tuple[int, float | None]]] = {}
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        try:
+            figures = json.loads(line)
+        except (RecursionError, ValueError):
+            continue
+        if not isinstance(figures, dict) or type(figures.get("step")) is not int:
+            continue
+        for name, value in cast("dict[str, Any]", figures).items():
+            if name not in ("step", "seconds", "epsilon") and type(value) in (int, float):
+                found.setdefault(name, []).append((figures["step"], finite_or_none(value)))
+    return found
