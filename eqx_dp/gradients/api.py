@@ -6,6 +6,7 @@ from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
 import equinox as eqx
 from jaxtyping import Array
 
+from ..losses import ClipNorms
 from ..precision import Policy
 from ..sharding import ShardingRules
 from ..shown import shown
@@ -17,12 +18,13 @@ from .configuration import Configuration, MethodName, checked_configuration
 
 # Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
 _Aux = TypeVar("_Aux")
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
 
 
 class ClippingOptions(TypedDict, total=False):
     """The options of both functions, for type checkers; [`filter_clipped_grad`][] explains them."""
 
-    l2_clip_norm: Required[PyTree[Any]]
+    l2_clip_norm: Required[ClipNorms]
     policy: Policy | None
     sharding: ShardingRules | None
     filter_spec: FilterSpec
@@ -35,8 +37,8 @@ class ClippingOptions(TypedDict, total=False):
 
 @overload
 def filter_clipped_grad(
-    fun: Callable[..., Any], *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
-) -> ClippedGrad[PyTree[Array]]: ...
+    fun: _Loss, *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
+) -> ClippedGrad[PyTree[Array], _Loss]: ...
 @overload
 def filter_clipped_grad(
     fun: Callable[..., tuple[Any, _Aux]],
@@ -47,7 +49,7 @@ def filter_clipped_grad(
 @overload
 def filter_clipped_grad(
     *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
-) -> Callable[[Callable[..., Any]], ClippedGrad[PyTree[Array]]]: ...
+) -> Callable[[_Loss], ClippedGrad[PyTree[Array], _Loss]]: ...
 @overload
 def filter_clipped_grad(
     *, has_aux: Literal[True], **options: Unpack[ClippingOptions]
@@ -55,7 +57,7 @@ def filter_clipped_grad(
 def filter_clipped_grad(
     fun: Callable[..., Any] | None = None,
     *,
-    l2_clip_norm: PyTree[Any],
+    l2_clip_norm: ClipNorms,
     policy: Policy | None = None,
     sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
@@ -169,16 +171,16 @@ def filter_clipped_grad(
 
 @overload
 def filter_value_and_clipped_grad(
-    fun: Callable[..., Any], *, has_aux: bool = False, **options: Unpack[ClippingOptions]
-) -> ClippedGrad[tuple[PerExample, PyTree[Array]]]: ...
+    fun: _Loss, *, has_aux: bool = False, **options: Unpack[ClippingOptions]
+) -> ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]: ...
 @overload
 def filter_value_and_clipped_grad(
     *, has_aux: bool = False, **options: Unpack[ClippingOptions]
-) -> Callable[[Callable[..., Any]], ClippedGrad[tuple[PerExample, PyTree[Array]]]]: ...
+) -> Callable[[_Loss], ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]]: ...
 def filter_value_and_clipped_grad(
     fun: Callable[..., Any] | None = None,
     *,
-    l2_clip_norm: PyTree[Any],
+    l2_clip_norm: ClipNorms,
     policy: Policy | None = None,
     sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, Unpack, overload
 
 import dp_accounting
 import equinox as eqx
@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
+from typing_extensions import TypeVar
 
+from ..losses import Loss1, Loss2
 from ..precision import Policy, agreed_policy, cast_parameters, stage
 from ..privacy import Sampling
 from ..programs import matmul_flops
@@ -35,13 +37,24 @@ from .taps import find_uses
 NeighboringRelation = dp_accounting.NeighboringRelation
 
 Key = PRNGKeyArray | UInt32[Array, " words"]
+Mask = Bool[Array | np.ndarray, " batch"]
 _Result = TypeVar("_Result")
+_Loss = TypeVar("_Loss", bound=Callable[..., Any], covariant=True, default=Callable[..., Any])
 
 
-class ClippedGrad(eqx.Module, Generic[_Result]):
+class _Call(TypedDict, total=False):
+    """The options of a call, for type checkers."""
+
+    key: Key | None
+    is_padding_example: Mask | None
+
+
+class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
     """A function that sums the clipped per-example gradients of a loss, with its sensitivity.
 
-    Made by [`filter_clipped_grad`][] and [`filter_value_and_clipped_grad`][].
+    Made by [`filter_clipped_grad`][] and [`filter_value_and_clipped_grad`][]. In annotations write
+    `dp.ClippedGrad[Model]`, or `dp.ClippedGrad[tuple[dp.PerExample, Model]]`. (The second parameter
+    of the type is the loss; type checkers tell by it which argument a call lacks.)
     """
 
     _fun: Callable[..., Any]
@@ -111,7 +124,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
                     f"({allowed}), found {shown(neighboring_relation)}."
                 )
 
-    def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result]":
+    def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result, _Loss]":
         """The same function, for batches that are drawn in a given way.
 
         Guarantee: if these are samples, a call without `is_padding_example` is refused, whenever it
@@ -141,7 +154,7 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         changed = self._configuration.variant(method, microbatch_size)
         return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone, self._sampling)
 
-    def with_choice(self, method: str, microbatch_size: int) -> "ClippedGrad[_Result]":
+    def with_choice(self, method: str, microbatch_size: int) -> "ClippedGrad[_Result, _Loss]":
         """The same function, which returns what it returned, by a method and a microbatch.
 
         Args:
@@ -180,13 +193,25 @@ class ClippedGrad(eqx.Module, Generic[_Result]):
         """
         return split_trainable(model, self._filter_spec)[0]
 
+    @overload
+    def __call__(
+        self: "ClippedGrad[_Result, Loss1]", model: Any, x: Any, /, **options: Unpack[_Call]
+    ) -> _Result: ...
+    @overload
+    def __call__(
+        self: "ClippedGrad[_Result, Loss2]", model: Any, x: Any, y: Any, /, **options: Unpack[_Call]
+    ) -> _Result: ...
+    @overload
+    def __call__(
+        self, model: Any, x: Any, y: Any, z: Any, /, *more: Any, **options: Unpack[_Call]
+    ) -> _Result: ...
     def __call__(
         self,
         model: PyTree[Any],
         /,
         *batch: PyTree[Any],
         key: Key | None = None,
-        is_padding_example: Bool[Array | np.ndarray, " batch"] | None = None,
+        is_padding_example: Mask | None = None,
     ) -> _Result:
         """Computes the sum of clipped gradients of a batch.
 

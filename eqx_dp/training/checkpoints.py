@@ -190,8 +190,7 @@ def restored(
     def read(number: int) -> tuple[Body, int, dict[str, Any]]:
         saved = checkpoints.shapes(number)
         check_fits(f"checkpoint {number}", saved, wanted)
-        beside = ("opt_state", "average")
-        others = [part for part in beside if _shapes(part, saved) != _shapes(part, wanted)]
+        others = [x for x in ("opt_state", "average") if _shapes(x, saved) != _shapes(x, wanted)]
         targets = {name: x for name, x in wanted.items() if not others or part_of(name) == "model"}
         targets["step"] = jax.ShapeDtypeStruct((), saved["step"].dtype)
         arrays, record = checkpoints.read(number, targets)

@@ -81,7 +81,7 @@ class EpsilonAhead:
         every: it will be asked for at multiples of these.
     """
 
-    def __init__(self, plan: PrivacyPlan, stop: int, every: list[int]):
+    def __init__(self, plan: PrivacyPlan, stop: int, every: tuple[int, ...]):
         self._plan, self._stop, self._every = plan, stop, every
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eqx_dp-epsilon")
         self._coming: dict[int, Future[float]] = {}
@@ -144,13 +144,13 @@ class JsonLines:
 
     A line holds `step`, `seconds` (since this start began), `epsilon`, and the metrics by name;
     null stands for what is not finite. What cannot be written costs a warning, and not the run. A
-    start adds its lines behind those of earlier starts; half a line of a killed process is ended.
+    start adds its lines behind those of earlier starts. A line begins by ending the one before it,
+    which may be half a line of a killed process.
     """
 
     def __init__(self, file: RunPath):
         self._file = file
         self._failure = f"Metrics cannot be written to {file}"
-        self._is_begun = False
 
     def __call__(self, event: Event[Any]) -> None:
         """Writes a line, if there is something to write."""
@@ -162,6 +162,4 @@ class JsonLines:
             "epsilon": finite_or_none(event.epsilon),
         } | {name: finite_or_none(value) for name, value in event.metrics.items()}
         with going_on(self._failure):
-            old = b"" if self._is_begun or not self._file.exists() else self._file.read_bytes()
-            self._is_begun, half = True, "" if old[-1:] in (b"", b"\n") else "\n"
-            append(self._file, half + json.dumps(line) + "\n")
+            append(self._file, "\n" * self._file.exists() + json.dumps(line))

@@ -71,9 +71,10 @@ class Loop(Generic[Model]):
         step, options = self.step, self.options
         flat, began = FlatState.of(state), time.monotonic()
         before_last = flat.step
+        every = (options.save_every, options.show_every, options.evaluate_every)
         with (
             closing(ProgressBar(self._done, self.stop, options.progress)) as bar,
-            closing(EpsilonAhead(step.plan, self.stop, self._asked_every())) as epsilons,
+            closing(EpsilonAhead(step.plan, self.stop, every)) as epsilons,
             closing(batches),
         ):
             listeners = (bar.update, *options.callbacks)
@@ -82,9 +83,7 @@ class Loop(Generic[Model]):
                     # While one step is under way the next is prepared, and memory stays flat.
                     jax.block_until_ready(before_last)
                     # Without rules a step takes numpy's arrays as they are, which is faster.
-                    examples, mask = (
-                        batch if step.grad_fn.sharding is None else step.shard_batch(batch)
-                    )
+                    examples, mask = batch if step.sharding is None else step.shard_batch(batch)
                     if self._done >= self.stop or self.signal.asked_after(self.tally.taken):
                         break
                     self._announce(epsilons)
@@ -109,13 +108,6 @@ class Loop(Generic[Model]):
         if self.checkpoints is not None and (self.signal.is_asked or self.signal.asked):
             self._leave(self.checkpoints)
         return state
-
-    def _asked_every(self) -> list[int]:
-        """At multiples of which numbers of steps epsilon is stated or shown."""
-        options = self.options
-        every = [options.save_every] * (self.checkpoints is not None)
-        every += [options.show_every] * options.progress
-        return every + [options.evaluate_every] * (options.evaluate is not None)
 
     def _announce(self, epsilons: EpsilonAhead) -> None:
         """Notes the block of steps up to the next checkpoint, before the first of them."""
@@ -151,8 +143,8 @@ class Loop(Generic[Model]):
         """Ends the process, or the run, as the signal asks."""
         newest = next(iter(checkpoints.numbers()), None)
         saved = "nothing is saved" if newest is None else f"saved at step {newest}"
-        where = f"of {self.step.plan.steps} in {checkpoints.directory}"
-        message = f"eqx_dp: {saved} {where}; start again to go on."
+        steps, where = self.step.plan.steps, checkpoints.directory
+        message = f"eqx_dp: {saved} of {steps} in {where}; start again to go on."
         if self.signal.asked == signals.SIGINT:
             raise KeyboardInterrupt(message)
         print(message, file=sys.stderr, flush=True)

@@ -13,10 +13,10 @@ import optax
 from ..expected import expect, flag, function, real_number
 from ..expected import optimizer as checked_optimizer
 from ..gradients import FilterSpec, MethodName, filter_clipped_grad
+from ..losses import ClipNorms
 from ..precision import Policy
 from ..privacy import PrivacyPlan, Secret, checked_secret, warn_of_small
 from ..sharding import ShardingRules
-from ..trees import PyTree
 from .step import Step
 
 Model = TypeVar("Model")
@@ -32,7 +32,7 @@ def make_step(
     plan: PrivacyPlan,
     *,
     num_examples: SupportsIndex,
-    l2_clip_norm: PyTree[Any],
+    l2_clip_norm: ClipNorms,
     policy: Policy | None = None,
     sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,

@@ -60,9 +60,7 @@ class TrainState(eqx.Module, Generic[Model]):
     step: Int[Array, ""]
 
     def __repr__(self) -> str:
-        more = "" if self.opt_state.average is None else ", averaged"
-        step = _number_of(self.step)
-        return f"{type(self).__name__}({type(self.model).__name__}, step={step}{more})"
+        return f"TrainState({type(self.model).__name__}, step={_number_of(self.step)})"
 
     __pdoc__ = printed_without_key
 

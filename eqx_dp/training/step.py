@@ -26,6 +26,7 @@ from ..privacy import (
     key_from_secret,
     refuse_to_pickle,
 )
+from ..sharding import ShardingRules
 from ..shown import function_name
 from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
@@ -76,6 +77,11 @@ class Step(Generic[Model]):
         more = f"num_examples={self._num_examples}, policy={policy and str(policy)!r}"
         return f"{type(self).__name__}({loss}, {self.plan}, {more})"
 
+    @property
+    def sharding(self) -> ShardingRules | None:
+        """The sharding rules that the step was made with; its policy is `grad_fn.policy`."""
+        return self.grad_fn.sharding
+
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation | None:
         if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
@@ -84,7 +90,7 @@ class Step(Generic[Model]):
 
     def _mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context."""
-        rules = self.grad_fn.sharding
+        rules = self.sharding
         if rules is None:
             return nullcontext()
         try:
@@ -98,10 +104,10 @@ class Step(Generic[Model]):
         Args:
             batch: arrays with examples in front.
         """
-        if self.grad_fn.sharding is None:
+        if self.sharding is None:
             return jax.tree.map(jnp.asarray, batch)
         with self._mesh():
-            return self.grad_fn.sharding.shard_batch(batch)
+            return self.sharding.shard_batch(batch)
 
     # Randomness.
 
@@ -119,7 +125,7 @@ class Step(Generic[Model]):
         return self._sampler_of(self._secret_of(0))
 
     def _sampler_of(self, secret: bytes) -> PoissonSampler:
-        rules, parts, hosts, host = self.grad_fn.sharding, 1, 1, 0
+        rules, parts, hosts, host = self.sharding, 1, 1, 0
         if rules is not None:
             parts, hosts, host = rules.local_shards(), jax.process_count(), jax.process_index()
         seed, shared = digest(secret, ("sample",), size=32), self._shared
@@ -173,8 +179,8 @@ class Step(Generic[Model]):
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
         where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
-        if self.grad_fn.sharding is not None:
-            where = NamedSharding(self.grad_fn.sharding.mesh, PartitionSpec())
+        if self.sharding is not None:
+            where = NamedSharding(self.sharding.mesh, PartitionSpec())
         # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         noise, count, key = jax.device_put(small, where)
@@ -252,7 +258,7 @@ class Step(Generic[Model]):
             after = self._after(TrainState(*strong(carry), step), strong(batch), mask)
             return (after.model, after.opt_state), after.step
 
-        return Dispatch(take, self.grad_fn.sharding is not None)
+        return Dispatch(take, self.sharding is not None)
 
     def _after(
         self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Any

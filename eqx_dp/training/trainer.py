@@ -13,9 +13,10 @@ from .. import expected
 from ..checks import check_precision, check_privacy
 from ..expected import entries, expect, flag, function, whole_number
 from ..files import going_on, write_json
+from . import events
 from .checkpoints import Checkpoints, restored
 from .data import Batches
-from .events import Callback, Event, JsonLines
+from .events import Callback, JsonLines
 from .first_state import FirstModel
 from .hosts import StopSignal, failing_alone, is_first_host
 from .ledger import CHECKS, METRICS, CheckpointError, CheckpointWarning, Ledger, Tally
@@ -104,7 +105,7 @@ class Trainer(Generic[Model]):
         DataError: a source cannot be read.
     """
 
-    Event = Event
+    Event = events.Event
 
     def __init__(
         self,

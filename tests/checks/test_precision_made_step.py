@@ -91,7 +91,7 @@ def test_a_step_inside_of_another_program_keeps_its_arrays_in_their_places(kind)
     def outer(state):
         return step(state, *batch, is_padding_example=mask)
 
-    with step.mesh():
+    with jax.set_mesh(mesh):
         inner = outer(state)
         weight = state.model.layers[0].weight
     assert inner.model.layers[0].weight.sharding.is_equivalent_to(weight.sharding, 2)

@@ -1,0 +1,28 @@
+"""Types of losses and clip norms: type checkers tell by them what a call lacks.
+
+A type says how many arguments a loss takes behind the model, and not of which types: a loss takes
+an example, and a call of its clipped gradient a batch, which may be numpy's.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, SupportsFloat, TypeAlias
+
+import equinox as eqx
+
+ClipNorms: TypeAlias = SupportsFloat | eqx.Module | dict[str, Any] | list[Any] | tuple[Any, ...]
+"""One clip norm, or a tree of them."""
+
+
+class _KeyedLoss1(Protocol):
+    def __call__(self, model: Any, x: Any, /, *, key: Any) -> Any: ...
+
+
+class _KeyedLoss2(Protocol):
+    def __call__(self, model: Any, x: Any, y: Any, /, *, key: Any) -> Any: ...
+
+
+Loss1: TypeAlias = Callable[[Any, Any], Any] | _KeyedLoss1
+"""`loss(model, x)`, or with a `key` as well."""
+
+Loss2: TypeAlias = Callable[[Any, Any, Any], Any] | _KeyedLoss2
+"""`loss(model, x, y)`, or with a `key` as well."""
