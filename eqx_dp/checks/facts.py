@@ -39,23 +39,13 @@ class Ref(NamedTuple):
         length: of their first dimension.
         dim: which of their dimensions: 0 or 1.
         loops: in whose turns it is of one entry along the first dimension.
-        parts: dimensions of which a device has a part, each with a mesh axis.
+        axes: mesh axes over whose devices it is spread.
     """
 
     length: int
     dim: int
     loops: tuple[Hashable, ...] = ()
-    parts: frozenset[tuple[int, str]] = frozenset()
-
-    @property
-    def is_row(self) -> bool:
-        """Whether its entries are rows: of all arguments, or in each turn of those of one batch."""
-        return len(self.loops) == self.dim and {dim for dim, _ in self.parts} <= {self.dim}
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """Mesh axes over whose devices rows are spread."""
-        return frozenset(axis for _, axis in self.parts)
+    axes: frozenset[str] = frozenset()
 
 
 class Term(NamedTuple):
@@ -73,28 +63,12 @@ class Term(NamedTuple):
 Row: TypeAlias = frozenset[Term]
 
 
-class Constant:
-    """A value that follows from constants alone. JAX computes it when it is needed."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self._compute = compute
-
-    @functools.cached_property
-    def value(self) -> Any:
-        """The value; None if it cannot be computed."""
-        try:
-            with jax.ensure_compile_time_eval():
-                return self._compute()
-        except Exception:  # whatever it is, the value is not known then
-            return None
-
-
 class Fact(NamedTuple):
     """What is known of a value.
 
     Attributes:
         kind: see above.
-        constant: the value, if it follows from constants.
+        constant: computes the value, if it follows from constants; see `value_of`.
         number: of integers, what they count.
         key: the key of random numbers that the value is (typed, or its words).
         even: dimensions along which all entries of a public value are the same.
@@ -110,7 +84,7 @@ class Fact(NamedTuple):
     """
 
     kind: Kind = Kind.PUBLIC
-    constant: Constant | None = None
+    constant: Callable[[], Any] | None = None
     number: Number | None = None
     key: Key | None = None
     even: frozenset[int] = frozenset()
@@ -134,7 +108,7 @@ _LARGE = 1 << 20
 
 def of_array(value: Any) -> Fact:
     """What is known of a constant of the program."""
-    shape, constant = tuple(np.shape(value)), Constant(lambda: value)
+    shape, constant = tuple(np.shape(value)), lambda: value
     if isinstance(value, jax.Array) and is_key(value):
         words = np.asarray(jax.random.key_data(value))
         return Fact(constant=constant, key=Key(None if shape else ("constant", words.tobytes())))
@@ -147,25 +121,29 @@ def of_array(value: Any) -> Fact:
     return Fact(constant=constant, number=number, even=even)
 
 
-def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Fact]) -> Constant | None:
-    """The result of an equation whose operands are constants, and small."""
-    known = [fact.constant for fact in inputs]
-    if not all(known) or len(equation.outvars) != 1 or equation.effects:
-        return None
-
-    def compute() -> Any:
-        values = [one.value for one in known if one is not None]
-        if any(value is None for value in values):
-            return None
-        return equation.primitive.bind(*values, **equation.params)
-
+def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] | None:
+    """Computes the result of an equation whose operands are constants, and small."""
     size = int(np.prod(getattr(equation.outvars[0].aval, "shape", ())))
-    return Constant(compute) if size <= _LARGE else None
+    is_known = all(fact.constant for fact in inputs) and size <= _LARGE
+    if not is_known or len(equation.outvars) != 1 or equation.effects:
+        return None
+    return functools.cache(
+        lambda: equation.primitive.bind(*map(value_of, inputs), **equation.params)
+    )
+
+
+def value_of(fact: Fact) -> Any:
+    """The value of what follows from constants; None if it cannot be computed, or does not."""
+    try:
+        with jax.ensure_compile_time_eval():
+            return fact.constant and fact.constant()
+    except Exception:  # whatever it is, the value is not known then
+        return None
 
 
 def known_start(fact: Fact, most: int) -> int | None:
     """An index that is a constant, and is taken as it is: from 0 up to the most."""
-    value = fact.constant and fact.constant.value
+    value = value_of(fact)
     return int(value) if value is not None and 0 <= int(value) <= most else None
 
 

@@ -14,10 +14,8 @@ from ..programs import (
     Scan,
     ShardMap,
     While,
-    closed,
     inside,
     interpret,
-    programs_of,
     settled,
     source_line,
 )
@@ -120,7 +118,7 @@ class Flow(abc.ABC, Generic[Fact]):
     def equation(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
     ) -> list[Fact]:
-        """What is known of the results of an equation that holds no program."""
+        """What is known of the results of an equation, without a look at programs that it holds."""
 
     def constant(self, value: Any) -> Fact:
         """What is known of a constant or a literal."""
@@ -196,28 +194,7 @@ class Flow(abc.ABC, Generic[Fact]):
             case LinearSolve() as system:
                 return self.program(system.solve, system.split(inputs), context)
             case None:
-                return self.primitive(context, equation, inputs)
-
-    def primitive(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
-        """An equation with no program inside, or with programs that `inside` does not know.
-
-        One that looks like the program of a call is taken for it. Else nothing is known of them,
-        and all results descend from all operands. The program of a scatter says only how two
-        numbers are put together.
-        """
-        programs = programs_of(equation)
-        if not programs or "update_jaxpr" in equation.params:
-            return self.equation(context, equation, inputs)
-        sizes = (len(equation.invars), len(equation.outvars))
-        if [(len(inner.invars), len(inner.outvars)) for inner in programs] == [sizes]:
-            return self.program(closed(programs[0]), inputs, context)
-        everything = self.joined(inputs)
-        for inner in programs:
-            results = self.program(closed(inner), [everything] * len(inner.invars), context)
-            everything = self.joined([everything, *results])
-        return [everything] * len(equation.outvars)
+                return self.equation(context, equation, inputs)
 
     def loop(
         self,

@@ -30,8 +30,13 @@ from .sums import Release, Source
 DOORS = UNSEEN | named("debug_callback debug_print swap addupdate")
 """Primitives by which a value leaves a program, or goes where it is not followed."""
 
-OWN_MEMORY = named("swap addupdate")
-"""Of these, those that a kernel uses for memory of its own."""
+_OWN_MEMORY = named("swap addupdate")  # of a kernel
+
+
+def is_door(equation: jex_core.JaxprEqn) -> bool:
+    """Whether a value leaves a program by an equation, or by a program that it holds."""
+    inner = {one.primitive.name for body in programs_of(equation) for one in equations(body)}
+    return equation.primitive.name in DOORS or bool(inner & (DOORS - _OWN_MEMORY))
 
 
 class Record:
@@ -89,8 +94,8 @@ def engine_call(
     record: Record, context: Context, equation: jex_core.JaxprEqn, mark: Mark, inputs: list[Fact]
 ) -> list[Fact]:
     """What a call's results are: clipped sums, and values of single examples."""
-    count, line = len(equation.outvars), context.line
-    unknown = [_lost(inputs, "mixed", line)] * count
+    count = len(equation.outvars)
+    unknown = [_lost(inputs, "mixed", context.line)] * count
     if not is_as_marked(equation) or (len(inputs), count) != (mark.num_operands, mark.num_results):
         found = "the clipped gradient is mapped (vmap) or differentiated"
         advice = "Its sensitivity is only known of a plain call. Loop over calls instead."
@@ -101,11 +106,9 @@ def engine_call(
     keys, mask = inputs[end : end + mark.has_keys], inputs[end + mark.has_keys :]
     is_public = all(fact.is_public for fact in inputs)
     for i, fact in enumerate(inputs):
-        if i == end < end + len(keys):
-            record.use(context, "loss" if is_public else "slots", fact.key, i)
-        elif fact.key is not None:
-            record.use(context, "loss", fact.key, i)
-    examples = [*batch, *mask]
+        if fact.key is not None:
+            is_of_slots = not is_public and mark.has_keys and i == end
+            record.use(context, "slots" if is_of_slots else "loss", fact.key, i)
     held = inside(equation)
     if context.is_final and isinstance(held, Call):
         _Doors(record).program(held.body, [not fact.is_public for fact in inputs], context)
@@ -121,21 +124,13 @@ def engine_call(
         is_decided = any(fact.reason in ("", *DECIDED) for fact in lost)
         record.note(context, "release", found, advice, is_decided)
         return unknown
-    own = _rows(record, context, examples)
-    if own is None:
+    is_masked = any(not fact.is_public for fact in mask)
+    own, meet, is_decided = _rows([*batch, *mask], bool(keys), is_masked)
+    if own is None or meet:
+        record.note(context, "examples apart", meet, _APART, is_decided)
         return unknown
-    if own.axes and keys:
-        found = "slots of several devices draw the same random numbers in the loss"
-        record.note(context, "examples apart", found, _APART, is_decided=False)
-        return unknown
-    if all(fact.is_public for fact in mask):  # of no mask as well
-        record.unmasked |= {line: None} if context.is_final else {}
-        if own.dim:
-            found = "it is not clear which dimension of the arguments holds the examples"
-            advice = (
-                "Give the mask of each batch, of the shape (batches, slots), as a private argument."
-            )
-            record.note(context, "examples apart", found, advice, is_decided=False)
+    if not is_masked and context.is_final:
+        record.unmasked[context.line] = None
     for group, bound in enumerate(mark.bounds):
         record.sources[context.path, group] = Source(bound, frozenset(own.loops))
         if math.isinf(bound):
@@ -143,7 +138,7 @@ def engine_call(
             record.note(context, "noise", found, "Set a finite l2_clip_norm.")
     rows = (frozenset({Term(((context.path, g), i), 1.0)}) for i, g in enumerate(mark.groups))
     sums = [Fact(Kind.SUM, rows=(row,), is_exact=True, over=own.axes) for row in rows]
-    values = Fact(Kind.PRIVATE, refs=(own,), reason="data", where=line)
+    values = Fact(Kind.PRIVATE, refs=(own,), reason="data", where=context.line)
     return [*sums, *[values] * (count - len(sums))]
 
 
@@ -152,26 +147,23 @@ def _lost(inputs: list[Fact], reason: str, where: str) -> Fact:
     return made_of(inputs)._replace(kind=Kind.PRIVATE, reason=reason, where=where)
 
 
-def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
-    """Which rows the engine's examples are; None, and a finding, where they are not apart."""
+def _rows(examples: list[Fact], has_keys: bool, is_masked: bool) -> tuple[Ref | None, str, bool]:
+    """Which rows the engine's examples are; else how examples meet, and whether for certain."""
     own: Ref | None = None
-    for fact in examples:
-        if fact.is_public and 0 in fact.even:
-            continue
+    for fact in (fact for fact in examples if 0 not in fact.even):
         ref = fact.refs[0] if fact.refs else None
-        if ref is not None and ref.is_row and own in (None, ref):
-            own = ref
-            continue
-        is_decided = ref is not None and own not in (None, ref)
         if fact.is_public:
-            found = "an array that is not private has other values for other slots of the batch"
-        elif is_decided:
-            found = "arguments of filter_clipped_grad hold other rows"
-        else:
-            found = "rows of the data are not proven to be apart before filter_clipped_grad clips"
-        record.note(context, "examples apart", found, _APART, is_decided)
-        return None
-    return own
+            return None, "an array that is not private has other values for other slots", False
+        if ref is None or len(ref.loops) != ref.dim:
+            return None, "rows are not proven to be apart before filter_clipped_grad clips", False
+        if own not in (None, ref):
+            return None, "arguments of filter_clipped_grad hold other rows", True
+        own = ref
+    if own is not None and own.axes and has_keys:
+        return None, "slots of several devices draw the same random numbers in the loss", False
+    if own is not None and own.dim and not is_masked:
+        return None, "which dimension holds examples is not clear without a private mask", False
+    return own, "", False
 
 
 def noise(
@@ -209,17 +201,19 @@ def noise(
     if sums and context.is_final:
         rows = tuple(row for fact in sums for row in fact.rows)
         is_exact = all(fact.is_exact for fact in sums)
-        record.releases[used] = Release(rows, mark.stddev, is_exact, context)
+        batches = {record.sources[term.leaf[0]].loops for row in rows for term in row}
+        loops = batches.pop() if len(batches) == 1 else frozenset[Hashable]()
+        record.releases[used] = Release(rows, mark.stddev, is_exact, loops, context)
     return found
 
 
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:
     """Noise on what has no known bound."""
-    is_unbounded = fact.kind is Kind.PRIVATE and fact.reason == "nonlinear"
+    is_unbounded = fact.reason == "nonlinear"
     bound = "unbounded" if is_unbounded else "not known"
     found = (
         f"noise of standard deviation {mark.stddev:.4g} was added, but the noise multiplier is "
-        f"{bound}: {REASONS.get(fact.reason, 'the sums of devices are not added up')}"
+        f"{bound}: {REASONS[fact.reason or 'devices']}"
     )
     found += f" (at {fact.where})" if fact.where not in ("", context.line) else ""
     advice = "Add the noise to what filter_clipped_grad returns, before all other arithmetic."
@@ -295,7 +289,7 @@ class _Doors(Flow[bool]):
     def equation(
         self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
     ) -> list[bool]:
-        if equation.primitive.name in DOORS and any(inputs):
+        if any(inputs) and is_door(equation):
             self.record.door(context, equation)
         return [any(inputs)] * len(equation.outvars)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..programs import UNCHANGED
-from .facts import Fact, known_start
+from .facts import Fact, known_start, value_of
 from .flow import dtype_of, shape_of
 from .keys import FIRST, Along, Key, Number
 
@@ -62,7 +62,7 @@ def _from_words(equation: jex_core.JaxprEqn, words: Fact) -> Key | None:
     """A key from its words or from a seed; constants of one value are one root."""
     if words.key is not None:
         return words.key._replace(is_words=False)
-    value = None if words.constant is None else words.constant.value
+    value = value_of(words)
     if value is None or np.ndim(value) > 1:
         return Key(None)
     try:

@@ -28,7 +28,6 @@ Layout: TypeAlias = list[tuple[From, ...]]
 _Shape: TypeAlias = tuple[int, ...]
 _ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("bitcast_convert_type nextafter xor real imag")
 _REDUCED = named("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_ALONG = named("cumsum cumprod cummax cummin cumlogsumexp")
 
 
 def layout(equation: jex_core.JaxprEqn) -> Layout | None:
@@ -75,14 +74,6 @@ def _but(over: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [tuple(None if d in over else d for d in range(len(shape)))] * len(shapes)
 
 
-def _contraction(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    (over, over_other), (batch, batch_other) = params["dimension_numbers"]
-    free = [d for d in range(len(shapes[0])) if d not in (*over, *batch)]
-    others = [d for d in range(len(shapes[1])) if d not in (*over_other, *batch_other)]
-    left = (*batch, *free, *[ALL] * len(others))
-    return [left, (*batch_other, *[ALL] * len(free), *others)]
-
-
 def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     """Batching dimensions go along; windows as large as the operand stay as they are."""
     numbers = params["dimension_numbers"]
@@ -105,7 +96,6 @@ _RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
     "reshape": _reshape,
     "slice": _cut,
     "dynamic_slice": _cut,
-    "dot_general": _contraction,
     "gather": _gather,
     "iota": lambda params, shapes, shape: [],
     "transpose": lambda params, shapes, shape: [tuple(params["permutation"])],
@@ -113,13 +103,7 @@ _RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
     "unstack": lambda params, shapes, shape: _left_out([params["axis"]], shapes),
     "rev": lambda params, shapes, shape: _but(params["dimensions"], shapes, shape),
     "concatenate": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
-    "pad": lambda params, shapes, shape: _but(
-        [d for d, padded in enumerate(params["padding_config"]) if padded != (0, 0, 0)],
-        shapes[:1],
-        shape,
-    ),
     **dict.fromkeys(_REDUCED, lambda params, shapes, shape: _left_out(params["axes"], shapes)),
-    **dict.fromkeys(_ALONG, lambda params, shapes, shape: _but([params["axis"]], shapes, shape)),
 }
 
 
