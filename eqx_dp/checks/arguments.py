@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
 
 from ..paths import dotted
 from ..shown import shown
-from ..trees import PyTree, is_array_or_shape, is_key
+from ..trees import PyTree, is_array_or_shape
 
 
 class Argument(NamedTuple):
@@ -21,7 +21,6 @@ class Argument(NamedTuple):
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
-    is_key: bool
 
 
 def traceable(tree: PyTree[Any]) -> PyTree[Any]:
@@ -49,7 +48,7 @@ def arguments_of(
             heads.append(parameters[at.idx])
         tail = dotted(tuple(rest))
         names = tuple(f"{head}.{tail}" if tail else head for head in heads)
-        found.append(Argument(names, tuple(leaf.shape), leaf.dtype, is_key(leaf)))
+        found.append(Argument(names, tuple(leaf.shape), leaf.dtype))
     return found
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.extend.core as jex_core
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..trees import is_key
 from .keys import Key, Number
@@ -110,8 +110,7 @@ def of_array(value: Any) -> Fact:
     """What is known of a constant of the program."""
     shape, constant = tuple(np.shape(value)), lambda: value
     if isinstance(value, jax.Array) and is_key(value):
-        words = np.asarray(jax.random.key_data(value))
-        return Fact(constant=constant, key=Key(None if shape else ("constant", words.tobytes())))
+        return Fact(constant=constant, key=Key(None if shape else ("constant", key_bytes(value))))
     even = frozenset[int]()
     if 0 < np.size(value) <= _LARGE:
         array = np.asarray(value)
@@ -121,7 +120,12 @@ def of_array(value: Any) -> Fact:
     return Fact(constant=constant, number=number, even=even)
 
 
-def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] | None:
+def key_bytes(keys: Any) -> bytes:
+    """What keys are made of, typed or as words."""
+    return np.asarray(jax.random.key_data(keys) if is_key(keys) else keys).tobytes()
+
+
+def evaluated(equation: JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] | None:
     """Computes the result of an equation whose operands are constants, and small."""
     size = int(np.prod(getattr(equation.outvars[0].aval, "shape", ())))
     is_known = all(fact.constant for fact in inputs) and size <= _LARGE
@@ -139,12 +143,6 @@ def value_of(fact: Fact) -> Any:
             return fact.constant and fact.constant()
     except Exception:  # whatever it is, the value is not known then
         return None
-
-
-def known_start(fact: Fact, most: int) -> int | None:
-    """An index that is a constant, and is taken as it is: from 0 up to the most."""
-    value = value_of(fact)
-    return int(value) if value is not None and 0 <= int(value) <= most else None
 
 
 def made_of(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> Fact:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax.extend.core as jex_core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..programs import (
     Call,
@@ -74,9 +74,9 @@ class Context(NamedTuple):
     loops: tuple[Loop, ...] = ()
     is_branch: bool = False
     axes: frozenset[str] = frozenset()
-    line_of: Callable[[jex_core.JaxprEqn, str], str] = lambda equation, _: source_line(equation)
+    line_of: Callable[[JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
-    def at(self, equation: jex_core.JaxprEqn) -> "Context":
+    def at(self, equation: JaxprEqn) -> "Context":
         """What is around an equation; JAX's own functions know no line inside."""
         info = equation.source_info
         line = self.line_of(equation, self.line) if info.traceback is not None else ""
@@ -115,38 +115,30 @@ class Flow(abc.ABC, Generic[Fact]):
         """
 
     @abc.abstractmethod
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What is known of the results of an equation, without a look at programs that it holds."""
 
     def constant(self, value: Any) -> Fact:
         """What is known of a constant or a literal."""
-        del value
         return self.nothing
 
     def sliced(self, context: Context, fact: Fact) -> Fact:
         """What is known of a slice that a scan takes of what it goes over."""
-        del context
         return fact
 
     def stacked(self, context: Context, fact: Fact) -> Fact:
         """What is known of the results of a scan's turns, side by side."""
-        del context
         return fact
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """What is known of results that a condition chooses, or of which it says how often."""
-        del context, by
         return results
 
     def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
         """What is known of the results of a `shard_map`."""
         return self.program(spread.body, inputs, context)
 
-    def program(
-        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Fact], context: Context
-    ) -> list[Fact]:
+    def program(self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context) -> list[Fact]:
         """What is known of a program's results."""
         if context.is_final:
             return self.equations(program, inputs, context)
@@ -157,7 +149,7 @@ class Flow(abc.ABC, Generic[Fact]):
         return self._known[key]
 
     def equations(
-        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Fact], context: Context
+        self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context
     ) -> list[Fact]:
         """The same, equation by equation."""
         return interpret(
@@ -168,9 +160,7 @@ class Flow(abc.ABC, Generic[Fact]):
             lambda literal: self.constant(literal.val),
         )
 
-    def holder(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What is known of an equation's results, whatever it holds."""
         match inside(equation):
             case Call(body=body):
@@ -199,7 +189,7 @@ class Flow(abc.ABC, Generic[Fact]):
     def loop(
         self,
         context: Context,
-        body: jex_core.ClosedJaxpr,
+        body: ClosedJaxpr,
         consts: list[Fact],
         carry: list[Fact],
         slices: list[Fact],

@@ -4,8 +4,8 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax.extend.core as jex_core
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
@@ -33,7 +33,7 @@ DOORS = UNSEEN | named("debug_callback debug_print swap addupdate")
 _OWN_MEMORY = named("swap addupdate")  # of a kernel
 
 
-def is_door(equation: jex_core.JaxprEqn) -> bool:
+def is_door(equation: JaxprEqn) -> bool:
     """Whether a value leaves a program by an equation, or by a program that it holds."""
     inner = {one.primitive.name for body in programs_of(equation) for one in equations(body)}
     return equation.primitive.name in DOORS or bool(inner & (DOORS - _OWN_MEMORY))
@@ -77,7 +77,7 @@ class Record:
             self.uses[path] = Use(what, key or Key(None), context)
         return path
 
-    def door(self, context: Context, equation: jex_core.JaxprEqn) -> None:
+    def door(self, context: Context, equation: JaxprEqn) -> None:
         """Notes a private value at a side door."""
         found, advice = said_of(equation)
         self.note(context, "side door", found, advice)
@@ -91,7 +91,7 @@ _APART = (
 
 
 def engine_call(
-    record: Record, context: Context, equation: jex_core.JaxprEqn, mark: Mark, inputs: list[Fact]
+    record: Record, context: Context, equation: JaxprEqn, mark: Mark, inputs: list[Fact]
 ) -> list[Fact]:
     """What a call's results are: clipped sums, and values of single examples."""
     count = len(equation.outvars)
@@ -169,7 +169,7 @@ def _rows(examples: list[Fact], has_keys: bool, is_masked: bool) -> tuple[Ref | 
 def noise(
     record: Record,
     context: Context,
-    equation: jex_core.JaxprEqn,
+    equation: JaxprEqn,
     mark: NoiseMark,
     inputs: list[Fact],
 ) -> list[Fact]:
@@ -246,7 +246,7 @@ DECIDED = ("data", "rows", "nonlinear", "kept", "steered")
 # Where values leave a program beside its results.
 
 
-def said_of(equation: jex_core.JaxprEqn) -> tuple[str, str]:
+def said_of(equation: JaxprEqn) -> tuple[str, str]:
     """What a private value does at a door, and what to do."""
     found = f"a private value goes into '{equation.primitive.name}'"
     if is_error_if(equation):
@@ -261,7 +261,7 @@ def said_of(equation: jex_core.JaxprEqn) -> tuple[str, str]:
     )
 
 
-def is_error_if(equation: jex_core.JaxprEqn) -> bool:
+def is_error_if(equation: JaxprEqn) -> bool:
     """Whether a callback is that of `eqx.error_if`, which returns what it is given."""
     written = written_in(equation)
     return any(lib == "equinox" and file.endswith("_errors.py") for lib, file, _ in written)
@@ -286,9 +286,7 @@ class _Doors(Flow[bool]):
     def joined(self, facts: Sequence[bool]) -> bool:
         return any(facts)
 
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
-    ) -> list[bool]:
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[bool]) -> list[bool]:
         if any(inputs) and is_door(equation):
             self.record.door(context, equation)
         return [any(inputs)] * len(equation.outvars)
@@ -296,9 +294,7 @@ class _Doors(Flow[bool]):
     def steered(self, context: Context, by: bool, results: list[bool]) -> list[bool]:
         return [by or result for result in results]
 
-    def holder(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
-    ) -> list[bool]:
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[bool]) -> list[bool]:
         """What stands in a branch or a loop that a private value steers tells of it."""
         held = inside(equation)
         if (isinstance(held, Cond) and inputs[0]) or (isinstance(held, While) and any(inputs)):

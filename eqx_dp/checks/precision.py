@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from ..expected import function
 from ..precision import Policy, checked_policy
@@ -204,7 +204,7 @@ _RETURNED = "a clipped sum, or what is made of it, is returned without noise"
 
 
 def _followed(
-    program: jex_core.ClosedJaxpr, policy: Policy, returns: list[list[int]]
+    program: ClosedJaxpr, policy: Policy, returns: list[list[int]]
 ) -> tuple[PrecisionFlow, list[Facts]]:
     """Goes through call after call, until no un-noised sum comes back that had not before."""
     inputs = [NOTHING] * len(program.jaxpr.invars)

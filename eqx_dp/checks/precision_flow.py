@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p, select_n_p
 
 from ..precision import Matmul, ModuleRule, Policy
@@ -93,7 +93,7 @@ class _Case(NamedTuple):
     """One equation, and what is known where it stands."""
 
     context: Context
-    equation: jex_core.JaxprEqn
+    equation: JaxprEqn
     inputs: list[Facts]
     stage: str | None
 
@@ -132,9 +132,7 @@ class PrecisionFlow(Flow[Facts]):
         narrowest = narrowest_of(one.narrowest for one in found)
         return Facts(any(one.clipped for one in found), draws, narrowest)
 
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Facts]
-    ) -> list[Facts]:
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[Facts]) -> list[Facts]:
         """Checks one equation, and says what is known of its results."""
         name, stage, count = equation.primitive.name, stage_of(context.scope), len(equation.outvars)
         case = _Case(context, equation, inputs, stage)
@@ -338,7 +336,7 @@ class PrecisionFlow(Flow[Facts]):
         return results
 
 
-def _drawn(context: Context, equation: jex_core.JaxprEqn) -> Facts:
+def _drawn(context: Context, equation: JaxprEqn) -> Facts:
     variable = equation.outvars[-1]  # of several, the first is the generator's next state
     bits = equation.params.get("bit_width", 8 * dtype_of(variable).itemsize)
     return Facts(draws=frozenset({Draw(context.line, int(bits), size_of(variable))}))

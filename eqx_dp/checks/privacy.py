@@ -16,7 +16,7 @@ from ..programs import users_line
 from ..shown import shown, some
 from ..trees import is_array_or_shape, is_key
 from .arguments import Argument, arguments_of, next_arguments, traceable, under
-from .facts import Fact, Kind, Ref
+from .facts import Fact, Kind, Ref, key_bytes
 from .flow import Context
 from .keys import FIRST, Along, Key, Number
 from .privacy_flow import PrivacyFlow
@@ -204,7 +204,7 @@ def _public(i: int, argument: Argument) -> Fact:
     """An argument that is the same for all examples: a number that counts, a key, or an array."""
     shape, dtype, root = argument.shape, argument.dtype, ("argument", i)
     is_words = dtype == np.uint32 and shape[-1:] == (2,)
-    if argument.is_key or is_words:
+    if is_key(argument) or is_words:
         dims = shape[:-1] if is_words else shape
         along = (Along(FIRST, 1, dims[0]),) if dims and dims[0] > 1 else ()
         path = (Number(None, 0, along),) if dims else ()
@@ -220,7 +220,7 @@ def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
     arrays = eqx.filter((tuple(args), dict(kwargs)), is_array_or_shape)
     for i, leaf in enumerate(jax.tree.leaves(arrays)):
         if eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32):
-            words = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
+            words = key_bytes(leaf)
             root = first.setdefault(words, ("argument", i))
             found |= {("argument", i): root, ("constant", words): root}
     return found

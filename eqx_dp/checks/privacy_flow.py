@@ -4,9 +4,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
@@ -48,9 +48,7 @@ class PrivacyFlow(Flow[Fact]):
         """What is known of a value that may be any of several."""
         return either(facts)
 
-    def holder(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What is known of an equation's results; where the check itself fails, nothing."""
         try:
             match mark_on(equation):
@@ -66,13 +64,10 @@ class PrivacyFlow(Flow[Fact]):
             found = f"the check failed at '{equation.primitive.name}': {error!r}"
             advice = "This is a fault of the check. Write it in another way, and report it."
             self.record.note(context, "release", found, advice, is_decided=False)
-            return [Fact(Kind.PRIVATE, reason="unknown", where=context.line)] * len(
-                equation.outvars
-            )
+            lost = Fact(Kind.PRIVATE, reason="unknown", where=context.line)
+            return [lost] * len(equation.outvars)
 
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What is known of the results of an equation that holds no program."""
         name, params = equation.primitive.name, equation.params
         for i, fact in enumerate(inputs if is_door(equation) else ()):
@@ -95,7 +90,7 @@ class PrivacyFlow(Flow[Fact]):
             return [found._replace(key=key) for key in keys]
         return [found] * len(equation.outvars)
 
-    def _made(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:
+    def _made(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
         name, key = equation.primitive.name, key_of(equation, inputs)
         if {fact.kind for fact in inputs} - {Kind.PUBLIC} == {Kind.SUM}:
             return linear(context, equation, inputs)
@@ -154,7 +149,7 @@ class PrivacyFlow(Flow[Fact]):
     def loop(
         self,
         context: Context,
-        body: jex_core.ClosedJaxpr,
+        body: ClosedJaxpr,
         consts: list[Fact],
         carry: list[Fact],
         slices: list[Fact],
@@ -194,9 +189,7 @@ class PrivacyFlow(Flow[Fact]):
             for fact, spec in results
         ]
 
-    def _exchanged(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def _exchanged(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What devices exchange: the parts of one sum, or values that are the same on all."""
         name, params = equation.primitive.name, equation.params
         is_whole = params.get("axis_index_groups") is None
@@ -207,9 +200,7 @@ class PrivacyFlow(Flow[Fact]):
                 return made_of([fact])
             if fact.kind is Kind.SUM and is_whole and name in SUMS_OF_DEVICES and fact.over == axes:
                 return fact._replace(over=frozenset[str]())
-            return made_of([fact])._replace(
-                kind=Kind.PRIVATE, reason=fact.reason or "devices", where=context.line
-            )
+            return _differs(fact, context.line)
 
         return [*map(of, inputs)] or [of(made_of([]))] * len(equation.outvars)
 
@@ -222,8 +213,14 @@ def _part(fact: Fact, spec: Any, line: str) -> Fact:
     if fact.kind is Kind.PRIVATE and fact.refs[0] is not None and not any(others):
         axes = frozenset(first if isinstance(first, tuple) else (first,))
         return fact._replace(refs=(fact.refs[0]._replace(axes=fact.refs[0].axes | axes),))
-    found = made_of([fact])._replace(kind=Kind.PRIVATE, reason=fact.reason or "devices")
-    return found._replace(where=fact.where or line, key=fact.key and Key(None))
+    return _differs(fact, line)
+
+
+def _differs(fact: Fact, line: str) -> Fact:
+    """What may be another value on each device."""
+    reason, where = fact.reason or "devices", fact.where or line
+    found = made_of([fact])._replace(kind=Kind.PRIVATE, reason=reason, where=where)
+    return found._replace(key=fact.key and Key(None))
 
 
 # What a loop carries.

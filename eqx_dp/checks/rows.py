@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
 from .facts import Fact, Ref
@@ -30,7 +30,7 @@ _ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("bitcast_convert_type nextafter xo
 _REDUCED = named("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 
 
-def layout(equation: jex_core.JaxprEqn) -> Layout | None:
+def layout(equation: JaxprEqn) -> Layout | None:
     """Where the dimensions of an equation's results come from; None if that is not known."""
     name = equation.primitive.name
     shapes, shape = [shape_of(v) for v in equation.invars], shape_of(equation.outvars[0])
@@ -107,7 +107,7 @@ _RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
 }
 
 
-def dimensions(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> dict[str, Any]:
+def dimensions(equation: JaxprEqn, inputs: list[Fact]) -> dict[str, Any]:
     """What is known of the dimensions of a result: fields of its fact."""
     found = layout(equation)
     if found is None:
@@ -141,7 +141,7 @@ def _ref(places: list[Any]) -> Ref | None:
 # Rows taken at indices that are arguments.
 
 
-def index_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
+def index_of(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
     """How integers of private arguments can serve as indices: as they are, or counted from behind.
 
     `x[index]` looks up `where(index < 0, index + len(x), index)`.
@@ -166,7 +166,7 @@ def index_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]
             return ()
 
 
-def gathered(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] | None:
+def gathered(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] | None:
     """Rows that private indices say: whose index it is, whose row. Indices do not repeat.
 
     There are not as many indices as rows: else entry i of the indices would go with row i.

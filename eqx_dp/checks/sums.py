@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
 from .facts import Fact, Kind, Row, Term, made_of, value_of
@@ -47,7 +47,7 @@ class Release(NamedTuple):
     context: Context
 
 
-def linear(context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:
+def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
     """What an equation makes of clipped sums and public values."""
     name, first = equation.primitive.name, inputs[0]
     found = made_of(inputs, "linear", context.line)

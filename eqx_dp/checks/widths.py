@@ -8,9 +8,9 @@ named for.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 from jax.lax import DotAlgorithmPreset, Precision
 
 from ..programs import UNSEEN, named
@@ -73,7 +73,7 @@ _ROUNDED = {
 _WHOLE = ("X6", "X9")  # of three parts
 
 
-def narrowest_inside(equation: jex_core.JaxprEqn) -> Width | None:
+def narrowest_inside(equation: JaxprEqn) -> Width | None:
     """What a contraction rounds to on its way, narrower than its operands and its result show.
 
     | a product of float32 | digits that are kept |
@@ -112,7 +112,7 @@ def _inside(precision: Any) -> Width | None:
     return width._replace(name=f"float32 at precision {said} ({width.name} on accelerators)")
 
 
-def width_of_result(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
+def width_of_result(equation: JaxprEqn, variable: Any) -> Width | None:
     """What one of an equation's results holds, if that is floating point.
 
     | equation | width |
