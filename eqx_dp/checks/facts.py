@@ -74,7 +74,7 @@ class Fact(NamedTuple):
         even: dimensions along which all entries of a public value are the same.
         refs: for each dimension of a private value, the dimension of the arguments that it is:
             its entry i depends on entry i of the arguments alone.
-        index: of integers of private arguments, how they can serve as indices.
+        indexes: of integers of private arguments, how they can serve as indices.
         rows: of a sum, linear functions whose results stand side by side; a bound on all.
         is_exact: whether the bounds are reached.
         over: mesh axes; the sum over their devices is meant, of which this is a device's part.
@@ -89,7 +89,7 @@ class Fact(NamedTuple):
     key: Key | None = None
     even: frozenset[int] = frozenset()
     refs: tuple[Ref | None, ...] = ()
-    index: tuple[Any, ...] = ()
+    indexes: tuple[Any, ...] = ()
     rows: tuple[Row, ...] = ()
     is_exact: bool = False
     over: frozenset[str] = frozenset()

@@ -124,14 +124,17 @@ class Use(NamedTuple):
     """Something that random numbers were drawn for.
 
     Attributes:
-        what: `"noise"`, `"draw"`, `"loss"`, `"returned"` or `"door"`.
+        what: `"noise"`, `"draw"`, `"slots"` and `"loss"` (in the engine: another one for each slot,
+            or one for all), `"returned"` or `"door"`.
         key: the key.
         context: where.
+        leaves: of noise with a step in its key, the words of its leaves' paths.
     """
 
     what: str
     key: Key
     context: Context
+    leaves: frozenset[Hashable] = frozenset()
 
 
 class Calls(NamedTuple):

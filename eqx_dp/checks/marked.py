@@ -47,7 +47,6 @@ class Record:
         sources: clipped sums.
         releases: noise on clipped sums.
         uses: what random numbers are drawn for.
-        noises: of these, the noise: with the words of its leaves where they are in the key.
         constants: arrays that the step closes over.
         unmasked: lines of engine calls without a mask.
         is_noised_again: whether noise was added to what is a release already.
@@ -58,7 +57,6 @@ class Record:
         self.sources: dict[Hashable, Source] = {}
         self.releases: dict[Path, Release] = {}
         self.uses: dict[Path, Use] = {}
-        self.noises: dict[Path, frozenset[Any]] = {}
         self.constants: list[Any] = []
         self.unmasked: dict[str, None] = {}
         self.is_noised_again = False
@@ -70,11 +68,11 @@ class Record:
         if context.is_final:
             self.found[Finding(rule, found, context.line, advice, is_decided)] = None
 
-    def use(self, context: Context, what: str, key: Key | None, at: Hashable = 0) -> Path:
+    def use(self, context: Context, what: str, key: Key, at: Hashable = 0, *leaves: Any) -> Path:
         """Notes what a key is used for."""
         path = (*context.path, at)
         if context.is_final:
-            self.uses[path] = Use(what, key or Key(None), context)
+            self.uses[path] = Use(what, key, context, frozenset(leaves))
         return path
 
     def door(self, context: Context, equation: JaxprEqn) -> None:
@@ -84,7 +82,6 @@ class Record:
 
 
 _APART = (
-    "What one example adds to the clipped sum must depend on that example alone, and count once. "
     "Let the engine make microbatches, work and draw within the loss of an example, use constants "
     "that are the same for all, and name public arrays with a row for each example in public_rows=."
 )
@@ -116,10 +113,7 @@ def engine_call(
         return [made_of(inputs)] * count
     lost = [fact for fact in (*shared, *keys) if not fact.is_public]
     if lost:
-        found = (
-            "the model that is differentiated, or the loss's key, is not released: private data is "
-            "in it without noise, so the noise multiplier of its clipped sum is unbounded"
-        )
+        found = "private data is in the model or in the loss's key: noise multiplier unbounded"
         advice = "Add noise to every clipped sum before it reaches anything that the loss reads."
         is_decided = any(fact.reason in ("", *DECIDED) for fact in lost)
         record.note(context, "release", found, advice, is_decided)
@@ -187,7 +181,7 @@ def noise(
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
-    used = record.use(context, "noise", key)
+    used = record.use(context, "noise", key, 0, *(mark.leaves if mark.has_step else ()))
     record.is_noised_again |= any(fact.is_public and fact.is_random for fact in leaves)
     found = [
         _in_vain(record, context, mark, fact)
@@ -196,8 +190,6 @@ def noise(
         for fact in leaves
     ]
     sums = [fact for fact in leaves if fact.kind is Kind.SUM and not fact.over]
-    if context.is_final:
-        record.noises[used] = frozenset(mark.leaves if mark.has_step else ())
     if sums and context.is_final:
         rows = tuple(row for fact in sums for row in fact.rows)
         is_exact = all(fact.is_exact for fact in sums)
@@ -252,8 +244,7 @@ def said_of(equation: JaxprEqn) -> tuple[str, str]:
     if is_error_if(equation):
         return f"{found}, by eqx.error_if", (
             "Whether a run stops tells of the data. Take the check out. A solver of diffrax, "
-            "lineax or optimistix takes throw=False: an example whose loss is not finite then adds "
-            "zero. Else set the environment variable EQX_ON_ERROR=off."
+            "lineax or optimistix takes throw=False; or set EQX_ON_ERROR=off in the environment."
         )
     return found, (
         "What a host function or a print sees is seen without noise. Take it out, or give it "

@@ -82,7 +82,6 @@ _ARITHMETIC = _SUMS | named(
 )
 _CASTS = named("convert_element_type bitcast_convert_type")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
-_COLLECTIVE_SUMS = SUMS_OF_DEVICES | named("reduce_scatter")
 # These hand on several values side by side.
 _SIDE_BY_SIDE = COLLECTIVES | named("optimization_barrier device_put pvary")
 # Digits of float32 that a contraction keeps, as `matmul_precision` says.
@@ -287,7 +286,7 @@ class PrecisionFlow(Flow[Facts]):
             is_ours = facts.clipped or case.stage == "devices"
             shown = f"{name}: {_STAGES['devices'] if is_ours else 'other'}"
             self._count(case.context, "collective", shown, width.name, size_of(variable), line)
-            if facts.clipped and name in _COLLECTIVE_SUMS:
+            if facts.clipped and name in SUMS_OF_DEVICES | {"reduce_scatter"}:
                 self._at_least(self._accumulate, width, _STAGES["devices"], line)
 
     def _addition(self, case: _Case, noise: Facts) -> None:

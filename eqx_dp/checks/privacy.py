@@ -139,7 +139,7 @@ call's model is made of it |
     arguments = arguments_of(fn, args, kwargs)
     is_private = under(arguments, private, "private")
     if not any(is_private):
-        raise ValueError(f"private {_SAY_WHICH}")
+        raise ValueError("private must say which arguments hold private data: by places or names.")
     has_rows = under(arguments, public_rows, "public_rows")
     try:
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
@@ -183,21 +183,15 @@ call's model is made of it |
     _check_constants(flow, lengths | {getattr(fn, "num_examples", None)})
     known = [*map(Result, names, found, returns, in_state, is_disclosed, is_kept)]
     last = [argument.names[-1] for argument in arguments]
-    same = _same_keys(args, kwargs)
-    return report_on(TracedStep(flow.record, last, same, known, reaches), plan)
-
-
-_SAY_WHICH = (
-    "must say which arguments hold private data: positions (private=(2, 3)), names (private=('xs', "
-    "'ys')), or dotted paths."
-)
+    step = TracedStep(flow.record, last, _same_keys(args, kwargs), known, reaches)
+    return report_on(step, plan)
 
 
 def _private(i: int, argument: Argument) -> Fact:
     """An argument with an example a row."""
     shape = argument.shape
     refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
-    return Fact(Kind.PRIVATE, refs=refs, index=("as it is", i), reason="data")
+    return Fact(Kind.PRIVATE, refs=refs, indexes=("as it is", i), reason="data")
 
 
 def _public(i: int, argument: Argument) -> Fact:
@@ -258,8 +252,7 @@ def _named_by(what: str, patterns: Iterable[str], names: list[str]) -> list[bool
     for pattern in known:
         if not any(names_it(pattern, name) for name in names):
             raise ValueError(
-                f"{what} names {shown(pattern)}, which is none of the results. Results are: "
-                f"{some(names, 20)}. "
-                "Name one of them, or a pattern that matches one."
+                f"{what} names {shown(pattern)}, which is none of the results. Name one of them, "
+                f"or a pattern that matches one: {some(names, 20)}."
             )
     return [any(names_it(pattern, name) for pattern in known) for name in names]

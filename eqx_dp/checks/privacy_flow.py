@@ -110,17 +110,14 @@ class PrivacyFlow(Flow[Fact]):
             return found._replace(number=number, constant=constant, refs=())
         refs = gathered(equation, inputs) if name == "gather" else None
         refs = found.refs if refs is None else refs
-        return found._replace(refs=refs, even=frozenset(), index=index_of(equation, inputs))
+        return found._replace(refs=refs, even=frozenset(), indexes=index_of(equation, inputs))
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """Results of a choice, or of a loop, that a value decides about."""
         if by.is_public:
             return [x._replace(is_random=x.is_random or by.is_random) for x in results]
         found = "a private value decides which branch is taken, or how long a loop runs"
-        advice = (
-            "How long a step takes, and what it does, is seen. Decide by values that are public, "
-            "or inside of the loss, where each example decides for itself."
-        )
+        advice = "Decide by public values, or in the loss, where each example decides for itself."
         self.record.note(context, "side door", found, advice)
         return [made_of([by, fact], "steered", context.line) for fact in results]
 

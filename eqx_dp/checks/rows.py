@@ -149,19 +149,19 @@ def index_of(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
     name, first = equation.primitive.name, inputs[0] if inputs else Fact()
     number = inputs[1].number if len(inputs) > 1 else None
     by = number.offset if number is not None and number.is_constant else None
-    match name, first.index:
+    match name, first.indexes:
         case "lt", ("as it is", who) if by == 0:
             return "is negative", who
         case "add", ("as it is", who) if by is not None:
             return "from behind", who, by
         case "select_n", ("is negative", who):
-            plain, behind = (fact.index for fact in inputs[1:])
+            plain, behind = (fact.indexes for fact in inputs[1:])
             is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
             return ("wrapped", who, behind[2]) if is_so else ()
         case (("broadcast_in_dim" | "reshape" | "squeeze" | "copy"), _):
-            return first.index
+            return first.indexes
         case "convert_element_type", _ if equation.params["new_dtype"] in (jnp.int32, jnp.int64):
-            return first.index
+            return first.indexes
         case _:
             return ()
 
@@ -175,8 +175,8 @@ def gathered(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] |
     numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
     rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
     is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    is_known = index.index[:1] == ("as it is",)
-    is_known |= index.index[:1] == ("wrapped",) and index.index[2] == rows
+    is_known = index.indexes[:1] == ("as it is",)
+    is_known |= index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
     is_whole = values.refs[:1] == (Ref(rows, 0),) and Ref(rows, 0) not in index.refs
     if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
         return None

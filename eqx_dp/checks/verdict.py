@@ -90,8 +90,8 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
 
 _TOLERANCE = 1e-4
 _GIVE_MASK = (
-    "Some slots of a sampled batch hold no example. Without the mask, what stands in them is "
-    "clipped and summed like an example. Give the sampler's mask: is_padding_example=mask."
+    "Some slots of a sampled batch hold no example, and would count as one. Give the sampler's "
+    "mask: is_padding_example=mask."
 )
 
 
@@ -106,8 +106,8 @@ _BY_HAND = (
     "other: use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
-    "Leave it out of the results. If it may be known without noise, name its path in disclose=. A "
-    "mean over examples is no release either: it needs a clipped sum and noise."
+    "Leave it out of the results, means over examples as well. If it may be known without noise, "
+    "name its path in disclose=."
 )
 _STAYS = "If nobody sees it, nor what is made of it, name its path in kept=. "
 
@@ -179,15 +179,17 @@ def _against_plan(
             f"{plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, sensitivity of all "
             f"releases of a step together {most}{sensitivity})"
         )
-        advice = (
-            "The standard deviation must be the plan's noise multiplier times this sensitivity: "
-            "plan.privatizer sets it. For k sums with noise each, multiply each by sqrt(k)."
-        )
-        found.append(Finding("noise", text, lines, advice, is_tight))
+        found.append(Finding("noise", text, lines, _MORE_NOISE, is_tight))
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
         found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
     return found
+
+
+_MORE_NOISE = (
+    "The standard deviation must be the plan's noise multiplier times this sensitivity, as "
+    "plan.privatizer sets it; for k sums with noise each, sqrt(k) times as much."
+)
 
 
 # Keys.
@@ -214,8 +216,8 @@ def _next_call(step: TracedStep) -> Calls:
 
 def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
     """Whether each noise has a key of its own, and another one in each turn and call."""
-    record, calls, found = step.record, _next_call(step), list[Finding]()
-    uses, first = {**record.uses}, next(iter(record.uses.values()), None)
+    calls, found, uses = _next_call(step), list[Finding](), {**step.record.uses}
+    first = next(iter(uses.values()), None)
     for result in step.results:
         is_carried = any(("argument", i) in calls.paths for i in result.returns)
         if first and result.fact.key is not None and not is_carried:
@@ -224,16 +226,16 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
     for path, use in uses.items():
         if use.what not in ("noise", "slots"):
             continue
-        leaves = record.noises.get(path, frozenset[Any]())
         for loop in (*(loop.path for loop in use.context.loops), CALLS):
             is_fresh = is_new(use.key, loop, calls)
             if not is_fresh:
                 found.append(_stale(use, loop == CALLS, is_fresh is False))
         for other, another in uses.items():
-            if other == path or (use.what == "slots" and another.what not in _SHOWN):
+            if other == path or (
+                use.what == "slots" and another.what in ("noise", "loss", "slots")
+            ):
                 continue
-            others = record.noises.get(other, frozenset[Any]())
-            if not _are_independent(use, leaves, another, others, calls):
+            if not _are_independent(use, another, calls):
                 found.append(_shared(use, another))
         for root in (use.key.root, *(getattr(one, "root", None) for one in use.key.path)):
             if isinstance(root, tuple) and root in calls.given:
@@ -242,16 +244,13 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
     return found
 
 
-def _are_independent(
-    a: Use, leaves: frozenset[Any], b: Use, others: frozenset[Any], calls: Calls
-) -> bool:
+def _are_independent(a: Use, b: Use, calls: Calls) -> bool:
     if parted(a.key, b.key, calls):
         return True
-    if a.key.root is None or a.what != "noise" or b.what != "noise":
-        return False
     roots = {calls.same.get(key.root, key.root) for key in (a.key, b.key)}
-    is_one_stream = len(roots) == 1 and a.key.path[:-1] == b.key.path[:-1]
-    return is_one_stream and bool(leaves and others) and not leaves & others  # of one tree
+    is_one_stream = len(roots) == 1 and a.key.root is not None
+    is_one_stream = is_one_stream and a.key.path[:-1] == b.key.path[:-1]
+    return is_one_stream and bool(a.leaves and b.leaves) and not a.leaves & b.leaves
 
 
 def _stale(use: Use, is_call: bool, is_decided: bool) -> Finding:
@@ -266,7 +265,6 @@ def _stale(use: Use, is_call: bool, is_decided: bool) -> Finding:
     return Finding("fresh noise", found, use.context.line, advice, is_decided)
 
 
-_SHOWN = ("draw", "returned", "door")
 _USES = {
     "noise": ("fresh noise", "the noise"),
     "draw": ("fresh noise", "other random numbers"),

@@ -70,7 +70,6 @@ _ROUNDED = {
     "TF32": Width("TensorFloat32", 10, 8),
     "ANY": Width("float8", 3, 5),
 }
-_WHOLE = ("X6", "X9")  # of three parts
 
 
 def narrowest_inside(equation: JaxprEqn) -> Width | None:
@@ -103,7 +102,7 @@ def _inside(precision: Any) -> Width | None:
     """What an operand of float32 is rounded to."""
     if isinstance(precision, DotAlgorithmPreset) and precision != DotAlgorithmPreset.DEFAULT:
         operand, *rest = precision.name.split("_")
-        width = None if rest[-1] in _WHOLE else _ROUNDED.get(operand)
+        width = None if rest[-1] in ("X6", "X9") else _ROUNDED.get(operand)
         return width and width._replace(name=f"{width.name} by {precision.name}")
     if precision == Precision.HIGHEST:
         return None
