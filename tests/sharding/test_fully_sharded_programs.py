@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from tests.benchmarks import fully_sharded
 from tests.sharding.compiled import collectives
-from tests.sharding.fully_sharded_net import LAYERS, SPECS, WIDTH, batch_of, loss, net, rules_of
+from tests.sharding.fully_sharded_net import LAYERS, SPECS, batch_of, loss, net, rules_of
 from tests.sharding.losses import mesh_of
 
 METHODS = ("ghost", "book_keeping")
@@ -248,35 +248,6 @@ def test_explain_says_when_a_device_needs_all_of_a_parameter():
     penalised = reasons(lambda model, *x: loss(model, *x) + jnp.sum(model.up**2), "ghost")
     assert penalised["up"].endswith(beginning)
     assert penalised["down"].endswith(used)
-
-
-# Bad layouts
-
-
-def test_what_cannot_be_divided_is_warned_of_by_name():
-    rules = rules_of(accumulators="examples", params=(("up", P(None, "data")),))
-    model = eqx.tree_at(lambda model: model.head, net(), jnp.ones((WIDTH + 1, 5)))
-    grad_fn = dp.filter_clipped_grad(
-        lambda model, *_: jnp.sum(model.head**2), l2_clip_norm=1.0, sharding=rules
-    )
-    with pytest.warns(UserWarning, match=r"whole parameter of head \(17, 5\)") as seen:
-        dp.explain(grad_fn, model, *batch_of(8))
-    (gradient,) = [str(w.message) for w in seen if "whole gradient" in str(w.message)]
-    assert "head (17, 5)" in gradient
-    assert "'data': 8" in gradient
-    assert "up" not in gradient.split(":")[0]
-
-
-def test_a_spec_that_does_not_fit_is_refused_by_leaf_and_mesh():
-    rules = rules_of(params=(("shift", P("data")),))
-    with pytest.raises(ValueError, match=r"dimension 0 of shift .*'data': 8"):
-        rules.shard(net())
-
-
-def test_no_warning_where_all_is_divided(recwarn):
-    rules = rules_of(params=SPECS, accumulators="examples")
-    dp.explain(dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules), net(), *batch_of(8))
-    assert not [w for w in recwarn if "whole" in str(w.message)]
 
 
 def test_on_a_mesh_of_one_device_all_is_whole():
