@@ -35,7 +35,7 @@ from rich.console import Console
 
 from eqx_dp.planning import flop_report, plan_memory, read_compiled
 from eqx_dp.planning.step import on_mesh, planned_step
-from tests.sharding.counted import Sent, counted
+from tests.benchmarks.counted import Sent, counted
 from tests.test_examples import load
 
 from . import report
