@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from eqx_dp.gradients.cost import LeafCost
 
 import eqx_dp as dp
 from eqx_dp.gradients import choice, described
-from eqx_dp.gradients.choice import DeviceBatch, Work, choose
+from eqx_dp.gradients.choice import DeviceBatch, LeafCost, Work, choose
 from eqx_dp.planning.step import planned_step
 from eqx_dp.privacy import PoissonSampler, SampleSize, Sampling
 from tests import models
