@@ -59,11 +59,6 @@ def test_equality_counts_every_setting(change):
         assert dataclasses.replace(changed, name="mine", description="words") == changed
 
 
-def test_fields_cannot_be_set():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Policy("float32", "float32", "float32").unsafe = True  # pyright: ignore
-
-
 def test_defaults_are_never_narrower_than_float32():
     with jax.enable_x64(True):
         for compute, accumulate in [
@@ -82,41 +77,27 @@ def test_defaults_are_never_narrower_than_float32():
 
 @pytest.mark.parametrize("verb", ["param", "compute", "output", "accumulate"])
 def test_each_verb_casts_to_its_own_dtype_and_floats_alone(verb):
-    with jax.enable_x64(True):
-        policy = Policy("float16", "bfloat16", "float16", "float32", "float64")
-        expected = {
-            "param": "float16",
-            "compute": "bfloat16",
-            "output": "float16",
-            "accumulate": "float32",
-        }[verb]
-        model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-        tree = {
-            "model": model,
-            "numpy": np.ones(2, np.float32),
-            "int": jnp.arange(3),
-            "bool": np.ones(2, bool),
-            "key": jax.random.key(1),
-            "none": None,
-            "text": "text",
-            "python": 1.5,
-        }
-        out = getattr(policy, f"cast_to_{verb}")(tree)
-
-        assert out["model"].weight.dtype == out["model"].bias.dtype == jnp.dtype(expected)
-        assert out["numpy"].dtype == jnp.dtype(expected)
-        assert out["int"].dtype == tree["int"].dtype
-        assert out["bool"].dtype == bool
-        assert out["key"].dtype == tree["key"].dtype
-        assert (out["none"], out["text"], out["python"]) == (None, "text", 1.5)
-
-
-def test_is_a_static_argument_of_jit():
-    @eqx.filter_jit
-    def cast(x, policy):
-        return policy.cast_to_compute(x)
-
-    assert cast(jnp.ones(2), Policy("float32", "bfloat16", "float32")).dtype == BF16
+    dtypes = {
+        "param": "float16",
+        "compute": "bfloat16",
+        "output": "float16",
+        "accumulate": "float32",
+    }
+    policy = Policy(*dtypes.values())
+    tree = {
+        "model": eqx.nn.Linear(3, 2, key=jax.random.key(0)),
+        "numpy": np.ones(2, np.float32),
+        "int": jnp.arange(3),
+        "key": jax.random.key(1),
+        "none": None,
+        "text": "t",
+        "one": 1.5,
+    }
+    out = getattr(policy, f"cast_to_{verb}")(tree)
+    wanted = jnp.dtype(dtypes[verb])
+    assert out["model"].weight.dtype == out["model"].bias.dtype == out["numpy"].dtype == wanted
+    assert (out["int"].dtype, out["key"].dtype) == (tree["int"].dtype, tree["key"].dtype)
+    assert (out["none"], out["text"], out["one"]) == (None, "t", 1.5)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -185,12 +166,6 @@ def test_narrow_dtypes_need_unsafe(message):
         assert "unsafe=true" in str(unsafe)
 
 
-def test_narrow_params_and_output_are_safe():
-    policy = Policy("bfloat16", "bfloat16", "float16")
-    assert not policy.unsafe
-    assert "unsafe=true" not in str(policy)
-
-
 @pytest.mark.parametrize("match", ["", "a b", "a,b", "a=b", "a\tb", "a\n", "\u00a0"])
 def test_refuses_patterns_that_the_string_form_cannot_hold(match):
     with pytest.raises(ValueError, match=r"^modules.match: found .*; allowed: .*printable"):
@@ -246,13 +221,6 @@ def test_refuses_a_loss_scale_that_its_dtypes_do_not_hold(value, output, key):
         Policy("float32", "float32", output, loss_scale=LossScale("static", value))
 
 
-def test_the_largest_loss_scales_are_exact():
-    for value, output in [(2.0**15, "float16"), (2.0**-14, "float16"), (2.0**126, "float32")]:
-        policy = Policy("float32", "float16", output, loss_scale=LossScale("static", value))
-        assert float(jnp.asarray(value, policy.output_dtype)) == value
-        assert float(jnp.asarray(1 / value, policy.accumulate_dtype)) == 1 / value
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("key", "settings"),
@@ -270,14 +238,6 @@ def test_the_largest_loss_scales_are_exact():
 def test_refuses_settings_of_the_wrong_kind(key, settings):
     with pytest.raises(ValueError, match=f"^{key}: found .*; allowed: "):
         Policy("float32", "float32", "float32", **settings)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_refuses_a_dynamic_loss_scale():
-    with pytest.raises(
-        ValueError, match=r"^loss_scale.kind: found 'dynamic'; allowed: none, static"
-    ):
-        LossScale("dynamic", 2.0)
 
 
 def test_the_optimizer_dtype():
