@@ -460,9 +460,7 @@ def test_stateful_models():
         run = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
         y, after = run(jnp.stack([X, 2 * X]), jax.tree.map(jnp.copy, state))
         assert y.dtype == F32
-        assert (
-            SEEN["state"] == {leaf.dtype for leaf in jax.tree.leaves(after) if leaf.ndim} == {F32}
-        )
+        assert SEEN["state"] == {x.dtype for x in jax.tree.leaves(after) if x.ndim} == {F32}
         assert eqx.nn.inference_mode(model)(X, after)[0].dtype == F32
 
 
