@@ -22,7 +22,7 @@ GROUPS = {
             "parse_policy",
             "available_policies",
         ),
-        *("apply_policy", "apply_updates", "describe", "Description"),
+        *("apply_policy", "apply_updates"),
     ),
     "Clipped gradients": (
         *("filter_clipped_grad", "filter_value_and_clipped_grad", "ClippedGrad", "PerExample"),
@@ -37,11 +37,7 @@ GROUPS = {
         *("load_model", "save_model", "CheckpointError", "CheckpointWarning", "DataError"),
     ),
     "Checks": ("check_precision", "PrecisionReport", "check_privacy", "PrivacyReport"),
-    "Planning": (
-        *("plan_memory", "tune"),
-        *("TransformerShape", "tune", "Tuning", "TunedGrad"),
-        *("precision_sensitivity", "PrecisionSensitivity"),
-    ),
+    "Planning": ("plan_memory", "tune"),
 }
 
 
