@@ -111,7 +111,7 @@ def train(
     images, labels, held_out, held_out_labels = load_images()
     history: list[tuple[int, float, float]] = []
 
-    def remember(event: dp.Trainer.Event[Convolutional]) -> None:
+    def remember(event: dp.Trainer.Event) -> None:
         if event.metrics and event.epsilon is not None:
             history.append((event.step, event.metrics["accuracy"], event.epsilon))
 

@@ -148,7 +148,7 @@ def train(
     names, languages, *held_out = load_names()
     history: list[tuple[int, float, float]] = []
 
-    def remember(event: dp.Trainer.Event[Recurrent]) -> None:
+    def remember(event: dp.Trainer.Event) -> None:
         if event.metrics and event.epsilon is not None:
             history.append((event.step, event.metrics["accuracy"], event.epsilon))
 

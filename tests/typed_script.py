@@ -111,7 +111,7 @@ def by_the_trainer(
     def evaluate(model: Classifier) -> Mapping[str, float]:
         return {"accuracy": accuracy(model, xs, ys)}
 
-    def is_late(event: dp.Trainer.Event[Classifier]) -> bool:
+    def is_late(event: dp.Trainer.Event) -> bool:
         return event.seconds > 600.0
 
     trainer = dp.Trainer(

@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from ..expected import RunPath
 from ..extras import extra
@@ -18,14 +18,12 @@ from .dispatch import FlatState
 from .hosts import is_first_host
 from .state import TrainState
 
-Model = TypeVar("Model")
-
 # What a line of metrics holds beside what was measured.
 _RESERVED = ("step", "seconds", "epsilon")
 
 
 @dataclasses.dataclass(frozen=True)
-class Event(Generic[Model]):
+class Event:
     """A step was taken.
 
     Attributes:
@@ -40,10 +38,10 @@ class Event(Generic[Model]):
     metrics: Mapping[str, float]
     seconds: float
     epsilon: float | None
-    _flat: FlatState[Model] = dataclasses.field(repr=False)
+    _flat: FlatState[Any] = dataclasses.field(repr=False)
 
     @functools.cached_property
-    def state(self) -> TrainState[Model]:
+    def state(self) -> TrainState[Any]:
         """The state after the step. To read an array waits until the step is done.
 
         The next step uses it up: read it, or copy it, at once.
@@ -51,7 +49,7 @@ class Event(Generic[Model]):
         return self._flat.state
 
 
-Callback = Callable[[Event[Any]], bool | None]
+Callback = Callable[[Event], bool | None]
 """Called after every step; the run saves and ends where it returns True."""
 
 
@@ -123,7 +121,7 @@ class ProgressBar:
             self._task = bar.add_task("training", total=stop, completed=start, status="compiling")
             bar.start()
 
-    def update(self, event: Event[Any]) -> None:
+    def update(self, event: Event) -> None:
         """Shows what an event says."""
         known = {} if event.epsilon is None else {"epsilon": event.epsilon}
         figures = [f"{name} {value:.4g}" for name, value in {**known, **event.metrics}.items()]
@@ -152,7 +150,7 @@ class JsonLines:
         self._file = file
         self._failure = f"Metrics cannot be written to {file}"
 
-    def __call__(self, event: Event[Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Writes a line, if there is something to write."""
         if not event.metrics or not is_first_host():
             return

@@ -117,9 +117,7 @@ class Loop(Generic[Model]):
             self.tally.announce(block, epsilons.of)
             self.announced += block
 
-    def _event(
-        self, flat: FlatState[Model], seconds: float, epsilons: EpsilonAhead
-    ) -> Event[Model]:
+    def _event(self, flat: FlatState[Model], seconds: float, epsilons: EpsilonAhead) -> Event:
         done, options, epsilon = self._done, self.options, None
         metrics: dict[str, float] = {}
         is_due = done % options.evaluate_every == 0 or done == self.stop

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from typing import Any, Generic, SupportsIndex, TypeVar
+from typing import Any, Generic, SupportsIndex, TypeAlias, TypeVar
 
 from .. import expected
 from ..checks import check_precision, check_privacy
@@ -105,7 +105,7 @@ class Trainer(Generic[Model]):
         DataError: a source cannot be read.
     """
 
-    Event = events.Event
+    Event: TypeAlias = events.Event
 
     def __init__(
         self,
