@@ -30,7 +30,6 @@ from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import TracedLoss
 from .configuration import METHODS, Configuration, MethodName
-from .methods import clipped_sum
 from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
 
@@ -139,47 +138,12 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             self._fun, self._filter_spec, self._configuration, self._finish, sampling
         )
 
-    def variant(
+    def _variant(
         self, *, method: MethodName | None = None, microbatch_size: int | None = None
     ) -> "ClippedGrad[PyTree[Array]]":
-        """The same by another method or microbatch; it returns gradients alone.
-
-        Args:
-            method: None for its own.
-            microbatch_size: None for its own.
-
-        Raises:
-            ValueError: as `filter_clipped_grad`.
-        """
+        """The same by another method or microbatch, None for its own; gradients alone."""
         changed = self._configuration.variant(method, microbatch_size)
         return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone, self._sampling)
-
-    def with_choice(self, method: str, microbatch_size: int) -> "ClippedGrad[_Result, _Loss]":
-        """The same function, which returns what it returned, by a method and a microbatch.
-
-        Args:
-            method: instead of its own.
-            microbatch_size: instead of its own.
-
-        Raises:
-            ValueError: as `filter_clipped_grad`.
-        """
-        changed = self._configuration.variant(method, microbatch_size)
-        return ClippedGrad(self._fun, self._filter_spec, changed, self._finish, self._sampling)
-
-    def with_policy(self, policy: Policy) -> "ClippedGrad[PyTree[Array]]":
-        """The same by another policy, for batches without padding; it returns gradients alone.
-
-        Args:
-            policy: instead of its own.
-        """
-        changed = self._configuration._replace(policy=policy)
-        return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone)
-
-    @property
-    def asked_for(self) -> tuple[str, int | None]:
-        """The method and the microbatch that it was made with: "auto" and None leave them open."""
-        return self._configuration.method, self._configuration.microbatch_size
 
     def trainable(self, model: PyTree[Any]) -> PyTree[Array]:
         """The trained part of a model: the model's tree, with None where it is not trained.
@@ -230,29 +194,15 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             ValueError: see [`filter_clipped_grad`][].
         """
         check_mask(self._sampling, is_padding_example)
-        return self.complete(self.prepare(model, batch, key, is_padding_example))
-
-    def complete(self, prepared: Prepared) -> _Result:
-        """Runs a call that is prepared, and gives what the call gives.
-
-        Args:
-            prepared: what [`prepare`][] of the same function returned.
-        """
-        sums, per_example = run(prepared, self._configuration, clipped_sum)
+        prepared = self._prepare(model, batch, key, is_padding_example)
+        sums, per_example = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
 
-    def prepare(
+    def _prepare(
         self, model: PyTree[Any], batch: tuple[PyTree[Any], ...], key: Any, is_padding_example: Any
     ) -> Prepared:
-        """Checks and casts the arguments of a call, traces the loss, and chooses a method.
-
-        Args:
-            model: as for the call, and so the others.
-            batch: the positional arguments behind it.
-            key: one key or None.
-            is_padding_example: the mask or None.
-        """
+        """Checks and casts the arguments of a call, traces the loss, and chooses a method."""
         configuration = self._configuration
         policy, rules = agreed_policy(model, configuration.policy), configuration.sharding
         params, rest = checked_trainable(model, self._filter_spec)

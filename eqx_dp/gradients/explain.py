@@ -265,7 +265,7 @@ def described(
     found: list[Prepared] = []
 
     def prepare(*call: Any) -> None:
-        prepared = grad_fn.prepare(*call)
+        prepared = grad_fn._prepare(*call)  # pyright: ignore[reportPrivateUsage]
         traced, examples = prepared.traced, prepared.examples
         arrays = (traced.params, traced.frozen, examples)
         params, frozen, examples = jax.tree.map(_shape, arrays)

@@ -170,7 +170,7 @@ def plan_memory(
 
     @functools.cache
     def planned(size: int | None) -> MemoryPlan:
-        its = grad_fn.variant(method=method, microbatch_size=size)
+        its = grad_fn._variant(method=method, microbatch_size=size)  # pyright: ignore[reportPrivateUsage]
         step = planned_step(its, model, batch, optimizer, key)
         return MemoryPlan(
             _device_bytes(step),

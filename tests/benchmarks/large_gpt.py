@@ -92,7 +92,7 @@ def example() -> Any:
 def ours(task: Any, method: Any, microbatch: int) -> tuple[Any, Any, int]:
     """Traced and lowered, and the sum of parts."""
     plan_gpt = example()
-    grad_fn = plan_gpt.clipped_grad(task).variant(method=method, microbatch_size=microbatch)
+    grad_fn = plan_gpt.clipped_grad(task)._variant(method=method, microbatch_size=microbatch)
     optimizer = plan_gpt.optimizer_of(task)
     parts = dp.plan_memory(grad_fn, task.model, *task.batch, optimizer=optimizer, compiled=False)
     step = planned_step(grad_fn, task.model, task.batch, optimizer, None)

@@ -123,7 +123,7 @@ def test_a_variant_differs_in_what_it_is_told(unchecked):
     )
     batch = case.batch(4)
     for options in ({}, {"method": "per_example"}, {"microbatch_size": 2}):
-        other = grad_fn.variant(**options)
+        other = grad_fn._variant(**options)
         call = described(other, case.model, batch)
         expected = {"method": "ghost", "microbatch_size": 3} | options
         assert call.choice.method == expected["method"]
@@ -131,12 +131,12 @@ def test_a_variant_differs_in_what_it_is_told(unchecked):
         assert other.l2_norm_bound == grad_fn.l2_norm_bound
     _, grads = grad_fn(case.model, *batch)
     for one, two in zip(
-        jax.tree.leaves(grads), jax.tree.leaves(grad_fn.variant()(case.model, *batch)), strict=True
+        jax.tree.leaves(grads), jax.tree.leaves(grad_fn._variant()(case.model, *batch)), strict=True
     ):
         assert jnp.array_equal(one, two)
     for options in ({"method": "best"}, {"microbatch_size": 0}):
         with pytest.raises(ValueError, match="must be"):
-            grad_fn.variant(**options)
+            grad_fn._variant(**options)
 
 
 def test_what_filter_clipped_grad_did_not_return():

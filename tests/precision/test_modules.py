@@ -502,7 +502,7 @@ def test_every_method_agrees_with_the_oracle(policy, method):
 
 
 def program_of(grad_fn: Any, model: Any, batch: tuple[Any, ...]) -> jex_core.Jaxpr:
-    return grad_fn.prepare(model, batch, None, None).traced.program.jaxpr.jaxpr
+    return grad_fn._prepare(model, batch, None, None).traced.program.jaxpr.jaxpr
 
 
 @pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
