@@ -13,9 +13,6 @@ import eqx_dp as dp
 from tests.sharding.compiled import collectives, compiled
 from tests.sharding.losses import mesh_of
 
-pytestmark = pytest.mark.sampled(5)
-
-REST = pytest.mark.exhaustive
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
 BATCH = (
     np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32),
@@ -48,7 +45,7 @@ def program(accumulators="params", policy=None, kind="auto", axes=None, **option
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
-@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=REST), 2])
+@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=pytest.mark.exhaustive), 2])
 def test_sums_cross_devices_once(kind, method, microbatch_size):
     found = program(kind=kind, method=method, microbatch_size=microbatch_size).collectives
     assert {collective.name for collective in found} == {"all-reduce"}
