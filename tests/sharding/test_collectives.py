@@ -1,5 +1,6 @@
 """What devices tell each other: sums of gradients once a step, wide, and nothing else."""
 
+import functools
 import re
 
 import equinox as eqx
@@ -10,12 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from tests.sharding import losses
 from tests.sharding.compiled import collectives, compiled
 from tests.sharding.losses import mesh_of
 
-pytestmark = pytest.mark.sampled(5)
+assert_like_one_device = functools.partial(losses.assert_like_one_device, rtol=1e-5)
 
-REST = pytest.mark.exhaustive
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
 BATCH = (
     np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32),
@@ -48,7 +49,7 @@ def program(accumulators="params", policy=None, kind="auto", axes=None, **option
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
-@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=REST), 2])
+@pytest.mark.parametrize("microbatch_size", [pytest.param(None, marks=pytest.mark.exhaustive), 2])
 def test_sums_cross_devices_once(kind, method, microbatch_size):
     found = program(kind=kind, method=method, microbatch_size=microbatch_size).collectives
     assert {collective.name for collective in found} == {"all-reduce"}
@@ -130,12 +131,11 @@ def test_one_key_an_example_on_any_number_of_devices():
     def noisy(model, x, y, key):
         return loss(model, x + jax.random.normal(key, x.shape), y)
 
-    rules = dp.ShardingRules(mesh_of("auto", data=8))
-    key = jax.random.key(3)
-    on_mesh = dp.filter_clipped_grad(noisy, l2_clip_norm=0.7, sharding=rules)
-    on_one = dp.filter_clipped_grad(noisy, l2_clip_norm=0.7)
-    found = eqx.filter_jit(on_mesh)(MODEL, *BATCH, key=key)
-    expected = eqx.filter_jit(on_one)(MODEL, *BATCH, key=key)
+    rules, options = dp.ShardingRules(mesh_of("auto", data=8)), {"l2_clip_norm": 0.7}
+    found, expected = (
+        dp.filter_clipped_grad(noisy, sharding=its, **options)(MODEL, *BATCH, key=jax.random.key(3))
+        for its in (rules, None)
+    )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -168,20 +168,6 @@ ATTENTION = Attention(
 )
 SEQUENCES = np.random.default_rng(0).normal(size=(16, 6, 8)).astype(np.float32)
 HEADS = (("qkv", P(None, "model")), ("out", P("model", None)))
-
-
-def assert_like_one_device(fun, model, batch, rules, padding=None, **options):
-    options = {"l2_clip_norm": 0.7, **options}
-    expected = eqx.filter_jit(dp.filter_value_and_clipped_grad(fun, **options))(
-        model, *batch, is_padding_example=padding
-    )
-    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
-    with jax.set_mesh(rules.mesh):
-        found = eqx.filter_jit(on_mesh)(
-            rules.shard(model), *rules.shard_batch(batch), is_padding_example=padding
-        )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 1])

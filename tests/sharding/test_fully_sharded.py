@@ -21,33 +21,9 @@ from tests.sharding.fully_sharded_net import (
     net,
     rules_of,
 )
-from tests.sharding.losses import AXIS_TYPES
+from tests.sharding.losses import AXIS_TYPES, assert_like_one_device
 
 METHODS = ("ghost", "book_keeping", "per_example")
-
-
-def assert_like_one_device(fun, model, batch, rules, padding=None, rtol=1e-4, **options):
-    options = {"l2_clip_norm": 0.7, **options}
-    expected = eqx.filter_jit(dp.filter_value_and_clipped_grad(fun, **options))(
-        model, *batch, is_padding_example=padding
-    )
-    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
-    with jax.set_mesh(rules.mesh):
-        found = eqx.filter_jit(on_mesh)(
-            rules.shard(model), *rules.shard_batch(batch), is_padding_example=padding
-        )
-        specs = rules.accumulator_specs(found[1])
-        for leaf, spec in zip(
-            jax.tree.leaves(found[1]), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True
-        ):
-            sharding = jax.sharding.NamedSharding(rules.mesh, spec)
-            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
-
-
-def _is_spec(x):
-    return isinstance(x, P)
 
 
 @pytest.mark.sampled(12)
@@ -55,15 +31,9 @@ def _is_spec(x):
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("microbatch_size", [1, None])
 def test_gradients_are_those_of_one_device(method, remat, microbatch_size):
-    assert_like_one_device(
-        loss,
-        net(remat),
-        batch_of(16),
-        rules_of(),
-        padding=np.arange(16) >= 11,
-        method=method,
-        microbatch_size=microbatch_size,
-    )
+    options = {"method": method, "microbatch_size": microbatch_size}
+    padding = np.arange(16) >= 11
+    assert_like_one_device(loss, net(remat), batch_of(16), rules_of(), padding, **options)
 
 
 AHEAD = (("up", P(None, "data", "model")), ("down", P(None, ("data", "model"))), *SPECS)
