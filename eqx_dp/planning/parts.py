@@ -12,7 +12,7 @@ from ..sharding import ShardingRules, axes_of, cut_of
 from ..trees import is_key
 from .step import PlannedStep
 
-_KEY_BYTES = 8  # of a threefry key, whose dtype names no size
+_KEY_BYTES = 32  # of a key, whose dtype names no size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,17 @@ import jax
 from .module_rule import ModuleRule
 
 Stage: TypeAlias = Literal[
-    "cast", "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "bits", "noise"
+    "cast",
+    "probe",
+    "loss",
+    "norm",
+    "sum",
+    "microbatches",
+    "devices",
+    "draw",
+    "bits",
+    "noise",
+    "grid",
 ]
 """What an equation is for.
 
@@ -30,6 +40,7 @@ Stage: TypeAlias = Literal[
 | draw | the Gaussian |
 | bits | the random bits it is made of, where no primitive of JAX draws them |
 | noise | its addition |
+| grid | the noisy sum, rounded to a multiple of a public number |
 """
 
 _PREFIX = "eqx_dp."

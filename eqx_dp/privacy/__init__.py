@@ -15,8 +15,6 @@ from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
 from .plan import NeighboringRelation as NeighboringRelation
 from .plan import PrivacyPlan as PrivacyPlan
-from .random_bits import is_partitionable as is_partitionable
-from .random_bits import random_bits as random_bits
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
 from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..paths import dotted
 from ..precision import Policy, agreed_policy, checked_policy, refusal
-from ..privacy import fold_text, fold_texts, random_bits, shape_of_keys
+from ..privacy import fold_text, fold_texts, shape_of_keys
 from ..shown import shown
 from ..trees import PyTree
 from .rounding import rounded_stochastically, word_of
@@ -41,8 +41,8 @@ def apply_updates(
     **Guarantee.** The rounding is post-processing of noisy gradients, and so free: it sees no data.
     Its bits come from a stream of their own, and are independent of noise that was drawn with the
     same key. A leaf's bits are a function of the key and of the leaf's path alone, so a run that is
-    resumed repeats them, and with keys of threefry (`key_from_secret`, `jax.random.key`) they are
-    the same on any number of devices.
+    resumed repeats them, and with keys of `key_from_secret` or `jax.random.key` they are the same
+    on any number of devices.
 
     | case | what happens |
     |---|---|
@@ -137,7 +137,7 @@ def _stored(
     total = total.astype(jnp.promote_types(total.dtype, stored))
     where = jax.typeof(total).sharding
     is_explicit = isinstance(where, NamedSharding) and bool(where.mesh.explicit_axes)
-    bits = random_bits(
+    bits = jax.random.bits(
         keys[path], total.shape, word_of(total.dtype), out_sharding=where if is_explicit else None
     )
     return rounded_stochastically(total, stored, bits)
