@@ -38,7 +38,7 @@ Stage: TypeAlias = Literal[
 | microbatches | the addition of one microbatch's sum to the total |
 | devices | the sum over devices |
 | draw | the Gaussian |
-| bits | the random bits it is made of, where no primitive of JAX draws them |
+| bits | the same, from the words of a cipher |
 | noise | its addition |
 | grid | the noisy sum, rounded to a multiple of a public number |
 """

@@ -100,22 +100,24 @@ def _noised(
         gradient, position, nonce = gradients[0], positions(shapes[0]), nonces[0]
     else:
         sizes = [math.prod(shape) for shape in shapes]
-        gradient = computed_once(jnp.concatenate([gradient.ravel() for gradient in gradients]))
-        position = computed_once(jnp.concatenate([positions((size,)) for size in sizes]))
+        with stage("grid"):
+            gradient = _side_by_side([gradient.ravel() for gradient in gradients])
+        position = _side_by_side([positions((size,)) for size in sizes])
         nonce = [
-            computed_once(
-                jnp.concatenate(
-                    [jnp.full(size, word) for size, word in zip(sizes, row, strict=True)]
-                )
-            )
+            _side_by_side([jnp.full(size, word) for size, word in zip(sizes, row, strict=True)])
             for row in nonces.T
         ]
-    noisy = _on_grid(key, (step, *nonce), gradient, position, stddev, rounds).astype(result)
-    noisy = computed_once(noisy)
+    noisy = _on_grid(key, (step, *nonce), gradient, position, stddev, rounds)
+    noisy = computed_once(noisy.astype(result))
     if len(gradients) == 1:
         return [noisy]
     ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
     return [x.reshape(shape) for x, shape in zip(jnp.split(noisy, ends), shapes, strict=True)]
+
+
+def _side_by_side(arrays: list[Shaped[Array, " _"]]) -> Shaped[Array, " _"]:
+    """One array of several. In a kernel that reads it, XLA would write the cipher out for each."""
+    return computed_once(jnp.concatenate(arrays))
 
 
 def _on_grid(
@@ -125,9 +127,10 @@ def _on_grid(
     grid = grid_of(stddev)
     with stage("bits"):
         sign, *words = block([*key], position, nonce, rounds)[: 1 + WORDS]
-    with stage("draw"):
+        size = tail_quantile(tail_probability(words))
         scale = jnp.where(sign >> 31 == 0, stddev / grid, -stddev / grid)
-        noise = tail_quantile(tail_probability(words), scale)
+    with stage("draw"):
+        noise = scale * size
     with stage("noise"):
         # In units of the grid, and exactly, the sum is a whole number and a remainder.
         scaled = gradient.astype(jnp.float64) * (1 / grid)

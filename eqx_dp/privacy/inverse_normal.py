@@ -63,8 +63,8 @@ def tail_probability(words: Sequence[UInt32[Array, "*shape"]]) -> Float64[Array,
     return 0.5 * found
 
 
-def tail_quantile(p: Float64[Array, "*shape"], scale: Any) -> Float64[Array, "*shape"]:
-    """`scale` times the number that a standard normal exceeds with probability p, at most 1/2."""
+def tail_quantile(p: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
+    """What a standard normal number exceeds with probability p, which is at most 1/2."""
     q = 0.5 - p
     r = jnp.sqrt(minus_log(p))
     is_central, is_far = q <= 0.425, r > 5
@@ -77,7 +77,7 @@ def tail_quantile(p: Float64[Array, "*shape"], scale: Any) -> Float64[Array, "*s
         )
 
     # One division, whose result is used once: XLA keeps all in one kernel.
-    return scale * jnp.where(is_central, q, 1.0) * selected(0) / selected(1)
+    return jnp.where(is_central, q, 1.0) * selected(0) / selected(1)
 
 
 def minus_log(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:

@@ -65,7 +65,8 @@ def key_from_secret(
     if rounds not in GENERATORS:
         raise ValueError(f"rounds must be 12 or 20; found {rounds!r}.")
     words = np.frombuffer(digest(secret, purpose, size=32), np.dtype("<u4")).astype(np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATORS[rounds])
+    with jax.ensure_compile_time_eval():  # one constant, also where it is called in a trace
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATORS[rounds])
 
 
 def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:

@@ -106,8 +106,8 @@ def test_every_preset_passes(case, preset):
     assert backward
     assert backward <= products
     assert dtypes["sum over examples", "sum over examples"] == policy.accumulate_dtype
-    assert dtypes["draw", "noise draw"] == policy.noise_dtype
-    assert dtypes["noise addition", "noise addition"] == policy.noise_dtype
+    assert dtypes["draw", "noise draw"] == "float64"
+    assert dtypes["noise addition", "noise addition"] == "float64"
     assert not any("outside" in use.stage for use in report.summary)
 
 
@@ -507,7 +507,7 @@ def test_no_alarm_on_a_loss_that_draws():
     # Neither the sample nor dropout is noise.
     draws = [use for use in report.summary if use.kind == "draw"]
     assert draws
-    assert all("chacha.py" in use.where for use in draws)
+    assert all("inverse_normal.py" in use.where for use in draws)
 
 
 # The report itself.

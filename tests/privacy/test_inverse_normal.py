@@ -62,7 +62,7 @@ def computed():
     words = inputs()
     with jax.enable_x64(True):
         p = jax.jit(tail_probability)([jnp.asarray(column) for column in words.T])
-        z = jax.jit(lambda p: tail_quantile(p, 1.0))(p)
+        z = jax.jit(tail_quantile)(p)
     return words, np.asarray(p), np.asarray(z)
 
 
@@ -87,7 +87,7 @@ def test_neighbours_in_order_stay_in_order_nearly(computed):
     """The map from bits to numbers falls, up to its error: no cell has a gap."""
     with jax.enable_x64(True):
         p = np.exp(np.linspace(np.log(1e-70), np.log(0.5), 200_001))
-        z = np.asarray(jax.jit(lambda p: tail_quantile(p, 1.0))(p))
+        z = np.asarray(jax.jit(tail_quantile)(p))
     assert (np.diff(z) < 20 * U * (1 + np.abs(z[1:]))).all()
 
 
