@@ -113,8 +113,8 @@ class PrivacyPlan:
         if self._delta_left(self.steps) <= rounding:
             raise ValueError(
                 f"delta must exceed {rounding:g} by more than two thousandths: accounting in "
-                f"float64 may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). Found "
-                f"{self.delta:g}. Take a larger delta or fewer steps."
+                f"float64 may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). "
+                f"Found {self.delta:g}. Take a larger delta or fewer steps."
             )
 
     @classmethod
