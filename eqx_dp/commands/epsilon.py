@@ -97,6 +97,9 @@ def _table(plan: PrivacyPlan, arguments: argparse.Namespace) -> Table:
         f"noise_multiplier={plan.noise_multiplier!r}, delta={plan.delta!r})"
         if arguments.relation == _DEFAULT
         else "the plan as JSON, for dp.PrivacyPlan.from_json: --json",
+        "for certified noise; with certified=False, true delta is, for every epsilon, at least "
+        f"{plan.uncertified_delta(1):.2g}, and {plan.uncertified_delta(10**6):.2g} "
+        "if a gradient is spread over a million parameters",
     ]
     data = {
         "plan": plan.to_json(),

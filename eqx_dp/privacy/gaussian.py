@@ -40,6 +40,11 @@ class Leaf(NamedTuple):
     sharding: NamedSharding | None
 
 
+def is_wide(dtype: Any) -> bool:
+    """Whether noise of a policy's noise dtype is certified: float32, or wider."""
+    return jnp.finfo(dtype).nmant >= 23
+
+
 def grid_of(stddev: float) -> float:
     """The distance between two values that the noisy sum can take: a power of two."""
     return 2.0 ** (math.frexp(stddev)[1] - 1 - GRID_BITS)

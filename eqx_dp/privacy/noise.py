@@ -18,7 +18,7 @@ from ..precision import Policy, checked_policy
 from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..trees import PyTree
-from .gaussian import Leaf, with_certified_noise, with_noise_of_jax
+from .gaussian import Leaf, is_wide, with_certified_noise, with_noise_of_jax
 from .keys import Secret, fresh_noise_key, of_one_model, shape_of_keys, single_key, words_of
 
 
@@ -78,8 +78,8 @@ def gaussian_privatizer(
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
     sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
     accounted for. It is proven for the numbers that the machine adds, and not for real numbers
-    alone: with d entries and T steps, d T at most `entries_covered(delta)` (1.6e12 at 1e-5),
-    epsilon grows by less than 5e-5 and delta by a thousandth, for an epsilon of at most 100.
+    alone: with d entries and T steps, d T at most `entries_covered(delta)` (4.4e12 at 1e-5),
+    epsilon grows by less than 5e-5 and delta by a thousandth, for an epsilon of at most 70.
     `finite_precision.md` has the proof. A plan has paid for it, and its privatizer refuses more
     entries. Assumed are a secret key, a cipher that nobody tells from random numbers, and float64
     arithmetic by IEEE 754.
@@ -267,7 +267,7 @@ def _noisy(
             return gradients
         placed = [_leaf(*leaf, how) for leaf in zip(gradients, paths, of_leaves, strict=True)]
         step = np.uint32(0) if step is None else step
-        if how.certified and all(jnp.finfo(leaf.dtype).nmant >= 23 for leaf in placed):
+        if how.certified and all(is_wide(leaf.dtype) for leaf in placed):
             _check_platform()
             is_apart = how.rules is not None
             noisy = with_certified_noise(placed, key, step, how.stddev, is_apart)

@@ -65,7 +65,7 @@ class PrivacyPlan:
     | `noise_multiplier` below 0.001 | epsilon is given as infinite: too large to be computed |
     | epsilon is in the tens of millions or beyond | the same |
     | `sampling_prob` is 1 | plain composition of Gaussian mechanisms |
-    | epsilon is above 100 | without what finite precision may cost delta then |
+    | epsilon is above 70 | without what finite precision may cost delta then |
     | `delta` is at most 2^-51 a step (4.4e-16) | refused: float64 cannot tell it from 0 |
     | `delta` is at least 1 / number of examples | `sampler` warns |
 
@@ -152,7 +152,7 @@ class PrivacyPlan:
                 f"epsilon {budget:g} is out of reach: finite precision alone is charged "
                 f"{PRECISION_EPSILON:g}. Take a larger epsilon."
             )
-        noise = least_noise(draft._run(draft.steps), left, budget - PRECISION_EPSILON)
+        noise = least_noise(draft._run(draft.steps), left, budget)
         return dataclasses.replace(draft, noise_multiplier=noise)
 
     def epsilon(self, steps: SupportsIndex | None = None) -> float:

@@ -70,6 +70,7 @@ def description_of(directory: Path) -> dict[str, Any]:
         "is_unsafe": any(entry["unsafe"] for entry in starts),
         "starts": len(starts),
         "randomness": said["randomness"],
+        "noise": said["noise"],
         "steps_released": released,
         "epsilon": finite_or_none(epsilon),
         "delta": plan.delta,

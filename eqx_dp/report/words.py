@@ -87,6 +87,8 @@ def warnings_of(said: Mapping[str, Any]) -> list[str]:
         found.append("There is no promise of privacy: epsilon is infinite.")
     if said["is_unsafe"]:
         found.append("The policy is unsafe: sums or noise may have too few digits.")
+    if said["noise"] != "certified":
+        found.append("The noise is not certified: it is no Gaussian. See what epsilon leaves out.")
     checks = [*said["checks"].values(), *(said["audit"] or {}).values()]
     if any(check is not None and not check["ok"] for check in checks):
         found.append("A check or an audit found something, or could not decide: see below.")

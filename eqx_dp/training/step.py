@@ -23,6 +23,7 @@ from ..privacy import (
     digest,
     fold_text,
     fresh_secret,
+    is_wide,
     key_from_secret,
 )
 from ..sharding import ShardingRules
@@ -69,6 +70,7 @@ class Step(Generic[Model]):
         grad_fn: the clipped gradient, divided by the expected batch size.
         ema: the decay of the moving average, or None.
         shared: whether hosts share one draw evenly.
+        certified: whether noise is certified, see `gaussian_privatizer`.
     """
 
     plan: PrivacyPlan
@@ -76,6 +78,7 @@ class Step(Generic[Model]):
     grad_fn: ClippedGrad[Any]
     ema: float | None
     shared: bool
+    certified: bool
     _update: optax.GradientTransformation
     _filter_spec: FilterSpec
     _seed: int | bytes | None
@@ -102,7 +105,12 @@ class Step(Generic[Model]):
     def _noise(self) -> optax.GradientTransformation | None:
         if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
             return None
-        return self.plan.privatizer(self.grad_fn)
+        return self.plan.privatizer(self.grad_fn, certified=self.certified)
+
+    @property
+    def has_certified_noise(self) -> bool:
+        """Whether the noise is proven: it was asked for, and the policy's noise is not narrow."""
+        return self.certified and (self.policy is None or is_wide(self.policy.noise_dtype))
 
     @property
     def is_seeded(self) -> bool:
