@@ -148,7 +148,7 @@ class PrecisionFlow(Flow[Facts]):
                 self._accumulates(case, stage)
             if name in COLLECTIVES:
                 self._collective(case)
-        if stage in _OF_MODEL:  # whatever sums were added to it
+        if stage in _OF_MODEL or stage == "grid":  # whatever sums were added to it
             return [NOTHING] * count
         if name in _DRAWS or stage == "bits":
             return [_drawn(context, equation)] * count

@@ -32,11 +32,12 @@ HOLDING = frozenset({"linear_solve"})
 """Primitives of lineax whose implementation is a program, which vmap maps."""
 
 # The random numbers of a batch of other keys all come from the first of them.
+_APART = ("key<fry>", "key<chacha12>", "key<chacha20>")
 _GENERATORS: dict[str, tuple[str, ...]] = {
-    "random_bits": ("key<fry>",),
-    "random_gamma": ("key<fry>",),
-    "random_fold_in": ("key<fry>", "key<rbg>"),
-    "random_split": ("key<fry>", "key<rbg>"),
+    "random_bits": _APART,
+    "random_gamma": _APART,
+    "random_fold_in": (*_APART, "key<rbg>"),
+    "random_split": (*_APART, "key<rbg>"),
 }
 
 # Asking for one's own position exchanges nothing; neither does saying along what a value varies.

@@ -14,7 +14,17 @@ import jax
 from .module_rule import ModuleRule
 
 Stage: TypeAlias = Literal[
-    "cast", "probe", "loss", "norm", "sum", "microbatches", "devices", "draw", "bits", "noise"
+    "cast",
+    "probe",
+    "loss",
+    "norm",
+    "sum",
+    "microbatches",
+    "devices",
+    "draw",
+    "bits",
+    "noise",
+    "grid",
 ]
 """What an equation is for.
 
@@ -28,8 +38,9 @@ Stage: TypeAlias = Literal[
 | microbatches | the addition of one microbatch's sum to the total |
 | devices | the sum over devices |
 | draw | the Gaussian |
-| bits | the random bits it is made of, where no primitive of JAX draws them |
+| bits | the same, from the words of a cipher |
 | noise | its addition |
+| grid | the noisy sum, rounded to a multiple of a public number |
 """
 
 _PREFIX = "eqx_dp."

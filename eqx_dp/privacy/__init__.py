@@ -1,6 +1,7 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
+from .gaussian import is_wide as is_wide
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret
 from .keys import digest as digest
@@ -18,8 +19,6 @@ from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
 from .plan import NeighboringRelation as NeighboringRelation
 from .plan import PrivacyPlan as PrivacyPlan
-from .random_bits import is_partitionable as is_partitionable
-from .random_bits import random_bits as random_bits
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
 from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY

@@ -8,6 +8,7 @@ from typing import Any, cast
 from scipy import optimize
 
 from .accounting import LEAST_NOISE, Run, delta_left, discretization, epsilon_at, epsilon_of
+from .finite_precision import PRECISION_EPSILON
 
 _LEAST, _MOST = math.log(LEAST_NOISE), math.log(1e15)
 # How many times as wide the intervals of the first search are: epsilon is cheap there.
@@ -26,7 +27,7 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
     def excess(log_noise: float, epsilon: Callable[[float], float]) -> float:
         found = epsilon(max(math.exp(log_noise), LEAST_NOISE))
         log_epsilon = math.log(found) if found > 0 else _ZERO
-        return min(log_epsilon, _INFINITE) - math.log(budget)
+        return min(log_epsilon, _INFINITE) - math.log(budget - PRECISION_EPSILON)
 
     def roughly(noise: float) -> float:
         own = discretization(run, noise)

@@ -5,7 +5,7 @@ import operator
 import secrets
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, SupportsIndex, TypeAlias, cast
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import PRNGKeyArray
 from wadler_lindig import TextDoc
 
 from ..trees import is_key
+from .chacha import GENERATORS
 
 Secret: TypeAlias = SupportsIndex | bytes
 """A number of at least 0, or bytes; of any length."""
@@ -33,8 +34,10 @@ def fresh_secret() -> bytes:
     return drawn.tobytes()
 
 
-def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
-    """Makes a key of the generator's full width from a secret of any length.
+def key_from_secret(
+    secret: Secret, *purpose: str | bytes, rounds: Literal[12, 20] = 12
+) -> PRNGKeyArray:
+    """Makes a key of 256 bits from a secret of any length.
 
     `jax.random.key(seed)` keeps 32 bits of a seed and refuses more than 63. This keeps all of them:
     `dp.key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
@@ -42,24 +45,30 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
 
     **Guarantee.** Every bit of the secret enters the key, by BLAKE2b (RFC 7693). The key is the
     same on every machine. The key for one purpose does not reveal the key for another, as far as
-    BLAKE2b hides its input. A key of threefry has 64 bits: a longer secret makes it no harder to
-    guess.
+    BLAKE2b hides its input. The key is one of the cipher ChaCha (RFC 8439): without it, its numbers
+    cannot be told from random ones, as far as anybody knows.
 
     Args:
         secret: A number of at least 0, or bytes that are not empty. The number 5 and the byte 5 are
             different secrets.
         *purpose: What the key is for: texts. Different texts give different keys; no text at all
             counts as one purpose.
+        rounds: Of the cipher: 12, or 20 as in the RFC. The best known attack breaks 7.
 
     Returns:
-        A typed key of the threefry generator, regardless of `jax_default_prng_impl`, so that noise
-        is the same on any number of devices.
+        A typed key, of the type `key<chacha12>` or `key<chacha20>`, regardless of
+        `jax_default_prng_impl`. `jax.random.fold_in`, `split`, `bits`, `normal` and so on take it,
+        and give the same numbers on any number of devices, with or without `jit`.
 
     Raises:
-        ValueError: If the secret is negative, empty, or neither a number nor bytes.
+        ValueError: If the secret is negative, empty, or neither a number nor bytes; or `rounds` is
+            neither 12 nor 20.
     """
-    words = np.frombuffer(digest(secret, purpose, size=8), np.dtype("<u4")).astype(np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    if rounds not in GENERATORS:
+        raise ValueError(f"rounds must be 12 or 20; found {rounds!r}.")
+    words = np.frombuffer(digest(secret, purpose, size=32), np.dtype("<u4")).astype(np.uint32)
+    with jax.ensure_compile_time_eval():  # one constant, also where it is called in a trace
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATORS[rounds])
 
 
 def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
@@ -71,17 +80,12 @@ def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
 
 def fold_texts(key: PRNGKeyArray, texts: Sequence[str | bytes]) -> list[PRNGKeyArray]:
     """Folds each of several texts into one key: a key a text, as `fold_text` gives them."""
-    if not texts or not is_threefry(key):  # keys of others may not be the same under vmap
+    if not texts or "rbg" in str(jax.random.key_impl(key)):  # whose keys differ under vmap
         return [fold_text(key, text) for text in texts]
     first, second = np.stack([words_of(text) for text in texts], axis=1)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, first)
     keys = jax.vmap(jax.random.fold_in)(keys, second)
     return [keys[i] for i in range(len(texts))]
-
-
-def is_threefry(key: PRNGKeyArray) -> bool:
-    """Whether a key's generator is threefry2x32."""
-    return str(jax.random.key_impl(key)) in ("fry", "threefry2x32")
 
 
 def words_of(text: str | bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -202,8 +206,8 @@ def fresh_noise_key() -> PRNGKeyArray:
             raise ValueError("on several hosts call optimizer.init outside of jit, or give a key")
         return np.asarray(jax.random.key_data(key_from_secret(fresh_secret(), "noise")))
 
-    words = io_callback(draw, jax.ShapeDtypeStruct((2,), jnp.uint32))
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
+    words = io_callback(draw, jax.ShapeDtypeStruct((8,), jnp.uint32))
+    return jax.random.wrap_key_data(words, impl=GENERATORS[12])
 
 
 def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:

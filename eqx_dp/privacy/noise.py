@@ -1,8 +1,7 @@
 """Gaussian noise on a clipped sum of gradients."""
 
 import collections
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 import jax
@@ -10,21 +9,19 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..expected import real_number
 from ..paths import dotted
-from ..precision import Policy, checked_policy, stage
+from ..precision import Policy, checked_policy
 from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..trees import PyTree
+from .gaussian import Leaf, is_wide, with_certified_noise, with_noise_of_jax
 from .keys import (
     Secret,
-    fold_text,
-    fold_texts,
     fresh_noise_key,
-    is_threefry,
     of_one_model,
     printed_without_key,
     refuse_to_pickle,
@@ -32,8 +29,6 @@ from .keys import (
     single_key,
     words_of,
 )
-from .normals import normal
-from .random_bits import is_partitionable
 
 
 class GaussianPrivatizerState(NamedTuple):
@@ -63,6 +58,7 @@ def gaussian_privatizer(
     key: PRNGKeyArray | Secret | None = None,
     policy: Policy | None = None,
     sharding: ShardingRules | None = None,
+    certified: bool = True,
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
@@ -70,18 +66,19 @@ def gaussian_privatizer(
     Noise comes first in the chain: `optax.chain(gaussian_privatizer(...), optax.adam(...))`. All
     that follows is post-processing and costs no privacy.
 
-    Noise is drawn and scaled in the policy's noise dtype. It is added in the wider of that and the
-    gradient's dtype, which is also the result's: nothing is narrowed. Without a policy the
-    accumulate dtype is float32, and the noise dtype the wider of float32 and the gradient's. The
-    numbers are those of `jax.random.normal` for the leaf's key. float32 ones are computed once, in
-    one kernel a leaf, where they are added, and (but for leaves of short rows on a CPU) no array of
-    noise is held.
+    Noise is drawn and added in float64, whatever is enabled outside, from 257 bits of the cipher
+    ChaCha for each entry. The noisy sum is rounded to a multiple of a public power of two (`g`,
+    from 2^-6 to 2^-5 of `stddev`), and then to the wider of the policy's noise dtype and the
+    gradient's, which is the result's. (Without a policy the accumulate dtype is float32, and the
+    noise dtype the wider of float32 and the gradient's.) Each leaf is one kernel, and small leaves
+    together are one; no array of noise is held.
 
-    The noise of a leaf is a pure function of the key, the step, the leaf's path in the tree and its
-    shape. The step is folded into the key with its 32 bits, the others with 64 bits of their
-    hashes. Leaves of one tree have different paths, and so independent noise, however the
-    tree is divided: one privatizer may serve several groups of `optax.multi_transform`,
-    `optax.partition` or `optax.masked`.
+    The noise of an entry is a pure function of the key, the step, the leaf's path in the tree and
+    its shape (63 bits of their hash), and the entry's position. Leaves of one tree have different
+    paths, and so independent noise, however the tree is divided: one privatizer may serve several
+    groups of `optax.multi_transform`, `optax.partition` or `optax.masked`. The noise is the same on
+    every device and for any compilation, but for one entry of 10^11: float64 may round it to the
+    other side of the middle between two multiples of `g`.
 
     Without `key` every `init` draws a key from 256 random bits of the operating system. No two runs
     share noise then, and a run that goes on from a saved model takes a new `init`. **A key given by
@@ -91,24 +88,33 @@ def gaussian_privatizer(
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
     sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
-    accounted for. The guarantee holds for real numbers and a secret key, as far as the generator's
-    numbers for different keys are independent. In practice numbers of finite precision are
-    discrete, and their low bits can give away more than the theory says (Mironov 2012); a float32
-    normal is at most about 5.4 in size; and JAX's generator (threefry, unless configured otherwise)
-    is not cryptographic.
+    accounted for. It is proven for the numbers that the machine adds, and not for real numbers
+    alone: with d entries and T steps, d T at most `entries_covered(delta)` (4.4e12 at 1e-5),
+    epsilon grows by less than 5e-5 and delta by a thousandth, for an epsilon of at most 70.
+    `finite_precision.md` has the proof. A plan has paid for it, and its privatizer refuses more
+    entries. Assumed are a secret key, a cipher that nobody tells from random numbers, and float64
+    arithmetic by IEEE 754.
+
+    With `certified=False` noise is what `jax.random.normal` draws in the noise dtype. In float32
+    that has 2^23 values between -5.42 and 5.22, and is no Gaussian: the output tells when an
+    example is there with a probability that `uncertified_delta` computes, whatever epsilon says.
 
     | case | what happens |
     |---|---|
     | `stddev` is 0 | gradients are returned unchanged, bit for bit and in their own dtype |
     | leaf is None (not trained) | stays None and uses no key |
     | leaf has no entries | is returned without entries |
-    | gradient is NaN or infinite | the result is, too: clip before |
+    | gradient is NaN or infinite | the result is not finite: clip before |
+    | gradient is huge, tiny or -0 | exactly the nearest multiple of `g` to the sum plus noise |
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | two leaves whose paths read the same (keys of a dictionary with one `repr`) | refused |
     | one privatizer serves several groups of a tree's leaves | every leaf has its own noise |
     | a leaf moves to another place in the tree, or gets another shape | it gets other noise |
-    | `sharding` and a generator whose values depend on it (not threefry) | refused |
+    | the policy's noise dtype is narrower than float32 (unsafe) | noise as by `certified=False` |
+    | a TPU, whose float64 is not that of IEEE 754 | refused, unless `certified=False` |
+    | a leaf has more than 2^32 entries | refused |
+    | a key of another generator | 256 bits are drawn with it; no harder to guess than it was |
 
     With sharding rules every device draws its own part of the noise, without communication, and the
     same key gives the same noise on any number of devices and hosts.
@@ -123,22 +129,20 @@ def gaussian_privatizer(
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
         sharding: The noise is placed where the rules place accumulators. The updates must then
             have the tree of the model that the rules describe.
+        certified: Whether the noise is the one that is proven.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
 
     Raises:
         ValueError: If `stddev` is negative, not finite or traced; `key` is not one key or one
-            secret; `sharding` is not rules, or the key's generator does not allow sharding. From
-            `update`: if a leaf is refused as in the table above, or `stddev` is beyond the normal
-            range of the noise dtype. From `init`: if a leaf is no array, or it would draw one key
-            for several models under `vmap`.
+            secret; `sharding` is not rules. From `update`: if a leaf is refused as in the table
+            above, or `stddev` is beyond the normal range of the noise dtype. From `init`: if a leaf
+            is no array, or it would draw one key for several models under `vmap`.
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
     root = None if key is None else single_key(key)
-    if rules is not None and root is not None:
-        _check_generator(root)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         _check_arrays_alone(params)
@@ -154,15 +158,17 @@ def gaussian_privatizer(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
-        # The text keeps it apart from other keys: jax.random.split(key, n)[i] is fold_in(key, i).
-        noisy = _noisy(updates, (state.key, state.step), scale, "eqx_dp noise", policy, rules)
+        how = _How(scale, "eqx_dp noise", policy, rules, certified)
+        noisy = _noisy(updates, (state.key, state.step), how)
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
         return noisy, next_state
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
-def add_noise(tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat) -> PyTree[Array]:
+def add_noise(
+    tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat, *, certified: bool = True
+) -> PyTree[Array]:
     """Adds independent Gaussian noise of one standard deviation to every entry of a tree.
 
     For loops by hand, on a *sum* of clipped per-example gradients and before anything else is made
@@ -174,8 +180,9 @@ def add_noise(tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat) -> 
     noisy = dp.add_noise(grads, jax.random.fold_in(key, step), plan.noise_multiplier * sensitivity)
     ```
 
-    Noise is drawn and added in the wider of float32 and a leaf's dtype. It is a pure function of
-    the key, a leaf's path in the tree and its shape: leaves have independent noise.
+    Noise is that of `gaussian_privatizer`, and the result is in the wider of float32 and a leaf's
+    dtype. It is a pure function of the key, a leaf's path in the tree and its shape: leaves have
+    independent noise.
 
     **Guarantee.** That of `gaussian_privatizer`: if one example changes the tree by at most `S` in
     L2 norm, the result is the Gaussian mechanism with noise multiplier `stddev / S`. The key must
@@ -193,6 +200,7 @@ def add_noise(tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat) -> 
         key: one key, from `jax.random.fold_in`, `jax.random.split` or `key_from_secret`.
         stddev: standard deviation of the noise, in the unit of the tree. A number, not a JAX array:
             it is part of the compiled program.
+        certified: as for `gaussian_privatizer`.
 
     Returns:
         A tree of the same structure.
@@ -204,21 +212,22 @@ def add_noise(tree: PyTree[Array], key: PRNGKeyArray, stddev: SupportsFloat) -> 
     scale = _static_stddev(stddev)
     if shape_of_keys(key) != ():
         single_key(key)
-    return _noisy(tree, (key, None), scale, "eqx_dp add_noise", None, None)
+    how = _How(scale, "eqx_dp add_noise", None, None, certified)
+    return _noisy(tree, (key, None), how)
 
 
 class NoiseMark(NamedTuple):
     """What is stated of the equation, a jitted call, that adds noise to the leaves of a tree.
 
     Operands are the leaves, one key and, where there is one, the number of the step. Results are
-    the noisy leaves. The key of a leaf is the key with these words folded in one after another:
-    the prefix, the step, the leaf's own.
+    the noisy leaves. The noise of a leaf follows from the key, as if these words were folded in one
+    after another: the prefix, the step, the leaf's own.
 
     Attributes:
         stddev: standard deviation of the noise.
-        prefix: words of the text that is folded in first.
-        has_step: whether the step is folded in.
-        leaves: for each leaf the words of its path and shape.
+        prefix: words of the text that says what the noise is for.
+        has_step: whether there is a step.
+        leaves: for each leaf the words of that text, its path and its shape.
     """
 
     stddev: float
@@ -227,41 +236,56 @@ class NoiseMark(NamedTuple):
     leaves: tuple[tuple[int, ...], ...]
 
 
+class _How(NamedTuple):
+    """What noise is asked for.
+
+    Attributes:
+        stddev: its standard deviation.
+        text: what it is for.
+        policy: as for `gaussian_privatizer`.
+        rules: the same.
+        certified: the same.
+    """
+
+    stddev: float
+    text: str
+    policy: Policy | None
+    rules: ShardingRules | None
+    certified: bool
+
+
 def _noisy(
-    tree: PyTree[Any],
-    key_and_step: tuple[PRNGKeyArray, Int[Array, ""] | None],
-    stddev: float,
-    text: str,
-    policy: Policy | None,
-    rules: ShardingRules | None,
+    tree: PyTree[Any], key_and_step: tuple[PRNGKeyArray, Int[Array, ""] | None], how: _How
 ) -> PyTree[Array]:
     """Adds noise to the leaves of a tree; in a traced program, in one marked equation."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
     _check_told_apart(paths)
-    gradients = [_checked_gradient(leaf, path, policy) for path, leaf in leaves]
-    of_leaves = [f"{x.shape} {jax.tree_util.keystr(path)}" for path, x in leaves]
-
-    def function(operands: Any) -> list[Array]:
-        gradients, (key, step) = operands
-        key = fold_text(key, text)
-        key = key if step is None else jax.random.fold_in(key, step)
-        return [
-            _add_noise(gradient, stddev, policy, _draw_of(rules, path, own))
-            for path, gradient, own in zip(
-                paths, gradients, fold_texts(key, of_leaves), strict=True
-            )
-        ]
+    gradients = [_checked_gradient(leaf, path, how.policy) for path, leaf in leaves]
 
     def words(text: str) -> tuple[int, ...]:
         return tuple(words_of(text).tolist())
 
-    mark = NoiseMark(
-        stddev,
-        words(text),
-        key_and_step[1] is not None,
-        tuple(map(words, of_leaves)),
-    )
+    of_leaves = [
+        words(f"{how.text} {x.shape} {jax.tree_util.keystr(path)}")
+        for path, x in zip(paths, gradients, strict=True)
+    ]
+    mark = NoiseMark(how.stddev, words(how.text), key_and_step[1] is not None, tuple(of_leaves))
+
+    def function(operands: Any) -> list[Array]:
+        gradients, (key, step) = operands
+        if how.stddev == 0:
+            return gradients
+        placed = [_leaf(*leaf, how) for leaf in zip(gradients, paths, of_leaves, strict=True)]
+        step = np.uint32(0) if step is None else step
+        if how.certified and all(is_wide(leaf.dtype) for leaf in placed):
+            _check_platform()
+            is_apart = how.rules is not None
+            noisy = with_certified_noise(placed, key, step, how.stddev, is_apart)
+        else:
+            noisy = with_noise_of_jax(placed, key, (*map(np.uint32, mark.prefix), step), how.stddev)
+        return [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
+
     noisy = in_marked_equation("eqx_dp_noise", mark, function, (gradients, key_and_step))
     return jax.tree_util.tree_unflatten(structure, noisy)
 
@@ -288,52 +312,40 @@ def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
         )
 
 
-def _draw_of(
-    rules: ShardingRules | None, path: tuple[Any, ...], key: PRNGKeyArray
-) -> Callable[[tuple[int, ...], Any], Array]:
-    """Draws a leaf's standard normal numbers, by shape and dtype: each on the device it is for."""
-    if rules is None:
-        return functools.partial(normal, key)
-
-    def draw(shape: tuple[int, ...], dtype: Any) -> Array:
-        spec = rules.accumulator_spec(rules.spec(path, shape), shape)
-        sharding = rules.on_axes(spec, AxisType.Explicit) if rules.is_explicit else None
-        return rules.place(normal(key, shape, dtype, out_sharding=sharding), spec)
-
-    return draw
-
-
-def _add_noise(
-    gradient: Float[Array, "*shape"],
-    stddev: float,
-    policy: Policy | None,
-    draw: Callable[[tuple[int, ...], Any], Array],
-) -> Float[Array, "*shape"]:
-    if stddev == 0:
-        return gradient
-    least = jnp.float32 if policy is None else policy.noise_dtype
-    sum_dtype = jnp.promote_types(gradient.dtype, least)
-    noise_dtype = sum_dtype if policy is None else policy.noise_dtype
-    _check_range(stddev, noise_dtype)
-    with stage("draw"):
-        noise = jnp.asarray(stddev, noise_dtype) * draw(gradient.shape, noise_dtype)
-    with stage("noise"):
-        noisy = gradient.astype(sum_dtype) + noise.astype(sum_dtype)
-    return _computed_once(noisy)
+def _leaf(gradient: Array, path: tuple[Any, ...], words: tuple[int, ...], how: _How) -> Leaf:
+    """A leaf, with the dtypes and the place of its noise."""
+    if gradient.size > 2**32:
+        raise ValueError(
+            f"the gradient at {dotted(path) or 'the root'} has {gradient.size} entries, and noise "
+            "is drawn for at most 2**32 in one array. Divide the parameter."
+        )
+    least = jnp.float32 if how.policy is None else how.policy.noise_dtype
+    result = jnp.promote_types(gradient.dtype, least)
+    dtype = result if how.policy is None else how.policy.noise_dtype
+    _check_range(how.stddev, dtype)
+    where = jax.typeof(gradient).sharding
+    if how.rules is not None and how.rules.is_explicit:
+        where = how.rules.on_axes(_spec(gradient, path, how.rules), AxisType.Explicit)
+    is_explicit = isinstance(where, NamedSharding) and bool(where.mesh.explicit_axes)
+    return Leaf(gradient, words, dtype, result, where if is_explicit else None)
 
 
-def _computed_once(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `x`, bit for bit. XLA computes it once, however many operations read it.
+def _placed(noisy: Array, path: tuple[Any, ...], rules: ShardingRules | None) -> Array:
+    """Each part of a noisy sum on the device that it is for."""
+    return noisy if rules is None else rules.place(noisy, _spec(noisy, path, rules))
 
-    XLA repeats cheap operations in every kernel that reads their result, and takes threefry for
-    cheap; Adam's moments and update are three kernels. It does not repeat divisions. This one is by
-    1, which XLA does not know: a number with its lowest bit set is not 0. What generates machine
-    code does know, and leaves it out. `jax.lax.optimization_barrier` does not help on a CPU, where
-    it is removed before kernels are formed.
-    """
-    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(x, integer)
-    return x / ((bits | 1) != 0).astype(x.dtype)
+
+def _spec(x: Array, path: tuple[Any, ...], rules: ShardingRules) -> Any:
+    return rules.accumulator_spec(rules.spec(path, x.shape), x.shape)
+
+
+def _check_platform() -> None:
+    if jax.default_backend() == "tpu":
+        raise ValueError(
+            "certified noise needs float64 as IEEE 754 has it, and a TPU computes it with fewer "
+            "bits. Draw the noise on another device, or take certified=False, which is no Gaussian "
+            "(see gaussian_privatizer)."
+        )
 
 
 def _checked_gradient(
@@ -386,19 +398,4 @@ def _check_range(stddev: float, dtype: Any) -> None:
             f"stddev {stddev} is beyond the normal range of the noise dtype {dtype} "
             f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
             "infinity. Rescale the gradients, or take a wider noise dtype."
-        )
-
-
-def _check_generator(key: PRNGKeyArray) -> None:
-    if not is_threefry(key):
-        generator = jax.random.key_impl(key)
-        raise ValueError(
-            f"The key's generator is {generator}, whose numbers depend on how an array is spread "
-            "over devices; with sharding rules, noise has to be the same on any number of them. "
-            "Use dp.key_from_secret(secret), whose keys are threefry's."
-        )
-    if not is_partitionable():
-        raise ValueError(
-            "jax_threefry_partitionable is off, so that numbers drawn depend on how an array is "
-            "spread over devices. Leave it on (JAX's default)."
         )

@@ -14,6 +14,12 @@ from ..precision import Policy
 from ..sharding import ShardingRules
 from .accounting import ROUNDING_DELTA, Run, check_relation, epsilon_of, event_of
 from .calibration import least_noise
+from .finite_precision import (
+    PRECISION_EPSILON,
+    PRECISION_SHARE,
+    delta_of_jax_noise,
+    within_charge,
+)
 from .keys import Secret
 from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
@@ -47,8 +53,10 @@ class PrivacyPlan:
 
     **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, whose
     randomness is fresh or a secret, is (`epsilon(k)`, `delta`)-differentially private under
-    `neighboring_relation`, up to what finite precision falls short of (see `gaussian_privatizer`).
-    `delta` is the total: it pays for batches that overflow, too (`overflow_delta`). A run of more
+    `neighboring_relation`, for the numbers that the machine adds (see `gaussian_privatizer`).
+    `delta` is the total: it pays for batches that overflow, too (`overflow_delta`). For finite
+    precision, 5e-5 is added to epsilon, and a thousandth of delta is taken first
+    (`finite_precision.md`); the privatizer refuses more entries than that covers. A run of more
     steps than `steps` is outside the plan, and `epsilon` refuses it.
 
     | case | what happens |
@@ -57,6 +65,7 @@ class PrivacyPlan:
     | `noise_multiplier` below 0.001 | epsilon is given as infinite: too large to be computed |
     | epsilon is in the tens of millions or beyond | the same |
     | `sampling_prob` is 1 | plain composition of Gaussian mechanisms |
+    | epsilon is above 70 | without what finite precision may cost delta then |
     | `delta` is at most 2^-51 a step (4.4e-16) | refused: float64 cannot tell it from 0 |
     | `delta` is at least 1 / number of examples | `sampler` warns |
 
@@ -101,11 +110,11 @@ class PrivacyPlan:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         rounding = self.steps * ROUNDING_DELTA
-        if self.delta - self.overflow_delta() <= rounding:
+        if self._delta_left(self.steps) <= rounding:
             raise ValueError(
-                f"delta must exceed {rounding:g} by more than a thousandth: accounting in float64 "
-                f"may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). Found "
-                f"{self.delta:g}. Take a larger delta or fewer steps."
+                f"delta must exceed {rounding:g} by more than two thousandths: accounting in "
+                f"float64 may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). "
+                f"Found {self.delta:g}. Take a larger delta or fewer steps."
             )
 
     @classmethod
@@ -137,10 +146,14 @@ class PrivacyPlan:
         """
         budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation)
-        left = draft.delta - draft.overflow_delta()
-        return dataclasses.replace(
-            draft, noise_multiplier=least_noise(draft._run(draft.steps), left, budget)
-        )
+        left = draft._delta_left(draft.steps)
+        if budget <= PRECISION_EPSILON:
+            raise ValueError(
+                f"epsilon {budget:g} is out of reach: finite precision alone is charged "
+                f"{PRECISION_EPSILON:g}. Take a larger epsilon."
+            )
+        noise = least_noise(draft._run(draft.steps), left, budget)
+        return dataclasses.replace(draft, noise_multiplier=noise)
 
     def epsilon(self, steps: SupportsIndex | None = None) -> float:
         """Epsilon of the first steps of the run, at the plan's delta.
@@ -158,10 +171,13 @@ class PrivacyPlan:
             ValueError: If `steps` is not a whole number in that range.
         """
         run = self._run(self._steps_taken(steps))
-        return epsilon_of(run, self.noise_multiplier, self.delta - self.overflow_delta(run.steps))
+        found = epsilon_of(run, self.noise_multiplier, self._delta_left(run.steps))
+        return found + PRECISION_EPSILON if run.steps else 0.0
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
-        """The event that `epsilon` accounts for, for dp_accounting (without overflow).
+        """The event that `epsilon` accounts for, for dp_accounting.
+
+        Overflow and finite precision are not in it.
 
         Args:
             steps: As for `epsilon`.
@@ -266,6 +282,7 @@ class PrivacyPlan:
         key: PRNGKeyArray | Secret | None = None,
         policy: Policy | None = None,
         sharding: ShardingRules | None = None,
+        certified: bool = True,
     ) -> optax.GradientTransformation:
         """The noise that this plan accounts for, for the gradients of one function.
 
@@ -285,9 +302,12 @@ class PrivacyPlan:
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
+            certified: As for `gaussian_privatizer`. If not, `uncertified_delta` says what is lost.
 
         Returns:
-            A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity.
+            A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity. `init` and
+            `update` refuse more entries than the plan has paid for. (Of several groups of leaves
+            that one privatizer serves, each is counted by itself.)
 
         Raises:
             ValueError: If `grad_fn` is no such function, or was made with another policy or other
@@ -304,7 +324,24 @@ class PrivacyPlan:
         policy = agreed_with(grad_fn, "policy", policy)
         sharding = agreed_with(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
-        return gaussian_privatizer(stddev=stddev, key=key, policy=policy, sharding=sharding)
+        privatizer = gaussian_privatizer(
+            stddev=stddev, key=key, policy=policy, sharding=sharding, certified=certified
+        )
+        if not certified or stddev == 0:
+            return privatizer
+        return within_charge(privatizer, self.steps, self.delta)
+
+    def uncertified_delta(self, entries: SupportsIndex = 1) -> float:
+        """A lower bound on the true delta, for every epsilon, if noise is not certified.
+
+        Args:
+            entries: The entries that an example's gradient is spread over, at most those trained.
+
+        Returns:
+            The probability that some output shows for certain that the example is there: float32
+            normals of JAX do not pass 5.22.
+        """
+        return delta_of_jax_noise(self.sampling_prob, self.steps, self.noise_multiplier, entries)
 
     def to_json(self) -> str:
         """Writes the plan as JSON; `from_json` reads an equal plan from it."""
@@ -325,6 +362,10 @@ class PrivacyPlan:
                 missing or there twice, or a value is refused as for the plan itself.
         """
         return cls(**fields_of(text, [field.name for field in dataclasses.fields(cls)]))
+
+    def _delta_left(self, steps: int) -> float:
+        """What is left of delta for accounting."""
+        return self.delta * (1 - PRECISION_SHARE) - self.overflow_delta(steps)
 
     def _run(self, steps: int) -> Run:
         return Run(self.sampling_prob, steps, self.neighboring_relation)

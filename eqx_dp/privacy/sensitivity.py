@@ -44,12 +44,12 @@ def checked_sensitivity(grad_fn: HasSensitivity, relation: NeighboringRelation) 
             f"for {relation.name}. Without a finite clip norm one example can change the sum "
             "without limit: set l2_clip_norm."
         )
-    # Accounting relies on this ratio.
+    # Accounting relies on this ratio. More is more noise: the rounding of sums may be in it.
     implied = SENSITIVITY_OF_UNIT_NORM[relation] * grad_fn.l2_norm_bound
-    if not math.isclose(sensitivity, implied, rel_tol=1e-9):
+    if not implied * (1 - 1e-9) <= sensitivity <= implied * 1.01:
         raise ValueError(
             f"the gradients' sensitivity for {relation.name} must be {implied}, from their "
-            f"l2_norm_bound of {grad_fn.l2_norm_bound}; found {sensitivity}. The plan's accounting "
-            "would not hold for it."
+            f"l2_norm_bound of {grad_fn.l2_norm_bound}; or up to 1 % more, for rounding; "
+            f"found {sensitivity}. The plan's accounting would not hold for it."
         )
     return sensitivity

@@ -40,7 +40,7 @@ from .step import Step
 LEDGER, PRIVACY, CHECKS, METRICS = "ledger", "privacy.json", "checks.json", "metrics.jsonl"
 _FORMAT, _STATEMENT, _VERSION = "eqx_dp.ledger", "eqx_dp.privacy", 1
 _COUNTS = ("start", "num_examples", "steps")
-_FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "made_by")
+_FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "noise", "made_by")
 
 
 class CheckpointWarning(UserWarning):
@@ -93,6 +93,7 @@ def statement(
     steps = sum(entry["steps"] for entry in starts)
     is_seeded = any(entry["randomness"] == "seeded" for entry in starts)
     is_unsafe = any(entry["unsafe"] for entry in starts)
+    is_certified = all(entry["noise"] == "certified" for entry in starts)
     relation = plan.neighboring_relation.name
     covers = (
         f"The models of all {steps} steps that may have been released, seen together, are "
@@ -107,6 +108,7 @@ def statement(
         "steps that a directory restored from an older backup does not know of",
         *(["other runs with the same seed, whose noise is the same"] if is_seeded else []),
         *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
+        *([] if is_certified else [uncertified(plan)]),
     ]
     return {
         "format": _STATEMENT,
@@ -118,9 +120,20 @@ def statement(
         "num_examples": starts[-1]["num_examples"],
         "policy": starts[-1]["policy"],
         "randomness": "seeded" if is_seeded else "fresh",
+        "noise": "certified" if is_certified else "not certified",
         "covers": covers,
         "does_not_cover": does_not_cover,
     }
+
+
+def uncertified(plan: PrivacyPlan) -> str:
+    """What noise that is not certified leaves open, with figures for a plan."""
+    one, million = (f"{plan.uncertified_delta(entries):.2g}" for entries in (1, 10**6))
+    return (
+        "that the noise is no Gaussian, since it is not certified: for every epsilon the true "
+        f"delta is at least {one} if an example's gradient lies along one parameter, and {million} "
+        "if it is spread over a million"
+    )
 
 
 class Tally:
@@ -186,6 +199,7 @@ class Ledger(Tally):
             "policy": None if policy is None else str(policy),
             "unsafe": policy is not None and policy.unsafe,
             "randomness": "fresh" if step._seed is None else "seeded",
+            "noise": "certified" if step._has_certified_noise else "not certified",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},

@@ -42,6 +42,7 @@ def make_step(
     ema: float | None = None,
     shared: bool = False,
     seed: Secret | None = None,
+    certified: bool = True,
 ) -> Step[Model]:
     """Makes one jitted step of private training from a loss, an optimizer and a plan.
 
@@ -107,6 +108,9 @@ def make_step(
             models with one seed share their noise, and the difference of their models shows private
             data without noise. A number of at least 0, or bytes, the same on all hosts; take
             `secrets.randbits(128)`, since a small one can be guessed. None: fresh randomness.
+        certified: whether noise is the one that is proven for the numbers that the machine adds.
+            False: what `jax.random.normal` draws, which is no Gaussian; `privacy.json` says so. See
+            `gaussian_privatizer`.
 
     Raises:
         ValueError: `num_examples` or `seed` is not a whole number in its range, `ema` no number in
@@ -145,6 +149,7 @@ def make_step(
         _update=optimizer,
         _filter_spec=filter_spec,
         _seed=seed,
+        _certified=flag("certified", certified),
     )
 
 

@@ -23,6 +23,7 @@ from ..privacy import (
     digest,
     fold_text,
     fresh_secret,
+    is_wide,
     key_from_secret,
     refuse_to_pickle,
 )
@@ -66,6 +67,7 @@ class Step(Generic[Model]):
     _ema: float | None
     _shared: bool
     _seed: int | bytes | None
+    _certified: bool
 
     def __post_init__(self) -> None:
         _ = self._noise  # refused now if at all, and made outside of any trace
@@ -86,7 +88,13 @@ class Step(Generic[Model]):
     def _noise(self) -> optax.GradientTransformation | None:
         if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
             return None
-        return self.plan.privatizer(self.grad_fn)
+        return self.plan.privatizer(self.grad_fn, certified=self._certified)
+
+    @property
+    def _has_certified_noise(self) -> bool:
+        """Whether the noise is proven: it was asked for, and the policy's noise is not narrow."""
+        policy = self.grad_fn.policy
+        return self._certified and (policy is None or is_wide(policy.noise_dtype))
 
     def _mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context."""

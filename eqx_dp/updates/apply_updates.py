@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..paths import dotted
 from ..precision import Policy, agreed_policy, checked_policy, refusal
-from ..privacy import fold_text, fold_texts, random_bits, shape_of_keys
+from ..privacy import fold_text, fold_texts, shape_of_keys
 from ..shown import shown
 from ..trees import PyTree
 from .rounding import rounded_stochastically, word_of
@@ -40,8 +40,8 @@ def apply_updates(
     **Guarantee.** The rounding is post-processing of noisy gradients, and so free: it sees no data.
     Its bits come from a stream of their own, and are independent of noise that was drawn with the
     same key. A leaf's bits are a function of the key and of the leaf's path alone, so a run that is
-    resumed repeats them, and with keys of threefry (`key_from_secret`, `jax.random.key`) they are
-    the same on any number of devices.
+    resumed repeats them, and with keys of `key_from_secret` or `jax.random.key` they are the same
+    on any number of devices.
 
     | case | what happens |
     |---|---|
@@ -124,5 +124,5 @@ def _stored(
     total = total.astype(jnp.promote_types(total.dtype, stored))
     where = jax.typeof(total).sharding
     where = where if where.mesh.explicit_axes else None
-    bits = random_bits(key, total.shape, word_of(total.dtype), out_sharding=where)
+    bits = jax.random.bits(key, total.shape, word_of(total.dtype), out_sharding=where)
     return rounded_stochastically(total, stored, bits)

@@ -26,6 +26,7 @@ from eqx_dp.privacy import (
     PrivacyPlan,
     accounting,
 )
+from eqx_dp.privacy.finite_precision import PRECISION_EPSILON, PRECISION_SHARE
 
 ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = NeighboringRelation
 RELATIONS = list(NeighboringRelation)
@@ -45,10 +46,11 @@ def test_epsilon_is_that_of_dp_accounting(relation):
     event = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(multiplier))
     for steps in (1, 100, 500):
         accountant = PLDAccountant(relation).compose(event, steps)
-        left = 1e-5 - steps * TAKEN
-        assert plan.epsilon(steps) == pytest.approx(accountant.get_epsilon(left), rel=1e-12)
+        left = 0.999e-5 - steps * TAKEN
+        found = plan.epsilon(steps) - PRECISION_EPSILON
+        assert found == pytest.approx(accountant.get_epsilon(left), rel=1e-9)
         composed = PLDAccountant(relation).compose(plan.event(steps))
-        assert composed.get_epsilon(left) == pytest.approx(plan.epsilon(steps), rel=1e-12)
+        assert composed.get_epsilon(left) == pytest.approx(found, rel=1e-9)
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -90,7 +92,8 @@ def test_one_step_from_first_principles(relation):
     q, noise_multiplier, delta = 0.3, 0.8, 1e-3
     plan = PrivacyPlan(q, 1, noise_multiplier, delta, relation)
     worst = worst_of_one_step(relation, q, noise_multiplier, plan.epsilon())
-    assert worst == pytest.approx(delta, rel=1e-3)
+    assert worst == pytest.approx(delta, rel=2e-3)
+    assert worst < delta
 
 
 def delta_of_gaussian(noise_multiplier, epsilon):
@@ -286,9 +289,8 @@ def test_losses_of_a_step_are_worked_out_once_for_all_figures(relation, monkeypa
     assert len(made) == 1
     for steps, epsilon in found.items():
         accountant = PLDAccountant(relation).compose(plan.event(steps))
-        assert epsilon == accountant.get_epsilon(
-            1e-5 - plan.overflow_delta(steps) - steps * 2.0**-51
-        )
+        left = 1e-5 * (1 - PRECISION_SHARE) - plan.overflow_delta(steps) - steps * 2.0**-51
+        assert epsilon == accountant.get_epsilon(left) + PRECISION_EPSILON
 
 
 def test_a_plan_says_all_that_it_is():
@@ -414,7 +416,8 @@ def test_without_a_key_or_seed_samples_and_noise_are_fresh():
     privatizer, grads = SPARSE.privatizer(FakeGradFn(1.0)), jnp.zeros(1000)
     noises = [privatizer.update(grads, privatizer.init(grads))[0] for _ in range(3)]
     noises += [noise_of(SPARSE, key=None)]
-    assert np.unique(np.concatenate(noises)).size > 3990
+    correlations = np.corrcoef(np.stack(noises)) - np.eye(4)
+    assert np.abs(correlations).max() < 5 / math.sqrt(1000)
 
 
 @pytest.mark.parametrize("key", [7 + 2**32, b"\7"])
@@ -436,7 +439,7 @@ def test_sample_and_noise_of_a_plan_stay_what_they_are():
     # An experiment with secrets of its own repeats under a later release.
     assert sample_of(SPARSE, 7, 40_000).tolist() == [4243, 11161, 18019, 38005, 39326]
     np.testing.assert_allclose(
-        noise_of(SPARSE)[:3], [-0.07676245, -0.43924248, 0.39065903], rtol=1e-4
+        noise_of(SPARSE)[:3], [1.62486184, -0.25488028, 0.28674030], rtol=1e-4
     )
 
 

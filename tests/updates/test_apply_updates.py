@@ -9,7 +9,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from eqx_dp.privacy import key_from_secret, random_bits
 
 BF16 = jnp.bfloat16
 NEAREST = dp.parse_policy("p=bf16,c=bf16,o=f32")
@@ -163,14 +162,6 @@ def test_the_same_on_eight_devices(axis_type):
         found = jax.jit(updated)(*spread)
         assert not found.sharding.is_fully_replicated
     np.testing.assert_array_equal(found, expected)
-
-
-def test_bits_are_those_of_jax():
-    for key in (KEY, jax.random.key(3, impl="rbg")):
-        for shape in ((), (7,), (3, 5)):
-            np.testing.assert_array_equal(
-                random_bits(key, shape), jax.random.bits(key, shape, jnp.uint32)
-            )
 
 
 def test_rounding_is_no_part_of_the_noise():

@@ -1,0 +1,158 @@
+"""Keys of 256 bits, and random numbers of the cipher ChaCha (RFC 8439), as a JAX generator.
+
+A number follows from the key, the position in an array, and what it is for. So it is the same for
+any number of devices, with or without `jit`, and nothing is communicated or kept. Each entry
+encrypts its own position. This discards most words of a block, and in return a compiler makes one
+kernel of the cipher and of what uses its words.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import define_prng_impl
+from jaxtyping import Array, PRNGKeyArray, UInt, UInt32
+
+Words: TypeAlias = Sequence[Any]
+
+_CONSTANTS = np.frombuffer(b"expand 32-byte k", np.dtype("<u4")).astype(np.uint32)
+_COLUMNS = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
+_DIAGONALS = ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
+# What a block is for: the second word of its nonce. From 2^31 on it names a leaf's noise.
+_OTHER_KEYS, _BITS, NOISE = np.uint32(1), np.uint32(2), np.uint32(2**31)
+_ZERO = np.uint32(0)
+
+
+def block(
+    key: Words, counter: UInt32[Array, "*shape"], nonce: Words, rounds: int
+) -> list[UInt32[Array, "*shape"]]:
+    """The 16 words of ChaCha's block function (RFC 8439, section 2.3), for each of many counters.
+
+    Args:
+        key: 8 words.
+        counter: first of the words that change.
+        nonce: the other 3; each a scalar, or of the counter's shape.
+        rounds: 20 as in the RFC, or 12.
+    """
+    first = [
+        jnp.broadcast_to(jnp.asarray(word, jnp.uint32), counter.shape)
+        for word in (*_CONSTANTS, *key, counter, *nonce)
+    ]
+    words = first
+    for _ in range(rounds // 2):
+        words = _double_round(words)
+    return [word + start for word, start in zip(words, first, strict=True)]
+
+
+# Traced once for each shape.
+@jax.jit
+def _double_round(words: list[UInt32[Array, "..."]]) -> list[UInt32[Array, "..."]]:
+    found = list(words)
+    for places in (*_COLUMNS, *_DIAGONALS):
+        mixed = _quarter_round(*(found[place] for place in places))
+        for place, word in zip(places, mixed, strict=True):
+            found[place] = word
+    return found
+
+
+def _quarter_round(a: Any, b: Any, c: Any, d: Any) -> tuple[Any, Any, Any, Any]:
+    for left, right in ((16, 12), (8, 7)):
+        a = a + b
+        d = _rotated(d ^ a, left)
+        c = c + d
+        b = _rotated(b ^ c, right)
+    return a, b, c, d
+
+
+def _rotated(word: Any, distance: int) -> Any:
+    return (word << np.uint32(distance)) | (word >> np.uint32(32 - distance))
+
+
+def positions(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """Numbers the entries of an array, row by row, modulo 2**32."""
+    found, stride = jnp.zeros(shape, jnp.uint32), 1
+    for dimension, length in reversed([*enumerate(shape)]):
+        if length > 1:
+            along = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
+            found = found + along * np.uint32(stride % 2**32)
+        stride *= length
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="rounds")
+def _other_keys(
+    key: UInt32[Array, " 8"], numbers: UInt32[Array, "*shape"], *, rounds: int
+) -> UInt32[Array, "*shape 8"]:
+    """The first half of a block for each number. Rounds are a loop: it is compiled quickly."""
+    ones = jnp.ones_like(numbers)
+    start = [
+        jnp.stack([word * ones for word in row])
+        for row in (_CONSTANTS, key[:4], key[4:], (numbers, _ZERO, _OTHER_KEYS, _ZERO))
+    ]
+
+    def double_round(_: Any, rows: list[Any]) -> list[Any]:
+        a, b, c, d = _quarter_round(*rows)
+        b, c, d = (jnp.roll(row, -by, axis=0) for by, row in ((1, b), (2, c), (3, d)))
+        a, b, c, d = _quarter_round(a, b, c, d)
+        return [a, *(jnp.roll(row, by, axis=0) for by, row in ((1, b), (2, c), (3, d)))]
+
+    rows = jax.lax.fori_loop(0, rounds // 2, double_round, start)
+    return jnp.moveaxis(jnp.concatenate([rows[0] + start[0], rows[1] + start[1]]), 0, -1)
+
+
+@functools.partial(jax.jit, static_argnames=("bit_width", "shape", "rounds"))
+def _bits(
+    key: UInt32[Array, " 8"], *, bit_width: int, shape: tuple[int, ...], rounds: int
+) -> UInt[Array, "..."]:
+    """Bits by position; for more than 2**32 entries, the leading dimensions are in the nonce."""
+    size, split = 1, len(shape)
+    while split and size * shape[split - 1] <= 2**32:
+        split, size = split - 1, size * shape[split - 1]
+    low = positions((1,) * split + shape[split:])
+    high = positions(shape[:split] + (1,) * (len(shape) - split))
+    counter = jnp.broadcast_to(low, shape)
+    words = block([*key], counter, (jnp.broadcast_to(high, shape), _BITS, _ZERO), rounds)
+    if bit_width == 64:
+        return (words[1].astype(jnp.uint64) << np.uint64(32)) | words[0].astype(jnp.uint64)
+    return words[0].astype(f"uint{bit_width}")
+
+
+def _generator(rounds: int) -> Any:
+    def seed(number: Any) -> UInt32[Array, " 8"]:
+        words = [jnp.asarray(number).astype(jnp.uint32)]
+        if jnp.asarray(number).dtype.itemsize == 8:
+            words.append((jnp.asarray(number) >> 32).astype(jnp.uint32))
+        return jnp.concatenate([jnp.stack(words), jnp.zeros(8 - len(words), jnp.uint32)])
+
+    def split(key: Any, shape: Any) -> UInt32[Array, "*shape 8"]:
+        return _other_keys(key, positions(tuple(shape)), rounds=rounds)
+
+    def fold_in(key: Any, number: Any) -> UInt32[Array, " 8"]:
+        return _other_keys(key, number, rounds=rounds)
+
+    def random_bits(key: Any, bit_width: int, shape: Any) -> UInt[Array, "..."]:
+        return _bits(key, bit_width=bit_width, shape=tuple(shape), rounds=rounds)
+
+    functions: dict[str, Callable[..., Any]] = {
+        "seed": seed,
+        "split": split,
+        "random_bits": random_bits,
+        "fold_in": fold_in,
+    }
+    name = f"chacha{rounds}"
+    return define_prng_impl(key_shape=(8,), name=name, tag=name, **functions)
+
+
+GENERATORS = {rounds: _generator(rounds) for rounds in (12, 20)}
+"""The two types of keys, by their rounds."""
+
+
+def chacha_key(key: PRNGKeyArray) -> tuple[UInt32[Array, " 8"], int]:
+    """The words of a key, and its rounds; of another generator's key, words that it draws."""
+    for rounds, generator in GENERATORS.items():
+        if jax.random.key_impl(key) == generator:
+            return jax.random.key_data(key), rounds
+    return jax.random.bits(key, (8,), jnp.uint32), 12

@@ -1,0 +1,101 @@
+"""What finite precision costs: charged by a plan for certified noise, a figure for any other."""
+
+import math
+from typing import Any, SupportsFloat, SupportsIndex, cast
+
+import jax
+import numpy as np
+import optax
+from scipy import stats
+
+from ..expected import real_number, whole_number
+from .gaussian import GRID_BITS
+
+PRECISION_EPSILON = 5e-5
+"""What a plan adds to epsilon, since its noise is not exactly a Gaussian."""
+
+PRECISION_SHARE = 1e-3
+"""The part of delta that pays for the same."""
+
+MOST_EPSILON = 70.0
+"""The share of delta is enough for an epsilon of at most this."""
+
+_LARGEST_OF_JAX = 5.2201
+_STEP_OF_JAX = 2.0**-23
+
+
+def mean_square_error() -> float:
+    """V of `finite_precision.md`: how far cells are off in relative terms, squared, on average.
+
+    A normal number z is off by at most c u (50 |z| + 7) cells. Here c = 2^(GRID_BITS + 1) is the
+    largest number of cells in a standard deviation, and u = 2^-53.
+    """
+    unit = 2.2 * 2.0 ** (GRID_BITS + 1) * 2.0**-53
+    return unit**2 * (50**2 + 2 * 50 * 7 * math.sqrt(2 / math.pi) + 7**2)
+
+
+def entries_covered(delta: SupportsFloat) -> float:
+    """How many noisy entries, those of all steps together, a plan with this delta has paid for.
+
+    Args:
+        delta: of the plan, in (0, 1).
+
+    Returns:
+        `PRECISION_EPSILON`^2 / (8 L V) with L = `MOST_EPSILON` + log(10^5 / delta): 4.4e12 for a
+        delta of 1e-5.
+    """
+    known = real_number("delta", delta, lambda real: 0 < real < 1, "between 0 and 1, both excluded")
+    return PRECISION_EPSILON**2 / (8 * (MOST_EPSILON + math.log(1e5 / known)) * mean_square_error())
+
+
+def within_charge(
+    privatizer: optax.GradientTransformation, steps: int, delta: float
+) -> optax.GradientTransformation:
+    """The same noise for at most as many entries as a plan has paid for; a ValueError for more."""
+    most = entries_covered(delta) / steps
+
+    def check(tree: Any) -> None:
+        entries = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(tree))
+        if entries > most:
+            raise ValueError(
+                f"the plan has paid for the finite precision of {most:.3g} noisy entries in each "
+                f"of {steps} steps (delta {delta:g}); found {entries}. Train fewer parameters, "
+                "take fewer steps, or take certified=False, whose noise is no Gaussian."
+            )
+
+    def init(params: optax.Params) -> optax.OptState:
+        check(params)
+        return privatizer.init(params)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        check(updates)
+        return privatizer.update(updates, state, params)
+
+    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+
+
+def delta_of_jax_noise(
+    sampling_prob: float, steps: int, noise_multiplier: float, entries: SupportsIndex
+) -> float:
+    """A lower bound on the true delta, for every epsilon, with float32 normals of JAX.
+
+    Such a normal is at most 5.2201. An output beyond happens only when the example is there. The
+    bound is for an example whose gradient is spread evenly over so many entries, and is as long as
+    the clip norm. Of 2^23 values each has the same probability, so at least one of them is lifted
+    beyond the largest.
+
+    Args:
+        sampling_prob: of a plan.
+        steps: the same.
+        noise_multiplier: the same.
+        entries: over which the gradient is spread.
+    """
+    count = whole_number("entries", entries, least=1, most=2**63)
+    if noise_multiplier == 0:
+        return 1.0
+    lifted = cast(Any, stats.norm).sf(_LARGEST_OF_JAX - 1 / (noise_multiplier * math.sqrt(count)))
+    beyond = max(float(lifted) - float(cast(Any, stats.norm).sf(_LARGEST_OF_JAX)), _STEP_OF_JAX)
+    of_step = sampling_prob * -math.expm1(count * math.log1p(-beyond))
+    return -math.expm1(steps * math.log1p(-min(of_step, 1 - 1e-16)))

@@ -1,0 +1,178 @@
+"""Gaussian noise on one leaf or many: certified, or as JAX draws it."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32
+
+from ..precision import stage
+from .chacha import NOISE, block, chacha_key, positions
+from .inverse_normal import WORDS, tail_probability, tail_quantile
+
+GRID_BITS = 5
+"""The grid is 2^-5 to 2^-6 of the standard deviation."""
+
+_TOGETHER = 2**16
+"""Leaves of at most so many entries are noised in one kernel: compiling one takes a while."""
+
+
+class Leaf(NamedTuple):
+    """A leaf of a sum, and what its noise follows from.
+
+    Attributes:
+        gradient: the sum.
+        words: two words of the hash of its path and shape.
+        dtype: of the noise.
+        result: dtype of the noisy sum.
+        sharding: where it is on a mesh with Explicit axes; else None.
+    """
+
+    gradient: Float[Array, "..."]
+    words: tuple[int, ...]
+    dtype: Any
+    result: Any
+    sharding: NamedSharding | None
+
+
+def is_wide(dtype: Any) -> bool:
+    """Whether noise of a policy's noise dtype is certified: float32, or wider."""
+    return jnp.finfo(dtype).nmant >= 23
+
+
+def grid_of(stddev: float) -> float:
+    """The distance between two values that the noisy sum can take: a power of two."""
+    return 2.0 ** (math.frexp(stddev)[1] - 1 - GRID_BITS)
+
+
+def with_certified_noise(
+    leaves: Sequence[Leaf], key: PRNGKeyArray, step: Any, stddev: float, is_apart: bool
+) -> list[Float[Array, "..."]]:
+    """Adds noise whose distribution is known: `finite_precision.md`.
+
+    Each entry takes 257 bits of a block of ChaCha under the key. Its counter is the position in the
+    leaf; its nonce is the step, and 63 bits of the leaf's words.
+
+    Args:
+        leaves: what noise is added to.
+        key: of any generator.
+        step: its number.
+        stddev: of the noise.
+        is_apart: whether small leaves may be on other devices than each other.
+    """
+    with jax.enable_x64(True):
+        words, rounds = chacha_key(key)
+        counted = jnp.asarray(step).astype(jnp.uint32)
+        results: dict[int, Any] = {}
+        alike: dict[Any, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            is_small = leaf.gradient.size <= _TOGETHER and not is_apart and leaf.sharding is None
+            alike.setdefault((leaf.gradient.dtype, leaf.result) if is_small else i, []).append(i)
+        for group in alike.values():
+            first = leaves[group[0]]
+            nonces = np.array([leaves[i].words for i in group], np.uint32)
+            nonces[:, 0] |= NOISE
+            noised = functools.partial(
+                _noised, stddev=stddev, result=np.dtype(first.result), rounds=rounds
+            )
+            if first.sharding is not None:
+                axes, where = first.sharding.mesh.explicit_axes, [first.sharding]
+                noised = cast(Any, jax.sharding).auto_axes(noised, axes=axes, out_sharding=where)
+            found = noised(words, counted, nonces, [leaves[i].gradient for i in group])
+            results |= dict(zip(group, found, strict=True))
+        return [results[i] for i in range(len(leaves))]
+
+
+@functools.partial(jax.jit, static_argnames=("stddev", "result", "rounds"))
+def _noised(
+    key: UInt32[Array, " 8"],
+    step: UInt32[Array, ""],
+    nonces: UInt32[Array, "leaves 2"],
+    gradients: list[Float[Array, "..."]],
+    *,
+    stddev: float,
+    result: Any,
+    rounds: int,
+) -> list[Float[Array, "..."]]:
+    """Adds noise to one leaf, or to several side by side."""
+    shapes = [gradient.shape for gradient in gradients]
+    if len(gradients) == 1:
+        gradient, position, nonce = gradients[0], positions(shapes[0]), nonces[0]
+    else:
+        sizes = [math.prod(shape) for shape in shapes]
+        with stage("grid"):
+            gradient = _side_by_side([gradient.ravel() for gradient in gradients])
+        position = _side_by_side([positions((size,)) for size in sizes])
+        nonce = [
+            _side_by_side([jnp.full(size, word) for size, word in zip(sizes, row, strict=True)])
+            for row in nonces.T
+        ]
+    noisy = _on_grid(key, (step, *nonce), gradient, position, stddev, rounds)
+    noisy = computed_once(noisy.astype(result))
+    if len(gradients) == 1:
+        return [noisy]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    return [x.reshape(shape) for x, shape in zip(jnp.split(noisy, ends), shapes, strict=True)]
+
+
+def _side_by_side(arrays: list[Shaped[Array, " _"]]) -> Shaped[Array, " _"]:
+    """One array of several. In a kernel that reads it, XLA would write the cipher out for each."""
+    return computed_once(jnp.concatenate(arrays))
+
+
+def _on_grid(
+    key: Any, nonce: Any, gradient: Any, position: Any, stddev: float, rounds: int
+) -> Float[Array, "..."]:
+    """The multiple of the grid next to the sum plus noise, in float64."""
+    grid = grid_of(stddev)
+    with stage("bits"):
+        sign, *words = block([*key], position, nonce, rounds)[: 1 + WORDS]
+        size = tail_quantile(tail_probability(words))
+        scale = jnp.where(sign >> 31 == 0, stddev / grid, -stddev / grid)
+    with stage("draw"):
+        noise = scale * size
+    with stage("noise"):
+        # In units of the grid, and exactly, the sum is a whole number and a remainder.
+        scaled = gradient.astype(jnp.float64) * (1 / grid)
+        whole = jnp.round(scaled)
+        steps = jnp.round((scaled - whole) + noise)
+    with stage("grid"):
+        return (whole + steps) * grid
+
+
+def with_noise_of_jax(
+    leaves: Sequence[Leaf], key: PRNGKeyArray, words: Sequence[Any], stddev: float
+) -> list[Float[Array, "..."]]:
+    """Adds what `jax.random.normal` draws, in the dtype of the noise; words are folded in first."""
+
+    def noisy(leaf: Leaf) -> Float[Array, "..."]:
+        own = key
+        for word in (*words, *map(np.uint32, leaf.words)):
+            own = jax.random.fold_in(own, word)
+        with stage("draw"):
+            shape, where = leaf.gradient.shape, leaf.sharding
+            noise = jax.random.normal(own, shape, leaf.dtype, out_sharding=where)
+            noise = jnp.asarray(stddev, leaf.dtype) * noise
+        with stage("noise"):
+            return computed_once(leaf.gradient.astype(leaf.result) + noise.astype(leaf.result))
+
+    return [noisy(leaf) for leaf in leaves]
+
+
+def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
+    """Returns `x`, bit for bit. XLA computes it once, however many operations read it.
+
+    XLA repeats cheap operations in every kernel that reads their result, and takes a cipher for
+    cheap; Adam's moments and update are three kernels. It does not repeat divisions. This one is by
+    1, which XLA does not know: a number with its lowest bit set is not 0. What generates machine
+    code does know, and leaves it out. `jax.lax.optimization_barrier` does not help on a CPU, where
+    it is removed before kernels are formed.
+    """
+    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return jax.lax.div(x, ((bits | 1) != 0).astype(x.dtype))

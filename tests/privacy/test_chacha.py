@@ -1,0 +1,140 @@
+"""The cipher against the vectors of RFC 8439, and as a generator of JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eqx_dp.privacy import key_from_secret
+from eqx_dp.privacy.chacha import GENERATORS, block, positions
+from tests.sharding.compiled import collectives
+from tests.sharding.losses import mesh_of
+
+KEY = key_from_secret(20240607, "test")
+HIGHEST = "ff" * 32
+
+
+def words_of(text):
+    return np.frombuffer(bytes.fromhex(text), np.dtype("<u4")).astype(np.uint32)
+
+
+# Section 2.3.2, and test vectors 1 to 5 of appendix A.1.
+COUNTING = "".join(f"{i:02x}" for i in range(32))
+VECTORS = [
+    (
+        *(COUNTING, 1, "000000090000004a00000000"),
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e",
+    ),
+    (
+        *("00" * 32, 0, "00" * 12),
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+    ),
+    (
+        *("00" * 32, 1, "00" * 12),
+        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
+    ),
+    (
+        *("00" * 31 + "01", 1, "00" * 12),
+        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
+    ),
+    (
+        *("00ff" + "00" * 30, 2, "00" * 12),
+        "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
+        "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
+    ),
+    (
+        *("00" * 32, 0, "00" * 11 + "02"),
+        "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
+        "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "counter", "nonce", "expected"), VECTORS)
+def test_vectors_of_the_rfc(key, counter, nonce, expected):
+    counters = jnp.asarray([counter, 7], jnp.uint32)
+    found = block([*words_of(key)], counters, [*words_of(nonce)], rounds=20)
+    assert [int(word[0]) for word in found] == words_of(expected).tolist()
+
+
+def test_12_rounds():
+    """Test vector 1 of draft-strombergson-chacha-test-vectors, which has a counter of 64 bits."""
+    found = block([*words_of("00" * 32)], jnp.zeros((), jnp.uint32), [np.uint32(0)] * 3, rounds=12)
+    expected = words_of("9bf49a6a0755f953811fce125f2683d50429c3bb49e074147e0089a52eae155f")
+    assert list(map(int, found[:8])) == expected.tolist()
+
+
+@pytest.mark.parametrize("rounds", [12, 20])
+def test_other_keys_are_half_a_block(rounds):
+    """The loop over rounds gives what the cipher gives when it is written out."""
+    key = key_from_secret(3, rounds=rounds)
+    words = [*jax.random.key_data(key)]
+    numbers = jnp.asarray([0, 5, 2**32 - 1], jnp.uint32)
+    expected = block(words, numbers, (np.uint32(0), np.uint32(1), np.uint32(0)), rounds)[:8]
+    for i, number in enumerate(numbers):
+        found = jax.random.key_data(jax.random.fold_in(key, number))
+        assert found.tolist() == [int(word[i]) for word in expected]
+    split = jax.random.key_data(jax.random.split(key, (2, 3)))
+    assert split.shape == (2, 3, 8)
+    for i in range(6):
+        assert (split.reshape(6, 8)[i] == jax.random.key_data(jax.random.fold_in(key, i))).all()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (1, 4), (3, 1, 2), (2, 1, 3, 1, 2)])
+def test_positions_count_row_by_row(shape):
+    expected = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
+    np.testing.assert_array_equal(positions(shape), expected)
+
+
+def test_more_than_32_bits_of_positions_do_not_repeat():
+    @jax.jit
+    def corners():
+        bits = jax.random.bits(KEY, (3, 2**16, 2**16))
+        return bits[:, 0, 0], bits[:, -1, -1], bits[0, :3, 0]
+
+    found = np.concatenate(corners())
+    assert np.unique(found).size == found.size - 1  # the first entry is there twice
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+def test_bits(width):
+    with jax.enable_x64(True):
+        found = np.asarray(jax.random.bits(KEY, (1000, 100), f"uint{width}"))
+    assert found.dtype == f"uint{width}"
+    for bit in range(width):
+        share = np.mean((found >> np.asarray(bit, found.dtype)) & 1)
+        assert abs(share - 0.5) < 5 * 0.5 / 10**2.5
+    expected = 2.0**width * -np.expm1(-found.size / 2.0**width)
+    assert abs(np.unique(found).size - expected) < 5 * np.sqrt(expected)
+
+
+def test_composes_with_transformations():
+    keys = jax.random.split(KEY, 3)
+
+    def draw(key):
+        return jax.random.normal(jax.random.fold_in(key, 7), (4,))
+
+    alone = np.stack([draw(key) for key in keys])
+    np.testing.assert_array_equal(jax.vmap(draw)(keys), alone)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(keys), alone)
+    np.testing.assert_array_equal(jax.lax.map(draw, keys), alone)
+    scanned = jax.lax.scan(lambda key, _: (jax.random.fold_in(key, 1),) * 2, KEY, None, length=2)
+    expected = jax.random.fold_in(jax.random.fold_in(KEY, 1), 1)
+    assert jax.random.key_data(scanned[0]).tolist() == jax.random.key_data(expected).tolist()
+    assert 0 < float(jax.random.gamma(KEY, 2.0)) < 30
+    assert jax.random.key(2**40 + 1, impl=GENERATORS[12]).dtype == KEY.dtype
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+def test_every_device_draws_its_own_part(spec):
+    mesh = mesh_of("auto", data=8)
+    sharding = NamedSharding(mesh, spec)
+    drawn = jax.jit(lambda key: jax.random.bits(key, (64, 48)), out_shardings=sharding)
+    np.testing.assert_array_equal(drawn(KEY), jax.random.bits(KEY, (64, 48)))
+    assert collectives(drawn.lower(KEY).compile().as_text()) == []

@@ -1,0 +1,176 @@
+"""The constants of `eqx_dp/privacy/finite_precision.md`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import eqx_dp as dp
+from eqx_dp.privacy import finite_precision
+from eqx_dp.privacy.finite_precision import (
+    MOST_EPSILON,
+    PRECISION_EPSILON,
+    PRECISION_SHARE,
+    entries_covered,
+    mean_square_error,
+)
+from eqx_dp.privacy.gaussian import grid_of
+
+U = 2.0**-53
+PLAN = dp.PrivacyPlan(0.01, 1000, 0.8136, 1e-5)
+
+
+def moved(z):
+    """How far the machine may be off, in cells, for each cell of a standard deviation."""
+    return U * (50 * np.abs(z) + 7)
+
+
+@pytest.mark.parametrize("stddev", [1.0, 1.3, 1.999, 2.0**-20, 3e7])
+def test_a_standard_deviation_has_32_to_64_cells(stddev):
+    assert 32 <= stddev / grid_of(stddev) < 64
+    assert math.frexp(grid_of(stddev))[0] == 0.5
+
+
+@pytest.mark.parametrize("cells", [32, 45.3, 64])
+@pytest.mark.parametrize("remainder", [-0.5, 0, 0.3])
+def test_relative_errors_of_cells(cells, remainder):
+    """From the densities at the edges of every cell up to 17."""
+    k = np.arange(-17 * cells, 17 * cells + 1).round()
+    low, high = ((k - remainder + half) / cells for half in (-0.5, 0.5))
+    # The mass of a cell, without cancellation: its density in the middle, and the second term.
+    middle = (low + high) / 2
+    mass = stats.norm.pdf(middle) / cells * (1 + (middle**2 - 1) / (24 * cells**2))
+    lost = sum(stats.norm.pdf(edge) * moved(edge) for edge in (low, high))
+    eta = lost / mass
+    assert np.sum(mass * eta**2) <= mean_square_error()
+    assert eta.max() <= 5e-11
+    inner = np.abs(middle) < 3
+    assert np.all(eta[inner] <= 2.2 * cells * moved(np.abs(middle[inner]) + 0.5 / cells))
+    length = MOST_EPSILON + math.log(1e5 / 1e-300)
+    assert 2 * length / (PRECISION_EPSILON / 2) * eta.max() < 0.01
+
+
+def test_beyond_17():
+    assert 2 * stats.norm.sf(17) < 1e-64
+    assert 2.0**-257 / (stats.norm.pdf(17) / 64) < 1e-12
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-8, 1e-12])
+def test_the_share_of_delta_is_enough(delta):
+    e, length = PRECISION_EPSILON / 2, MOST_EPSILON + math.log(1e5 / delta)
+    n = entries_covered(delta)
+    assert n == pytest.approx(e**2 / (2 * length * mean_square_error()))
+    rate = 2 * length / e
+    bound = math.exp(0.51 * n * rate**2 * mean_square_error() - rate * e)
+    assert bound <= math.exp(-0.98 * length) * (1 + 1e-9)
+    t = bound + n * 1e-64
+    assert math.expm1(e) * delta + (1 + math.exp(MOST_EPSILON + e)) * t < PRECISION_SHARE * delta
+    assert 3.7e12 < n < 4.9e12
+
+
+def test_more_entries_than_are_paid_for_are_refused():
+    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(w) * x, l2_clip_norm=1.0)
+    long = dp.PrivacyPlan(0.01, 10**6, 5.0, 1e-5)
+    most = int(entries_covered(1e-5) / 10**6)
+    for plan, size, is_refused in [(long, most, False), (long, most + 1, True)]:
+        shapes = {"w": jax.ShapeDtypeStruct((size,), jnp.float32), "frozen": None}
+        privatizer = plan.privatizer(grad_fn, key=5)
+        state = privatizer.init(None)
+        if is_refused:
+            for ask in (privatizer.init, lambda x, p=privatizer, s=state: p.update(x, s)):
+                with pytest.raises(
+                    ValueError, match=r"has paid for the finite precision of .*e\+06"
+                ):
+                    ask(shapes)
+        else:
+            privatizer.init(shapes)
+    free = long.privatizer(grad_fn, key=5, certified=False)
+    free.init({"w": jax.ShapeDtypeStruct((most + 1,), jnp.float32)})
+
+
+def test_what_is_charged():
+    assert PLAN.epsilon(0) == 0
+    assert PLAN.epsilon() == pytest.approx(3.0, abs=3e-4)
+    tight = dp.PrivacyPlan.calibrate(epsilon=3, delta=1e-5, sampling_prob=0.01, steps=1000)
+    assert tight.epsilon() <= 3
+    with pytest.raises(ValueError, match="epsilon 1e-05 is out of reach: finite precision"):
+        dp.PrivacyPlan.calibrate(epsilon=1e-5, delta=1e-5, sampling_prob=0.01, steps=1)
+
+
+# Noise that is not certified.
+
+
+def test_what_jax_draws():
+    """All that a float32 normal can be: its ends, and how many values there are beyond a limit."""
+    fraction = np.arange(2**23, dtype=np.uint32) | np.float32(1).view(np.uint32)
+    uniform = fraction.view(np.float32) - np.float32(1)
+    lowest = np.nextafter(np.float32(-1), np.float32(0))
+    uniform = np.maximum(lowest, uniform * (np.float32(1) - lowest) + lowest)
+    drawn = np.asarray(np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.asarray(uniform)))
+    assert drawn.max() <= finite_precision._LARGEST_OF_JAX + 1e-4
+    assert drawn.min() > -5.43
+    for entries in (1, 10**4, 10**6):
+        shift = 1 / (PLAN.noise_multiplier * math.sqrt(entries))
+        beyond = np.mean(drawn.astype(float) + shift > drawn.max())
+        of_step = 0.01 * (1 - (1 - beyond) ** entries)
+        exact = 1 - (1 - of_step) ** 1000
+        assert PLAN.uncertified_delta(entries) == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("entries", "least"),
+    [(1, 3.2e-4), (10**4, 0.011), (10**5, 0.11), (10**6, 0.67), (10**7, 0.998)],
+)
+def test_true_delta_without_a_certificate(entries, least):
+    assert least < PLAN.uncertified_delta(entries) < 1.1 * least
+
+
+SHIFT = 1.0 / 0.8136  # of one entry, in standard deviations
+
+
+def outputs(shift, certified, draws):
+    privatizer = dp.gaussian_privatizer(stddev=1.0, key=11, certified=certified)
+    state = privatizer.init(None)
+    update = jax.jit(lambda x, state: privatizer.update(x, state))
+    found = []
+    for _ in range(draws):
+        noisy, state = update(jnp.full(4 * 10**6, shift, jnp.float32), state)
+        found.append(np.asarray(noisy))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("draws", [1, pytest.param(25, marks=pytest.mark.slow)])
+def test_the_tail_gives_the_example_away_and_certified_noise_does_not(draws):
+    """Outputs that only a shifted sum can have: of JAX's normals, and of the new noise none."""
+    limit = finite_precision._LARGEST_OF_JAX + 1e-4
+    old, shifted = (outputs(x, False, draws) for x in (0.0, SHIFT))
+    assert not np.any(old > limit)
+    expected = old.size * stats.norm.sf(limit - SHIFT)
+    assert abs(np.sum(shifted > limit) - expected) < 6 * math.sqrt(expected)
+    # Of certified noise the same event has the probability that a Gaussian gives it.
+    limit = 4.5
+    for shift in (0.0, SHIFT):
+        new = outputs(shift, True, draws)
+        edge = (math.floor(limit * 32) + 0.5) / 32
+        expected = new.size * stats.norm.sf(edge - float(np.float32(shift)))
+        assert abs(np.sum(new > edge) - expected) < 6 * math.sqrt(expected)
+
+
+def test_the_grid_gives_the_example_away_and_certified_noise_does_not():
+    """Mironov 2012: how much of what comes with the example cannot come without it."""
+
+    def impossible(certified):
+        without = np.unique(outputs(0.0, certified, 2)) if certified else None
+        if without is None:  # every value that JAX's normal can take
+            bits = np.arange(2**23, dtype=np.uint32) | np.float32(1).view(np.uint32)
+            lowest = np.nextafter(np.float32(-1), np.float32(0))
+            u = bits.view(np.float32) - np.float32(1)
+            u = np.maximum(lowest, u * (np.float32(1) - lowest) + lowest)
+            without = np.asarray(np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.asarray(u)))
+        return np.mean(~np.isin(outputs(SHIFT, certified, 1), without))
+
+    assert impossible(certified=False) > 0.5
+    assert impossible(certified=True) < 1e-3  # values that are rare without it, too
