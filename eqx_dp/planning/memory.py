@@ -18,7 +18,7 @@ from ..tables import Part, tabular
 from ..trees import PyTree, is_key
 from .step import PlannedStep, planned_step
 
-_KEY_BYTES = 8  # of a threefry key, whose dtype names no size
+_KEY_BYTES = 32  # of a key, whose dtype names no size
 
 
 class DeviceBytes(NamedTuple):

@@ -91,6 +91,9 @@ def _warnings(run: Run) -> list[str]:
         "The policy is unsafe: sums or noise may have too few digits.": any(
             start["unsafe"] for start in run.starts
         ),
+        "The noise is not certified: it is no Gaussian. See what epsilon leaves out.": any(
+            start["noise"] != "certified" for start in run.starts
+        ),
         "A check or an audit found something, or could not decide: see below.": any(
             isinstance(one, dict) and one.get("ok") is False
             for one in (*run.checks.values(), *run.audits.values())
