@@ -1,0 +1,68 @@
+"""Every device draws its own part of the noise, and the bits are those of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from tests.sharding.compiled import collectives
+from tests.sharding.losses import mesh_of
+
+ZEROS = {"w": jnp.zeros((64, 48)), "b": jnp.zeros(9)}
+ALONE = dp.gaussian_privatizer(stddev=1.0, key=5)
+
+
+def assert_same(found, expected):
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+def test_with_rules(kind, spec):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    rules = dp.ShardingRules(mesh, examples=("data",), params=(("w", spec),))
+    noise = dp.gaussian_privatizer(stddev=1.0, key=5, sharding=rules)
+    expected, _ = ALONE.update(ZEROS, ALONE.init(ZEROS))
+    with jax.set_mesh(mesh):
+        spread = rules.shard_accumulators(ZEROS)
+        program = jax.jit(noise.update).lower(spread, noise.init(spread)).compile()
+        found, _ = jax.jit(noise.update)(spread, noise.init(spread))
+    assert_same(found, expected)
+    assert not found["w"].sharding.is_fully_replicated
+    assert collectives(program.as_text()) == []
+    assert program.memory_analysis().temp_size_in_bytes < ZEROS["w"].nbytes
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+def test_without_rules(spec):
+    gradients = jnp.zeros((64, 16, 3, 3))
+    expected, _ = ALONE.update(gradients, ALONE.init(None))
+    spread = jax.device_put(gradients, NamedSharding(mesh_of("auto", data=4), spec))
+    update = jax.jit(ALONE.update)
+    found, _ = update(spread, ALONE.init(None))
+    np.testing.assert_array_equal(found, expected)
+    assert found.sharding.is_equivalent_to(spread.sharding, 4)
+    assert collectives(update.lower(spread, ALONE.init(None)).compile().as_text()) == []
+
+
+def test_in_a_shard_map():
+    key, mesh = jax.random.key(1), mesh_of("auto", data=8)
+    inside = jax.shard_map(
+        lambda g: dp.add_noise(g, key, 1.0), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    np.testing.assert_array_equal(
+        jax.jit(inside)(jnp.zeros(5)), dp.add_noise(jnp.zeros(5), key, 1.0)
+    )
+
+
+@pytest.mark.optimized
+def test_a_wide_leaf_is_one_kernel_without_memory_beside_it():
+    gradients = jnp.zeros((300, 400))
+    program = jax.jit(ALONE.update, donate_argnums=0).lower(gradients, ALONE.init(None)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * gradients.nbytes
+    text = program.as_text()
+    assert text[text.index("ENTRY") :].count(" fusion(") <= 2  # the other one counts the steps
