@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         print(parsed.run(parsed))
-    except (MissingExtra, ValueError) as error:
+    except (MissingExtra, OSError, ValueError) as error:
         print(f"eqx-dp: {error}", file=sys.stderr)
         return 1 if isinstance(error, MissingExtra) else 2
     return 0

@@ -22,6 +22,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from precision_sensitivity import Sensitivity, sensitivity
 from rich.progress import Progress
 from rich.table import Table
 
@@ -31,6 +32,7 @@ LENGTH, WIDTH, DEPTH, WINDOWS = 32, 32, 1, 512  # of the GPT, and what it is eva
 GPT_BATCH = 128
 MEASURED = 64  # public examples, for the errors of layers
 STORED = "params=bfloat16,compute=bfloat16,output=float32,accumulate=float32,noise=float32"
+NARROW = ("mixed_float8", "mixed_bfloat16")  # policies that are measured layer by layer
 MARKERS = "osD^vP*X"
 
 
@@ -48,6 +50,7 @@ class Task(NamedTuple):
         clip_norm: of one example's gradient.
         plan: from a budget and a number of steps; the GPT takes twice as many.
         ends: the first and the last module that multiplies matrices.
+        layers: the modules that are measured one by one.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Task(NamedTuple):
     clip_norm: float
     plan: Callable[[float, int], dp.PrivacyPlan]
     ends: tuple[str, str]
+    layers: tuple[str, ...]
 
 
 class Outcome(NamedTuple):
@@ -89,6 +93,7 @@ def digits_task() -> Task:
             epsilon=epsilon, delta=digits.DELTA, sampling_prob=digits.SAMPLING_PROB, steps=steps
         ),
         ("conv1", "linear"),
+        ("conv1", "norm1", "conv2", "norm2", "linear"),
     )
 
 
@@ -116,6 +121,10 @@ def gpt_task() -> Task:
             steps=2 * steps,
         ),
         ("blocks.attend", "head"),
+        (
+            *("blocks.norm1", "blocks.attend", "blocks.merge", "blocks.norm2"),
+            *("blocks.up", "blocks.down", "norm", "head"),
+        ),
     )
 
 
@@ -249,31 +258,38 @@ def tabulate_formats(found: dict[str, dict[str, list[Outcome]]], epsilon: float)
 # Layers.
 
 
-def measure_layers(epsilon: float, steps: int) -> dict[str, dp.PrecisionSensitivity]:
+def measure_layers(epsilon: float, steps: int) -> dict[str, Sensitivity]:
     """What narrow layers cost, by task, at the end of a float32 run, on held-out examples."""
-    found: dict[str, dp.PrecisionSensitivity] = {}
+    found: dict[str, Sensitivity] = {}
     for make in TASKS:
         task = make()
         policy = dp.load_policy("float32")
         model = training(task, task.plan(epsilon, steps), policy)(0, lambda: None).model
-        grad_fn = dp.filter_clipped_grad(task.loss, l2_clip_norm=task.clip_norm)
         public = [x[:MEASURED] for x in task.held_out]
         with jax.enable_x64(True):  # the reference is float64
-            found[task.name] = dp.precision_sensitivity(grad_fn, model, *public, progress=True)
+            found[task.name] = sensitivity(
+                task.loss,
+                model,
+                public,
+                task.layers,
+                NARROW,
+                clip_norm=task.clip_norm,
+                tolerance=0.05,
+            )
     return found
 
 
-def draw_layers(found: dict[str, dp.PrecisionSensitivity]) -> Figure:
+def draw_layers(found: dict[str, Sensitivity]) -> Figure:
     figure, panels = plt.subplots(1, len(found), figsize=(8, 3.8))
     colours = ("#c8553d", "#2a6f97")
-    for axes, (task, sensitivity) in zip(panels, found.items(), strict=True):
-        names = [name for name, _ in sensitivity.errors]
-        layers = [*dict.fromkeys(row.layer for row in sensitivity.rows)]
-        for index, (name, colour) in enumerate(zip(names, colours, strict=True)):
-            ratios = [-20 * np.log10(row.error) for row in sensitivity.rows if row.policy == name]
-            places = np.arange(len(layers)) + 0.4 * (index - 0.5)
+    for axes, (task, measured) in zip(panels, found.items(), strict=True):
+        for index, ((name, errors), colour) in enumerate(
+            zip(measured.alone.items(), colours, strict=True)
+        ):
+            ratios = [-20 * np.log10(error) for error in errors.values()]
+            places = np.arange(len(errors)) + 0.4 * (index - 0.5)
             axes.barh(places, ratios, 0.38, color=colour, label=name)
-        axes.set_yticks(range(len(layers)), layers, fontsize=8)
+            axes.set_yticks(range(len(errors)), [*errors], fontsize=8)
         axes.invert_yaxis()
         axes.set_title(task, fontsize=10)
         axes.set_xlabel("signal-to-noise of the clipped sum (dB)\nif only this layer is narrow")
@@ -282,19 +298,14 @@ def draw_layers(found: dict[str, dp.PrecisionSensitivity]) -> Figure:
     return figure
 
 
-def tabulate_layers(found: dict[str, dp.PrecisionSensitivity]) -> Table:
-    heads = ("alone", "own part of all")
-    table = Table("model", "layer", title="Relative error of the clipped sum, against float64")
-    for name, _ in next(iter(found.values())).errors:
-        for head in heads:
-            table.add_column(f"{name}: {head}")
-    table.add_column("recommended")
-    for task, sensitivity in found.items():
-        of = {(row.layer, row.policy): row for row in sensitivity.rows}
-        for layer, told in sensitivity.formats:
-            rows = [of[layer, name] for name, _ in sensitivity.errors]
-            cells = [f"{x:.1e}" for row in rows for x in (row.error, row.own_error_of_all)]
-            table.add_row(brief(task), layer, *cells, told)
-        cells = [x for _, error in sensitivity.errors for x in (f"{error:.1e}", "")]
-        table.add_row(brief(task), "all together", *cells, f"{sensitivity.error:.1e}")
+def tabulate_layers(found: dict[str, Sensitivity]) -> Table:
+    heads = ("model", "layer", *NARROW, "recommended")
+    table = Table(*heads, title="Relative error of the clipped sum, against float64")
+    for task, measured in found.items():
+        for layer in next(iter(measured.alone.values())):
+            cells = [f"{measured.alone[name][layer]:.1e}" for name in NARROW]
+            wide = "float32" if layer in measured.kept_wide else "narrow"
+            table.add_row(brief(task), layer, *cells, wide)
+        cells = [f"{measured.everywhere[name]:.1e}" for name in NARROW]
+        table.add_row(brief(task), "all together", *cells, f"{measured.error:.1e}")
     return table

@@ -37,6 +37,7 @@ _ENTRY = re.compile(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):(?: (.*))?$")
 _REFERENCE = re.compile(r"\[`([\w.]+)`\]\[\]")
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_PUBLIC = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _Documented: TypeAlias = ast.Module | ast.ClassDef | _Function
 
 
@@ -134,8 +135,12 @@ def _exported(
         names = names if wanted is None else names & wanted
         if node.module is None:  # rooms and files themselves
             for name in names:
+                file = f"{folder}/{name}.py"
                 if f"{folder}/{name}/__init__.py" in sources:
                     found |= _exported(f"{folder}/{name}", sources)
+                elif file in sources:
+                    own = (x for x in ast.parse(sources[file]).body if isinstance(x, _PUBLIC))
+                    found |= {(file, one.name) for one in own if not one.name.startswith("_")}
             continue
         inside = f"{folder}/{node.module}"
         if f"{inside}.py" in sources:

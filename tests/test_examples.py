@@ -93,6 +93,7 @@ def test_mixed_precision_compares_formats_and_layers(mixed_precision, monkeypatc
         plan=lambda epsilon, steps: dp.PrivacyPlan(0.05, steps, 1.0 / epsilon, 1e-5),
         private=tuple(x[:64] for x in formats.digits_task().private),
         ends=("linear",),
+        layers=("linear",),
     )
     monkeypatch.setattr(formats, "TASKS", (lambda: task, lambda: task._replace(name="again")))
     six = formats.formats(task)
@@ -113,12 +114,40 @@ def test_mixed_precision_compares_formats_and_layers(mixed_precision, monkeypatc
 
     monkeypatch.setattr(formats, "TASKS", (lambda: task,))
     measured = dict.fromkeys((task.name, "again"), formats.measure_layers(3.0, 1)[task.name])
-    for sensitivity in measured.values():
-        assert sensitivity.reference == "float64"
-        assert {row.layer for row in sensitivity.rows} == {"linear", "(rest)"}
+    for name, errors in measured[task.name].alone.items():
+        assert 0 < errors["linear"] <= 1.5 * measured[task.name].everywhere[name] < 1
     picture = mixed_precision.save(formats.draw_layers(measured), tmp_path / "layers.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert formats.tabulate_layers(measured).row_count == 6
+    assert formats.tabulate_layers(measured).row_count == 4
+
+
+def test_layers_that_cost_most_are_kept_wide(mixed_precision):
+    """Of a model in which one layer alone is sensitive, that layer."""
+    module = importlib.import_module("precision_sensitivity")
+
+    class Two(eqx.Module):
+        fine: eqx.nn.Linear
+        coarse: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.coarse(1e-3 * self.fine(x) + x)
+
+    keys = jax.random.split(jax.random.key(0))
+    model = Two(*(eqx.nn.Linear(16, 16, key=key) for key in keys))
+    xs = np.random.default_rng(0).standard_normal((8, 16), np.float32)
+    options = {"clip_norm": 1e6, "layers": ("fine", "coarse"), "policies": ("mixed_float8",)}
+    found = module.sensitivity(
+        lambda model, x: (model(x) ** 2).sum(), model, (xs,), tolerance=0.02, **options
+    )
+    alone, everywhere = found.alone["mixed_float8"], found.everywhere["mixed_float8"]
+    assert alone["fine"] < alone["coarse"] <= everywhere
+    assert found.kept_wide[0] == "coarse"
+    assert found.error <= 0.02 < everywhere
+    assert dp.parse_policy(str(found.recommended)) == found.recommended
+    none = module.sensitivity(
+        lambda model, x: (model(x) ** 2).sum(), model, (xs,), tolerance=1e-9, **options
+    )
+    assert none.recommended is None
 
 
 def test_formats_of_the_comparison(mixed_precision):
@@ -127,10 +156,11 @@ def test_formats_of_the_comparison(mixed_precision):
     policies = formats.formats(task)
     assert len(policies) == 6
     model = eqx.filter_eval_shape(task.model, jax.random.key(0))
-    wide = dp.describe(model, policies["mixed_float8, first and last wide"])
-    assert {row.path for row in wide.rows if row.rule and row.matmul is None} == {
-        *("blocks.attend.weight", "head.weight")
-    }
+    wide = policies["mixed_float8, first and last wide"]
+    assert [(rule.match, rule.matmul) for rule in wide.modules] == [
+        *(("blocks.attend", "wide"), ("head", "wide"))
+    ]
+    dp.apply_policy(model, wide)  # every rule has an effect
     stored = [policy for name, policy in policies.items() if "storage" in name]
     assert [policy.rounding for policy in stored] == ["nearest", "stochastic"]
     assert all(policy.param_dtype == policy.compute_dtype == "bfloat16" for policy in stored)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.planning import Tuning
+from eqx_dp.planning.tuning import Trial, Tuning
 from eqx_dp.tables import tabular
 
 SEED = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
@@ -30,7 +30,7 @@ GRAD_FN = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
 STEP = dp.make_step(loss, optax.sgd(0.1), PLAN, num_examples=8, seed=SEED, l2_clip_norm=1.0)
 POLICY = dp.load_policy("float32")
 PER_EXAMPLE = dp.PerExample(jnp.full(8, 0.7531), jnp.full(8, 2.4689), {"hit": jnp.ones(8)})
-TUNING = Tuning("ghost", 4, ("ghost", 4), (), (("device", "cpu"),))
+TUNING = Tuning("ghost", 4, (Trial("ghost", 4, 0.5),))
 
 OBJECTS = {
     "step": lambda: STEP,
@@ -45,9 +45,7 @@ OBJECTS = {
 }
 TABLES = {
     "explain": lambda: dp.explain(GRAD_FN.of_samples(None), MODEL, X, Y),
-    "describe": lambda: dp.describe(MODEL, POLICY),
-    "flops": lambda: dp.flop_report(GRAD_FN, MODEL, X, Y, compiled=False),
-    "memory": lambda: dp.plan_memory(GRAD_FN, MODEL, X, Y, compiled=False, device_memory=10**9),
+    "memory": lambda: dp.plan_memory(GRAD_FN, MODEL, X, Y, compiled=False),
     "precision": lambda: dp.check_precision(GRAD_FN, MODEL, X, Y, policy=POLICY),
     "privacy": lambda: dp.check_privacy(lambda x: x.sum(), X, private=(0,)),
     "tune": lambda: TUNING,
@@ -85,10 +83,7 @@ def test_a_state_says_how_far_it_is():
 def test_a_table_shows_in_a_notebook(name):
     table = TABLES[name]()
     shown = table._repr_html_()
-    text = html.unescape(re.sub(r"<[^>]*>", " ", shown))
-    # The same words in the same order, with tags in the place of spaces.
-    assert text.split() == str(table).split()
-    assert ("<table" in shown) == (name != "privacy")
+    assert shown == f"<pre>{html.escape(str(table))}</pre>"
     assert len(repr(table)) < 330
     assert "\n" not in repr(table)
     assert not re.search(r"0\.7531|2\.4689", repr(table) + shown)
@@ -105,5 +100,5 @@ def test_what_a_table_holds_is_no_markup():
             yield [("a<b>",), ("<img src=x onerror=y>",)]
 
     found = Shown()._repr_html_()
-    assert set(re.findall(r"<(\w+)", found)) == {"pre", "table", "thead", "tbody", "tr", "th", "td"}
+    assert set(re.findall(r"<(\w+)", found)) == {"pre"}
     assert "&lt;script&gt;" in found

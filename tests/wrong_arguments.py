@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 import eqx_dp as dp
-from eqx_dp.planning import Tuning
 from eqx_dp.privacy import key_from_secret
 
 MODEL = eqx.nn.Linear(4, 1, key=jax.random.key(0))
@@ -51,10 +50,6 @@ def planned(**options):
     dp.plan_memory(GRAD_FN, MODEL, X, Y, compiled=False, **options)
 
 
-def sensitivity(**options):
-    dp.precision_sensitivity(GRAD_FN, MODEL, X, Y, **options)
-
-
 NUMBERS = (None, "x", object(), True, [1], np.ones(3), X)
 # By the name that the error has to begin with, or to hold: the call, and what it is given.
 CASES = [
@@ -75,18 +70,12 @@ CASES = [
     ("grad_fn", lambda x: dp.explain(x, MODEL, X), (None, "x", loss)),
     ("plan", lambda x: dp.explain(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
     ("plan", lambda x: dp.tune(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
-    ("grad_fn", lambda x: dp.precision_sensitivity(x, MODEL, X, Y), (None, "x", loss)),
-    ("policies", lambda x: sensitivity(policies=x), (None, "x", 3, (), (3,), ("x",), (X,))),
-    ("modules", lambda x: sensitivity(modules=x), ("x", 3, (), (3,), ("x",))),
-    ("tolerance", lambda x: sensitivity(tolerance=x), NUMBERS),
-    ("is_padding_example", lambda x: sensitivity(is_padding_example=x), (MASK, "x", True)),
     ("sampling_prob", lambda x: dp.PrivacyPlan(x, 3, 1.0, 1e-5), NUMBERS),
     ("steps", lambda x: dp.PrivacyPlan(0.1, x, 1.0, 1e-5), NUMBERS),
     ("noise_multiplier", lambda x: dp.PrivacyPlan(0.1, 3, x, 1e-5), NUMBERS),
     ("delta", lambda x: dp.PrivacyPlan(0.1, 3, 1.0, x), NUMBERS),
     ("epsilon", lambda x: calibrated(epsilon=x), NUMBERS),
     ("text", dp.PrivacyPlan.from_json, (None, 1, {})),
-    ("text", Tuning.from_json, (None, 1, {})),
     ("num_examples", lambda x: PLAN.sampler(x, seed=1), NUMBERS),
     ("seed", lambda x: PLAN.sampler(8, seed=x), ("x", 1.5, [1])),
     ("grad_fn", lambda x: PLAN.privatizer(x, key=1), (None, "x", loss)),
@@ -97,7 +86,6 @@ CASES = [
     ("name_or_path", dp.load_policy, (None, 1, object(), b"x", ["float32"])),
     ("text", dp.parse_policy, (None, 1, ["x"])),
     ("policy", lambda x: dp.apply_policy(MODEL, x), ("float32", 1)),
-    ("policy", lambda x: dp.describe(MODEL, x), ("float32", 1, None)),
     ("dtypes.params", lambda x: dp.Policy(x, "float32", "float32"), (None, "x", 3, int)),
     ("modules.match", lambda x: dp.ModuleRule(x, "float32"), (None, 1, ["a"])),
     ("loss_scale", lambda x: dp.LossScale(x), (None, 1, "x", ["a"])),
@@ -133,10 +121,7 @@ CASES = [
     ("policy", lambda x: saved(policy=x), ("float32", 3)),
     ("privacy", lambda x: saved(privacy=x), (3, object())),
     ("optimizer", lambda x: planned(optimizer=x), ("x", 3)),
-    ("transformer", lambda x: planned(transformer=x), ("x", 3)),
-    ("device_memory", lambda x: planned(device_memory=x), NUMBERS[1:]),
-    ("heads", lambda x: dp.TransformerShape(x, 8, 8), NUMBERS),
-    ("grad_fn", lambda x: dp.flop_report(x, MODEL, X), (None, loss)),
+    ("limit", lambda x: planned(limit=x), NUMBERS[1:]),
     ("policy", lambda x: dp.check_precision(GRAD_FN, MODEL, X, Y, policy=x), (None, "x", 3)),
     ("fn", lambda x: dp.check_precision(x, policy=dp.load_policy("float32")), (None, "x", 3)),
     ("fn", lambda x: dp.check_privacy(x, X, private=(0,)), (None, "x", 3)),

@@ -134,7 +134,8 @@ def neighbours(
                 "give model or state, then the batch, of a clipped gradient or a step; private, "
                 "padding, sensitivity and release are known: leave them out."
             )
-        private, rules = range(1, len(args)), fn.sharding
+        private, grad_fn = range(1, len(args)), fn.grad_fn if isinstance(fn, Step) else fn
+        rules = grad_fn.sharding
         if isinstance(fn, Step):
             relation = fn.plan.neighboring_relation
             sensitivity = fn.grad_fn.sensitivity(relation)

@@ -3,7 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
 
 from ..paths import dotted
 from ..shown import shown
-from ..trees import PyTree, is_array_or_shape, is_key
+from ..trees import PyTree, is_array_or_shape
 
 
 class Argument(NamedTuple):
@@ -21,7 +21,6 @@ class Argument(NamedTuple):
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
-    is_key: bool
 
 
 def traceable(tree: PyTree[Any]) -> PyTree[Any]:
@@ -49,7 +48,7 @@ def arguments_of(
             heads.append(parameters[at.idx])
         tail = dotted(tuple(rest))
         names = tuple(f"{head}.{tail}" if tail else head for head in heads)
-        found.append(Argument(names, tuple(leaf.shape), leaf.dtype, is_key(leaf)))
+        found.append(Argument(names, tuple(leaf.shape), leaf.dtype))
     return found
 
 
@@ -62,33 +61,17 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
-def private_among(
-    arguments: Sequence[Argument], private: object, args: Sequence[Any]
-) -> list[bool]:
-    """For each array whether it is private.
-
-    It is said by positions and names, or by a tree prefix of the arguments with bools for leaves.
-
-    Raises:
-        ValueError: nothing is named, or what is none of the arguments.
-    """
-    if isinstance(private, int | str) and not isinstance(private, bool):
-        private = (private,)
-    entries: list[Any] = list(private) if isinstance(private, Iterable) else [private]
-    if entries and all(isinstance(x, int | str) and not isinstance(x, bool) for x in entries):
-        return under(arguments, entries, "private")
-    return _by_prefix(private, args, arguments)
-
-
-def under(arguments: Sequence[Argument], entries: Any, what: str) -> list[bool]:
-    """For each array whether positions or names say that it is meant.
+def under(arguments: Sequence[Argument], entries: object, what: str) -> list[bool]:
+    """For each array whether positions, names or dotted paths say that it is meant.
 
     Raises:
         ValueError: what is none of the arguments is named.
     """
-    named = [entries] if isinstance(entries, int | str) else [*entries]
+    is_one = isinstance(entries, int | str) or not isinstance(entries, Iterable)
+    named: list[Any] = [entries] if is_one else [*cast("Iterable[Any]", entries)]
     for entry in named:
-        if not any(_is_under(argument, str(entry)) for argument in arguments):
+        is_name = isinstance(entry, int | str) and not isinstance(entry, bool)
+        if not is_name or not any(_is_under(argument, str(entry)) for argument in arguments):
             known = ", ".join(dict.fromkeys(a.names[-1].split(".")[0] for a in arguments))
             raise ValueError(
                 f"{what} names {shown(entry)}, under which the step has no array. Its arguments "
@@ -100,28 +83,6 @@ def under(arguments: Sequence[Argument], entries: Any, what: str) -> list[bool]:
 
 def _is_under(argument: Argument, entry: str) -> bool:
     return any(f"{name}.".startswith(f"{entry}.") for name in argument.names)
-
-
-def _by_prefix(private: Any, args: Sequence[Any], arguments: Sequence[Argument]) -> list[bool]:
-    how = (
-        "private must say which arguments hold private data: positions (private=(2, 3)), names "
-        "(private=('xs', 'ys')), or a tree prefix of the arguments by position with True or False "
-        "at each leaf"
-    )
-    if not isinstance(private, tuple | list) or not private:
-        raise ValueError(f"{how}; found {shown(private)}.")
-    leaves = jax.tree.leaves(private)
-    if not leaves or not all(isinstance(leaf, bool) for leaf in leaves):
-        raise ValueError(f"{how}; found {shown(private)}.")
-    arrays = eqx.filter(tuple(args), is_array_or_shape)
-    try:
-        flags = jax.tree.leaves(jax.tree.broadcast(tuple(private), arrays))
-    except ValueError as error:
-        raise ValueError(f"{how}; the tree is no prefix of the arguments. {error}") from error
-    found = [*flags, *[False] * (len(arguments) - len(flags))]
-    if not any(found):
-        raise ValueError(f"{how}; it says False everywhere.")
-    return found
 
 
 # Which results come back as arguments: the state that a step carries along.

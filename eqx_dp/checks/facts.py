@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.extend.core as jex_core
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..trees import is_key
 from .keys import Key, Number
@@ -39,23 +39,13 @@ class Ref(NamedTuple):
         length: of their first dimension.
         dim: which of their dimensions: 0 or 1.
         loops: in whose turns it is of one entry along the first dimension.
-        parts: dimensions of which a device has a part, each with a mesh axis.
+        axes: mesh axes over whose devices it is spread.
     """
 
     length: int
     dim: int
     loops: tuple[Hashable, ...] = ()
-    parts: frozenset[tuple[int, str]] = frozenset()
-
-    @property
-    def is_row(self) -> bool:
-        """Whether its entries are rows: of all arguments, or in each turn of those of one batch."""
-        return len(self.loops) == self.dim and {dim for dim, _ in self.parts} <= {self.dim}
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """Mesh axes over whose devices rows are spread."""
-        return frozenset(axis for _, axis in self.parts)
+    axes: frozenset[str] = frozenset()
 
 
 class Term(NamedTuple):
@@ -73,34 +63,18 @@ class Term(NamedTuple):
 Row: TypeAlias = frozenset[Term]
 
 
-class Constant:
-    """A value that follows from constants alone. JAX computes it when it is needed."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self._compute = compute
-
-    @functools.cached_property
-    def value(self) -> Any:
-        """The value; None if it cannot be computed."""
-        try:
-            with jax.ensure_compile_time_eval():
-                return self._compute()
-        except Exception:  # whatever it is, the value is not known then
-            return None
-
-
 class Fact(NamedTuple):
     """What is known of a value.
 
     Attributes:
         kind: see above.
-        constant: the value, if it follows from constants.
+        constant: computes the value, if it follows from constants; see `value_of`.
         number: of integers, what they count.
         key: the key of random numbers that the value is (typed, or its words).
         even: dimensions along which all entries of a public value are the same.
         refs: for each dimension of a private value, the dimension of the arguments that it is:
             its entry i depends on entry i of the arguments alone.
-        index: of integers of private arguments, how they can serve as indices.
+        indexes: of integers of private arguments, how they can serve as indices.
         rows: of a sum, linear functions whose results stand side by side; a bound on all.
         is_exact: whether the bounds are reached.
         over: mesh axes; the sum over their devices is meant, of which this is a device's part.
@@ -110,12 +84,12 @@ class Fact(NamedTuple):
     """
 
     kind: Kind = Kind.PUBLIC
-    constant: Constant | None = None
+    constant: Callable[[], Any] | None = None
     number: Number | None = None
     key: Key | None = None
     even: frozenset[int] = frozenset()
     refs: tuple[Ref | None, ...] = ()
-    index: tuple[Any, ...] = ()
+    indexes: tuple[Any, ...] = ()
     rows: tuple[Row, ...] = ()
     is_exact: bool = False
     over: frozenset[str] = frozenset()
@@ -134,10 +108,9 @@ _LARGE = 1 << 20
 
 def of_array(value: Any) -> Fact:
     """What is known of a constant of the program."""
-    shape, constant = tuple(np.shape(value)), Constant(lambda: value)
+    shape, constant = tuple(np.shape(value)), lambda: value
     if isinstance(value, jax.Array) and is_key(value):
-        words = np.asarray(jax.random.key_data(value))
-        return Fact(constant=constant, key=Key(None if shape else ("constant", words.tobytes())))
+        return Fact(constant=constant, key=Key(None if shape else ("constant", key_bytes(value))))
     even = frozenset[int]()
     if 0 < np.size(value) <= _LARGE:
         array = np.asarray(value)
@@ -147,26 +120,29 @@ def of_array(value: Any) -> Fact:
     return Fact(constant=constant, number=number, even=even)
 
 
-def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Fact]) -> Constant | None:
-    """The result of an equation whose operands are constants, and small."""
-    known = [fact.constant for fact in inputs]
-    if not all(known) or len(equation.outvars) != 1 or equation.effects:
-        return None
+def key_bytes(keys: Any) -> bytes:
+    """What keys are made of, typed or as words."""
+    return np.asarray(jax.random.key_data(keys) if is_key(keys) else keys).tobytes()
 
-    def compute() -> Any:
-        values = [one.value for one in known if one is not None]
-        if any(value is None for value in values):
-            return None
-        return equation.primitive.bind(*values, **equation.params)
 
+def evaluated(equation: JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] | None:
+    """Computes the result of an equation whose operands are constants, and small."""
     size = int(np.prod(getattr(equation.outvars[0].aval, "shape", ())))
-    return Constant(compute) if size <= _LARGE else None
+    is_known = all(fact.constant for fact in inputs) and size <= _LARGE
+    if not is_known or len(equation.outvars) != 1 or equation.effects:
+        return None
+    return functools.cache(
+        lambda: equation.primitive.bind(*map(value_of, inputs), **equation.params)
+    )
 
 
-def known_start(fact: Fact, most: int) -> int | None:
-    """An index that is a constant, and is taken as it is: from 0 up to the most."""
-    value = fact.constant and fact.constant.value
-    return int(value) if value is not None and 0 <= int(value) <= most else None
+def value_of(fact: Fact) -> Any:
+    """The value of what follows from constants; None if it cannot be computed, or does not."""
+    try:
+        with jax.ensure_compile_time_eval():
+            return fact.constant and fact.constant()
+    except Exception:  # whatever it is, the value is not known then
+        return None
 
 
 def made_of(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> Fact:

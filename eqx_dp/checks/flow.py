@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax.extend.core as jex_core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..programs import (
     Call,
@@ -14,10 +14,8 @@ from ..programs import (
     Scan,
     ShardMap,
     While,
-    closed,
     inside,
     interpret,
-    programs_of,
     settled,
     source_line,
 )
@@ -76,9 +74,9 @@ class Context(NamedTuple):
     loops: tuple[Loop, ...] = ()
     is_branch: bool = False
     axes: frozenset[str] = frozenset()
-    line_of: Callable[[jex_core.JaxprEqn, str], str] = lambda equation, _: source_line(equation)
+    line_of: Callable[[JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
-    def at(self, equation: jex_core.JaxprEqn) -> "Context":
+    def at(self, equation: JaxprEqn) -> "Context":
         """What is around an equation; JAX's own functions know no line inside."""
         info = equation.source_info
         line = self.line_of(equation, self.line) if info.traceback is not None else ""
@@ -117,38 +115,30 @@ class Flow(abc.ABC, Generic[Fact]):
         """
 
     @abc.abstractmethod
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
-        """What is known of the results of an equation that holds no program."""
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
+        """What is known of the results of an equation, without a look at programs that it holds."""
 
     def constant(self, value: Any) -> Fact:
         """What is known of a constant or a literal."""
-        del value
         return self.nothing
 
     def sliced(self, context: Context, fact: Fact) -> Fact:
         """What is known of a slice that a scan takes of what it goes over."""
-        del context
         return fact
 
     def stacked(self, context: Context, fact: Fact) -> Fact:
         """What is known of the results of a scan's turns, side by side."""
-        del context
         return fact
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """What is known of results that a condition chooses, or of which it says how often."""
-        del context, by
         return results
 
     def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
         """What is known of the results of a `shard_map`."""
         return self.program(spread.body, inputs, context)
 
-    def program(
-        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Fact], context: Context
-    ) -> list[Fact]:
+    def program(self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context) -> list[Fact]:
         """What is known of a program's results."""
         if context.is_final:
             return self.equations(program, inputs, context)
@@ -159,7 +149,7 @@ class Flow(abc.ABC, Generic[Fact]):
         return self._known[key]
 
     def equations(
-        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Fact], context: Context
+        self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context
     ) -> list[Fact]:
         """The same, equation by equation."""
         return interpret(
@@ -170,9 +160,7 @@ class Flow(abc.ABC, Generic[Fact]):
             lambda literal: self.constant(literal.val),
         )
 
-    def holder(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What is known of an equation's results, whatever it holds."""
         match inside(equation):
             case Call(body=body):
@@ -196,33 +184,12 @@ class Flow(abc.ABC, Generic[Fact]):
             case LinearSolve() as system:
                 return self.program(system.solve, system.split(inputs), context)
             case None:
-                return self.primitive(context, equation, inputs)
-
-    def primitive(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
-        """An equation with no program inside, or with programs that `inside` does not know.
-
-        One that looks like the program of a call is taken for it. Else nothing is known of them,
-        and all results descend from all operands. The program of a scatter says only how two
-        numbers are put together.
-        """
-        programs = programs_of(equation)
-        if not programs or "update_jaxpr" in equation.params:
-            return self.equation(context, equation, inputs)
-        sizes = (len(equation.invars), len(equation.outvars))
-        if [(len(inner.invars), len(inner.outvars)) for inner in programs] == [sizes]:
-            return self.program(closed(programs[0]), inputs, context)
-        everything = self.joined(inputs)
-        for inner in programs:
-            results = self.program(closed(inner), [everything] * len(inner.invars), context)
-            everything = self.joined([everything, *results])
-        return [everything] * len(equation.outvars)
+                return self.equation(context, equation, inputs)
 
     def loop(
         self,
         context: Context,
-        body: jex_core.ClosedJaxpr,
+        body: ClosedJaxpr,
         consts: list[Fact],
         carry: list[Fact],
         slices: list[Fact],

@@ -124,14 +124,17 @@ class Use(NamedTuple):
     """Something that random numbers were drawn for.
 
     Attributes:
-        what: `"noise"`, `"draw"`, `"loss"`, `"returned"` or `"door"`.
+        what: `"noise"`, `"draw"`, `"slots"` and `"loss"` (in the engine: another one for each slot,
+            or one for all), `"returned"` or `"door"`.
         key: the key.
         context: where.
+        leaves: of noise with a step in its key, the words of its leaves' paths.
     """
 
     what: str
     key: Key
     context: Context
+    leaves: frozenset[Hashable] = frozenset()
 
 
 class Calls(NamedTuple):
@@ -153,7 +156,7 @@ class Calls(NamedTuple):
 def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
     """Whether two numbers are different for certain, in all turns and calls.
 
-    A counter of a root grows from call to call: what the next call reaches counts as well.
+    Of a counter, what one call reaches another one may reach as well.
     """
     one, other = a.span, b.span
     if a.root != b.root or one is None or other is None:
@@ -161,14 +164,8 @@ def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
     (low, high), (least, most) = one, other
     if max(high, most) - min(low, least) >= 2**32:
         return False
-    step = 0 if a.root is None else calls.steps.get(a.root)
-    if step is None:
-        return False
-    if step == 0:
-        return high < least or most < low
-    # Modulo the step, ranges must not meet.
-    start = (least - low) % abs(step)
-    return high - low < start and start + most - least < abs(step)
+    is_fixed = a.root is None or calls.steps.get(a.root) == 0
+    return is_fixed and (high < least or most < low)
 
 
 def parted(a: Key, b: Key, calls: Calls) -> bool:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax.extend.core as jex_core
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
@@ -30,8 +30,13 @@ from .sums import Release, Source
 DOORS = UNSEEN | named("debug_callback debug_print swap addupdate")
 """Primitives by which a value leaves a program, or goes where it is not followed."""
 
-OWN_MEMORY = named("swap addupdate")
-"""Of these, those that a kernel uses for memory of its own."""
+_OWN_MEMORY = named("swap addupdate")  # of a kernel
+
+
+def is_door(equation: JaxprEqn) -> bool:
+    """Whether a value leaves a program by an equation, or by a program that it holds."""
+    inner = {one.primitive.name for body in programs_of(equation) for one in equations(body)}
+    return equation.primitive.name in DOORS or bool(inner & (DOORS - _OWN_MEMORY))
 
 
 class Record:
@@ -42,7 +47,6 @@ class Record:
         sources: clipped sums.
         releases: noise on clipped sums.
         uses: what random numbers are drawn for.
-        noises: of these, the noise: with the words of its leaves where they are in the key.
         constants: arrays that the step closes over.
         unmasked: lines of engine calls without a mask.
         is_noised_again: whether noise was added to what is a release already.
@@ -53,7 +57,6 @@ class Record:
         self.sources: dict[Hashable, Source] = {}
         self.releases: dict[Path, Release] = {}
         self.uses: dict[Path, Use] = {}
-        self.noises: dict[Path, frozenset[Any]] = {}
         self.constants: list[Any] = []
         self.unmasked: dict[str, None] = {}
         self.is_noised_again = False
@@ -65,32 +68,31 @@ class Record:
         if context.is_final:
             self.found[Finding(rule, found, context.line, advice, is_decided)] = None
 
-    def use(self, context: Context, what: str, key: Key | None, at: Hashable = 0) -> Path:
+    def use(self, context: Context, what: str, key: Key, at: Hashable = 0, *leaves: Any) -> Path:
         """Notes what a key is used for."""
         path = (*context.path, at)
         if context.is_final:
-            self.uses[path] = Use(what, key or Key(None), context)
+            self.uses[path] = Use(what, key, context, frozenset(leaves))
         return path
 
-    def door(self, context: Context, equation: jex_core.JaxprEqn) -> None:
+    def door(self, context: Context, equation: JaxprEqn) -> None:
         """Notes a private value at a side door."""
         found, advice = said_of(equation)
         self.note(context, "side door", found, advice)
 
 
 _APART = (
-    "What one example adds to the clipped sum must depend on that example alone, and count once. "
     "Let the engine make microbatches, work and draw within the loss of an example, use constants "
     "that are the same for all, and name public arrays with a row for each example in public_rows=."
 )
 
 
 def engine_call(
-    record: Record, context: Context, equation: jex_core.JaxprEqn, mark: Mark, inputs: list[Fact]
+    record: Record, context: Context, equation: JaxprEqn, mark: Mark, inputs: list[Fact]
 ) -> list[Fact]:
     """What a call's results are: clipped sums, and values of single examples."""
-    count, line = len(equation.outvars), context.line
-    unknown = [_lost(inputs, "mixed", line)] * count
+    count = len(equation.outvars)
+    unknown = [_lost(inputs, "mixed", context.line)] * count
     if not is_as_marked(equation) or (len(inputs), count) != (mark.num_operands, mark.num_results):
         found = "the clipped gradient is mapped (vmap) or differentiated"
         advice = "Its sensitivity is only known of a plain call. Loop over calls instead."
@@ -101,11 +103,9 @@ def engine_call(
     keys, mask = inputs[end : end + mark.has_keys], inputs[end + mark.has_keys :]
     is_public = all(fact.is_public for fact in inputs)
     for i, fact in enumerate(inputs):
-        if i == end < end + len(keys):
-            record.use(context, "loss" if is_public else "slots", fact.key, i)
-        elif fact.key is not None:
-            record.use(context, "loss", fact.key, i)
-    examples = [*batch, *mask]
+        if fact.key is not None:
+            is_of_slots = not is_public and mark.has_keys and i == end
+            record.use(context, "slots" if is_of_slots else "loss", fact.key, i)
     held = inside(equation)
     if context.is_final and isinstance(held, Call):
         _Doors(record).program(held.body, [not fact.is_public for fact in inputs], context)
@@ -113,29 +113,18 @@ def engine_call(
         return [made_of(inputs)] * count
     lost = [fact for fact in (*shared, *keys) if not fact.is_public]
     if lost:
-        found = (
-            "the model that is differentiated, or the loss's key, is not released: private data is "
-            "in it without noise, so the noise multiplier of its clipped sum is unbounded"
-        )
+        found = "private data is in the model or in the loss's key: noise multiplier unbounded"
         advice = "Add noise to every clipped sum before it reaches anything that the loss reads."
         is_decided = any(fact.reason in ("", *DECIDED) for fact in lost)
         record.note(context, "release", found, advice, is_decided)
         return unknown
-    own = _rows(record, context, examples)
-    if own is None:
+    is_masked = any(not fact.is_public for fact in mask)
+    own, meet, is_decided = _rows([*batch, *mask], bool(keys), is_masked)
+    if own is None or meet:
+        record.note(context, "examples apart", meet, _APART, is_decided)
         return unknown
-    if own.axes and keys:
-        found = "slots of several devices draw the same random numbers in the loss"
-        record.note(context, "examples apart", found, _APART, is_decided=False)
-        return unknown
-    if all(fact.is_public for fact in mask):  # of no mask as well
-        record.unmasked |= {line: None} if context.is_final else {}
-        if own.dim:
-            found = "it is not clear which dimension of the arguments holds the examples"
-            advice = (
-                "Give the mask of each batch, of the shape (batches, slots), as a private argument."
-            )
-            record.note(context, "examples apart", found, advice, is_decided=False)
+    if not is_masked and context.is_final:
+        record.unmasked[context.line] = None
     for group, bound in enumerate(mark.bounds):
         record.sources[context.path, group] = Source(bound, frozenset(own.loops))
         if math.isinf(bound):
@@ -143,7 +132,7 @@ def engine_call(
             record.note(context, "noise", found, "Set a finite l2_clip_norm.")
     rows = (frozenset({Term(((context.path, g), i), 1.0)}) for i, g in enumerate(mark.groups))
     sums = [Fact(Kind.SUM, rows=(row,), is_exact=True, over=own.axes) for row in rows]
-    values = Fact(Kind.PRIVATE, refs=(own,), reason="data", where=line)
+    values = Fact(Kind.PRIVATE, refs=(own,), reason="data", where=context.line)
     return [*sums, *[values] * (count - len(sums))]
 
 
@@ -152,32 +141,29 @@ def _lost(inputs: list[Fact], reason: str, where: str) -> Fact:
     return made_of(inputs)._replace(kind=Kind.PRIVATE, reason=reason, where=where)
 
 
-def _rows(record: Record, context: Context, examples: list[Fact]) -> Ref | None:
-    """Which rows the engine's examples are; None, and a finding, where they are not apart."""
+def _rows(examples: list[Fact], has_keys: bool, is_masked: bool) -> tuple[Ref | None, str, bool]:
+    """Which rows the engine's examples are; else how examples meet, and whether for certain."""
     own: Ref | None = None
-    for fact in examples:
-        if fact.is_public and 0 in fact.even:
-            continue
+    for fact in (fact for fact in examples if 0 not in fact.even):
         ref = fact.refs[0] if fact.refs else None
-        if ref is not None and ref.is_row and own in (None, ref):
-            own = ref
-            continue
-        is_decided = ref is not None and own not in (None, ref)
         if fact.is_public:
-            found = "an array that is not private has other values for other slots of the batch"
-        elif is_decided:
-            found = "arguments of filter_clipped_grad hold other rows"
-        else:
-            found = "rows of the data are not proven to be apart before filter_clipped_grad clips"
-        record.note(context, "examples apart", found, _APART, is_decided)
-        return None
-    return own
+            return None, "an array that is not private has other values for other slots", False
+        if ref is None or len(ref.loops) != ref.dim:
+            return None, "rows are not proven to be apart before filter_clipped_grad clips", False
+        if own not in (None, ref):
+            return None, "arguments of filter_clipped_grad hold other rows", True
+        own = ref
+    if own is not None and own.axes and has_keys:
+        return None, "slots of several devices draw the same random numbers in the loss", False
+    if own is not None and own.dim and not is_masked:
+        return None, "which dimension holds examples is not clear without a private mask", False
+    return own, "", False
 
 
 def noise(
     record: Record,
     context: Context,
-    equation: jex_core.JaxprEqn,
+    equation: JaxprEqn,
     mark: NoiseMark,
     inputs: list[Fact],
 ) -> list[Fact]:
@@ -195,7 +181,7 @@ def noise(
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
-    used = record.use(context, "noise", key)
+    used = record.use(context, "noise", key, 0, *(mark.leaves if mark.has_step else ()))
     record.is_noised_again |= any(fact.is_public and fact.is_random for fact in leaves)
     found = [
         _in_vain(record, context, mark, fact)
@@ -204,22 +190,22 @@ def noise(
         for fact in leaves
     ]
     sums = [fact for fact in leaves if fact.kind is Kind.SUM and not fact.over]
-    if context.is_final:
-        record.noises[used] = frozenset(mark.leaves if mark.has_step else ())
     if sums and context.is_final:
         rows = tuple(row for fact in sums for row in fact.rows)
         is_exact = all(fact.is_exact for fact in sums)
-        record.releases[used] = Release(rows, mark.stddev, is_exact, context)
+        batches = {record.sources[term.leaf[0]].loops for row in rows for term in row}
+        loops = batches.pop() if len(batches) == 1 else frozenset[Hashable]()
+        record.releases[used] = Release(rows, mark.stddev, is_exact, loops, context)
     return found
 
 
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:
     """Noise on what has no known bound."""
-    is_unbounded = fact.kind is Kind.PRIVATE and fact.reason == "nonlinear"
+    is_unbounded = fact.reason == "nonlinear"
     bound = "unbounded" if is_unbounded else "not known"
     found = (
         f"noise of standard deviation {mark.stddev:.4g} was added, but the noise multiplier is "
-        f"{bound}: {REASONS.get(fact.reason, 'the sums of devices are not added up')}"
+        f"{bound}: {REASONS[fact.reason or 'devices']}"
     )
     found += f" (at {fact.where})" if fact.where not in ("", context.line) else ""
     advice = "Add the noise to what filter_clipped_grad returns, before all other arithmetic."
@@ -252,14 +238,13 @@ DECIDED = ("data", "rows", "nonlinear", "kept", "steered")
 # Where values leave a program beside its results.
 
 
-def said_of(equation: jex_core.JaxprEqn) -> tuple[str, str]:
+def said_of(equation: JaxprEqn) -> tuple[str, str]:
     """What a private value does at a door, and what to do."""
     found = f"a private value goes into '{equation.primitive.name}'"
     if is_error_if(equation):
         return f"{found}, by eqx.error_if", (
             "Whether a run stops tells of the data. Take the check out. A solver of diffrax, "
-            "lineax or optimistix takes throw=False: an example whose loss is not finite then adds "
-            "zero. Else set the environment variable EQX_ON_ERROR=off."
+            "lineax or optimistix takes throw=False; or set EQX_ON_ERROR=off in the environment."
         )
     return found, (
         "What a host function or a print sees is seen without noise. Take it out, or give it "
@@ -267,7 +252,7 @@ def said_of(equation: jex_core.JaxprEqn) -> tuple[str, str]:
     )
 
 
-def is_error_if(equation: jex_core.JaxprEqn) -> bool:
+def is_error_if(equation: JaxprEqn) -> bool:
     """Whether a callback is that of `eqx.error_if`, which returns what it is given."""
     written = written_in(equation)
     return any(lib == "equinox" and file.endswith("_errors.py") for lib, file, _ in written)
@@ -292,19 +277,15 @@ class _Doors(Flow[bool]):
     def joined(self, facts: Sequence[bool]) -> bool:
         return any(facts)
 
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
-    ) -> list[bool]:
-        if equation.primitive.name in DOORS and any(inputs):
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[bool]) -> list[bool]:
+        if any(inputs) and is_door(equation):
             self.record.door(context, equation)
         return [any(inputs)] * len(equation.outvars)
 
     def steered(self, context: Context, by: bool, results: list[bool]) -> list[bool]:
         return [by or result for result in results]
 
-    def holder(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[bool]
-    ) -> list[bool]:
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[bool]) -> list[bool]:
         """What stands in a branch or a loop that a private value steers tells of it."""
         held = inside(equation)
         if (isinstance(held, Cond) and inputs[0]) or (isinstance(held, While) and any(inputs)):

@@ -1,21 +1,18 @@
 """Integers that count, and keys of random numbers, through the equations of a program."""
 
-import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from ..programs import UNCHANGED
-from .facts import Fact, known_start
+from ..programs import UNCHANGED, named
+from .facts import Fact, evaluated, key_bytes, value_of
 from .flow import dtype_of, shape_of
 from .keys import FIRST, Along, Key, Number
 
-_MOVES = UNCHANGED | {
-    "broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice", "convert_element_type",
-}  # fmt: skip
+_MOVES = UNCHANGED | named("broadcast_in_dim reshape squeeze slice convert_element_type")
 
 
-def counted(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Number | None:
+def counted(equation: JaxprEqn, inputs: list[Fact]) -> Number | None:
     """What an integer counts, behind one equation; of other dtypes and rules, nothing."""
     dtype, name = dtype_of(equation.outvars[0]), equation.primitive.name
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < 4:
@@ -28,8 +25,6 @@ def counted(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Number | None:
             return a.plus(b.offset)
         case "add", [Number() as a, Number() as b] if a.is_constant:
             return b.plus(a.offset)
-        case "sub", [Number() as a, Number() as b] if b.is_constant:
-            return a.plus(-b.offset)
         case _, [Number() as a, *_] if name in _MOVES:
             key = _moved(equation, inputs, Key(None, (a,)))
             return None if key is None else key.path[0]
@@ -37,7 +32,7 @@ def counted(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Number | None:
             return None
 
 
-def key_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Key | None:
+def key_of(equation: JaxprEqn, inputs: list[Fact]) -> Key | None:
     """The key that a result is; None if it is none, or follows from keys in another way."""
     name, first = equation.primitive.name, inputs[0] if inputs else Fact()
     match name:
@@ -58,22 +53,16 @@ def key_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Key | None:
             return None
 
 
-def _from_words(equation: jex_core.JaxprEqn, words: Fact) -> Key | None:
+def _from_words(equation: JaxprEqn, words: Fact) -> Key | None:
     """A key from its words or from a seed; constants of one value are one root."""
     if words.key is not None:
         return words.key._replace(is_words=False)
-    value = None if words.constant is None else words.constant.value
-    if value is None or np.ndim(value) > 1:
-        return Key(None)
-    try:
-        with jax.ensure_compile_time_eval():
-            made = equation.primitive.bind(value, **equation.params)
-            return Key(("constant", np.asarray(jax.random.key_data(made)).tobytes()))
-    except Exception:  # whatever it is, the key is not known then
-        return Key(None)
+    made = value_of(Fact(constant=evaluated(equation, [words])))
+    is_one = made is not None and not np.shape(made)
+    return Key(("constant", key_bytes(made)) if is_one else None)
 
 
-def _moved(equation: jex_core.JaxprEqn, inputs: list[Fact], key: Key) -> Key | None:
+def _moved(equation: JaxprEqn, inputs: list[Fact], key: Key) -> Key | None:
     """What is moved whole, or cut along the first dimension; None of other moves."""
     name, params = equation.primitive.name, equation.params
     before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
@@ -85,12 +74,9 @@ def _moved(equation: jex_core.JaxprEqn, inputs: list[Fact], key: Key) -> Key | N
     if name == "slice":
         step = (params["strides"] or (1,))[0]
         return key.each(lambda one: one.cut(params["start_indices"][0], step, after[0]))
-    if name == "dynamic_slice":
-        start = known_start(inputs[1], before[0] - after[0])
-        return None if start is None else key.each(lambda one: one.cut(start, 1, after[0]))
-    is_first = before[:1] == after[:1] and dims[:1] in ((), (0,))
-    is_first &= name != "squeeze" or 0 not in params["dimensions"]
-    return key if is_first and name != "reshape" else None
+    is_whole = name in UNCHANGED or name == "convert_element_type"
+    is_whole |= name == "squeeze" and 0 not in params["dimensions"]
+    return key if is_whole else None
 
 
 def entry(key: Key, index: int) -> Key:

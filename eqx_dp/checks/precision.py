@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from ..expected import function
 from ..precision import Policy, checked_policy
@@ -18,7 +18,7 @@ from ..trees import PyTree
 from .arguments import next_arguments
 from .flow import Context
 from .precision_flow import Operation, PrecisionFlow, Violation
-from .widths import NOTHING, Facts
+from .widths import Facts
 
 
 @tabular
@@ -154,14 +154,14 @@ def check_precision(
 
     What it does not see: output dtypes, and loss scales; parameters that are in no `eqx.Module`;
     that there is no noise at all, of which a note speaks alone; a reduction over devices of sums to
-    each of which noise was added before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
-    argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
-    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
-    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
-    in another function); one that goes through a mutable reference; what a compiler makes of the
-    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
-    what a sum goes through after a dither of one's own is not checked. Of a `while`
-    loop one step is counted, of a `cond` all branches.
+    each of which noise was added before; sums that the engine did not clip; noise that was drawn
+    elsewhere and comes in as an argument, or that is kept in state; digits that arithmetic drops
+    from floats (`jnp.round`, `jnp.sign`, a large number added and subtracted), from integers that
+    overflow, or from the bits of the noise; a sum that comes back by another way (cast by the
+    caller, at another place, in another function); one that goes through a mutable reference; what
+    a compiler makes of the program. Whatever is drawn in floating point and added to a clipped sum
+    is taken for its noise: what a sum goes through after a dither of one's own is not checked. Of a
+    `while` loop one step is counted, of a `cond` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.
@@ -207,18 +207,17 @@ _RETURNED = "a clipped sum, or what is made of it, is returned without noise"
 
 
 def _followed(
-    program: jex_core.ClosedJaxpr, policy: Policy, returns: list[list[int]]
+    program: ClosedJaxpr, policy: Policy, returns: list[list[int]]
 ) -> tuple[PrecisionFlow, list[Facts]]:
     """Goes through call after call, until no un-noised sum comes back that had not before."""
-    inputs = [NOTHING] * len(program.jaxpr.invars)
+    count, back = len(program.jaxpr.invars), set[int]()
     while True:
         flow = PrecisionFlow(policy)
-        outputs = flow.program(program, inputs, Context())
-        back = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
-        before = {i for i, facts in enumerate(inputs) if facts.clipped}
-        if back <= before:
+        outputs = flow.program(program, [Facts(clipped=i in back) for i in range(count)], Context())
+        now = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
+        if now <= back:
             return flow, outputs
-        inputs = [Facts(clipped=i in back | before) for i in range(len(inputs))]
+        back |= now
 
 
 def _stored_otherwise(args: tuple[Any, ...], policy: Policy) -> list[Violation]:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p, select_n_p
 
 from ..precision import Matmul, ModuleRule, Policy
@@ -82,7 +82,6 @@ _ARITHMETIC = _SUMS | named(
 )
 _CASTS = named("convert_element_type bitcast_convert_type")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
-_COLLECTIVE_SUMS = SUMS_OF_DEVICES | named("reduce_scatter")
 # These hand on several values side by side.
 _SIDE_BY_SIDE = COLLECTIVES | named("optimization_barrier device_put pvary")
 # Digits of float32 that a contraction keeps, as `matmul_precision` says.
@@ -93,7 +92,7 @@ class _Case(NamedTuple):
     """One equation, and what is known where it stands."""
 
     context: Context
-    equation: jex_core.JaxprEqn
+    equation: JaxprEqn
     inputs: list[Facts]
     stage: str | None
 
@@ -132,9 +131,7 @@ class PrecisionFlow(Flow[Facts]):
         narrowest = narrowest_of(one.narrowest for one in found)
         return Facts(any(one.clipped for one in found), draws, narrowest)
 
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Facts]
-    ) -> list[Facts]:
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[Facts]) -> list[Facts]:
         """Checks one equation, and says what is known of its results."""
         name, stage, count = equation.primitive.name, stage_of(context.scope), len(equation.outvars)
         case = _Case(context, equation, inputs, stage)
@@ -289,7 +286,7 @@ class PrecisionFlow(Flow[Facts]):
             is_ours = facts.clipped or case.stage == "devices"
             shown = f"{name}: {_STAGES['devices'] if is_ours else 'other'}"
             self._count(case.context, "collective", shown, width.name, size_of(variable), line)
-            if facts.clipped and name in _COLLECTIVE_SUMS:
+            if facts.clipped and name in SUMS_OF_DEVICES | {"reduce_scatter"}:
                 self._at_least(self._accumulate, width, _STAGES["devices"], line)
 
     def _addition(self, case: _Case, noise: Facts) -> None:
@@ -338,7 +335,7 @@ class PrecisionFlow(Flow[Facts]):
         return results
 
 
-def _drawn(context: Context, equation: jex_core.JaxprEqn) -> Facts:
+def _drawn(context: Context, equation: JaxprEqn) -> Facts:
     variable = equation.outvars[-1]  # of several, the first is the generator's next state
     bits = equation.params.get("bit_width", 8 * dtype_of(variable).itemsize)
     return Facts(draws=frozenset({Draw(context.line, int(bits), size_of(variable))}))

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,27 +15,13 @@ from ..privacy import PrivacyPlan
 from ..programs import users_line
 from ..shown import shown, some
 from ..trees import is_array_or_shape, is_key
-from .arguments import Argument, arguments_of, next_arguments, private_among, traceable, under
-from .facts import Fact, Kind, Ref
+from .arguments import Argument, arguments_of, next_arguments, traceable, under
+from .facts import Fact, Kind, Ref, key_bytes
 from .flow import Context
 from .keys import FIRST, Along, Key, Number
 from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport
 from .verdict import Result, TracedStep, names_it, report_on
-
-
-@runtime_checkable
-class TrainsPrivately(Protocol):
-    """A step that knows its plan, such as one of `make_step`: `step(state, *batch, mask)`."""
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """What sampling, noise and accounting follow."""
-        ...
-
-    def init(self, model: Any) -> Any:
-        """The state before the first step."""
-        ...
 
 
 def check_privacy(
@@ -124,9 +110,8 @@ call's model is made of it |
         *args: its arguments: trees of arrays, or of `jax.ShapeDtypeStruct` in their place, and of
             anything else. With sharding, in the same mesh context as in training.
         private: which of them hold private data: positions (`(2, 3)`), names or dotted paths
-            (`("xs", "batch.label")`), or a tree prefix of the positional arguments with bools at
-            its leaves. The mask and the indices of a sample are private, too. For a step of
-            `make_step` it is known.
+            (`("xs", "batch.label")`). The mask and the indices of a sample are private, too. For a
+            step of `make_step` it is known.
         plan: what the noise is held against; for a step of `make_step` it is known.
         disclose: patterns of dotted paths of results, or of their ends (`"2"`, `"loss"`), that are
             released without noise knowingly.
@@ -144,16 +129,17 @@ call's model is made of it |
         ValueError: `private` or `public_rows` is missing, or names nothing; `disclose` or `kept`
             matches no result; `plan` is no plan.
     """
-    made = cast(object, fn)
-    if isinstance(made, TrainsPrivately):
-        if private is None:
-            private = (*range(1, len(args)), *kwargs)
-        plan = made.plan if plan is None else plan
+    own_plan = getattr(fn, "plan", None)
+    if isinstance(own_plan, PrivacyPlan):  # of make_step: step(state, *batch, mask)
+        private = (*range(1, len(args)), *kwargs) if private is None else private
+        plan = own_plan if plan is None else plan
     expect("plan", plan, (PrivacyPlan, type(None)), "a PrivacyPlan or None")
     function("fn", fn, "the step")
     args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)
-    is_private = private_among(arguments, private, args)
+    is_private = under(arguments, private, "private")
+    if not any(is_private):
+        raise ValueError("private must say which arguments hold private data: by places or names.")
     has_rows = under(arguments, public_rows, "public_rows")
     try:
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
@@ -185,22 +171,19 @@ call's model is made of it |
         ways = zip(found, returns, which, strict=True)
         return frozenset(i for x, at, is_meant in ways if is_meant and not x.is_public for i in at)
 
-    back = frozenset[int]()
-    flow, found = followed(back)
-    while (now := back | coming_back(found, is_kept)) != back:
-        back = now
+    back, (flow, found) = frozenset[int](), followed(frozenset())
+    while not (now := coming_back(found, is_kept)) <= back:
+        back |= now
         flow, found = followed(back)
     # What comes back unnamed must not reach the model of the next call.
     others = coming_back(found, [not one for one in is_disclosed]) - back
     later = followed(back | others)[0].record.found if others else ()
     reaches = any(finding.rule == "release" for finding in later)
     lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
-    lengths |= {getattr(made, "num_examples", None)}
-    _check_constants(flow, lengths)
-    known = map(Result, names, found, returns, in_state, is_disclosed, is_kept)
+    _check_constants(flow, lengths | {getattr(fn, "num_examples", None)})
+    known = [*map(Result, names, found, returns, in_state, is_disclosed, is_kept)]
     last = [argument.names[-1] for argument in arguments]
-    same = _same_keys(args, kwargs)
-    step = TracedStep(flow.record, last, same, [*known], reaches)
+    step = TracedStep(flow.record, last, _same_keys(args, kwargs), known, reaches)
     return report_on(step, plan)
 
 
@@ -208,14 +191,14 @@ def _private(i: int, argument: Argument) -> Fact:
     """An argument with an example a row."""
     shape = argument.shape
     refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
-    return Fact(Kind.PRIVATE, refs=refs, index=("as it is", i), reason="data")
+    return Fact(Kind.PRIVATE, refs=refs, indexes=("as it is", i), reason="data")
 
 
 def _public(i: int, argument: Argument) -> Fact:
     """An argument that is the same for all examples: a number that counts, a key, or an array."""
     shape, dtype, root = argument.shape, argument.dtype, ("argument", i)
     is_words = dtype == np.uint32 and shape[-1:] == (2,)
-    if argument.is_key or is_words:
+    if is_key(argument) or is_words:
         dims = shape[:-1] if is_words else shape
         along = (Along(FIRST, 1, dims[0]),) if dims and dims[0] > 1 else ()
         path = (Number(None, 0, along),) if dims else ()
@@ -231,7 +214,7 @@ def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
     arrays = eqx.filter((tuple(args), dict(kwargs)), is_array_or_shape)
     for i, leaf in enumerate(jax.tree.leaves(arrays)):
         if eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32):
-            words = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
+            words = key_bytes(leaf)
             root = first.setdefault(words, ("argument", i))
             found |= {("argument", i): root, ("constant", words): root}
     return found
@@ -240,7 +223,7 @@ def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
 def _check_constants(flow: PrivacyFlow, lengths: set[int | None]) -> None:
     """Arrays that the step closes over and that are as long as the batch or the data."""
     for value in flow.record.constants:
-        if np.shape(value)[0] in lengths and not flow.constant(value).even:
+        if np.shape(value)[0] in lengths and 0 not in flow.constant(value).even:
             flow.record.note(
                 Context(line="the step"),
                 "examples apart",
@@ -269,8 +252,7 @@ def _named_by(what: str, patterns: Iterable[str], names: list[str]) -> list[bool
     for pattern in known:
         if not any(names_it(pattern, name) for name in names):
             raise ValueError(
-                f"{what} names {shown(pattern)}, which is none of the results. Results are: "
-                f"{some(names, 20)}. "
-                "Name one of them, or a pattern that matches one."
+                f"{what} names {shown(pattern)}, which is none of the results. Name one of them, "
+                f"or a pattern that matches one: {some(names, 20)}."
             )
     return [any(names_it(pattern, name) for pattern in known) for name in names]

@@ -4,26 +4,17 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import (
-    COLLECTIVES,
-    SUMS_OF_DEVICES,
-    ShardMap,
-    equations,
-    mark_on,
-    named,
-    programs_of,
-    settled,
-)
+from ..programs import COLLECTIVES, SUMS_OF_DEVICES, ShardMap, mark_on, named, settled
 from .facts import Fact, Kind, either, evaluated, made_of, of_array
 from .flow import Context, Flow, Loop, dtype_of
 from .keys import Along, Key, Number
-from .marked import DOORS, OWN_MEMORY, Record, engine_call, is_error_if, noise
+from .marked import Record, engine_call, is_door, is_error_if, noise
 from .numbers import counted, entry, key_of
 from .rows import dimensions, gathered, index_of
 from .sums import linear
@@ -57,9 +48,7 @@ class PrivacyFlow(Flow[Fact]):
         """What is known of a value that may be any of several."""
         return either(facts)
 
-    def holder(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What is known of an equation's results; where the check itself fails, nothing."""
         try:
             match mark_on(equation):
@@ -69,37 +58,23 @@ class PrivacyFlow(Flow[Fact]):
                     results = noise(self.record, context, equation, mark, inputs)
                 case _:
                     results = super().holder(context, equation, inputs)
-            if len(results) != len(equation.outvars):
-                raise ValueError("other results than the equation has")
+            assert len(results) == len(equation.outvars)
             return results
         except Exception as error:
-            name, kind = equation.primitive.name, type(error).__name__
-            found = f"the check failed at '{name}': {kind}: {error}"
+            found = f"the check failed at '{equation.primitive.name}': {error!r}"
             advice = "This is a fault of the check. Write it in another way, and report it."
             self.record.note(context, "release", found, advice, is_decided=False)
             lost = Fact(Kind.PRIVATE, reason="unknown", where=context.line)
             return [lost] * len(equation.outvars)
 
-    def primitive(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
-        """Nothing, of an equation with programs of which it is not known how it runs them."""
-        inner = [one.primitive.name for held in programs_of(equation) for one in equations(held)]
-        if (DOORS - OWN_MEMORY) & {*inner} and any(not fact.is_public for fact in inputs):
-            self.record.door(context, equation)
-        return self.equation(context, equation, inputs)
-
-    def equation(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What is known of the results of an equation that holds no program."""
         name, params = equation.primitive.name, equation.params
-        if name in DOORS:
-            for i, fact in enumerate(inputs):
-                if not fact.is_public:
-                    self.record.door(context, equation)
-                elif fact.key is not None:
-                    self.record.use(context, "door", fact.key, i)
+        for i, fact in enumerate(inputs if is_door(equation) else ()):
+            if not fact.is_public:
+                self.record.door(context, equation)
+            elif fact.key is not None:
+                self.record.use(context, "door", fact.key, i)
         if name == "optimization_barrier":
             return inputs
         if context.axes and (name in COLLECTIVES or "axis_name" in params):
@@ -115,7 +90,7 @@ class PrivacyFlow(Flow[Fact]):
             return [found._replace(key=key) for key in keys]
         return [found] * len(equation.outvars)
 
-    def _made(self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:
+    def _made(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
         name, key = equation.primitive.name, key_of(equation, inputs)
         if {fact.kind for fact in inputs} - {Kind.PUBLIC} == {Kind.SUM}:
             return linear(context, equation, inputs)
@@ -135,17 +110,14 @@ class PrivacyFlow(Flow[Fact]):
             return found._replace(number=number, constant=constant, refs=())
         refs = gathered(equation, inputs) if name == "gather" else None
         refs = found.refs if refs is None else refs
-        return found._replace(refs=refs, even=frozenset(), index=index_of(equation, inputs))
+        return found._replace(refs=refs, even=frozenset(), indexes=index_of(equation, inputs))
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """Results of a choice, or of a loop, that a value decides about."""
         if by.is_public:
             return [x._replace(is_random=x.is_random or by.is_random) for x in results]
         found = "a private value decides which branch is taken, or how long a loop runs"
-        advice = (
-            "How long a step takes, and what it does, is seen. Decide by values that are public, "
-            "or inside of the loss, where each example decides for itself."
-        )
+        advice = "Decide by public values, or in the loss, where each example decides for itself."
         self.record.note(context, "side door", found, advice)
         return [made_of([by, fact], "steered", context.line) for fact in results]
 
@@ -174,7 +146,7 @@ class PrivacyFlow(Flow[Fact]):
     def loop(
         self,
         context: Context,
-        body: jex_core.ClosedJaxpr,
+        body: ClosedJaxpr,
         consts: list[Fact],
         carry: list[Fact],
         slices: list[Fact],
@@ -183,16 +155,9 @@ class PrivacyFlow(Flow[Fact]):
 
         Counters are symbols first: what a turn makes of a symbol tells what all turns make of it.
         """
-        path, size, before = context.loops[-1].path, len(carry), context._replace(is_final=False)
+        size, before = len(carry), context._replace(is_final=False)
         inner = [self.sliced(context, fact) for fact in slices]
-        variables = body.jaxpr.invars[len(consts) : len(consts) + size]
-        ways = zip(body.jaxpr.outvars, variables, strict=False)
-        stays = [result is variable for result, variable in ways]
-        names = [("carry", path, i) for i in range(size)]
-        entry = [
-            fact if same else _symbol(fact, name, context)
-            for fact, same, name in zip(carry, stays, names, strict=True)
-        ]
+        names = [("carry", context.path, i) for i in range(size)]
 
         def turn(entry: list[Fact]) -> list[Fact]:
             return self.program(body, [*consts, *entry, *inner], before)[:size]
@@ -200,13 +165,10 @@ class PrivacyFlow(Flow[Fact]):
         def joined(start: Fact, end: Fact) -> Fact:
             return start if start == end else _widened(start, end, context)
 
-        entry = settled(turn, entry, joined)
-        found = [
-            (fact, fact) if same else _in_all_turns(fact, start, end, name, context.loops[-1])
-            for fact, start, end, same, name in zip(
-                carry, entry, turn(entry), stays, names, strict=True
-            )
-        ]
+        symbols = map(_symbol, carry, names, [context.line] * size)
+        entry = settled(turn, [*symbols], joined)
+        loops = [context.loops[-1]] * size
+        found = [*map(_in_all_turns, carry, entry, turn(entry), names, loops)]
         starts = [start for start, _ in found]
         results = self.program(body, [*consts, *starts, *inner], context)
         return [*(end for _, end in found), *(self.stacked(context, x) for x in results[size:])]
@@ -215,27 +177,16 @@ class PrivacyFlow(Flow[Fact]):
 
     def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
         """Goes through a `shard_map`: each device has its part, or all, of each operand."""
-        line, is_public = context.line, all(fact.is_public for fact in inputs)
-        if is_public and spread.check_vma:  # JAX has proven what is the same on all devices
-            keys = {i: fact.key for i, fact in enumerate(inputs) if fact.key is not None}
-            for i, key in keys.items():
-                self.record.use(context, "draw", key, i)
-            return [made_of(inputs)._replace(key=Key(None) if keys else None)] * len(
-                spread.out_specs
-            )
-        parts = map(_part, inputs, spread.in_specs, [line] * len(inputs))
-        results = self.program(spread.body, [*parts], context)
-        found = list[Fact]()
-        for fact, spec in zip(results, spread.out_specs, strict=True):
-            if any(spec) or fact.over:
-                fact = made_of([fact], "devices", line)._replace(key=fact.key and Key(None))
-                fact = fact._replace(kind=Kind.PUBLIC) if is_public else fact
-            found.append(fact)
-        return found
+        parts = map(_part, inputs, spread.in_specs, [context.line] * len(inputs))
+        results = zip(self.program(spread.body, [*parts], context), spread.out_specs, strict=True)
+        return [
+            made_of([fact], "devices", context.line)._replace(key=fact.key and Key(None))
+            if any(spec) or fact.over
+            else fact
+            for fact, spec in results
+        ]
 
-    def _exchanged(
-        self, context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]
-    ) -> list[Fact]:
+    def _exchanged(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """What devices exchange: the parts of one sum, or values that are the same on all."""
         name, params = equation.primitive.name, equation.params
         is_whole = params.get("axis_index_groups") is None
@@ -246,41 +197,36 @@ class PrivacyFlow(Flow[Fact]):
                 return made_of([fact])
             if fact.kind is Kind.SUM and is_whole and name in SUMS_OF_DEVICES and fact.over == axes:
                 return fact._replace(over=frozenset[str]())
-            return made_of([fact])._replace(
-                kind=Kind.PRIVATE, reason=fact.reason or "devices", where=context.line
-            )
+            return _differs(fact, context.line)
 
-        found = [of(fact) for fact in inputs]
-        return found if len(found) == len(equation.outvars) else [of(made_of(inputs))]
+        return [*map(of, inputs)] or [of(made_of([]))] * len(equation.outvars)
 
 
 def _part(fact: Fact, spec: Any, line: str) -> Fact:
-    """What a device has of a value."""
-    axes = {
-        (dim, axis)
-        for dim, names in enumerate(spec)
-        for axis in (names if isinstance(names, tuple) else (names,))
-        if axis is not None
-    }
-    if not axes:
+    """What a device has of a value: all, some rows, or what is not known."""
+    if not any(spec):
         return fact
-    refs = dict(enumerate(fact.refs))
-    known = {(ref.dim, axis) for dim, axis in axes if (ref := refs.get(dim)) is not None}
-    if fact.kind is Kind.PRIVATE and len(known) == len(axes):
-        return fact._replace(
-            refs=tuple(ref and ref._replace(parts=ref.parts | known) for ref in fact.refs)
-        )
-    found = made_of([fact])._replace(kind=Kind.PRIVATE, reason=fact.reason or "devices")
-    return found._replace(where=fact.where or line, key=fact.key and Key(None))
+    first, *others = spec
+    if fact.kind is Kind.PRIVATE and fact.refs[0] is not None and not any(others):
+        axes = frozenset(first if isinstance(first, tuple) else (first,))
+        return fact._replace(refs=(fact.refs[0]._replace(axes=fact.refs[0].axes | axes),))
+    return _differs(fact, line)
+
+
+def _differs(fact: Fact, line: str) -> Fact:
+    """What may be another value on each device."""
+    reason, where = fact.reason or "devices", fact.where or line
+    found = made_of([fact])._replace(kind=Kind.PRIVATE, reason=reason, where=where)
+    return found._replace(key=fact.key and Key(None))
 
 
 # What a loop carries.
 
 
-def _symbol(fact: Fact, name: Hashable, context: Context) -> Fact:
+def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
     """What a turn begins with, of what may change from turn to turn."""
     number, key = fact.number, fact.key
-    return made_of([fact], "loop", context.line)._replace(
+    return made_of([fact], "loop", line)._replace(
         number=Number(name) if number is not None and number.is_one else None,
         key=key and Key(name if key.is_one else None, is_words=key.is_words),
     )
@@ -288,16 +234,12 @@ def _symbol(fact: Fact, name: Hashable, context: Context) -> Fact:
 
 def _widened(start: Fact, end: Fact, context: Context) -> Fact:
     """What a turn begins with, if it may end so: numbers grow, and keys stay as they are."""
-    is_counter = start.number is not None and end.number == start.number.plus(_stride(end))
-    is_key = start.key is not None or end.key is not None
-    return made_of([start, end], "loop", context.line)._replace(
-        number=start.number if is_counter else None,
-        key=start.key if start.key == end.key else Key(None) if is_key else None,
-    )
-
-
-def _stride(end: Fact) -> int:
-    return 0 if end.number is None else end.number.offset
+    number, key = start.number, start.key
+    if number is None or end.number is None or end.number != number.plus(end.number.offset):
+        number = None
+    if key != end.key:
+        key = Key(None)
+    return made_of([start, end], "loop", context.line)._replace(number=number, key=key)
 
 
 def _in_all_turns(
@@ -306,10 +248,10 @@ def _in_all_turns(
     """What a turn begins with, and what the loop ends with."""
     if start.key is not None and start.key.root == name:
         start = start._replace(key=fact.key)
-    if start.number is None or fact.number is None:
+    if start.number is None or end.number is None or fact.number is None:
         return start, start
-    stride, length = _stride(end), loop.length
-    along = (*fact.number.along, *([Along(loop.path, stride, length)] if stride else []))
+    path, length, stride = loop.path, loop.length, end.number.offset
+    along = (*fact.number.along, *([Along(path, stride, length)] if stride else []))
     first = start._replace(number=fact.number._replace(along=along))
     last = start._replace(number=fact.number.plus(stride * (length or 0)))
     return first, last if length else first  # of no turn as well

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..privacy import PrivacyPlan
 from ..shown import some
@@ -90,18 +90,8 @@ class PrivacyReport(NamedTuple):
 
     def to_json(self) -> str:
         """Everything in the report, as JSON. Infinite numbers are written as texts."""
-        found: dict[str, Any] = {
-            "format": "eqx_dp.PrivacyReport",
-            "version": 1,
-            "ok": self.ok,
-            "plan": None if self.plan is None else json.loads(self.plan.to_json()),
-            "violations": [finding._asdict() for finding in self.violations],
-            "undecided": [finding._asdict() for finding in self.undecided],
-            "releases": [_finite(release._asdict()) for release in self.releases],
-            "noise_multiplier": _number(self.noise_multiplier),
-        }
-        found |= {name: getattr(self, name) for name in ("kept", "disclosed", "steps", "notes")}
-        return json.dumps(found, indent=2)
+        head = {"format": "eqx_dp.PrivacyReport", "version": 1, "ok": self.ok}
+        return json.dumps(head | _as_json(self), indent=2)
 
     def _parts(self) -> Iterator[Part]:
         yield self._headline()
@@ -116,37 +106,24 @@ class PrivacyReport(NamedTuple):
         if self.disclosed:
             yield from ("", f"disclosed, without noise: {', '.join(self.disclosed)}")
         if self.releases:
-            yield ""
-            yield self._rows()
+            head = ("sensitivity", "noise", "noise multiplier", "times a call", "where")
+            yield from ("", [head, *map(_cells, self.releases)])
 
     def _headline(self) -> str:
-        counts = [
-            f"{len(found)} {name}{'s' * (len(found) != 1 and name == 'violation')}"
-            for found, name in ((self.violations, "violation"), (self.undecided, "undecided"))
-            if found
-        ]
-        found = ", ".join(counts)
+        violations, undecided = len(self.violations), len(self.undecided)
+        counts = [f"{violations} violation{'s' * (violations != 1)}"] if violations else []
+        counts += [f"{undecided} undecided"] if undecided else []
         if self.plan is None:
-            return f"{found or 'no violation'}; no plan was given to check against"
-        planned = f"{self.plan.noise_multiplier:.6g} planned"
-        multiplier = _shown(self.noise_multiplier)
-        return f"{found or 'private as planned'}: noise multiplier {multiplier}, {planned}"
+            return f"{', '.join(counts) or 'no violation'}; no plan was given to check against"
+        multiplier, planned = _shown(self.noise_multiplier), self.plan.noise_multiplier
+        found = ", ".join(counts) or "private as planned"
+        return f"{found}: noise multiplier {multiplier}, {planned:.6g} planned"
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        head = ("sensitivity", "noise", "noise multiplier", "times a call", "where")
-        return [
-            head,
-            *(
-                (
-                    f"{release.sensitivity:.4g}",
-                    f"{release.stddev:.4g}",
-                    _shown(release.noise_multiplier),
-                    str(release.times),
-                    some(release.where, 2),
-                )
-                for release in self.releases
-            ),
-        ]
+
+def _cells(release: Release) -> tuple[str, ...]:
+    numbers = f"{release.sensitivity:.4g}", f"{release.stddev:.4g}"
+    multiplier, where = _shown(release.noise_multiplier), some(release.where, 2)
+    return *numbers, multiplier, str(release.times), where
 
 
 def _shown(multiplier: float) -> str:
@@ -155,12 +132,11 @@ def _shown(multiplier: float) -> str:
     return "none" if math.isinf(multiplier) else f"{multiplier:.6g}"
 
 
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _number(value) if isinstance(value, float) else value
-        for name, value in fields.items()
-    }
+def _as_json(value: Any) -> Any:
+    if isinstance(value, PrivacyPlan):
+        return json.loads(value.to_json())
+    if isinstance(value, Finding | Release | PrivacyReport):
+        return {name: _as_json(one) for name, one in value._asdict().items()}
+    if isinstance(value, tuple):
+        return [_as_json(one) for one in cast("tuple[Any, ...]", value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

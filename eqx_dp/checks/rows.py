@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
 from .facts import Fact, Ref
@@ -28,10 +28,9 @@ Layout: TypeAlias = list[tuple[From, ...]]
 _Shape: TypeAlias = tuple[int, ...]
 _ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("bitcast_convert_type nextafter xor real imag")
 _REDUCED = named("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_ALONG = named("cumsum cumprod cummax cummin cumlogsumexp")
 
 
-def layout(equation: jex_core.JaxprEqn) -> Layout | None:
+def layout(equation: JaxprEqn) -> Layout | None:
     """Where the dimensions of an equation's results come from; None if that is not known."""
     name = equation.primitive.name
     shapes, shape = [shape_of(v) for v in equation.invars], shape_of(equation.outvars[0])
@@ -75,14 +74,6 @@ def _but(over: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [tuple(None if d in over else d for d in range(len(shape)))] * len(shapes)
 
 
-def _contraction(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    (over, over_other), (batch, batch_other) = params["dimension_numbers"]
-    free = [d for d in range(len(shapes[0])) if d not in (*over, *batch)]
-    others = [d for d in range(len(shapes[1])) if d not in (*over_other, *batch_other)]
-    left = (*batch, *free, *[ALL] * len(others))
-    return [left, (*batch_other, *[ALL] * len(free), *others)]
-
-
 def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     """Batching dimensions go along; windows as large as the operand stay as they are."""
     numbers = params["dimension_numbers"]
@@ -105,7 +96,6 @@ _RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
     "reshape": _reshape,
     "slice": _cut,
     "dynamic_slice": _cut,
-    "dot_general": _contraction,
     "gather": _gather,
     "iota": lambda params, shapes, shape: [],
     "transpose": lambda params, shapes, shape: [tuple(params["permutation"])],
@@ -113,17 +103,11 @@ _RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
     "unstack": lambda params, shapes, shape: _left_out([params["axis"]], shapes),
     "rev": lambda params, shapes, shape: _but(params["dimensions"], shapes, shape),
     "concatenate": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
-    "pad": lambda params, shapes, shape: _but(
-        [d for d, padded in enumerate(params["padding_config"]) if padded != (0, 0, 0)],
-        shapes[:1],
-        shape,
-    ),
     **dict.fromkeys(_REDUCED, lambda params, shapes, shape: _left_out(params["axes"], shapes)),
-    **dict.fromkeys(_ALONG, lambda params, shapes, shape: _but([params["axis"]], shapes, shape)),
 }
 
 
-def dimensions(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> dict[str, Any]:
+def dimensions(equation: JaxprEqn, inputs: list[Fact]) -> dict[str, Any]:
     """What is known of the dimensions of a result: fields of its fact."""
     found = layout(equation)
     if found is None:
@@ -157,7 +141,7 @@ def _ref(places: list[Any]) -> Ref | None:
 # Rows taken at indices that are arguments.
 
 
-def index_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
+def index_of(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
     """How integers of private arguments can serve as indices: as they are, or counted from behind.
 
     `x[index]` looks up `where(index < 0, index + len(x), index)`.
@@ -165,24 +149,24 @@ def index_of(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]
     name, first = equation.primitive.name, inputs[0] if inputs else Fact()
     number = inputs[1].number if len(inputs) > 1 else None
     by = number.offset if number is not None and number.is_constant else None
-    match name, first.index:
+    match name, first.indexes:
         case "lt", ("as it is", who) if by == 0:
             return "is negative", who
         case "add", ("as it is", who) if by is not None:
             return "from behind", who, by
         case "select_n", ("is negative", who):
-            plain, behind = (fact.index for fact in inputs[1:])
+            plain, behind = (fact.indexes for fact in inputs[1:])
             is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
             return ("wrapped", who, behind[2]) if is_so else ()
         case (("broadcast_in_dim" | "reshape" | "squeeze" | "copy"), _):
-            return first.index
+            return first.indexes
         case "convert_element_type", _ if equation.params["new_dtype"] in (jnp.int32, jnp.int64):
-            return first.index
+            return first.indexes
         case _:
             return ()
 
 
-def gathered(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] | None:
+def gathered(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] | None:
     """Rows that private indices say: whose index it is, whose row. Indices do not repeat.
 
     There are not as many indices as rows: else entry i of the indices would go with row i.
@@ -191,8 +175,8 @@ def gathered(equation: jex_core.JaxprEqn, inputs: list[Fact]) -> tuple[Ref | Non
     numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
     rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
     is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    is_known = index.index[:1] == ("as it is",)
-    is_known |= index.index[:1] == ("wrapped",) and index.index[2] == rows
+    is_known = index.indexes[:1] == ("as it is",)
+    is_known |= index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
     is_whole = values.refs[:1] == (Ref(rows, 0),) and Ref(rows, 0) not in index.refs
     if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
         return None

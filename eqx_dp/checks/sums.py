@@ -5,12 +5,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Fact, Kind, Row, Term, made_of
+from .facts import Fact, Kind, Row, Term, made_of, value_of
 from .flow import Context, dtype_of, size_of
 
 _PLAIN = UNCHANGED | {"convert_element_type", "neg"}
@@ -36,16 +36,18 @@ class Release(NamedTuple):
         rows: what the noise was added to, leaf by leaf.
         stddev: of the noise.
         is_exact: whether one example moves the rows as far as is said.
+        loops: in whose turns it is of other batches.
         context: where.
     """
 
     rows: tuple[Row, ...]
     stddev: float
     is_exact: bool
+    loops: frozenset[Hashable]
     context: Context
 
 
-def linear(context: Context, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> Fact:
+def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
     """What an equation makes of clipped sums and public values."""
     name, first = equation.primitive.name, inputs[0]
     found = made_of(inputs, "linear", context.line)
@@ -105,7 +107,7 @@ def added(found: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
 def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:
     """How far a sum is multiplied at most, and whether all its entries are."""
     other = inputs[0 if inputs[1].kind is Kind.SUM else 1]
-    value = None if other.constant is None else other.constant.value
+    value = value_of(other)
     if value is None or not np.size(value) or (name == "div" and other is inputs[0]):
         return None
     with np.errstate(divide="ignore"):
@@ -127,7 +129,7 @@ def noise_multiplier(releases: Sequence[Release], sources: Mapping[Any, Source])
     """
     of_sums: defaultdict[frozenset[Any], list[dict[Any, float]]] = defaultdict(list)
     for release in releases:
-        times = math.sqrt(turns(release, sources)[1]) / release.stddev
+        times = math.sqrt(turns(release)[1]) / release.stddev
         for row in release.rows:
             names = frozenset(term.leaf[0] for term in row)
             of_sums[names].append({t.leaf: t.gain and times * t.gain for t in row})
@@ -151,22 +153,11 @@ def _norm(rows: list[dict[Any, float]], name: Hashable) -> float:
     return math.sqrt(max(sums.values(), default=0.0))
 
 
-def names_of(release: Release) -> set[Hashable]:
-    """The clipped sums of a release."""
-    return {term.leaf[0] for row in release.rows for term in row}
-
-
-def loops_of(release: Release, sources: Mapping[Any, Source]) -> frozenset[Hashable]:
-    """The loops in whose turns a release is of other batches."""
-    found = {sources[name].loops for name in names_of(release)}
-    return found.pop() if len(found) == 1 else frozenset()
-
-
-def turns(release: Release, sources: Mapping[Any, Source]) -> tuple[int, float]:
+def turns(release: Release) -> tuple[int, float]:
     """How often a release is made: on other batches, and on the same one again."""
-    loops, others, again = loops_of(release, sources), 1, 1.0
+    others, again = 1, 1.0
     for loop in release.context.loops:
-        if loop.path in loops:
+        if loop.path in release.loops:
             others *= loop.length or 0
         else:
             again *= loop.length or math.inf

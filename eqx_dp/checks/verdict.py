@@ -12,7 +12,7 @@ from .keys import CALLS, Calls, Use, is_new, parted
 from .marked import DECIDED, REASONS, Record
 from .privacy_report import Finding, PrivacyReport
 from .privacy_report import Release as Row
-from .sums import Release, loops_of, noise_multiplier, turns
+from .sums import noise_multiplier, turns
 
 
 class Result(NamedTuple):
@@ -66,7 +66,8 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
     found += _fresh_noise(step, notes)
     for line in record.unmasked:
         if plan is not None and plan.sampling_prob < 1:
-            found.append(Finding("padding", _NO_MASK, line, _GIVE_MASK))
+            what = "the plan samples, and filter_clipped_grad is given no mask"
+            found.append(Finding("padding", what, line, _GIVE_MASK))
         elif plan is None:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
@@ -88,10 +89,9 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
 
 
 _TOLERANCE = 1e-4
-_NO_MASK = "the plan samples, and filter_clipped_grad is given no mask"
 _GIVE_MASK = (
-    "Some slots of a sampled batch hold no example. Without the mask, what stands in them is "
-    "clipped and summed like an example. Give the sampler's mask: is_padding_example=mask."
+    "Some slots of a sampled batch hold no example, and would count as one. Give the sampler's "
+    "mask: is_padding_example=mask."
 )
 
 
@@ -106,8 +106,8 @@ _BY_HAND = (
     "other: use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
-    "Leave it out of the results. If it may be known without noise, name its path in disclose=. A "
-    "mean over examples is no release either: it needs a clipped sum and noise."
+    "Leave it out of the results, means over examples as well. If it may be known without noise, "
+    "name its path in disclose=."
 )
 _STAYS = "If nobody sees it, nor what is made of it, name its path in kept=. "
 
@@ -116,9 +116,8 @@ def _leaving(step: TracedStep) -> list[Finding]:
     """Results that are no releases, and are neither kept nor disclosed by name."""
     leaving = defaultdict[Finding, list[str]](list)
     for name, fact, returns, is_state, is_disclosed, is_kept in step.results:
-        if fact.is_public or is_disclosed or (is_kept and returns):
-            continue
-        if not step.record.found or fact.reason not in ("mixed", "noised"):  # not found before
+        is_told = bool(step.record.found) and fact.reason in ("mixed", "noised")
+        if not (fact.is_public or is_disclosed or (is_kept and returns) or is_told):
             stays = bool(returns) and is_state and not step.reaches_model
             leaving[_how(fact, stays)].append(name)
     return [
@@ -128,17 +127,17 @@ def _leaving(step: TracedStep) -> list[Finding]:
 
 
 def _how(fact: Fact, stays: bool) -> Finding:
-    where, advice = fact.where or "the results", _ADD_NOISE
+    where, is_sum = fact.where or "the results", fact.kind is Kind.SUM
     if fact.is_random:
         how = "noise was drawn by hand, and the check cannot tell whether it is enough"
         return Finding("noise", how, where, _BY_HAND, is_decided=False)
-    how, is_decided = "a clipped sum is in it, without noise", True
-    if fact.kind is Kind.PRIVATE:
-        how, is_decided = REASONS.get(fact.reason, REASONS["unknown"]), fact.reason in DECIDED
-        advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
+    how = "a clipped sum is in it, without noise" if is_sum else REASONS[fact.reason]
+    advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
     if stays:
-        how, advice, is_decided = f"{how}, and it stays in the state", _STAYS + advice, False
-    return Finding("release", how, where, advice, is_decided)
+        return Finding(
+            "release", f"{how}, and it stays in the state", where, _STAYS + advice, False
+        )
+    return Finding("release", how, where, advice, is_sum or fact.reason in DECIDED)
 
 
 # Releases.
@@ -148,19 +147,17 @@ def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, t
     """The noise multiplier of all releases together, how many steps they are, and each of them."""
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
     moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], step.record.sources
-    table = list[Row]()
-    for release in step.record.releases.values():
+    releases, table = [*step.record.releases.values()], list[Row]()
+    # Several loops may go over the same batches: all releases count for one step then.
+    lengths = defaultdict[Any, int](int)
+    for release in releases:
         alone = noise_multiplier([release], sources) / moved
         sensitivity = release.stddev / alone if alone else math.inf
-        times, where = turns(release, sources)[0], (release.context.line,)
+        times, where = turns(release)[0], (release.context.line,)
         table.append(Row(sensitivity, release.stddev, alone, times, where))
-    groups = defaultdict[Any, list[Release]](list)
-    for release in step.record.releases.values():
-        groups[loops_of(release, sources)].append(release)
-    # Several loops may go over the same batches: all releases count for one step then.
-    steps = sum(max(turns(one, sources)[0] for one in group) for group in groups.values())
-    total = noise_multiplier([*step.record.releases.values()], sources) / moved
-    return total, max(1, steps), tuple(table)
+        lengths[release.loops] = max(times, lengths[release.loops])
+    total = noise_multiplier(releases, sources) / moved
+    return total, max(1, sum(lengths.values())), tuple(table)
 
 
 def _against_plan(
@@ -182,15 +179,17 @@ def _against_plan(
             f"{plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, sensitivity of all "
             f"releases of a step together {most}{sensitivity})"
         )
-        advice = (
-            "The standard deviation must be the plan's noise multiplier times this sensitivity: "
-            "plan.privatizer sets it. For k sums with noise each, multiply each by sqrt(k)."
-        )
-        found.append(Finding("noise", text, lines, advice, is_tight))
+        found.append(Finding("noise", text, lines, _MORE_NOISE, is_tight))
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
         found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
     return found
+
+
+_MORE_NOISE = (
+    "The standard deviation must be the plan's noise multiplier times this sensitivity, as "
+    "plan.privatizer sets it; for k sums with noise each, sqrt(k) times as much."
+)
 
 
 # Keys.
@@ -217,30 +216,26 @@ def _next_call(step: TracedStep) -> Calls:
 
 def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
     """Whether each noise has a key of its own, and another one in each turn and call."""
-    record, calls, found = step.record, _next_call(step), list[Finding]()
-    uses = {**record.uses}
+    calls, found, uses = _next_call(step), list[Finding](), {**step.record.uses}
+    first = next(iter(uses.values()), None)
     for result in step.results:
-        key = result.fact.key
-        if (
-            uses
-            and key is not None
-            and not any(("argument", i) in calls.paths for i in result.returns)
-        ):
-            context = next(iter(uses.values())).context._replace(line="the results")
-            uses["result", result.name] = Use("returned", key, context)
+        is_carried = any(("argument", i) in calls.paths for i in result.returns)
+        if first and result.fact.key is not None and not is_carried:
+            context = first.context._replace(line="the results")
+            uses["result", result.name] = Use("returned", result.fact.key, context)
     for path, use in uses.items():
         if use.what not in ("noise", "slots"):
             continue
-        leaves = record.noises.get(path, frozenset[Any]())
         for loop in (*(loop.path for loop in use.context.loops), CALLS):
             is_fresh = is_new(use.key, loop, calls)
             if not is_fresh:
                 found.append(_stale(use, loop == CALLS, is_fresh is False))
         for other, another in uses.items():
-            if other == path or (use.what == "slots" and another.what not in _SHOWN):
+            if other == path or (
+                use.what == "slots" and another.what in ("noise", "loss", "slots")
+            ):
                 continue
-            others = record.noises.get(other, frozenset[Any]())
-            if not _are_independent(use, leaves, another, others, calls):
+            if not _are_independent(use, another, calls):
                 found.append(_shared(use, another))
         for root in (use.key.root, *(getattr(one, "root", None) for one in use.key.path)):
             if isinstance(root, tuple) and root in calls.given:
@@ -249,38 +244,29 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
     return found
 
 
-def _are_independent(
-    a: Use, leaves: frozenset[Any], b: Use, others: frozenset[Any], calls: Calls
-) -> bool:
+def _are_independent(a: Use, b: Use, calls: Calls) -> bool:
     if parted(a.key, b.key, calls):
         return True
-    if a.key.root is None or a.what != "noise" or b.what != "noise":
-        return False
     roots = {calls.same.get(key.root, key.root) for key in (a.key, b.key)}
-    is_one_stream = len(roots) == 1 and a.key.path[:-1] == b.key.path[:-1]
-    return is_one_stream and bool(leaves and others) and not leaves & others  # of one tree
-
-
-_ADVANCE = (
-    "Fold a counter of the state into it (jax.random.fold_in(key, step)), or split it and return "
-    "the other half in the state."
-)
+    is_one_stream = len(roots) == 1 and a.key.root is not None
+    is_one_stream = is_one_stream and a.key.path[:-1] == b.key.path[:-1]
+    return is_one_stream and bool(a.leaves and b.leaves) and not a.leaves & b.leaves
 
 
 def _stale(use: Use, is_call: bool, is_decided: bool) -> Finding:
     how = "the same one" if is_decided else "not proven to be another one"
-    found = (
-        f"the key of {_WHAT[use.what]} is {how} in each {'call' if is_call else 'turn of a loop'}"
-    )
+    each = "call" if is_call else "turn of a loop"
+    found = f"the key of {_USES[use.what][1]} is {how} in each {each}"
     is_constant = isinstance(use.key.root, tuple) and use.key.root[0] == "constant"
-    advice = f"It is a constant of the program. {_ADVANCE}" if is_constant else _ADVANCE
+    advice = (
+        f"{'It is a constant of the program. ' * is_constant}Fold a counter of the state into it "
+        "(jax.random.fold_in(key, step)), or split it and return the other half in the state."
+    )
     return Finding("fresh noise", found, use.context.line, advice, is_decided)
 
 
-_WHAT = {"noise": "the noise", "slots": "the loss"}
-_SHOWN = ("draw", "returned", "door")
 _USES = {
-    "noise": ("fresh noise", "another noise"),
+    "noise": ("fresh noise", "the noise"),
     "draw": ("fresh noise", "other random numbers"),
     "loss": ("fresh noise", "the loss"),
     "slots": ("fresh noise", "the loss"),
@@ -290,15 +276,14 @@ _USES = {
 
 
 def _shared(a: Use, b: Use) -> Finding:
-    rule, shown = _USES[b.what]
-    length = min(len(a.key.path), len(b.key.path))
+    (_, what), (rule, other) = _USES[a.what], _USES[b.what]
+    other = "another noise" if b.what == "noise" else other
+    paths = [*zip(a.key.path, b.key.path, strict=False)]
     is_decided = a.key.root is not None and a.key.root == b.key.root and not a.context.is_branch
-    is_decided = is_decided and None not in (*a.key.path, *b.key.path)
-    is_decided = is_decided and a.key.path[:length] == b.key.path[:length]
-    what = _WHAT[a.what]
-    found = f"one key, or one that follows from it, is used for {what} and for {shown}"
+    is_decided = is_decided and all(one == other and one is not None for one, other in paths)
+    found = f"one key, or one that follows from it, is used for {what} and for {other}"
     if not is_decided:
-        found = f"the key of {what} is not proven to be independent of that of {shown}"
+        found = f"the key of {what} is not proven to be independent of that of {other}"
     if b.context.line not in (a.context.line, "the results"):
         found += f" (at {b.context.line})"
     advice = "Use a key for nothing else than one noise: jax.random.split gives as many as needed."

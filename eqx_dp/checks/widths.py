@@ -8,9 +8,9 @@ named for.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 from jax.lax import DotAlgorithmPreset, Precision
 
 from ..programs import UNSEEN, named
@@ -70,10 +70,9 @@ _ROUNDED = {
     "TF32": Width("TensorFloat32", 10, 8),
     "ANY": Width("float8", 3, 5),
 }
-_WHOLE = ("X6", "X9")  # of three parts
 
 
-def narrowest_inside(equation: jex_core.JaxprEqn) -> Width | None:
+def narrowest_inside(equation: JaxprEqn) -> Width | None:
     """What a contraction rounds to on its way, narrower than its operands and its result show.
 
     | a product of float32 | digits that are kept |
@@ -103,7 +102,7 @@ def _inside(precision: Any) -> Width | None:
     """What an operand of float32 is rounded to."""
     if isinstance(precision, DotAlgorithmPreset) and precision != DotAlgorithmPreset.DEFAULT:
         operand, *rest = precision.name.split("_")
-        width = None if rest[-1] in _WHOLE else _ROUNDED.get(operand)
+        width = None if rest[-1] in ("X6", "X9") else _ROUNDED.get(operand)
         return width and width._replace(name=f"{width.name} by {precision.name}")
     if precision == Precision.HIGHEST:
         return None
@@ -112,7 +111,7 @@ def _inside(precision: Any) -> Width | None:
     return width._replace(name=f"float32 at precision {said} ({width.name} on accelerators)")
 
 
-def width_of_result(equation: jex_core.JaxprEqn, variable: Any) -> Width | None:
+def width_of_result(equation: JaxprEqn, variable: Any) -> Width | None:
     """What one of an equation's results holds, if that is floating point.
 
     | equation | width |

@@ -28,16 +28,12 @@ def run(arguments: argparse.Namespace) -> str:
         Its path.
 
     Raises:
-        ValueError: there is no run; the file is there and is no report, or cannot be written.
+        ValueError: there is no run; the file is there and is no report.
+        OSError: the file cannot be written.
     """
     page: Path = arguments.output or arguments.directory / _PAGE
     content = page_of(arguments.directory)
-    try:
-        if page.is_symlink() or (page.exists() and MARK not in page.read_text("utf-8", "replace")):
-            raise ValueError(f"{page} is there, and is no report. Name another file, by --output.")
-        page.write_text(content, "utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"{page} cannot be written: {error.strerror}. Name another file, by --output."
-        ) from None
+    if page.is_symlink() or (page.exists() and MARK not in page.read_text("utf-8", "replace")):
+        raise ValueError(f"{page} is there, and is no report. Name another file, by --output.")
+    page.write_text(content, "utf-8")
     return str(page)

@@ -8,10 +8,11 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.extend.core.primitives import conv_general_dilated_p
 
 from ..expected import expect
 from ..privacy import PrivacyPlan, SampleSize
-from ..programs import Call, Scan, inside, matmul_flops, primitives
+from ..programs import Call, Scan, equations, inside, matmul_flops
 from ..sharding import Cut, ShardingRules, cut_of, keeps_parts, on_device
 from ..shown import shown
 from ..tables import Part, tabular
@@ -231,7 +232,9 @@ def _flops(call: Prepared, rules: ShardingRules | None) -> Flops:
     trained, frozen = sum(x.size for x in leaves), call.traced.frozen
     params = trained + sum(x.size for x in frozen if jnp.issubdtype(x.dtype, jnp.floating))
     # Textbooks speak of matrices that meet the vectors of a sequence, or one.
-    is_conv = "conv_general_dilated" in primitives(program.jaxpr)
+    is_conv = any(
+        equation.primitive is conv_general_dilated_p for equation in equations(program.jaxpr)
+    )
     tokens = 0 if is_conv else num_examples * max(cost.steps for cost in call.costs)
     return Flops(
         float(num_examples * matmul_flops(gradient)),

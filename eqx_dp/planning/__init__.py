@@ -2,5 +2,5 @@
 
 from .memory import MemoryPlan as MemoryPlan
 from .memory import plan_memory as plan_memory
-from .tune import Tuning as Tuning
-from .tune import tune as tune
+from .tuning import Tuning as Tuning
+from .tuning import tune as tune

@@ -88,8 +88,9 @@ def _presets() -> dict[str, Traversable]:
 
 
 def _is_preset_name(name_or_path: str | os.PathLike[str]) -> bool:
-    is_text = isinstance(name_or_path, str) and not name_or_path.endswith(_SUFFIX)
-    return is_text and not {os.sep, os.altsep or os.sep} & set(name_or_path)
+    if not isinstance(name_or_path, str) or name_or_path.endswith(_SUFFIX):
+        return False
+    return not {os.sep, os.altsep or os.sep} & set(name_or_path)
 
 
 def _preset(name: str) -> Traversable:

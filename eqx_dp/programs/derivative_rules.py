@@ -12,7 +12,6 @@ import jax.core
 import jax.extend.core as jex_core
 import jax.extend.linear_util as lu
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
@@ -119,8 +118,5 @@ def _backward(
 
 def _dense(cotangent: Any) -> Any:
     """A cotangent as an array; of an integer, of the type that stands for there being none."""
-    if not isinstance(cotangent, ad.Zero):
-        return jnp.asarray(cotangent)
-    aval: Any = cotangent.aval
-    is_none = aval.dtype == jax.dtypes.float0
-    return (np if is_none else jnp).zeros(aval.shape, aval.dtype)
+    is_zero = isinstance(cotangent, ad.Zero)
+    return ad.instantiate_zeros(cotangent) if is_zero else jnp.asarray(cotangent)

@@ -36,7 +36,7 @@ def own_line(equation: jex_core.JaxprEqn, around: str = "", within: str = "") ->
         if not is_installed:
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     file, _, _ = around.rpartition(":")
-    return "" if _is_in_library(file) else around
+    return around if file and not _is_in_library(file) else ""
 
 
 def users_line(equation: jex_core.JaxprEqn, around: str, within: str) -> str:

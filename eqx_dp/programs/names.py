@@ -9,13 +9,12 @@ _WITH_OBJECT = frozenset(
 WITHOUT_OBJECT = frozenset(
     """
     addupdate all_gather_invariant buffer_callback call_exported custom_vmap_call debug_callback
-    debug_print ffi_call geqp3
-    geqrf io_callback layout_constraint log2 lu_pivots_to_permutation mulhi nonbatchable
-    nondifferentiable_backward one_minus_square optimization_barrier ormqr pallas_call pbroadcast
-    philox2x32 philox4x32 psum_invariant pure_callback pvary ragged_dot_general random_clone
-    random_unwrap random_wrap reduce_scatter reshard scatter-sub select_if_vmap shard_map split
-    stack symmetric_product threefry4x32 tile tpu_custom_call triton_kernel_call unreduced_psum
-    unstack unvmap_all unvmap_any unvmap_max vprim
+    debug_print ffi_call geqp3 geqrf io_callback layout_constraint log2 lu_pivots_to_permutation
+    mulhi nonbatchable nondifferentiable_backward one_minus_square optimization_barrier ormqr
+    pallas_call pbroadcast philox2x32 philox4x32 psum_invariant pure_callback pvary
+    ragged_dot_general random_clone random_unwrap random_wrap reduce_scatter reshard scatter-sub
+    select_if_vmap shard_map split stack symmetric_product threefry4x32 tile tpu_custom_call
+    triton_kernel_call unreduced_psum unstack unvmap_all unvmap_any unvmap_max vprim
     """.split()  # noqa: SIM905
 )
 """The names that `jax.extend.core.primitives` has no object for, in all JAX that is supported."""

@@ -56,12 +56,9 @@ def _of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | N
         others = [axis for axis in range(matrices.ndim) if axis not in summed]
         right = jnp.transpose(matrices, (*summed, *others))
         length = math.prod(right.shape[: len(summed)])
-        return jax.lax.dot_general(
-            jnp.where(mask, left, 0).reshape(*(rows.shape[axis] for axis in free), length),
-            right.reshape(length, *(matrices.shape[axis] for axis in others)),
-            (((len(free),), (0,)), ((), ())),
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
-        )
+        left = jnp.where(mask, left, 0).reshape(*(rows.shape[axis] for axis in free), length)
+        right = right.reshape(length, *(matrices.shape[axis] for axis in others))
+        options = {name: params[name] for name in ("precision", "preferred_element_type")}
+        return jax.lax.dot_general(left, right, (((len(free),), (0,)), ((), ())), **options)
 
     return inlined(product, equation)

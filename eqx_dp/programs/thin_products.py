@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import jax.extend.core as jex_core
@@ -33,7 +34,7 @@ def _is_thin(equation: jex_core.JaxprEqn) -> bool:
     if equation.primitive is not dot_general_p:
         return False
     (contracted, _), (stacked, _) = equation.params["dimension_numbers"]
-    left, right = (variable.aval.shape for variable in equation.invars)
+    left, right = (cast(Any, variable.aval).shape for variable in equation.invars)
     stack, added = (math.prod(left[axis] for axis in axes) for axes in (stacked, contracted))
     rows, columns = (math.prod(shape) // max(stack * added, 1) for shape in (left, right))
     is_small = added <= _THIN or max(rows, columns) <= _THIN

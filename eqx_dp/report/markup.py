@@ -104,7 +104,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
-        return number(value) if abs(value) < 1e300 else str(value)
+        return number(value) if abs(value) < 1e100 else str(value)[:_LONGEST]
     if isinstance(value, dict):
         value = [f"{_spaced(key)}: {inner}" for key, inner in cast("dict[str, Any]", value).items()]
     if isinstance(value, list) and not any(isinstance(x, dict | list) for x in value):

@@ -12,7 +12,6 @@ from .markup import Markup, escaped
 # Each stands for a color of the page, which replaces it.
 _COLORS = {"#010101": "var(--soft)", "#020202": "var(--line)", "#030303": "var(--accent)"}
 _INK, _GRID, _ACCENT = _COLORS
-_LARGEST = 1e100
 _FEW = 30
 
 
@@ -32,7 +31,7 @@ def picture(says: str, x: str, y: str, lines: Sequence[Line], *, from_zero: bool
     figure: Any = extra("matplotlib.figure").Figure(figsize=(5.2, 3.2), layout="constrained")
     axes = figure.subplots()
     for points, style in lines:
-        values = [math.nan if v is None or abs(v) > _LARGEST else v for _, v in points]
+        values = [math.nan if value is None else value for _, value in points]
         marker = "o" if style == "-" and len(points) < _FEW else ""
         axes.plot([at for at, _ in points], values, style, color=_ACCENT, marker=marker, ms=4)
     axes.set_xlabel(x, color=_INK)

@@ -10,12 +10,14 @@ import numpy as np
 from jaxtyping import Float
 
 from ..audit.record import AUDIT
-from ..files import finite_or_none, read_json
+from ..files import read_json
 from ..privacy import PrivacyPlan
 from ..training import CHECKS, METRICS, CheckpointError, entries_in, statement
 
 # So many figures of epsilon are computed, each of which takes a tenth of a second.
 _FIGURES = 12
+# Of metrics: null stands for what is not finite.
+_FIGURE, _LARGEST = (int, float, type(None)), 1e100
 
 
 class Run(NamedTuple):
@@ -66,8 +68,10 @@ def read_run(directory: Path) -> Run:
     released = min(sum(entry["steps"] for entry in starts), plan.steps)
     epsilon = plan.epsilon(released)
     audits = _read(directory / AUDIT)
-    attacks = audits.pop("canaries", None)
-    audits |= {f"canaries, {name}": found for name, found in (attacks or {}).items()}
+    attacks = audits.pop("canaries", {})
+    if not isinstance(attacks, dict):
+        raise ValueError(f"{directory / AUDIT} must hold an object at 'canaries'.")
+    audits |= {f"canaries, {name}": found for name, found in attacks.items()}
     return Run(
         directory.resolve().name,
         plan,
@@ -111,12 +115,12 @@ def attack_on(run: Run) -> Attack:
         min(1, delta + e^epsilon a, 1 - e^-epsilon (1 - delta - a))
 
     (Kairouz et al. 2017), and right guesses by (e^epsilon + delta) / (e^epsilon + 1). The smallest
-    bound of 12 pairs is taken, whose deltas are the plan's and larger ones. More pairs would make
+    bound of 16 pairs is taken, whose deltas are the plan's and larger ones. More pairs would make
     it smaller.
     """
     alarms = np.linspace(0.0, 1.0, 1001)
     found, right = np.ones_like(alarms), 1.0
-    for delta in np.geomspace(run.plan.delta, 0.9, _FIGURES):
+    for delta in (*np.geomspace(run.plan.delta, 0.1, 8, endpoint=False), *np.linspace(0.1, 0.9, 8)):
         epsilon = dataclasses.replace(run.plan, delta=float(delta)).epsilon(run.released)
         if epsilon > 500:  # bounds nothing, and its exponential is no float
             continue
@@ -142,9 +146,11 @@ def _metrics(file: Path) -> dict[str, list[tuple[int, float | None]]]:
             figures = json.loads(line)
         except (RecursionError, ValueError):
             continue
-        if not isinstance(figures, dict) or type(figures.get("step")) is not int:
+        step: Any = figures.get("step") if isinstance(figures, dict) else None
+        if type(step) is not int or not 0 <= step < 2**53:
             continue
         for name, value in cast("dict[str, Any]", figures).items():
-            if name not in ("step", "seconds", "epsilon") and type(value) in (int, float):
-                found.setdefault(name, []).append((figures["step"], finite_or_none(value)))
+            if name not in ("step", "seconds", "epsilon") and type(value) in _FIGURE:
+                is_finite = value is not None and abs(value) < _LARGEST
+                found.setdefault(name, []).append((step, value if is_finite else None))
     return found

@@ -350,5 +350,6 @@ def _is_placeable(leaf: Any) -> bool:
 
 def _is_whole(leaf: Any) -> bool:
     """Whether an array is that of all processes already, and not one process's part."""
-    is_spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return jax.process_count() == 1 or isinstance(leaf, jax.core.Tracer) or is_spread
+    if jax.process_count() == 1 or isinstance(leaf, jax.core.Tracer):
+        return True
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

@@ -207,7 +207,8 @@ def rearranged(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> Shard | No
         entries = cut.last(shard.ndim)
         cut = cut._replace(entries=tuple(entries[i] for i in params["permutation"]))
     params = {name: None if name == "sharding" else x for name, x in params.items()}
-    return Shard(*bound(equation, params, [shard.part]), cut, shard.is_gathered_again)
+    (part,) = bound(equation, params, [shard.part])
+    return Shard(part, cut, shard.is_gathered_again)
 
 
 def keeps_parts(equation: jex_core.JaxprEqn) -> bool:

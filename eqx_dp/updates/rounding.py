@@ -1,6 +1,6 @@
 """Rounding to a narrower floating-point dtype, up or down at random."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,24 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 
-class _Format(NamedTuple):
-    """How an IEEE format, or bfloat16, lays out its bits: sign, exponent, fraction."""
-
-    word: Any
-    bits: int
-    fraction: int
-    bias: int
-
-    @classmethod
-    def of(cls, dtype: Any) -> "_Format":
-        limits = jnp.finfo(dtype)
-        word = np.dtype(f"uint{limits.bits}")
-        return cls(word, limits.bits, limits.nmant, 1 - int(limits.minexp))
-
-
 def word_of(dtype: Any) -> np.dtype[Any]:
     """The unsigned integers with as many bits as numbers of a dtype."""
-    return _Format.of(dtype).word
+    return np.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def rounded_stochastically(
@@ -57,28 +42,28 @@ def rounded_stochastically(
         dtype: a dtype with fewer digits and no more range than that of `x`.
         bits: a random word for each number, as many bits as `x` has.
     """
-    wide, narrow = _Format.of(x.dtype), _Format.of(dtype)
-    word = wide.word.type
+    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    word, short = word_of(x.dtype).type, word_of(dtype)
     width = word(wide.bits)
-    raw = jax.lax.bitcast_convert_type(x, wide.word)
+    raw = jax.lax.bitcast_convert_type(x, word)
     magnitude = raw & word(2 ** (wide.bits - 1) - 1)
-    exponent, one = magnitude >> word(wide.fraction), word(1 << wide.fraction)
+    exponent, one = magnitude >> word(wide.nmant), word(1 << wide.nmant)
     significand = (magnitude & (one - word(1))) | jnp.where(exponent > 0, one, word(0))
     # The exponent at which the result's normal numbers begin. The further x is below that, the more
     # of its significand is dropped.
     exponent = jnp.maximum(exponent, word(1))
-    least = word(wide.bias - narrow.bias + 1)
+    least = word(int(narrow.minexp) - int(wide.minexp) + 1)
     above = jnp.maximum(exponent, least)
-    dropped = word(wide.fraction - narrow.fraction) + (above - exponent)
+    dropped = word(wide.nmant - narrow.nmant) + (above - exponent)
     # Shifts by the whole width and more are not defined; a significand is far below 2**(width - 1).
     kept = significand >> jnp.minimum(dropped, width - word(1))
-    kept += (above - least) << word(narrow.fraction)
+    kept += (above - least) << word(narrow.nmant)
     # The rest, as a fraction of 2**width.
     within = significand << (width - jnp.minimum(dropped, width))
     below = significand >> jnp.minimum(jnp.maximum(dropped, width) - width, width - word(1))
     rest = jnp.where(dropped <= width, within, below)
-    sign = (raw >> (width - word(1)) << word(narrow.bits - 1)).astype(narrow.word)
-    result = sign | (kept + (bits < rest).astype(wide.word)).astype(narrow.word)
-    largest = np.asarray(jnp.finfo(dtype).max, x.dtype).view(wide.word)
+    sign = (raw >> (width - word(1)) << word(narrow.bits - 1)).astype(short)
+    result = sign | (kept + (bits < rest).astype(word)).astype(short)
+    largest = np.asarray(narrow.max, x.dtype).view(word)
     finite = jax.lax.bitcast_convert_type(result, np.dtype(dtype))
     return jnp.where(magnitude > word(largest), x.astype(dtype), finite)

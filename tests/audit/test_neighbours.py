@@ -307,7 +307,6 @@ HOW = {"private": (1, 2), "padding": 3, "sensitivity": 1.0}
         ((GRAD_FN, MODEL, X, Y), {"is_padding_example": np.ones(6, bool)}, "not True everywhere"),
         ((GRAD_FN, MODEL, X, Y), {"is_padding_example": np.ones(6)}, "the mask boolean"),
     ],
-    ids=str,
 )
 def test_bad_input(args, options, message):
     with pytest.raises(ValueError, match=message):

@@ -36,7 +36,7 @@ from rich.console import Console
 import eqx_dp as dp
 from eqx_dp.planning.memory import read_compiled
 from eqx_dp.planning.step import on_mesh, planned_step
-from tests.sharding.counted import Sent, counted
+from tests.benchmarks.counted import Sent, counted
 from tests.test_examples import load
 
 from . import report

@@ -157,7 +157,7 @@ def test_planning_knows_that_state_is_not_trained():
         "0.linear.weight",
         "0.linear.bias",
     ]
-    assert dp.flop_report(grad_fn, (model, state), X).num_trainable == 3 * 3 + 3
+    assert dp.explain(grad_fn, (model, state), X).flops.num_trained == 3 * 3 + 3
 
 
 # Misuse

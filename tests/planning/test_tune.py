@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.planning import tune
+from eqx_dp.planning import tuning
 from tests import models
 
 CASE = models.linear_regression()
@@ -28,7 +28,7 @@ def clock(monkeypatch):
     def taken(runs, rounds):
         return {x: [seconds.get((x.method, x.microbatch_size), 1.0)] * rounds for x in runs}
 
-    monkeypatch.setattr("eqx_dp.planning.tune.interleaved", taken)
+    monkeypatch.setattr("eqx_dp.planning.tuning.interleaved", taken)
     return seconds
 
 
@@ -85,24 +85,26 @@ def test_sizes_around_the_engines_own_choice_are_tried(clock):
 
 def test_with_a_plan_as_many_examples_are_timed_as_it_expects(monkeypatch, clock):
     seen = []
-    compiled = tune._compiled
+    compiled = tuning._compiled
 
     def watched(trial, grad_fn, static, given, limit):
         seen.append(int((~given[3]).sum()))
         return compiled(trial, grad_fn, static, given, limit)
 
-    monkeypatch.setattr(tune, "_compiled", watched)
+    monkeypatch.setattr(tuning, "_compiled", watched)
     slots = PLAN.sampler(40, seed=1).capacity
     dp.tune(grad_fn(), CASE.model, *CASE.batch(slots), plan=PLAN, methods=("ghost",))
-    assert set(seen) == {8}  # of 40, with probability 0.2
+    assert set(seen) <= {8, 9}  # of 40, with probability 0.2
 
 
-def test_one_that_fails_is_named_and_the_others_are_timed(clock):
-    found = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW | {"methods": ("ghost", "fastest")})
-    problems = {x.method: x.problem for x in found.trials}
-    assert problems["ghost"] == ""
-    assert problems["fastest"].startswith("ValueError: method must be one of")
-    assert "method must be one of" in str(found)
+def test_one_that_cannot_be_timed_says_why_and_the_others_are_timed(clock):
+    whole = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW)
+    most = max(whole.trials, key=lambda x: x.bytes)
+    found = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW, limit=most.bytes - 1)
+    problems = {(x.method, x.microbatch_size): x.problem for x in found.trials}
+    assert problems.pop((most.method, most.microbatch_size)).startswith("takes more than")
+    assert set(problems.values()) == {""}
+    assert "takes more than" in str(found).splitlines()[-1]
 
     def refusing(model, x, y):
         return CASE.loss(model, eqx.error_if(x, x.sum() != 7, "no made-up numbers"), y)
@@ -120,6 +122,7 @@ def test_what_is_refused():
         "rounds must be at least 1; found 0": {"rounds": 0},
         "limit must be at least 1; found 0": {"limit": 0},
         "methods must be a tuple": {"methods": 3},
+        "method must be one of": {"methods": ("fastest",)},
         "plan must be a dp.PrivacyPlan": {"plan": 0.1},
     }.items():
         with pytest.raises(ValueError, match=wrong):

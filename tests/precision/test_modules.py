@@ -11,7 +11,6 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -130,20 +129,11 @@ def test_keyword_inputs_are_cast_and_what_is_no_float_is_not():
         def __call__(self, x, *, tree):
             return x, tree
 
-    tree = {
-        "float": np.ones(2),
-        "int": jnp.arange(2),
-        "key": jax.random.key(0),
-        "text": "t",
-        "n": 1.5,
-    }
-    model = dp.apply_policy(
-        Echo(), policy_of(base=MIXED.replace("output=float32", "output=float16"))
-    )
-    x, out = model(X, tree=tree)
+    tree = {"float": np.ones(2), "int": jnp.arange(2), "key": jax.random.key(0), "text": "t"}
+    policy = policy_of(base=MIXED.replace("output=float32", "output=float16"))
+    x, out = dp.apply_policy(Echo(), policy)(X, tree=tree)
     assert (x.dtype, out["float"].dtype, out["int"].dtype) == (F16, F16, jnp.int32)
-    assert out["key"].dtype == tree["key"].dtype
-    assert (out["text"], out["n"]) == ("t", 1.5)
+    assert (out["key"].dtype, out["text"]) == (tree["key"].dtype, "t")
 
 
 def test_public_methods_cast_and_self_calls_do_not_cast_again():
@@ -183,15 +173,6 @@ def test_decorated_methods_cast(decorator):
     model = dp.apply_policy(decorated(decorator), policy_of("Decorated=float16"))
     assert model(X).dtype == F32
     assert SEEN["decorated"] == (F16, F16)
-
-
-def test_super_calls():
-    class Twice(Layer):
-        def __call__(self, x, *, shift=None):
-            return super().__call__(super().__call__(x))
-
-    assert dp.apply_policy(eye("twice", Twice), policy_of())(X).dtype == F32
-    assert SEEN["twice"] == (BF16, BF16)
 
 
 def test_a_method_that_would_return_parameters_that_were_cast_is_refused():
@@ -276,36 +257,6 @@ def test_class_names_match_subclasses_and_dictionaries_are_paths():
     assert SEEN["first"] == (BF16, BF16)
     dp.apply_policy(net(), policy_of("Layer=float16"))(X)  # the base class of Head
     assert SEEN["a"] == SEEN["first"] == (F16, F16)
-
-
-def test_a_rule_for_the_root():
-    model = dp.apply_policy(net(), policy_of("Net=float16"))
-    assert model(X)[0].dtype == F32
-    assert SEEN["first"] == SEEN["a"] == (F16, F16)
-
-
-def test_a_rule_with_the_surrounding_dtype_narrows_what_the_model_widened():
-    class Wide(eqx.Module):
-        layer: Layer
-
-        def __call__(self, x):
-            return self.layer(x.astype(jnp.float32))
-
-    dp.apply_policy(Wide(eye("layer")), policy_of())(X)
-    assert SEEN["layer"] == (BF16, F32)
-    dp.apply_policy(Wide(eye("layer")), policy_of("layer=bfloat16"))(X)
-    assert SEEN["layer"] == (BF16, BF16)
-
-
-def test_modules_inside_a_matched_one_cast_when_they_are_called_past_it():
-    class Past(eqx.Module):
-        group: Group
-
-        def __call__(self, x):
-            return self.group.inner(x)
-
-    dp.apply_policy(Past(net().groups[0]), policy_of("group=float16"))(X)
-    assert SEEN["0.inner"] == (F16, F16)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +344,7 @@ def test_tree_at_and_modules_that_it_puts_in_fall_under_the_rules():
     assert SEEN["new"] == (F16, F16)
 
 
-def test_partition_filter_jit_and_vmap():
+def test_transformations_take_paired_models():
     model = dp.apply_policy(net(), policy_of("Head=float16"))
     arrays, static = eqx.partition(model, eqx.is_array)
     expected, _ = model(X)
@@ -409,9 +360,11 @@ def test_partition_filter_jit_and_vmap():
         np.testing.assert_allclose(run(again, X), expected, rtol=1e-2)
     assert len(traces) == 1
     rows, _ = jax.vmap(model)(jnp.stack([X, X]))
-    assert rows.dtype == F32
     np.testing.assert_allclose(rows, jnp.stack([expected, expected]), rtol=1e-2)
     np.testing.assert_array_equal(eqx.filter_jit(model.features)(X), model.features(X))
+    grads = eqx.filter_grad(lambda model, x: jnp.sum(model(x)[0]))(model, X)
+    assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
 
 
 def act(x):
@@ -432,29 +385,6 @@ def test_serialisation_pickle_and_copies(tmp_path):
         read = eqx.tree_deserialise_leaves(path, like)
         assert jax.tree.structure(read) == jax.tree.structure(like)
         np.testing.assert_array_equal(read.layers[0].weight, model.layers[0].weight)
-
-
-@pytest.mark.slow
-def test_training_without_privacy():
-    model = dp.apply_policy(net(), policy_of("Head=float16"))
-    optimizer = optax.adam(0.1)
-
-    @eqx.filter_value_and_grad
-    def loss(model, x):
-        y, _ = model(x)
-        SEEN["loss"] = y.dtype
-        return jnp.sum((y - 1) ** 2)
-
-    before, grads = loss(model, X)
-    assert SEEN["loss"] == F32
-    assert SEEN["a"] == (F16, F16)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    model = eqx.apply_updates(model, updates)
-    after, _ = loss(model, X)
-    assert after < before
 
 
 def test_a_module_used_twice():
@@ -522,8 +452,7 @@ def test_stateful_models():
 
         def __call__(self, x, state):
             SEEN["state"] = {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim}
-            y, state = self.norm(self.linear(x), state)
-            return y, state
+            return self.norm(self.linear(x), state)
 
     plain, state = eqx.nn.make_with_state(Normed)()
     for rules in (["BatchNorm=float32"], ["**=float16"]):
@@ -531,13 +460,8 @@ def test_stateful_models():
         run = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
         y, after = run(jnp.stack([X, 2 * X]), jax.tree.map(jnp.copy, state))
         assert y.dtype == F32
-        assert SEEN["state"] == {F32}
-        for one, other in zip(*map(jax.tree.leaves, (state, after)), strict=True):
-            assert one.dtype == other.dtype
-        inference = eqx.nn.inference_mode(model)
-        assert inference.norm.inference
-        y, _ = inference(X, after)
-        assert y.dtype == F32
+        assert SEEN["state"] == {x.dtype for x in jax.tree.leaves(after) if x.ndim} == {F32}
+        assert eqx.nn.inference_mode(model)(X, after)[0].dtype == F32
 
 
 # The engine
@@ -673,15 +597,6 @@ def test_two_policies_that_differ_are_refused():
     assert program_of(grad_fn, model.groups[0], (X[None],))
 
 
-def test_the_accumulate_dtype_follows_the_paired_policy():
-    with jax.enable_x64(True):
-        policy = dp.parse_policy(MIXED.replace("accumulate=float32", "accumulate=float64"))
-        model = dp.apply_policy(jax.tree.map(lambda x: x, net()), policy)
-        per_example, grads = jitted.value_and_grad(pair_loss, l2_clip_norm=1.0)(model, X[None])
-    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float64")}
-    assert per_example.grad_norm.dtype == jnp.float64
-
-
 def test_filter_specs_clip_trees_explanations_and_sharding_take_paired_models():
     case, batch, clip, truth = reference()
     policy = policy_of("layers.2=float32", base="params=float32")
@@ -700,10 +615,3 @@ def test_filter_specs_clip_trees_explanations_and_sharding_take_paired_models():
     norms = eqx.filter(jax.tree.map(lambda x: 1.0 if eqx.is_array(x) else None, model), spec)
     options = {"l2_clip_norm": norms, "filter_spec": spec}
     assert len(dp.explain(dp.filter_clipped_grad(case.loss, **options), model, *batch).rows) == 1
-
-
-def test_batch_norm_is_found_in_a_paired_model():
-    norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
-    model = dp.apply_policy(eqx.nn.Sequential([norm]), policy_of())
-    with pytest.raises(ValueError, match="BatchNorm"):
-        dp.filter_clipped_grad(lambda m, x: jnp.sum(x), l2_clip_norm=1.0)(model, X[None])

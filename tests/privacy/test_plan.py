@@ -513,7 +513,7 @@ def test_gradients_that_are_made_alike_are_compiled_once():
     assert len(traced) == times > 0
 
 
-@pytest.mark.parametrize("ask", [dp.explain, dp.flop_report, dp.plan_memory])
+@pytest.mark.parametrize("ask", [dp.explain, dp.plan_memory])
 def test_a_plans_gradient_can_be_asked_about_without_a_mask(ask):
     """It is told as one of no samples; but for the lines on the plan's samples."""
     options = {"l2_clip_norm": 1.0, "method": "ghost", "microbatch_size": 2}

@@ -5,20 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core as jex_core
-from jax.extend.core import primitives as jax_primitives
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_dp.programs import (
-    PLACEMENTS,
     Call,
     Cond,
     LinearSolve,
     Scan,
     ShardMap,
     While,
-    bound,
-    closed,
     equations,
     evaluated,
     inside,
@@ -28,8 +23,6 @@ from eqx_dp.programs import (
     rematerialised,
     scanned,
     settled,
-    with_programs,
-    with_rules,
 )
 from eqx_dp.programs.inside import HOLDERS
 from eqx_dp.programs.operations import matmul_flops
@@ -212,21 +205,6 @@ def test_loops_branches_and_remats_are_put_together_again(name):
         np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
 
-def test_what_is_given_to_a_scan_is_sliced_and_what_is_found_is_stacked():
-    equation = equation_of(scan, Scan, X)
-    inner = inside(equation)
-    seen = []
-
-    def body(inputs, given):
-        seen.append(given.shape)
-        return run(inner.body, inputs), given * 2
-
-    operands = [jnp.ones(v.aval.shape) for v in equation.invars]
-    _, found = scanned(equation, inner, body, operands, jnp.arange(12.0).reshape(3, 4))
-    np.testing.assert_array_equal(found, 2 * jnp.arange(12.0).reshape(3, 4))
-    assert set(seen) == {(4,)}
-
-
 def test_facts_settle():
     # b becomes known through a, c through b: three rounds.
     step = lambda carry: [carry[0], carry[0] or carry[1], carry[1] or carry[2]]  # noqa: E731
@@ -264,81 +242,6 @@ def test_flops_of_every_holder():
     assert flops(spread) == 2 * once  # each device does it
 
 
-@jax.custom_vjp
-def reading_constants(x, order):
-    return x[order] ** 2, order
-
-
-def _backward(left, cotangents):
-    x, order, doubles = left
-    rows = 2 * x[order] * cotangents[0] if doubles else x
-    return jnp.zeros_like(x).at[order].add(rows), None
-
-
-reading_constants.defvjp(
-    lambda x, order: (reading_constants(x, order), (x, order, True)), _backward
-)
-
-
-def with_other_rules(program, inputs, factor, asked):
-    """Evaluates a program whose derivative rules give `factor` times what they gave."""
-
-    def times(rule_of, equation):
-        program, beside = rule_of(equation)
-        asked.append(beside)
-        inner = jex_core.jaxpr_as_fun(program)
-
-        def multiplied(*inputs):
-            outputs = inner(*inputs)
-            return [
-                y * factor if np.issubdtype(jax.typeof(y).dtype, np.floating) else y
-                for y in outputs
-            ]
-
-        return traced(multiplied, program), beside
-
-    def changed(held):
-        again = traced(lambda *xs: with_other_rules(closed(held), xs, factor, asked), closed(held))
-        return again if closed(held) is held else again.jaxpr
-
-    def of_equation(equation, inputs):
-        rules = with_rules(equation, lambda rule_of: times(rule_of, equation))
-        return bound(equation, with_programs(equation, changed) | rules, inputs)
-
-    return run(program, inputs, of_equation)
-
-
-def traced(function, like):
-    return jax.make_jaxpr(function)(*like.in_avals)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        jax.nn.softplus,
-        jax.nn.relu,
-        with_backward_rule,
-        lambda x: reading_constants(x, jnp.asarray([2, 0]))[0],
-        lambda x: jax.checkpoint(with_backward_rule)(x),
-        lambda x: jax.lax.map(with_backward_rule, x),
-    ],
-)
-def test_derivative_rules_are_replaced_when_they_are_asked_for(function):
-    asked = []
-    program = jax.make_jaxpr(function)(X)
-
-    def gradient(factor):
-        of = lambda x: jnp.sum(with_other_rules(program, [x], factor, asked)[0])  # noqa: E731
-        return jax.grad(of)(X)
-
-    with_other_rules(program, [X], 2.0, asked)
-    assert not asked
-    expected = jax.grad(lambda x: jnp.sum(function(x)))(X)
-    np.testing.assert_allclose(gradient(1.0), expected, rtol=1e-6)
-    assert asked
-    assert not np.allclose(gradient(2.0), expected)
-
-
 def test_a_literal_is_of_the_mesh_at_hand():
     mesh = jax.make_mesh((2,), ("model",))
     with jax.set_mesh(mesh):
@@ -351,45 +254,3 @@ def test_a_literal_is_of_the_mesh_at_hand():
     ]
     assert literals
     assert all(jax.typeof(value).sharding.mesh.empty for value in literals)
-
-
-def primitives_of(function, *inputs):
-    """The names of all primitives in a function's program, and of their parameters."""
-    program = jax.make_jaxpr(function)(*inputs)
-    return {e.primitive.name: set(e.params) for e in equations(program)}
-
-
-@jax.custom_jvp
-def with_tangent_rule(x):
-    return jnp.tanh(x)
-
-
-with_tangent_rule.defjvp(lambda primals, tangents: (with_tangent_rule(*primals), tangents[0]))
-
-
-def placed(x):
-    return jax.device_put(jax.sharding.reshard(x, P(None, "model")))
-
-
-def varies(x):
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = jax.shard_map(
-        lambda x: jax.lax.pcast(x, "model", to="varying"),
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P("model"),
-    )
-    return spread(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())))
-
-
-def test_names_are_those_of_the_installed_jax():
-    functions = [function for function, _ in HOLDING.values()]
-    functions += [shard_map, with_tangent_rule, varies]
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        found = primitives_of(placed, X)
-    for function in functions:
-        found |= primitives_of(function, X)
-    with_objects = {jax_primitives.closed_call_p.name, jax_primitives.call_p.name}
-    assert found.keys() | with_objects >= HOLDERS
-    assert found.keys() >= PLACEMENTS

@@ -26,8 +26,15 @@ def copied(directory, to):
 
 
 def changed(file, **values):
-    """Replaces values of a JSON object in a file."""
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    """Replaces values of a JSON object in a file, which is made if it is not there."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | values))
+
+
+def ledger_of(directory):
+    """The file of a run's only start."""
+    (file,) = (directory / "ledger").glob("*.json")
+    return file
 
 
 class Page(HTMLParser):
@@ -37,7 +44,7 @@ class Page(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.elements, self.texts, self.ids, self._open = [], [], [], []
+        self.elements, self.texts, self._open = [], [], []
         self.feed(page)
         self.close()
         assert self._open == []
@@ -45,6 +52,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         self._open += [] if tag in self.VOID else [tag]
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag):
         assert self._open.pop() == tag

@@ -5,84 +5,115 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.stats import norm
 
 import eqx_dp as dp
 from eqx_dp import report
-from eqx_dp.report import description_of, page_of
-from eqx_dp.report.charts import Axis, Line, chart, number
-from eqx_dp.report.markup import Markup, escaped, tag
-from eqx_dp.report.words import found_at, of_hundred
-from tests.report.made import STEPS, Page, trained
+from eqx_dp.report import page_of
+from eqx_dp.report.run import attack_on, read_run
+from tests.report.made import STEPS, Page, changed, copied, ledger_of, trained
 from tests.training import runs
 
+PLAN = runs.plan_of()
 HOSTILE = (
     "</title></style><script>alert(1)</script>",
     '" onload="alert(1)" x=\'',
     "${title} $body {0} %s",
     "<img src=x onerror=alert(1)>&lt;b&gt;",
-    "\x00\x1b[31m\ud800\u202egnp.exe",
-    "]]></svg>--><!-- {{ 7 * 7 }}",
+    "\x01\x1b[31m\u202egnp.exe",
+    "]]></svg>--><!-- {{ 7 * 7 }} $\\frac{",
 )
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return description_of(trained(tmp_path_factory.mktemp("run")))
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("a run"))
 
 
-def page(said, **values):
-    return Page(page_of(said | values))
+@pytest.fixture
+def copy(run, tmp_path):
+    return copied(run, tmp_path / "copy")
 
 
-def test_it_says_what_the_description_says(said):
-    text = page(said).text()
-    epsilon = runs.plan_of().epsilon(STEPS)
+def text_of(directory):
+    return Page(page_of(directory)).text()
+
+
+# What it says.
+
+
+def test_it_says_what_the_run_says_and_changes_nothing(run):
+    before = sorted(run.rglob("*"))
+    text = text_of(run)
+    assert sorted(run.rglob("*")) == before
     for part in (
-        said["name"],
+        run.name,
         "64 examples",
-        f"{epsilon:.3g}"[:4],
+        f"{PLAN.epsilon(STEPS):.3g}"[:4],
         "1 in 100,000",
-        "which is added or removed. (ADD_OR_REMOVE_ONE)",
-        said["covers"],
-        *said["does_not_cover"],
+        "an example is added or removed",
+        *json.loads((run / "privacy.json").read_text())["does_not_cover"],
         "Nothing was found that breaks the promise.",
-        "This audit was not made.",
+        "This was not done.",
         "After step 6: 0.5.",
         "After step 6: not finite.",
-        said["policy"],
+        json.loads(ledger_of(run).read_text())["policy"],
         dp.__version__,
+        "times as likely with one example in the data as without it",
     ):
         assert part in text
+    assert "\N{MULTIPLICATION SIGN}" not in text
+    assert "subtract the noise" not in text
 
 
-def test_it_is_the_same_from_json(said):
-    assert page_of(json.loads(json.dumps(said))) == page_of(said)
+def test_epsilon_and_steps_are_those_of_the_ledger(run):
+    found = read_run(run)
+    assert (found.plan, found.released, found.epsilon) == (PLAN, STEPS, PLAN.epsilon(STEPS))
+    assert found.metrics == {
+        "accuracy": [(step, 0.5) for step in range(1, STEPS + 1)],
+        "error": [(step, None) for step in range(1, STEPS + 1)],
+    }
 
 
-@pytest.mark.parametrize("relation", ["ADD_OR_REMOVE_ONE", "REPLACE_ONE", "REPLACE_SPECIAL"])
-def test_it_is_plain_about_neighbors(said, relation):
-    text = page(said, plan=said["plan"] | {"neighboring_relation": relation}).text()
-    assert f"({relation})" in text
-    assert "twice: once with your example in the data, and once with" in text
+def test_steps_that_may_have_been_released_count(copy):
+    """Those of a process that was killed, and of other starts."""
+    changed(ledger_of(copy), steps=8, ended=False)
+    assert read_run(copy).epsilon == PLAN.epsilon(8)
+    entry = json.loads(ledger_of(copy).read_text())
+    second = entry | {"start": 1, "steps": 1, "randomness": "seeded", "policy": None}
+    (copy / "ledger" / "another.json").write_text(json.dumps(second))
+    found = read_run(copy)
+    assert (found.released, len(found.starts), found.starts[-1]["policy"]) == (9, 2, None)
+    text = text_of(copy)
+    assert "Number of starts: 2." in text
+    assert "Anyone with the seed can subtract the noise." in text
 
 
-def test_what_nobody_should_overlook_stands_at_the_top(said):
-    def top(**values):
-        return page(said, **values).text().split("Who may see what")[0]
-
-    assert "\N{MULTIPLICATION SIGN}" not in top()
-    without = {"epsilon": None, "epsilon_over_steps": [(0, 0.0), (1, None)]}
-    assert "There is no promise of privacy" in top(**without)
-    assert "without a promise of privacy" in top(**without)
-    assert "policy is unsafe" in top(is_unsafe=True)
-    assert "found something" in top(checks=said["checks"] | {"privacy": {"ok": False}})
-    assert "found something" in top(audit={"neighbours": {"ok": False}, "canaries": None})
-    assert "newest start of the run, and not about earlier" in page(said, starts=2).text()
-    assert "newest start of the run, and not about earlier" not in page(said).text()
+@pytest.mark.parametrize(
+    ("relation", "words"),
+    [
+        ("REPLACE_ONE", "with any other in its place"),
+        ("REPLACE_SPECIAL", "an example is replaced by a blank"),
+    ],
+)
+def test_it_is_plain_about_neighbors(copy, relation, words):
+    plan = json.loads(ledger_of(copy).read_text())["plan"]
+    changed(ledger_of(copy), plan=plan | {"neighboring_relation": relation})
+    assert words in text_of(copy)
 
 
-def test_what_checks_and_audits_found_is_shown_whatever_it_is(said):
+def test_a_run_without_noise(tmp_path):
+    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
+    runs.trainer(tmp_path, runs.make(plan)).run(runs.small_model())
+    text = text_of(tmp_path)
+    assert "without a promise of privacy" in text
+    assert "There is no promise of privacy: epsilon is infinite." in text
+    assert "What an attack can find out" not in text
+
+
+def test_what_checks_and_audits_found_is_shown_whatever_it_is(copy):
     privacy = {
         "ok": False,
         "violations": [{"rule": "noise", "found": "no noise"}, {"rule": "padding", "more": 3}],
@@ -91,58 +122,137 @@ def test_what_checks_and_audits_found_is_shown_whatever_it_is(said):
         "within": {"sensitivity": 1.5, "deep": {"a": [1]}},
         "times": 1234567,
         "is_sharded": True,
+        "huge": 10**400,
+        "infinite": float("inf"),
     }
-    found = page(said, checks={"precision": None, "privacy": privacy})
-    text = found.text()
-    for part in ("no noise", "padding", "1,234,567", "sensitivity 1.5", '{"a": [1]}', "yes"):
+    changed(copy / "checks.json", privacy=privacy)
+    changed(ledger_of(copy), unsafe=True)
+    text = text_of(copy)
+    for part in ("no noise", "padding", "1,234,567", "sensitivity: 1.5", "'a': [1]", "yes", "inf"):
         assert part in text
     assert "Something is not as it should be." in text
-    undecided = {"ok": False, "violations": [], "undecided": [{"rule": "noise"}]}
-    assert (
-        "could not be decided"
-        in page(said, checks={"precision": None, "privacy": undecided}).text()
-    )
-    many = {"ok": True, "rows": [{"row": row} for row in range(1000)]}
-    assert "And 800 more" in page(said, audit={"neighbours": many, "canaries": None}).text()
+    assert "policy is unsafe" in text
+    assert "A check or an audit found something" in text
+
+
+VERDICTS = {
+    "good": ({"ok": True, "rows": [{"row": row} for row in range(1000)]}, "And 800 more"),
+    "bad": ({"ok": False}, "Something is not as it should be"),
+    "undecided": ({"ok": False, "undecided": [{"rule": "x"}]}, "could not be decided"),
+    "silent": ({"lower": 2.0, "exceeds_plan": True}, "could not be decided"),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_audits_have_a_verdict(copy, name):
+    found, words = VERDICTS[name]
+    changed(copy / "audit.json", canaries={"gradient": found})
+    text = text_of(copy)
+    assert "canaries, gradient" in text
+    assert words in text
+
+
+def test_audits_of_the_library_are_read(copy):
+    grad_fn = dp.filter_clipped_grad(runs.loss, l2_clip_norm=1.0)
+    dp.audit.neighbours(grad_fn, runs.small_model(), runs.XS[:4], runs.YS[:4]).save(copy)
+    data = (np.zeros((30, 2), np.float32),)
+    planted = dp.audit.canaries.plant_gradients(data, 20, norm=1.0, seed=0)
+    planted.audit(np.zeros(20), PLAN, attack="loss").save(copy)
+    found = read_run(copy).audits
+    assert {name: one["ok"] for name, one in found.items()} == {
+        "neighbours": True,
+        "canaries, loss": True,
+    }
+    assert "none -> x 1024" in text_of(copy)
+
+
+def test_lines_that_are_no_metrics_are_passed_over(copy):
+    """As a run that is resumed does: half a line of a process that was killed, and others'."""
+    with (copy / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 7, "accuracy": 1e999, "text": "no", "yes": true, "deep": [1]}\n')
+        stream.write('{"step": 7, "huge": 1' + "0" * 400 + '}\n[]\n{"step": "8"}\n{"step": -1}\n')
+        stream.write("[" * 100_000 + "\nno json\n" + '{"step": 8, "accuracy": 0.75}\n{"step": 9, ')
+    found = read_run(copy).metrics
+    assert found.keys() == {"accuracy", "error", "huge"}
+    assert found["accuracy"][-3:] == [(STEPS, 0.5), (7, None), (8, 0.75)]
+    page_of(copy)
+    (copy / "metrics.jsonl").unlink()
+    assert "The run recorded no metrics." in text_of(copy)
+
+
+# What is refused.
+
+
+def test_no_run(tmp_path):
+    (tmp_path / "file").touch()
+    for directory in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(ValueError, match="found no run with a step"):
+            page_of(directory)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\xff"])
+@pytest.mark.parametrize("name", ["ledger/another.json", "checks.json", "audit.json"])
+def test_files_that_are_damaged(copy, name, text):
+    (copy / name).write_text(text, "latin-1")
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        read_run(copy)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"version": 3}, "not of format eqx_dp.ledger, version 1"),
+        ({"plan": {"version": 2}}, "a plan in JSON must say"),
+        ({"steps": -1}, "'steps' is missing"),
+        ({"steps": 0}, "found no run with a step"),
+    ],
+)
+def test_ledgers_of_another_release(copy, values, message):
+    changed(ledger_of(copy), **values)
+    with pytest.raises(ValueError, match=message):
+        read_run(copy)
+
+
+def test_what_is_not_there_is_not_needed(copy):
+    (copy / "privacy.json").unlink()
+    (copy / "checks.json").unlink()
+    changed(ledger_of(copy), made_by={"jax": "0"})
+    assert "This was not done." in text_of(copy)
+
+
+# What it is made of.
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_whatever_comes_from_the_run_is_text(said, name):
+def test_whatever_comes_from_the_run_is_text(copy, name):
     """Names and texts of all kinds, wherever there can be one: the same elements as without."""
-    row = {name: name, "where": name}
 
-    def with_(name, row):
+    def page(name, folder):
+        directory = copied(copy, copy.parent / folder)
+        row = {name: name, "where": name}
         check = {"ok": False, name: [row], "notes": [name], "facts": row, f"a{name}": name}
-        return page(
-            said,
-            name=name,
-            policy=name,
-            covers=name,
-            does_not_cover=[name],
-            randomness=name,
-            metrics={name: [[1, 0.5], [2, 0.25]]},
-            checks={"precision": check, "privacy": check},
-            audit={"neighbours": check, "canaries": check},
-            made_by=row | {"jax": name},
-            num_examples=name,
-            made_at=name,
-        )
+        changed(directory / "checks.json", privacy=check, precision=check)
+        changed(directory / "audit.json", neighbours=check, canaries={name: check})
+        changed(ledger_of(directory), policy=name, made_by={"jax": name, name: name})
+        line = json.dumps({"step": 7, name: 0.5})
+        (directory / "metrics.jsonl").write_text(f"{line}\n")
+        return Page(page_of(directory))
 
-    hostile, harmless = with_(name, row), with_("x", {"x": "x", "where": "x"})
+    hostile, harmless = page(name, name.replace("/", "")), page("x", "harmless")
     assert [tag for tag, _ in hostile.elements] == [tag for tag, _ in harmless.elements]
     keys = [list(attributes) for _, attributes in hostile.elements]
     assert keys == [list(attributes) for _, attributes in harmless.elements]
-    kept = escaped(name).splitlines()[0]
-    assert page_of(said | {"name": name}).count(kept) == 2
     assert not re.search("[\x00-\x09\x0b-\x1f\u202e\ud800-\udfff]", "".join(hostile.texts))
 
 
-def test_it_is_one_file_that_needs_no_network_and_no_scripts(said):
-    found = page(said)
+def test_it_is_one_file_that_needs_no_network_and_no_scripts(run):
+    found = Page(page_of(run))
     assert not found.tags() & {"script", "link", "img", "iframe", "object", "base", "form"}
     for _, attributes in found.elements:
-        assert not any(name.startswith("on") or name in ("src", "style") for name in attributes)
-        assert attributes.get("href", "#").startswith("#")
+        assert not any(name.startswith("on") or name == "src" for name in attributes)
+        for name in ("href", "xlink:href"):
+            assert attributes.get(name, "#").startswith("#")
+        assert "url(h" not in attributes.get("style", "")
     assert ("meta", {"charset": "utf-8"}) in found.elements
     (policy,) = (a["content"] for _, a in found.elements if "http-equiv" in a)
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
@@ -151,25 +261,24 @@ def test_it_is_one_file_that_needs_no_network_and_no_scripts(said):
     assert "@import" not in style
 
 
-def test_it_can_be_read_without_seeing_it(said):
-    found = page(said, audit={"neighbours": {"ok": True, "rows": [{"a": 1}]}, "canaries": None})
+def test_it_can_be_read_without_seeing_it(run):
+    found = Page(page_of(run))
     assert ("html", {"lang": "en"}) in found.elements
     levels = [int(tag[1]) for tag, _ in found.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
     pictures = [attributes for tag, attributes in found.elements if tag == "svg"]
-    assert len(pictures) == 4 - 1  # the curve, epsilon, accuracy; "error" was never finite
-    assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in pictures)
+    assert len(pictures) == 4  # the curve, epsilon, accuracy, error
+    assert all(a["role"] == "img" and len(a["aria-label"]) > 10 for a in pictures)
     assert all(a.get("scope") in ("row", "col") for tag, a in found.elements if tag == "th")
     assert {"header", "nav", "main", "footer"} <= found.tags()
-    ids = [a["id"] for _, a in found.elements if "id" in a]
-    links = [a["href"] for tag, a in found.elements if tag == "a"]
-    assert links == [f"#{name}" for name in ids]
+    links = {a["href"] for tag, a in found.elements if tag == "a"}
+    assert links <= {f"#{a['id']}" for tag, a in found.elements if tag == "h2"}
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-def test_colors_can_be_told_from_their_ground(theme):
+def test_colors_can_be_read_on_their_ground(theme):
     """WCAG 2.2, 1.4.3: a contrast of at least 4.5 for text, in light and in dark."""
     style = (Path(report.__file__).parent / "page.css").read_text()
     named = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[theme]
@@ -189,54 +298,41 @@ def test_colors_can_be_told_from_their_ground(theme):
     assert {pair: c for pair in (*pairs, *grounds.items()) if (c := contrast(*pair)) < 4.5} == {}
 
 
-# Charts, and figures in words.
+# What an attack can find out: above every attack, and hardly more than the best.
 
 
-@pytest.mark.parametrize(
-    "points",
-    [
-        [(0, 0.5)],
-        [(0, 0.0), (1, 0.0)],
-        [(5, 1e308), (6, 0.0)],
-        [(1, 1e-320), (2, 0.0)],
-        [(1, 1e16), (2, 1e16 + 2)],
-        [(1, -3.0), (2, None), (3, 4.0)],
-        [(step, float(step % 7)) for step in range(10_000)],
-    ],
-)
-def test_a_chart_of_whatever_was_measured_has_points_within_it(points):
-    drawn = chart("It says what is seen.", Axis("x"), Axis("y"), [Line(points)])
-    places = re.findall(
-        r"(-?[\d.]+|nan|inf),(-?[\d.]+|nan|inf)",
-        " ".join(a["points"] for tag, a in Page(drawn).elements if tag == "polyline"),
-    )
-    assert 1 <= len(places) <= 401
-    assert all(0 <= float(x) <= 420 and 0 <= float(y) <= 270 for x, y in places)
+def attack_of(plan, steps):
+    return attack_on(report.run.Run("x", plan, [], steps, plan.epsilon(steps), [], {}, {}, {}))
 
 
-def test_a_chart_of_nothing_is_nothing():
-    for points in ([], [(1, None)], [(1, -1.7e308), (2, 1.7e308)]):
-        assert chart("x", Axis("x"), Axis("y"), [Line(points)]) == ""
+@pytest.mark.parametrize("relation", dp.NeighboringRelation)
+def test_without_sampling_it_is_that_of_two_normal_distributions(relation):
+    """n steps with noise multiplier s are as one with s / sqrt(n) (Dong et al. 2022)."""
+    found = attack_of(dp.PrivacyPlan(1.0, 9, 2.0, 1e-5, relation), 4)
+    mu = 2 / 2.0
+    best = norm.cdf(norm.ppf(found.false_alarms) + mu)
+    assert np.all(found.found >= best)
+    assert np.max(found.found - best) < 0.02
+    assert found.right >= norm.cdf(mu / 2) >= found.right - 0.01
 
 
-def test_a_chart_is_broken_where_nothing_was_measured():
-    points = [(1, 1.0), (2, None), (3, 2.0), (4, 3.0)]
-    drawn = Page(chart("x", Axis("x"), Axis("y"), [Line(points)]))
-    lines = [a["points"].split() for tag, a in drawn.elements if tag == "polyline"]
-    assert [len(line) for line in lines] == [1, 2]
+def test_with_sampling_no_likelihood_ratio_test_finds_more():
+    """One step, on whose result the best attack is a threshold: noise, or a mixture of two."""
+    q, sigma = 0.4, 0.8
+    found = attack_of(dp.PrivacyPlan(q, 1, sigma, 1e-5), 1)
+    cuts = np.linspace(-6, 6, 400)
+    without = norm.sf(cuts / sigma)
+    taken = (1 - q) * without + q * norm.sf((cuts - 1) / sigma)
+    for alarms, true in ((without, taken), (1 - taken, 1 - without)):
+        at = np.ceil(alarms * 1000).astype(int)  # the next share that is listed
+        assert np.all(found.found[at] >= true - 1e-12)
 
 
-def test_figures_in_words():
-    assert [number(x) for x in (0, 3, 1234567, 0.25, 12.3456, 1e-5, 1e20)] == [
-        *("0", "3", "1.23e+06", "0.25", "12.35", "1e-05", "1e+20")
-    ]
-    assert [of_hundred(x) for x in (0.0, 0.001, 0.05, 0.12301, 0.5, 1.0)] == [
-        *("0", "0.1", "5", "12.4", "50", "100")
-    ]
-    assert found_at([[0, 0.1], [1, 1]], 0.5) == pytest.approx(0.55)
-
-
-def test_markup_is_escaped_once():
-    inner = tag("b", "<")
-    assert tag("p", inner, ">", title='"') == '<p title="&quot;"><b>&lt;</b>&gt;</p>'
-    assert escaped(Markup("<b>")) == "<b>"
+def test_its_ends():
+    nothing = attack_of(dp.PrivacyPlan(0.5, 10, 1.0, 1e-5), 0)
+    np.testing.assert_allclose(nothing.found, np.minimum(1, nothing.false_alarms + 1e-5))
+    assert nothing.right == pytest.approx(0.5, abs=1e-5)
+    for noise in (0.0, 1e-4):
+        everything = attack_of(dp.PrivacyPlan(0.5, 10, noise, 1e-5), 1)
+        np.testing.assert_array_equal(everything.found, 1.0)
+        assert everything.right == 1

@@ -164,3 +164,22 @@ def gpt_rules(mesh, is_stacked=False, accumulators="params"):
         ),
         accumulators=accumulators,
     )
+
+
+def assert_like_one_device(fun, model, batch, rules, padding=None, rtol=1e-4, **options):
+    """Values and gradients are those without a mesh, and gradients live where they ought to."""
+    options = {"l2_clip_norm": 0.7, **options}
+    expected = eqx.filter_jit(dp.filter_value_and_clipped_grad(fun, **options))(
+        model, *batch, is_padding_example=padding
+    )
+    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
+    with jax.set_mesh(rules.mesh):
+        found = eqx.filter_jit(on_mesh)(
+            rules.shard(model), *rules.shard_batch(batch), is_padding_example=padding
+        )
+        specs = jax.tree.leaves(rules.accumulator_specs(found[1]))
+        for leaf, spec in zip(jax.tree.leaves(found[1]), specs, strict=True):
+            sharding = jax.sharding.NamedSharding(rules.mesh, spec)
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)

@@ -1,20 +1,17 @@
 """What a loss may say about sharding, where, and what is refused."""
 
-import contextlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests.sharding.losses import Says, mesh_of
-
-pytestmark = pytest.mark.sampled(3)
 
 KINDS = ["auto", "explicit"]
 rng = np.random.default_rng(0)
@@ -198,21 +195,6 @@ def test_what_is_left_of_a_constraint_divides_the_work():
     assert flops(loss) <= 0.6 * flops(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
 
 
-def test_a_shard_map_over_other_axes():
-    def loss(w, x):
-        def part(x, w):
-            return jax.lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "model")
-
-        mapped = jax.shard_map(
-            part, in_specs=(P(), P(None, "model")), out_specs=P(), axis_names={"model"}
-        )
-        return mapped(x, w)
-
-    found = gradient(loss, keep_batch_dim=False)
-    plain = expected(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), keep_batch_dim=False)
-    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
-
-
 def jitted_with_shardings(mesh, *entries):
     spread = NamedSharding(mesh, P(*entries))
     return jax.jit(lambda x: jnp.tanh(x), in_shardings=spread, out_shardings=spread)
@@ -230,13 +212,6 @@ def test_other_ways_to_constrain(move):
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("move", [jitted_with_shardings, put])
-def test_other_ways_to_constrain_examples_insist_on_whole_shards(move):
-    layer = move(mesh_of("auto", data=4, model=2), "data")
-    with pytest.raises(ValueError, match=r"(?s)batch of one.*with_sharding_constraint instead"):
-        gradient(lambda w, x: jnp.sum(layer(x @ w)))
-
-
 # What cannot be moved.
 
 
@@ -248,63 +223,94 @@ def constrained(*entries, value=lambda w, x: x):
     return loss
 
 
-def test_where_jax_cannot_tell_on_explicit_axes_the_error_names_auto_axes():
-    table, at = eqx.nn.Embedding(8, 3, key=jax.random.key(0)), np.zeros(8, np.int32)
-    rules = dp.ShardingRules(mesh_of("explicit", data=4, model=2), params=(("weight", P("model")),))
-    grad_fn = dp.filter_clipped_grad(
-        lambda table, i: jnp.sum(table(i)), l2_clip_norm=1.0, sharding=rules
-    )
-    with jax.set_mesh(rules.mesh), pytest.raises(Exception, match="a mesh of Auto axes"):
-        grad_fn(rules.shard(table), rules.shard_batch(at))
+def under(function):
+    return lambda w, x: jnp.sum(x @ w) + jnp.sum(function(w, x))
 
 
-def test_examples_over_an_axis_that_the_rules_do_not_name():
-    message = (
-        r"(?s)sharding_constraint with spec P\('model',?\).*test_constraints.*'model'.*"
-        r"rules do not name.*examples=\('data', 'model'\)"
-    )
-    with pytest.raises(ValueError, match=message):
-        gradient(constrained("model"))
-    with pytest.raises(ValueError, match=r"rules do not name"):
-        gradient(constrained(("data", "model")))
-    # With rules that name it, it can.
+def einsum_to(*entries):
+    spec = P(*entries)
+    return lambda w, x: jnp.sum(jnp.einsum("btd,df->btf", x, w, out_sharding=spec))
+
+
+def resharded(sharding):
+    return under(lambda w, x: jax.sharding.reshard(x, sharding))
+
+
+def depends_on_the_length(w, x):
+    return jnp.sum((jax.lax.with_sharding_constraint(x, P("data")) if len(x) == 1 else x) @ w)
+
+
+def computed_at_once(w, x):
+    with jax.ensure_compile_time_eval():
+        two = jnp.sqrt(jnp.asarray(4.0))
+    return two * jnp.sum(x @ w)
+
+
+def with_shard_map(axis):
+    spread = {"in_specs": P(), "out_specs": P(), "axis_names": {axis}}
+    return under(lambda w, x: jax.shard_map(lambda x: 2 * x, **spread)(x))
+
+
+MESHES = {kind: mesh_of(kind, data=4, model=2) for kind in KINDS}
+LAYOUT = Format(Layout((2, 1, 0)), NamedSharding(MESHES["auto"], P()))
+OF_EXAMPLES = NamedSharding(mesh_of("auto", batch=8), P("batch"))
+UNNAMED = r"P\('model',?\).*test_constraints.*rules do not name.*examples=\('data', 'model'\)"
+NO_EXAMPLES = "spec P.*carries no examples.*'data'.*params="
+REFUSED = {
+    "an axis that the rules lack": ("auto", constrained("model"), UNNAMED),
+    "two axes": ("auto", constrained(("data", "model")), "rules do not name"),
+    "time": ("auto", constrained(None, "data"), NO_EXAMPLES),
+    "a parameter": ("auto", constrained("data", value=lambda w, x: w), NO_EXAMPLES),
+    "a sum": ("auto", constrained("data", value=lambda w, x: jnp.sum(x, 0)), NO_EXAMPLES),
+    "jit": (
+        "auto",
+        under(lambda w, x: jitted_with_shardings(MESHES["auto"], "data")(x)),
+        "batch of one.*with_sharding_constraint instead",
+    ),
+    "put": (
+        "auto",
+        under(lambda w, x: put(MESHES["auto"], "data")(x)),
+        "batch of one.*with_sharding_constraint instead",
+    ),
+    "a layout": ("auto", under(lambda w, x: lax.with_sharding_constraint(x, LAYOUT)), "layout"),
+    "another mesh": (
+        "auto",
+        under(lambda w, x: lax.with_sharding_constraint(x, OF_EXAMPLES)),
+        r"\('batch',\).*rules.*\('data', 'model'\)",
+    ),
+    "einsum": ("explicit", einsum_to(None, "data"), "dot_general with spec.*carries no examples"),
+    "reshard": ("explicit", resharded(P("model")), r"batch of one.*'model'.*Rules\(examples="),
+    "a real mesh": (
+        "explicit",
+        resharded(NamedSharding(MESHES["explicit"], P("data"))),
+        "pass the PartitionSpec alone",
+    ),
+    "at once": ("explicit", computed_at_once, "computes something at once.*axes Auto"),
+    "length": ("auto", depends_on_the_length, "depend on the length"),
+    "a collective": ("auto", under(lambda w, x: lax.pmean(x, "data")), "mixes examples"),
+    "a shard_map": ("auto", with_shard_map("model"), "shard_map over the axis 'model'.*test_const"),
+    "a shard_map over examples": ("explicit", with_shard_map("data"), "shard_map.*take the shard"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_moved(name):
+    kind, loss, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        gradient(loss, kind)
+
+
+def test_what_is_spread_over_both_axes_with_rules_that_name_both():
     found = gradient(
         constrained(("data", "model")),
         rules=lambda mesh: dp.ShardingRules(mesh, examples=("data", "model")),
     )
+    # What is added to the loss has no parameter.
     np.testing.assert_allclose(found, expected(lambda w, x: jnp.sum(x @ w)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        constrained(None, "data"),
-        constrained("data", value=lambda w, x: w),
-        constrained("data", value=lambda w, x: jnp.sum(x, 0)),
-    ],
-    ids=["time", "a parameter", "a sum over the batch"],
-)
-def test_the_example_axes_on_a_dimension_without_examples(loss):
-    with pytest.raises(ValueError, match=r"(?s)spec P.*carries no examples.*'data'.*params="):
-        gradient(loss)
-
-
-def test_an_einsum_that_says_where_its_result_goes():
-    def loss(w, x):
-        return jnp.sum(jnp.einsum("btd,df->btf", x, w, out_sharding=P(None, None, None)))
-
-    gradient(loss, "explicit")
-    for spec in (P(None, "data"), P(None, None, "data")):
-        with pytest.raises(ValueError, match=r"(?s)dot_general with spec.*carries no examples"):
-            gradient(
-                lambda w, x, s=spec: jnp.sum(jnp.einsum("btd,df->btf", x, w, out_sharding=s)),
-                "explicit",
-            )
-
-
-def test_examples_over_an_unnamed_axis_on_explicit_axes():
-    with pytest.raises(ValueError, match=r"(?s)batch of one.*'model'.*ShardingRules\(examples="):
-        gradient(lambda w, x: jnp.sum(jax.sharding.reshard(x, P("model")) @ w), "explicit")
+def test_an_einsum_may_say_that_its_result_is_whole():
+    gradient(einsum_to(None, None, None), "explicit")
 
 
 def test_example_axes_of_another_kind_than_the_others():
@@ -319,77 +325,6 @@ def test_example_axes_of_another_kind_than_the_others():
 def test_an_example_axis_in_a_loss_on_one_example():
     with pytest.raises(ValueError, match="carries no examples"):
         gradient(constrained("data"), keep_batch_dim=False)
-
-
-@pytest.mark.parametrize("axis_names", [{"data"}, {"data", "model"}])
-def test_a_shard_map_over_the_example_axes(axis_names):
-    def loss(w, x):
-        spec = P("data")
-        double = jax.shard_map(
-            lambda x: 2 * x, in_specs=spec, out_specs=spec, axis_names=axis_names
-        )
-        return jnp.sum(double(jnp.tile(x, (4, 1, 1))) @ w)
-
-    with pytest.raises(
-        ValueError, match=r"(?s)shard_map over 'data'.*test_constraints.*axis_names"
-    ):
-        gradient(loss)
-
-
-def test_another_mesh():
-    other = mesh_of("auto", batch=8)
-
-    def loss(w, x):
-        return jnp.sum(jax.lax.with_sharding_constraint(x, NamedSharding(other, P("batch"))) @ w)
-
-    with pytest.raises(ValueError, match=r"(?s)\('batch',\).*rules.*\('data', 'model'\)"):
-        gradient(loss)
-
-
-def test_constraints_that_depend_on_the_length_of_the_batch():
-    def loss(w, x):
-        if len(x) == 1:
-            x = jax.lax.with_sharding_constraint(x, P("data"))
-        return jnp.sum(x @ w)
-
-    with pytest.raises(ValueError, match="depend on the length"):
-        gradient(loss)
-
-
-def test_a_sharding_of_the_real_mesh_on_explicit_axes():
-    mesh = mesh_of("explicit", data=4, model=2)
-
-    def loss(w, x):
-        return jnp.sum(jax.sharding.reshard(x, NamedSharding(mesh, P("data"))) @ w)
-
-    with pytest.raises(ValueError, match="pass the PartitionSpec alone"):
-        gradient(loss, "explicit")
-
-
-@pytest.mark.parametrize("with_mesh", [True, False])
-def test_what_is_computed_at_once_on_explicit_axes(with_mesh):
-    def loss(w, x):
-        with jax.ensure_compile_time_eval():
-            two = jnp.sqrt(jnp.asarray(4.0))
-        return two * jnp.sum(x @ w)
-
-    mesh = mesh_of("explicit", data=8)
-    rules = dp.ShardingRules(mesh)
-    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules)
-    with (
-        jax.set_mesh(mesh) if with_mesh else contextlib.nullcontext(),
-        pytest.raises(ValueError, match=r"(?s)computes something at once.*axes Auto"),
-    ):
-        grad_fn(WEIGHT, rules.shard_batch(X))
-
-
-def test_a_memory_layout():
-    def loss(w, x):
-        layout = Format(Layout((2, 1, 0)), NamedSharding(mesh_of("auto", data=4, model=2), P()))
-        return jnp.sum(jax.lax.with_sharding_constraint(x, layout) @ w)
-
-    with pytest.raises(ValueError, match="memory layout"):
-        gradient(loss)
 
 
 def test_constraints_without_rules():
@@ -478,11 +413,6 @@ def test_a_jitted_function_that_constrains_both_parameters_and_examples(paramete
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, keep_batch_dim=True, sharding=rules)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="carries no examples"):
         grad_fn(jnp.ones((4, 4)), X)
-
-
-def test_a_collective_over_the_example_axes():
-    with pytest.raises(ValueError, match="mixes examples"):
-        gradient(lambda w, x: jnp.sum(jax.lax.pmean(x, "data") @ w))
 
 
 def test_rules_are_part_of_the_function():

@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from tests.sharding.losses import Says, mesh_of
 
-pytestmark = pytest.mark.sampled(3)
-
 KINDS = ["auto", "explicit"]
 rng = np.random.default_rng(0)
 ORDER = jnp.asarray([4, 2, 0, 1, 3])

@@ -103,29 +103,15 @@ def test_what_an_optimizer_narrows_by_itself_is_refused():
 
 
 @pytest.mark.parametrize("policy", ["p=bf16,c=bf16,o=f32", f"c=f32,{NARROW}"])
-def test_planner_and_description_agree_with_a_step(policy):
-    step = made(policy, ema=0.9)
+def test_the_planner_agrees_with_a_step(policy):
+    step = made(policy)
     state = step.init(small_model())
-
-    def size(tree):
-        return sum(
-            x.size * x.dtype.itemsize for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
-        )
-
     batch = XS[:8], YS[:8]
     plan = dp.plan_memory(
         step.grad_fn, small_model(), *batch, optimizer=optax.adam(1e-2), compiled=False
     )
     in_state = sum(x.size * x.dtype.itemsize for x in moments(state))
     assert 0 <= plan.parts.optimizer - in_state <= 16  # a counter
-    told = dp.describe(small_model(), step.grad_fn.policy, optimizer=optax.adam(1e-2), ema=True)
-    rows = {row.what: row for row in told.step}
-    assert rows["parameters"].size == size(state.model)
-    assert 0 <= rows["optimizer state"].size - in_state <= 16
-    assert rows["optimizer state"].dtypes == (str(step.grad_fn.policy.optimizer_dtype),)
-    assert rows["moving average"].size == size(state.opt_state.average)
-    saved = size((state.model, state.opt_state[1], state.opt_state.average))
-    assert abs(rows["a checkpoint"].size - saved) < 32  # counters
 
 
 def test_a_step_rounds_at_random_and_repeats_itself():

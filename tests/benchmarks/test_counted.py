@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.sharding.counted import Sent, counted
+from tests.benchmarks.counted import Sent, counted
 from tests.sharding.losses import mesh_of
 
 pytestmark = pytest.mark.optimized

@@ -112,8 +112,9 @@ def tune(
             and half of the host's memory where that is the device.
 
     Returns:
-        A [`Tuning`][eqx_dp.planning.Tuning]: `method`, `microbatch_size`, and `trials`; `str()` is
-        a table.
+        A `Tuning`: `method` and `microbatch_size` of the fastest, and `trials`, each with its
+        `method`, `microbatch_size`, median `seconds`, `bytes` of a device, and `problem`; `str()`
+        is a table.
 
     Raises:
         ValueError: `grad_fn` is something else; a number is out of its range; nothing can be timed;
