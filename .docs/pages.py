@@ -1,5 +1,6 @@
 """Puts guides and reference where mkdocs finds them: each stands once in the repository."""
 
+import importlib
 import posixpath
 import re
 from pathlib import Path
@@ -13,37 +14,39 @@ SOURCE = "https://github.com/eqx-dp/eqx_dp/blob/main"
 # What a group of the reference is about, and what is in it, in the order of a training step.
 GROUPS = {
     "Precision": (
-        *(
-            "Policy",
-            "ModuleRule",
-            "Matmul",
-            "LossScale",
-            "load_policy",
-            "parse_policy",
-            "available_policies",
-        ),
-        *("apply_policy", "apply_updates"),
+        *("Policy", "ModuleRule", "Matmul", "LossScale"),
+        *("load_policy", "parse_policy", "available_policies", "apply_policy", "apply_updates"),
     ),
     "Clipped gradients": (
         *("filter_clipped_grad", "filter_value_and_clipped_grad", "ClippedGrad", "PerExample"),
-        *("explain", "Explanation"),
+        "explain",
     ),
     "Plan, sample, noise": (
-        *("PrivacyPlan", "PoissonSampler", "gaussian_privatizer", "add_noise", "key_from_secret"),
+        *("PrivacyPlan", "PoissonSampler", "NeighboringRelation", "gaussian_privatizer"),
+        "add_noise",
     ),
     "Devices": ("ShardingRules",),
     "Training": (
-        *("make_step", "Step", "TrainState", "Trainer", "Records", "Event"),
-        *("load_model", "save_model", "CheckpointError", "CheckpointWarning", "DataError"),
+        *("make_step", "Step", "TrainState", "Trainer", "Records"),
+        *("load_model", "save_model", "CheckpointError", "DataError"),
     ),
-    "Checks": ("check_precision", "PrecisionReport", "check_privacy", "PrivacyReport"),
+    "Checks": ("check_precision", "check_privacy"),
     "Planning": ("plan_memory", "tune"),
 }
+# What users get as results and do not make, by the page that it stands on.
+RESULTS = {
+    "Clipped gradients": ("eqx_dp.gradients.Explanation",),
+    "Training": ("eqx_dp.training.Event", "eqx_dp.training.CheckpointWarning"),
+    "Checks": ("eqx_dp.checks.PrecisionReport", "eqx_dp.checks.PrivacyReport"),
+    "Planning": ("eqx_dp.planning.MemoryPlan", "eqx_dp.planning.Tuning"),
+}
+OF_OTHERS = {"NeighboringRelation"}  # an enum of dp_accounting
 
 
-def where(name: str) -> str:
-    """Where a public name is defined: a module may have the name of what stands in it."""
-    found = getattr(eqx_dp, name)
+def where(path: str) -> str:
+    """Where a name is defined: a module may have the name of what stands in it."""
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
     return f"{found.__module__}.{found.__qualname__}"
 
 
@@ -69,14 +72,13 @@ def write_guides() -> None:
 def write_reference() -> None:
     """A page for each group of public names; mkdocstrings fills it from docstrings."""
     named = {name for names in GROUPS.values() for name in names}
-    # Audit has a page of its own; the relation is an enum of dp_accounting.
-    missing = named ^ ({*dir(eqx_dp)} - {"audit", "NeighboringRelation", "__version__"})
+    missing = named ^ ({*dir(eqx_dp)} - {"audit", "__version__"})  # audit has a page of its own
     if missing:
         raise SystemExit(f"GROUPS and dir(eqx_dp) differ: {sorted(missing)}")
-    groups = {
-        **{title: list(map(where, names)) for title, names in GROUPS.items()},
-        "Audit": ["eqx_dp.audit"],
-    }
+    groups = {"Audit": ["eqx_dp.audit"]}
+    for title, names in GROUPS.items():
+        public = [f"eqx_dp.{name}" for name in names if name not in OF_OTHERS]
+        groups[title] = list(map(where, [*public, *RESULTS.get(title, ())]))
     for title, names in groups.items():
         with mkdocs_gen_files.open(f"reference/{title.split(',')[0].lower()}.md", "w") as file:
             file.write(f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n")
