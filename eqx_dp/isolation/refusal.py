@@ -47,7 +47,7 @@ _ADVICE = {
     "With EQX_ON_ERROR=nan (or breakpoint) one bad example changes all the others: use "
     "EQX_ON_ERROR=raise, which stops the run, or off.",
     "random": "For a batch of keys of the generators rbg and unsafe_rbg, JAX draws all numbers "
-    "from the first key. Use other keys: dp.key_from_secret(secret), or jax.random.key(seed, "
+    "from the first key. Use other keys: jax.random.key(seed, "
     "impl='threefry2x32').",
     "callback": "It hands all examples of a batch to a function on the host. With "
     "vmap_method='sequential' the function gets one example at a time.",

@@ -40,7 +40,7 @@ def key_from_secret(
     """Makes a key of 256 bits from a secret of any length.
 
     `jax.random.key(seed)` keeps 32 bits of a seed and refuses more than 63. This keeps all of them:
-    `dp.key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
+    `key_from_secret(secret, "dropout")`, where `secret` is `secrets.randbits(128)` or
     `secrets.token_bytes(32)`.
 
     **Guarantee.** Every bit of the secret enters the key, by BLAKE2b (RFC 7693). The key is the
@@ -218,7 +218,7 @@ def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
         return key_from_secret(secret, "noise")
     if shape_of_keys(key) != ():
         raise ValueError(
-            "key must be one key, as from dp.key_from_secret(secret), or the secret itself, a "
+            "key must be one key, as from jax.random.key(seed), or the secret itself, a "
             f"number or bytes; found an array of shape {key.shape} and dtype {key.dtype}. Of "
             "several keys (jax.random.split) take one."
         )

@@ -124,7 +124,7 @@ def gaussian_privatizer(
             array: it is part of the compiled program.
         key: None: fresh randomness at every `init`. Or, to repeat an experiment, a secret that is
             not used elsewhere: a number of any size or bytes, from which
-            `key_from_secret(key, "noise")` makes a key; or one key, from `key_from_secret` or
+            a key of ChaCha is made; or one key, from
             `jax.random.key` (which keeps 32 bits of its seed: an attacker can try all of them).
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
         sharding: The noise is placed where the rules place accumulators. The updates must then
@@ -197,7 +197,7 @@ def add_noise(
 
     Args:
         tree: what is to be released.
-        key: one key, from `jax.random.fold_in`, `jax.random.split` or `key_from_secret`.
+        key: one key, from `jax.random.fold_in`, `jax.random.split` or `jax.random.key`.
         stddev: standard deviation of the noise, in the unit of the tree. A number, not a JAX array:
             it is part of the compiled program.
         certified: as for `gaussian_privatizer`.

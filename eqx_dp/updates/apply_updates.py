@@ -33,14 +33,14 @@ def apply_updates(
     one of its two neighbors, so that it is right on average: many small updates add up.
 
     ```python
-    root = dp.key_from_secret(secret, "rounding")
+    root = jax.random.key(secrets.randbits(63))
     model = dp.apply_updates(model, updates, policy, key=jax.random.fold_in(root, t))
     ```
 
     **Guarantee.** The rounding is post-processing of noisy gradients, and so free: it sees no data.
     Its bits come from a stream of their own, and are independent of noise that was drawn with the
     same key. A leaf's bits are a function of the key and of the leaf's path alone, so a run that is
-    resumed repeats them, and with keys of `key_from_secret` or `jax.random.key` they are the same
+    resumed repeats them, and with keys of `jax.random.key` they are the same
     on any number of devices.
 
     | case | what happens |

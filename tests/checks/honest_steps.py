@@ -19,6 +19,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from eqx_dp.privacy import key_from_secret
 from tests.checks.privacy_steps import (
     CLASSES,
     EXPECTED,
@@ -423,7 +424,7 @@ BY_HAND = {
     ),
     "root_and_counter": lambda: counted(lambda state: state.key),
     "legacy_root_and_counter": lambda: counted(lambda state: state.key, state=legacy()),
-    "root_that_is_closed_over": lambda: counted(lambda state: dp.key_from_secret(3, "noise")),
+    "root_that_is_closed_over": lambda: counted(lambda state: key_from_secret(3, "noise")),
     "root_that_is_made_inside": lambda: counted(lambda state: jax.random.key(3)),
     "key_of_the_caller": lambda: step_of(
         lambda at: with_noise(at.sum(), at.more[0]), batch=(*data(), jax.random.key(6))

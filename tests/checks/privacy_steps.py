@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import eqx_dp as dp
+from eqx_dp.checks import PrivacyReport
 from tests.sharding.losses import mesh_of
 
 SLOTS, WIDTH, CLASSES = 8, 4, 2
@@ -47,7 +48,7 @@ class Case(NamedTuple):
     more: Mapping[str, Any] = MappingProxyType({})
 
 
-def report_on(case: Case) -> dp.PrivacyReport:
+def report_on(case: Case) -> PrivacyReport:
     given = dict(case.more)
     if case.private is not None:
         given |= {"private": case.private, "plan": case.plan}
