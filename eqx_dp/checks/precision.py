@@ -137,7 +137,7 @@ def check_precision(
     |---|---|
     | a matrix product or convolution of float32 | it is not at the highest precision |
     | the same by a `DotAlgorithm` | always |
-    | the same by a `DotAlgorithmPreset` | its operands or sums have fewer digits than their dtypes |
+    | the same by a `DotAlgorithmPreset` | its operands or sums have fewer digits than dtypes say |
     | a cast to integers, or of its bits | always: they tell nothing of digits |
     | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
     | `jax.debug` callbacks, and others that return nothing | never |
