@@ -116,11 +116,9 @@ def check_precision(
     | noise draw | noise | the random bits, and every value from them to the addition |
     | noise addition | noise | the sum with the noise in it |
     | optimizer state | optimizer | the arrays of optax's states that the step returns |
-    | parameters | params | the floats of an argument that is an `eqx.Module`, or of its `model` |
 
     Accumulate, noise and optimizer dtypes are lower limits: wider dtypes are accepted. A state is
-    known by its type, one of optax's. Numbers by themselves in it may have any dtype. Parameters
-    are stored as declared, neither narrower nor wider.
+    known by its type, one of optax's. Numbers by themselves in it may have any dtype.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that goes wide inside is no violation. What follows the noise (the optimizer's
@@ -139,7 +137,7 @@ def check_precision(
     |---|---|
     | a matrix product or convolution of float32 | it is not at the highest precision |
     | the same by a `DotAlgorithm` | always |
-    | the same by a `DotAlgorithmPreset` | operands or sums have fewer digits than their dtypes |
+    | the same by a `DotAlgorithmPreset` | its operands or sums have fewer digits than dtypes say |
     | a cast to integers, or of its bits | always: they tell nothing of digits |
     | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
     | `jax.debug` callbacks, and others that return nothing | never |
@@ -152,16 +150,16 @@ def check_precision(
     apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) cast them to integers: multiply by the power
     of two in their place. Noise counts from where it is added: by an addition, not a scatter.
 
-    What it does not see: output dtypes, and loss scales; parameters that are in no `eqx.Module`;
-    that there is no noise at all, of which a note speaks alone; a reduction over devices of sums to
-    each of which noise was added before; sums that the engine did not clip; noise that was drawn
-    elsewhere and comes in as an argument, or that is kept in state; digits that arithmetic drops
-    from floats (`jnp.round`, `jnp.sign`, a large number added and subtracted), from integers that
-    overflow, or from the bits of the noise; a sum that comes back by another way (cast by the
-    caller, at another place, in another function); one that goes through a mutable reference; what
-    a compiler makes of the program. Whatever is drawn in floating point and added to a clipped sum
-    is taken for its noise: what a sum goes through after a dither of one's own is not checked. Of a
-    `while` loop one step is counted, of a `cond` all branches.
+    What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
+    of which a note speaks alone; a reduction over devices of sums to each of which noise was added
+    before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
+    argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
+    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
+    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
+    in another function); one that goes through a mutable reference; what a compiler makes of the
+    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
+    what a sum goes through after a dither of one's own is not checked. Of a `while`
+    loop one step is counted, of a `cond` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.
@@ -191,8 +189,7 @@ def check_precision(
             "nor a privatizer. Pass the whole training step."
         )
     flow.idle_rules()
-    stored = _stored_otherwise((*args, *kwargs.values()), declared)
-    violations = (*stored, *flow.violations, *_narrow_states(results, declared))
+    violations = (*flow.violations, *_narrow_states(results, declared))
     notes = {
         "the policy is unsafe: the privacy guarantee does not hold": declared.unsafe,
         _NO_SUM: "sum" not in flow.stages,
@@ -218,21 +215,6 @@ def _followed(
         if now <= back:
             return flow, outputs
         back |= now
-
-
-def _stored_otherwise(args: tuple[Any, ...], policy: Policy) -> list[Violation]:
-    """A row for each dtype in which parameters are stored, and which is not declared."""
-    declared, found = policy.param_dtype, defaultdict[Any, list[str]](list)
-    for given in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, eqx.Module) or _is_state(x)):
-        model = getattr(given, "model", given) if isinstance(given, eqx.Module) else None
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-            if jnp.issubdtype(getattr(leaf, "dtype", None) or object, jnp.floating):
-                found[leaf.dtype].append(f"model{jax.tree_util.keystr(path)}")
-    return [
-        Violation("parameters", str(declared), str(dtype), some(paths, 1))
-        for dtype, paths in found.items()
-        if dtype != declared
-    ]
 
 
 def _narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> list[Violation]:

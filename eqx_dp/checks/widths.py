@@ -88,7 +88,7 @@ def narrowest_inside(equation: JaxprEqn) -> Width | None:
     if equation.primitive.name not in CONTRACTIONS:
         return None
     given = equation.params["precision"]
-    pair = given if isinstance(given, tuple) else (given, given)
+    pair = given if type(given) is tuple else (given, given)  # a DotAlgorithm is a tuple
     of_operands = zip(pair, map(width_of_variable, equation.invars[:2]), strict=True)
     lost = [_inside(one) for one, width in of_operands if width and width.digits == 23]
     sums = width_of(given.accumulation_type) if isinstance(given, DotAlgorithmPreset) else None

@@ -226,7 +226,7 @@ def ordinary_differential_equation(controller):
         term = diffrax.ODETerm(lambda t, y, args: model(y))
         found = diffrax.diffeqsolve(
             term, diffrax.Tsit5(), 0.0, 1.0, 0.1, x, stepsize_controller=controller,
-            max_steps=16, throw=False,
+            max_steps=16, throw=False
         )  # fmt: skip
         return jnp.mean((found.ys - y[0]) ** 2)
 

@@ -61,6 +61,7 @@ from tests.sharding.losses import mesh_of
 
 DEVICES = 8
 LABELS = jnp.arange(NUM_EXAMPLES) % CLASSES
+COLUMNS = np.repeat(np.asarray(data()[0])[:, :1], 3, 1)
 SIGNS = np.resize(np.float32([1, -1]), DEVICES)
 
 
@@ -328,11 +329,30 @@ def models_mapped(at):
     return with_noise(jax.tree.map(lambda a: a.sum(0), sums), at.keys[0])
 
 
-def columns(x, y, mask, key):
+def columns():
     """Columns of copies of the batch, in a scan: they are no rows."""
-    copies = jnp.broadcast_to(x, (2, *x.shape))
-    turned = jax.lax.scan(lambda c, a: (c, a.T), 0, copies)[1]
-    return turned[0], y, mask
+
+    def prepare(x, y, mask, key):
+        copies = jnp.broadcast_to(x, (2, *x.shape))
+        _, turned = jax.lax.scan(lambda c, a: (c, a.T), 0, copies)
+        return turned[0][:, :WIDTH], y, mask
+
+    return prepared_by(prepare, batch=(jnp.ones((SLOTS, SLOTS)), *data()[1:]))
+
+
+def columns_in_a_scan():
+    """The engine is called in the scan, on columns."""
+    square, grad_fn = jnp.ones((SLOTS, SLOTS)), clipped(lambda model, x: jnp.sum(model(x)))
+
+    def noisy(at):
+        def turn(total, x):
+            grads = grad_fn(at.model, x.T[:, :WIDTH], is_padding_example=x[0] > 2)
+            return total, with_noise(grads, at.keys[0])
+
+        copies = jnp.broadcast_to(at.x, (1, *at.x.shape))
+        return jax.tree.map(lambda a: a[0], jax.lax.scan(turn, 0, copies)[1])
+
+    return step_of(noisy, batch=(square, *data()[1:]))
 
 
 def closed_over_by_a_module():
@@ -379,776 +399,575 @@ def turn(model, state, x, y, mask, key):
 
 NOISE = PLAN.privatizer(clipped(), key=SECRET)
 
-STEPS = [
-    (
-        beside,
-        {
-            "mean_loss_returned": lambda given: given.values.loss.mean(),
-            "losses_of_examples_returned": lambda given: given.values.loss,
-            "mean_gradient_norm_returned": lambda given: given.values.grad_norm.mean(),
-            "number_of_examples_returned": lambda given: jnp.sum(~given.mask),
-            "mean_of_inputs_returned": lambda given: given.x.mean(axis=0),
-            "a_label_returned": lambda given: given.y[0],
-            # Its position alone.
-            "largest_number_of_the_gradient_returned": lambda given: jnp.argmax(
-                jnp.abs(given.grads.layers[0].weight)
-            ),
-            # Of the noisy model, on the private batch.
-            "training_accuracy_returned": lambda given: jnp.mean(
-                jax.vmap(given.model)(given.x).argmax(axis=1) == given.y.argmax(axis=1)
-            ),
-            "early_stopping_flag_returned": lambda given: given.values.loss.mean() < 0.1,
-            "sum_without_noise_returned": lambda given: given.grads,
-            # How many gradients were longer than the clip norm, to tune it.
-            "clipped_share_returned": lambda given: jnp.mean(given.values.grad_norm > 1.0),
-            "batch_norm_statistics_returned": lambda given: (
-                given.x.mean(axis=0),
-                given.x.var(axis=0),
-            ),
-            # A tiny noise on the mean loss, whose sensitivity nothing bounds.
-            "loss_with_public_noise_of_a_dither": lambda given: with_noise(
-                given.values.loss.mean(), jax.random.key(1), 1e-3
-            ),
-            # One bit of the sum.
-            "whether_the_raw_sum_is_finite": lambda given: jnp.all(
-                jnp.isfinite(jax.tree.leaves(given.grads)[0])
-            ),
-            # How well the noise is survived: a number about the raw sum.
-            "similarity_of_noisy_and_raw_sum": lambda given: (
-                optax.tree.vdot(given.noisy, given.grads) / optax.tree.norm(given.noisy)
-            ),
-            # The noisy sum's distance from the raw one.
-            "size_of_the_noise": lambda given: optax.tree.norm(
-                added(given.noisy, scaled(-1.0, given.grads))
-            ),
-            # Only how many losses are above each of some public numbers.
-            "losses_by_a_private_order": lambda given: (
-                given.values.loss[:, None] > jnp.linspace(0, 5, 10)
-            ).sum(0),
-        },
+BESIDE = {
+    "mean_loss_returned": lambda given: given.values.loss.mean(),
+    "number_of_examples_returned": lambda given: jnp.sum(~given.mask),
+    "mean_of_inputs_returned": lambda given: given.x.mean(axis=0),
+    "a_label_returned": lambda given: given.y[0],
+    # Of the noisy model, on the private batch.
+    "training_accuracy_returned": lambda given: jnp.mean(
+        jax.vmap(given.model)(given.x).argmax(axis=1) == given.y.argmax(axis=1)
     ),
-    (
-        changed_by_loss,
-        {
-            "learning_rate_from_the_loss": lambda loss, noisy: scaled(1 / (1 + loss), noisy),
-            # Without a branch: `jnp.where` leaves the update out if the loss is high.
-            "update_selected_by_the_loss": lambda loss, noisy: jax.tree.map(
-                lambda g: jnp.where(loss > 10.0, 0, g), noisy
-            ),
-            "update_skipped_when_the_loss_is_high": lambda loss, noisy: jax.lax.cond(
-                loss > 10.0, lambda: scaled(0.0, noisy), lambda: noisy
-            ),
-        },
+    "early_stopping_flag_returned": lambda given: given.values.loss.mean() < 0.1,
+    "sum_without_noise_returned": lambda given: given.grads,
+    # A tiny noise on the mean loss, whose sensitivity nothing bounds.
+    "loss_with_public_noise_of_a_dither": lambda given: with_noise(
+        given.values.loss.mean(), jax.random.key(1), 1e-3
     ),
-    (
-        mixed_by,
-        {
-            "batch_standardized_by_its_own_mean": lambda x, y, key: (
-                (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-3),
-                y,
-            ),
-            "inputs_scaled_by_their_largest": lambda x, y, key: (x / jnp.max(jnp.abs(x)), y),
-            "examples_averaged_with_their_neighbors": lambda x, y, key: (
-                0.5 * (x + jnp.roll(x, 1, axis=0)),
-                y,
-            ),
-            "differences_of_examples": lambda x, y, key: (x - x[:1], y),
-            # Each column by itself: slots hold numbers of several examples.
-            "examples_sorted": lambda x, y, key: (jnp.sort(x, axis=0), y),
-            "running_sum_of_examples": lambda x, y, key: (jnp.cumsum(x, axis=0), y),
-        },
+    # One bit of the sum.
+    "whether_the_raw_sum_is_finite": lambda given: jnp.all(
+        jnp.isfinite(jax.tree.leaves(given.grads)[0])
     ),
-    (
-        keeping,
-        {
-            # The mean loss of the batch is in the state, under a name that the state had before.
-            "metrics_in_a_dictionary_of_the_state": (
-                lambda kept, given: {"loss": given.values.loss.mean()},
-                {"loss": jnp.zeros(())},
-            ),
-            # An average over models that the raw sum has moved.
-            "average_of_parameters_without_noise": (
-                lambda kept, given: added(
-                    scaled(0.9, kept),
-                    scaled(0.1, added(params_of(given.model), scaled(-0.1, given.grads))),
-                ),
-                params_of(mlp()),
-            ),
-            # A moving average of the mean loss.
-            "average_of_losses": (
-                lambda kept, given: 0.9 * kept + 0.1 * given.values.loss.mean(),
-                jnp.zeros(()),
-            ),
-            # The least loss so far.
-            "least_loss": (
-                lambda kept, given: jnp.minimum(kept, given.values.loss.mean()),
-                jnp.zeros(()),
-            ),
-            # A counter for early stopping, which the private loss sets back.
-            "steps_without_progress": (
-                lambda kept, given: jnp.where(given.values.loss.mean() < 0.1, 0, kept + 1),
-                jnp.zeros((), int),
-            ),
-            # For a clip norm to come: the mean norm of single examples' gradients, without noise.
-            "average_of_gradient_norms": (
-                lambda kept, given: 0.9 * kept + 0.1 * given.values.grad_norm.mean(),
-                jnp.ones(()),
-            ),
-            # For a clip norm to come: how many norms are above it.
-            "share_of_clipped_examples": (
-                lambda kept, given: jnp.mean(given.values.grad_norm > 1),
-                jnp.ones(()),
-            ),
-            # A norm of the sum without noise.
-            "norm_of_the_raw_sum": (lambda kept, given: optax.tree.norm(given.grads), jnp.ones(())),
-            # A second moment of the sum without noise.
-            "squares_of_raw_sums": (
-                lambda kept, given: jax.tree.map(
-                    lambda v, g: 0.9 * v + 0.1 * g * g, kept, given.grads
-                ),
-                zero_sums(),
-            ),
-            # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
-            "residual_of_the_noise": (
-                lambda kept, given: added(given.grads, scaled(-1.0, given.noisy)),
-                zero_sums(),
-            ),
-            # Error feedback: what the rounding of the raw sum has lost.
-            "residual_of_a_rounding": (
-                lambda kept, given: jax.tree.map(lambda g: g - jnp.round(g, 1), given.grads),
-                zero_sums(),
-            ),
-            # Real examples are counted over steps.
-            "number_of_examples_seen": (
-                lambda kept, given: kept + jnp.sum(~given.mask),
-                jnp.zeros((), int),
-            ),
-            # Examples whose gradient is not finite are counted.
-            "number_of_examples_that_are_not_finite": (
-                lambda kept, given: kept + jnp.sum(~jnp.isfinite(given.values.grad_norm)),
-                jnp.zeros((), int),
-            ),
-            # One bit over the run.
-            "whether_an_example_was_not_finite": (
-                lambda kept, given: kept | ~jnp.all(jnp.isfinite(given.values.loss)),
-                jnp.zeros((), bool),
-            ),
-            # Labels are counted by class.
-            "histogram_of_labels": (
-                lambda kept, given: kept + jax.nn.one_hot(given.y.argmax(1), CLASSES).sum(0),
-                jnp.zeros(CLASSES),
-            ),
-            # A batch norm's statistics.
-            "mean_and_variance_of_inputs": (
-                lambda kept, given: (
-                    0.9 * kept[0] + 0.1 * given.x.mean(0),
-                    0.9 * kept[1] + 0.1 * given.x.var(0),
-                ),
-                (jnp.zeros(WIDTH), jnp.ones(WIDTH)),
-            ),
-            # For whitening, without noise.
-            "covariance_of_inputs": (
-                lambda kept, given: kept + given.x.T @ given.x,
-                jnp.zeros((WIDTH, WIDTH)),
-            ),
-            # The slots of the largest losses, for the next step.
-            "hardest_slots": (
-                lambda kept, given: jax.lax.top_k(given.values.loss, 2)[1],
-                jnp.zeros(2, jnp.int32),
-            ),
-            # A buffer with the first example of each batch.
-            "replay_of_examples": (
-                lambda kept, given: jnp.concatenate([kept[1:], given.x[:1]]),
-                jnp.zeros((5, WIDTH)),
-            ),
-            # For scaling: the largest number of any input so far.
-            "largest_input": (
-                lambda kept, given: jnp.maximum(kept, jnp.abs(given.x).max()),
-                jnp.zeros(()),
-            ),
-            # The rate of the next step, which the private loss halves.
-            "learning_rate_by_private_loss": (
-                lambda kept, given: jnp.where(given.values.loss.mean() > 1, 0.5 * kept, kept),
-                jnp.ones(()),
-            ),
-        },
+    # How well the noise is survived: a number about the raw sum.
+    "similarity_of_noisy_and_raw_sum": lambda given: (
+        optax.tree.vdot(given.noisy, given.grads) / optax.tree.norm(given.noisy)
     ),
-    (
-        summed,
-        {
-            # Each example counts nine times, and the noise is for two: a multiplier of 0.27.
-            "sum_of_the_sum_and_the_parts": (
-                lambda grads: psum(added(psum(grads), grads)),
-                2 * STDDEV,
-            ),
-            # Each example counts eight times.
-            "sum_of_sums": lambda grads: psum(psum(grads)),
-            # An example that is left out changes the sign of all behind it: 15 times the clip norm.
-            "signs_of_devices": lambda g: psum(scaled(jnp.where(device() % 2 == 0, 1.0, -1.0), g)),
-            # An example that is left out moves the next one to the first device: two change.
-            "the_first_device_alone": lambda g: psum(
-                jax.tree.map(lambda a: jnp.where(device() == 0, a, 0.0), g)
-            ),
-            # Weights from -1 to 1: all behind an example that is left out get another one.
-            "weights_of_devices": lambda g: psum(scaled((device() - 3.5) / 3.5, g)),
-            # The gathered sums are added on each device, and the devices' equal results once more.
-            "sums_gathered_added_and_summed": lambda g: psum(
-                jax.tree.map(lambda a: jax.lax.all_gather(a, "data").sum(0), g)
-            ),
-            # One device's sum: an example that is left out changes two of its examples.
-            "one_of_the_gathered_sums": lambda g: jax.tree.map(
-                lambda a: jax.lax.all_gather(a, "data")[3], g
-            ),
-            # The second mean changes nothing, and the noise is divided by the devices twice.
-            "averaged_twice": (
-                lambda g: jax.lax.pmean(jax.lax.pmean(g, "data"), "data"),
-                STDDEV / DEVICES**2,
-            ),
-            # The sum of eight equal means is the sum, and the noise is for a mean.
-            "sum_of_means": (lambda g: psum(jax.lax.pmean(g, "data")), STDDEV / DEVICES),
-            # `ppermute` gives zeros to devices that nobody sends to: two slots of eight are summed.
-            "parts_of_two_devices_alone": lambda g: psum(
-                jax.lax.ppermute(g, "data", [(0, 0), (1, 1)])
-            ),
-            # A loop sums the sum four times: each example counts 8 ** 4 times.
-            "summed_until_it_is_large": lambda g: jax.lax.fori_loop(0, 4, lambda _, g: psum(g), g),
-            # In the other branch a device's own part goes on, which stands for two examples.
-            "sum_in_one_branch_alone": lambda g: jax.lax.cond(
-                psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
-            ),
-        },
+    # The noisy sum's distance from the raw one.
+    "size_of_the_noise": lambda given: optax.tree.norm(
+        added(given.noisy, scaled(-1.0, given.grads))
     ),
-    (
-        each,
-        {
-            # The batch is not spread: all eight devices sum all examples.
-            "the_whole_batch_on_every_device": lambda: over_devices(
-                lambda model, x, y, mask: psum(clipped()(model, x, y, is_padding_example=mask)),
-                batch=P(),
-            ),
-            # The batch is spread over both axes: what leaves is the sum of one half.
-            "sum_over_one_of_two_axes": lambda: over_devices(
-                lambda model, x, y, mask: jax.lax.psum(
-                    clipped()(model, x, y, is_padding_example=mask), "data"
-                ),
-                mesh_of("auto", data=4, more=2),
-                batch=P(("data", "more")),
-            ),
-            # Replacing an example moves a sum twice as far as leaving it out.
-            "privatizer_of_another_relation": lambda: chained()._replace(
-                plan=plan_under(NeighboringRelation.REPLACE_ONE)
-            ),
-        },
+    # Only how many losses are above each of some public numbers.
+    "losses_by_a_private_order": lambda given: (
+        given.values.loss[:, None] > jnp.linspace(0, 5, 10)
+    ).sum(0),
+    "hidden_in_a_reference": hidden_in_a_reference,
+    "model_chosen": model_chosen,
+    "error_of_checkify": error_of_checkify,
+    "table_at_a_private_place": lambda given: jnp.arange(2.0)[given.y[0].argmax()],
+    "batch_of_its_own": lambda given: (2 * given.x, given.y, given.mask),
+    # A host function returns what nothing is known of.
+    "data_of_a_host_function": lambda given: jax.pure_callback(
+        lambda: data()[0].mean(), jax.ShapeDtypeStruct((), jnp.float32)
     ),
-    (
-        over_devices,
-        {
-            # The axis `model` holds copies: each example counts twice.
-            "sum_over_an_axis_that_has_no_examples": (
-                lambda model, x, y, mask: jax.lax.psum(
-                    clipped()(model, x, y, is_padding_example=mask), ("data", "model")
-                ),
-                mesh_of("auto", data=4, model=2),
-            ),
-        },
+    "raw_model_on_public_data": lambda given: jnp.sum(
+        jax.vmap(eqx.apply_updates(given.model, scaled(-0.1, given.grads)))(jnp.ones((3, WIDTH)))
     ),
-    (
-        weighted,
-        {
-            # The first four slots count: an example that is left out moves the fifth into them.
-            "weights_concatenated": lambda key: jnp.concatenate([jnp.ones(4), jnp.zeros(4)]),
-            # The same, by `jnp.pad`.
-            "weights_padded": lambda key: jnp.pad(jnp.ones(4), (0, 4)),
-            # Slot i has the weight i: all behind an example that is left out get another one.
-            "ramp_by_map": lambda key: jax.lax.map(lambda i: 1.0 * i, jnp.arange(SLOTS)),
-            # The same, by the carry of a scan.
-            "ramp_by_a_counter": lambda key: jax.lax.scan(
-                lambda i, _: (i + 1.0, i), 0.0, None, length=SLOTS
-            )[1],
-            # The same, by `cumsum` of ones.
-            "ramp_by_a_cumulative_sum": lambda key: jnp.cumsum(jnp.ones(SLOTS)),
-            # The same, by a scan in parallel.
-            "ramp_by_an_associative_scan": lambda key: jax.lax.associative_scan(
-                jnp.add, jnp.ones(SLOTS)
-            ),
-            # The same, written slot by slot in a loop.
-            "ramp_by_written_slots": lambda key: jax.lax.fori_loop(
-                0, SLOTS, lambda i, w: w.at[i].set(i), jnp.zeros(SLOTS)
-            ),
-            # The same, by a triangular matrix times ones.
-            "ramp_by_a_product": lambda key: jnp.tril(jnp.ones((SLOTS, SLOTS))) @ jnp.ones(SLOTS),
-            # Half the weight from slot to slot, by a product that a scan carries.
-            "decay_by_a_loop": lambda key: jax.lax.scan(
-                lambda w, _: (0.5 * w, w), 1.0, None, length=SLOTS
-            )[1],
-            # Slot i has the i-th smallest of eight random times.
-            "sorted_times": lambda key: jnp.sort(jax.random.uniform(key, (SLOTS,))),
-            # The same from the largest on, by `top_k`.
-            "largest_times": lambda key: jax.lax.top_k(jax.random.uniform(key, (SLOTS,)), SLOTS)[0],
-            # Random steps added up: the weights of later slots are larger in expectation.
-            "random_walk_along_the_slots": lambda key: jnp.cumsum(
-                jax.random.exponential(key, (SLOTS,))
-            ),
-            # A random number up to the slot's own number.
-            "bounds_of_slots": lambda key: jax.random.uniform(
-                key, (SLOTS,), maxval=jnp.arange(SLOTS) + 1.0
-            ),
-            # Slot i is multiplied by the same number in every step, and that number is a constant.
-            "numbers_of_a_key_that_never_changes": lambda key: jax.random.normal(
-                jax.random.key(0), (SLOTS,)
-            ),
-        },
-    ),
-    (
-        prepared_by,
-        {
-            # The first half is doubled and put before the second.
-            "halves_stuck_together_again": lambda x, y, mask, key: (
-                jnp.concatenate([2 * x[:4], x[4:]]),
-                y,
-                mask,
-            ),
-            # Slot 0 is set to zero: an example that is left out puts another one there.
-            "the_first_slot_overwritten": lambda x, y, mask, key: (x.at[0].set(0.0), y, mask),
-            # Every second slot is padding: an example that is left out brings four others back.
-            "slots_of_odd_numbers_masked": lambda x, y, mask, key: (
-                x,
-                y,
-                mask | (jnp.arange(SLOTS) % 2 == 1),
-            ),
-            # The slot's number is written into the example.
-            "numbers_of_slots_as_a_feature": lambda x, y, mask, key: (
-                x.at[:, 0].set(jnp.arange(SLOTS)),
-                y,
-                mask,
-            ),
-            # Rows of a unit matrix are added, as positions in a sequence are.
-            "codes_of_slots_added": lambda x, y, mask, key: (x + jnp.eye(SLOTS, WIDTH), y, mask),
-            # An example's inputs meet another one's targets: two rows change for one.
-            "labels_turned_round": lambda x, y, mask, key: (x, y[::-1], mask),
-            # Whether an example counts is said by another slot's mask.
-            "mask_turned_round": lambda x, y, mask, key: (x, y, mask[::-1]),
-            # Inputs move to other rows, by an order that all labels decide; targets do not.
-            "only_inputs_sorted_by_their_label": lambda x, y, mask, key: (
-                x[jnp.argsort(y[:, 0])],
-                y,
-                mask,
-            ),
-        },
-    ),
-    (
-        with_argument,
-        {
-            # The weights are not named private, but a slot's is that of whoever stands there.
-            "weights_of_slots_as_an_argument": (
-                lambda x, y, mask, weights, state: (x * weights[:, None], y, mask),
-                jnp.ones(SLOTS),
-            ),
-            # Rows are taken by halves of public numbers: each row that is taken counts twice.
-            "order_as_an_argument_that_repeats": (
-                lambda x, y, mask, at, state: (x[at // 2], y[at // 2], mask[at // 2]),
-                jnp.arange(SLOTS),
-            ),
-            # Weights of slots, read from a longer table from the step's number on.
-            "window_of_a_public_table_at_the_step": (
-                lambda x, y, mask, table, state: (
-                    x * jax.lax.dynamic_slice(table, (state.step,), (SLOTS,))[:, None],
-                    y,
-                    mask,
-                ),
-                jnp.linspace(0, 1, 64),
-            ),
-            # One slot after the other is left out: the slot is public, and who stands there is not.
-            "the_slot_of_the_step_left_out": (
-                lambda x, y, mask, _, state: (
-                    x,
-                    y,
-                    mask | (jnp.arange(SLOTS) == state.step % SLOTS),
-                ),
-                jnp.zeros(()),
-            ),
-        },
-    ),
-    (
-        with_optimizer,
-        {
-            # The variance of `optax.add_noise` falls with the number of steps.
-            "noise_of_optax": optax.chain(
-                optax.add_noise(STDDEV**2, 0.55, jax.random.key(0)), OPTIMIZER
-            ),
-        },
-    ),
-    (
-        each,
-        {
-            "aux_returned": aux_returned,
-            "reduced_on_plateau": reduced_on_plateau,
-            "sum_of_the_step_before": sum_of_the_step_before,
-            "spying_rule": spying_rule,
-            "closed_over_by_a_module": closed_over_by_a_module,
-            # The loss is weighted by a statistic of as many labels as the data set has examples.
-            "closed_over_by_the_loss": lambda: made(
-                lambda model, x, y: (
-                    jnp.mean(jnp.arange(NUM_EXAMPLES) % CLASSES == y.argmax())
-                    * LABELS.mean()
-                    * squared_error(model, x, y)
-                )
-            ),
-            # A call takes 20 steps, and the plan speaks of 10.
-            "more_steps_than_the_plan_has": lambda: epoch_by(turn, 20),
-            "noise_of_another_plan": lambda: chained(
-                plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
-            )._replace(plan=PLAN),
-            # Only the mask is an argument; inputs and targets are constants of the program.
-            "batch_closed_over_beside_its_mask": lambda: by_hand(
-                lambda model, state, mask: updated(
-                    model,
-                    state,
-                    with_noise(clipped()(model, *data()[:2], is_padding_example=mask), state.key),
-                ),
-                batch=data()[2:],
-                private=(2,),
-            ),
-        },
-    ),
-    (
-        beside,
-        {
-            "hidden_in_a_reference": hidden_in_a_reference,
-            "model_chosen": model_chosen,
-            "error_of_checkify": error_of_checkify,
-            "table_at_a_private_place": lambda given: jnp.arange(2.0)[given.y[0].argmax()],
-            "batch_of_its_own": lambda given: (2 * given.x, given.y, given.mask),
-            # A host function returns what nothing is known of.
-            "data_of_a_host_function": lambda given: jax.pure_callback(
-                lambda: data()[0].mean(), jax.ShapeDtypeStruct((), jnp.float32)
-            ),
-            "raw_model_on_public_data": lambda given: jnp.sum(
-                jax.vmap(eqx.apply_updates(given.model, scaled(-0.1, given.grads)))(
-                    jnp.ones((3, WIDTH))
-                )
-            ),
-            "rate_by_a_line_search": lambda given: jnp.argmin(
-                jax.lax.map(
-                    lambda rate: losses_of(
-                        eqx.apply_updates(given.model, scaled(-rate, given.noisy)), given
-                    ).mean(),
-                    jnp.asarray([0.01, 0.1, 1.0]),
-                )
-            ),
-            "coins_of_a_private_probability": lambda given: jax.random.bernoulli(
-                given.key, jax.nn.sigmoid(given.x.mean()), (100,)
-            ),
-        },
-    ),
-    (
-        of_closed_over,
-        {
-            "loss": lambda given, xs, ys: jax.vmap(squared_error, (None, 0, 0))(
-                given.new, xs, ys
+    "rate_by_a_line_search": lambda given: jnp.argmin(
+        jax.lax.map(
+            lambda rate: losses_of(
+                eqx.apply_updates(given.model, scaled(-rate, given.noisy)), given
             ).mean(),
-            # Columns that are equal do not make rows equal.
-            "equal_columns": lambda given, xs, ys: jnp.asarray(np.repeat(xs[:, :1], 3, 1)).mean(),
-        },
+            jnp.asarray([0.01, 0.1, 1.0]),
+        )
     ),
-    (
-        keeping,
-        {
-            "best_model": (best_model, (params_of(mlp()), jnp.float32(jnp.inf))),
-            "prototypes": (
-                lambda kept, given: kept + jax.nn.one_hot(given.y.argmax(1), CLASSES).T @ given.x,
-                jnp.zeros((CLASSES, WIDTH)),
-            ),
-            "reservoir": (
-                lambda kept, given: given.x[jax.random.randint(given.key, (), 0, SLOTS)],
-                jnp.zeros(WIDTH),
-            ),
-        },
+    "coins_of_a_private_probability": lambda given: jax.random.bernoulli(
+        given.key, jax.nn.sigmoid(given.x.mean()), (100,)
     ),
-    (
-        of_kept,
-        {
-            # What stood in a slot before is added to who stands there now.
-            "memory_of_slots": (
-                lambda m, kept, x, *_: (0.5 * x + 0.5 * kept, x),
-                jnp.zeros((SLOTS, WIDTH)),
-            ),
-            # A batch norm by hand: inputs are shifted by a mean over earlier batches.
-            "mean_of_inputs": (
-                lambda m, kept, x, *_: (x - kept, 0.9 * kept + 0.1 * x.mean(0)),
-                jnp.zeros(WIDTH),
-            ),
-        },
+}
+
+CHANGED_BY_LOSS = {
+    "learning_rate_from_the_loss": lambda loss, noisy: scaled(1 / (1 + loss), noisy),
+    # Without a branch: `jnp.where` leaves the update out if the loss is high.
+    "update_selected_by_the_loss": lambda loss, noisy: jax.tree.map(
+        lambda g: jnp.where(loss > 10.0, 0, g), noisy
     ),
-    (
-        of_the_loss,
-        {
-            "printed": printed,
-            "printed_in_a_loop": printed_in_a_loop,
-            "printed_in_a_branch": printed_in_a_branch,
-            "checked": checked,
-        },
+    "update_skipped_when_the_loss_is_high": lambda loss, noisy: jax.lax.cond(
+        loss > 10.0, lambda: scaled(0.0, noisy), lambda: noisy
     ),
-    (
-        changed_by_loss,
-        {
-            "loss_printed": lambda loss, noisy: (jax.debug.print("{}", loss), noisy)[1],
-            "loss_logged": lambda loss, noisy: (
-                io_callback(lambda _: None, None, loss, ordered=True),
-                noisy,
-            )[1],
-            "loss_checked": lambda loss, noisy: eqx.error_if(
-                noisy, loss > 1e9, "the loss is large"
-            ),
-            "loss_sent_out": lambda loss, noisy: scaled(
-                jax.pure_callback(lambda x: 0 * x + 1, jax.ShapeDtypeStruct((), jnp.float32), loss),
-                noisy,
-            ),
-            "printed_in_some_steps": lambda loss, noisy: (
-                jax.lax.cond(
-                    jax.tree.leaves(noisy)[0].sum() > 0,
-                    lambda: jax.debug.print("{}", loss),
-                    lambda: None,
-                ),
-                noisy,
-            )[1],
-        },
+    "loss_printed": lambda loss, noisy: (jax.debug.print("{}", loss), noisy)[1],
+    "loss_logged": lambda loss, noisy: (
+        io_callback(lambda _: None, None, loss, ordered=True),
+        noisy,
+    )[1],
+    "loss_checked": lambda loss, noisy: eqx.error_if(noisy, loss > 1e9, "the loss is large"),
+    "loss_sent_out": lambda loss, noisy: scaled(
+        jax.pure_callback(lambda x: 0 * x + 1, jax.ShapeDtypeStruct((), jnp.float32), loss), noisy
     ),
-    (
-        noised_by,
-        {
-            # Halves the gradient until it is short: the trip count depends on private data.
-            "halved_while_it_is_long": lambda g, k: with_noise(
-                jax.lax.while_loop(lambda t: optax.tree.norm(t) > 0.1, lambda t: scaled(0.5, t), g),
-                k,
-            ),
-            "sum_checked": lambda g, k: with_noise(
-                eqx.error_if(g, optax.tree.norm(g) > 10, "the sum is large"), k
-            ),
-            "norm_logged": lambda g, k: (
-                jax.debug.callback(lambda n: None, optax.tree.norm(g)),
-                with_noise(g, k),
-            )[1],
-        },
+    "printed_in_some_steps": lambda loss, noisy: (
+        jax.lax.cond(
+            jax.tree.leaves(noisy)[0].sum() > 0, lambda: jax.debug.print("{}", loss), lambda: None
+        ),
+        noisy,
+    )[1],
+}
+
+MIXED_BY = {
+    "batch_standardized_by_its_own_mean": lambda x, y, key: (
+        (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-3),
+        y,
     ),
-    (
-        of_params,
-        {
-            "as_many_steps_as_examples": lambda p, static, x, y, mask, noisy: jax.lax.fori_loop(
-                0, jnp.sum(~mask), lambda _, p: moved_by(p, noisy), p
-            ),
-            "until_the_loss_is_low": lambda p, static, x, y, mask, noisy: jax.lax.while_loop(
-                lambda p: mean_loss(p, static, x, y) > 1.0, lambda p: moved_by(p, noisy), p
-            ),
-            # A loop of fixed length, in which a private loss masks the rest of the turns.
-            "masked_turns": lambda p, static, x, y, mask, noisy: jax.lax.fori_loop(
-                0, 4, lambda _, p: moved_by(p, noisy, -0.01 * (mean_loss(p, static, x, y) > 1)), p
-            ),
-            "skipped_without_examples": lambda p, static, x, y, mask, noisy: jax.lax.cond(
-                jnp.all(mask), lambda: p, lambda: moved_by(p, noisy)
-            ),
-        },
+    "inputs_scaled_by_their_largest": lambda x, y, key: (x / jnp.max(jnp.abs(x)), y),
+    "examples_averaged_with_their_neighbors": lambda x, y, key: (
+        0.5 * (x + jnp.roll(x, 1, axis=0)),
+        y,
     ),
-    (
-        with_mask,
-        {
-            "none": lambda at: None,
-            # Examples far from the mean of the batch are left out.
-            "by_others": lambda at: at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3),
-            "public": lambda at: jnp.zeros(SLOTS, bool),
-            "of_every_second_slot": lambda at: at.mask | (jnp.arange(SLOTS) % 2 == 1),
-        },
+    "differences_of_examples": lambda x, y, key: (x - x[:1], y),
+    # Each column by itself: slots hold numbers of several examples.
+    "examples_sorted": lambda x, y, key: (jnp.sort(x, axis=0), y),
+    "running_sum_of_examples": lambda x, y, key: (jnp.cumsum(x, axis=0), y),
+}
+
+KEEPING = {
+    # The mean loss of the batch is in the state, under a name that the state had before.
+    "metrics_in_a_dictionary_of_the_state": (
+        lambda kept, given: {"loss": given.values.loss.mean()},
+        {"loss": jnp.zeros(())},
     ),
-    (
-        prepared_by,
-        {
-            "columns": columns,
-            "mixed_up": lambda x, y, mask, key: (
-                0.7 * x + 0.3 * x[jax.random.permutation(key, SLOTS)],
-                y,
-                mask,
-            ),
-            "handed_on_twice": lambda x, y, mask, key: tuple(
-                jnp.concatenate([leaf, leaf]) for leaf in (x, y, mask)
-            ),
-            "one_row_in_all_slots": lambda x, y, mask, key: tuple(
-                leaf[jnp.zeros(SLOTS, int)] for leaf in (x, y, mask)
-            ),
-            "one_row_as_the_mask": lambda x, y, mask, key: (x, y, jnp.tile(x[0] > 0, 2)),
-            "pairs": lambda x, y, mask, key: (
-                (x.reshape(4, 2, WIDTH) * jnp.asarray([1.0, -1.0])[None, :, None]).reshape(
-                    SLOTS, WIDTH
-                ),
-                y,
-                mask,
-            ),
-            # Inputs are looked up by indices, and targets are not: two rows change for one.
-            "inputs_by_indices_alone": (lambda x, y, index, key: (x[index], y, index < 0)),
-            # Slot i takes a time between i / n and (i + 1) / n.
-            "spread_times": lambda x, y, mask, key: (
-                x + ((jax.random.uniform(key, (SLOTS,)) + jnp.arange(SLOTS)) / SLOTS)[:, None],
-                y,
-                mask,
-            ),
-            "centered_by_a_constant_batch": lambda x, y, mask, key: (
-                x - data()[0].mean(0),
-                y,
-                mask,
-            ),
-        },
+    # An average over models that the raw sum has moved.
+    "average_of_parameters_without_noise": (
+        lambda kept, given: added(
+            scaled(0.9, kept), scaled(0.1, added(params_of(given.model), scaled(-0.1, given.grads)))
+        ),
+        params_of(mlp()),
     ),
-    (
-        lambda prepare: prepared_by(prepare, batch=(*data()[:2], jnp.arange(SLOTS))),
-        {
-            "inputs_by_indices_alone": lambda x, y, index, key: (x[index], y, index < 0),
-            "indices_times_zero": lambda x, y, at, key: (x[at * 0], y[at * 0], at < 0),
-            "indices_behind_the_last": lambda x, y, at, key: (x[at + 100], y[at + 100], at < 0),
-        },
+    # The least loss so far.
+    "least_loss": (lambda kept, given: jnp.minimum(kept, given.values.loss.mean()), jnp.zeros(())),
+    # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
+    "residual_of_the_noise": (
+        lambda kept, given: added(given.grads, scaled(-1.0, given.noisy)),
+        zero_sums(),
     ),
-    (
-        lambda prepare: with_argument(prepare, jnp.ones(SLOTS)),
-        {
-            "mask_that_is_not_private": lambda x, y, mask, chosen, state: (
-                x,
-                y,
-                mask | (chosen > 2),
-            ),
-            "targets_rolled_by_the_step": lambda x, y, mask, _, state: (
-                x,
-                jnp.roll(y, state.step, 0),
-                mask,
-            ),
-            "diffusion_times": lambda x, y, mask, times, state: (
-                jnp.cos(times)[:, None] * x,
-                y,
-                mask,
-            ),
-        },
+    # Error feedback: what the rounding of the raw sum has lost.
+    "residual_of_a_rounding": (
+        lambda kept, given: jax.tree.map(lambda g: g - jnp.round(g, 1), given.grads),
+        zero_sums(),
     ),
-    (
-        step_of,
-        {
-            "batch_closed_over": batch_closed_over,
-            "balanced": balanced,
-            "hardest": hardest,
-            "models_of_halves": models_of_halves,
-            "slope": slope,
-            "models_mapped": models_mapped,
-            "ensemble": ensemble,
-            "mask_for_one_of_two_losses": lambda at: with_noise(
-                added(at.sum(), clipped(absolute_error)(at.model, at.x, at.y)),
-                at.keys[0],
-                2 * STDDEV,
-            ),
-            "one_half_or_the_other": lambda at: with_noise(
-                jax.lax.cond(
-                    at.state.step % 2 == 0,
-                    lambda: in_parts(at, slice(4)),
-                    lambda: in_parts(at, slice(4, 8)),
-                ),
-                at.keys[0],
-            ),
-            "difference_of_halves": lambda at: with_noise(
-                added(in_parts(at, slice(4)), scaled(-1.0, in_parts(at, slice(4, 8)))), at.keys[0]
-            ),
-            "overlapping_slices": lambda at: with_noise(
-                added(*(in_parts(at, slice(i, i + 5)) for i in range(4))), at.keys[0]
-            ),
-            "three_of_four_strided_parts": lambda at: with_noise(
-                added(*(in_parts(at, slice(i, None, 4)) for i in range(3))), at.keys[0]
-            ),
-        },
+    # Real examples are counted over steps.
+    "number_of_examples_seen": (
+        lambda kept, given: kept + jnp.sum(~given.mask),
+        jnp.zeros((), int),
     ),
-    (
-        accumulated,
-        {
-            "growing": lambda total, grads, i: 2.0 * total + grads,
-            "alternating": lambda total, grads, i: grads - total,
-            "alternating_factors": lambda total, grads, i: (
-                total + jnp.where(i % 2, -1.0, 1.0) * grads
-            ),
-        },
+    # Labels are counted by class.
+    "histogram_of_labels": (
+        lambda kept, given: kept + jax.nn.one_hot(given.y.argmax(1), CLASSES).sum(0),
+        jnp.zeros(CLASSES),
     ),
-    (
-        summed,
-        {
-            "table_of_weights": lambda g: psum(scaled(jnp.asarray([1.0, 0.0] * 4)[device()], g)),
-            "gathered_signs": lambda g: jax.tree.map(
-                lambda a: jnp.tensordot(SIGNS, jax.lax.all_gather(a, "data"), 1), g
-            ),
-            "neighbors": lambda g: psum(
-                added(g, jax.lax.ppermute(g, "data", [(i, (i + 1) % 8) for i in range(8)]))
-            ),
-            "carried_and_summed_again": (
-                lambda g: jax.lax.fori_loop(0, 2, lambda _, t: psum(added(t, g)), zero_sums()),
-                2 * STDDEV,
-            ),
-            "one_branch": lambda g: jax.lax.cond(
-                psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
-            ),
-        },
+    # A batch norm's statistics.
+    "mean_and_variance_of_inputs": (
+        lambda kept, given: (
+            0.9 * kept[0] + 0.1 * given.x.mean(0),
+            0.9 * kept[1] + 0.1 * given.x.var(0),
+        ),
+        (jnp.zeros(WIDTH), jnp.ones(WIDTH)),
     ),
-    (
-        over_devices,
-        {
-            # An example that moves to the next device is differentiated at another model.
-            "another_model_on_each": lambda model, x, y, mask: psum(
-                clipped()(
-                    jax.tree.map(lambda a: a * (1 + device()) if eqx.is_array(a) else a, model),
-                    x,
-                    y,
-                    is_padding_example=mask,
-                )
-            ),
-            "another_loss_on_odd_ones": lambda model, x, y, mask: psum(
-                jax.tree.map(
-                    lambda a, b: jnp.where(device() % 2 == 1, a, b),
-                    clipped()(model, x, y, is_padding_example=mask),
-                    clipped(absolute_error)(model, x, y, is_padding_example=mask),
-                )
-            ),
-            "mean_over_real_examples": lambda model, x, y, mask: scaled(
-                1 / jnp.maximum(psum(jnp.sum(~mask)), 1),
-                psum(clipped(normalize_by=1.0)(model, x, y, is_padding_example=mask)),
-            ),
-            "one_slot_on_all": lambda model, *batch: psum(
-                (lambda x, y, mask: clipped()(model, x, y, is_padding_example=mask))(
-                    *(jax.lax.all_gather(leaf, "data", tiled=True)[:1] for leaf in batch)
-                )
-            ),
-            "standardized_over_all": lambda model, x, y, mask: psum(
-                clipped()(model, x - jax.lax.pmean(x.mean(0), "data"), y, is_padding_example=mask)
-            ),
-        },
+    # The slots of the largest losses, for the next step.
+    "hardest_slots": (
+        lambda kept, given: jax.lax.top_k(given.values.loss, 2)[1],
+        jnp.zeros(2, jnp.int32),
     ),
-    (
-        of_devices,
-        {
-            "a_noise_of_its_own": lambda g, key: with_noise(g, jax.random.fold_in(key, device())),
-            "one_noise_for_all": lambda g, key: with_noise(g, key),
-            "an_eighth_of_the_noise": lambda g, key: psum(
-                with_noise(g, jax.random.fold_in(key, device()), STDDEV / 8)
-            ),
-            "noise_for_a_mean": lambda g, key: with_noise(psum(g), key, STDDEV / 8),
-        },
+    # For scaling: the largest number of any input so far.
+    "largest_input": (lambda kept, given: jnp.maximum(kept, jnp.abs(given.x).max()), jnp.zeros(())),
+    "best_model": (best_model, (params_of(mlp()), jnp.float32(jnp.inf))),
+    "prototypes": (
+        lambda kept, given: kept + jax.nn.one_hot(given.y.argmax(1), CLASSES).T @ given.x,
+        jnp.zeros((CLASSES, WIDTH)),
     ),
-    (
-        with_optimizer,
-        {
-            "of_another_gradient": optax.chain(
-                PLAN.privatizer(clipped(l2_clip_norm=0.5), key=SECRET), OPTIMIZER
-            ),
-            "scaled_before_and_behind": optax.chain(optax.scale(10.0), NOISE, optax.scale(0.1)),
-            "schedule_before": optax.chain(optax.scale_by_schedule(lambda step: 1.0 + step), NOISE),
-            "on_matrices_alone": optax.chain(
-                optax.masked(NOISE, lambda p: jax.tree.map(lambda a: a.ndim > 1, p)), OPTIMIZER
-            ),
-            "in_one_of_two_groups": one_noise_for_two_groups(),
-            "behind_a_check_that_skips": optax.apply_if_finite(optax.chain(NOISE, OPTIMIZER), 3),
-            "for_a_sum_that_is_not_divided": (
-                optax.chain(NOISE, OPTIMIZER),
-                clipped(normalize_by=1.0),
-            ),
-        },
+    "reservoir": (
+        lambda kept, given: given.x[jax.random.randint(given.key, (), 0, SLOTS)],
+        jnp.zeros(WIDTH),
     ),
+}
+
+SUMMED = {
+    # Each example counts nine times, and the noise is for two: a multiplier of 0.27.
+    "sum_of_the_sum_and_the_parts": (lambda grads: psum(added(psum(grads), grads)), 2 * STDDEV),
+    # Each example counts eight times.
+    "sum_of_sums": lambda grads: psum(psum(grads)),
+    # An example that is left out changes the sign of all behind it: 15 times the clip norm.
+    "signs_of_devices": lambda g: psum(scaled(jnp.where(device() % 2 == 0, 1.0, -1.0), g)),
+    # An example that is left out moves the next one to the first device: two change.
+    "the_first_device_alone": lambda g: psum(
+        jax.tree.map(lambda a: jnp.where(device() == 0, a, 0.0), g)
+    ),
+    # Weights from -1 to 1: all behind an example that is left out get another one.
+    "weights_of_devices": lambda g: psum(scaled((device() - 3.5) / 3.5, g)),
+    # The gathered sums are added on each device, and the devices' equal results once more.
+    "sums_gathered_added_and_summed": lambda g: psum(
+        jax.tree.map(lambda a: jax.lax.all_gather(a, "data").sum(0), g)
+    ),
+    # One device's sum: an example that is left out changes two of its examples.
+    "one_of_the_gathered_sums": lambda g: jax.tree.map(
+        lambda a: jax.lax.all_gather(a, "data")[3], g
+    ),
+    # The second mean changes nothing, and the noise is divided by the devices twice.
+    "averaged_twice": (
+        lambda g: jax.lax.pmean(jax.lax.pmean(g, "data"), "data"),
+        STDDEV / DEVICES**2,
+    ),
+    # The sum of eight equal means is the sum, and the noise is for a mean.
+    "sum_of_means": (lambda g: psum(jax.lax.pmean(g, "data")), STDDEV / DEVICES),
+    # `ppermute` gives zeros to devices that nobody sends to: two slots of eight are summed.
+    "parts_of_two_devices_alone": lambda g: psum(jax.lax.ppermute(g, "data", [(0, 0), (1, 1)])),
+    # A loop sums the sum four times: each example counts 8 ** 4 times.
+    "summed_until_it_is_large": lambda g: jax.lax.fori_loop(0, 4, lambda _, g: psum(g), g),
+    # In the other branch a device's own part goes on, which stands for two examples.
+    "sum_in_one_branch_alone": lambda g: jax.lax.cond(
+        psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
+    ),
+    "table_of_weights": lambda g: psum(scaled(jnp.asarray([1.0, 0.0] * 4)[device()], g)),
+    "gathered_signs": lambda g: jax.tree.map(
+        lambda a: jnp.tensordot(SIGNS, jax.lax.all_gather(a, "data"), 1), g
+    ),
+    "neighbors": lambda g: psum(
+        added(g, jax.lax.ppermute(g, "data", [(i, (i + 1) % 8) for i in range(8)]))
+    ),
+    "carried_and_summed_again": (
+        lambda g: jax.lax.fori_loop(0, 2, lambda _, t: psum(added(t, g)), zero_sums()),
+        2 * STDDEV,
+    ),
+    "one_branch": lambda g: jax.lax.cond(
+        psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
+    ),
+}
+
+EACH = {
+    # The batch is not spread: all eight devices sum all examples.
+    "the_whole_batch_on_every_device": lambda: over_devices(
+        lambda model, x, y, mask: psum(clipped()(model, x, y, is_padding_example=mask)), batch=P()
+    ),
+    # The batch is spread over both axes: what leaves is the sum of one half.
+    "sum_over_one_of_two_axes": lambda: over_devices(
+        lambda model, x, y, mask: jax.lax.psum(
+            clipped()(model, x, y, is_padding_example=mask), "data"
+        ),
+        mesh_of("auto", data=4, more=2),
+        batch=P(("data", "more")),
+    ),
+    # Replacing an example moves a sum twice as far as leaving it out.
+    "privatizer_of_another_relation": lambda: chained()._replace(
+        plan=plan_under(NeighboringRelation.REPLACE_ONE)
+    ),
+    "columns": columns,
+    "columns_in_a_scan": columns_in_a_scan,
+    "aux_returned": aux_returned,
+    "reduced_on_plateau": reduced_on_plateau,
+    "sum_of_the_step_before": sum_of_the_step_before,
+    "spying_rule": spying_rule,
+    "closed_over_by_a_module": closed_over_by_a_module,
+    # The loss is weighted by a statistic of as many labels as the data set has examples.
+    "closed_over_by_the_loss": lambda: made(
+        lambda model, x, y: (
+            jnp.mean(jnp.arange(NUM_EXAMPLES) % CLASSES == y.argmax())
+            * LABELS.mean()
+            * squared_error(model, x, y)
+        )
+    ),
+    # A call takes 20 steps, and the plan speaks of 10.
+    "more_steps_than_the_plan_has": lambda: epoch_by(turn, 20),
+    "noise_of_another_plan": lambda: chained(
+        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
+    )._replace(plan=PLAN),
+    # Only the mask is an argument; inputs and targets are constants of the program.
+    "batch_closed_over_beside_its_mask": lambda: by_hand(
+        lambda model, state, mask: updated(
+            model,
+            state,
+            with_noise(clipped()(model, *data()[:2], is_padding_example=mask), state.key),
+        ),
+        batch=data()[2:],
+        private=(2,),
+    ),
+}
+
+OVER_DEVICES = {
+    # The axis `model` holds copies: each example counts twice.
+    "sum_over_an_axis_that_has_no_examples": (
+        lambda model, x, y, mask: jax.lax.psum(
+            clipped()(model, x, y, is_padding_example=mask), ("data", "model")
+        ),
+        mesh_of("auto", data=4, model=2),
+    ),
+    # An example that moves to the next device is differentiated at another model.
+    "another_model_on_each": lambda model, x, y, mask: psum(
+        clipped()(
+            jax.tree.map(lambda a: a * (1 + device()) if eqx.is_array(a) else a, model),
+            x,
+            y,
+            is_padding_example=mask,
+        )
+    ),
+    "another_loss_on_odd_ones": lambda model, x, y, mask: psum(
+        jax.tree.map(
+            lambda a, b: jnp.where(device() % 2 == 1, a, b),
+            clipped()(model, x, y, is_padding_example=mask),
+            clipped(absolute_error)(model, x, y, is_padding_example=mask),
+        )
+    ),
+    "mean_over_real_examples": lambda model, x, y, mask: scaled(
+        1 / jnp.maximum(psum(jnp.sum(~mask)), 1),
+        psum(clipped(normalize_by=1.0)(model, x, y, is_padding_example=mask)),
+    ),
+    "one_slot_on_all": lambda model, *batch: psum(
+        (lambda x, y, mask: clipped()(model, x, y, is_padding_example=mask))(
+            *(jax.lax.all_gather(leaf, "data", tiled=True)[:1] for leaf in batch)
+        )
+    ),
+    "standardized_over_all": lambda model, x, y, mask: psum(
+        clipped()(model, x - jax.lax.pmean(x.mean(0), "data"), y, is_padding_example=mask)
+    ),
+}
+
+WEIGHTED = {
+    # The first four slots count: an example that is left out moves the fifth into them.
+    "weights_concatenated": lambda key: jnp.concatenate([jnp.ones(4), jnp.zeros(4)]),
+    # The same, by `jnp.pad`.
+    "weights_padded": lambda key: jnp.pad(jnp.ones(4), (0, 4)),
+    # Slot i has the weight i: all behind an example that is left out get another one.
+    "ramp_by_map": lambda key: jax.lax.map(lambda i: 1.0 * i, jnp.arange(SLOTS)),
+    # The same, by the carry of a scan.
+    "ramp_by_a_counter": lambda key: jax.lax.scan(
+        lambda i, _: (i + 1.0, i), 0.0, None, length=SLOTS
+    )[1],
+    # The same, by `cumsum` of ones.
+    "ramp_by_a_cumulative_sum": lambda key: jnp.cumsum(jnp.ones(SLOTS)),
+    # The same, by a triangular matrix times ones.
+    "ramp_by_a_product": lambda key: jnp.tril(jnp.ones((SLOTS, SLOTS))) @ jnp.ones(SLOTS),
+    # Slot i has the i-th smallest of eight random times.
+    "sorted_times": lambda key: jnp.sort(jax.random.uniform(key, (SLOTS,))),
+    # The same from the largest on, by `top_k`.
+    "largest_times": lambda key: jax.lax.top_k(jax.random.uniform(key, (SLOTS,)), SLOTS)[0],
+    # A random number up to the slot's own number.
+    "bounds_of_slots": lambda key: jax.random.uniform(
+        key, (SLOTS,), maxval=jnp.arange(SLOTS) + 1.0
+    ),
+    # Slot i is multiplied by the same number in every step, and that number is a constant.
+    "numbers_of_a_key_that_never_changes": lambda key: jax.random.normal(
+        jax.random.key(0), (SLOTS,)
+    ),
+}
+
+PREPARED_BY = {
+    # The first half is doubled and put before the second.
+    "halves_stuck_together_again": lambda x, y, mask, key: (
+        jnp.concatenate([2 * x[:4], x[4:]]),
+        y,
+        mask,
+    ),
+    # Slot 0 is set to zero: an example that is left out puts another one there.
+    "the_first_slot_overwritten": lambda x, y, mask, key: (x.at[0].set(0.0), y, mask),
+    # Every second slot is padding: an example that is left out brings four others back.
+    "slots_of_odd_numbers_masked": lambda x, y, mask, key: (
+        x,
+        y,
+        mask | (jnp.arange(SLOTS) % 2 == 1),
+    ),
+    # The slot's number is written into the example.
+    "numbers_of_slots_as_a_feature": lambda x, y, mask, key: (
+        x.at[:, 0].set(jnp.arange(SLOTS)),
+        y,
+        mask,
+    ),
+    # Rows of a unit matrix are added, as positions in a sequence are.
+    "codes_of_slots_added": lambda x, y, mask, key: (x + jnp.eye(SLOTS, WIDTH), y, mask),
+    # An example's inputs meet another one's targets: two rows change for one.
+    "labels_turned_round": lambda x, y, mask, key: (x, y[::-1], mask),
+    # Whether an example counts is said by another slot's mask.
+    "mask_turned_round": lambda x, y, mask, key: (x, y, mask[::-1]),
+    # Inputs move to other rows, by an order that all labels decide; targets do not.
+    "only_inputs_sorted_by_their_label": lambda x, y, mask, key: (x[jnp.argsort(y[:, 0])], y, mask),
+    "mixed_up": lambda x, y, mask, key: (
+        0.7 * x + 0.3 * x[jax.random.permutation(key, SLOTS)],
+        y,
+        mask,
+    ),
+    "handed_on_twice": lambda x, y, mask, key: tuple(
+        jnp.concatenate([leaf, leaf]) for leaf in (x, y, mask)
+    ),
+    "one_row_in_all_slots": lambda x, y, mask, key: tuple(
+        leaf[jnp.zeros(SLOTS, int)] for leaf in (x, y, mask)
+    ),
+    "one_row_as_the_mask": lambda x, y, mask, key: (x, y, jnp.tile(x[0] > 0, 2)),
+    "pairs": lambda x, y, mask, key: (
+        (x.reshape(4, 2, WIDTH) * jnp.asarray([1.0, -1.0])[None, :, None]).reshape(SLOTS, WIDTH),
+        y,
+        mask,
+    ),
+    # Inputs are looked up by indices, and targets are not: two rows change for one.
+    "inputs_by_indices_alone": (lambda x, y, index, key: (x[index], y, index < 0)),
+    # Slot i takes a time between i / n and (i + 1) / n.
+    "spread_times": lambda x, y, mask, key: (
+        x + ((jax.random.uniform(key, (SLOTS,)) + jnp.arange(SLOTS)) / SLOTS)[:, None],
+        y,
+        mask,
+    ),
+    "centered_by_a_constant_batch": lambda x, y, mask, key: (x - data()[0].mean(0), y, mask),
+}
+
+WITH_ARGUMENT = {
+    # The weights are not named private, but a slot's is that of whoever stands there.
+    "weights_of_slots_as_an_argument": (
+        lambda x, y, mask, weights, state: (x * weights[:, None], y, mask),
+        jnp.ones(SLOTS),
+    ),
+    # Rows are taken by halves of public numbers: each row that is taken counts twice.
+    "order_as_an_argument_that_repeats": (
+        lambda x, y, mask, at, state: (x[at // 2], y[at // 2], mask[at // 2]),
+        jnp.arange(SLOTS),
+    ),
+    # Weights of slots, read from a longer table from the step's number on.
+    "window_of_a_public_table_at_the_step": (
+        lambda x, y, mask, table, state: (
+            x * jax.lax.dynamic_slice(table, (state.step,), (SLOTS,))[:, None],
+            y,
+            mask,
+        ),
+        jnp.linspace(0, 1, 64),
+    ),
+    # One slot after the other is left out: the slot is public, and who stands there is not.
+    "the_slot_of_the_step_left_out": (
+        lambda x, y, mask, _, state: (x, y, mask | (jnp.arange(SLOTS) == state.step % SLOTS)),
+        jnp.zeros(()),
+    ),
+}
+
+WITH_OPTIMIZER = {
+    # The variance of `optax.add_noise` falls with the number of steps.
+    "noise_of_optax": optax.chain(optax.add_noise(STDDEV**2, 0.55, jax.random.key(0)), OPTIMIZER),
+    "of_another_gradient": optax.chain(
+        PLAN.privatizer(clipped(l2_clip_norm=0.5), key=SECRET), OPTIMIZER
+    ),
+    "scaled_before_and_behind": optax.chain(optax.scale(10.0), NOISE, optax.scale(0.1)),
+    "schedule_before": optax.chain(optax.scale_by_schedule(lambda step: 1.0 + step), NOISE),
+    "on_matrices_alone": optax.chain(
+        optax.masked(NOISE, lambda p: jax.tree.map(lambda a: a.ndim > 1, p)), OPTIMIZER
+    ),
+    "in_one_of_two_groups": one_noise_for_two_groups(),
+    "behind_a_check_that_skips": optax.apply_if_finite(optax.chain(NOISE, OPTIMIZER), 3),
+    "for_a_sum_that_is_not_divided": (optax.chain(NOISE, OPTIMIZER), clipped(normalize_by=1.0)),
+}
+
+OF_CLOSED_OVER = {
+    "loss": lambda given, xs, ys: jax.vmap(squared_error, (None, 0, 0))(given.new, xs, ys).mean(),
+    # Columns that are equal do not make rows equal.
+    "equal_columns": lambda given, xs, ys: jnp.asarray(COLUMNS).mean(),
+}
+
+OF_KEPT = {
+    # What stood in a slot before is added to who stands there now.
+    "memory_of_slots": (
+        lambda m, kept, x, *_: (0.5 * x + 0.5 * kept, x),
+        jnp.zeros((SLOTS, WIDTH)),
+    ),
+    # A batch norm by hand: inputs are shifted by a mean over earlier batches.
+    "mean_of_inputs": (
+        lambda m, kept, x, *_: (x - kept, 0.9 * kept + 0.1 * x.mean(0)),
+        jnp.zeros(WIDTH),
+    ),
+}
+
+OF_THE_LOSS = {
+    "printed": printed,
+    "printed_in_a_loop": printed_in_a_loop,
+    "printed_in_a_branch": printed_in_a_branch,
+    "checked": checked,
+}
+
+NOISED_BY = {
+    # Halves the gradient until it is short: the trip count depends on private data.
+    "halved_while_it_is_long": lambda g, k: with_noise(
+        jax.lax.while_loop(lambda t: optax.tree.norm(t) > 0.1, lambda t: scaled(0.5, t), g), k
+    ),
+    "sum_checked": lambda g, k: with_noise(
+        eqx.error_if(g, optax.tree.norm(g) > 10, "the sum is large"), k
+    ),
+    "norm_logged": lambda g, k: (
+        jax.debug.callback(lambda n: None, optax.tree.norm(g)),
+        with_noise(g, k),
+    )[1],
+}
+
+OF_PARAMS = {
+    "as_many_steps_as_examples": lambda p, static, x, y, mask, noisy: jax.lax.fori_loop(
+        0, jnp.sum(~mask), lambda _, p: moved_by(p, noisy), p
+    ),
+    "until_the_loss_is_low": lambda p, static, x, y, mask, noisy: jax.lax.while_loop(
+        lambda p: mean_loss(p, static, x, y) > 1.0, lambda p: moved_by(p, noisy), p
+    ),
+    # A loop of fixed length, in which a private loss masks the rest of the turns.
+    "masked_turns": lambda p, static, x, y, mask, noisy: jax.lax.fori_loop(
+        0, 4, lambda _, p: moved_by(p, noisy, -0.01 * (mean_loss(p, static, x, y) > 1)), p
+    ),
+    "skipped_without_examples": lambda p, static, x, y, mask, noisy: jax.lax.cond(
+        jnp.all(mask), lambda: p, lambda: moved_by(p, noisy)
+    ),
+}
+
+WITH_MASK = {
+    "none": lambda at: None,
+    # Examples far from the mean of the batch are left out.
+    "by_others": lambda at: at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3),
+    "public": lambda at: jnp.zeros(SLOTS, bool),
+    "of_every_second_slot": lambda at: at.mask | (jnp.arange(SLOTS) % 2 == 1),
+}
+
+MORE_17 = {
+    "inputs_by_indices_alone": lambda x, y, index, key: (x[index], y, index < 0),
+    "indices_times_zero": lambda x, y, at, key: (x[at * 0], y[at * 0], at < 0),
+    "indices_behind_the_last": lambda x, y, at, key: (x[at + 100], y[at + 100], at < 0),
+}
+
+MORE_18 = {
+    "mask_that_is_not_private": lambda x, y, mask, chosen, state: (x, y, mask | (chosen > 2)),
+    "targets_rolled_by_the_step": lambda x, y, mask, _, state: (
+        x,
+        jnp.roll(y, state.step, 0),
+        mask,
+    ),
+    "diffusion_times": lambda x, y, mask, times, state: (jnp.cos(times)[:, None] * x, y, mask),
+}
+
+STEP_OF = {
+    "batch_closed_over": batch_closed_over,
+    "balanced": balanced,
+    "hardest": hardest,
+    "models_of_halves": models_of_halves,
+    "slope": slope,
+    "models_mapped": models_mapped,
+    "ensemble": ensemble,
+    "mask_for_one_of_two_losses": lambda at: with_noise(
+        added(at.sum(), clipped(absolute_error)(at.model, at.x, at.y)), at.keys[0], 2 * STDDEV
+    ),
+    "one_half_or_the_other": lambda at: with_noise(
+        jax.lax.cond(
+            at.state.step % 2 == 0,
+            lambda: in_parts(at, slice(4)),
+            lambda: in_parts(at, slice(4, 8)),
+        ),
+        at.keys[0],
+    ),
+    "difference_of_halves": lambda at: with_noise(
+        added(in_parts(at, slice(4)), scaled(-1.0, in_parts(at, slice(4, 8)))), at.keys[0]
+    ),
+    "three_of_four_strided_parts": lambda at: with_noise(
+        added(*(in_parts(at, slice(i, None, 4)) for i in range(3))), at.keys[0]
+    ),
+}
+
+ACCUMULATED = {
+    "growing": lambda total, grads, i: 2.0 * total + grads,
+    "alternating_factors": lambda total, grads, i: total + jnp.where(i % 2, -1.0, 1.0) * grads,
+}
+
+OF_DEVICES = {
+    "a_noise_of_its_own": lambda g, key: with_noise(g, jax.random.fold_in(key, device())),
+    "one_noise_for_all": lambda g, key: with_noise(g, key),
+    "an_eighth_of_the_noise": lambda g, key: psum(
+        with_noise(g, jax.random.fold_in(key, device()), STDDEV / 8)
+    ),
+    "noise_for_a_mean": lambda g, key: with_noise(psum(g), key, STDDEV / 8),
+}
+
+STEPS = [
+    (beside, BESIDE),
+    (changed_by_loss, CHANGED_BY_LOSS),
+    (mixed_by, MIXED_BY),
+    (keeping, KEEPING),
+    (summed, SUMMED),
+    (each, EACH),
+    (over_devices, OVER_DEVICES),
+    (weighted, WEIGHTED),
+    (prepared_by, PREPARED_BY),
+    (with_argument, WITH_ARGUMENT),
+    (with_optimizer, WITH_OPTIMIZER),
+    (of_closed_over, OF_CLOSED_OVER),
+    (of_kept, OF_KEPT),
+    (of_the_loss, OF_THE_LOSS),
+    (noised_by, NOISED_BY),
+    (of_params, OF_PARAMS),
+    (with_mask, WITH_MASK),
+    (lambda prepare: prepared_by(prepare, batch=(*data()[:2], jnp.arange(SLOTS))), MORE_17),
+    (lambda prepare: with_argument(prepare, jnp.ones(SLOTS)), MORE_18),
+    (step_of, STEP_OF),
+    (accumulated, ACCUMULATED),
+    (of_devices, OF_DEVICES),
 ]
