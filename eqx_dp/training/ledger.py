@@ -43,6 +43,12 @@ _COUNTS = ("start", "num_examples", "steps")
 _FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "noise", "made_by")
 
 
+_UNCERTIFIED = (
+    "that noise is not certified: for every epsilon the true delta is at least {:.2g} if a gradient "
+    "lies along one parameter, and {:.2g} if it is spread over a million"
+)
+
+
 class CheckpointWarning(UserWarning):
     """A run goes on, and something in its directory was damaged, changed, or not written."""
 
@@ -108,7 +114,7 @@ def statement(
         "steps that a directory restored from an older backup does not know of",
         *(["other runs with the same seed, whose noise is the same"] if is_seeded else []),
         *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
-        *([] if is_certified else [uncertified(plan)]),
+        *([] if is_certified else [_UNCERTIFIED.format(*map(plan.uncertified_delta, (1, 10**6)))]),
     ]
     return {
         "format": _STATEMENT,
@@ -124,16 +130,6 @@ def statement(
         "covers": covers,
         "does_not_cover": does_not_cover,
     }
-
-
-def uncertified(plan: PrivacyPlan) -> str:
-    """What noise that is not certified leaves open, with figures for a plan."""
-    one, million = (f"{plan.uncertified_delta(entries):.2g}" for entries in (1, 10**6))
-    return (
-        "that the noise is no Gaussian, since it is not certified: for every epsilon the true "
-        f"delta is at least {one} if an example's gradient lies along one parameter, and {million} "
-        "if it is spread over a million"
-    )
 
 
 class Tally:
@@ -199,7 +195,7 @@ class Ledger(Tally):
             "policy": None if policy is None else str(policy),
             "unsafe": policy is not None and policy.unsafe,
             "randomness": "fresh" if step._seed is None else "seeded",
-            "noise": "certified" if step._has_certified_noise else "not certified",
+            "noise": "certified" if step._is_certified else "not certified",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},

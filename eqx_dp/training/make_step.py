@@ -42,7 +42,6 @@ def make_step(
     ema: float | None = None,
     shared: bool = False,
     seed: Secret | None = None,
-    certified: bool = True,
 ) -> Step[Model]:
     """Makes one jitted step of private training from a loss, an optimizer and a plan.
 
@@ -65,7 +64,8 @@ def make_step(
     **Randomness.** `step.init` draws 256 random bits from the operating system for the noise, the
     loss's own keys and stochastic rounding, and `step.sampler` draws others for the batches.
     Nothing stores them, so no two runs have noise or samples in common. The keys of step t follow
-    from these bits, the purpose, t and the path of the leaf.
+    from these bits, the purpose, t and the path of the leaf. Noise is certified (see
+    `gaussian_privatizer`), but on a TPU and by a policy of narrow noise; `privacy.json` says which.
 
     **Guarantee.** The models of all steps that follow one `init`, seen together, are
     `plan.epsilon()`-differentially private, if there are at most `plan.steps` of them and batches
@@ -108,9 +108,6 @@ def make_step(
             models with one seed share their noise, and the difference of their models shows private
             data without noise. A number of at least 0, or bytes, the same on all hosts; take
             `secrets.randbits(128)`, since a small one can be guessed. None: fresh randomness.
-        certified: whether noise is the one that is proven for the numbers that the machine adds.
-            False: what `jax.random.normal` draws, which is no Gaussian; `privacy.json` says so. See
-            `gaussian_privatizer`.
 
     Raises:
         ValueError: `num_examples` or `seed` is not a whole number in its range, `ema` no number in
@@ -149,7 +146,6 @@ def make_step(
         _update=optimizer,
         _filter_spec=filter_spec,
         _seed=seed,
-        _certified=flag("certified", certified),
     )
 
 

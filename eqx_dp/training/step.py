@@ -67,7 +67,6 @@ class Step(Generic[Model]):
     _ema: float | None
     _shared: bool
     _seed: int | bytes | None
-    _certified: bool
 
     def __post_init__(self) -> None:
         _ = self._noise  # refused now if at all, and made outside of any trace
@@ -88,13 +87,13 @@ class Step(Generic[Model]):
     def _noise(self) -> optax.GradientTransformation | None:
         if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
             return None
-        return self.plan.privatizer(self.grad_fn, certified=self._certified)
+        return self.plan.privatizer(self.grad_fn, certified=self._is_certified)
 
     @property
-    def _has_certified_noise(self) -> bool:
-        """Whether the noise is proven: it was asked for, and the policy's noise is not narrow."""
+    def _is_certified(self) -> bool:
+        """Whether noise is proven: neither on a TPU, which has no float64, nor in a narrow dtype."""
         policy = self.grad_fn.policy
-        return self._certified and (policy is None or is_wide(policy.noise_dtype))
+        return jax.default_backend() != "tpu" and (policy is None or is_wide(policy.noise_dtype))
 
     def _mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context."""
