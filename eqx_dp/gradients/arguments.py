@@ -126,14 +126,12 @@ class Examples(NamedTuple):
         keys: one key an example, or None.
         is_padding_example: True where a slot holds no real example, or None.
         num_examples: the length of the batch, padding included.
-        are_keys_in_order: whether the i-th key is that of the i-th real example, not of its slot.
     """
 
     batch: tuple[PyTree[Array], ...]
     keys: Array | None
     is_padding_example: Array | None
     num_examples: int
-    are_keys_in_order: bool = False
 
     @property
     def leaves(self) -> list[Any]:

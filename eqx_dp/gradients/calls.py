@@ -11,7 +11,6 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
@@ -25,7 +24,6 @@ from ..sharding import (
     check_context,
     cut_of,
     over_devices,
-    slots_by_process,
     whole,
 )
 from ..shown import shapes
@@ -153,15 +151,6 @@ class Prepared(NamedTuple):
     specs: CallSpecs | None
     num_shards: int
 
-    def with_key(self, key: Any) -> "Prepared":
-        """The same call with another key, split: the i-th real example gets the i-th part.
-
-        So an example has the same key wherever the padding stands. Hosts and devices differ in
-        that, and a step that another layout repeats must not meet the same noise with other keys.
-        """
-        keys = jax.random.split(key, self.examples.num_examples)
-        return self._replace(examples=self.examples._replace(keys=keys, are_keys_in_order=True))
-
     @property
     def paths(self) -> list[str]:
         """Where each trainable leaf stands in the model."""
@@ -272,7 +261,6 @@ def _spread(
     """Sends a batch through the method, a microbatch at a time, on every device its own part."""
     traced, examples, specs = prepared.traced, prepared.examples, prepared.specs
     rules = configuration.sharding
-    examples = _with_keys_of_examples(examples, rules)
     on_device = functools.partial(_on_device, configuration, method, prepared.choice)
     if rules is None or specs is None:
         return on_device(traced, examples.leaves, examples.is_padding_example)
@@ -311,20 +299,6 @@ def parts_that_stay(traced: TracedLoss) -> set[int]:
     formed.
     """
     return set(range(len(traced.params) + len(traced.frozen))) - set(traced.uses.formed)
-
-
-def _with_keys_of_examples(examples: Examples, rules: ShardingRules | None) -> Examples:
-    """Keys that are in the order of real examples, in the slots of these."""
-    keys, mask = examples.keys, examples.is_padding_example
-    if not examples.are_keys_in_order or keys is None or mask is None:
-        return examples
-    if rules is None:
-        return examples._replace(keys=keys[jnp.maximum(jnp.cumsum(~mask) - 1, 0)])
-    # Hosts have drawn in the order of processes, wherever the mesh puts their slots.
-    slots = slots_by_process(rules.mesh, rules.examples, examples.num_examples)
-    mask = rules.place(mask, PartitionSpec())[slots]
-    rank = jnp.maximum(jnp.cumsum(~mask) - 1, 0)[np.argsort(slots)]
-    return examples._replace(keys=keys[rank])
 
 
 def _on_device(

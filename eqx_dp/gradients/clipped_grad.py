@@ -185,7 +185,6 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             *batch: arrays, or trees of arrays, with examples along every leading axis.
             key: one key; it is split into one key for each slot, which the loss gets as `key`. To
                 repeat a step with the same noise, repeat its layout too: hosts, devices, padding.
-                (`make_step` gives keys to examples, in any layout.)
             is_padding_example: True where a slot holds no real example; such a slot contributes
                 exactly zero, for any content. None means no padding; a function that
                 [`of_samples`][] returned refuses it, and `check_privacy` does in a step whose plan

@@ -279,10 +279,6 @@ class Narrow(NamedTuple):
 
         return _Rewriting(self, product).program(program, False)
 
-    def wide_alone(self, program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-        """The program without its narrow products, to count the operations of the others."""
-        return _Rewriting(self, lambda _: []).program(program, False)
-
     def addresses(self, program: jex_core.ClosedJaxpr) -> Iterator[Address]:
         """Where the narrow products stand, but for those in branches and while loops."""
         return self._addresses(program.jaxpr, False)

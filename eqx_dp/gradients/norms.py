@@ -195,16 +195,6 @@ def power(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> Float[Array, "*n"
     return _of_bits(jnp.clip(exponent, -bias, bias), dtype)
 
 
-def times_power(x: Float[Array, "*#n"], exponent: Int[Array, "*#n"]) -> Float[Array, "*n"]:
-    """A number times two to an exponent, exactly where the result is a normal number.
-
-    A result below four times the smallest normal number may be zero, one beyond the largest is
-    infinite.
-    """
-    one, other = halves(exponent, x.dtype)
-    return x * one * other
-
-
 def halves(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Two powers whose product is two to an exponent, which may be beyond the dtype's range.
 

@@ -49,10 +49,6 @@ class Program(NamedTuple):
     aux: Any
     narrow: Narrow | None = None
 
-    def with_consts(self, consts: list[Any]) -> "Program":
-        """The same program, closed over other arrays."""
-        return self._replace(jaxpr=jex_core.ClosedJaxpr(self.jaxpr.jaxpr, consts))
-
     def run(self) -> jex_core.ClosedJaxpr:
         """What is evaluated: the program with its narrow products, equation by equation."""
         return self.jaxpr if self.narrow is None else self.narrow.program(self.jaxpr)

@@ -8,7 +8,6 @@ from .boundary import example_program as example_program
 from .boundary import on_device as on_device
 from .boundary import over_devices as over_devices
 from .constraints import constraints_of as constraints_of
-from .processes import slots_by_process as slots_by_process
 from .rules import ShardingRules as ShardingRules
 from .rules import checked_rules as checked_rules
 from .shards import Cut as Cut

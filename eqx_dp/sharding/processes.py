@@ -26,15 +26,6 @@ def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
     return int(np.sum(of_parts[:, 0] == jax.process_index()))
 
 
-def slots_by_process(
-    mesh: Mesh, examples: Sequence[str], num_examples: int
-) -> Int[np.ndarray, " slots"]:
-    """The slots of a batch: those of the first process first, whatever the order of the mesh."""
-    of_parts = _processes(mesh, examples)
-    slots = np.arange(num_examples).reshape(len(of_parts), -1)
-    return slots[np.argsort(of_parts[:, 0], kind="stable")].ravel()
-
-
 def _processes(mesh: Mesh, examples: Sequence[str]) -> Int[np.ndarray, "parts others"]:
     """Of which process each of the devices is that hold a part of the examples."""
     of_devices = np.array([device.process_index for device in mesh.devices.flat], np.int64)

@@ -44,7 +44,7 @@ _FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "noise", "made_by")
 
 
 _UNCERTIFIED = (
-    "that noise is not certified: for every epsilon the true delta is at least {:.2g} if a gradient "
+    "that noise is not certified: for every epsilon true delta is at least {:.2g} if a gradient "
     "lies along one parameter, and {:.2g} if it is spread over a million"
 )
 

@@ -91,7 +91,7 @@ class Step(Generic[Model]):
 
     @property
     def _is_certified(self) -> bool:
-        """Whether noise is proven: neither on a TPU, which has no float64, nor in a narrow dtype."""
+        """Whether noise is proven: not on a TPU (it has no float64), and not in a narrow dtype."""
         policy = self.grad_fn.policy
         return jax.default_backend() != "tpu" and (policy is None or is_wide(policy.noise_dtype))
 
