@@ -195,7 +195,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         """
         check_mask(self._sampling, is_padding_example)
         prepared = self._prepare(model, batch, key, is_padding_example)
-        sums, per_example = run(prepared, self._configuration)
+        sums, per_example = run(prepared, self._configuration, clipped_sum)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
 
