@@ -30,6 +30,7 @@ from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import TracedLoss
 from .configuration import METHODS, Configuration, MethodName
+from .methods import clipped_sum
 from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
 
