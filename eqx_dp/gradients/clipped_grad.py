@@ -19,13 +19,7 @@ from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..shown import function_name, shown
 from ..trees import PyTree
-from .arguments import (
-    FilterSpec,
-    check_mask,
-    checked_trainable,
-    read_examples,
-    split_trainable,
-)
+from .arguments import FilterSpec, check_mask, checked_trainable, read_examples, split_trainable
 from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import TracedLoss

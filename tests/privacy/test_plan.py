@@ -226,7 +226,7 @@ def test_samplers_of_one_run_warn_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for host in range(3):
-            plan.sampler(4321, seed=0, hosts=3, host=host)
+            plan.sampler(4321, seed=2**100, hosts=3, host=host)
     assert len(caught) == 1
 
 

@@ -164,16 +164,6 @@ def test_the_next_batch_is_read_while_a_step_runs():
     assert next(count) == 4  # and no further
 
 
-def test_batches_of_a_run_are_those_of_its_steps():
-    """Whatever is drawn ahead; and no more is read than the next batch."""
-    source = Source(lambda i: XS[i])
-    for step, batch in enumerate(batches_of(source, sampler(), 45)):
-        np.testing.assert_array_equal(batch.is_padding_example, sampler().batch(step)[1])
-        np.testing.assert_array_equal(batch.examples[0], expected(XS, step))
-        assert len(source.asked) <= 1 + (step + 1) + 1  # the first was of an example
-    assert step == 44
-
-
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_batches_of_several_readers_come_in_order(ahead):
     """Whoever is slow; and no more are read than are asked for."""
@@ -206,27 +196,6 @@ def test_a_loop_that_ends_early_waits_for_no_reader():
     batches.close()
     assert len(reads) <= 1 + 1 + 31
     assert not [t for t in threading.enumerate() if t.name.startswith("eqx_dp-data")]
-
-
-def test_a_run_overlaps_reading_with_its_steps(tmp_path):
-    """After step t batch t + 1 has been asked for, and the run does not wait for it."""
-    begun, release = threading.Event(), threading.Event()
-    count = iter(range(-1, 100))
-
-    def read(indices):
-        if next(count) == 1:
-            begun.set()
-            assert release.wait(timeout=300)
-        return XS[indices], YS[indices]
-
-    def after_a_step(event):
-        if event.step == 1:
-            assert begun.wait(timeout=300)
-            release.set()
-
-    step = runs.make(runs.plan_of(3))
-    dp.Trainer(step, Source(read), progress=False, callbacks=[after_a_step]).run(runs.small_model())
-    assert release.is_set()
 
 
 RAISED = "raised"
@@ -349,14 +318,9 @@ def test_the_first_example_is_looked_at():
         ((), "data is an empty tuple"),
         (XS[:-1], "data holds 63 examples, and the step was made with num_examples=64"),
         ((XS, YS[:10]), "data[1] holds 10 examples"),
+        (Pair(XS, YS), "data holds 2 examples"),  # one source, of as many as it has fields
     ],
 )
 def test_what_is_no_source(data, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         dp.Trainer(runs.make(), data)
-
-
-def test_a_pair_of_columns_is_no_source():
-    """A named tuple is one source, of as many examples as it has fields: refused by its length."""
-    with pytest.raises(ValueError, match="data holds 2 examples"):
-        dp.Trainer(runs.make(), Pair(XS, YS))

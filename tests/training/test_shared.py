@@ -1,10 +1,10 @@
 """Hosts that can all read all examples share one draw."""
 
+import dataclasses
+
 import jax
 import numpy as np
-import pytest
 
-import eqx_dp as dp
 from tests.training import runs
 from tests.training.runs import seeded
 
@@ -24,23 +24,9 @@ def test_hosts_share_what_one_would_draw(monkeypatch):
     for step in range(5):
         parts = []
         for host in range(4):
-            at = dp.PoissonSampler(
-                *(64, shared.sampling_prob),
-                seed=shared.seed,
-                pad_to=shared.pad_to,
-                steps=shared.steps,
-                hosts=4,
-                host=host,
-                devices=shared.devices,
-                shared=True,
-            )
+            at = dataclasses.replace(shared, host=host)
             indices, mask = at.batch(step)
             parts.append(indices[~mask])
         indices, mask = whole.batch(step)
         np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.sort(indices[~mask]))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_what_is_refused(unchecked):
-    with pytest.raises(ValueError, match="shared must be True or False; found"):
-        seeded(shared="yes")

@@ -158,16 +158,6 @@ def test_a_step_is_traced_and_compiled_once(kind):
         )
 
 
-def test_narrow_parameters_have_a_wide_optimizer():
-    policy = dp.load_policy("bfloat16")
-    state = run(seeded(policy=policy), small_model())
-    params = jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array))
-    assert {x.dtype for x in params} == {jnp.dtype("bfloat16")}
-    moments = jax.tree.leaves(eqx.filter(state.opt_state, eqx.is_inexact_array))
-    assert moments
-    assert {x.dtype for x in moments} == {jnp.dtype("float32")}
-
-
 def test_updates_are_rounded_once():
     """An update of half a unit in the last place of bfloat16 is not lost by being rounded first."""
     policy = dp.load_policy("bfloat16")
@@ -206,15 +196,6 @@ def test_a_loss_gets_a_key_an_example_and_step():
         assert len(set(drawn.tolist())) == len(drawn)
         np.testing.assert_allclose(seen[-1], drawn.sum() / (0.25 * NUM_EXAMPLES), rtol=1e-4)
     assert seen[0] != seen[1]
-
-
-def test_frozen_leaves_stay_as_they_are():
-    model = small_model()
-    spec = jax.tree.map(lambda _: False, model)
-    spec = eqx.tree_at(lambda m: m.weight, spec, True)
-    state = run(seeded(filter_spec=spec, optimizer=optax.adamw(1e-2)), model)
-    np.testing.assert_array_equal(model.bias, state.model.bias)
-    assert not np.array_equal(model.weight, state.model.weight)
 
 
 def test_without_noise_and_bound_it_is_ordinary_training():
@@ -324,43 +305,6 @@ def test_a_model_with_state_keeps_it():
     model, kept = state.model
     np.testing.assert_array_equal(kept.get(model.seen), jnp.arange(3.0))
     assert not np.array_equal(model.linear.weight, pair[0].linear.weight)
-
-
-@jax.custom_vjp
-def scaled(x, scale):
-    return x * scale
-
-
-def scaled_forward(x, scale):
-    if scale.perturbed:
-        raise RuntimeError("the scale is data")
-    return x.value * scale.value, scale.value
-
-
-scaled.defvjp(scaled_forward, lambda scale, c: (c * scale, None), symbolic_zeros=True)
-
-
-@pytest.mark.slow
-def test_a_rule_for_some_operands_alone_serves_one_step_after_another():
-    # JAX keeps the program of a jitted function, and with it the rule for the next step.
-    jitted = jax.jit(scaled)
-    plan, mask = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), np.zeros(4, bool)
-    model = small_model()
-
-    sgd = optax.sgd(0.1)
-
-    def model_by(method, function=jitted):
-        def loss(model, x, y):
-            return jnp.sum(function(model(x), y))
-
-        step = seeded(plan, sgd, loss, method=method)
-        state, batch = step.init(model), (XS[:4], YS[:4])
-        return step(state, *batch, is_padding_example=mask).model
-
-    expected = leaves(model_by("per_example", lambda x, scale: x * scale))
-    for method in ("book_keeping", "ghost", "per_example", "book_keeping"):
-        for one, other in zip(leaves(model_by(method)), expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_without_the_mask_is_refused(unchecked):
