@@ -30,6 +30,7 @@ from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import TracedLoss
 from .configuration import METHODS, Configuration, MethodName
+from .methods import clipped_sum
 from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
 
@@ -195,7 +196,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         """
         check_mask(self._sampling, is_padding_example)
         prepared = self._prepare(model, batch, key, is_padding_example)
-        sums, per_example = run(prepared, self._configuration)
+        sums, per_example = run(prepared, self._configuration, clipped_sum)
         grads = [total / self._configuration.normalize_by for total in sums]
         return self._finish(per_example, prepared.structure.unflatten(grads))
 
