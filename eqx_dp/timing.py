@@ -3,36 +3,24 @@
 import random
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 _Name = TypeVar("_Name", bound=Hashable)
 
 
-class Spread(NamedTuple):
-    """The quartiles of some measurements."""
+def interleaved(programs: dict[_Name, Callable[[], Any]], rounds: int) -> dict[_Name, list[float]]:
+    """Seconds of each program in each round, by name: of the second of two runs.
 
-    low: float
-    median: float
-    high: float
-
-
-def interleaved(
-    programs: dict[_Name, Callable[[], Any]],
-    rounds: int,
-    turn: Callable[[Callable[[], Any]], float] | None = None,
-) -> dict[_Name, list[float]]:
-    """Seconds of each program in each round, by name. Each round has an order of its own.
-
-    `turn` gives a program's seconds in one turn; by default the second of two runs.
+    Each round has an order of its own.
     """
     shuffled, order = random.Random(0), list(programs)
     seconds: dict[_Name, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         shuffled.shuffle(order)
         for name in order:
-            seconds[name].append((turn or _once_warm)(programs[name]))
+            seconds[name].append(_once_warm(programs[name]))
     return seconds
 
 

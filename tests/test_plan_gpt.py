@@ -52,14 +52,14 @@ def test_models_have_their_size_and_no_array(example, size, least, most):
 def test_on_paper_memory_falls_with_the_number_of_devices(example):
     """By as much as there is of parameters, Adam's state and sums, which are on no device whole.
 
-    What a leaf is formed of is gathered whole, in bfloat16: at 1,024 steps that is every large one.
+    `ghost` gathers a layer at a time: of all in bfloat16, too, a device has a part.
     """
     arguments = ("--size", "1B", "--batch", "2", "--microbatch", "1", "--methods", "ghost")
     rows, text = printed(example, *arguments, "--mesh", "2", "8", "--memory", "3", "9", "--paper")
     two, eight = (row.parts.total for row in rows)
     assert all(row.compiled is None for row in rows)
-    # Stored, twice for Adam, two sums, and noise for the largest; the rest is small.
-    spread = 1.04e9 * (4 + 8 + 8) + 18 * 4 * 2048**2 * 4
+    # Stored, in bfloat16, twice for Adam, two sums, and noise for the largest; the rest is small.
+    spread = 1.04e9 * (4 + 2 + 8 + 8) + 18 * 4 * 2048**2 * 4
     assert two - eight == pytest.approx((1 / 2 - 1 / 8) * spread, rel=0.01)
     assert text.splitlines()[-4].endswith("none")
     assert text.splitlines()[-3].endswith("9")

@@ -244,7 +244,7 @@ def test_a_policy_of_jmp_is_accepted_wherever_a_policy_is():
     assert dp.apply_updates(model, model, given).weight.dtype == F32
     plan = dp.PrivacyPlan(sampling_prob=0.1, steps=1, noise_multiplier=1.0, delta=1e-5)
     options = {"num_examples": 10, "l2_clip_norm": 1.0, "policy": given}
-    assert dp.make_step(loss, optax.sgd(0.1), plan, **options).policy == ours
+    assert dp.make_step(loss, optax.sgd(0.1), plan, **options).grad_fn.policy == ours
     assert dp.check_precision(grad_fn, model, x, policy=given).ok
 
 
