@@ -146,11 +146,12 @@ def test_report_replaces_nothing_but_reports(trained_run, tmp_path, capsys):
     mine = tmp_path / "mine.html"
     mine.write_text("my own")
     link = tmp_path / "link.html"
-    link.symlink_to(trained_run / "privacy.json")
+    link.symlink_to(tmp_path / "elsewhere.html")
     for output in (mine, link):
         error = refused(capsys, "report", str(trained_run), "--output", str(output))
         assert "is no report. Name another file, by --output." in error
     assert mine.read_text() == "my own"
+    assert not (tmp_path / "elsewhere.html").exists()
 
 
 def test_report_refuses_in_plain_words(trained_run, tmp_path, capsys):

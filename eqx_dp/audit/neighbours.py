@@ -134,15 +134,14 @@ def neighbours(
                 "give model or state, then the batch, of a clipped gradient or a step; private, "
                 "padding, sensitivity and release are known: leave them out."
             )
-        private, grad_fn = range(1, len(args)), fn.grad_fn if isinstance(fn, Step) else fn
-        rules = grad_fn.sharding
+        grad_fn = fn.grad_fn if isinstance(fn, Step) else fn
+        private, rules = range(1, len(args)), grad_fn.sharding
         if isinstance(fn, Step):
             relation = fn.plan.neighboring_relation
-            sensitivity = fn.grad_fn.sensitivity(relation)
             args = (args[0] if isinstance(args[0], TrainState) else fn.init(args[0]), *args[1:])
         else:
-            sensitivity = fn.sensitivity(relation)
             release = functools.partial(_part_like, jax.tree.structure(fn.trainable(args[0])))
+        sensitivity = grad_fn.sensitivity(relation)
         if kwargs.get(_PADDING) is None:
             kwargs[_PADDING] = np.zeros(np.shape(jax.tree.leaves(args[1:])[0])[:1], bool)
     if rules is not None:

@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> str:
         f"(Poisson sampling); neighbors: {arguments.relation}",
         f"dp.PrivacyPlan({plan.sampling_prob!r}, {plan.steps}, {plan.noise_multiplier!r}, "
         f"{plan.delta!r}, dp.NeighboringRelation.{plan.neighboring_relation.name})",
-        "for certified noise; without, true delta is, for every epsilon, at least "
-        f"{plan.uncertified_delta():.2g}, and {plan.uncertified_delta(10**6):.2g} if a gradient is "
-        "spread over a million parameters",
+        "for certified noise; with certified=False, true delta is, for every epsilon, at least "
+        f"{plan.uncertified_delta(1):.2g}, and {plan.uncertified_delta(10**6):.2g} for gradients "
+        "that are spread over a million parameters",
     )
     return "\n".join(lines)
 

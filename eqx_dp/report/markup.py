@@ -69,9 +69,10 @@ def number(value: float) -> str:
 
 
 def facts(said: Mapping[str, Any]) -> Markup:
-    """A table of names and values."""
+    """A table of names and values, but for the format of a file."""
+    rows = [(k, v) for k, v in said.items() if k not in ("format", "version")]
     return text(
-        "facts", rows=joined(text("fact", name=_spaced(k), value=shown(v)) for k, v in said.items())
+        "facts", rows=joined(text("fact", name=_spaced(k), value=shown(v)) for k, v in rows)
     )
 
 
@@ -87,8 +88,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
 
 def everything(found: Mapping[str, Any]) -> Markup:
     """All that a check or an audit says: tables of rows, and one of single values."""
-    single = {k: v for k, v in found.items() if not _is_rows(v) and k not in ("format", "version")}
-    parts = [facts(single)]
+    parts = [facts({name: value for name, value in found.items() if not _is_rows(value)})]
     for name, rows in found.items():
         if _is_rows(rows):
             columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -39,8 +39,7 @@ def page_of(directory: Path) -> str:
     run = read_run(directory)
     attack, newest = attack_on(run), run.starts[-1]
     epsilon, delta = _rounded_up(run.epsilon), run.plan.delta
-    relation = run.plan.neighboring_relation.name
-    changed, other = _NEIGHBORS[relation]
+    changed, other = _NEIGHBORS[run.plan.neighboring_relation.name]
     common = {
         "epsilon": epsilon,
         "delta": number(delta),
@@ -55,10 +54,6 @@ def page_of(directory: Path) -> str:
         "right": _of_hundred(attack.right),
     }
     kind = "promise" if math.isfinite(run.epsilon) else "no_promise"
-    plan = {
-        name: value for name, value in newest["plan"].items() if name not in ("format", "version")
-    }
-    used = {**versions(), **newest["made_by"]}
     return text(
         "page",
         **common,
@@ -78,34 +73,29 @@ def page_of(directory: Path) -> str:
         or text("not_made"),
         metrics=joined(_metric(k, v) for k, v in [*run.metrics.items()][:_MOST_METRICS])
         or text("no_metrics"),
-        plan=facts(plan | {"policy": newest["policy"]}),
-        versions=facts(used),
+        plan=facts({**newest["plan"], "policy": newest["policy"]}),
+        versions=facts({**versions(), **newest["made_by"]}),
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
     )
 
 
 def _warnings(run: Run) -> list[str]:
     """What nobody should overlook."""
+    said = (*run.checks.values(), *run.audits.values())
+    is_bad = any(isinstance(one, dict) and one.get("ok") is False for one in said)
+    is_unsafe = any(start["unsafe"] for start in run.starts)
+    is_certified = all(start["noise"] == "certified" for start in run.starts)
     found = {
         "There is no promise of privacy: epsilon is infinite.": math.isinf(run.epsilon),
-        "The policy is unsafe: sums or noise may have too few digits.": any(
-            start["unsafe"] for start in run.starts
-        ),
-        "The noise is not certified: it is no Gaussian. See what epsilon leaves out.": any(
-            start["noise"] != "certified" for start in run.starts
-        ),
-        "A check or an audit found something, or could not decide: see below.": any(
-            isinstance(one, dict) and one.get("ok") is False
-            for one in (*run.checks.values(), *run.audits.values())
-        ),
+        "The policy is unsafe: sums or noise may have too few digits.": is_unsafe,
+        "The noise is not certified: see what the promise does not cover.": not is_certified,
+        "A check or an audit found something, or could not decide: see below.": is_bad,
     }
     return [words for words, is_so in found.items() if is_so]
 
 
 def _attack(attack: Attack) -> Markup:
-    at = dict(
-        zip(_FALSE_ALARMS, np.interp(_FALSE_ALARMS, attack.false_alarms, attack.found), strict=True)
-    )
+    found = np.interp(_FALSE_ALARMS, attack.false_alarms, attack.found)
     points = list(zip(attack.false_alarms.tolist(), attack.found.tolist(), strict=True))
     drawn = picture(
         "Examples found, at most, over false alarms; above the line of blind guessing.",
@@ -114,8 +104,8 @@ def _attack(attack: Attack) -> Markup:
         (Line(((0.0, 0.0), (1.0, 1.0)), "--"), Line(points)),
     )
     columns = ("False alarms, of 100 not in the data", "Found, of 100 in the data, at most")
-    rows = [(_of_hundred(share), _of_hundred(found)) for share, found in at.items()]
-    return text("attack", drawn=drawn, found=_of_hundred(at[0.01]), table=table(columns, rows))
+    rows = [tuple(map(_of_hundred, pair)) for pair in zip(_FALSE_ALARMS, found, strict=True)]
+    return text("attack", drawn=drawn, found=rows[1][1], table=table(columns, rows))
 
 
 def _steps(run: Run, common: Mapping[str, Any]) -> Markup:
