@@ -175,6 +175,20 @@ def epoch_keys(keys_of):
     return epoch_by(turn, keys_of=keys_of)
 
 
+def with_a_number(noisy_of):
+    """The caller gives a number."""
+    return step_of(noisy_of, batch=(*data(), jnp.asarray(2)))
+
+
+def without_a_plan(noisy_of):
+    return step_of(noisy_of, plan=None, multiplier=0.0)
+
+
+def with_bounds(options):
+    """The noise is that of a plan and of a gradient, and these are others."""
+    return noised_by(with_noise, **options)
+
+
 def in_scope(name):
     """All that would be noise is an addition of zeros, in a scope of this name."""
     return noised_by(jax.named_scope(name)(lambda g, key: jax.tree.map(lambda leaf: leaf + 0.0, g)))
@@ -846,7 +860,7 @@ STEP_OF = {
     ),
 }
 
-MORE_16 = {
+WITH_A_NUMBER = {
     "several_releases": several_releases,
     "halved_as_often_as_an_argument_says": halved_as_often_as_an_argument_says,
     "scaled_by_an_argument": lambda at: with_noise(scaled(at.more[0], at.sum()), at.keys[0]),
@@ -861,7 +875,7 @@ MORE_16 = {
     ),
 }
 
-MORE_17 = {
+WITHOUT_A_PLAN = {
     # Two arrays of words that are equal, by arithmetic.
     "key_made_twice": lambda at: added(
         *(
@@ -950,7 +964,7 @@ WITH_OPTIMIZER = {
     ),
 }
 
-MORE_25 = {
+OTHER_BOUNDS = {
     "for_a_mean_on_a_sum": {"grad_fn": clipped(normalize_by=1.0)},
     "without_the_clip_norm": {"grad_fn": clipped(l2_clip_norm=2.0)},
     "without_a_clip_norm": {"grad_fn": clipped(l2_clip_norm=math.inf)},
@@ -974,13 +988,13 @@ NOISE = [
     (by_counter, BY_COUNTER),
     (each_leaf, EACH_LEAF),
     (step_of, STEP_OF),
-    (lambda change: step_of(change, batch=(*data(), jnp.asarray(2))), MORE_16),
-    (lambda change: step_of(change, plan=None), MORE_17),
+    (with_a_number, WITH_A_NUMBER),
+    (without_a_plan, WITHOUT_A_PLAN),
     (by_leaf_keys, BY_LEAF_KEYS),
     (epoch_keys, EPOCH_KEYS),
     (loss_key_of, LOSS_KEY_OF),
     (of_a_state, OF_A_STATE),
     (privatizers, PRIVATIZERS),
     (with_optimizer, WITH_OPTIMIZER),
-    (lambda options: noised_by(with_noise, **options), MORE_25),
+    (with_bounds, OTHER_BOUNDS),
 ]

@@ -88,6 +88,15 @@ def mixed_by(mix):
     return prepared_by(lambda x, y, mask, key: (*mix(x, y, key), mask))
 
 
+def by_indices(prepare):
+    """The third private argument holds indices, as many as there are rows."""
+    return prepared_by(prepare, batch=(*data()[:2], jnp.arange(SLOTS)))
+
+
+def with_numbers_of_slots(prepare):
+    return with_argument(prepare, jnp.ones(SLOTS))
+
+
 def each(make):
     return make()
 
@@ -890,13 +899,13 @@ WITH_MASK = {
     "of_every_second_slot": lambda at: at.mask | (jnp.arange(SLOTS) % 2 == 1),
 }
 
-MORE_17 = {
+BY_INDICES = {
     "inputs_by_indices_alone": lambda x, y, index, key: (x[index], y, index < 0),
     "indices_times_zero": lambda x, y, at, key: (x[at * 0], y[at * 0], at < 0),
     "indices_behind_the_last": lambda x, y, at, key: (x[at + 100], y[at + 100], at < 0),
 }
 
-MORE_18 = {
+WITH_NUMBERS_OF_SLOTS = {
     "mask_that_is_not_private": lambda x, y, mask, chosen, state: (x, y, mask | (chosen > 2)),
     "targets_rolled_by_the_step": lambda x, y, mask, _, state: (
         x,
@@ -965,8 +974,8 @@ STEPS = [
     (noised_by, NOISED_BY),
     (of_params, OF_PARAMS),
     (with_mask, WITH_MASK),
-    (lambda prepare: prepared_by(prepare, batch=(*data()[:2], jnp.arange(SLOTS))), MORE_17),
-    (lambda prepare: with_argument(prepare, jnp.ones(SLOTS)), MORE_18),
+    (by_indices, BY_INDICES),
+    (with_numbers_of_slots, WITH_NUMBERS_OF_SLOTS),
     (step_of, STEP_OF),
     (accumulated, ACCUMULATED),
     (of_devices, OF_DEVICES),
