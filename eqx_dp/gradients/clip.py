@@ -142,18 +142,20 @@ def clip_factors(
     gradient has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (1).
     Proof: with p u the error of a product (`product_roundoff`), the quotient is off by 4 u, the
     product by p u, the division by `normalize_by` by 4 u: 8 + p in all. Room of at least 8 + p is
-    added to the bound (of which its own rounding takes 1), and as much is taken off C. Where the
-    factor is 1 the last division alone and the product count, for which the bound's room suffices.
-    Products of errors take less than one more. Factors are zero or normal numbers, whose relative
-    error is as said whether or not a machine keeps smaller numbers.
+    added to the bound (of which its own rounding takes 1), and as much is taken off C. Products of
+    errors take less than one more. Factors are zero or normal numbers, whose relative error is as
+    said whether or not a machine keeps smaller numbers.
+
+    No comparison of bounds chooses between numerators or denominators: a compiler may compute a
+    bound twice, rounded in two ways, and two comparisons may then disagree. Here they would only
+    move the factor by what rounding moves the bound.
 
     | clip norm C | bound | factor (rescaled) |
     |---|---|---|
-    | 0 | > 0 | 0 (1 / bound, the limit of C to 0) |
-    | 0 | 0 | 1 (0: the gradient is zero anyway) |
+    | 0 | any | 0 (1 / bound, the limit of C to 0; 0 where the bound is 0) |
     | inf | finite | 1 (0) |
-    | any | <= C | 1 (1 / C) |
-    | any | > C | C / bound (1 / bound) |
+    | any | <= C, but for the room | 1 (1 / C) |
+    | any | larger | C / bound (1 / bound) |
     | any | C / bound is below twice the smallest normal number | exactly 0 |
     | any | NaN or inf | as if finite: such an example must not contribute |
     """
@@ -163,19 +165,20 @@ def clip_factors(
     margin = 1 - room
     bounds = bounds * (1 + room)
     clip, less = (_round_down(c, bounds.dtype) for c in (clip_norm, clip_norm * margin))
-    if not rescale_to_unit_norm:
-        is_within = bounds <= clip
-        numerator, denominator = jnp.where(is_within, 1, less), jnp.where(is_within, 1, bounds)
+    if rescale_to_unit_norm:
+        denominator = jnp.maximum(bounds, clip)
+        numerator = jnp.where(denominator > 0, margin, 0)
+    elif math.isinf(clip_norm):
+        numerator = denominator = jnp.ones_like(bounds)
     else:
-        larger = jnp.maximum(bounds, clip)
-        numerator = jnp.where(larger > 0, margin, 0)
-        # The inverse of a smaller number may overflow.
-        denominator = jnp.maximum(larger, tiny)
+        numerator, denominator = jnp.full_like(bounds, less), jnp.maximum(bounds, less)
+    # The inverse of a smaller number may overflow.
+    denominator = jnp.maximum(denominator, tiny)
     numerator = jnp.where(numerator < denominator * (2 * tiny), 0, numerator)
     # The division comes last: the compiler repeats anything else in the sum of every leaf.
-    nothing, one = jnp.zeros_like(bounds), jnp.ones_like(bounds)
+    nothing, infinite = jnp.zeros_like(bounds), jnp.full_like(bounds, jnp.inf)
     numerator = jnp.where(contributes, numerator, nothing)
-    return numerator / jnp.where(contributes, denominator, one)
+    return numerator / jnp.where(contributes, denominator, infinite)
 
 
 def _round_down(value: float, dtype: np.dtype[Any]) -> float:

@@ -110,7 +110,7 @@ def test_weights_of_outer_products_are_zero_or_normal(up, monkeypatch):
             return factored._times(factors, (power,)), x, g
 
         if not zeroed:
-            monkeypatch.setattr(leaves, "without_subnormal", lambda x: x)
+            monkeypatch.setattr(factored, "without_subnormal", lambda x: x)
         weights, scaled, g_ = Machine(up)(added, x, g)
         total = np.float64(scaled) * 1.0
         lengths = np.linalg.norm(total[:, 0, 0], axis=1) * np.linalg.norm(
@@ -274,7 +274,7 @@ def test_one_example_adds_at_most_the_clip_norm(up, method, loss):
 
 def test_what_is_not_measured_again_may_add_more(monkeypatch):
     """Ghost's second pass finds cotangents again, by kernels that add up in another order."""
-    monkeypatch.setattr(seen, "within", lambda factors, bounds, limits: factors)
+    monkeypatch.setattr(factored, "within", lambda factors, bounds, limits: factors)
     clear_caches()
     assert share_of_engine("gathered", "ghost", wanders=True) > 1
     monkeypatch.undo()
@@ -286,8 +286,8 @@ def test_factors_within_a_limit():
     limits = jnp.array([1.0, 1.0, 1e-30, 1.0, 1.0, 0.0, 0.0])
     factors = factored.within(jnp.full(7, 0.5), bounds, limits)
     exact = np.float64(factors) * np.float64(bounds)
-    assert factors[0] == 0.5
-    assert factors[5] == 0.5
+    assert np.isclose(factors[0], 0.5, rtol=1e-5)
+    assert not factors[5]
     assert not factors[2:5].any()
     assert not factors[6].any()
     assert exact[1] <= 0.5

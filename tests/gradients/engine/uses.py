@@ -57,10 +57,11 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Takes one way to every leaf's norm, where there is a choice, whatever it costs."""
 
     def forced(found: Uses, sizes: Any, is_spread: Any, method: str) -> Any:
-        uses, costs = leaf_costs(found, sizes, is_spread, method)
+        as_chosen, costs = leaf_costs(found, sizes, is_spread, method)
         if method == "per_example":
-            return uses, costs
-        can = {leaf for leaf, its in enumerate(found.of) if its and overlaps(tuple(its.values()))}
+            return as_chosen, costs
+        uses = [tuple(its.values()) for its in found.of]
+        can = {i for i, its in enumerate(uses) if i not in found.formed and its and overlaps(its)}
         costs = [
             cost._replace(way=way if leaf in can else cost.way) for leaf, cost in enumerate(costs)
         ]
