@@ -62,7 +62,6 @@ class Operation(NamedTuple):
 
 
 _STAGES = {
-    "probe": "loss scale probe",
     "norm": "clip norm",
     "sum": "sum over examples",
     "microbatches": "sum over microbatches",
@@ -70,7 +69,7 @@ _STAGES = {
     "draw": "noise draw",
     "noise": "noise addition",
 }
-_OF_MODEL = ("cast", "probe", "loss")  # what is computed from a model
+_OF_MODEL = ("cast", "loss")  # what is computed from a model
 _ACCUMULATING = ("norm", "sum", "microbatches", "devices")
 
 _ADDITIONS = named("add add_any sub")

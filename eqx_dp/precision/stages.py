@@ -14,24 +14,13 @@ import jax
 from .module_rule import ModuleRule
 
 Stage: TypeAlias = Literal[
-    "cast",
-    "probe",
-    "loss",
-    "norm",
-    "sum",
-    "microbatches",
-    "devices",
-    "draw",
-    "bits",
-    "noise",
-    "grid",
+    "cast", "loss", "norm", "sum", "microbatches", "devices", "draw", "bits", "noise", "grid"
 ]
 """What an equation is for.
 
 | stage | holds |
 |---|---|
 | cast | a model's parameters, from what they are stored in to the compute dtype |
-| probe | the pass that chooses loss scales |
 | loss | the user's function of one example, forward and backward |
 | norm | gradients of single examples where the engine forms them, their norms, clip factors |
 | sum | the weighted sum over a microbatch's examples |

@@ -1,7 +1,7 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
-from .gaussian import is_wide as is_wide
+from .gaussian import can_certify as can_certify
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret
 from .keys import digest as digest

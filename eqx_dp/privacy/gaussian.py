@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32
 
-from ..precision import stage
+from ..precision import Policy, stage
 from .chacha import NOISE, block, chacha_key, positions
 from .inverse_normal import WORDS, tail_probability, tail_quantile
 
@@ -43,6 +43,11 @@ class Leaf(NamedTuple):
 def is_wide(dtype: Any) -> bool:
     """Whether noise of a policy's noise dtype is certified: float32, or wider."""
     return jnp.finfo(dtype).nmant >= 23
+
+
+def can_certify(policy: Policy | None) -> bool:
+    """Whether a step's noise is certified: not in a narrow noise dtype, nor on a TPU."""
+    return jax.default_backend() != "tpu" and (policy is None or is_wide(policy.noise_dtype))
 
 
 def grid_of(stddev: float) -> float:

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 Wrapper: TypeAlias = Literal["jit", "remat", "custom_jvp", "custom_vjp", "custom_vmap"]
 
-_PALLAS = "pallas_call"  # JAX gives no object for it, and for some of those in _HOLDING
+_PALLAS = "pallas_call"  # JAX gives no object for it, and for some of those in HOLDERS
 
 
 class Call(NamedTuple):
@@ -132,7 +132,7 @@ def inside(equation: jex_core.JaxprEqn) -> Inside | None:
     The program of a scatter or a reduction says how two numbers are put together, and a Pallas
     kernel speaks of blocks of memory: neither is a program on the equation's operands.
     """
-    read = _HOLDING.get(equation.primitive.name)
+    read = HOLDERS.get(equation.primitive.name)
     return None if read is None else read(equation.params)
 
 
@@ -216,7 +216,7 @@ def _shard_map(params: dict[str, Any]) -> ShardMap:
     return ShardMap(closed(params["jaxpr"]), axes, num_devices, *specs, params["check_vma"])
 
 
-_HOLDING: dict[str, Callable[[dict[str, Any]], Inside]] = {
+HOLDERS: dict[str, Callable[[dict[str, Any]], Inside]] = {
     jax_primitives.jit_p.name: _call("jit", "jaxpr"),
     jax_primitives.closed_call_p.name: _call("jit", "call_jaxpr"),
     jax_primitives.call_p.name: _call("jit", "call_jaxpr"),
@@ -230,6 +230,3 @@ _HOLDING: dict[str, Callable[[dict[str, Any]], Inside]] = {
     "custom_vmap_call": _call("custom_vmap", "call"),
     "shard_map": _shard_map,
 }
-
-HOLDERS = frozenset(_HOLDING)
-"""The names of the primitives that [`inside`][] knows."""

@@ -33,7 +33,7 @@ import jax
 
 from ..expected import RunPath
 from ..files import read_json, write_json
-from ..privacy import PrivacyPlan
+from ..privacy import PrivacyPlan, can_certify
 from .hosts import from_first_host, is_first_host
 from .step import Step
 
@@ -41,12 +41,6 @@ LEDGER, PRIVACY, CHECKS, METRICS = "ledger", "privacy.json", "checks.json", "met
 _FORMAT, _STATEMENT, _VERSION = "eqx_dp.ledger", "eqx_dp.privacy", 1
 _COUNTS = ("start", "num_examples", "steps")
 _FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "noise", "made_by")
-
-
-_UNCERTIFIED = (
-    "that noise is not certified: for every epsilon true delta is at least {:.2g} if a gradient "
-    "lies along one parameter, and {:.2g} if it is spread over a million"
-)
 
 
 class CheckpointWarning(UserWarning):
@@ -100,6 +94,7 @@ def statement(
     is_seeded = any(entry["randomness"] == "seeded" for entry in starts)
     is_unsafe = any(entry["unsafe"] for entry in starts)
     is_certified = all(entry["noise"] == "certified" for entry in starts)
+    not_certified = f"that noise is not certified: delta is at least {plan.uncertified_delta():.2g}"
     relation = plan.neighboring_relation.name
     covers = (
         f"The models of all {steps} steps that may have been released, seen together, are "
@@ -114,7 +109,7 @@ def statement(
         "steps that a directory restored from an older backup does not know of",
         *(["other runs with the same seed, whose noise is the same"] if is_seeded else []),
         *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
-        *([] if is_certified else [_UNCERTIFIED.format(*map(plan.uncertified_delta, (1, 10**6)))]),
+        *([] if is_certified else [not_certified]),
     ]
     return {
         "format": _STATEMENT,
@@ -195,7 +190,7 @@ class Ledger(Tally):
             "policy": None if policy is None else str(policy),
             "unsafe": policy is not None and policy.unsafe,
             "randomness": "fresh" if step._seed is None else "seeded",
-            "noise": "certified" if step._is_certified else "not certified",
+            "noise": "certified" if can_certify(policy) else "not certified",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},

@@ -61,19 +61,14 @@ class Loop(Generic[Model]):
     saved_at: int = 0
     is_saved: bool = True
 
-    @property
-    def _done(self) -> int:
-        """How many steps may have been released, by all starts."""
-        return self.tally.released
-
     def run(self, state: TrainState[Model], batches: Generator[MaskedBatch]) -> TrainState[Model]:
         """The state after the last step; the batches are those of the steps to come."""
-        step, options = self.step, self.options
+        step, options, tally = self.step, self.options, self.tally
         flat, began = FlatState.of(state), time.monotonic()
         before_last = flat.step
         every = (options.save_every, options.show_every, options.evaluate_every)
         with (
-            closing(ProgressBar(self._done, self.stop, options.progress)) as bar,
+            closing(ProgressBar(tally.released, self.stop, options.progress)) as bar,
             closing(EpsilonAhead(step.plan, self.stop, every)) as epsilons,
             closing(batches),
         ):
@@ -84,27 +79,26 @@ class Loop(Generic[Model]):
                     jax.block_until_ready(before_last)
                     # Without rules a step takes numpy's arrays as they are, which is faster.
                     examples, mask = batch if step.sharding is None else step.shard_batch(batch)
-                    if self._done >= self.stop or self.signal.asked_after(self.tally.taken):
+                    if tally.released >= self.stop or self.signal.asked_after(tally.taken):
                         break
                     self._announce(epsilons)
                     before_last = flat.step
                     flat = step._next(flat, examples, mask)
-                    self.tally.taken += 1
+                    tally.taken += 1
                     event = self._event(flat, time.monotonic() - began, epsilons)
-                    answers = [listener(event) for listener in listeners]
-                    if any(answer is True for answer in answers):
+                    if True in [listener(event) for listener in listeners]:
                         break
-                    if self._done % options.save_every == 0:
+                    if tally.released % options.save_every == 0:
                         self._save(jax.block_until_ready(flat.state))
                 else:
-                    self.signal.asked_after(self.tally.taken)
+                    self.signal.asked_after(tally.taken)
                 state = jax.block_until_ready(flat.state)
                 self._save(state)
             finally:
                 if self.checkpoints is not None:
                     self.is_saved &= self.checkpoints.wait()
                 if jax.process_count() == 1 or sys.exc_info()[0] is None:
-                    self.tally.end(epsilons.of)  # else other hosts may have taken more steps
+                    tally.end(epsilons.of)  # else other hosts may have taken more steps
         if self.checkpoints is not None and (self.signal.is_asked or self.signal.asked):
             self._leave(self.checkpoints)
         return state
@@ -112,13 +106,13 @@ class Loop(Generic[Model]):
     def _announce(self, epsilons: EpsilonAhead) -> None:
         """Notes the block of steps up to the next checkpoint, before the first of them."""
         if self.tally.taken == self.announced:
-            done, every = self._done, self.options.save_every
+            done, every = self.tally.released, self.options.save_every
             block = min(self.stop, (done // every + 1) * every) - done
             self.tally.announce(block, epsilons.of)
             self.announced += block
 
     def _event(self, flat: FlatState[Model], seconds: float, epsilons: EpsilonAhead) -> Event:
-        done, options, epsilon = self._done, self.options, None
+        done, options, epsilon = self.tally.released, self.options, None
         metrics: dict[str, float] = {}
         is_due = done % options.evaluate_every == 0 or done == self.stop
         if options.evaluate is not None and is_due:

@@ -20,10 +20,10 @@ from ..privacy import (
     GaussianPrivatizerState,
     PoissonSampler,
     PrivacyPlan,
+    can_certify,
     digest,
     fold_text,
     fresh_secret,
-    is_wide,
     key_from_secret,
     refuse_to_pickle,
 )
@@ -87,13 +87,7 @@ class Step(Generic[Model]):
     def _noise(self) -> optax.GradientTransformation | None:
         if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
             return None
-        return self.plan.privatizer(self.grad_fn, certified=self._is_certified)
-
-    @property
-    def _is_certified(self) -> bool:
-        """Whether noise is proven: not on a TPU (it has no float64), and not in a narrow dtype."""
-        policy = self.grad_fn.policy
-        return jax.default_backend() != "tpu" and (policy is None or is_wide(policy.noise_dtype))
+        return self.plan.privatizer(self.grad_fn, certified=can_certify(self.grad_fn.policy))
 
     def _mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context."""
