@@ -1,4 +1,6 @@
 """The bytes that a device needs for a private training step, before it runs."""
+# pyright: reportPrivateUsage=false
+# (another method or microbatch of one function is of no use to users)
 
 import bisect
 import functools
@@ -170,7 +172,7 @@ def plan_memory(
 
     @functools.cache
     def planned(size: int | None) -> MemoryPlan:
-        its = grad_fn._variant(method=method, microbatch_size=size)  # pyright: ignore[reportPrivateUsage]
+        its = grad_fn._variant(method=method, microbatch_size=size)
         step = planned_step(its, model, batch, optimizer, key)
         return MemoryPlan(
             _device_bytes(step),

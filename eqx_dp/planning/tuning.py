@@ -1,4 +1,6 @@
 """A method and a microbatch that are chosen by the clock, where formulas do not tell."""
+# pyright: reportPrivateUsage=false
+# (another method or microbatch of one function is of no use to users)
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -165,7 +167,7 @@ def _compiled(
     trial: Trial, grad_fn: ClippedGrad[Any], static: PyTree[Any], given: tuple[Any, ...], limit: int
 ) -> tuple[Trial, Callable[[], Any] | None]:
     """What is to be timed of a candidate, after a first run; None, and why, if nothing is."""
-    fixed = grad_fn._variant(method=trial.method, microbatch_size=trial.microbatch_size)  # pyright: ignore[reportPrivateUsage]
+    fixed = grad_fn._variant(method=trial.method, microbatch_size=trial.microbatch_size)
 
     def run(arrays: Any, batch: Any, key: Any, mask: Any) -> Any:
         return fixed(eqx.combine(arrays, static), *batch, key=key, is_padding_example=mask)

@@ -45,8 +45,8 @@ class FirstModel(Generic[Model]):
         if (model is None) == (init_model is None):
             found = "neither" if model is None else "both"
             raise ValueError(
-                "Give the starting model, trainer.run(model) or step.init(model); or init_model, a "
-                f"function that makes it: trainer.run(init_model=make_model). Found {found}."
+                "Give the starting model, trainer.run(model) or step.init(model), or a function "
+                f"that makes it, init_model=make_model. Found {found}."
             )
         self.given, self.make = model, init_model
         if init_model is None:
