@@ -97,7 +97,7 @@ CASES = [
     ("seed", lambda x: made(seed=x), ("x", 1.5, [1], object())),
     ("ema", lambda x: made(ema=x), NUMBERS[1:]),
     ("Nothing is trainable", STEP.init, ("x", 3, loss)),
-    ("init_model", STEP.init, (None,)),
+    ("starting model", STEP.init, (None,)),
     ("init_model", lambda x: STEP.init(init_model=x), ("x", 3, MODEL.weight)),
     ("shared", lambda x: made(shared=x), (None, "x", 1)),
     ("read_ahead", lambda x: trained(read_ahead=x), NUMBERS),

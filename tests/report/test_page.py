@@ -169,7 +169,7 @@ def test_audits_of_the_library_are_read(copy):
 def test_lines_that_are_no_metrics_are_passed_over(copy):
     """As a run that is resumed does: half a line of a process that was killed, and others'."""
     with (copy / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 7, "accuracy": 1e999, "text": "no", "yes": true, "deep": [1]}\n')
+        stream.write('\n{"step": 7, "accuracy": 1e999, "text": "no", "yes": true, "deep": [1]}\n')
         stream.write('{"step": 7, "huge": 1' + "0" * 400 + '}\n[]\n{"step": "8"}\n{"step": -1}\n')
         stream.write("[" * 100_000 + "\nno json\n" + '{"step": 8, "accuracy": 0.75}\n{"step": 9, ')
     found = read_run(copy).metrics
