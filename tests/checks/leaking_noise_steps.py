@@ -272,7 +272,9 @@ def better_of_two(grads, key):
 def padded_with_one_number(grads, key):
     """One number of the sum is in many places, each with the noise for one."""
     padded = jax.tree.map(lambda g: jax.lax.pad(g, g.ravel()[0], [(0, 9, 0)] * g.ndim), grads)
-    return jax.tree.map(lambda g, n: n[tuple(map(slice, g.shape))], grads, with_noise(padded, key))
+    return jax.tree.map(
+        lambda g, n: n[tuple(map(slice, g.shape))], grads, with_noise(padded, key, 2 * STDDEV)
+    )
 
 
 def on_some_leaves(grads, key):

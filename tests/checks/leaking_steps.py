@@ -354,12 +354,13 @@ def columns_in_a_scan():
     square, grad_fn = jnp.ones((SLOTS, SLOTS)), clipped(lambda model, x: jnp.sum(model(x)))
 
     def noisy(at):
-        def turn(total, x):
+        def turn(total, x_and_key):
+            x, key = x_and_key
             grads = grad_fn(at.model, x.T[:, :WIDTH], is_padding_example=x[0] > 2)
-            return total, with_noise(grads, at.keys[0])
+            return total, with_noise(grads, key, 2 * STDDEV)
 
-        copies = jnp.broadcast_to(at.x, (1, *at.x.shape))
-        return jax.tree.map(lambda a: a[0], jax.lax.scan(turn, 0, copies)[1])
+        copies = jnp.broadcast_to(at.x, (2, *at.x.shape)), jax.random.split(at.keys[0])
+        return jax.tree.map(lambda a: a.mean(0), jax.lax.scan(turn, 0, copies)[1])
 
     return step_of(noisy, batch=(square, *data()[1:]))
 
@@ -781,8 +782,6 @@ PREPARED_BY = {
         y,
         mask,
     ),
-    # Inputs are looked up by indices, and targets are not: two rows change for one.
-    "inputs_by_indices_alone": (lambda x, y, index, key: (x[index], y, index < 0)),
     # Slot i takes a time between i / n and (i + 1) / n.
     "spread_times": lambda x, y, mask, key: (
         x + ((jax.random.uniform(key, (SLOTS,)) + jnp.arange(SLOTS)) / SLOTS)[:, None],
@@ -900,6 +899,7 @@ WITH_MASK = {
 }
 
 BY_INDICES = {
+    # Inputs are looked up by indices, and targets are not: two rows change for one.
     "inputs_by_indices_alone": lambda x, y, index, key: (x[index], y, index < 0),
     "indices_times_zero": lambda x, y, at, key: (x[at * 0], y[at * 0], at < 0),
     "indices_behind_the_last": lambda x, y, at, key: (x[at + 100], y[at + 100], at < 0),
