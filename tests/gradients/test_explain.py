@@ -34,17 +34,27 @@ def test_a_row_for_every_trainable_leaf():
     assert [row.path for row in found.rows] == paths
     assert {row.way for row in found.rows} <= {"factored", "formed"}
     assert all(row.reason and row.flops > 0 and row.bytes > 0 for row in found.rows)
-    assert {kind for row in found.rows for kind in row.kinds} >= {"convolution", "contraction"}
+    assert {kind for row in found.rows for kind in row.uses} >= {"convolution", "contraction"}
 
 
 def test_it_prints_as_a_table():
     found = explained(models.cnn(), microbatch_size=2)
     lines = str(found).splitlines()
     assert len(lines) == len(found.rows) + 2
-    assert lines[0].split() == ["path", "kinds", "way", "flops", "bytes", "reason"]
+    assert lines[0].split() == [
+        "leaf",
+        "uses",
+        "way",
+        "why",
+        "compute",
+        "accumulate",
+        "FLOPs",
+        "bytes",
+    ]
     for row, line in zip(found.rows, lines[1:-1], strict=True):
         assert line.startswith(row.path)
-        assert line.endswith(row.reason)
+        assert row.reason in line
+        assert line.split()[-4:-3] == ["float32"]
     assert lines[-1].startswith("total")
     assert "2 of 4 examples at once" in lines[-1]
     assert f"method {found.method}" in lines[-1]
@@ -56,8 +66,8 @@ def test_what_no_site_describes_and_what_is_not_used():
     case = models.Case("max", model, loss, models.mlp().draw)
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, method="book_keeping")
     formed, unused = dp.explain(grad_fn, model, jnp.ones((2, 3))).rows
-    assert formed.kinds == ()
-    assert (formed.way, formed.reason) == ("formed", "'max' takes it: more than products")
+    assert formed.uses == ()
+    assert (formed.way, formed.reason) == ("formed", "used by more than products ('max')")
     assert (unused.way, unused.reason) == ("unused", "the loss does not depend on it")
 
 
@@ -89,7 +99,7 @@ def test_many_steps_and_thin_matrices_are_formed():
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
     found = dp.explain(grad_fn, model, jnp.ones((2, 50, 3)))
     assert found.method == "book_keeping"
-    assert [(row.way, row.taken) for row in found.rows] == [("formed", "formed")]
+    assert [row.way for row in found.rows] == ["formed"]
 
 
 def test_shapes_and_a_steps_own_arguments_will_do():
@@ -145,16 +155,27 @@ def test_what_filter_clipped_grad_did_not_return():
         dp.explain(case.loss, case.model, *case.batch(4))
 
 
-@pytest.mark.parametrize("case", [models.mlp(), models.cnn()], ids=lambda case: case.name)
-def test_a_leaf_has_its_own_way_and_reason_by_any_method(case):
-    by_method = {name: explained(case, method=name) for name in ("book_keeping", "per_example")}
-    ways = {
-        name: [(r.path, r.kinds, r.way, r.reason) for r in its.rows]
-        for name, its in by_method.items()
+def test_an_l2_term_is_answered_with_weight_decay():
+    """The other uses of the matrix are told as well; a bias is no such term."""
+
+    def loss(model, x):
+        return jnp.sum(jnp.sin(x @ model["w"] + model["b"])) + jnp.sum(model["w"] ** 2)
+
+    model = {"b": jnp.ones(2), "w": jnp.ones((3, 2))}
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
+    bias, matrix = dp.explain(grad_fn, model, jnp.ones((4, 3))).rows
+    assert bias.reason == "used by more than products ('add')"
+    assert matrix.uses == ("contraction",)
+    assert matrix.way == "formed"
+    assert matrix.reason.startswith("used by more than products (")
+    assert "weight decay in the optimizer (optax.adamw)" in matrix.reason
+
+
+def test_dtypes_are_those_of_the_policy():
+    found = explained(models.mlp(), policy=dp.load_policy("mixed_bfloat16"))
+    assert {(row.compute_dtype, row.accumulate_dtype) for row in found.rows} == {
+        ("bfloat16", "float32")
     }
-    assert ways["book_keeping"] == ways["per_example"]
-    assert all(row.taken == row.way for row in by_method["book_keeping"].rows)
-    assert {row.way for row in by_method["book_keeping"].rows} >= {"factored"}
 
 
 def test_figures_are_those_of_the_method_and_add_up():
@@ -165,11 +186,10 @@ def test_figures_are_those_of_the_method_and_add_up():
         if method == "per_example":
             assert [row.bytes for row in found.rows] == [4 * 4 * n for n in entries]
             assert [row.flops for row in found.rows] == [4 * 4 * n for n in entries]
-            assert {row.taken for row in found.rows} == {"formed"}
+            assert {row.way for row in found.rows} == {"formed"}
         *_, total = str(found).splitlines()
         assert f"{sum(row.flops for row in found.rows):.2e}" in total
         assert f"{sum(row.bytes for row in found.rows) / 2**20:.2f} MiB" in total
-        assert ("of the gradients of single examples" in total) == (method == "per_example")
 
 
 # With a plan.

@@ -193,7 +193,7 @@ def test_a_preset_with_rules_is_for_models_without_such_modules_too():
 def test_explain_names_the_dtype():
     policy = dataclasses.replace(MIXED, modules=(dp.ModuleRule("head", "bfloat16", "wide"),))
     function = dp.filter_clipped_grad(squares, l2_clip_norm=1.0, policy=policy)
-    rows = {row.path: row.kinds for row in dp.explain(function, ends(), jnp.ones((2, 4))).rows}
+    rows = {row.path: row.uses for row in dp.explain(function, ends(), jnp.ones((2, 4))).rows}
     assert rows["body.layers.0.weight"] == ("contraction[float8_e4m3fn]",)
     assert rows["head.weight"] == ("contraction",)
 
