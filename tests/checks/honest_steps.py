@@ -67,8 +67,8 @@ from tests.checks.privacy_steps import (
     with_optimizer,
     zero_sums,
 )
+from tests.optimizers import made as optimizer_named
 from tests.sharding.losses import mesh_of
-from tests.training.test_optimizers import made as optimizer_named
 
 MULTIPLIER = PLAN.noise_multiplier
 REPLACE_ONE = plan_under(NeighboringRelation.REPLACE_ONE)

@@ -12,7 +12,7 @@ from tests.checks.honest_steps import HONEST, UNDECIDED, with_optimizer_named
 from tests.checks.leaking_noise_steps import NOISE
 from tests.checks.leaking_steps import STEPS
 from tests.checks.privacy_steps import cases, report_on
-from tests.training.test_optimizers import AROUND, offered
+from tests.optimizers import AROUND, offered
 
 LEAKING = cases([*STEPS, *NOISE])
 

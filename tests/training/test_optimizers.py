@@ -8,6 +8,7 @@ import optax
 import optax.contrib
 import pytest
 
+from tests.optimizers import AROUND
 from tests.training.runs import XS, YS, leaves, seeded, small_model
 from tests.training.test_step import counted_compilations
 
@@ -16,18 +17,7 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
     "lion": lambda: optax.lion(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2),
-    "mechanize": lambda: optax.contrib.mechanize(optax.adam(1e-2)),
-    "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(1e-2), 1e-2),
-    "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(optax.adam(1e-2)),
-    "sam": lambda: optax.contrib.sam(
-        optax.sgd(1e-2), optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
-    ),
-    "ema": lambda: optax.chain(optax.sgd(1e-2), optax.ema(0.9)),
-    "lbfgs": lambda: optax.lbfgs(1e-2, linesearch=None),
-    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
-    "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-2)),
+    **AROUND,
 }
 
 
