@@ -230,7 +230,9 @@ def _flops(call: Prepared, rules: ShardingRules | None) -> Flops:
     with on_device(rules):
         gradient = jax.make_jaxpr(of_one)(shapes[: len(leaves)], shapes[len(leaves) :])
     trained, frozen = sum(x.size for x in leaves), call.traced.frozen
-    params = trained + sum(x.size for x in frozen if jnp.issubdtype(x.dtype, jnp.floating))
+    params = trained + sum(
+        math.prod(x.shape) for x in frozen if jnp.issubdtype(x.dtype, jnp.floating)
+    )
     # Textbooks speak of matrices that meet the vectors of a sequence, or one.
     is_conv = any(
         equation.primitive is conv_general_dilated_p for equation in equations(program.jaxpr)
