@@ -1,6 +1,4 @@
 """The bytes that a device needs for a private training step, before it runs."""
-# pyright: reportPrivateUsage=false
-# (another method or microbatch of one function is of no use to users)
 
 import bisect
 import functools
@@ -170,9 +168,11 @@ def plan_memory(
         optimizer = _noise_and_descent(grad_fn)
     expected.optimizer("optimizer", optimizer)
 
+    variant = grad_fn._variant  # pyright: ignore[reportPrivateUsage]
+
     @functools.cache
     def planned(size: int | None) -> MemoryPlan:
-        its = grad_fn._variant(method=method, microbatch_size=size)
+        its = variant(method=method, microbatch_size=size)
         step = planned_step(its, model, batch, optimizer, key)
         return MemoryPlan(
             _device_bytes(step),
@@ -226,8 +226,7 @@ def _device_bytes(step: PlannedStep) -> DeviceBytes:
     call, rules = step.call, step.rules
     gathered, scattered = slices_of(call, rules)
     given = [x.dtype for x in (*call.traced.params, *call.traced.frozen)]
-    copies = list(map(functools.partial(_gathered, rules=rules), step.stored, given))
-    parameters = 0
+    parameters, copies = 0, list(map(functools.partial(_gathered, rules=rules), step.stored, given))
     for x, to, copy, its in zip(step.stored, given, copies, gathered, strict=True):
         held = _local(x, to) if its else copy
         parameters += _local(x) + (held if x.dtype != to or held != _local(x) else 0)

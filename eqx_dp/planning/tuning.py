@@ -1,6 +1,4 @@
 """A method and a microbatch that are chosen by the clock, where formulas do not tell."""
-# pyright: reportPrivateUsage=false
-# (another method or microbatch of one function is of no use to users)
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -147,9 +145,8 @@ def tune(
             mask = places >= math.ceil(call.choice.batch.real)
         if rules is not None:
             arrays, (examples, mask) = rules.shard(arrays), rules.shard_batch((examples, mask))
-        given = arrays, examples, key, mask
         tried = [
-            _compiled(Trial(method, size), grad_fn, static, given, limit)
+            _compiled(Trial(method, size), grad_fn, static, (arrays, examples, key, mask), limit)
             for method in entries("methods", methods, "names of methods")
             for size in sizes
         ]
@@ -167,7 +164,8 @@ def _compiled(
     trial: Trial, grad_fn: ClippedGrad[Any], static: PyTree[Any], given: tuple[Any, ...], limit: int
 ) -> tuple[Trial, Callable[[], Any] | None]:
     """What is to be timed of a candidate, after a first run; None, and why, if nothing is."""
-    fixed = grad_fn._variant(method=trial.method, microbatch_size=trial.microbatch_size)
+    variant = grad_fn._variant  # pyright: ignore[reportPrivateUsage]
+    fixed = variant(method=trial.method, microbatch_size=trial.microbatch_size)
 
     def run(arrays: Any, batch: Any, key: Any, mask: Any) -> Any:
         return fixed(eqx.combine(arrays, static), *batch, key=key, is_padding_example=mask)
