@@ -243,9 +243,6 @@ FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         ),
         "slices and time": (over_slices_and_time, (2, WIDTH, WIDTH), (TOKENS, WIDTH)),
         "rows apart": (cut_in_three, (3 * WIDTH, WIDTH), (TOKENS, WIDTH)),
-        "columns apart": (
-            lambda w, x: (x @ w[:, :5]) @ jnp.sin(x @ w[:, 5:]).T, (WIDTH, 10), (TOKENS, WIDTH),
-        ),
         "apart and together": (
             lambda w, x: jnp.sin(contract(w[0], x) @ w[1]) @ w[0].T,
             (2, WIDTH, WIDTH), (TOKENS, WIDTH),
@@ -322,6 +319,9 @@ FORMED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
             (WIDTH, WIDTH), (TOKENS, WIDTH),
         ),
         "reversed": (lambda w, x: contract(w, x) @ w[::-1], (WIDTH, WIDTH), (TOKENS, WIDTH)),
+        "columns apart": (
+            lambda w, x: (x @ w[:, :5]) @ jnp.sin(x @ w[:, 5:]).T, (WIDTH, 10), (TOKENS, WIDTH),
+        ),
         "alternating": (
             lambda w, x: (x @ w[:, ::2]) @ jnp.sin(x @ w[:, 1::2]).T, (WIDTH, 6), (TOKENS, WIDTH),
         ),
