@@ -1,7 +1,5 @@
 """A fixed part of `tests.hostile_losses`, which has the description."""
 
-import itertools
-
 import pytest
 
 from tests import hostile_losses
@@ -10,7 +8,7 @@ from tests import hostile_losses
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_no_example_adds_more_than_the_clip_norm():
-    *_, found = itertools.islice(hostile_losses.measure(6, 30, seed=2), 6)
+    *_, found = hostile_losses.measure(6, 30, seed=2)
     assert len(found) == 3 * 3
     for combination, its in found.items():
         assert max(share for share, _, _ in its) <= 1, combination

@@ -1,7 +1,7 @@
 """Every arrangement in which a parameter is multiplied by data, and ways that it gets there.
 
-Each case is one leaf with data of its own, and a clip norm of its own: norm and sum are held
-against the oracle's. All cases of a table are one loss, so that they are compiled once.
+Each case is one leaf with data of its own, and a clip norm of its own: its norm and its sum are
+held against the oracle's. All cases of a table are one loss, so that they are compiled once.
 """
 
 from collections.abc import Callable
@@ -154,8 +154,8 @@ FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         ),
     },
     "lookups": {
-        **{f"take, {m}": (lambda w, t, m=m: jnp.take(w, t, axis=0, mode=m), (4, 3), ROWS)
-           for m in ("clip", "wrap")},
+        "take, clip": (lambda w, t: jnp.take(w, t, axis=0, mode="clip"), (4, 3), ROWS),
+        "take, wrap": (lambda w, t: jnp.take(w, t, axis=0, mode="wrap"), (4, 3), ROWS),
         **{f"get, {mode}": (
             lambda w, t, mode=mode: w.at[t].get(mode=mode, fill_value=0), (4, 3), rows,
         ) for mode, rows in (("clip", ROWS), ("drop", ROWS), ("promise_in_bounds", FOUND))},
@@ -243,9 +243,6 @@ FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         ),
         "slices and time": (over_slices_and_time, (2, WIDTH, WIDTH), (TOKENS, WIDTH)),
         "rows apart": (cut_in_three, (3 * WIDTH, WIDTH), (TOKENS, WIDTH)),
-        "columns apart": (
-            lambda w, x: (x @ w[:, :5]) @ jnp.sin(x @ w[:, 5:]).T, (WIDTH, 10), (TOKENS, WIDTH),
-        ),
         "apart and together": (
             lambda w, x: jnp.sin(contract(w[0], x) @ w[1]) @ w[0].T,
             (2, WIDTH, WIDTH), (TOKENS, WIDTH),
@@ -285,8 +282,7 @@ FORMED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         "out of a scan": (lambda w, x: x @ out_of_a_scan(w), (3, 4), (2, 3)),
         "irregular": (
             lambda w, x: x @ jnp.split(w.reshape(2, 18).T[::-1], 3)[2].reshape(3, 4),
-(4, 9),
-(2, 3),
+            (4, 9), (2, 3),
         ),
         "scanned over and closed over": (
             lambda w, x: lax.scan(lambda x, row: (jnp.sin(w @ x) * row, None), x, w)[0],
@@ -323,6 +319,9 @@ FORMED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
             (WIDTH, WIDTH), (TOKENS, WIDTH),
         ),
         "reversed": (lambda w, x: contract(w, x) @ w[::-1], (WIDTH, WIDTH), (TOKENS, WIDTH)),
+        "columns apart": (
+            lambda w, x: (x @ w[:, :5]) @ jnp.sin(x @ w[:, 5:]).T, (WIDTH, 10), (TOKENS, WIDTH),
+        ),
         "alternating": (
             lambda w, x: (x @ w[:, ::2]) @ jnp.sin(x @ w[:, 1::2]).T, (WIDTH, 6), (TOKENS, WIDTH),
         ),
