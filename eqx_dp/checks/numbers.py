@@ -21,10 +21,8 @@ def counted(equation: JaxprEqn, inputs: list[Fact]) -> Number | None:
         shape = equation.params["shape"]
         return Number(None, 0, (Along(FIRST, 1, shape[0]),)) if len(shape) == 1 else None
     match name, [fact.number for fact in inputs]:
-        case "add", [Number() as a, Number() as b] if b.is_constant:
-            return a.plus(b.offset)
-        case "add", [Number() as a, Number() as b] if a.is_constant:
-            return b.plus(a.offset)
+        case "add", [Number() as a, Number() as b] if a.is_constant or b.is_constant:
+            return a.plus(b.offset) if b.is_constant else b.plus(a.offset)
         case _, [Number() as a, *_] if name in _MOVES:
             key = _moved(equation, inputs, Key(None, (a,)))
             return None if key is None else key.path[0]
@@ -47,6 +45,9 @@ def key_of(equation: JaxprEqn, inputs: list[Fact]) -> Key | None:
             is_plain = len(shape) == 1 and not shape_of(equation.invars[0])
             along = (Along(FIRST, 1, shape[0]),) if is_plain and shape[0] > 1 else ()
             return first.key and first.key.folded(Number(None, 0, along) if is_plain else None)
+        case "unstack" if first.key is not None:  # along the first dimension; see `entry`
+            is_first = len(shape_of(equation.invars[0])) > first.key.is_words
+            return first.key if is_first and equation.params["axis"] == 0 else None
         case _ if first.key is not None and name in _MOVES:
             return _moved(equation, inputs, first.key)
         case _:

@@ -85,7 +85,7 @@ class PrivacyFlow(Flow[Fact]):
             lost = made_of(inputs)._replace(kind=Kind.PRIVATE, reason="host", where=context.line)
             return [lost] * len(equation.outvars)
         found = self._made(context, equation, inputs)
-        if name == "unstack" and found.key is not None and params["axis"] == 0:
+        if name == "unstack" and found.key is not None:
             keys = (entry(found.key, i) for i in range(len(equation.outvars)))
             return [found._replace(key=key) for key in keys]
         return [found] * len(equation.outvars)
@@ -193,7 +193,7 @@ class PrivacyFlow(Flow[Fact]):
         axes = frozenset(params.get("axes", ()))
 
         def of(fact: Fact) -> Fact:
-            if fact.is_public and is_whole and name in _ALIKE_ON_DEVICES:
+            if fact.is_public and not fact.key and is_whole and name in _ALIKE_ON_DEVICES:
                 return made_of([fact])
             if fact.kind is Kind.SUM and is_whole and name in SUMS_OF_DEVICES and fact.over == axes:
                 return fact._replace(over=frozenset[str]())
@@ -207,17 +207,17 @@ def _part(fact: Fact, spec: Any, line: str) -> Fact:
     if not any(spec):
         return fact
     first, *others = spec
-    if fact.kind is Kind.PRIVATE and fact.refs[0] is not None and not any(others):
+    ref = next(iter(fact.refs), None)
+    if fact.kind is Kind.PRIVATE and ref is not None and not any(others):
         axes = frozenset(first if isinstance(first, tuple) else (first,))
-        return fact._replace(refs=(fact.refs[0]._replace(axes=fact.refs[0].axes | axes),))
+        return fact._replace(refs=(ref._replace(axes=ref.axes | axes),))
     return _differs(fact, line)
 
 
 def _differs(fact: Fact, line: str) -> Fact:
     """What may be another value on each device."""
-    reason, where = fact.reason or "devices", fact.where or line
-    found = made_of([fact])._replace(kind=Kind.PRIVATE, reason=reason, where=where)
-    return found._replace(key=fact.key and Key(None))
+    reason, where, key = fact.reason or "devices", fact.where or line, fact.key and Key(None)
+    return made_of([fact])._replace(kind=Kind.PRIVATE, reason=reason, where=where, key=key)
 
 
 # What a loop carries.
@@ -225,10 +225,9 @@ def _differs(fact: Fact, line: str) -> Fact:
 
 def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
     """What a turn begins with, of what may change from turn to turn."""
-    number, key = fact.number, fact.key
     return made_of([fact], "loop", line)._replace(
-        number=Number(name) if number is not None and number.is_one else None,
-        key=key and Key(name if key.is_one else None, is_words=key.is_words),
+        number=Number(name) if fact.number and fact.number.is_one else None,
+        key=fact.key and Key(name if fact.key.is_one else None, is_words=fact.key.is_words),
     )
 
 

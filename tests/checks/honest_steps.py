@@ -418,6 +418,14 @@ def of_public(model, batch):
 
 BY_HAND = {
     "key_split_and_carried": lambda: noised_by(with_noise),
+    # As JAX 0.11 takes arrays apart.
+    "key_taken_apart": lambda: noised_by(
+        lambda grads, key: with_noise(grads, jax.lax.unstack(jax.random.split(key))[1])
+    ),
+    "legacy_key_taken_apart": lambda: noised_by(
+        lambda grads, key: with_noise(grads, jax.lax.unstack(jax.random.split(key))[1]),
+        state=legacy(),
+    ),
     "legacy_key_split_and_carried": lambda: noised_by(with_noise, state=legacy()),
     "counter": lambda: step_of(
         lambda at: with_noise(at.sum(), jax.random.fold_in(at.keys[0], at.state.step))

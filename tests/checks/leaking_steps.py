@@ -136,6 +136,15 @@ def mean_loss(params, static, x, y):
     return jax.vmap(squared_error, (None, 0, 0))(eqx.combine(params, static), x, y).mean()
 
 
+def key_summed_over_devices(given):
+    """Eight times the words of the key of a noise are shown."""
+    mapped = jax.shard_map(
+        psum, mesh=mesh_of("auto", data=8), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    noisy = with_noise(given.grads, given.key, 9 * STDDEV)
+    return noisy, mapped(jax.random.key_data(given.key))
+
+
 def of_devices(of_a_device):
     """`of_a_device(grads, key)` gives each device's noisy sum; they are returned side by side."""
 
@@ -639,6 +648,9 @@ EACH = {
     ),
     "columns": columns,
     "columns_in_a_scan": columns_in_a_scan,
+    "key_summed_over_devices": lambda: beside(
+        key_summed_over_devices, plan=dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
+    ),
     "aux_returned": aux_returned,
     "reduced_on_plateau": reduced_on_plateau,
     "sum_of_the_step_before": sum_of_the_step_before,
