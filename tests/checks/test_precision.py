@@ -391,9 +391,7 @@ def test_a_sum_over_examples_at_default_precision(monkeypatch):
         return jnp.tensordot(factors, leaf, axes=1)
 
     monkeypatch.setattr("eqx_dp.gradients.leaves.weighted_sum", default)
-    monkeypatch.setattr(
-        "eqx_dp.gradients.leaves._SMALL", 0
-    )  # each leaf has a sum of its own
+    monkeypatch.setattr("eqx_dp.gradients.leaves._SMALL", 0)  # each leaf has a sum of its own
     report = check(*training_step(models.mlp(), MIXED, method="per_example"))
     ((stage, declared, what),) = found(report)
     assert (stage, declared) == ("sum over examples", "float32")
