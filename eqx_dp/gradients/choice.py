@@ -116,9 +116,7 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
         return formed._replace(reason="this method forms every leaf")
     sets = overlaps(uses)
     if sets is None:
-        return formed._replace(
-            reason=f"{len(uses)} uses: their parts of it are not known to be apart"
-        )
+        return formed._replace(reason=f"{len(uses)} uses: of parts that may overlap")
     steps = sum(use.steps for use in uses)
     told = "one step" if steps == 1 else f"{steps} steps"
     held = sum(_bytes((use.result, use.residuals)) for use in uses)

@@ -5,8 +5,7 @@ Private Learners", 2022) has its norm from inner products between time steps, an
 contraction over examples and time; no example's gradient is ever formed. Leaves whose uses are
 equal have one program, which is traced once.
 
-By ghost clipping, cotangents become norms, and then weighted sums, within the backward pass: see
-`Seen`.
+By ghost clipping (`Seen`), cotangents become norms, then sums, within the backward pass.
 """
 
 import functools

@@ -52,7 +52,7 @@ def clipped_sum(
 
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example. What is measured is what is added: formed gradients and kept cotangents are computed
-    once; what ghost's second pass computes again it measures again (`seen.adding`).
+    once; what ghost's second pass computes again it measures again (`factored.adding`).
     """
     uses, batch = traced.uses, len(is_padding_example)
     seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
