@@ -185,7 +185,7 @@ call's model is made of it |
     later = followed(back | others)[0].record.found if others else ()
     reaches = any(finding.rule == "release" for finding in later)
     lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
-    _check_constants(flow, lengths | {getattr(fn, "num_examples", None)})
+    _check_constants(flow, lengths | {getattr(fn, "_num_examples", None)})
     known = [*map(Result, names, found, returns, in_state, is_disclosed, is_kept)]
     last = [argument.names[-1] for argument in arguments]
     step = TracedStep(flow.record, last, _same_keys(args, kwargs), known, reaches)

@@ -121,7 +121,6 @@ MADE = {
     "loss_with_keys": lambda: made(dropout_loss),
     "loss_with_keys_in_microbatches": lambda: made(dropout_loss, microbatch_size=2),
     "loss_of_a_batch": lambda: made(batch_loss, keep_batch_dim=True),
-    "rescaled_to_unit_norm": lambda: made(l2_clip_norm=0.1, rescale_to_unit_norm=True),
     "clip_norms_of_layers": lambda: made(l2_clip_norm=clip_norms_by_layer(mlp())),
     "frozen_first_layer": lambda: made(filter_spec=last_layer()),
     "lora": lambda: made(model=lora(), filter_spec=adapters(lora())),

@@ -524,9 +524,10 @@ NOISED_BY = {
         lambda g: with_noise(g, key), (grads,), (grads,)
     )[1],
     # Backwards through the noise goes what was handed in: the sum.
-    "cotangent_of_the_noisy_sum": lambda grads, key: jax.vjp(lambda g: with_noise(g, key), grads)[
-        1
-    ](grads)[0],
+    # (That of certified noise is zero: it is rounded.)
+    "cotangent_of_the_noisy_sum": lambda grads, key: jax.vjp(
+        lambda g: dp.add_noise(g, key, STDDEV, certified=False), grads
+    )[1](grads)[0],
     # Where the sum is negative no noise is added.
     "noise_masked_by_the_sum": lambda grads, key: jax.tree.map(
         lambda g, n: g + jnp.where(g > 0, n, 0.0), grads, noise_alone(grads, key)

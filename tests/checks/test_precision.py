@@ -180,7 +180,7 @@ def test_operations_are_counted():
     assert flops["forward"] == 2 * 8 * entries
     assert flops["backward"] == 2 * 8 * (entries + 8 * 8 + 8 * 3)
     draws = [use.amount for use in report.summary if use.kind == "draw"]
-    assert sum(draws) == entries + 8 + 8 + 3
+    assert set(draws) == {entries + 8 + 8 + 3}
     # On two microbatches, each one goes through half of that, twice.
     halves = check(*training_step(models.mlp(), MIXED, method="per_example", microbatch_size=4))
     assert {u.stage: u.amount for u in halves.summary if u.kind == "contraction"} == flops
@@ -463,20 +463,6 @@ def test_no_alarm_on_what_follows_the_noise():
     assert {use.times % 2 for use in report.summary if use.kind == "draw"} == {0}
 
 
-@pytest.mark.parametrize(("declared", "stored"), [("bfloat16", F32), ("float32", BF16)])
-def test_parameters_that_are_stored_otherwise_are_called_so(declared, stored):
-    """Today's dtype, whether it is the wider or the narrower one, is named with the parameter."""
-    policy = dp.parse_policy(f"p={declared},c=bf16,o=f32")
-    step, model, state, *batch = training_step(models.mlp(), policy)
-    check(step, model, state, *batch, policy=policy).raise_if_violated()
-    other = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, stored) if hasattr(x, "dtype") else x, model
-    )
-    first = check(step, other, state, *batch, policy=policy).violations[0]
-    assert first[:3] == ("parameters", declared, str(jnp.dtype(stored)))
-    assert first.where.startswith("model.layers[0].weight")
-
-
 def test_optimizer_state_narrower_than_declared():
     """Of optax's states alone: a model, or a batch, in a tuple with names is none."""
     case = models.mlp()
@@ -516,7 +502,7 @@ def test_no_alarm_on_a_loss_that_draws():
     # Neither the sample nor dropout is noise.
     draws = [use for use in report.summary if use.kind == "draw"]
     assert draws
-    assert all("inverse_normal.py" in use.where for use in draws)
+    assert all("eqx_dp/privacy" in use.where for use in draws), draws
 
 
 # The report itself.
