@@ -96,8 +96,7 @@ def gaussian_privatizer(
     arithmetic by IEEE 754.
 
     With `certified=False` noise is what `jax.random.normal` draws in the noise dtype. In float32
-    that has 2^23 values between -5.42 and 5.22, and is no Gaussian: the output tells when an
-    example is there with a probability that `uncertified_delta` computes, whatever epsilon says.
+    that has 2^23 values between -5.42 and 5.22, and is no Gaussian (`uncertified_delta`).
 
     | case | what happens |
     |---|---|
