@@ -19,4 +19,5 @@ def test_command(tmp_path, capsys):
 def test_both_find_the_same_noise():
     (plan,) = calibrating.TINY.values()
     expected = calibrating.calibrated_by_dp_accounting(plan)
-    assert calibrating.calibrated(plan) == pytest.approx(expected, rel=2e-4)
+    # The plan charges for finite precision.
+    assert calibrating.calibrated(plan) == pytest.approx(expected, rel=5e-4)

@@ -106,4 +106,5 @@ def test_the_true_noise_multiplier_is_told(name, multiplier):
 def test_leaves_have_noise_of_their_own(tree):
     zeros = jax.tree.map(jnp.zeros, tree, is_leaf=lambda x: isinstance(x, tuple))
     noises = [np.ravel(leaf) for leaf in jax.tree.leaves(dp.add_noise(zeros, jax.random.key(0), 1))]
-    assert len(np.unique(np.concatenate(noises))) == 8 * len(noises)
+    # Single numbers coincide, on the grid of certified noise.
+    assert len({tuple(noise) for noise in noises}) == len(noises)

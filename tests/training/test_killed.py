@@ -62,7 +62,7 @@ def ends(fleet, place, hosts):
         assert place.recording.taken == before + STEPS - noted
     elif statuses != [0] * hosts:
         assert isinstance(started[0].found, dp.CheckpointError)
-        assert "all 20 steps of the plan may have been released" in str(started[0].found)
+        assert "all 20 steps" in str(started[0].found)
     assert assert_counted(place, hosts) == STEPS
 
 
