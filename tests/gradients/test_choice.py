@@ -15,7 +15,7 @@ from tests import models
 
 PLAN = dp.PrivacyPlan(sampling_prob=0.05, steps=10, noise_multiplier=1.0, delta=1e-6)
 CASE = models.mlp()
-SLOTS = PLAN.sampler(1000, 3).capacity
+SLOTS = PLAN.sampler(1000, seed=3).capacity
 
 
 def gradient(**options):

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from eqx_dp.privacy import key_from_secret
 
 BF16 = jnp.bfloat16
 NEAREST = dp.parse_policy("p=bf16,c=bf16,o=f32")
