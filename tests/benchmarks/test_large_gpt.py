@@ -22,8 +22,8 @@ def test_command(tmp_path, capsys):
     assert not any(row.failed for row in rows)
     assert plain.flops == pytest.approx(plain.ideal, rel=0.02)
     assert peer.flops == pytest.approx(plain.flops, rel=0.02)
-    # Two passes; formed leaves are not differentiated in the second.
-    assert 1.5 * plain.flops < ghost.flops < 2.02 * plain.flops
+    # Two passes, and the norms; formed leaves are not differentiated in the second.
+    assert 1.5 * plain.flops < ghost.flops < 2.2 * plain.flops
     assert ghost.sent["reduce-scatter"].size == pytest.approx(plain.sent["reduce-scatter"].size)
     assert all(0 < row.host < large_gpt.HOST for row in rows)
     assert "| 4x2 | ghost | 1 |" in path.read_text()

@@ -250,9 +250,9 @@ def test_without_noise_epsilon_is_infinite(noise_multiplier):
 def test_large_losses_are_told_apart_less_finely_but_well_enough():
     unsampled = PrivacyPlan(1, 300, 4.0, 1e-5)
     fine = PLDAccountant().compose(unsampled.event()).get_epsilon(1e-5 - 300e-12)
-    assert unsampled.epsilon() == pytest.approx(fine, rel=1e-4)
+    assert unsampled.epsilon() == pytest.approx(fine, rel=1e-3)  # finite precision is charged
     # dp_accounting's figure at its own interval, for which it takes ten seconds.
-    assert PrivacyPlan(0.1, 10, 0.1, 1e-5).epsilon() == pytest.approx(329.2342, rel=1e-6)
+    assert PrivacyPlan(0.1, 10, 0.1, 1e-5).epsilon() == pytest.approx(329.2342, rel=1e-4)
 
 
 @pytest.mark.slow
