@@ -38,7 +38,12 @@ class Checkpoints:
     def __init__(self, directory: RunPath, keep: int | None = None):
         self.directory, self._folder = directory, directory / CHECKPOINTS
         self._orbax = extra("orbax.checkpoint")
-        options = self._orbax.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        # A directory that is made in the background and fails leaves threads that wait for it, and
+        # keep the process from its end, for 20 minutes.
+        now = self._orbax.AsyncOptions(create_directories_asynchronously=False)
+        options = self._orbax.CheckpointManagerOptions(
+            max_to_keep=keep, create=keep is not None, async_options=now
+        )
         handlers = {
             _STATE: self._orbax.PyTreeCheckpointHandler(),
             _RECORD: self._orbax.JsonCheckpointHandler(),

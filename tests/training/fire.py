@@ -8,6 +8,7 @@ import ctypes
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -159,6 +160,18 @@ def interrupted_twice(place, channel):
     """The second Ctrl-C comes while the step that the first one waits for is not over."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return train(place, channel, 2, lambda event: time.sleep(event.step // 5 * 60))
+
+
+def with_saves_swept_away(place, channel):
+    """A second start removes each folder that is being written, before the next is made in it."""
+
+    def sweep(event, arguments):
+        path = pathlib.Path(str(arguments[0])) if event == "os.mkdir" else place.root
+        if path.parent.name.endswith("tmp"):
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+    sys.addaudithook(sweep)
+    return train(place, channel)
 
 
 @contextlib.contextmanager

@@ -215,3 +215,12 @@ def test_memory_is_flat_over_ten_thousand_steps(fleet, tmp_path):
     assert seen[10_000] - seen[2_000] < 3, seen
     lines = (place.files / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(50, 10_001, 50))
+
+
+def test_a_failed_save_does_not_keep_the_process(fleet, tmp_path):
+    """Orbax's threads would wait for the directory that was not made: 20 minutes long."""
+    run = fleet.start(fire.with_saves_swept_away, Place(tmp_path))
+    assert run.result() == 0
+    steps, warned = run.found
+    assert steps == STEPS
+    assert "could not be written" in warned[0]
