@@ -292,16 +292,9 @@ def row_norms(
     values = jax.lax.optimization_barrier(values)
     largest = jnp.max(jnp.abs(values.reshape(batch, -1)), axis=1, initial=0)
     scale, inverse = power_of_two(largest)
-    # Behind a barrier: values known to the compiler would be squared before they are divided.
-    flat = jax.lax.optimization_barrier(values * inverse[:, None, None, None])
-    flat = flat.reshape(len(place), -1)
-    norm = _norms_as_they_are(of_rows(flat))
-    lengths = _norms_as_they_are(flat)[:, None]
+    flat = (values * inverse[:, None, None, None]).reshape(len(place), -1)
+    norm, lengths = norms(of_rows(flat)), norms(flat)[:, None]
     gross, times = of_rows(lengths), of_rows(jnp.ones_like(lengths))
-    in_sums = roundoff * _norms_as_they_are((2 * times - 1) * gross)
+    in_sums = roundoff * norms((2 * times - 1) * gross)
     bound = norm * (1 + norm_error(values[0].size, dtype)) + 33 / 32 * in_sums
     return norm * scale, bound * scale * (1 + 4 * roundoff)
-
-
-def _norms_as_they_are(x: Float[Array, "n entry"]) -> Float[Array, " n"]:
-    return jnp.sqrt(sum_in_blocks(jnp.square(x)))

@@ -50,25 +50,26 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
 
 def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, " batch"]:
     """The same of gradients that are given in parts, one array a leaf."""
-    # A gradient known to the compiler would be squared before it is divided, and overflow.
-    parts = jax.lax.optimization_barrier(list(parts))
     flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
     if len(flat) == 1 and flat[0].shape[1] == 1:
         return jnp.abs(flat[0][:, 0])
-    # In blocks from the start: what comes after a reshape is one loop with the sum.
-    blocks = [_in_blocks(x) for x in flat]
-    largest = functools.reduce(jnp.maximum, map(_largest, blocks))
-    scale, inverse = power_of_two(largest)
-    if len(blocks) > 1:
-        # The same number. The compiler repeats anything but a division for every part.
-        inverse = 1 / scale
-    squares = [
-        jax.lax.optimization_barrier(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2))
-        for x in blocks
-    ]
-    sums = [sum_in_blocks(x) for x in squares]
-    total = sums[0] if len(sums) == 1 else sum_in_blocks(jnp.stack(sums, axis=1))
-    return jnp.sqrt(total) * scale
+    if _has_wide(flat[0].dtype):
+        with jax.enable_x64(True):
+            squares = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=1) for x in flat]
+            return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(flat[0].dtype)
+    # A gradient known to the compiler would be squared before it is divided, and overflow.
+    blocks = [_in_blocks(x) for x in jax.lax.optimization_barrier(flat)]
+    scale, inverse = power_of_two(functools.reduce(jnp.maximum, map(_largest, blocks)))
+    sums = [sum_in_blocks(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2)) for x in blocks]
+    return jnp.sqrt(sum_in_blocks(jnp.stack(sums, axis=1))) * scale
+
+
+def _has_wide(dtype: np.dtype[Any]) -> bool:
+    """Whether squares of numbers of this dtype are exact in float64, and the machine computes it.
+
+    None of them overflows there, or vanishes.
+    """
+    return dtype.itemsize < 8 and _is_ieee(None)
 
 
 _BLOCK = 64
@@ -108,15 +109,21 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
 
     In so many parts it is for parts of at most that size.
 
-    A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
-    terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
-    squares is off by no more than all of these together, and its root by half of that (Higham,
-    "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). The root itself costs 4;
-    of several parts the inverse of the scale, a quotient, 4, and an entry times that 1. Two more
-    make up for products of errors, and for squares that vanish beside the largest.
+    In float64 squares of float32 numbers are exact. A sum of n terms costs at most n - 1 roundings
+    in whatever order. All terms are positive, so the sum of squares is off by no more than all of
+    these together, and its root by half of that (Higham, "Accuracy and Stability of Numerical
+    Algorithms", 2002, section 4.2). The root costs 4 roundings in float64, and one in float32;
+    three more make up for products of errors, and for 1 plus this error and its product with a
+    norm.
+
+    Elsewhere a square is rounded once, and goes through sums of at most 64 terms, a sum a level.
+    The root costs 4; two more make up for products of errors, and for squares that vanish beside
+    the largest.
     """
+    if _has_wide(np.dtype(dtype)):
+        return 4 * unit_roundoff(dtype) + (size * parts + 10) / 2 * unit_roundoff(np.dtype("f8"))
     roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
-    return (roundings / 2 + (11 if parts > 1 else 6)) * unit_roundoff(dtype)
+    return (roundings / 2 + 6) * unit_roundoff(dtype)
 
 
 def roundings_in_blocks(size: int) -> int:
@@ -155,10 +162,12 @@ def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float
         dtype: of the numbers and the sum.
         platform: where the contraction runs; None for JAX's default.
     """
-    if platform is None:
-        platform = jax.default_backend()
-    is_whole = platform in ("cpu", "gpu", "cuda", "rocm")
-    return (1 if is_whole else 16) * unit_roundoff(dtype)
+    return (1 if _is_ieee(platform) else 16) * unit_roundoff(dtype)
+
+
+def _is_ieee(platform: str | None) -> bool:
+    """Whether a platform, None for JAX's default, computes with float32 and float64 as they are."""
+    return (platform or jax.default_backend()) in ("cpu", "gpu", "cuda", "rocm")
 
 
 def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:

@@ -31,7 +31,7 @@ _UFUNCS = {
     "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite, "le": np.less_equal,
     "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply, "ne": np.not_equal,
     "neg": np.negative, "not": np.invert, "or": np.bitwise_or, "square": np.square,
-    "sub": np.subtract,
+    "sqrt": np.sqrt, "sub": np.subtract,
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ class Machine:
 
     def run(self, program: jex_core.ClosedJaxpr, values: list[Any]) -> list[Any]:
         """Runs a program that is traced."""
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), jax.enable_x64(True):
             return self._run(program, values)
 
     def _run(self, program: jex_core.ClosedJaxpr, values: list[Any]) -> list[Any]:
