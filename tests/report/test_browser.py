@@ -30,9 +30,11 @@ def page(tmp_path_factory):
     """Of a run with long and hostile names, so that lines have to be broken and tables scroll."""
     run = trained(tmp_path_factory.mktemp("run"))
     long = "a/very/long/path/" * 8 + "model.py:12:3 (loss)"
-    rows = [{"rule": "noise", "found": name, "where": long, "advice": long} for name in HOSTILE]
+    rows = [
+        {"rule": "noise", "found": name, "where": long, "advice": long} for name in HOSTILE.values()
+    ]
     changed(run / "checks.json", privacy={"ok": False, "violations": rows, "x" * 200: long})
-    changed(ledger_of(run), made_by={"jax": "1" * 200}, policy="_".join(HOSTILE))
+    changed(ledger_of(run), made_by={"jax": "1" * 200}, policy="_".join(HOSTILE.values()))
     return page_of(run)
 
 
@@ -89,15 +91,13 @@ def test_the_policy_of_the_page_forbids_scripts(page, tmp_path):
     assert "<title>ran</title>" in browsed(without, tmp_path, DESK, "--dump-dom")
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_it_is_drawn_in_light_and_in_dark(page, tmp_path, size):
+def test_it_is_drawn_in_light_and_in_dark(page, tmp_path):
     means = []
     for theme, options in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
         file = tmp_path / f"{theme}.png"
-        browsed(page, tmp_path, size, f"--screenshot={file}", *options)
+        browsed(page, tmp_path, DESK, f"--screenshot={file}", *options)
         picture = matplotlib.image.imread(file)[:, :, :3]
-        assert picture.shape[:2] == size[::-1]
-        assert len(np.unique((picture * 15).astype(int).reshape(-1, 3), axis=0)) > 10
+        assert picture.shape[:2] == DESK[::-1]
         means.append(float(np.mean(picture)))
     light, dark = means
     assert dark < 0.3
