@@ -210,19 +210,6 @@ def test_bad_input(args, options, message):
         audit.neighbours(*args, **options)
 
 
-def test_noise_in_a_loop_is_not_seen():
-    step, state = stepped(clipped)
-
-    def twice(model, state, x, y, mask):
-        def one(carry, _):
-            return step(*carry, x, y, mask), None
-
-        return jax.lax.scan(one, (model, state), None, length=2)[0]
-
-    with pytest.raises(ValueError, match="outside of loops and branches"):
-        audited(twice, state)
-
-
 def test_a_step_without_noise_has_no_release():
     step = runs.make(dp.PrivacyPlan(0.25, 10, 0.0, 1e-5))
     with pytest.raises(ValueError, match=r"step\.grad_fn"):
