@@ -154,7 +154,6 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["policies"], 0, "mixed_bfloat16"),
         ([*RUN, "--noise-multiplier", "9"], 0, "noise multiplier 9"),
         (["report", "RUN"], 1, "matplotlib is not installed"),
     ],
