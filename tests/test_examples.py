@@ -169,10 +169,15 @@ def test_mixed_precision_weighs_a_step_and_compares_formats_and_layers(monkeypat
     (by_format,) = found.values()
     dtypes = [runs[0].model.linear.weight.dtype for runs in by_format.values()]
     assert dtypes == ["float32", "bfloat16"]
-    layers = formats.measure_layers(3.0, 1)
-    for figure in (formats.draw_formats(found, 3.0), formats.draw_layers(layers)):
-        assert example.save(figure, tmp_path / "a.png").read_bytes().startswith(PNG)
-    assert formats.tabulate_layers(layers).row_count == 2
+    (by_layer,) = formats.measure_layers(3.0, 1).values()
+    names = ("one", "another")  # a picture has two panels
+    pictures = (
+        formats.draw_formats(dict.fromkeys(names, by_format), 3.0),
+        formats.draw_layers(dict.fromkeys(names, by_layer)),
+    )
+    for picture in pictures:
+        assert example.save(picture, tmp_path / "a.png").read_bytes().startswith(PNG)
+    assert formats.tabulate_layers(dict.fromkeys(names, by_layer)).row_count == 4
 
 
 def test_layers_that_cost_most_are_kept_wide():
