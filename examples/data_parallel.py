@@ -164,7 +164,7 @@ def train_privately(rules: dp.ShardingRules) -> Run:
 
 
 def train_plainly_by_shard_map(rules: dp.ShardingRules) -> Run:
-    """pmap's way: a device has its examples, and the average over devices is written out."""
+    """As by `pmap`: a device has its examples, and the average over devices is written out."""
     keys = jax.random.split(jax.random.key(0))
 
     def on_a_device(

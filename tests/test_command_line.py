@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
-import jax
 import pytest
 
 import eqx_dp as dp
@@ -14,7 +12,6 @@ from eqx_dp.__main__ import main
 from eqx_dp.commands import COMMANDS
 from eqx_dp.precision import schema_text
 from tests.report.made import Page, copied, trained
-from tests.training.runs import make, small_model, trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,28 +50,16 @@ def test_policies_lists_every_preset(capsys):
     assert dp.load_policy("bfloat16").description in text
 
 
-@pytest.mark.parametrize("name", dp.available_policies())
-def test_policies_shows_one(name, capsys):
-    with jax.enable_x64(True):
-        text = f"in full: {dp.load_policy(name)}"
-    assert text in printed(capsys, "policies", name)
-    assert text in printed(capsys, "policies", "--check", name)
-
-
-def test_policies_checks_a_file(tmp_path, capsys):
+def test_policies_shows_and_checks_one(tmp_path, capsys):
+    for arguments in (("mixed_float8",), ("--check", "mixed_float8")):
+        assert f"in full: {dp.load_policy('mixed_float8')}" in printed(
+            capsys, "policies", *arguments
+        )
     file = tmp_path / "mine.toml"
-    file.write_text(
-        'extends = "mixed_float16"\n[[modules]]\nmatch = "**.head"\ncompute = "float32"\n'
-    )
-    text = printed(capsys, "policies", "--check", str(file))
-    assert "module:**.head=float32" in text
     file.write_text("[dtypes]\nparams = 3\n")
     error = refused(capsys, "policies", "--check", str(file))
     assert error.startswith(f"eqx-dp: {file}: dtypes.params: found 3")
     assert "the nearest is 'float32'" in refused(capsys, "policies", "flaot32")
-
-
-def test_policies_schema(capsys):
     assert printed(capsys, "policies", "--schema") == schema_text()
 
 
@@ -102,22 +87,15 @@ def test_epsilon_finds_the_noise_of_a_budget(capsys):
     assert "NeighboringRelation.REPLACE_ONE" in text
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (("--batch", "7000"), "--batch: found 7000; allowed: at most 6000"),
-        (("--delta", "2"), "delta"),
-    ],
-)
-def test_epsilon_refuses_what_no_run_can_be(changed, message, capsys):
-    assert message in refused(capsys, *RUN, "--noise-multiplier", "1", *changed)
-
-
-@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "much"])
-def test_epsilon_takes_numbers_above_zero(wrong, capsys):
-    with pytest.raises(SystemExit):
-        main((*RUN, "--epsilon", wrong))
-    assert f"found '{wrong}'; allowed: a number greater than 0" in capsys.readouterr().err
+def test_epsilon_refuses_what_no_run_can_be(capsys):
+    words = (*RUN, "--noise-multiplier", "1")
+    message = "--batch: found 7000; allowed: at most 6000"
+    assert message in refused(capsys, *words, "--batch", "7000")
+    assert "delta" in refused(capsys, *words, "--delta", "2")
+    for wrong in ("0", "-1", "nan", "inf", "much"):
+        with pytest.raises(SystemExit):
+            main((*RUN, "--epsilon", wrong))
+        assert f"found '{wrong}'; allowed: a number greater than 0" in capsys.readouterr().err
 
 
 # eqx-dp report
@@ -137,7 +115,6 @@ def test_report_writes_a_page_and_nothing_else(trained_run, tmp_path, capsys):
     after = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     assert "Privacy report: run" in Page(after.pop(page).decode()).text()
     assert after == before
-    trainer(run, make(policy=dp.load_policy("mixed_bfloat16"))).run(small_model())
     elsewhere = tmp_path / "page.html"
     assert printed(capsys, "report", str(run), "--output", str(elsewhere)) == f"{elsewhere}\n"
 
@@ -177,7 +154,6 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["policies"], 0, "mixed_bfloat16"),
         ([*RUN, "--noise-multiplier", "9"], 0, "noise multiplier 9"),
         (["report", "RUN"], 1, "matplotlib is not installed"),
     ],
@@ -188,13 +164,3 @@ def test_a_base_install_prints_plain_text(trained_run, arguments, status, messag
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == status, result.stderr
     assert message in (result.stderr if status else result.stdout)
-
-
-@pytest.mark.slow
-def test_it_is_installed_as_eqx_dp_and_runs_as_a_module():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {"eqx-dp": "eqx_dp.__main__:main"}
-    command = [sys.executable, "-m", "eqx_dp", "policies", "nope"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr.startswith("eqx-dp: policy preset: found 'nope'")

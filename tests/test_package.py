@@ -1,4 +1,4 @@
-"""The package as users get it: a wheel in a new environment, and a checkout installed editable."""
+"""The package as users get it: a wheel, a checkout, an sdist; its version and links."""
 
 import json
 import os
@@ -8,13 +8,17 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import eqx_dp
+
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 POLICIES = {path.name: path.read_bytes() for path in (ROOT / "policies").iterdir()}
 
 # Prints where the package came from and what every preset says, as JSON.
@@ -79,31 +83,17 @@ def python_of(environment: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_carries_the_policies_and_the_typing_marker(wheel):
+def test_wheel_carries_the_package_and_links_that_lead_out_of_the_page_on_pypi(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        carried = {
-            name.removeprefix("eqx_dp/policies/"): archive.read(name)
-            for name in names
-            if "policies/" in name
-        }
-    assert carried == POLICIES
-    assert {"eqx_dp/py.typed", "eqx_dp/privacy/overflow.md"} <= names
-    assert "eqx_dp/precision/policy.schema.json" in names
-    assert {"eqx_dp/report/page.html", "eqx_dp/report/page.css"} <= names
+        (metadata,) = (name for name in names if name.endswith("METADATA"))
+        links = re.findall(r"\]\(([^)\s]+)\)", archive.read(metadata).decode())
+    files = ("py.typed", "precision/policy.schema.json", "report/page.html", "report/page.css")
+    assert {f"eqx_dp/{name}" for name in files} <= names
     # Nothing but the package: no tests, no second copy of the presets.
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eqx_dp"}
-
-
-@pytest.mark.slow
-def test_links_of_the_page_on_pypi_lead_out_of_it(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (one for one in archive.namelist() if one.endswith("METADATA"))
-        page = archive.read(name).decode()
-    links = re.findall(r"\]\(([^)\s]+)\)", page)
-    assert len(links) > 20
+    assert len(links) > 10
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    assert "](https://raw.githubusercontent.com/eqx-dp/eqx_dp/main/examples/pictures" in page
 
 
 @pytest.mark.slow
@@ -136,33 +126,44 @@ def test_checkout_loads_every_preset_from_its_own_folder(new_environment, tmp_pa
     assert presets.keys() == {name.removesuffix(".toml") for name in POLICIES}
 
 
+TOP_LEVEL = {"pyproject.toml", "eqx_dp", "policies", "tests", "examples"}
+TOP_LEVEL |= {"README.md", "LICENSE", "CHANGELOG.md"}
+
+
 def test_sdist_carries_the_sources_and_nothing_else(tmp_path):
     build = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
     run(*build, "--outdir", tmp_path, ROOT)
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         parts = [name.split("/")[1:] for name in archive.getnames()]
-    assert {first for first, *_ in parts} == {
-        *(".ci", ".docs", ".github", ".gitignore", ".pre-commit-config.yaml"),
-        *("CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"),
-        *("eqx_dp", "examples", "policies", "tests"),
-    }
+    hidden = {".ci", ".docs", ".github", ".gitignore", ".pre-commit-config.yaml", "PKG-INFO"}
+    assert {first for first, *_ in parts} == TOP_LEVEL | hidden
     # What tools leave in a checkout.
-    suffixes = {Path(last).suffix for *_, last in parts}
-    assert not suffixes & {".pyc", ".whl", ".gz", ".log", ".db", ".npy", ".npz"}
+    assert not {Path(last).suffix for *_, last in parts} & {".pyc", ".whl", ".gz", ".log", ".npz"}
     assert not any(part in ("__pycache__", "build", "dist", "out") for its in parts for part in its)
-
-
-TOP_LEVEL = {"pyproject.toml", "eqx_dp", "policies", "tests", "examples", "README.md"}
-TOP_LEVEL |= {"LICENSE", "CHANGELOG.md"}
 
 
 def test_nothing_else_stands_at_the_top_level():
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
         pytest.skip("not a clone")
-    listed = subprocess.run(
-        [git, "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    names = {path.split("/")[0] for path in listed.stdout.split("\0") if path}
+    command = [git, "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {path.split("/")[0] for path in listed.split("\0") if path}
     assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
+
+
+def test_version_changelog_and_citation_agree():
+    installed, version, source = eqx_dp.__version__, PROJECT["version"], PROJECT["urls"]["Source"]
+    assert installed == version, "the environment has an older install: pip install -e . again"
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    headings = re.findall(r"^## \[(.*?)\]", changelog, re.MULTILINE)
+    links = dict(re.findall(r"^\[(.*)\]: (\S+)$", changelog, re.MULTILINE))
+    assert version in headings
+    assert list(links) == headings
+    assert all(link.startswith(source) for link in links.values())
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (entry,) = re.findall(r"^```bibtex\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    fields = dict(re.findall(r"^  (\w+)\s*= \{(.*)\},$", entry, re.MULTILINE))
+    assert fields["version"] == version
+    assert (fields["url"], fields["license"]) == (source, PROJECT["license"])

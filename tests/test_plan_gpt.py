@@ -3,7 +3,6 @@
 import contextlib
 import io
 
-import jax
 import pytest
 
 from tests.test_examples import load
@@ -29,7 +28,6 @@ def printed(example, *arguments):
     return rows, output.getvalue()
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ghost", "book_keeping"])
 def test_the_sum_of_parts_is_near_the_compiled_bytes(example, method):
@@ -40,13 +38,6 @@ def test_the_sum_of_parts_is_near_the_compiled_bytes(example, method):
     assert "peak host memory" in text
     whole, halved = rows
     assert halved.compiled < whole.compiled
-
-
-@pytest.mark.parametrize(("size", "least", "most"), [("300M", 290e6, 330e6), ("1B", 1e9, 1.1e9)])
-def test_models_have_their_size_and_no_array(example, size, least, most):
-    task = example.make_task(example.SIZES[size], 24, example.Mesh(8))
-    assert least < task.num_params < most
-    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(task.model))
 
 
 def test_on_paper_memory_falls_with_the_number_of_devices(example):
@@ -61,8 +52,7 @@ def test_on_paper_memory_falls_with_the_number_of_devices(example):
     # Stored, in bfloat16, twice for Adam, two sums, and noise for the largest; the rest is small.
     spread = 1.04e9 * (4 + 2 + 8 + 8) + 18 * 4 * 2048**2 * 4
     assert two - eight == pytest.approx((1 / 2 - 1 / 8) * spread, rel=0.01)
-    assert text.splitlines()[-4].endswith("none")
-    assert text.splitlines()[-3].endswith("9")
+    assert [line.split()[-1] for line in text.splitlines()[-4:-2]] == ["none", "9"]
 
 
 def test_refuses_sizes_that_do_not_divide(example, capsys):

@@ -1,35 +1,119 @@
-"""What an error shows of what it found."""
+"""What is shown: `help(dp)`, `repr`, tables, values in errors; no data, no secret is in it."""
 
 import functools
+import html
+import pydoc
+import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+import eqx_dp as dp
 from eqx_dp.shown import shown
+from eqx_dp.tables import tabular
+
+SEED = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
+# Two values that no figure of a report has by chance.
+X, Y = np.full((8, 4), 0.7531, np.float32), np.full((8, 1), 2.4689, np.float32)
+PLAN = dp.PrivacyPlan(0.25, 4, 1.0, 1e-5)
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.5, "text", PartitionSpec("data"), (None, "a")])
-def test_what_is_short_and_public_is_shown_as_it_is(value):
-    assert shown(value) == repr(value)
+def loss(model, x, y):
+    return jnp.sum((model(x) - y) ** 2)
+
+
+MODEL = eqx.nn.Linear(4, 1, key=jax.random.key(0))
+GRAD_FN = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
+STEP = dp.make_step(loss, optax.sgd(0.1), PLAN, num_examples=8, seed=SEED, l2_clip_norm=1.0)
+POLICY = dp.load_policy("float32")
+PER_EXAMPLE = dp.PerExample(jnp.full(8, 0.7531), jnp.full(8, 2.4689), {"hit": jnp.ones(8)})
+
+OBJECTS = {
+    "step": lambda: STEP,
+    "trainer": lambda: dp.Trainer(STEP, (X, Y)),
+    "state": lambda: STEP.init(MODEL),
+    "grad": lambda: GRAD_FN,
+    "value and grad": lambda: dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0),
+    "per example": lambda: PER_EXAMPLE,
+    "plan": lambda: PLAN,
+    "sampler": lambda: PLAN.sampler(8, seed=SEED),
+    "noise": lambda: PLAN.privatizer(GRAD_FN.of_samples(PLAN.sampling), key=SEED).init(MODEL),
+}
+TABLES = {
+    "explain": lambda: dp.explain(GRAD_FN.of_samples(None), MODEL, X, Y),
+    "memory": lambda: dp.plan_memory(GRAD_FN, MODEL, X, Y, compiled=False),
+    "precision": lambda: dp.check_precision(GRAD_FN, MODEL, X, Y, policy=POLICY),
+    "privacy": lambda: dp.check_privacy(lambda x: x.sum(), X, private=(0,)),
+    "neighbours": lambda: dp.audit.neighbours(GRAD_FN, MODEL, X, Y),
+}
+
+
+def test_help_is_short_and_names_all_in_groups():
+    assert len(pydoc.plain(pydoc.render_doc(dp)).splitlines()) < 80
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"^    .*", dp.__doc__, re.M))))
+    assert named == {*dir(dp)} - {"__version__"}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_repr_is_one_short_line_without_values(name):
+    text = repr(OBJECTS[name]())
+    assert "\n" not in text
+    assert len(text) < 330
+    assert not re.search(r"Array\(|0\.7531|2\.4689| object at ", text)
+    assert str(SEED) not in text
+    assert f"{SEED:x}" not in text
+
+
+def test_a_state_says_how_far_it_is():
+    state = STEP.init(MODEL)
+    assert repr(state) == "TrainState(Linear, step=0)"
+    state.step.delete()
+    assert repr(state) == "TrainState(Linear, step=?)"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_shows_in_a_notebook(name):
+    table = TABLES[name]()
+    shown = table._repr_html_()
+    assert shown == f"<pre>{html.escape(str(table))}</pre>"
+    assert len(repr(table)) < 330
+    assert "\n" not in repr(table)
+    assert not re.search(r"0\.7531|2\.4689", repr(table) + shown)
+
+
+def test_what_a_table_holds_is_no_markup():
+    @tabular
+    class Shown(tuple):
+        __slots__ = ()
+        _fields = ()
+
+        def _parts(self):
+            yield from ("<script>alert(1)</script>", [("a<b>",), ("<img src=x onerror=y>",)])
+
+    found = Shown()._repr_html_()
+    assert set(re.findall(r"<(\w+)", found)) == {"pre"}
+    assert "&lt;script&gt;" in found
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
+        *((x, repr(x)) for x in (None, True, 3, 0.5, "text", PartitionSpec("data"), (None, "a"))),
         (np.full((2, 3), 7.5), "an array of float64 with shape (2, 3)"),
-        (jnp.ones(2), "an array of float32 with shape (2,)"),
         (jax.random.key(0), "an array of key<fry> with shape ()"),
         ((1, np.full(2, 7)), "(1, an array of int64 with shape (2,))"),
         ([np.zeros(2)] * 9, "a value of type list"),
         ("x" * 81, "a value of type str"),
+        (SEED, "a whole number beyond 2^64"),
         (functools.partial(print, np.full(2, 7)), "a value of type partial"),
-        (eqx.nn.Linear(2, 2, key=jax.random.key(0)), "a value of type Linear"),
+        (MODEL, "a value of type Linear"),
         (eqx.nn.Linear, "the type Linear"),
     ],
 )
-def test_arrays_and_what_may_hold_them_are_not(value, expected):
+def test_what_an_error_shows_of_a_value(value, expected):
     assert shown(value) == expected

@@ -38,12 +38,12 @@ def text(name: str, /, **values: object) -> Markup:
 
 
 def escaped(value: object) -> Markup:
-    """A value as HTML, also within an attribute.
+    r"""A value as HTML, also within an attribute.
 
     | in its text | in HTML |
     |---|---|
     | `<`, `>`, `&`, quotes | as what they are: no tag, no attribute |
-    | controls, lone surrogates, marks of direction | their number, as `\\u202e` |
+    | controls, lone surrogates, marks of direction | their number, as `\u202e` |
     | line breaks | as they are |
     | finished HTML | unchanged |
     """

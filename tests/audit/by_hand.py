@@ -16,6 +16,7 @@ MASK = jnp.array([False, False, False, True, False, False])
 PLAN = dp.PrivacyPlan(sampling_prob=0.5, steps=10, noise_multiplier=2.0, delta=1e-5)
 STDDEV = PLAN.noise_multiplier * CLIP_NORM
 SECRET = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
+NOISE = dp.gaussian_privatizer(stddev=STDDEV, key=SECRET)
 
 
 def rows(model, x, y):
@@ -38,19 +39,19 @@ def weighted(gradients, factors, counts):
     return jax.tree.map(of_leaf, gradients)
 
 
-def clipped(model, x, y, mask):
-    """The sum of clipped gradients, right up to rounding."""
-    gradients = rows(model, x, y)
-    found = norms(gradients)
-    factors = jnp.minimum(1, CLIP_NORM / found)
-    return weighted(gradients, factors, jnp.isfinite(found) & ~mask)
+def scaled_by(factor):
+    """A sum of gradients, each times a function of the norms of all."""
+
+    def total(model, x, y, mask):
+        gradients = rows(model, x, y)
+        found = norms(gradients)
+        return weighted(gradients, factor(found), jnp.isfinite(found) & ~mask)
+
+    return total
 
 
-def noise_of(stddev=STDDEV):
-    return dp.gaussian_privatizer(stddev=stddev, key=SECRET)
-
-
-NOISE = noise_of()
+clipped = scaled_by(lambda norm: jnp.minimum(1, CLIP_NORM / norm))
+"""The sum of clipped gradients, right up to rounding."""
 
 
 def stepped(gradient, optimizer=None):
@@ -68,17 +69,8 @@ def stepped(gradient, optimizer=None):
 def audited(step, *state, sensitivity=CLIP_NORM, **options):
     """The audit of a step that takes model, state, batch and mask."""
     place = 1 + len(state)
-    return audit.neighbours(
-        step,
-        MODEL,
-        *state,
-        *BATCH,
-        MASK,
-        private=(place, place + 1),
-        padding=place + 2,
-        sensitivity=sensitivity,
-        **options,
-    )
+    options |= {"private": (place, place + 1), "padding": place + 2, "sensitivity": sensitivity}
+    return audit.neighbours(step, MODEL, *state, *BATCH, MASK, **options)
 
 
 def rules_of(report):

@@ -43,23 +43,20 @@ def assert_close(found, expected):
 # The data set.
 
 
-def test_examples_come_first_and_all_canaries_behind_them():
-    planted = planted_images()
-    is_there, *both = planted.data
-    assert planted.num_examples == len(is_there) == 130
+@pytest.mark.parametrize("plant", [planted_images, planted_gradients])
+def test_examples_come_first_and_all_canaries_behind_them(plant):
+    planted = plant()
+    first, *both = planted.data
+    assert planted.num_examples == len(first) == 130
     assert_close(jax.tree.map(lambda leaf: leaf[:30], both), DATA)
-    assert_close(planted.examples(), IMAGES)
-    np.testing.assert_array_equal(is_there, [*[True] * 30, *planted.is_in])
-
-
-def test_rows_of_gradients_tell_examples_from_canaries():
-    planted = planted_gradients()
-    row, *both = planted.data
-    assert planted.num_examples == len(row) == 130
-    assert_close(jax.tree.map(lambda leaf: leaf[:30], both), DATA)
-    assert not any(np.any(leaf[30:]) for leaf in jax.tree.leaves(both))
-    np.testing.assert_array_equal(row[:30], -1)
-    np.testing.assert_array_equal(row[30:], np.where(planted.is_in, np.arange(100), -2))
+    if plant is planted_images:
+        assert_close(planted.examples(), IMAGES)
+        np.testing.assert_array_equal(first, [*[True] * 30, *planted.is_in])
+    else:
+        canary = np.where(planted.is_in, np.arange(100), -2)
+        np.testing.assert_array_equal(first, [*[-1] * 30, *canary])
+    # Neither data nor coins are printed.
+    assert re.fullmatch(r"\w+Canaries\(num_examples=130(, norm=1.0)?\)", repr(planted))
 
 
 def test_coins_are_fair_independent_and_follow_the_seed():
@@ -69,21 +66,6 @@ def test_coins_are_fair_independent_and_follow_the_seed():
     assert abs(np.corrcoef(planted_images().is_in, planted_gradients().is_in)[0, 1]) < 0.5
     for plant in (planted_images, planted_gradients):
         np.testing.assert_array_equal(plant(seed=5).is_in, plant(seed=5).is_in)
-
-
-def test_sources_may_be_trees_and_keep_their_dtypes():
-    data = ({"a": np.zeros((5, 2), np.float32)}, np.zeros(5, np.int8))
-    images = ({"a": jnp.ones((20, 2))}, np.ones(20, np.int64))
-    with_gradients = canaries.plant_gradients(data, 20, norm=1.0, seed=0)
-    for planted in (canaries.plant(data, images, seed=0), with_gradients):
-        _, tree, label = planted.data
-        assert (tree["a"].dtype, label.dtype) == (np.float32, np.int8)
-        assert (tree["a"].shape, label.shape) == ((25, 2), (25,))
-
-
-@pytest.mark.parametrize("plant", [planted_images, planted_gradients])
-def test_neither_data_nor_coins_are_printed(plant):
-    assert re.fullmatch(r"\w+Canaries\(num_examples=130(, norm=1.0)?\)", repr(plant()))
 
 
 # What a row adds to the sum.
@@ -129,29 +111,10 @@ def test_a_gradient_that_is_in_adds_one_entry_of_the_clip_norm(clip, policy):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(sums.model))
 
 
-@pytest.mark.parametrize("plant", [planted_images, planted_gradients])
-def test_a_loss_with_a_key_gets_it(plant):
-    def noisy(model, x, label, key):
-        return mlp_loss(model, x + jax.random.normal(key, x.shape), label)
-
-    planted = plant()
-    model = CASE.model if plant is planted_images else planted.model(CASE.model)
-    loss, batch = planted.loss(noisy), rows(planted, np.arange(2))
-    one, other = (
-        jax.tree.leaves(clipped_sum(loss, model, batch, key=jax.random.key(seed)))[0]
-        for seed in range(2)
-    )
-    assert np.any(one != other)
-    with pytest.raises(ValueError, match="takes a key and none was given"):
-        clipped_sum(loss, model, batch)
-    with pytest.raises(ValueError, match="no parameter named 'key'"):
-        clipped_sum(planted.loss(mlp_loss), model, batch, key=jax.random.key(0))
-
-
 # Scores.
 
 
-def test_the_loss_attack_scores_how_far_losses_fell():
+def test_scores_say_how_far_losses_fell_and_parameters_went_down():
     planted, after = planted_images(), mlp(depth=1).model
     before, then = (
         np.array([mlp_loss(model, x, y) for x, y in zip(*IMAGES, strict=True)])
@@ -159,13 +122,8 @@ def test_the_loss_attack_scores_how_far_losses_fell():
     )
     found = planted.loss_scores(mlp_loss, after, CASE.model)
     np.testing.assert_allclose(found, before - then, rtol=1e-4, atol=1e-5)
-    alone = planted.loss_scores(mlp_loss, after)
-    np.testing.assert_allclose(alone, -then, rtol=1e-4, atol=1e-5)
     lowest = planted.loss_scores(lambda model, x, y: jnp.nan * y, CASE.model)
     assert np.all(lowest == -np.inf)
-
-
-def test_gradients_score_how_far_their_parameters_went_down():
     planted = planted_gradients()
     trained = eqx.tree_at(lambda m: m.marks, planted.model(CASE.model), jnp.arange(100.0))
     np.testing.assert_array_equal(planted.scores(trained), -np.arange(100.0))
@@ -187,12 +145,8 @@ def test_right_guesses_alone_give_the_closed_form():
         # of four; delta hardly counts.
         right = ((1 - confidence) / 4) ** (1 / 75)
         assert audit.lower == pytest.approx(math.log(right / (1 - right)), abs=1e-3)
-
-
-def test_scores_that_say_nothing_bound_nothing():
-    planted = planted_gradients(200)
-    assert planted.audit(np.zeros(200), PLAN, attack="none").lower == 0
-    assert planted.audit(-given_away(planted), PLAN, attack="wrong way").lower == 0
+    assert planted.audit(np.zeros(200), PLAN, attack="says nothing").lower == 0
+    assert planted.audit(-given_away(planted), PLAN, attack="all are wrong").lower == 0
 
 
 @pytest.mark.slow
@@ -212,25 +166,12 @@ def test_a_real_run_is_accused_if_its_noise_is_too_small(share):
     plan = dp.PrivacyPlan.calibrate(epsilon=3.0, delta=1e-5, sampling_prob=0.25, steps=12)
     used = dp.PrivacyPlan(0.25, 12, share * plan.noise_multiplier, 1e-5)
     planted = planted_gradients(2_000, seed=3)
-    step = dp.make_step(
-        *(planted.loss(mlp_loss), optax.sgd(1.0), used),
-        num_examples=planted.num_examples,
-        seed=3,
-        l2_clip_norm=1.0,
-    )
+    options = {"num_examples": planted.num_examples, "seed": 3, "l2_clip_norm": 1.0}
+    step = dp.make_step(planted.loss(mlp_loss), optax.sgd(1.0), used, **options)
     trained = dp.Trainer(step, planted.data, progress=False).run(planted.model(CASE.model)).model
     audit = planted.audit(planted.scores(trained), plan, attack="gradient")
     assert audit.ok == (share == 1)
     assert audit.lower > 0.3
-
-
-@pytest.mark.slow
-def test_the_code_in_the_docstring_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", canaries.__doc__, re.DOTALL)
-    xs, ys = DATA
-    names = {"dp": dp, "optax": optax, "xs": xs, "ys": ys, "loss": mlp_loss, "model": CASE.model}
-    plan = dp.PrivacyPlan(sampling_prob=0.1, steps=2, noise_multiplier=3.0, delta=1e-5)
-    exec(code, names | {"plan": plan, "coins": 2})
 
 
 # What is shown and written.
@@ -259,8 +200,6 @@ def test_a_file_keeps_what_else_is_in_it(tmp_path):
     assert found["canaries"]["loss"] == 1
     written = found["canaries"]["gradient"]
     assert written == {"ok": True, **audit._asdict(), "upper": None}
-    audit.save(tmp_path / "new.json")
-    assert list(json.loads((tmp_path / "new.json").read_text())) == ["canaries"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"canaries": [1]}'])
@@ -282,32 +221,20 @@ ZEROS = np.zeros(100)
     ("call", "message"),
     [
         (lambda p: p.audit(np.zeros(99), PLAN, attack="a"), r"100 numbers.* shape \(99,\)"),
-        (lambda p: p.audit(np.array(["a"] * 100), PLAN, attack="a"), "must be 100 numbers"),
         (lambda p: p.audit(ZEROS + np.nan, PLAN, attack="a"), "NaN"),
         (lambda p: p.audit(ZEROS, PLAN, attack="a", confidence=0.5), "confidence must be above"),
-        (lambda p: p.audit(ZEROS, PLAN, attack="a", confidence=1.0), "confidence must be above"),
         (lambda p: planted_gradients(norm=0.0), "norm must be above 0"),
-        (lambda p: planted_gradients(norm=math.inf), "norm must be a finite number"),
         (lambda p: planted_gradients(19), "number must be at least 20; found 19"),
         (lambda p: canaries.plant((X, Y), (X[:19], Y[:19]), seed=0), "at least 20; found 19"),
         (lambda p: canaries.plant((X, Y), (X, Y[:29]), seed=0), "canaries must be a tuple"),
-        (lambda p: canaries.plant((X[:29], Y), (X, Y), seed=0), "data must be a tuple"),
         (lambda p: canaries.plant((X, Y), (X, Y, Y), seed=0), "have the structure of data"),
         (lambda p: canaries.plant((X, Y), (X[:, :5], Y), seed=0), r"found float32 of .*\(5,\)"),
-        (lambda p: canaries.plant((X, Y), (X, X[:, 0]), seed=0), r"int32 of .*; found float32"),
-        (lambda p: canaries.plant((X, 3), (X, Y), seed=0), "data must be a tuple"),
         (lambda p: canaries.plant((), (X, Y), seed=0), "data must be a tuple"),
     ],
 )
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(planted_gradients())
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_sources_are_a_tuple():
-    with pytest.raises(ValueError, match="data must be a tuple of sources"):
-        canaries.plant_gradients(X, 20, norm=1.0, seed=0)
 
 
 def test_without_jax_privacy_the_error_says_what_to_install(monkeypatch):

@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 
-import matplotlib.image
-import numpy as np
 import pytest
 
 from eqx_dp.report import page_of
@@ -30,9 +28,11 @@ def page(tmp_path_factory):
     """Of a run with long and hostile names, so that lines have to be broken and tables scroll."""
     run = trained(tmp_path_factory.mktemp("run"))
     long = "a/very/long/path/" * 8 + "model.py:12:3 (loss)"
-    rows = [{"rule": "noise", "found": name, "where": long, "advice": long} for name in HOSTILE]
+    rows = [
+        {"rule": "noise", "found": name, "where": long, "advice": long} for name in HOSTILE.values()
+    ]
     changed(run / "checks.json", privacy={"ok": False, "violations": rows, "x" * 200: long})
-    changed(ledger_of(run), made_by={"jax": "1" * 200}, policy="_".join(HOSTILE))
+    changed(ledger_of(run), made_by={"jax": "1" * 200}, policy="_".join(HOSTILE.values()))
     return page_of(run)
 
 
@@ -87,18 +87,3 @@ def test_the_policy_of_the_page_forbids_scripts(page, tmp_path):
     assert "<title>ran</title>" not in browsed(page, tmp_path, DESK, "--dump-dom")
     without = re.sub("<meta http-equiv.*?>", "", page)
     assert "<title>ran</title>" in browsed(without, tmp_path, DESK, "--dump-dom")
-
-
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_it_is_drawn_in_light_and_in_dark(page, tmp_path, size):
-    means = []
-    for theme, options in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
-        file = tmp_path / f"{theme}.png"
-        browsed(page, tmp_path, size, f"--screenshot={file}", *options)
-        picture = matplotlib.image.imread(file)[:, :, :3]
-        assert picture.shape[:2] == size[::-1]
-        assert len(np.unique((picture * 15).astype(int).reshape(-1, 3), axis=0)) > 10
-        means.append(float(np.mean(picture)))
-    light, dark = means
-    assert dark < 0.3
-    assert light > 0.8

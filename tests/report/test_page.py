@@ -17,14 +17,13 @@ from tests.report.made import STEPS, Page, changed, copied, ledger_of, trained
 from tests.training import runs
 
 PLAN = runs.plan_of()
-HOSTILE = (
-    "</title></style><script>alert(1)</script>",
-    '" onload="alert(1)" x=\'',
-    "${title} $body {0} %s",
-    "<img src=x onerror=alert(1)>&lt;b&gt;",
-    "\x01\x1b[31m\u202egnp.exe",
-    "]]></svg>--><!-- {{ 7 * 7 }} $\\frac{",
-)
+HOSTILE = {
+    "tags": "</title></style><script>alert(1)</script>",
+    "attributes": '" onload="alert(1)" x=\'',
+    "templates": "${title} $body {0} %s {{ 7 * 7 }} $\\frac{",
+    "entities": "<img src=x onerror=alert(1)>&lt;b&gt;]]></svg>--><!--",
+    "controls": "\x01\x1b[31m\u202egnp.exe",
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +67,10 @@ def test_it_says_what_the_run_says_and_changes_nothing(run):
     assert "subtract the noise" not in text
 
 
-def test_epsilon_and_steps_are_those_of_the_ledger(run):
+def test_steps_that_may_have_been_released_count(run, copy):
+    """Those of a process that was killed, and of other starts."""
     found = read_run(run)
     assert (found.plan, found.released, found.epsilon) == (PLAN, STEPS, PLAN.epsilon(STEPS))
-    assert found.metrics == {
-        "accuracy": [(step, 0.5) for step in range(1, STEPS + 1)],
-        "error": [(step, None) for step in range(1, STEPS + 1)],
-    }
-
-
-def test_steps_that_may_have_been_released_count(copy):
-    """Those of a process that was killed, and of other starts."""
     changed(ledger_of(copy), steps=8, ended=False)
     assert read_run(copy).epsilon == PLAN.epsilon(8)
     entry = json.loads(ledger_of(copy).read_text())
@@ -89,6 +81,11 @@ def test_steps_that_may_have_been_released_count(copy):
     text = text_of(copy)
     assert "Number of starts: 2." in text
     assert "Anyone with the seed can subtract the noise." in text
+
+
+def test_epsilon_is_rounded_up(run):
+    (shown,) = re.findall(r"Here epsilon is (\d+\.\d+),", text_of(run))
+    assert PLAN.epsilon(STEPS) <= float(shown) < 1.001 * PLAN.epsilon(STEPS)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +128,7 @@ def test_what_checks_and_audits_found_is_shown_whatever_it_is(copy):
     for part in ("no noise", "padding", "1,234,567", "sensitivity: 1.5", "'a': [1]", "yes", "inf"):
         assert part in text
     assert "Something is not as it should be." in text
-    assert "policy is unsafe" in text
+    assert "The policy is unsafe: sums" in text
     assert "A check or an audit found something" in text
 
 
@@ -213,17 +210,10 @@ def test_ledgers_of_another_release(copy, values, message):
         read_run(copy)
 
 
-def test_what_is_not_there_is_not_needed(copy):
-    (copy / "privacy.json").unlink()
-    (copy / "checks.json").unlink()
-    changed(ledger_of(copy), made_by={"jax": "0"})
-    assert "This was not done." in text_of(copy)
-
-
 # What it is made of.
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
 def test_whatever_comes_from_the_run_is_text(copy, name):
     """Names and texts of all kinds, wherever there can be one: the same elements as without."""
 
@@ -250,10 +240,9 @@ def test_it_is_one_file_that_needs_no_network_and_no_scripts(run):
     assert not found.tags() & {"script", "link", "img", "iframe", "object", "base", "form"}
     for _, attributes in found.elements:
         assert not any(name.startswith("on") or name == "src" for name in attributes)
-        for name in ("href", "xlink:href"):
-            assert attributes.get(name, "#").startswith("#")
+        assert attributes.get("href", "#").startswith("#")
+        assert attributes.get("xlink:href", "#").startswith("#")
         assert "url(h" not in attributes.get("style", "")
-    assert ("meta", {"charset": "utf-8"}) in found.elements
     (policy,) = (a["content"] for _, a in found.elements if "http-equiv" in a)
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     style = (Path(report.__file__).parent / "page.css").read_text()
@@ -265,37 +254,12 @@ def test_it_can_be_read_without_seeing_it(run):
     found = Page(page_of(run))
     assert ("html", {"lang": "en"}) in found.elements
     levels = [int(tag[1]) for tag, _ in found.elements if re.fullmatch("h[1-6]", tag)]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
+    assert levels[0] == levels.count(1) == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
     pictures = [attributes for tag, attributes in found.elements if tag == "svg"]
     assert len(pictures) == 4  # the curve, epsilon, accuracy, error
     assert all(a["role"] == "img" and len(a["aria-label"]) > 10 for a in pictures)
     assert all(a.get("scope") in ("row", "col") for tag, a in found.elements if tag == "th")
-    assert {"header", "nav", "main", "footer"} <= found.tags()
-    links = {a["href"] for tag, a in found.elements if tag == "a"}
-    assert links <= {f"#{a['id']}" for tag, a in found.elements if tag == "h2"}
-
-
-@pytest.mark.parametrize("theme", [0, 1])
-def test_colors_can_be_read_on_their_ground(theme):
-    """WCAG 2.2, 1.4.3: a contrast of at least 4.5 for text, in light and in dark."""
-    style = (Path(report.__file__).parent / "page.css").read_text()
-    named = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[theme]
-    colors = dict(re.findall(r"--([\w-]+): #([0-9a-f]{6})", named))
-
-    def luminance(color):
-        parts = (int(color[i : i + 2], 16) / 255 for i in (0, 2, 4))
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return sum(c * w for c, w in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
-
-    def contrast(one, other):
-        low, high = sorted(luminance(colors[name]) for name in (one, other))
-        return (high + 0.05) / (low + 0.05)
-
-    grounds = {name: f"{name}-ground" for name in ("good", "bad", "open")}
-    pairs = [(ink, on) for ink in ("ink", "soft", "accent") for on in ("ground", "raised")]
-    assert {pair: c for pair in (*pairs, *grounds.items()) if (c := contrast(*pair)) < 4.5} == {}
 
 
 # What an attack can find out: above every attack, and hardly more than the best.
@@ -305,9 +269,19 @@ def attack_of(plan, steps):
     return attack_on(report.run.Run("x", plan, [], steps, plan.epsilon(steps), [], {}, {}, {}))
 
 
-@pytest.mark.parametrize("relation", dp.NeighboringRelation)
-def test_without_sampling_it_is_that_of_two_normal_distributions(relation):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "REPLACE_ONE",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("ADD_OR_REMOVE_ONE", "REPLACE_SPECIAL")
+        ),
+    ],
+)
+def test_without_sampling_it_is_that_of_two_normal_distributions(name):
     """n steps with noise multiplier s are as one with s / sqrt(n) (Dong et al. 2022)."""
+    relation = dp.NeighboringRelation[name]
     found = attack_of(dp.PrivacyPlan(1.0, 9, 2.0, 1e-5, relation), 4)
     mu = 2 / 2.0
     best = norm.cdf(norm.ppf(found.false_alarms) + mu)
