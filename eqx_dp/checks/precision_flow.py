@@ -202,10 +202,8 @@ class PrecisionFlow(Flow[Facts]):
             return
         shown = _STAGES.get(case.stage or "", "outside of the engine")
         if case.stage == "loss":
-            # Of the innermost module.
-            rule = next(
-                (self._rules[m] for m in reversed(rules_at(scope)) if m in self._rules), None
-            )
+            known = [self._rules[m] for m in rules_at(scope) if m in self._rules]
+            rule = known[-1] if known else None  # of the innermost module
             shown = "backward" if is_backward(scope) else "forward"
             self._runs_as_declared(case, operands, rule, shown)
             self._is_as_precise(case, shown)
