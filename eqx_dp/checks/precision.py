@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from ..expected import function
-from ..precision import Policy, checked_policy
+from ..precision import JmpPolicy, Policy, checked_policy
 from ..shown import function_name, some
 from ..tables import Part, tabular
 from ..trees import PyTree
@@ -82,7 +82,7 @@ def _cells(row: Operation) -> tuple[str, ...]:
 
 
 def check_precision(
-    fn: Callable[..., Any], *args: Any, policy: Policy, **kwargs: Any
+    fn: Callable[..., Any], *args: Any, policy: Policy | JmpPolicy, **kwargs: Any
 ) -> PrecisionReport:
     """Checks a whole training step against a policy: clipped gradient, noise, update and all.
 

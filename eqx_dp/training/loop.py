@@ -64,6 +64,7 @@ class Loop(Generic[Model]):
     def run(self, state: TrainState[Model], batches: Generator[MaskedBatch]) -> TrainState[Model]:
         """The state after the last step; the batches are those of the steps to come."""
         step, options, tally = self.step, self.options, self.tally
+        is_spread = step.grad_fn.sharding is not None
         flat, began = FlatState.of(state), time.monotonic()
         before_last = flat.step
         every = (options.save_every, options.show_every, options.evaluate_every)
@@ -78,7 +79,7 @@ class Loop(Generic[Model]):
                     # While one step is under way the next is prepared, and memory stays flat.
                     jax.block_until_ready(before_last)
                     # Without rules a step takes numpy's arrays as they are, which is faster.
-                    examples, mask = batch if step.sharding is None else step.shard_batch(batch)
+                    examples, mask = step.shard_batch(batch) if is_spread else batch
                     if tally.released >= self.stop or self.signal.asked_after(tally.taken):
                         break
                     self._announce(epsilons)
