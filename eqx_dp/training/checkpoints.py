@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 CHECKPOINTS = "checkpoints"
 _STATE, _RECORD = "state", "record"
-_LOG = logging.getLogger("absl")  # orbax writes to it
 
 
 class Checkpoints:
@@ -63,7 +62,6 @@ class Checkpoints:
                 f"{self._folder} cannot be used for checkpoints ({error.strerror}). Make the "
                 "directory writable; or name another, and start another run there."
             ) from None
-        _LOG.addFilter(self._is_news)
 
     def numbers(self) -> list[int]:
         """The checkpoints that were committed, newest first."""
@@ -142,6 +140,7 @@ class Checkpoints:
         if not on_every_host(self.wait()):  # a manager whose save failed keeps its number
             self.close()
             self._manager = self._open()
+        logging.getLogger("absl").addFilter(self._is_news)  # there once, until it is closed
         args = self._orbax.args
         arrays = named_arrays(Body(state.model, state.opt_state.optimizer, state.opt_state.average))
         arrays["step"] = state.step
@@ -172,10 +171,10 @@ class Checkpoints:
         if self._manager is not None:
             with contextlib.suppress(Exception):  # which `wait` has told
                 self._manager.close()
-        _LOG.removeFilter(self._is_news)
+        logging.getLogger("absl").removeFilter(self._is_news)
 
     def _is_news(self, record: logging.LogRecord) -> bool:
-        """Whether a line of the log is no traceback of orbax, whose errors are told as warnings."""
+        """Whether a record of absl's log is no traceback of orbax: its errors become warnings."""
         return record.exc_info is None or "orbax" not in record.pathname
 
 

@@ -64,9 +64,8 @@ class Loop(Generic[Model]):
     def run(self, state: TrainState[Model], batches: Generator[MaskedBatch]) -> TrainState[Model]:
         """The state after the last step; the batches are those of the steps to come."""
         step, options, tally = self.step, self.options, self.tally
-        is_spread = step.grad_fn.sharding is not None
         flat, began = FlatState.of(state), time.monotonic()
-        before_last = flat.step
+        before_last, is_spread = flat.step, step.grad_fn.sharding is not None
         every = (options.save_every, options.show_every, options.evaluate_every)
         with (
             closing(ProgressBar(tally.released, self.stop, options.progress)) as bar,
