@@ -537,7 +537,7 @@ def test_parameters_stored_in_another_dtype_than_declared(policy, given, store, 
 def test_no_alarm_on_what_is_stored_as_declared(policy, dtype):
     """The average and the gradients are float32, and made of parameters or like them."""
     kept(policy, dtype, cast).raise_if_violated()
-    rules = (dp.ModuleRule("layers[0]", F32),)  # of computing, not of storing
+    rules = (dp.ModuleRule("layers.0", F32),)  # of computing, not of storing
     kept(dataclasses.replace(policy, modules=rules), dtype, cast).raise_if_violated()
 
 
