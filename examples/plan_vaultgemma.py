@@ -74,9 +74,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parse(arguments)
     epsilon, rows = PLAN.epsilon(), list[Row]()
     print(
-        f"epsilon {epsilon:.2f} (published: at most 2.0) at delta {PLAN.delta:g}, of which "
-        f"{PLAN.overflow_delta():.1g} is for batches that are cut\n{num_examples():,} examples; "
-        f"{EXPECTED:,} are expected in a batch, of {PLAN.steps:,} steps\n"
+        f"epsilon {epsilon:.2f} (published: at most 2.0) at delta {PLAN.delta:g}\n"
+        f"{num_examples():,} examples; {EXPECTED:,} are expected in a batch, of {PLAN.steps:,} "
+        "steps\n"
     )
     flops = {name: flops_of_step(plan_gpt.SIZES[options.size], name) for name in options.methods}
     line = "{:>8} {:>8} {:>13}   {:<13} {:>10}" + " {:>12}" * len(PEAK)

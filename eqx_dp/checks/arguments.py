@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
 
@@ -39,9 +40,8 @@ def arguments_of(
 ) -> list[Argument]:
     """All arrays, in the order in which the traced program takes them."""
     parameters = _parameters(fn)
-    arrays = eqx.filter((tuple(args), dict(kwargs)), is_array_or_shape)
     found: list[Argument] = []
-    for (where, at, *rest), leaf in tree_leaves_with_path(arrays):
+    for (where, at, *rest), leaf in arrays_in((tuple(args), dict(kwargs))):
         assert isinstance(where, SequenceKey)
         heads = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
         if where.idx == 0 and at.idx < len(parameters):
@@ -87,7 +87,7 @@ def _is_under(argument: Argument, entry: str) -> bool:
 
 # Which results come back as arguments: the state that a step carries along.
 
-_Kind: TypeAlias = tuple[tuple[int, ...], Any]  # shape and dtype
+_Kind: TypeAlias = tuple[tuple[int, ...], Any]  # shape and dtype, or True for floats of any width
 
 
 def next_arguments(
@@ -95,7 +95,8 @@ def next_arguments(
 ) -> list[list[int]]:
     """For each array that a step returns, the arguments that it may be in the next call.
 
-    What a caller does with results is in no program, so places decide, of equal shapes and dtypes:
+    What a caller does with results is in no program, so places decide, of equal shapes and dtypes
+    (floats of any width):
 
     | a step | the result `state` comes back as |
     |---|---|
@@ -108,16 +109,19 @@ def next_arguments(
     """
     at_place: dict[Any, list[int]] = {}
     at_path: defaultdict[Any, list[int]] = defaultdict(list)
-    for i, (path, kind) in enumerate(_arrays((tuple(args), dict(kwargs)))):
-        at_place[path[1:], kind] = [i]
-        at_path[path[2:], kind].append(i)
+    for i, (path, leaf) in enumerate(arrays_in((tuple(args), dict(kwargs)))):
+        at_place[path[1:], _kind(leaf)] = [i]
+        at_path[path[2:], _kind(leaf)].append(i)
     return [
         at_place.get((path, kind)) or [*at_path[path, kind], *at_path[path[1:], kind]]
-        for path, kind in _arrays(results)
+        for path, kind in ((path, _kind(leaf)) for path, leaf in arrays_in(results))
     ]
 
 
-def _arrays(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], _Kind]]:
+def arrays_in(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], Any]]:
     """Arrays and what stands for them, as `eqx.filter_make_jaxpr` takes them, with their paths."""
-    arrays = eqx.filter(tree, is_array_or_shape)
-    return [(path, (tuple(leaf.shape), leaf.dtype)) for path, leaf in tree_leaves_with_path(arrays)]
+    return tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
+
+
+def _kind(leaf: Any) -> _Kind:
+    return tuple(leaf.shape), jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype

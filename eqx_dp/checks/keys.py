@@ -76,9 +76,8 @@ class Number(NamedTuple):
 
     def turned(self, loop: Hashable, length: int | None) -> "Number":
         """The numbers along the first dimension, one in each turn of a loop."""
-        along = (
-            Along(loop, one.stride, length) if one.where == FIRST else one for one in self.along
-        )
+        turn = Along(loop, 1, length)
+        along = [turn._replace(stride=x.stride) if x.where == FIRST else x for x in self.along]
         return self._replace(along=tuple(along))
 
     @property

@@ -1,23 +1,23 @@
 """`check_precision`: a whole training step is checked against its policy, on its traced program."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from ..expected import function
-from ..precision import Policy, checked_policy
-from ..shown import some
+from ..precision import JmpPolicy, Policy, checked_policy
+from ..shown import function_name, some
 from ..tables import Part, tabular
 from ..trees import PyTree
-from .arguments import next_arguments
+from .arguments import arrays_in, next_arguments
 from .flow import Context
 from .precision_flow import Operation, PrecisionFlow, Violation
+from .privacy_report import as_json
 from .widths import Facts
 
 
@@ -60,16 +60,7 @@ class PrecisionReport(NamedTuple):
         The keys are those of the attributes, and `ok`; the policy is its name and its text, and a
         row is an object.
         """
-        found = {
-            "format": "eqx_dp.PrecisionReport",
-            "version": 1,
-            "ok": self.ok,
-            "policy": {"name": self.policy.name, "text": str(self.policy)},
-            "violations": [row._asdict() for row in self.violations],
-            "summary": [row._asdict() for row in self.summary],
-            "notes": self.notes,
-        }
-        return json.dumps(found, indent=2)
+        return as_json("eqx_dp.PrecisionReport", self)
 
     def _parts(self) -> Iterator[Part]:
         count = len(self.violations)
@@ -91,7 +82,7 @@ def _cells(row: Operation) -> tuple[str, ...]:
 
 
 def check_precision(
-    fn: Callable[..., Any], *args: Any, policy: Policy, **kwargs: Any
+    fn: Callable[..., Any], *args: Any, policy: Policy | JmpPolicy, **kwargs: Any
 ) -> PrecisionReport:
     """Checks a whole training step against a policy: clipped gradient, noise, update and all.
 
@@ -115,10 +106,13 @@ def check_precision(
     | between clip and noise | accumulate | every value that the clipped sum goes through |
     | noise draw | noise | the random bits, and every value from them to the addition |
     | noise addition | noise | the sum with the noise in it |
+    | stored parameters | params | what is trained, as the step returns it |
     | optimizer state | optimizer | the arrays of optax's states that the step returns |
 
     Accumulate, noise and optimizer dtypes are lower limits: wider dtypes are accepted. A state is
-    known by its type, one of optax's. Numbers by themselves in it may have any dtype.
+    known by its type, one of optax's. Numbers by themselves in it may have any dtype. Parameters
+    are known by the engine, which trains them: results that are made of an argument that it trains,
+    and come back at its place. They have exactly the dtype. Frozen ones may have any.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that goes wide inside is no violation. What follows the noise (the optimizer's
@@ -150,7 +144,7 @@ def check_precision(
     apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) cast them to integers: multiply by the power
     of two in their place. Noise counts from where it is added: by an addition, not a scatter.
 
-    What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
+    What it does not see: the output dtype, and loss scales; that there is no noise at all,
     of which a note speaks alone; a reduction over devices of sums to each of which noise was added
     before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
     argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
@@ -181,15 +175,15 @@ def check_precision(
         raise ValueError("policy is None: give the policy that the step was built with.")
     function("fn", fn, "the step")
     program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    flow, outputs = _followed(program, declared, next_arguments(args, kwargs, results))
+    returns = next_arguments(args, kwargs, results)
+    flow, outputs = _followed(program, declared, returns)
     if not flow.stages:
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
         raise ValueError(
-            f"Nothing to check: {name} calls neither the function that filter_clipped_grad returns "
-            "nor a privatizer. Pass the whole training step."
+            f"Nothing to check: {function_name(fn)} calls neither the function that "
+            "filter_clipped_grad returns nor a privatizer. Pass the whole training step."
         )
     flow.idle_rules()
-    violations = (*flow.violations, *_narrow_states(results, declared))
+    violations = (*flow.violations, *_stored_otherwise(flow, results, outputs, returns))
     notes = {
         "the policy is unsafe: the privacy guarantee does not hold": declared.unsafe,
         _NO_SUM: "sum" not in flow.stages,
@@ -210,30 +204,35 @@ def _followed(
     count, back = len(program.jaxpr.invars), set[int]()
     while True:
         flow = PrecisionFlow(policy)
-        outputs = flow.program(program, [Facts(clipped=i in back) for i in range(count)], Context())
+        inputs = [Facts(clipped=i in back, arguments=frozenset({i})) for i in range(count)]
+        outputs = flow.program(program, inputs, Context())
         now = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
         if now <= back:
             return flow, outputs
         back |= now
 
 
-def _narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> list[Violation]:
-    """A row for each dtype in which state of optax's transformations is narrower than declared.
+def _stored_otherwise(
+    flow: PrecisionFlow, results: PyTree[Any], outputs: list[Facts], returns: list[list[int]]
+) -> list[Violation]:
+    """A row for each dtype in which parameters or optimizer state are stored as not declared.
 
-    State is known by its type, which is one of optax's. Of it, arrays of floats with one axis or
-    more count: numbers by themselves (learning rates that are state) are no moments.
+    Parameters are results at the place of an argument that the engine trains, and made of it: a
+    gradient is not. State is known by its type, which is one of optax's. Of it, arrays of one axis
+    or more count: numbers by themselves (learning rates that are state) are no moments.
     """
-    declared = policy.optimizer_dtype
-    found: defaultdict[Any, list[str]] = defaultdict(list)
-    for path, node in jax.tree_util.tree_leaves_with_path(results, is_leaf=_is_state):
-        for below, leaf in jax.tree_util.tree_leaves_with_path(node) if _is_state(node) else ():
-            if leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating):
-                found[leaf.dtype].append(f"the result{jax.tree_util.keystr((*path, *below))}")
-    return [
-        Violation("optimizer state", str(declared), str(dtype), some(paths, 1))
-        for dtype, paths in found.items()
-        if jnp.promote_types(dtype, declared) != dtype
-    ]
+    params, state = flow.policy.param_dtype, flow.policy.optimizer_dtype
+    found: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (path, leaf), facts, at in zip(arrays_in(results), outputs, returns, strict=True):
+        is_trained = flow.trained & facts.arguments & set(at)
+        if is_trained and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != params:
+            found["stored parameters", str(params), str(leaf.dtype)].append(keystr(path))
+    for path, node in tree_leaves_with_path(results, is_leaf=_is_state):
+        for below, leaf in tree_leaves_with_path(node) if _is_state(node) else ():
+            is_array = leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating)
+            if is_array and jnp.promote_types(leaf.dtype, state) != leaf.dtype:
+                found["optimizer state", str(state), str(leaf.dtype)].append(keystr(path + below))
+    return [Violation(*row, f"the result{some(paths, 1)}") for row, paths in found.items()]
 
 
 def _is_state(node: Any) -> bool:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p, select_n_p
 
+from ..gradients import mark_of
 from ..precision import Matmul, ModuleRule, Policy
 from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
 from ..programs import COLLECTIVES, SUMS_OF_DEVICES, equation_flops, has_free_dimensions, named
@@ -69,7 +70,6 @@ _STAGES = {
     "draw": "noise draw",
     "noise": "noise addition",
 }
-_OF_MODEL = ("cast", "loss")  # what is computed from a model
 _ACCUMULATING = ("norm", "sum", "microbatches", "devices")
 
 _ADDITIONS = named("add add_any sub")
@@ -100,8 +100,10 @@ class PrecisionFlow(Flow[Facts]):
     """Follows clipped sums and noise through a step, and checks every equation against a policy.
 
     Attributes:
+        policy: what is declared.
         violations: each once, in the order in which they were found.
         stages: those that were met.
+        trained: the program's arguments that the engine trains.
     """
 
     nothing = NOTHING
@@ -110,10 +112,10 @@ class PrecisionFlow(Flow[Facts]):
         super().__init__()
         self.violations: dict[Violation, None] = {}
         self.stages: set[str] = set()
+        self.trained: set[int] = set()
         self._counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         self._rules_met: set[str] = set()
-        self._policy = policy
-        self._compute = known_width(policy.compute_dtype)
+        self.policy = policy
         self._accumulate = known_width(policy.accumulate_dtype)
         self._noise = known_width(policy.noise_dtype)
         self._rules = {rule.match: rule for rule in policy.modules}
@@ -128,7 +130,15 @@ class PrecisionFlow(Flow[Facts]):
         found = [one for one in facts if one.clipped] or list(facts)
         draws = frozenset[Draw]().union(*(one.draws for one in found))
         narrowest = narrowest_of(one.narrowest for one in found)
-        return Facts(any(one.clipped for one in found), draws, narrowest)
+        arguments = frozenset[int]().union(*(one.arguments for one in facts))
+        return Facts(any(one.clipped for one in found), draws, narrowest, arguments)
+
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[Facts]) -> list[Facts]:
+        """Notes what the engine trains; what is made of several arguments is none of them."""
+        mark = mark_of(equation)
+        for facts in () if mark is None else inputs[-mark.num_operands :][: len(mark.groups)]:
+            self.trained |= facts.arguments if len(facts.arguments) == 1 else set()
+        return super().holder(context, equation, inputs)
 
     def equation(self, context: Context, equation: JaxprEqn, inputs: list[Facts]) -> list[Facts]:
         """Checks one equation, and says what is known of its results."""
@@ -147,7 +157,9 @@ class PrecisionFlow(Flow[Facts]):
                 self._accumulates(case, stage)
             if name in COLLECTIVES:
                 self._collective(case)
-        if stage in _OF_MODEL or stage == "grid":  # whatever sums were added to it
+        if stage == "cast":
+            return [Facts(arguments=self.joined(inputs).arguments)] * count
+        if stage in ("loss", "grid"):  # whatever sums were added to it
             return [NOTHING] * count
         if name in _DRAWS or stage == "bits":
             return [_drawn(context, equation)] * count
@@ -162,7 +174,7 @@ class PrecisionFlow(Flow[Facts]):
 
     def idle_rules(self) -> None:
         """Checks, once all is seen, that some module of the loss runs under each rule."""
-        for rule in self._policy.modules if "loss" in self.stages else ():
+        for rule in self.policy.modules if "loss" in self.stages else ():
             if rule.match not in self._rules_met and not rule.optional:
                 declared = f"{rule.match}={rule.compute_dtype}"
                 found = "no call of a module under this rule"
@@ -210,8 +222,8 @@ class PrecisionFlow(Flow[Facts]):
         equation, line = case.equation, case.context.line
         if any(jnp.issubdtype(dtype_of(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
-        declared = self._compute if rule is None else known_width(rule.compute_dtype)
-        matmul = self._policy.matmul if rule is None or rule.matmul is None else None
+        declared = known_width((rule or self.policy).compute_dtype)
+        matmul = self.policy.matmul if rule is None or rule.matmul is None else None
         if matmul is not None and (has_free_dimensions(equation) or _is_float8(operands)):
             self._runs_narrow(case, operands, matmul, shown)
             return
@@ -243,7 +255,7 @@ class PrecisionFlow(Flow[Facts]):
 
         A scale of the user's own could come from a batch, or from earlier steps.
         """
-        matmul, width = self._policy.matmul, width_of_variable(case.equation.outvars[0])
+        matmul, width = self.policy.matmul, width_of_variable(case.equation.outvars[0])
         is_scaled = matmul is not None and matmul.scaling != "none"
         is_ours = is_in_narrow_product(case.context.scope)
         if matmul and is_scaled and width and _is_float8([width]) and not is_ours:
@@ -252,7 +264,7 @@ class PrecisionFlow(Flow[Facts]):
 
     def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
-        inside, declared = narrowest_inside(case.equation), self._policy.matmul_precision
+        inside, declared = narrowest_inside(case.equation), self.policy.matmul_precision
         of_float32 = any(dtype_of(v) == jnp.float32 for v in case.equation.invars[:2])
         if inside is not None and (not of_float32 or inside.digits < _KEPT[declared]):
             name = f"matmul_precision {declared}"
@@ -261,9 +273,8 @@ class PrecisionFlow(Flow[Facts]):
     def _accumulates(self, case: _Case, stage: str) -> None:
         """Between the gradients of single examples and their sum, what is computed is wide."""
         equation, line, shown = case.equation, case.context.line, _STAGES[stage]
-        name, before = equation.primitive.name, None
-        if equation.primitive is convert_element_type_p:
-            before = width_of_variable(equation.invars[0])
+        name, is_cast = equation.primitive.name, equation.primitive is convert_element_type_p
+        before = width_of_variable(equation.invars[0]) if is_cast else None
         narrows = before is not None and not before.narrower(self._accumulate)
         for variable in equation.outvars:
             width = width_of_result(equation, variable)
@@ -310,12 +321,13 @@ class PrecisionFlow(Flow[Facts]):
         engine's own stages, `_accumulates` is the judge.)
         """
         context, equation, found, _ = case
+        shown = "between clip and noise"
         is_watched = context.is_final and case.stage not in _ACCUMULATING
         is_watched = is_watched and any(
             facts.clipped and width is not None and not width.narrower(self._accumulate)
             for facts, width in zip(found, map(width_of_variable, equation.invars), strict=True)
         )
-        if equation.primitive is select_n_p and any(facts != NOTHING for facts in found[1:]):
+        if equation.primitive is select_n_p and any(f.clipped or f.draws for f in found[1:]):
             # A choice descends from what there is to choose, if anything is known of that.
             found = found[1:]
         if equation.primitive.name not in _SIDE_BY_SIDE or len(found) != len(equation.outvars):
@@ -324,12 +336,9 @@ class PrecisionFlow(Flow[Facts]):
         for variable, facts in zip(equation.outvars, found, strict=True):
             width, dtype = width_of_result(equation, variable), dtype_of(variable)
             if is_watched and facts.clipped:
-                lost = width.name if width and width.narrower(self._accumulate) else None
                 if equation.primitive.name in _CASTS and width is None:
-                    lost = str(dtype)
-                if lost is not None:
-                    declared = self._accumulate.name
-                    self._violation("between clip and noise", declared, lost, context.line)
+                    self._violation(shown, self._accumulate.name, str(dtype), context.line)
+                self._at_least(self._accumulate, width, shown, context.line)
             results.append(facts.through(width))
         return results
 

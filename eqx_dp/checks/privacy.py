@@ -14,8 +14,8 @@ from ..paths import dotted
 from ..privacy import PrivacyPlan
 from ..programs import users_line
 from ..shown import shown, some
-from ..trees import is_array_or_shape, is_key
-from .arguments import Argument, arguments_of, next_arguments, traceable, under
+from ..trees import is_key
+from .arguments import Argument, arguments_of, arrays_in, next_arguments, traceable, under
 from .facts import Fact, Kind, Ref, key_bytes
 from .flow import Context
 from .keys import FIRST, Along, Key, Number
@@ -216,8 +216,7 @@ def _public(i: int, argument: Argument) -> Fact:
 def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
     """Arguments and constants that hold the key of an earlier argument."""
     found, first = dict[Any, Any](), dict[bytes, Any]()
-    arrays = eqx.filter((tuple(args), dict(kwargs)), is_array_or_shape)
-    for i, leaf in enumerate(jax.tree.leaves(arrays)):
+    for i, (_, leaf) in enumerate(arrays_in((tuple(args), dict(kwargs)))):
         if eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32):
             words = key_bytes(leaf)
             root = first.setdefault(words, ("argument", i))

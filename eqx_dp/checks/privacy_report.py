@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
+from ..precision import Policy
 from ..privacy import PrivacyPlan
 from ..shown import some
 from ..tables import Part, tabular
@@ -90,8 +91,7 @@ class PrivacyReport(NamedTuple):
 
     def to_json(self) -> str:
         """Everything in the report, as JSON. Infinite numbers are written as texts."""
-        head = {"format": "eqx_dp.PrivacyReport", "version": 1, "ok": self.ok}
-        return json.dumps(head | _as_json(self), indent=2)
+        return as_json("eqx_dp.PrivacyReport", self)
 
     def _parts(self) -> Iterator[Part]:
         yield self._headline()
@@ -132,11 +132,20 @@ def _shown(multiplier: float) -> str:
     return "none" if math.isinf(multiplier) else f"{multiplier:.6g}"
 
 
-def _as_json(value: Any) -> Any:
+def as_json(kind: str, report: Any) -> str:
+    """A report, with its format and whether it is ok."""
+    head = {"format": kind, "version": 1, "ok": report.ok}
+    return json.dumps(head | _content(report), indent=2)
+
+
+def _content(value: Any) -> Any:
+    """What stands for a value in JSON: an object for a plan, a policy, and a tuple with names."""
     if isinstance(value, PrivacyPlan):
         return json.loads(value.to_json())
-    if isinstance(value, Finding | Release | PrivacyReport):
-        return {name: _as_json(one) for name, one in value._asdict().items()}
+    if isinstance(value, Policy):
+        return {"name": value.name, "text": str(value)}
+    if hasattr(value, "_asdict"):
+        return {name: _content(one) for name, one in value._asdict().items()}
     if isinstance(value, tuple):
-        return [_as_json(one) for one in cast("tuple[Any, ...]", value)]
+        return [_content(one) for one in cast("tuple[Any, ...]", value)]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

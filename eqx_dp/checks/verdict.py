@@ -133,11 +133,10 @@ def _how(fact: Fact, stays: bool) -> Finding:
         return Finding("noise", how, where, _BY_HAND, is_decided=False)
     how = "a clipped sum is in it, without noise" if is_sum else REASONS[fact.reason]
     advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
+    is_decided = not stays and (is_sum or fact.reason in DECIDED)
     if stays:
-        return Finding(
-            "release", f"{how}, and it stays in the state", where, _STAYS + advice, False
-        )
-    return Finding("release", how, where, advice, is_sum or fact.reason in DECIDED)
+        how, advice = f"{how}, and it stays in the state", _STAYS + advice
+    return Finding("release", how, where, advice, is_decided)
 
 
 # Releases.
@@ -231,11 +230,8 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
             if not is_fresh:
                 found.append(_stale(use, loop == CALLS, is_fresh is False))
         for other, another in uses.items():
-            if other == path or (
-                use.what == "slots" and another.what in ("noise", "loss", "slots")
-            ):
-                continue
-            if not _are_independent(use, another, calls):
+            is_of_slots = use.what == "slots" and another.what in ("noise", "loss", "slots")
+            if other != path and not is_of_slots and not _are_independent(use, another, calls):
                 found.append(_shared(use, another))
         for root in (use.key.root, *(getattr(one, "root", None) for one in use.key.path)):
             if isinstance(root, tuple) and root in calls.given:

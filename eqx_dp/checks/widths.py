@@ -155,11 +155,13 @@ class Facts(NamedTuple):
         draws: the random bits that it descends from; none where `clipped`.
         narrowest: the narrowest floating-point format that it went through since the draws; None
             without any, or without a float yet.
+        arguments: the program's arguments that it is made of, outside of the engine.
     """
 
     clipped: bool = False
     draws: frozenset[Draw] = frozenset()
     narrowest: Width | None = None
+    arguments: frozenset[int] = frozenset()
 
     def through(self, width: Width | None) -> "Facts":
         """The facts about a value of the given width that is made of one with these."""

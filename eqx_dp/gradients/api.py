@@ -7,7 +7,7 @@ import equinox as eqx
 from jaxtyping import Array
 
 from ..losses import ClipNorms
-from ..precision import Policy
+from ..precision import JmpPolicy, Policy
 from ..sharding import ShardingRules
 from ..shown import shown
 from ..trees import PyTree
@@ -25,7 +25,7 @@ class ClippingOptions(TypedDict, total=False):
     """The options of both functions, for type checkers; [`filter_clipped_grad`][] explains them."""
 
     l2_clip_norm: Required[ClipNorms]
-    policy: Policy | None
+    policy: Policy | JmpPolicy | None
     sharding: ShardingRules | None
     filter_spec: FilterSpec
     keep_batch_dim: bool
@@ -58,7 +58,7 @@ def filter_clipped_grad(
     fun: Callable[..., Any] | None = None,
     *,
     l2_clip_norm: ClipNorms,
-    policy: Policy | None = None,
+    policy: Policy | JmpPolicy | None = None,
     sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,
@@ -181,7 +181,7 @@ def filter_value_and_clipped_grad(
     fun: Callable[..., Any] | None = None,
     *,
     l2_clip_norm: ClipNorms,
-    policy: Policy | None = None,
+    policy: Policy | JmpPolicy | None = None,
     sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     has_aux: bool = False,

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from ..expected import flag
 from ..paths import below
-from ..precision import Policy, checked_policy
+from ..precision import JmpPolicy, Policy, checked_policy
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shown
 from ..trees import PyTree
@@ -145,7 +145,7 @@ class Configuration(NamedTuple):
 def checked_configuration(
     l2_clip_norm: PyTree[Any],
     rescale_to_unit_norm: bool,
-    policy: Policy | None,
+    policy: Policy | JmpPolicy | None,
     sharding: ShardingRules | None,
     has_aux: bool,
     keep_batch_dim: bool,

@@ -178,7 +178,7 @@ def explain(
         key: as for `grad_fn`.
         is_padding_example: as for `grad_fn`; it changes nothing.
         plan: the plan that batches are drawn by; the batch must then be as long as its sampler's
-            `capacity`. Not needed if `plan.privatizer` was given `grad_fn`.
+            `capacity`. Not needed for the `grad_fn` of a step of `make_step`, which knows it.
 
     Returns:
         An [`Explanation`][]: `rows`, each with `path`, `uses`, `way`, `reason`, `compute_dtype`,

@@ -10,6 +10,7 @@ from .modules import matmul_precision as matmul_precision
 from .pairing import agreed_policy as agreed_policy
 from .pairing import apply_policy as apply_policy
 from .pairing import inside_engine as inside_engine
+from .policy import JmpPolicy as JmpPolicy
 from .policy import MatmulPrecision as MatmulPrecision
 from .policy import Policy as Policy
 from .policy import checked_policy as checked_policy

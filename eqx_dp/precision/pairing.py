@@ -27,13 +27,13 @@ from .modules import (
     rebuild,
     rules_of,
 )
-from .policy import Policy, cast_floats, checked_policy
+from .policy import JmpPolicy, Policy, cast_floats, checked_policy
 from .stages import governed_by
 
 T = TypeVar("T")
 
 
-def apply_policy(model: T, policy: Policy | None) -> T:
+def apply_policy(model: T, policy: Policy | JmpPolicy | None) -> T:
     """Pairs a model with its policy, for any use: inference, training without privacy, the engine.
 
     A call of the model, or of a public method of it, casts its parameters and float inputs to the
@@ -52,7 +52,7 @@ def apply_policy(model: T, policy: Policy | None) -> T:
 
     Args:
         model: An `eqx.Module`.
-        policy: The policy to pair it with; None takes the policy off again.
+        policy: The policy to pair it with, a `jmp.Policy`, too; None takes the policy off again.
 
     Returns:
         The model, with the same leaves; the given model itself if nothing changes. Two models of

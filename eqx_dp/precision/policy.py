@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args, runtime_checkable
 
 import jax.numpy as jnp
 import jmp
@@ -26,6 +26,15 @@ OPTIMIZER = "optimizer"
 _FLOAT32 = DTYPES["float32"]
 _NO_LOSS_SCALE = LossScale()
 _DEFAULTS = ("", "None", "none", "False", "default", "nearest")
+
+
+@runtime_checkable
+class JmpPolicy(Protocol):
+    """A `jmp.Policy`, for type checkers: jmp itself has no types. It is accepted as a policy."""
+
+    def cast_to_param(self, x: Any) -> Any:
+        """As every `jmp.Policy` does."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, init=False)

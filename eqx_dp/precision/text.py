@@ -13,13 +13,8 @@ from .refusals import DTYPES, float_dtype, refusal, refusals_name
 from .schema import Content
 
 # jmp's names of dtypes; "half" depends on the backend and is asked of jmp.
-_NAMES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "full": "float32",
-    "f64": "float64",
-}
+_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+_NAMES["full"] = _NAMES["f32"]
 _SHORT_KEYS = {key[0]: key for key in DTYPE_KEYS}
 _DTYPES = (*DTYPE_KEYS, OPTIMIZER)
 _SETTINGS = ("rounding", "loss_scale", "matmul_precision", "matmul", "unsafe", "narrow_optimizer")

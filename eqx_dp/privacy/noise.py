@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..expected import real_number
 from ..paths import dotted
-from ..precision import Policy, checked_policy
+from ..precision import JmpPolicy, Policy, checked_policy
 from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..trees import PyTree
@@ -56,7 +56,7 @@ def gaussian_privatizer(
     *,
     stddev: SupportsFloat,
     key: PRNGKeyArray | Secret | None = None,
-    policy: Policy | None = None,
+    policy: Policy | JmpPolicy | None = None,
     sharding: ShardingRules | None = None,
     certified: bool = True,
 ) -> optax.GradientTransformation:

@@ -10,7 +10,7 @@ from dp_accounting import NeighboringRelation
 from jaxtyping import PRNGKeyArray
 
 from ..expected import real_number, whole_number
-from ..precision import Policy
+from ..precision import JmpPolicy, Policy, checked_policy
 from ..sharding import ShardingRules
 from .accounting import ROUNDING_DELTA, Run, check_relation, epsilon_of, event_of
 from .calibration import least_noise
@@ -54,7 +54,7 @@ class PrivacyPlan:
     **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, whose
     randomness is fresh or a secret, is (`epsilon(k)`, `delta`)-differentially private under
     `neighboring_relation`, for the numbers that the machine adds (see `gaussian_privatizer`).
-    `delta` is the total: it pays for batches that overflow, too (`overflow_delta`). For finite
+    `delta` is the total: it pays for batches that overflow, too (`overflow.md`). For finite
     precision, 5e-5 is added to epsilon, and a thousandth of delta is taken first
     (`finite_precision.md`); the privatizer refuses more entries than that covers. A run of more
     steps than `steps` is outside the plan, and `epsilon` refuses it.
@@ -195,20 +195,20 @@ class PrivacyPlan:
     @property
     def sampling(self) -> Sampling:
         """How batches are drawn."""
-        return Sampling(self.sampling_prob, self.overflow_probability)
+        return Sampling(self.sampling_prob, self._overflow_probability)
 
     @property
-    def overflow_probability(self) -> float:
+    def _overflow_probability(self) -> float:
         """An upper bound tau on the probability that a batch is cut; the sampler keeps to it.
 
         It is a thousandth of delta over all steps, and at most 1e-12 a step.
         """
         return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
 
-    def overflow_delta(self, steps: SupportsIndex | None = None) -> float:
+    def _overflow_delta(self, steps: SupportsIndex | None = None) -> float:
         """The part of delta that pays for batches cut to their capacity.
 
-        It is tau = `overflow_probability` a step: at most a thousandth of delta in all. Accounting
+        It is tau = `_overflow_probability` a step: at most a thousandth of delta in all. Accounting
         knows sampling without a cut. If k steps without a cut are (epsilon, delta)-differentially
         private, k steps with it are (epsilon, delta + k tau)-differentially private; `overflow.md`
         beside this module has the proof.
@@ -222,7 +222,7 @@ class PrivacyPlan:
         Raises:
             ValueError: As for `epsilon`.
         """
-        return self._steps_taken(steps) * self.overflow_probability
+        return self._steps_taken(steps) * self._overflow_probability
 
     def sampler(
         self,
@@ -269,7 +269,7 @@ class PrivacyPlan:
             steps=self.steps,
             hosts=hosts,
             host=host,
-            overflow_probability=self.overflow_probability,
+            overflow_probability=self._overflow_probability,
             devices=devices,
             shared=shared,
         )
@@ -280,7 +280,7 @@ class PrivacyPlan:
         self,
         grad_fn: HasSensitivity,
         key: PRNGKeyArray | Secret | None = None,
-        policy: Policy | None = None,
+        policy: Policy | JmpPolicy | None = None,
         sharding: ShardingRules | None = None,
         certified: bool = True,
     ) -> optax.GradientTransformation:
@@ -321,7 +321,7 @@ class PrivacyPlan:
                 "returned, before it is wrapped in jit or anything else: a wrapped function does "
                 f"not tell its sensitivity; found a {type(grad_fn).__name__}."
             )
-        policy = agreed_with(grad_fn, "policy", policy)
+        policy = agreed_with(grad_fn, "policy", checked_policy(policy))
         sharding = agreed_with(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
         privatizer = gaussian_privatizer(
@@ -365,7 +365,7 @@ class PrivacyPlan:
 
     def _delta_left(self, steps: int) -> float:
         """What is left of delta for accounting."""
-        return self.delta * (1 - PRECISION_SHARE) - self.overflow_delta(steps)
+        return self.delta * (1 - PRECISION_SHARE) - self._overflow_delta(steps)
 
     def _run(self, steps: int) -> Run:
         return Run(self.sampling_prob, steps, self.neighboring_relation)

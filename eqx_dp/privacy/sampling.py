@@ -51,7 +51,7 @@ class PoissonSampler:
     would (but for cuts), and a run may be resumed on another number of hosts. Every part has the
     same `capacity`: the smallest multiple of `pad_to` that the largest stretch overflows with
     probability at most `overflow_probability / (2 * hosts)`. (The factor of 2 is for neighboring
-    data sets, whose borders between hosts lie elsewhere: `PrivacyPlan.overflow_delta`.)
+    data sets, whose borders between hosts lie elsewhere: `overflow.md`.)
 
     With `shared=True` every host can read every example. All hosts make the whole draw, and it is
     dealt out to them evenly. Batches then have fewer slots, because only the number of all examples

@@ -5,6 +5,7 @@ the newest ones. No key of random numbers is in a checkpoint: every start has it
 """
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -139,23 +140,29 @@ class Checkpoints:
         if not on_every_host(self.wait()):  # a manager whose save failed keeps its number
             self.close()
             self._manager = self._open()
+        logging.getLogger("absl").addFilter(self._is_news)  # there once, until it is closed
         args = self._orbax.args
         arrays = named_arrays(Body(state.model, state.opt_state.optimizer, state.opt_state.average))
         arrays["step"] = state.step
         items = {_STATE: args.PyTreeSave(arrays), _RECORD: args.JsonSave(dict(record))}
-        try:
-            self._manager.save(number, args=args.Composite(**items), force=True)
-        except Exception as error:
-            _warn_not_saved(self._folder, error)
-            return False
-        return True
+        composite = args.Composite(**items)
+        return self._succeeds(lambda: self._manager.save(number, args=composite, force=True))
 
     def wait(self) -> bool:
         """Waits for the save that is under way; whether there was none, or it succeeded."""
+        return self._succeeds(lambda: self._manager.wait_until_finished())
+
+    def _succeeds(self, write: Callable[[], object]) -> bool:
+        """Whether something is written; else there is a warning, and the run goes on."""
         try:
-            self._manager.wait_until_finished()
+            write()
         except Exception as error:
-            _warn_not_saved(self._folder, error)
+            warnings.warn(
+                f"A checkpoint could not be written to {self._folder} ({type(error).__name__}: "
+                f"{str(error)[:300]}). The run goes on; the checkpoint before stays.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
             return False
         return True
 
@@ -164,6 +171,11 @@ class Checkpoints:
         if self._manager is not None:
             with contextlib.suppress(Exception):  # which `wait` has told
                 self._manager.close()
+        logging.getLogger("absl").removeFilter(self._is_news)
+
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        """Whether a record of absl's log is no traceback of orbax: its errors become warnings."""
+        return record.exc_info is None or "orbax" not in record.pathname
 
 
 class _Misfit(ValueError):
@@ -264,12 +276,3 @@ def check_fits(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 def _shapes(part: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in arrays.items() if part_of(name) == part}
-
-
-def _warn_not_saved(folder: RunPath, error: Exception) -> None:
-    warnings.warn(
-        f"A checkpoint could not be written to {folder} ({type(error).__name__}: "
-        f"{str(error)[:300]}). The run goes on; the checkpoint before stays.",
-        CheckpointWarning,
-        stacklevel=4,
-    )

@@ -65,7 +65,7 @@ class Loop(Generic[Model]):
         """The state after the last step; the batches are those of the steps to come."""
         step, options, tally = self.step, self.options, self.tally
         flat, began = FlatState.of(state), time.monotonic()
-        before_last = flat.step
+        before_last, is_spread = flat.step, step.grad_fn.sharding is not None
         every = (options.save_every, options.show_every, options.evaluate_every)
         with (
             closing(ProgressBar(tally.released, self.stop, options.progress)) as bar,
@@ -78,7 +78,7 @@ class Loop(Generic[Model]):
                     # While one step is under way the next is prepared, and memory stays flat.
                     jax.block_until_ready(before_last)
                     # Without rules a step takes numpy's arrays as they are, which is faster.
-                    examples, mask = batch if step.sharding is None else step.shard_batch(batch)
+                    examples, mask = step.shard_batch(batch) if is_spread else batch
                     if tally.released >= self.stop or self.signal.asked_after(tally.taken):
                         break
                     self._announce(epsilons)

@@ -14,7 +14,7 @@ from ..expected import expect, flag, function, real_number
 from ..expected import optimizer as checked_optimizer
 from ..gradients import FilterSpec, MethodName, filter_clipped_grad
 from ..losses import ClipNorms
-from ..precision import Policy
+from ..precision import JmpPolicy, Policy
 from ..privacy import PrivacyPlan, Secret, checked_secret, warn_of_small
 from ..sharding import ShardingRules
 from .step import Step
@@ -33,7 +33,7 @@ def make_step(
     *,
     num_examples: SupportsIndex,
     l2_clip_norm: ClipNorms,
-    policy: Policy | None = None,
+    policy: Policy | JmpPolicy | None = None,
     sharding: ShardingRules | None = None,
     filter_spec: FilterSpec = eqx.is_inexact_array,
     keep_batch_dim: bool = False,

@@ -27,7 +27,6 @@ from ..privacy import (
     key_from_secret,
     refuse_to_pickle,
 )
-from ..sharding import ShardingRules
 from ..shown import function_name
 from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
@@ -56,7 +55,8 @@ class Step(Generic[Model]):
 
     Attributes:
         plan: what sampling, noise and accounting follow.
-        grad_fn: the clipped gradient, divided by the expected batch size.
+        grad_fn: the clipped gradient, divided by the expected batch size; it has the step's policy
+            and sharding rules.
     """
 
     plan: PrivacyPlan
@@ -78,11 +78,6 @@ class Step(Generic[Model]):
         more = f"num_examples={self._num_examples}, policy={policy and str(policy)!r}"
         return f"{type(self).__name__}({loss}, {self.plan}, {more})"
 
-    @property
-    def sharding(self) -> ShardingRules | None:
-        """The sharding rules that the step was made with; its policy is `grad_fn.policy`."""
-        return self.grad_fn.sharding
-
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation | None:
         if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
@@ -91,7 +86,7 @@ class Step(Generic[Model]):
 
     def _mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context."""
-        rules = self.sharding
+        rules = self.grad_fn.sharding
         if rules is None:
             return nullcontext()
         try:
@@ -105,10 +100,11 @@ class Step(Generic[Model]):
         Args:
             batch: arrays with examples in front.
         """
-        if self.sharding is None:
+        rules = self.grad_fn.sharding
+        if rules is None:
             return jax.tree.map(jnp.asarray, batch)
         with self._mesh():
-            return self.sharding.shard_batch(batch)
+            return rules.shard_batch(batch)
 
     # Randomness.
 
@@ -126,7 +122,7 @@ class Step(Generic[Model]):
         return self._sampler_of(self._secret_of(0))
 
     def _sampler_of(self, secret: bytes) -> PoissonSampler:
-        rules, parts, hosts, host = self.sharding, 1, 1, 0
+        rules, parts, hosts, host = self.grad_fn.sharding, 1, 1, 0
         if rules is not None:
             parts, hosts, host = rules.local_shards(), jax.process_count(), jax.process_index()
         seed, shared = digest(secret, ("sample",), size=32), self._shared
@@ -180,8 +176,8 @@ class Step(Generic[Model]):
             key = key_from_secret(secret, "noise")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
         where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
-        if self.sharding is not None:
-            where = NamedSharding(self.sharding.mesh, PartitionSpec())
+        if (rules := self.grad_fn.sharding) is not None:
+            where = NamedSharding(rules.mesh, PartitionSpec())
         # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         noise, count, key = jax.device_put(small, where)
@@ -259,7 +255,7 @@ class Step(Generic[Model]):
             after = self._after(TrainState(*strong(carry), step), strong(batch), mask)
             return (after.model, after.opt_state), after.step
 
-        return Dispatch(take, self.sharding is not None)
+        return Dispatch(take, self.grad_fn.sharding is not None)
 
     def _after(
         self, state: TrainState[Model], batch: tuple[PyTree[Any], ...], mask: Any

@@ -12,7 +12,7 @@ from .. import expected
 from ..expected import RunPath
 from ..extras import extra
 from ..paths import dotted, dotted_name
-from ..precision import Policy
+from ..precision import JmpPolicy, Policy, checked_policy
 from ..privacy import PrivacyPlan
 from ..shown import shown
 from ..trees import PyTree, is_key
@@ -61,7 +61,7 @@ def save_model(
     model: PyTree[Any],
     *,
     privacy: str | os.PathLike[str] | PrivacyPlan | None = None,
-    policy: Policy | None = None,
+    policy: Policy | JmpPolicy | None = None,
 ) -> None:
     """Writes a model's arrays to a safetensors file, with what is to be known of them inside.
 
@@ -88,8 +88,7 @@ def save_model(
         raise ValueError(f"file must end in {_SUFFIX!r}, found {path.name!r}.")
     if not arrays:
         raise ValueError(f"model holds no arrays; found {shown(model)}. Give the trained model.")
-    if policy is not None:
-        expected.expect("policy", policy, Policy, "a dp.Policy, as from dp.load_policy, or None")
+    policy = checked_policy(policy)
     keys = [
         name
         for name, leaf in arrays.items()

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..paths import dotted
-from ..precision import Policy, agreed_policy, checked_policy, refusal
+from ..precision import JmpPolicy, Policy, agreed_policy, checked_policy, refusal
 from ..privacy import fold_text, fold_texts, shape_of_keys
 from ..shown import shown
 from ..trees import PyTree
@@ -20,7 +20,7 @@ Model = TypeVar("Model")
 def apply_updates(
     model: Model,
     updates: PyTree[Array | None],
-    policy: Policy | None = None,
+    policy: Policy | JmpPolicy | None = None,
     *,
     key: PRNGKeyArray | None = None,
 ) -> Model:

@@ -81,7 +81,7 @@ def searched(request: dict[str, Any]) -> float | None:
     known = {name: value for name, value in request.items() if name != "epsilon"}
     draft, budget = PrivacyPlan(noise_multiplier=1.0, **known), request["epsilon"]
     run = Run(draft.sampling_prob, draft.steps, draft.neighboring_relation)
-    delta = draft.delta - draft.overflow_delta()
+    delta = draft.delta - draft._overflow_delta()
     enough = max(
         1.0, run.sampling_prob * math.sqrt(run.steps * 2 * math.log(1.25 / delta)) / budget
     )

@@ -143,9 +143,9 @@ def test_the_event_with_sampling_means_one_thing(accountant, relation):
 
 
 def test_overflow_comes_out_of_delta():
-    assert PLAN.overflow_delta() == pytest.approx(500e-12)
-    assert PLAN.overflow_delta(7) == pytest.approx(7e-12)
-    assert PLAN.overflow_delta(0) == 0
+    assert PLAN._overflow_delta() == pytest.approx(500e-12)
+    assert PLAN._overflow_delta(7) == pytest.approx(7e-12)
+    assert PLAN._overflow_delta(0) == 0
 
 
 plans = st.builds(
@@ -160,15 +160,15 @@ plans = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(plans)
 def test_overflow_takes_a_thousandth_of_delta_at_most(plan):
-    assert 0 < plan.overflow_probability <= OVERFLOW_PROBABILITY
-    assert plan.overflow_delta() <= plan.delta / 1000 * (1 + 1e-15)
+    assert 0 < plan._overflow_probability <= OVERFLOW_PROBABILITY
+    assert plan._overflow_delta() <= plan.delta / 1000 * (1 + 1e-15)
     # It is no smaller than it has to be.
     tight = (OVERFLOW_PROBABILITY, plan.delta / plan.steps / 1000)
-    assert plan.overflow_probability in tight
+    assert plan._overflow_probability in tight
     # What is left, in float64, is no more than there is, but for what rounding is paid for.
-    left = Fraction(plan.delta) - plan.steps * Fraction(plan.overflow_probability)
-    assert Fraction(plan.delta - plan.overflow_delta()) <= left + plan.steps * Fraction(2) ** -52
-    assert plan.sampler(99, seed=0).overflow_probability == plan.overflow_probability
+    left = Fraction(plan.delta) - plan.steps * Fraction(plan._overflow_probability)
+    assert Fraction(plan.delta - plan._overflow_delta()) <= left + plan.steps * Fraction(2) ** -52
+    assert plan.sampler(99, seed=0).overflow_probability == plan._overflow_probability
 
 
 # Gradients as in the largest run that was published: arXiv 2510.15001.
@@ -178,7 +178,7 @@ LARGE = {"sampling_prob": 4.08e-5, "steps": 100_000, "delta": 1.1e-10}
 def test_the_largest_published_run_is_a_plan():
     plan = PrivacyPlan(noise_multiplier=0.614, **LARGE)
     assert 1.7 < plan.epsilon() < 1.9
-    assert plan.overflow_probability == pytest.approx(1.1e-18)
+    assert plan._overflow_probability == pytest.approx(1.1e-18)
     sampler = plan.sampler(10**9, seed=0)
     assert 40_800 < sampler.capacity < 45_000
     assert stats.binom.sf(sampler.capacity, 10**9, 4.08e-5) <= 1.1e-18
@@ -289,7 +289,7 @@ def test_losses_of_a_step_are_worked_out_once_for_all_figures(relation, monkeypa
     assert len(made) == 1
     for steps, epsilon in found.items():
         accountant = PLDAccountant(relation).compose(plan.event(steps))
-        left = 1e-5 * (1 - PRECISION_SHARE) - plan.overflow_delta(steps) - steps * 2.0**-51
+        left = 1e-5 * (1 - PRECISION_SHARE) - plan._overflow_delta(steps) - steps * 2.0**-51
         assert epsilon == accountant.get_epsilon(left) + PRECISION_EPSILON
 
 
@@ -337,7 +337,7 @@ def test_senseless_request_is_refused_by_name(name, bad):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("steps", [-1, 501, 1.0, True, "1"])
 @pytest.mark.parametrize(
-    "ask", [PrivacyPlan.epsilon, PrivacyPlan.event, PrivacyPlan.overflow_delta]
+    "ask", [PrivacyPlan.epsilon, PrivacyPlan.event, PrivacyPlan._overflow_delta]
 )
 def test_steps_outside_the_plan_are_refused(steps, ask):
     with pytest.raises(ValueError, match=r"^steps must be .*found"):

@@ -129,7 +129,7 @@ def test_an_overflow_that_is_likely():
 
 def test_a_plan_says_how_it_samples():
     plan = PrivacyPlan(sampling_prob=0.01, steps=100, noise_multiplier=1.0, delta=1e-6)
-    assert plan.sampling == Sampling(0.01, plan.overflow_probability)
+    assert plan.sampling == Sampling(0.01, plan._overflow_probability)
     sampler = plan.sampler(100_000, seed=3)
     assert plan.sampling.of(sampler.capacity).mean == pytest.approx(1000, rel=1e-3)
 
