@@ -4,11 +4,11 @@ The bounds here and in `gram.py` hold for the arithmetic of processors, GPUs and
 
 | operation | assumed |
 |---|---|
-| addition, multiplication, both in one | rounded to nearest once: off by a relative u at most |
+| addition, multiplication, fused or not | rounded to nearest once: a relative error of at most u |
 | division, square root | off by 2 units in the last place: a relative 4 u (`div.full` on GPUs) |
 | products of a contraction | at `PRECISION`: off by `product_roundoff` |
-| sums | in any order, another one for every entry and every run |
-| numbers below the normal range | kept, or taken for zero |
+| sums | in any order, which may differ between entries and runs |
+| numbers below the normal range | kept, or treated as zero |
 
 u is `unit_roundoff`, the largest relative error of one rounding to nearest.
 """
@@ -49,18 +49,18 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
 
 
 def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, " batch"]:
-    """The same of gradients that are given in parts, one array a leaf."""
-    # A gradient known to the compiler would be squared before it is divided, and overflow.
+    """The same for gradients in parts, one array for each leaf."""
+    # The compiler would square a known gradient before dividing it, which overflows.
     parts = jax.lax.optimization_barrier(list(parts))
     flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
     if len(flat) == 1 and flat[0].shape[1] == 1:
         return jnp.abs(flat[0][:, 0])
-    # In blocks from the start: what comes after a reshape is one loop with the sum.
+    # Blocks come first: what follows a reshape is fused with the sum.
     blocks = [_in_blocks(x) for x in flat]
     largest = functools.reduce(jnp.maximum, map(_largest, blocks))
     scale, inverse = power_of_two(largest)
     if len(blocks) > 1:
-        # The same number. The compiler repeats anything but a division for every part.
+        # The same number. The compiler repeats everything except a division for every part.
         inverse = 1 / scale
     squares = [
         jax.lax.optimization_barrier(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2))
@@ -106,14 +106,14 @@ def _block(size: int) -> int:
 def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     """A bound on the relative error of `norms` for gradients of `size` entries.
 
-    In so many parts it is for parts of at most that size.
+    With several parts it holds for parts of at most that size.
 
     A square is rounded once, and goes through sums of at most 64 terms, a sum a level. A sum of n
     terms costs at most n - 1 roundings in whatever order. All terms are positive, so the sum of
     squares is off by no more than all of these together, and its root by half of that (Higham,
     "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). The root itself costs 4;
     of several parts the inverse of the scale, a quotient, 4, and an entry times that 1. Two more
-    make up for products of errors, and for squares that vanish beside the largest.
+    cover products of errors, and squares that vanish beside the largest.
     """
     roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
     return (roundings / 2 + (11 if parts > 1 else 6)) * unit_roundoff(dtype)
@@ -135,7 +135,7 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
 
 
 PRECISION = jax.lax.Precision.HIGHEST
-"""What every contraction asks for whose result is measured, bounded or added."""
+"""The precision of every contraction whose result is measured, bounded or added."""
 
 
 def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float:
@@ -148,8 +148,7 @@ def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float
 
     A TPU splits a float32 number into three bfloat16 parts, exactly, and leaves out three of nine
     products, which are less than u / 2 together. The other six are exact, and each costs an
-    addition, which may cut off instead of rounding: 2 u each. Platforms that are not known count as
-    TPUs.
+    addition, which may cut off instead of rounding: 2 u each. Unknown platforms count as TPUs.
 
     Args:
         dtype: of the numbers and the sum.
@@ -177,10 +176,10 @@ def combined_norms(
 def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
     """The binary exponent of a positive normal number: the floor of its logarithm.
 
-    Of what is smaller, or zero, it is one below that of the smallest normal number; of what is not
-    finite it is any number.
+    For smaller numbers and zero it is one below that of the smallest normal number; for numbers
+    that are not finite it is any number.
     """
-    # A scale known to the compiler would be squared where what it multiplies is, and overflow.
+    # The compiler would square a known scale together with its operand, which overflows.
     size = jax.lax.optimization_barrier(size)
     # The bits of a positive number begin with its exponent.
     info = jnp.finfo(size.dtype)
@@ -189,7 +188,7 @@ def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
 
 
 def power(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> Float[Array, "*n"]:
-    """Two to an exponent; zero where that is no normal number, and no more than the largest."""
+    """Two to an exponent; zero if that is no normal number, and at most the largest number."""
     # The bits of a power of two end with its exponent, and those of zero are zero.
     bias = _bias(dtype)
     return _of_bits(jnp.clip(exponent, -bias, bias), dtype)
@@ -206,7 +205,7 @@ def halves(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> tuple[Array, Arr
 
 
 def without_subnormal(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Numbers, with zero for what is no normal number: some machines keep it, with few digits."""
+    """Numbers, with zero for those below the normal range, which may have few digits."""
     return jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).tiny, 0, x)
 
 

@@ -101,14 +101,15 @@ class MemoryPlan(NamedTuple):
 
     def _parts(self) -> Iterator[Part]:
         on = f"{self.num_examples:,} examples, devices: {self.num_devices}, method {self.method}"
-        rows = [(name, told(size)) for name, size in self.parts._asdict().items()]
+        rows = [(name, format_bytes(size)) for name, size in self.parts._asdict().items()]
         yield f"{on}, microbatch {self.microbatch_size}"
-        yield [("part", "of a device"), *rows, ("sum of parts", told(self.parts.total))]
+        yield [("part", "of a device"), *rows, ("sum of parts", format_bytes(self.parts.total))]
         if (found := self.compiled) is not None:
-            yield f"compiled: {told(found.total)}, of which temporary {told(found.temporary)}"
+            total, temporary = format_bytes(found.total), format_bytes(found.temporary)
+            yield f"compiled: {total}, of which temporary {temporary}"
 
 
-def told(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes, for people."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
@@ -192,9 +193,9 @@ def plan_memory(
     if fits:
         return planned(fits)
     raise ValueError(
-        f"Not even one example at a time fits: it takes {told(planned(1).total)} a device, of "
-        f"{told(limit)}. Take method='ghost' with jax.checkpoint around the model's layers, which "
-        "hold least; spread parameters and sums over more devices (ShardingRules(params=..., "
+        f"Not even one example at a time fits: it takes {format_bytes(planned(1).total)} a device, "
+        f"of {format_bytes(limit)}. Take method='ghost' with jax.checkpoint around the model's "
+        "layers, which need the least memory; spread parameters and sums over more devices (ShardingRules(params=..., "
         "accumulators='examples')); or compute in a narrower dtype "
         "(policy=dp.load_policy('mixed_bfloat16'))."
     )

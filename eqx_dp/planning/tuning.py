@@ -16,7 +16,7 @@ from ..privacy import PrivacyPlan
 from ..tables import Part, tabular
 from ..timing import interleaved
 from ..trees import PyTree, is_array_or_shape, is_key, is_shape
-from .memory import read_compiled, told
+from .memory import format_bytes, read_compiled
 from .step import on_mesh
 
 
@@ -54,7 +54,12 @@ class Tuning(NamedTuple):
 
     def _parts(self) -> Iterator[Part]:
         rows = [
-            (x.method, str(x.microbatch_size), x.problem or f"{1e3 * x.seconds:.3g}", told(x.bytes))
+            (
+                x.method,
+                str(x.microbatch_size),
+                x.problem or f"{1e3 * x.seconds:.3g}",
+                format_bytes(x.bytes),
+            )
             for x in self.trials
         ]
         yield [("method", "microbatch", "ms", "of a device"), *rows]
@@ -175,7 +180,7 @@ def _compiled(
         held = read_compiled(program)
         trial = trial._replace(bytes=0 if held is None else held.total)
         if trial.bytes > limit:
-            return trial._replace(problem=f"takes more than {told(limit)}"), None
+            return trial._replace(problem=f"takes more than {format_bytes(limit)}"), None
         jax.block_until_ready(program(*given))
     except Exception as error:  # whatever a method, a compiler or a loss may raise
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -51,8 +51,8 @@ def merged(base: Content, content: Content) -> Content:
     result: dict[str, Any] = {key: base[key] for key in base if key not in _NOT_INHERITED}
     for key, value in content.items():
         if key == "modules":
-            told = {rule["match"] for rule in value}
-            value = [*value, *(rule for rule in base.get(key, ()) if rule["match"] not in told)]
+            matched = {rule["match"] for rule in value}
+            value = [*value, *(rule for rule in base.get(key, ()) if rule["match"] not in matched)]
         elif key in ("dtypes", "params"):
             value = {**base.get(key, {}), **value}
         result[key] = value

@@ -116,9 +116,9 @@ def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
     with refusals_name(EXTENDS):
         base = _preset(name) if _is_preset_name(name) else path.parent / name
     if Path(str(base)).resolve() in chain:
-        told = " -> ".join(one.name for one in (*chain, Path(str(base))))
+        circle = " -> ".join(one.name for one in (*chain, Path(str(base))))
         allowed = "a preset, or a file that does not extend this one"
-        raise refusal(EXTENDS, f"{name!r}, which closes a circle ({told})", allowed)
+        raise refusal(EXTENDS, f"{name!r}, which closes a circle ({circle})", allowed)
     with refusals_name(f"{EXTENDS} {base}"):
         return merged(_inherited(base, chain), content)
 

@@ -231,7 +231,7 @@ def _class_that_casts(cls: type[eqx.Module], casts: Casts) -> type[eqx.Module]:
         _ORIGINAL: cls,
     }
     if casts.is_root:
-        namespace["__repr__"] = _told
+        namespace["__repr__"] = _described
     namespace |= {name: _method_that_casts(name, method) for name, method in _methods(cls).items()}
     with warnings.catch_warnings():  # what there is to say of the class was said of the original
         warnings.simplefilter("ignore")
@@ -291,7 +291,7 @@ def _is_apart(x: object) -> bool:
     return isinstance(x, eqx.nn.State) or _casts_of(x) is not None
 
 
-def _told(module: eqx.Module) -> str:
+def _described(module: eqx.Module) -> str:
     """How a paired model is printed: as before, and its policy."""
     casts = _casts_of(module)
     return f"{_original(module).__repr__(module)} with policy {casts and casts.policy}"

@@ -174,7 +174,7 @@ class Policy(jmp.Policy):
 
     def __str__(self) -> str:
         scale, same = self.loss_scale, self.optimizer_dtype == self.accumulate_dtype
-        said = {
+        parts = {
             **dtypes_of(self),
             OPTIMIZER: "" if same else self.optimizer_dtype,
             "rounding": self.rounding,
@@ -185,7 +185,7 @@ class Policy(jmp.Policy):
             "narrow_optimizer": "true" if self.narrow_optimizer else "",
             **{f"module:{rule.match}": rule for rule in self.modules},
         }
-        return ",".join(f"{key}={x}" for key, x in said.items() if str(x) not in _DEFAULTS)
+        return ",".join(f"{key}={x}" for key, x in parts.items() if str(x) not in _DEFAULTS)
 
 
 def dtypes_of(policy: Policy) -> dict[str, np.dtype[Any]]:

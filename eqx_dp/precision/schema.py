@@ -12,7 +12,7 @@ Content: TypeAlias = dict[str, Any]
 EXTENDS = "extends"
 _FILE = "policy.schema.json"
 _KINDS = {"string": str, "boolean": bool, "number": (int, float), "object": dict, "array": list}
-_TOLD = {
+_TYPES = {
     "string": "a string",
     "boolean": "true, false",
     "number": "a number",
@@ -65,6 +65,6 @@ def _check(at: str, value: Any, schema: Mapping[str, Any], more: Mapping[str, An
 
 
 def _allowed(at: str, schema: Mapping[str, Any], more: str = "") -> str:
-    told = f"{_TOLD[schema['type']]}{f' [[{at}]]' if schema['type'] == 'array' else ''}{more}"
+    kind = f"{_TYPES[schema['type']]}{f' [[{at}]]' if schema['type'] == 'array' else ''}{more}"
     values = ", ".join(schema.get("enum", [schema.get("description", "")]))
-    return f"{told}: {values}" if values else told
+    return f"{kind}: {values}" if values else kind

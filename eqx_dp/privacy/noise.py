@@ -259,7 +259,7 @@ def _noisy(
     """Adds noise to the leaves of a tree; in a traced program, in one marked equation."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
-    _check_told_apart(paths)
+    _check_distinct(paths)
     gradients = [_checked_gradient(leaf, path, how.policy) for path, leaf in leaves]
 
     def words(text: str) -> tuple[int, ...]:
@@ -301,7 +301,7 @@ def _check_arrays_alone(params: optax.Params) -> None:
             )
 
 
-def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
+def _check_distinct(paths: Sequence[tuple[Any, ...]]) -> None:
     times = collections.Counter(jax.tree_util.keystr(path) for path in paths)
     twins = [path for path, count in times.items() if count > 1]
     if twins:

@@ -67,9 +67,9 @@ def at(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
     Errors and profiles name the same line for what is evaluated in it. A scope around a
     jitted function, a scan or a jax.checkpoint is known to that equation alone.
     """
-    said = equation.source_info
-    scopes = source_info_util.current_name_stack() + said.name_stack
-    return source_info_util.user_context(said.traceback, name_stack=scopes)
+    source = equation.source_info
+    scopes = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=scopes)
 
 
 def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
