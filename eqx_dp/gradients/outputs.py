@@ -160,8 +160,8 @@ def explain_failure(
         todo = _todo_for_a_batch(on_a_batch_of_one)
     if todo is not None:
         raise ValueError(
-            f"The loss cannot be traced on one example ({_described(example)}), but it can be traced "
-            f"on a batch of one: it seems to be written for a batch. {todo}; or write it for one "
+            f"The loss cannot be traced on one example ({_described(example)}), but it can be "
+            f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it for one "
             f"example. On one example it raises {type(error).__name__}: {error}"
         ) from error
     if policy is not None and isinstance(error, TypeCheckError):

@@ -195,8 +195,8 @@ def plan_memory(
     raise ValueError(
         f"Not even one example at a time fits: it takes {format_bytes(planned(1).total)} a device, "
         f"of {format_bytes(limit)}. Take method='ghost' with jax.checkpoint around the model's "
-        "layers, which need the least memory; spread parameters and sums over more devices (ShardingRules(params=..., "
-        "accumulators='examples')); or compute in a narrower dtype "
+        "layers, which need the least memory; spread parameters and sums over more devices "
+        "(ShardingRules(params=..., accumulators='examples')); or compute in a narrower dtype "
         "(policy=dp.load_policy('mixed_bfloat16'))."
     )
 
