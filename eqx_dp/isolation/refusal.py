@@ -1,4 +1,4 @@
-"""What an error says where examples meet."""
+"""The error where examples meet."""
 
 from ..programs import own_line, source_line
 from .facts import Meeting
