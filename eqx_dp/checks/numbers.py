@@ -64,7 +64,7 @@ def _from_words(equation: JaxprEqn, words: Fact) -> Key | None:
 
 
 def _moved(equation: JaxprEqn, inputs: list[Fact], key: Key) -> Key | None:
-    """The fact after a move of the whole, or a cut along the first dimension; otherwise None."""
+    """The key after a move of the whole, or a cut along the first dimension; otherwise None."""
     name, params = equation.primitive.name, equation.params
     before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     dims = params["broadcast_dimensions"] if name == "broadcast_in_dim" else ()

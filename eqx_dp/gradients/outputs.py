@@ -161,8 +161,8 @@ def explain_failure(
     if todo is not None:
         raise ValueError(
             f"The loss cannot be traced on one example ({_described(example)}), but it can be "
-            f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it for "
-            f"one example. On one example it raises {type(error).__name__}: {error}"
+            f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it "
+            f"for one example. On one example it raises {type(error).__name__}: {error}"
         ) from error
     if policy is not None and isinstance(error, TypeCheckError):
         error.add_note(_advice_on_dtype(str(error), policy))
