@@ -24,8 +24,7 @@ class Argument(NamedTuple):
 
 
 def traceable(tree: PyTree[Any]) -> PyTree[Any]:
-    """The same, with shapes in place of numpy arrays, which would become constants of the
-    program."""
+    """The same, with shapes for numpy arrays, which would become constants of the program."""
 
     def of(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
