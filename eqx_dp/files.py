@@ -65,8 +65,7 @@ def write_json(file: RunPath, content: dict[str, Any]) -> None:
 
 
 def append(file: RunPath, line: str) -> None:
-    """Appends a line to a file. In an object store, where files do not grow, it rewrites the
-    file."""
+    """Appends a line to a file; in an object store it rewrites the file, which cannot grow."""
     if not is_remote(file):
         with file.open("a") as stream:
             stream.write(line)

@@ -251,7 +251,7 @@ class _Audit:
             before.append((name, seen))
 
     def _run(self, where: str, rows: list[Example], mask: _Mask) -> _Arrays | None:
-        """The releases of a data set; None if the call fails. Compares other results with the base."""
+        """The releases of a data set; None if the call fails. Other results must not change."""
         try:
             found = self._called(rows, mask)
         except Exception as error:  # any error came with the data
