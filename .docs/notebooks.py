@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ import nbclient
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("digits", "mnist", "names")
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 
 
 def as_cells(name: str) -> str:
@@ -46,10 +51,7 @@ def as_cells(name: str) -> str:
 def notebook(name: str) -> Any:
     """The notebook of a script, without outputs, the same every time."""
     found = jupytext.reads(as_cells(name), fmt="py:percent")
-    found.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
+    found.metadata = METADATA
     for number, cell in enumerate(found.cells):
         cell.id, cell.metadata = f"{name}-{number}", {}
     return found
@@ -61,23 +63,30 @@ def executed(found: Any, folder: Path) -> Any:
     (folder / "examples" / "digits.py").write_text((EXAMPLES / "digits.py").read_text("utf-8"))
     resources = {"metadata": {"path": str(folder / "examples" / "notebooks")}}
     nbclient.NotebookClient(found, timeout=3_600, resources=resources).execute()
+    return cleaned(found)
+
+
+def cleaned(found: Any) -> Any:
+    """The notebook with printed text and pictures alone."""
+    found.metadata = METADATA
     for cell in found.cells:
         cell.metadata = {}  # without the times of the run
         if cell.cell_type == "code":
-            cell.outputs = [shown for output in cell.outputs if (shown := _shown(output))]
+            cell.outputs = list(_shown(cell.outputs))
     return found
 
 
-def _shown(output: Any) -> Any:
-    """A printed text or a picture; None for any other output."""
-    if output.output_type == "stream" and output.name == "stdout":
-        return output
-    picture = output.get("data", {}).get("image/png")
-    if picture is None:
-        return None
-    output.data = {"image/png": picture}
-    output.metadata = {}
-    return output
+def _shown(outputs: Iterable[Any]) -> Iterator[Any]:
+    """All printed text in one output, then the pictures."""
+    printed = [one for one in outputs if one.get("name") == "stdout"]
+    if printed:
+        printed[0].text = "".join(one.text for one in printed)
+        yield printed[0]
+    for one in outputs:
+        picture = one.get("data", {}).get("image/png")
+        if picture is not None:
+            one.data, one.metadata = {"image/png": picture}, {}
+            yield one
 
 
 def source(found: Any) -> str:
