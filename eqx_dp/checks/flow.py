@@ -108,8 +108,7 @@ class Flow(abc.ABC, Generic[Fact]):
 
     @abc.abstractmethod
     def joined(self, facts: Sequence[Fact]) -> Fact:
-        """The fact about a value that may be any of several values, or is computed from all of
-        them.
+        """The fact about a value that is any of several values, or computed from all of them.
 
         Above each fact there are finitely many others, so that facts about a loop's carry settle.
         """

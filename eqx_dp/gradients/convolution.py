@@ -30,9 +30,10 @@ def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
 
 
 def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:
-    """Rows and columns are input and output channels.
+    """Which axes of the kernel are the rows, and which the columns, of a matrix.
 
-    The entries of the window follow the channels of the side that patches are cut from.
+    Rows and columns are input and output channels. The entries of the window stand behind the
+    channels of the side that patches are cut out of.
     """
     output, channel, *window = operation.param("dimension_numbers").rhs_spec
     groups = operation.param("feature_group_count")

@@ -98,8 +98,7 @@ class ParamUse(NamedTuple):
 
     @property
     def _split(self) -> tuple[Step, tuple[tuple[int, ...], ...]]:
-        """The steps from the operand to an array whose axes are parts of groups, rows and
-        columns."""
+        """The step from the operand to an array with parts of groups, rows and columns as axes."""
         found, lead = self.kind.matrix_axes(self.operation, self.operand), len(self.slices)
         of_groups, rows, columns = (tuple(lead + i for i in part) for part in found[1:])
         return Step("reshape", found.shape, lead), ((*range(lead), *of_groups), rows, columns)

@@ -94,8 +94,7 @@ def is_known(equation: jex_core.JaxprEqn) -> bool:
 
 
 def keeps_apart(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:
-    """Whether the result of a mapped equation for an example depends only on that example's
-    operands.
+    """Whether a mapped equation's result for an example depends only on that example.
 
     Args:
         equation: one whose programs are not followed.

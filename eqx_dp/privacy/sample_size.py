@@ -80,5 +80,5 @@ class SampleSize:
 
 
 def binomial() -> Any:
-    """scipy's distribution."""
+    """The distribution of scipy."""
     return cast(Any, stats.binom)  # scipy is not typed

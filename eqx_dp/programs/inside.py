@@ -136,7 +136,7 @@ def inside(equation: jex_core.JaxprEqn) -> Inside | None:
 
 
 def closed(program: Any) -> jex_core.ClosedJaxpr:
-    """A program with its constants; an open one has none. (In JAX 0.11 both are one class.)"""
+    """A program with its constants; an open one has none. In JAX 0.11 both are one class."""
     if isinstance(program, jex_core.ClosedJaxpr):
         return program
     return jex_core.ClosedJaxpr(program, ())

@@ -58,7 +58,9 @@ def mark_on(equation: jex_core.JaxprEqn) -> Any:
 
 
 def is_as_marked(equation: jex_core.JaxprEqn) -> bool:
-    """Whether a marked equation has the operands that it was made with: it is not mapped (`vmap`),
-    differentiated, or made again by a transformation."""
+    """Whether a marked equation has the operands that it was made with.
+
+    It has others if it was mapped (`vmap`), differentiated, or made again by a transformation.
+    """
     shapes = [getattr(variable.aval, "shape", None) for variable in equation.invars]
     return shapes == equation.params["name"].shapes
