@@ -85,7 +85,7 @@ def going_on(what: str, kind: type[Warning] = UserWarning) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{what} ({error.strerror}); the run goes on without.", kind, stacklevel=3)
+        warnings.warn(f"{what} ({error.strerror}); the run continues without.", kind, stacklevel=3)
 
 
 @contextlib.contextmanager

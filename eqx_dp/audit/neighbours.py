@@ -37,7 +37,7 @@ _ADVICE = {
     "numbers alone, and use this sensitivity for the noise.",
     "noise": "Draw noise from a key that does not depend on the data: plan.privatizer(grad_fn).",
     "beside the noise": "Compute results from the noised gradient; or disclose what may be known.",
-    "padding": "Hand on the mask, is_padding_example, and select padding away (jnp.where).",
+    "padding": "Pass on the mask, is_padding_example, and select padding away (jnp.where).",
     "stopped": "An error shows that the example is there. Let the loss return NaN instead.",
 }
 
@@ -245,7 +245,7 @@ class _Audit:
             where, data = f"{name}; others {others}", [*rows[:slot], example, *rows[slot + 1 :]]
             seen, unseen = self._run(where, data, present), self._run(where, data, padded)
             if unseen and left_out and not _same(unseen, left_out):
-                self._note("padding", "what a padding slot holds changes the sum", where)
+                self._note("padding", "the content of a padding slot changes the sum", where)
             for other, sums in before if is_replaced else [("none", left_out)]:
                 self._moves(pair._replace(example=f"{other} -> {name}"), sums, seen)
             before.append((name, seen))

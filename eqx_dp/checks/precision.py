@@ -200,7 +200,7 @@ def check_precision(
 
 
 _NO_SUM = "no clipped sum of the engine's is in the program; of sums, nothing was seen"
-_RETURNED = "a clipped sum, or what is made of it, is returned without noise"
+_RETURNED = "a clipped sum, or a value computed from it, is returned without noise"
 
 
 def _followed(

@@ -98,18 +98,18 @@ _GIVE_MASK = (
 # Results.
 
 _ADD_NOISE = (
-    "Add the plan's noise to what filter_clipped_grad returns, before anything else is made of it: "
-    "plan.privatizer stands first in the optimizer's chain; by hand, dp.add_noise."
+    "Add the plan's noise to the result of filter_clipped_grad, before any other operation: "
+    "plan.privatizer comes first in the optimizer's chain; without optax, dp.add_noise."
 )
 _BY_HAND = (
     "The check knows the noise of dp.add_noise(grads, key, stddev) and of plan.privatizer, and no "
     "other: use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
-    "Leave it out of the results, means over examples as well. If it may be known without noise, "
+    "Leave it out of the results, also as a mean. If you release it without noise on purpose, "
     "name its path in disclose=."
 )
-_STAYS = "If nobody sees it, nor what is made of it, name its path in kept=. "
+_STAYS = "If nobody sees it, or anything computed from it, name its path in kept=. "
 
 
 def _leaving(step: TracedStep) -> list[Finding]:
@@ -286,5 +286,5 @@ def _shared(a: Use, b: Use) -> Finding:
         found = f"the key of {what} is not proven to be independent of that of {other}"
     if b.context.line not in (a.context.line, "the results"):
         found += f" (at {b.context.line})"
-    advice = "Use a key for nothing else than one noise: jax.random.split gives as many as needed."
+    advice = "Use each key for one noise only: jax.random.split gives as many as needed."
     return Finding(rule, found, a.context.line, advice, is_decided)

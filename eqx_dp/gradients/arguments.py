@@ -113,7 +113,7 @@ def check_mask(sampling: Sampling | None, is_padding_example: object) -> None:
         raise ValueError(
             "is_padding_example is missing. This gradient is of samples, and a sampled batch has "
             "padding, whose index is -1: without the mask the last example would count in every "
-            "padding slot. Hand on the mask that sampler.take or sampler.batch returns; for a "
+            "padding slot. Pass on the mask that sampler.take or sampler.batch returns; for a "
             "batch without padding, np.zeros(length, bool)."
         )
 

@@ -15,8 +15,8 @@ from ..shown import shown
 from ..trees import PyTree
 
 STATE_ADVICE = (
-    "Hand the state in with the model, grad_fn((model, state), *batch), and let the loss take the "
-    "pair as its first argument. Every trace then gets a state of its own, and its gradients are "
+    "Pass the state with the model, grad_fn((model, state), *batch), and let the loss take the "
+    "pair as its first argument. Every trace then gets its own state, and its gradients are "
     "None, so that no noise is added to it. optimizer.init(grad_fn.trainable((model, state))) fits "
     "these gradients. eqx.nn.inference_mode(model) makes layers leave their state alone."
 )
@@ -35,7 +35,7 @@ def argument_name(path: tuple[Any, ...]) -> str:
 
 
 _NO_GRADIENT = (
-    "Hand in the loss itself, before eqx.filter_grad, eqx.filter_value_and_grad or jax.grad: the "
+    "Give the loss itself, before eqx.filter_grad, eqx.filter_value_and_grad or jax.grad: the "
     "clipped gradient takes their place."
 )
 

@@ -214,7 +214,7 @@ def check_key(fun: Callable[..., Any], num_batch_arguments: int, key: Any) -> No
         )
     if key is not None and not can:
         raise ValueError(
-            "A key was given, and the loss has no parameter named 'key' behind the batch. Add one "
+            "A key was given, and the loss has no parameter named 'key' after the batch. Add one "
             "(fun(model, *example, key)) or leave the key out."
         )
 

@@ -113,7 +113,7 @@ def agreed_policy(model: PyTree[Any], policy: Policy | None) -> Policy | None:
     policy = policy or own
     if found and policy is None:
         raise ValueError(
-            f"model is a part of a paired model, and the policy speaks of the whole. Give the "
+            f"model is a part of a paired model, and the policy is for the whole. Give the "
             f"policy as well, or take it off with {_TAKE_OFF}."
         )
     if policy is not None:

@@ -60,7 +60,7 @@ def within_charge(
             raise ValueError(
                 f"the plan has paid for the finite precision of {most:.3g} noisy entries in each "
                 f"of {steps} steps (delta {delta:g}); found {entries}. Train fewer parameters, "
-                "take fewer steps, or take certified=False, whose noise is no Gaussian."
+                "take fewer steps, or take certified=False, whose noise is not Gaussian."
             )
 
     def init(params: optax.Params) -> optax.OptState:

@@ -149,9 +149,9 @@ def refuse_to_pickle(self: object) -> NoReturn:
         TypeError: always.
     """
     raise TypeError(
-        f"{type(self).__name__} holds a secret, and no file may: anyone with it can subtract the "
-        "noise, or tell which examples were in which batch. Save what is public, and draw fresh "
-        "randomness at the next start. To copy a state: jax.tree.map(jnp.copy, state)."
+        f"{type(self).__name__} holds a secret, which no file may hold: anyone with it can "
+        "subtract the noise, or tell which examples were in which batch. Save what is public, and "
+        "draw fresh randomness at the next start. To copy a state: jax.tree.map(jnp.copy, state)."
     )
 
 

@@ -294,7 +294,7 @@ def _check_arrays_alone(params: optax.Params) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "dtype"):
             raise ValueError(
-                f"an optimizer is made for arrays alone; found a {type(leaf).__name__} at "
+                f"an optimizer takes only arrays; found a {type(leaf).__name__} at "
                 f"{dotted(path) or 'the root'}. Give it what is trained: "
                 "optimizer.init(grad_fn.trainable(model)), which is eqx.filter(model, "
                 "eqx.is_inexact_array) unless a filter_spec says otherwise."
@@ -342,8 +342,8 @@ def _check_platform() -> None:
     if jax.default_backend() == "tpu":
         raise ValueError(
             "certified noise needs float64 as IEEE 754 has it, and a TPU computes it with fewer "
-            "bits. Draw the noise on another device, or take certified=False, which is no Gaussian "
-            "(see gaussian_privatizer)."
+            "bits. Draw the noise on another device, or take certified=False, which is not "
+            "Gaussian (see gaussian_privatizer)."
         )
 
 

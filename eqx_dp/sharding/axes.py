@@ -59,7 +59,7 @@ def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
     if not pattern or not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
         raise ValueError(
             "params holds pairs of a path pattern, such as '**.weight', and a "
-            f"jax.sharding.PartitionSpec; found {shown(rule)}. A single pair needs a comma behind "
+            f"jax.sharding.PartitionSpec; found {shown(rule)}. A single pair needs a comma after "
             "it: params=((pattern, spec),). A mapping's pairs are tuple(mapping.items())."
         )
     where = f"params, {pattern!r}: {spec}"

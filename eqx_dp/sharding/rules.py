@@ -242,7 +242,7 @@ class ShardingRules:
                 found = shown(leaf) if _is_placeable(leaf) else f"of type {type(leaf).__name__}"
                 raise ValueError(
                     f"{name} is {found}: everything in a batch is an array of numbers with "
-                    f"examples along its {which} axis. Close over all else in the loss."
+                    f"examples along its {which} axis. Close over everything else in the loss."
                 )
             is_whole = _is_whole(leaf)
             parts = self.num_shards if is_whole else self.local_shards()

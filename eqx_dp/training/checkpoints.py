@@ -207,7 +207,7 @@ def restored(
             body = Body(body.model, *recipe.beside(form, body.model))
             warnings.warn(
                 f"The optimizer's state in checkpoint {number} is of another optimizer, or of a "
-                "step with (or without) `ema`: it and the average are made anew.",
+                "step with (or without) `ema`: it and the average are initialised again.",
                 CheckpointWarning,
                 stacklevel=4,
             )
@@ -270,7 +270,7 @@ def _shapes(part: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _warn_not_saved(folder: RunPath, error: Exception) -> None:
     warnings.warn(
         f"A checkpoint could not be written to {folder} ({type(error).__name__}: "
-        f"{str(error)[:300]}). The run goes on; the checkpoint before stays.",
+        f"{str(error)[:300]}). The run continues; the previous checkpoint stays.",
         CheckpointWarning,
         stacklevel=4,
     )

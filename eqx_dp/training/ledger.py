@@ -287,7 +287,7 @@ class Ledger(Tally):
             raise CheckpointError(
                 f"It cannot be noted in {self._directory} that {steps} more steps are taken "
                 f"({error.strerror}), so none of them is. Make room, or make the directory "
-                "writable, and start again to go on from the last checkpoint."
+                "writable, and start again to continue from the last checkpoint."
             ) from None
         left = max(0, self._plan.steps - others - self.taken)
         reason = "it has announced steps as well" if excess > 0 else "both have one seed"

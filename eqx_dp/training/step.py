@@ -308,7 +308,7 @@ class Step(Generic[Model]):
 def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:
     if mask is None:
         raise ValueError(
-            "is_padding_example is None: what lies in padding slots would count as examples. Hand "
+            "is_padding_example is None: padding slots would count as examples. Pass "
             "on the mask that sampler.take or sampler.batch returns; for a batch without padding, "
             "np.zeros(length, bool)."
         )
