@@ -36,7 +36,7 @@ from .microbatches import over_microbatches
 
 
 class Mark(NamedTuple):
-    """The mark of the equation (a jitted call) that holds all work of the engine on a batch.
+    """What the engine states of one equation, a jitted call, that holds all of its work on a batch.
 
     Operands are, in this order and after those that JAX adds in front: arrays that examples share
     (parameters, other arrays of the model, constants), arrays with examples in front, one key an

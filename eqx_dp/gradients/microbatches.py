@@ -1,4 +1,4 @@
-"""Processes a batch one microbatch at a time, and joins the results."""
+"""A batch processed a microbatch at a time, its results put together again."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ def over_microbatches(
     microbatch_size: int | None,
     agree: Callable[[Int[Array, ""]], Int[Array, ""]] | None = None,
 ) -> tuple[_Sums, _PerExample]:
-    """Runs `step` on one microbatch after another.
+    """Runs `step` on one microbatch after the other.
 
     Real examples are dealt into the first microbatches, and only the microbatches that hold one are
     computed. The slots left over in the last of them hold a copy of the first real example: what

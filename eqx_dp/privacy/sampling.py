@@ -1,4 +1,4 @@
-"""Poisson sampling: the examples that take part in a step."""
+"""Poisson sampling: which examples take part in a step."""
 
 import bisect
 import dataclasses
@@ -30,8 +30,7 @@ OVERFLOW_PROBABILITY = 1e-12
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PoissonSampler:
-    """Draws a fresh batch at each step: every example takes part independently, with one
-    probability.
+    """Draws a fresh batch a step: every example takes part with one probability, independently.
 
     Without `seed` the sampler draws 256 random bits from the operating system, and stores them
     nowhere else. A batch is a pure function of `(seed, num_examples, sampling_prob, step)`, by
@@ -250,7 +249,7 @@ class PoissonSampler:
         return examples, is_padding_example
 
     def _drawn(self, step: int) -> Int64[np.ndarray, "drawn"]:
-        """The positions in this host's batch of a step, in increasing order."""
+        """What this host's batch of a step holds, in increasing order."""
         generator, owned = self._generator(step), self.owned
         number = int(generator.binomial(self.num_examples, self.sampling_prob))
         # Floyd's algorithm up to a fiftieth of the examples, a partial shuffle of them all beyond:
@@ -262,13 +261,13 @@ class PoissonSampler:
         if self.shared:
             kept = self._cut(drawn, self.hosts * self.capacity, step)
             return np.array_split(kept, self.hosts)[self.host]
-        # Hosts drop examples independently of each other.
+        # Hosts cut independently of each other.
         return self._cut(drawn, self.capacity, step, str(self.host), str(self.hosts))
 
     def _cut(
         self, drawn: Int64[np.ndarray, "drawn"], most: int, step: int, *whose: str
     ) -> Int64[np.ndarray, "kept"]:
-        """A uniformly random subset of the drawn examples, if there is no room for all."""
+        """A uniformly random subset of what is drawn, if there is no room for all."""
         if len(drawn) <= most:
             return drawn
         generator = self._generator(step, "cut", *whose)
@@ -319,7 +318,7 @@ def _drawn_from(
 
     def of_leaf(leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         if isinstance(leaf, jax.Array):
-            # One shape for any number of drawn examples, so nothing is compiled again.
+            # One shape, however many were drawn: nothing is compiled anew.
             beyond = np.where(is_padding_example, leaf.shape[0], indices)
             return jnp.take(leaf, beyond, axis=0, mode="fill", fill_value=0)
         batch = np.zeros((len(indices), *leaf.shape[1:]), leaf.dtype)

@@ -1,4 +1,4 @@
-"""Sources of examples, and batches that are read ahead of the steps that use them."""
+"""Where batches come from: sources of examples, read ahead of the steps that use them."""
 
 import collections
 import itertools
@@ -20,7 +20,7 @@ Mask = Bool[np.ndarray, " batch"]
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything with a length that returns the examples at an array of positions.
+    """Anything that knows how many examples it holds, and gives those at an array of positions.
 
     Numpy arrays, memory-mapped files and data sets with fast random access are sources. Indexing
     gives an array, or a tree of arrays, with the examples in front; a tuple is several arguments of
@@ -35,9 +35,9 @@ class Source(Protocol):
 class Records:
     """A source whose examples are read one by one: `dp.Trainer(step, dp.Records(records))`.
 
-    It wraps anything that is indexed by one position and gives one example: a list, a data set of
-    PyTorch or Hugging Face, grain's random-access sources (ArrayRecord files, Bagz). Only the
-    records that are drawn are read.
+    For what is indexed by one position and gives one example: a list, a data set of PyTorch or
+    Hugging Face, grain's random-access sources (ArrayRecord files, Bagz). Only the records that are
+    drawn are read.
 
     ```python
     records = grain.sources.ArrayRecordDataSource(paths)
@@ -46,8 +46,8 @@ class Records:
 
     | case | what happens |
     |---|---|
-    | the source has `__getitems__` | that reads all records of a batch at once |
-    | an example holds a list of numbers | the list becomes an array |
+    | the source has `__getitems__` | it is asked for all records of a batch at once |
+    | an example holds a list of numbers | it is an array, as data sets mean it |
     | records differ in shape, dtype or structure | `DataError` |
     | a record cannot be read or decoded | `DataError`, which does not say which |
 
@@ -55,7 +55,7 @@ class Records:
         records: `len(records)` examples; `records[i]` is one, for i from 0. (A Trainer's
             `read_ahead` reads several batches at the same time.)
         decode: `decode(record)` is the example: numbers, arrays, or a tree of them. A tuple is
-            several arguments of the loss. None if records are examples already.
+            several arguments of the loss. None for records that are so already.
 
     Raises:
         ValueError: `records` has no length or cannot be indexed; `decode` is no function.
@@ -90,7 +90,7 @@ class Records:
 
     def _decoded(self, record: Any) -> PyTree[np.ndarray]:
         example = record if self._decode is None else self._decode(record)
-        # A list becomes an array, not a tree: data sets return sequences as lists.
+        # A list is an array in the making, not a tree: data sets give sequences so.
         return jax.tree.map(np.asarray, example, is_leaf=lambda x: isinstance(x, list))
 
 
@@ -113,7 +113,7 @@ class DataError(Exception):
         self._details = details
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args  # the details are not pickled
+        return type(self), self.args  # the details stay in the process
 
     def private_details(self) -> str:
         """The positions that were read, and the source's message. **Private**: do not log."""
@@ -121,7 +121,7 @@ class DataError(Exception):
 
 
 class MaskedBatch(NamedTuple):
-    """The arguments of a step: arguments of the loss with examples in front, and the mask."""
+    """What a step takes: arguments of the loss with examples in front, and which are padding."""
 
     examples: tuple[PyTree[np.ndarray], ...]
     is_padding_example: Mask
@@ -130,8 +130,8 @@ class MaskedBatch(NamedTuple):
 class Batches:
     """The batches of a run, by step.
 
-    Padding slots hold zeros, for which nothing is read. One example of each source is read first;
-    all later ones must have its shapes and dtypes.
+    Padding slots hold zeros; nothing is read for them. A source is read for one example first, to
+    learn what an example looks like, and has to give arrays of those shapes and dtypes always.
 
     Args:
         data: a source, or a tuple of sources of one length, one an argument of the loss.
@@ -151,7 +151,7 @@ class Batches:
         self._example = [_read(name, source, first, None) for name, source in self._sources]
 
     def zeros(self) -> MaskedBatch:
-        """A made-up batch without padding."""
+        """A batch that is made up, without a padding example."""
         empty = [_padded(None, example, np.ones(self._slots, bool)) for example in self._example]
         return MaskedBatch(_arguments(empty), np.zeros(self._slots, bool))
 
@@ -190,7 +190,7 @@ class Batches:
 
 
 def _arguments(parts: Iterable[Any]) -> tuple[Any, ...]:
-    """The arguments of the loss, from the results of all sources."""
+    """What the loss gets from what each source gave."""
     return tuple(x for part in parts for x in (part if is_plain_tuple(part) else (part,)))
 
 
@@ -199,7 +199,7 @@ def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) 
     found, fault, words = _attempt(source, indices, like)
     if not fault:
         return found
-    # Raised outside of the handler: otherwise Python would keep the source's error as its context.
+    # Not raised where the source's own error is handled: Python would keep that as its context.
     raise DataError(
         f"{name}, a {type(source).__name__}: the source {fault} when it was read for the "
         "examples of a step. Which example it was, and what the source said, is private: catch "
@@ -210,9 +210,9 @@ def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) 
 
 
 def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple[Any, str, str]:
-    """The examples of a source; the kind of fault, without data; and the details, private."""
+    """What a source gave; the kind of fault, which says nothing of it; and all of it, private."""
     try:
-        # A list becomes an array, not a tree: data sets return columns as lists.
+        # A list is an array in the making, not a tree: data sets give columns so.
         is_dict = isinstance(source, dict)  # of sources
         given = jax.tree.map(lambda x: x[indices], source) if is_dict else source[indices]
         found = jax.tree.map(np.asarray, given, is_leaf=lambda x: isinstance(x, list))
@@ -248,7 +248,7 @@ def _padded(found: Any, like: Any, is_padding_example: Mask) -> Any:
 
 
 def checked_sources(data: Any, num_examples: int) -> list[tuple[str, Source]]:
-    """Sources by name, one for each argument of the loss; a ValueError if one is no source."""
+    """Sources by name, one an argument of the loss; a ValueError if something is none."""
     sources: list[tuple[str, Any]] = [("data", data)]
     if is_plain_tuple(data):
         sources = [(f"data[{i}]", part) for i, part in enumerate(data)]
@@ -281,5 +281,5 @@ def _checked(name: str, source: Any, num_examples: int) -> Source:
 
 
 def is_plain_tuple(value: Any) -> bool:
-    """Whether it is several arguments of the loss; a named tuple is one argument with fields."""
+    """Whether it stands for several arguments of the loss; a named tuple is one, with fields."""
     return isinstance(value, tuple) and not hasattr(value, "_fields")
