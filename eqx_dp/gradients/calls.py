@@ -38,7 +38,7 @@ from .microbatches import over_microbatches
 class Mark(NamedTuple):
     """What the engine states of one equation, a jitted call, that holds all of its work on a batch.
 
-    Operands are, in this order and after those that JAX adds in front: arrays that examples share
+    Operands are, in this order and behind what JAX puts in front: arrays that examples share
     (parameters, other arrays of the model, constants), arrays with examples in front, one key an
     example, the mask. Results are the clipped sum's leaves, then values with examples in front.
 
