@@ -161,10 +161,10 @@ class Prepared(NamedTuple):
     def reasons(self) -> list[str]:
         """Why each trainable leaf is treated as it is, and when a device needs all of it."""
         stay = parts_that_stay(self.traced)
-        told = ("all of it is gathered at the beginning", "it is gathered where it is used")
+        gathered = ("all of it is gathered at the beginning", "it is gathered where it is used")
         is_cut = [False] * len(self.costs) if self.specs is None else self.specs.is_cut
         return [
-            f"{cost.reason}; {told[leaf in stay]}" if its else cost.reason
+            f"{cost.reason}; {gathered[leaf in stay]}" if its else cost.reason
             for leaf, (cost, its) in enumerate(zip(self.costs, is_cut, strict=True))
         ]
 
