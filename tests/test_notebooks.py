@@ -55,7 +55,8 @@ def test_a_notebook_has_all_of_its_script(notebooks):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, notebooks, tmp_path, fast, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", fast["XLA_FLAGS"])
+    for variable, value in fast.items():
+        monkeypatch.setenv(variable, value)
     found = notebooks.notebook(name)
     # A few steps: the scripts' own tests take them all.
     found.cells[-2].source = 'main(["--epsilon", "1", "--steps", "4"])'
