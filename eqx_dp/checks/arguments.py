@@ -95,7 +95,7 @@ def next_arguments(
 ) -> list[list[int]]:
     """For each array that a step returns, the arguments that it may be in the next call.
 
-    No program shows what a caller does with results. So places decide, for equal shapes and dtypes:
+    What a caller does with results is in no program, so places decide, of equal shapes and dtypes:
 
     | a step | the result `state` comes back as |
     |---|---|
@@ -118,6 +118,6 @@ def next_arguments(
 
 
 def _arrays(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], _Kind]]:
-    """Arrays and their shapes, as `eqx.filter_make_jaxpr` takes them, with their paths."""
+    """Arrays and what stands for them, as `eqx.filter_make_jaxpr` takes them, with their paths."""
     arrays = eqx.filter(tree, is_array_or_shape)
     return [(path, (tuple(leaf.shape), leaf.dtype)) for path, leaf in tree_leaves_with_path(arrays)]

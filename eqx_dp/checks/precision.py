@@ -118,7 +118,7 @@ def check_precision(
     | optimizer state | optimizer | the arrays of optax's states that the step returns |
 
     Accumulate, noise and optimizer dtypes are lower limits: wider dtypes are accepted. A state is
-    recognised by its type, one of optax's. Scalars in it may have any dtype.
+    known by its type, one of optax's. Numbers by themselves in it may have any dtype.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that is wide inside is no violation. What follows the noise (the optimizer's
@@ -150,8 +150,8 @@ def check_precision(
     `jnp.frexp`, `jnp.signbit`) cast them to integers: multiply by a power of two instead. Noise
     counts from its addition, which must be an addition, not a scatter.
 
-    It does not see: storage and output dtypes, and loss scales; that there is no noise at all
-    (there is only a note); a reduction over devices of sums to each of which noise was added
+    What it does not see: storage and output dtypes, and loss scales; that there is no noise at all,
+    of which a note speaks alone; a reduction over devices of sums to each of which noise was added
     before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
     argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
     `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the bits
@@ -220,8 +220,8 @@ def _followed(
 def _narrow_states(results: PyTree[jax.ShapeDtypeStruct], policy: Policy) -> list[Violation]:
     """A row for each dtype in which state of optax's transformations is narrower than declared.
 
-    State is recognised by its type, which is one of optax's. Only arrays of floats with at least
-    one axis count: scalars (learning rates that are state) are no moments.
+    State is known by its type, which is one of optax's. Of it, arrays of floats with one axis or
+    more count: numbers by themselves (learning rates that are state) are no moments.
     """
     declared = policy.optimizer_dtype
     found: defaultdict[Any, list[str]] = defaultdict(list)

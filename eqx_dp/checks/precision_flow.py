@@ -101,7 +101,7 @@ class PrecisionFlow(Flow[Facts]):
 
     Attributes:
         violations: each once, in the order in which they were found.
-        stages: the stages that occurred.
+        stages: those that were met.
     """
 
     nothing = NOTHING
@@ -147,7 +147,7 @@ class PrecisionFlow(Flow[Facts]):
                 self._accumulates(case, stage)
             if name in COLLECTIVES:
                 self._collective(case)
-        if stage in _OF_MODEL or stage == "grid":  # whichever sums were added to it
+        if stage in _OF_MODEL or stage == "grid":  # whatever sums were added to it
             return [NOTHING] * count
         if name in _DRAWS or stage == "bits":
             return [_drawn(context, equation)] * count
@@ -161,7 +161,7 @@ class PrecisionFlow(Flow[Facts]):
         return self._passed_on(case)
 
     def idle_rules(self) -> None:
-        """Checks, at the end, that some module of the loss runs under each rule."""
+        """Checks, once all is seen, that some module of the loss runs under each rule."""
         for rule in self._policy.modules if "loss" in self.stages else ():
             if rule.match not in self._rules_met and not rule.optional:
                 declared = f"{rule.match}={rule.compute_dtype}"
@@ -316,7 +316,7 @@ class PrecisionFlow(Flow[Facts]):
             for facts, width in zip(found, map(width_of_variable, equation.invars), strict=True)
         )
         if equation.primitive is select_n_p and any(facts != NOTHING for facts in found[1:]):
-            # A choice depends on its options, if there are facts about them.
+            # A choice descends from what there is to choose, if anything is known of that.
             found = found[1:]
         if equation.primitive.name not in _SIDE_BY_SIDE or len(found) != len(equation.outvars):
             found = [self.joined(found)] * len(equation.outvars)

@@ -52,7 +52,7 @@ def apply_policy(model: T, policy: Policy | None) -> T:
 
     Args:
         model: An `eqx.Module`.
-        policy: The policy to pair it with; None removes the policy.
+        policy: The policy to pair it with; None takes the policy off again.
 
     Returns:
         The model, with the same leaves; the given model itself if nothing changes. Two models of

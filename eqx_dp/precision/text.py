@@ -12,7 +12,7 @@ from .policy import DTYPE_KEYS, OPTIMIZER, Policy
 from .refusals import DTYPES, float_dtype, refusal, refusals_name
 from .schema import Content
 
-# jmp's names of dtypes; "half" depends on the backend, so jmp decides.
+# jmp's names of dtypes; "half" depends on the backend and is asked of jmp.
 _NAMES = {
     "bf16": "bfloat16",
     "f16": "float16",

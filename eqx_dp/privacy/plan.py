@@ -54,7 +54,7 @@ class PrivacyPlan:
     **Guarantee.** A run of `k <= steps` steps with this plan's sampler and privatizer, whose
     randomness is fresh or a secret, is (`epsilon(k)`, `delta`)-differentially private under
     `neighboring_relation`, for the numbers that the machine adds (see `gaussian_privatizer`).
-    `delta` is the total, and includes batches that overflow (`overflow_delta`). For finite
+    `delta` is the total: it pays for batches that overflow, too (`overflow_delta`). For finite
     precision, 5e-5 is added to epsilon, and a thousandth of delta is taken first
     (`finite_precision.md`); the privatizer refuses more entries than that covers. A run of more
     steps than `steps` is outside the plan, and `epsilon` refuses it.
@@ -199,19 +199,19 @@ class PrivacyPlan:
 
     @property
     def overflow_probability(self) -> float:
-        """An upper bound tau on the probability that a batch overflows; the sampler keeps to it.
+        """An upper bound tau on the probability that a batch is cut; the sampler keeps to it.
 
         It is a thousandth of delta over all steps, and at most 1e-12 a step.
         """
         return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
 
     def overflow_delta(self, steps: SupportsIndex | None = None) -> float:
-        """The part of delta that covers batches with more examples than slots.
+        """The part of delta that pays for batches cut to their capacity.
 
         It is tau = `overflow_probability` a step: at most a thousandth of delta in all. Accounting
-        assumes that no example is dropped. If k such steps are (epsilon, delta)-differentially
-        private, k steps that may drop examples are (epsilon, delta + k tau)-differentially private;
-        `overflow.md` beside this module has the proof.
+        knows sampling without a cut. If k steps without a cut are (epsilon, delta)-differentially
+        private, k steps with it are (epsilon, delta + k tau)-differentially private; `overflow.md`
+        beside this module has the proof.
 
         Args:
             steps: As for `epsilon`.

@@ -151,7 +151,7 @@ class Checkpoints:
         return True
 
     def wait(self) -> bool:
-        """Waits for a save in progress; returns False if it failed."""
+        """Waits for the save that is under way; whether there was none, or it succeeded."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -270,7 +270,7 @@ def _shapes(part: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _warn_not_saved(folder: RunPath, error: Exception) -> None:
     warnings.warn(
         f"A checkpoint could not be written to {folder} ({type(error).__name__}: "
-        f"{str(error)[:300]}). The run continues; the previous checkpoint stays.",
+        f"{str(error)[:300]}). The run goes on; the checkpoint before stays.",
         CheckpointWarning,
         stacklevel=4,
     )

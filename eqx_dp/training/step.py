@@ -182,7 +182,7 @@ class Step(Generic[Model]):
         where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
         if self.sharding is not None:
             where = NamedSharding(self.sharding.mesh, PartitionSpec())
-        # Placed with the model: otherwise the first step would be compiled separately.
+        # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         noise, count, key = jax.device_put(small, where)
         return TrainState(body.model, OptState(noise, body.opt_state, body.average, key), count)
