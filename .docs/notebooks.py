@@ -1,20 +1,29 @@
-"""Makes the notebooks of examples/notebooks from the scripts, by jupytext.
+"""Makes the notebooks of examples/notebooks from the scripts, by jupytext, and runs them.
 
-    python .docs/notebooks.py
+    python .docs/notebooks.py [NAME ...]
 
 The docstring of a script becomes the first cell, its classes and functions one cell each, and the
-call of `main` the last. A test holds that the notebooks are what the scripts give.
+call of `main` the last. Of the outputs, printed text and pictures are kept: no progress bars, no
+warnings, no paths of this machine. A test compares the cells with the scripts.
 """
 
 import ast
 import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jupytext
+import nbclient
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("digits", "mnist", "names")
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 
 
 def as_cells(name: str) -> str:
@@ -40,24 +49,57 @@ def as_cells(name: str) -> str:
 
 
 def notebook(name: str) -> Any:
-    """The notebook of a script, the same every time."""
+    """The notebook of a script, without outputs, the same every time."""
     found = jupytext.reads(as_cells(name), fmt="py:percent")
-    found.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
+    found.metadata = METADATA
     for number, cell in enumerate(found.cells):
         cell.id, cell.metadata = f"{name}-{number}", {}
     return found
 
 
-def written(name: str) -> str:
-    """The notebook as it stands in its file."""
-    return jupytext.writes(notebook(name), fmt="ipynb").rstrip("\n") + "\n"
+def executed(found: Any, folder: Path) -> Any:
+    """The notebook with the outputs of a run in a folder."""
+    (folder / "examples" / "notebooks").mkdir(parents=True)
+    (folder / "examples" / "digits.py").write_text((EXAMPLES / "digits.py").read_text("utf-8"))
+    resources = {"metadata": {"path": str(folder / "examples" / "notebooks")}}
+    nbclient.NotebookClient(found, timeout=3_600, resources=resources).execute()
+    return cleaned(found)
+
+
+def cleaned(found: Any) -> Any:
+    """The notebook with printed text and pictures alone."""
+    found.metadata = METADATA
+    for cell in found.cells:
+        cell.metadata = {}  # without the times of the run
+        if cell.cell_type == "code":
+            cell.outputs = list(_shown(cell.outputs))
+    return found
+
+
+def _shown(outputs: Iterable[Any]) -> Iterator[Any]:
+    """All printed text in one output, then the pictures."""
+    printed = [one for one in outputs if one.get("name") == "stdout"]
+    if printed:
+        printed[0].text = "".join(one.text for one in printed)
+        yield printed[0]
+    for one in outputs:
+        picture = one.get("data", {}).get("image/png")
+        if picture is not None:
+            one.data, one.metadata = {"image/png": picture}, {}
+            yield one
+
+
+def source(found: Any) -> str:
+    """The text of a notebook's cells, without outputs."""
+    for cell in found.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return jupytext.writes(found, fmt="ipynb")
 
 
 if __name__ == "__main__":
-    folder = EXAMPLES / "notebooks"
-    folder.mkdir(exist_ok=True)
-    for name in NAMES:
-        (folder / f"{name}.ipynb").write_text(written(name), "utf-8")
+    for name in sys.argv[1:] or NAMES:
+        with tempfile.TemporaryDirectory() as folder:
+            made = executed(notebook(name), Path(folder))
+        text = jupytext.writes(made, fmt="ipynb").rstrip("\n") + "\n"
+        (EXAMPLES / "notebooks" / f"{name}.ipynb").write_text(text, "utf-8")

@@ -1,7 +1,7 @@
 """Differentially private training for Equinox models in JAX.
 
-A policy declares what dtype each stage uses, an engine clips the gradient of every example, and a
-plan ties sampling, noise and accounting together. `help(dp.make_step)` and the like say more.
+A policy declares which dtype each stage uses, an engine clips the gradient of every example, and a
+plan keeps sampling, noise and accounting consistent. `help(dp.make_step)` and the like say more.
 
 Precision: what dtype each stage uses
     load_policy, parse_policy, available_policies, Policy, ModuleRule, Matmul,

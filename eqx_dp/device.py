@@ -1,4 +1,4 @@
-"""The device at hand: what it is, and the memory that it has."""
+"""The default device: its kind and its memory."""
 
 import os
 
@@ -6,12 +6,12 @@ import jax
 
 
 def is_cpu() -> bool:
-    """Whether the device is the host itself."""
+    """Whether the device is the host's CPU."""
     return jax.local_devices()[0].platform == "cpu"
 
 
 def device_memory() -> int | None:
-    """Bytes of memory of the device, or of the host where it is the device; None if unknown."""
+    """Bytes of memory of the device (of the host, if it is the device); None if unknown."""
     if not is_cpu():
         stats: dict[str, int] = jax.local_devices()[0].memory_stats() or {}
         return stats.get("bytes_limit")

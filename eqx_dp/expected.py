@@ -1,4 +1,4 @@
-"""Arguments of another type than expected, refused by name before anything fails on them."""
+"""Checks the types of arguments, and refuses them by name before anything else fails."""
 
 import math
 import numbers
@@ -12,8 +12,8 @@ import numpy as np
 from .extras import extra
 from .shown import shown
 
-# Where a file or folder of a run is: a path of `pathlib` on a file system, one of `etils.epath` in
-# an object store. That has those methods of `pathlib.Path` that are used, and is a `PurePath`.
+# The path of a file or folder of a run: of `pathlib` on a file system, of `etils.epath` in an
+# object store. The latter is a `PurePath` with the methods of `pathlib.Path` that are used here.
 if TYPE_CHECKING:
     RunPath = Path
 else:
@@ -23,7 +23,7 @@ else:
 def expect(name: str, value: object, kinds: type | tuple[type, ...], allowed: str) -> None:
     """Raises a ValueError unless a value is an instance of one of the types.
 
-    `allowed` says in words what is allowed, and where one gets it.
+    `allowed` says in words what is allowed, and where to get it.
     """
     if not isinstance(value, kinds):
         raise ValueError(f"{name} must be {allowed}; found {shown(value)}.")
@@ -71,7 +71,7 @@ def function(name: str, value: object, like: str) -> None:
 
 
 def entries(name: str, value: object, of: str) -> tuple[Any, ...]:
-    """What a tuple, list or other iterable holds; a ValueError for anything else."""
+    """The entries of a tuple, list or other iterable; a ValueError for anything else."""
     expect(name, value, Iterable, f"a tuple of {of}")
     return tuple(cast("Iterable[Any]", value))
 
@@ -83,8 +83,8 @@ def optimizer(name: str, value: object) -> None:
         raise ValueError(f"{name} must be {allowed}; found {shown(value)}.")
 
 
-# Numbers. Numpy's are accepted, and come back as Python's. Booleans are refused: Python takes
-# `True` for 1, but as a probability or a count it is a slip.
+# Numbers. Numpy's are accepted, and become Python's. Booleans are refused: Python treats `True` as
+# 1, but as a probability or a count it is a mistake.
 
 
 def whole_number(name: str, value: object, *, least: int, most: int, advice: str = "") -> int:

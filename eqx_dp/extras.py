@@ -1,15 +1,15 @@
-"""Libraries that come with an extra, imported where they are used: nothing else needs them."""
+"""Libraries of extras, imported only where they are used."""
 
 import importlib
 from typing import Any
 
 
 class MissingExtra(ImportError):
-    """A library that an extra brings is not installed."""
+    """A library of an extra is not installed."""
 
 
 def extra(module: str, *, name: str = "train", instead: str = "") -> Any:
-    """Imports a module of an extra; `instead` is what does without it, for the error.
+    """Imports a module of an extra; `instead` names the alternative, for the error.
 
     Raises:
         MissingExtra: it is not installed; the error says how to install it.

@@ -1,4 +1,4 @@
-"""Files of a run, on a file system or in an object store, each there as a whole or not at all.
+"""Files of a run, on a file system or in an object store, each written completely or not at all.
 
 A path is `pathlib`'s on a file system, and `etils.epath`'s in an object store, which has the same
 methods.
@@ -37,7 +37,7 @@ def read_json(file: RunPath) -> dict[str, Any]:
 
 
 def write_whole(file: RunPath, content: bytes) -> None:
-    """Replaces a file in one atomic act; on a file system it lasts through a power failure."""
+    """Replaces a file atomically; on a file system it survives a power failure."""
     if is_remote(file):
         with _as_os_error(file):
             file.write_bytes(content)
@@ -65,7 +65,7 @@ def write_json(file: RunPath, content: dict[str, Any]) -> None:
 
 
 def append(file: RunPath, line: str) -> None:
-    """Adds a line to a file. In an object store, where files do not grow, it is written anew."""
+    """Appends a line to a file; in an object store it rewrites the file, which cannot grow."""
     if not is_remote(file):
         with file.open("a") as stream:
             stream.write(line)
@@ -75,22 +75,22 @@ def append(file: RunPath, line: str) -> None:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """A number for JSON, which has none that are not finite."""
+    """A number for JSON, with null for those that are not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 @contextlib.contextmanager
 def going_on(what: str, kind: type[Warning] = UserWarning) -> Generator[None]:
-    """Warns where something cannot be written, and goes on."""
+    """Warns if something cannot be written, and continues."""
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{what} ({error.strerror}); the run goes on without.", kind, stacklevel=3)
+        warnings.warn(f"{what} ({error.strerror}); the run continues without.", kind, stacklevel=3)
 
 
 @contextlib.contextmanager
 def _as_os_error(file: RunPath) -> Generator[None]:
-    """What libraries of object stores raise, as a file system would raise it."""
+    """Turns errors of object stores into those of a file system."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Types of losses and clip norms: type checkers tell by them what a call lacks.
+"""Types of losses and clip norms, so that type checkers find missing arguments of a call.
 
-A type says how many arguments a loss takes behind the model, and not of which types: a loss takes
-an example, and a call of its clipped gradient a batch, which may be numpy's.
+A type gives the number of arguments of a loss after the model, but not their types: a loss takes an
+example, and a call of its clipped gradient a batch, which may be numpy's.
 """
 
 from collections.abc import Callable

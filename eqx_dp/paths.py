@@ -1,4 +1,4 @@
-"""Where something stands in a model's tree, and patterns that say which places are meant.
+"""Paths in a model's tree, and patterns that match them.
 
 A path joins attribute names, keys and indices by dots: `blocks.3.attention.query_proj.weight`.
 """
@@ -19,7 +19,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 
 def below(name: str, path: tuple[Any, ...]) -> str:
-    """A place in something that has a name: `model.layers.0.weight`, `source 0 at images`."""
+    """A path below a name: `model.layers.0.weight`, `source 0 at images`."""
     tail = dotted(path)
     return f"{name}{' at ' if ' ' in name else '.'}{tail}" if tail else name
 
@@ -39,7 +39,7 @@ def matches(pattern: str, path: str) -> bool:
     | `?` | one character within a part |
     | the rest | itself |
     """
-    # With a dot in front of every part, "any number of parts" needs no dots of its own.
+    # With a dot before every part, "any number of parts" needs no dots.
     return _expression(pattern).fullmatch(f".{path}") is not None
 
 

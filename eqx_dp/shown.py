@@ -1,4 +1,4 @@
-"""How things are shown: what an error found (never a model, a key, an array's values)."""
+"""How errors show values (never a model, a key, or an array's values)."""
 
 import numbers
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _SHORT = (str, numbers.Number, np.dtype, PartitionSpec)
 
 
 def function_name(function: Any) -> str:
-    """The name of a function; never what it is bound to, or closes over: a model, a key."""
+    """The name of a function; never its bound object or closure, such as a model or a key."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -29,13 +29,13 @@ def shapes(tree: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """What an error says that it found.
+    """A value, as an error shows it.
 
     | value | shown as |
     |---|---|
     | a number, text, None, dtype, spec | itself, up to 80 characters |
     | a whole number beyond 2^64 | that it is one: it may be a secret |
-    | a tuple or list | what is in it, up to 80 characters |
+    | a tuple or list | its entries, up to 80 characters |
     | an array | dtype and shape |
     | anything else, or longer | its type |
     """

@@ -40,7 +40,7 @@ def _lines(parts: Iterable[Part]) -> Iterator[str]:
 
 
 def _brief(self: Any) -> str:
-    """Its fields on one line: of what is long, how long it is."""
+    """Its fields on one line; for long ones, their length."""
     names = getattr(self, "_fields", None) or [field.name for field in dataclasses.fields(self)]
     shown = (f"{name}={_short(getattr(self, name))}" for name in names)
     return f"{type(self).__name__}({', '.join(shown)})"

@@ -1,4 +1,4 @@
-"""How long compiled programs take, side by side."""
+"""Times compiled programs side by side."""
 
 import random
 import time
@@ -25,7 +25,7 @@ def interleaved(programs: dict[_Name, Callable[[], Any]], rounds: int) -> dict[_
 
 
 def _once_warm(program: Callable[[], Any]) -> float:
-    """Seconds until the results of a run are there, after one that fills the caches."""
+    """Seconds until the results of a run are ready, after one that fills the caches."""
     jax.block_until_ready(program())
     start = time.perf_counter()
     jax.block_until_ready(program())

@@ -1,8 +1,8 @@
-"""`PyTree`, for the annotations that users see; and what a leaf is.
+"""`PyTree`, for public annotations; and kinds of leaves.
 
 jaxtyping's `PyTree` is Any to type checkers, but by a way that pyright, in strict mode, reports as
-unknown wherever a user calls such a function. This one is Any by a way that all of them know, and
-jaxtyping's own where programs run.
+unknown wherever a user calls such a function. This one is Any in a way that all of them understand,
+and jaxtyping's own at run time.
 """
 
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,15 +23,15 @@ __all__ = ["PyTree", "is_array_or_shape", "is_key", "is_shape"]
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether it stands for an array."""
+    """Whether it is the shape of an array."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def is_array_or_shape(leaf: Any) -> bool:
-    """Whether it is an array, or stands for one."""
+    """Whether it is an array, or the shape of one."""
     return eqx.is_array(leaf) or is_shape(leaf)
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether an array, or what stands for one, holds random keys."""
+    """Whether an array, or the shape of one, holds random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

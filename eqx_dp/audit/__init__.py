@@ -1,4 +1,4 @@
-"""How much one example could show: steps that are attacked, in a user's tests and in a run."""
+"""Attacks that measure how much one example shows, in a user's tests and in a run."""
 
 from . import canaries as canaries
 from .neighbours import neighbours as neighbours

@@ -1,9 +1,9 @@
-"""Canaries: examples of one's own, each in a training run or out of it by a fair coin.
+"""Canaries: planted examples, each in a training run or out of it by a fair coin.
 
-An attacker who can tell from what a run releases which canaries were in it has learned something
-about single examples. How many guesses are right gives a lower bound on epsilon, to compare with
-the plan's upper bound (Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training
-run"). jax_privacy's auditing computes it.
+An attacker who learns from a run's releases which canaries were in it has learned something about
+single examples. The number of right guesses gives a lower bound on epsilon, to compare with the
+plan's upper bound (Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run").
+jax_privacy's auditing computes it.
 
 ```python
 planted = dp.audit.canaries.plant_gradients((xs, ys), 2_000, norm=1.0, seed=coins)
@@ -22,10 +22,10 @@ assert audit.ok
 | [`plant_gradients`][] | the gradient of a parameter of its own | that parameter | whether \
 sampling, clipping and noise are those of the plan |
 
-A run can have both kinds. The first is about an attacker who sees the losses of the trained model
-alone; its bound is usually far below the plan's epsilon. The second is the worst case that the
-plan's epsilon is about, and so it finds faults. Any other scores of canaries, such as those of a
-user's own attack, are audited in the same way.
+A run can have both kinds. The first has an attacker who sees only the losses of the trained model;
+its bound is usually far below the plan's epsilon. The second is the worst case that the plan's
+epsilon covers, so it finds faults. Any other scores of canaries, such as those of a user's own
+attack, are audited in the same way.
 
 **A canary that is out** still has its place in the data set, and its loss is the constant 0 there,
 so that it adds exactly zero. So the number of examples, the expected batch size, and the samples do
@@ -54,12 +54,12 @@ from ..trees import PyTree
 from .canary_audit import CanaryAudit as CanaryAudit
 
 GUESSES = (1 / 32, 1 / 16, 1 / 8, 3 / 8)
-"""Shares of the canaries that are guessed to be in, of which the best counts."""
+"""Shares of the canaries that are guessed to be in; the best one counts."""
 
-# With few, all coins may fall the same way, and there would be nothing to tell apart.
+# With few, all coins may fall the same way, and there is nothing to distinguish.
 _LEAST = 20
 _AT_ONCE = 256
-# What a row holds, where it is no canary that is in (these have numbers from 0).
+# The content of a row that is no included canary (those have numbers from 0).
 _EXAMPLE, _OUT = -1, -2
 
 
@@ -70,7 +70,7 @@ class Canaries:
     Attributes:
         data: what to train on: one more source of examples in front, which tells the loss what each
             row is, and then the sources that were given; numpy arrays.
-        is_in: which canaries are in. Not for whoever computes the scores.
+        is_in: which canaries are in. The scores must not depend on it.
         num_examples: rows of `data`: the examples, and all canaries, in or out. A plan's sampler
             and `make_step` take this number.
     """
@@ -84,9 +84,9 @@ class Canaries:
     ) -> CanaryAudit:
         """A lower bound on epsilon from a score for each canary.
 
-        How many canaries are guessed to be in is fixed beforehand (`GUESSES`), and the threshold is
-        read from all scores alike, so that only the choice of the best guess is paid for, by a
-        union bound.
+        The numbers of canaries that are guessed to be in are fixed beforehand (`GUESSES`), and the
+        threshold follows from all scores in the same way. So only the choice of the best guess
+        costs confidence, by a union bound.
 
         Args:
             scores: numbers, one for each canary, in order; the higher, the likelier it is in. They
@@ -148,8 +148,8 @@ class ExampleCanaries(Canaries):
         Args:
             loss: of one example: the one that was given to `loss`, or one of the attacker's own.
             trained: the model after training.
-            start: the model before. Without it the score is minus the trained model's loss (Yeom
-                et al. 2018), which also holds how hard each canary is.
+            start: the model before. Without it the score is minus the trained model's loss (Yeom et
+                al. 2018), which also depends on how hard each canary is.
             **named: more arguments of the loss, the same for all canaries, such as a `key`.
 
         Returns:
@@ -242,7 +242,7 @@ def plant(
     """Puts examples into a data set as canaries, each in or out by a fair coin.
 
     Good canaries are unlike the examples and unlike each other, as images of random pixels with
-    random labels are. What they give away says little about other examples.
+    random labels are. Their result says little about other examples.
 
     Args:
         data: the sources of examples, one for each argument of the loss: numpy or JAX arrays, or
@@ -275,10 +275,10 @@ def plant_gradients(
 
     Each canary has a parameter of its own, beside the model's, and its gradient is along that
     parameter alone ("Dirac canaries" in section 6 of Steinke et al. 2023). Canaries therefore
-    disturb neither the model nor each other, and what the run releases of a canary's parameter is
-    exactly the mechanism that the plan accounts for, on one example with the largest gradient that
-    clipping lets through. The model is trained with the noise and the examples that it would have
-    without canaries; only the size of the data set, by which sums are divided, is larger.
+    disturb neither the model nor each other. The releases of a canary's parameter are exactly the
+    mechanism that the plan accounts for, on one example with the largest gradient that clipping
+    permits. The model is trained with the noise and the examples that it would have without
+    canaries; only the size of the data set, by which sums are divided, is larger.
 
     Args:
         data: as for [`plant`][].
@@ -352,7 +352,7 @@ def _losses(
 def _with_signature(
     planted: Callable[..., Any], loss: Callable[..., Any], row: str
 ) -> Callable[..., Any]:
-    """Gives a loss the signature of another, with a row behind the model.
+    """Gives a loss the signature of another, with a row after the model.
 
     The engine reads from it whether the loss takes a `key`.
     """

@@ -1,4 +1,4 @@
-"""What an attack on canaries found: a lower bound on epsilon, beside the plan's."""
+"""The result of an attack on canaries: a lower bound on epsilon, beside the plan's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from .record import save_audit
 
 @tabular
 class CanaryAudit(NamedTuple):
-    """What an attack on canaries found in one run; its `str` is a table.
+    """The result of an attack on canaries in one run; its `str` is a table.
 
     **Guarantee.** If each canary was in by a fair coin, and the scores depend on the coins only
     through what the run released, then a run that is (epsilon, `delta`)-differentially private gets

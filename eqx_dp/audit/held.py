@@ -1,4 +1,4 @@
-"""Runs a step with its releases held fixed: what noise is added to, the noise, and the result."""
+"""Runs a step with fixed releases, and records sums, noise and the result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from ..programs import (
 
 
 class Run(NamedTuple):
-    """What a call gave.
+    """The record of a call.
 
     Attributes:
         result: what the function returned.
@@ -39,11 +39,10 @@ class Run(NamedTuple):
 
 @eqx.filter_jit
 def run_held(fn: Callable[..., Any], args: Any, kwargs: Any, held: list[Array] | None) -> Run:
-    """Calls a function, and puts `held` in the place of what it releases; None puts nothing there.
+    """Calls a function, and replaces its releases by `held`; None replaces nothing.
 
-    The function is traced, and its program evaluated equation by equation. Noise is known by its
-    mark; it is not seen in loops and branches. The noise itself is what the marked equation makes
-    of zeros.
+    The function is traced, and its program evaluated equation by equation. Noise is found by its
+    mark, but not in loops and branches. The noise itself is the marked equation's result for zeros.
     """
     program, shapes, others = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))

@@ -17,7 +17,7 @@ _LIMITS = ("max", "min", "smallest_normal", "smallest_subnormal")
 
 
 def hostile_examples(example: Example, other: Example) -> dict[str, Example]:
-    """What may stand in an example's place, by name; no two are the same.
+    """Replacements of an example, by name; no two are equal.
 
     | leaves | become |
     |---|---|

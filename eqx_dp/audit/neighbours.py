@@ -1,4 +1,4 @@
-"""Neighboring data sets, run with the same noise: how far one example moves what is released."""
+"""Runs neighboring data sets with the same noise: how far does one example move a release?"""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ _ADVICE = {
     "numbers alone, and use this sensitivity for the noise.",
     "noise": "Draw noise from a key that does not depend on the data: plan.privatizer(grad_fn).",
     "beside the noise": "Compute results from the noised gradient; or disclose what may be known.",
-    "padding": "Hand on the mask, is_padding_example, and select padding away (jnp.where).",
+    "padding": "Pass on the mask, is_padding_example, and select padding away (jnp.where).",
     "stopped": "An error shows that the example is there. Let the loss return NaN instead.",
 }
 
@@ -67,9 +67,9 @@ def neighbours(
     One slot of the batch holds a hostile example: zeros, NaN, infinities, the largest, lowest,
     smallest and subnormal numbers of its dtypes, itself scaled and negated, a copy of another
     example, a negated copy. The other slots are as given, hostile, or padding. Each data set is run
-    with and without the example, with the same keys. What noise is added to is recorded: the
-    difference of two runs, in float64, is what one example moves. What the step releases is held
-    fixed: all its other results must then be the same. A gray-box audit of twelve libraries found
+    with and without the example, with the same keys. The sums before noise are recorded: their
+    difference between two runs, in float64, is the movement by one example. The step's releases are
+    held fixed: all other results must then be the same. A gray-box audit of twelve libraries found
     13 violations in this way (Cebere et al., "Privacy in Theory, Bugs in Practice", 2026, arXiv
     2602.17454).
 
@@ -83,11 +83,11 @@ def neighbours(
 
     **Guarantee.** A violation of "movement" is a counterexample to the sensitivity: two neighboring
     data sets, and how far they are apart. The converse does not hold. This is a test on examples
-    and no proof: it sees the pairs that it runs, one set of parameters, and one shape of batch.
-    Where no example comes near the bound (`largest` is well below 1; a note says so), clipping was
-    not put to the test: give a smaller clip norm, or larger examples. How much noise there is,
-    whether it is new at every step, how the batch was sampled, and what callbacks write is not
-    looked at: `check_privacy` reads the program, and the two complete each other.
+    and no proof: it sees the pairs that it runs, one set of parameters, and one shape of batch. If
+    no example comes near the bound (`largest` is well below 1; a note says so), clipping was not
+    tested: give a smaller clip norm, or larger examples. It does not see how much noise there is,
+    whether each step has new noise, how the batch was sampled, and what callbacks write:
+    `check_privacy` reads the program.
 
     | relation | neighbors here |
     |---|---|
@@ -245,16 +245,16 @@ class _Audit:
             where, data = f"{name}; others {others}", [*rows[:slot], example, *rows[slot + 1 :]]
             seen, unseen = self._run(where, data, present), self._run(where, data, padded)
             if unseen and left_out and not _same(unseen, left_out):
-                self._note("padding", "what a padding slot holds changes the sum", where)
+                self._note("padding", "the content of a padding slot changes the sum", where)
             for other, sums in before if is_replaced else [("none", left_out)]:
                 self._moves(pair._replace(example=f"{other} -> {name}"), sums, seen)
             before.append((name, seen))
 
     def _run(self, where: str, rows: list[Example], mask: _Mask) -> _Arrays | None:
-        """What is released of a data set; None if the call fails. All else is held to the base."""
+        """The releases of a data set; None if the call fails. Other results must not change."""
         try:
             found = self._called(rows, mask)
-        except Exception as error:  # whatever it is, it came with the data
+        except Exception as error:  # any error came with the data
             return self._note("stopped", f"the call raised {type(error).__name__}", where)
         if not _same(found.noise, self._base.noise):
             self._note("noise", "the noise changes with the data", where)
@@ -265,7 +265,7 @@ class _Audit:
         return self._released(found)
 
     def _moves(self, pair: Pair, one: _Arrays | None, other: _Arrays | None) -> None:
-        """Notes how far what is released moves between two data sets.
+        """Records how far the releases move between two data sets.
 
         A sum of n contributions, each of at most the sensitivity S, rounds at most n + 1 times in
         every entry, and once more where noise has been added: with unit roundoff u it is off by at
@@ -287,7 +287,7 @@ class _Audit:
             self._note("movement", found, f"{pair.example}; others {pair.others}", movement)
 
     def _note(self, rule: str, found: str, where: str, size: float = 0.0) -> None:
-        """Notes a violation; of each rule the largest is kept."""
+        """Records a violation; the largest of each rule is kept."""
         if rule not in self.worst or size > self.worst[rule][0]:
             self.worst[rule] = size, Violation(rule, found, where, _ADVICE[rule])
 

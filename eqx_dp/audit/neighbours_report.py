@@ -1,4 +1,4 @@
-"""What `neighbours` found, and how it is printed and kept."""
+"""The report of `neighbours`."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,7 +9,7 @@ AUDIT = "audit.json"
 
 
 def save_audit(path: str | Path, found: dict[str, dict[str, Any]]) -> None:
-    """Writes what an audit found into a JSON file; what else the file holds stays.
+    """Writes the result of an audit into a JSON file; its other content stays.
 
     Args:
         path: the file, or the directory of a run: then `audit.json` in it.

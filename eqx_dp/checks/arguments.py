@@ -1,4 +1,4 @@
-"""A step's arguments: which hold private data, as a user says it, and which come back."""
+"""A step's arguments: which ones hold private data, and which ones are results again."""
 
 import inspect
 from collections import defaultdict
@@ -25,7 +25,7 @@ class Argument(NamedTuple):
 
 
 def traceable(tree: PyTree[Any]) -> PyTree[Any]:
-    """The same with shapes in place of numpy arrays, which would be constants of the program."""
+    """The same, with shapes for numpy arrays, which would become constants of the program."""
 
     def of(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
@@ -62,10 +62,10 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
 
 
 def under(arguments: Sequence[Argument], entries: object, what: str) -> list[bool]:
-    """For each array whether positions, names or dotted paths say that it is meant.
+    """For each array whether positions, names or dotted paths name it.
 
     Raises:
-        ValueError: what is none of the arguments is named.
+        ValueError: a name fits no argument.
     """
     is_one = isinstance(entries, int | str) or not isinstance(entries, Iterable)
     named: list[Any] = [entries] if is_one else [*cast("Iterable[Any]", entries)]
@@ -85,7 +85,7 @@ def _is_under(argument: Argument, entry: str) -> bool:
     return any(f"{name}.".startswith(f"{entry}.") for name in argument.names)
 
 
-# Which results come back as arguments: the state that a step carries along.
+# Results that are arguments of the next call: the state that a step carries.
 
 _Kind: TypeAlias = tuple[tuple[int, ...], Any]  # shape and dtype, or True for floats of any width
 

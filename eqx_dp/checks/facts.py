@@ -1,12 +1,12 @@
-"""What is known of a value of a training step. What is not proven is not there.
+"""Facts about a value of a training step. A fact that is not proven is absent.
 
-| kind | what the value is made of |
+| kind | what the value is computed from |
 |---|---|
-| `Kind.PUBLIC` | public arguments, constants, random bits, and what left through noise |
+| `Kind.PUBLIC` | public arguments, constants, random bits, and sums after noise |
 | `Kind.SUM` | clipped sums, by linear operations of known norms, and public values |
-| `Kind.PRIVATE` | private arguments, and all of which nothing else was proven |
+| `Kind.PRIVATE` | private arguments, and every value without another proven kind |
 
-Fields that say more are empty unless it was proven.
+All other fields are empty unless their content was proven.
 """
 
 import enum
@@ -25,7 +25,7 @@ Path: TypeAlias = tuple[Hashable, ...]
 
 
 class Kind(enum.IntEnum):
-    """What a value is made of; of several, the largest counts."""
+    """What a value is computed from; of several kinds, the largest counts."""
 
     PUBLIC = 0
     SUM = 1
@@ -33,13 +33,13 @@ class Kind(enum.IntEnum):
 
 
 class Ref(NamedTuple):
-    """A dimension of the private arguments that belong together, row by row.
+    """A dimension of private arguments whose rows belong together.
 
     Attributes:
         length: of their first dimension.
         dim: which of their dimensions: 0 or 1.
-        loops: in whose turns it is of one entry along the first dimension.
-        axes: mesh axes over whose devices it is spread.
+        loops: each of their turns takes one entry along the first dimension.
+        axes: the mesh axes that it is spread over.
     """
 
     length: int
@@ -68,19 +68,19 @@ class Fact(NamedTuple):
 
     Attributes:
         kind: see above.
-        constant: computes the value, if it follows from constants; see `value_of`.
-        number: of integers, what they count.
+        constant: computes the value, if it depends only on constants; see `value_of`.
+        number: for integers, what they count.
         key: the key of random numbers that the value is (typed, or its words).
         even: dimensions along which all entries of a public value are the same.
-        refs: for each dimension of a private value, the dimension of the arguments that it is:
-            its entry i depends on entry i of the arguments alone.
-        indexes: of integers of private arguments, how they can serve as indices.
-        rows: of a sum, linear functions whose results stand side by side; a bound on all.
+        refs: for each dimension of a private value, the matching dimension of the arguments: its
+            entry i depends only on entry i of the arguments.
+        indexes: for integers from private arguments, how they can serve as indices.
+        rows: for a sum, linear functions whose results are concatenated; a bound on all.
         is_exact: whether the bounds are reached.
-        over: mesh axes; the sum over their devices is meant, of which this is a device's part.
-        is_random: whether random numbers are in a public value, or were added to a sum.
+        over: mesh axes; this is a device's part of the sum over their devices.
+        is_random: whether a public value contains random numbers, or a sum has some added.
         reason: why a value is private; a key of `marked.REASONS`.
-        where: the source line of that.
+        where: the source line of the reason.
     """
 
     kind: Kind = Kind.PUBLIC
@@ -99,7 +99,7 @@ class Fact(NamedTuple):
 
     @property
     def is_public(self) -> bool:
-        """Whether nothing private is in it."""
+        """Whether it contains nothing private."""
         return self.kind is Kind.PUBLIC
 
 
@@ -107,7 +107,7 @@ _LARGE = 1 << 20
 
 
 def of_array(value: Any) -> Fact:
-    """What is known of a constant of the program."""
+    """The facts about a constant of the program."""
     shape, constant = tuple(np.shape(value)), lambda: value
     if isinstance(value, jax.Array) and is_key(value):
         return Fact(constant=constant, key=Key(None if shape else ("constant", key_bytes(value))))
@@ -126,7 +126,7 @@ def key_bytes(keys: Any) -> bytes:
 
 
 def evaluated(equation: JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] | None:
-    """Computes the result of an equation whose operands are constants, and small."""
+    """Computes the result of an equation whose operands are small constants."""
     size = int(np.prod(getattr(equation.outvars[0].aval, "shape", ())))
     is_known = all(fact.constant for fact in inputs) and size <= _LARGE
     if not is_known or len(equation.outvars) != 1 or equation.effects:
@@ -137,16 +137,16 @@ def evaluated(equation: JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] |
 
 
 def value_of(fact: Fact) -> Any:
-    """The value of what follows from constants; None if it cannot be computed, or does not."""
+    """The value, if it depends only on constants and can be computed; otherwise None."""
     try:
         with jax.ensure_compile_time_eval():
             return fact.constant and fact.constant()
-    except Exception:  # whatever it is, the value is not known then
+    except Exception:  # after any error the value is unknown
         return None
 
 
 def made_of(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> Fact:
-    """Of a value that may be anything made of values: whether it is private, and why."""
+    """The fact about an unknown function of values: whether it is private, and why."""
     facts = list(facts)
     lost = [fact for fact in facts if not fact.is_public]
     if not lost:
@@ -159,7 +159,7 @@ def made_of(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> 
 
 
 def either(facts: Sequence[Fact], where: str = "") -> Fact:
-    """What is known of a value that is one of several, by a choice that is public."""
+    """The facts about a value that is one of several, by a public choice."""
     first, *others = facts
     if all(fact == first for fact in others):
         return first

@@ -1,4 +1,4 @@
-"""Facts about values, followed through a program: from those about its inputs to its results'."""
+"""Follows facts about values through a program, from its inputs to its results."""
 
 import abc
 import math
@@ -24,7 +24,7 @@ Fact = TypeVar("Fact")
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
-    """The shape of what a variable or a literal holds; of what is no array, ()."""
+    """The shape of a variable or a literal; () if it is no array."""
     return tuple(getattr(variable.aval, "shape", ()))
 
 
@@ -34,7 +34,7 @@ def size_of(variable: Any) -> int:
 
 
 def dtype_of(variable: Any) -> Any:
-    """Their dtype; None of what is no array."""
+    """Its dtype; None if it is no array."""
     return getattr(variable.aval, "dtype", None)
 
 
@@ -54,16 +54,15 @@ class Context(NamedTuple):
     """What is around an equation.
 
     Attributes:
-        scope: the name stack, that of the programs around included.
+        scope: the name stack, including those of enclosing programs.
         line: the source line.
-        times: how often an equation runs here, as far as shapes tell.
+        times: how often an equation runs here, as far as shapes show.
         is_final: False while the facts about a loop's carry are still being found.
-        path: the equations that led here and the one at hand, which tells apart two calls of one
-            program.
+        path: the enclosing equations and the current one, to distinguish two calls of one program.
         loops: around it, outermost first.
-        is_branch: whether a choice is around it.
+        is_branch: whether it is in a branch.
         axes: mesh axes of the devices that each run the equation on their own part.
-        line_of: finds the source line of an equation, given that of what holds its program.
+        line_of: finds the source line of an equation, given the line of the enclosing equation.
     """
 
     scope: str = ""
@@ -77,7 +76,7 @@ class Context(NamedTuple):
     line_of: Callable[[JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
     def at(self, equation: JaxprEqn) -> "Context":
-        """What is around an equation; JAX's own functions know no line inside."""
+        """The context of an equation; inside JAX's own functions no line is known."""
         info = equation.source_info
         line = self.line_of(equation, self.line) if info.traceback is not None else ""
         return self._replace(
@@ -87,7 +86,7 @@ class Context(NamedTuple):
         )
 
     def turn(self, length: int | None) -> "Context":
-        """What is around the body of the loop at hand."""
+        """The context of the body of the current loop."""
         loops = (*self.loops, Loop(self.path, length))
         return self._replace(times=self.times * (length or 1), loops=loops)
 
@@ -95,11 +94,11 @@ class Context(NamedTuple):
 class Flow(abc.ABC, Generic[Fact]):
     """Follows facts through calls, loops, branches, derivative rules and `shard_map`.
 
-    What a fact is, and what an equation makes of those about its operands, is up to a subclass. Of
-    a choice all branches count, and of a `while` loop one step.
+    A subclass defines facts, and their rules for equations. All branches of a choice count, and one
+    step of a `while` loop.
 
     Attributes:
-        nothing: what is known of constants and literals.
+        nothing: the fact about constants and literals.
     """
 
     nothing: Fact
@@ -109,40 +108,40 @@ class Flow(abc.ABC, Generic[Fact]):
 
     @abc.abstractmethod
     def joined(self, facts: Sequence[Fact]) -> Fact:
-        """What is known of a value that may be any of several, or is made of all of them.
+        """The fact about a value that is any of several values, or computed from all of them.
 
-        There are finitely many facts above any, so that those about a loop's carry settle.
+        Above each fact there are finitely many others, so that facts about a loop's carry settle.
         """
 
     @abc.abstractmethod
     def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        """What is known of the results of an equation, without a look at programs that it holds."""
+        """The facts about the results of an equation, without the programs that it holds."""
 
     def constant(self, value: Any) -> Fact:
-        """What is known of a constant or a literal."""
+        """The fact about a constant or a literal."""
         return self.nothing
 
     def sliced(self, context: Context, fact: Fact) -> Fact:
-        """What is known of a slice that a scan takes of what it goes over."""
+        """The fact about the slice that one turn of a scan takes."""
         return fact
 
     def stacked(self, context: Context, fact: Fact) -> Fact:
-        """What is known of the results of a scan's turns, side by side."""
+        """The fact about the stacked results of a scan's turns."""
         return fact
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
-        """What is known of results that a condition chooses, or of which it says how often."""
+        """The facts about results that a condition chooses, or of a loop that it stops."""
         return results
 
     def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
-        """What is known of the results of a `shard_map`."""
+        """The facts about the results of a `shard_map`."""
         return self.program(spread.body, inputs, context)
 
     def program(self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context) -> list[Fact]:
-        """What is known of a program's results."""
+        """The facts about a program's results."""
         if context.is_final:
             return self.equations(program, inputs, context)
-        # Loops within loops are gone round many times, mostly with nothing new.
+        # Nested loops are followed many times, mostly without new facts.
         key = program.jaxpr, tuple(inputs), context.path
         if key not in self._known:
             self._known[key] = self.equations(program, inputs, context)
@@ -161,11 +160,11 @@ class Flow(abc.ABC, Generic[Fact]):
         )
 
     def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        """What is known of an equation's results, whatever it holds."""
+        """The facts about an equation's results, including the programs that it holds."""
         match inside(equation):
             case Call(body=body):
                 return self.program(body, inputs, context)
-            case ShardMap() as spread:  # on so many devices, each with shapes of its own
+            case ShardMap() as spread:  # on so many devices, each with its own shapes
                 axes, times = context.axes | spread.axes, context.times * spread.num_devices
                 return self.on_devices(context._replace(times=times, axes=axes), spread, inputs)
             case Scan() as scan:
@@ -194,7 +193,7 @@ class Flow(abc.ABC, Generic[Fact]):
         carry: list[Fact],
         slices: list[Fact],
     ) -> list[Fact]:
-        """Goes round a loop until nothing new is learned of what it carries, and once more."""
+        """Follows a loop until the facts about its carry settle, and once more."""
         size, before = len(carry), context._replace(is_final=False)
         slices = [self.sliced(context, fact) for fact in slices]
 

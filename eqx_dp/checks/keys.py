@@ -1,10 +1,10 @@
-"""Keys of random numbers: where they come from, and when two are proven to be different.
+"""Random keys: where they come from, and when two are proven to be different.
 
-A key is a root, and what was folded in one after another. `jax.random.split(key, n)[i]` is
+A key is a root, followed by the numbers that were folded in. `jax.random.split(key, n)[i]` is
 `fold_in(key, i)`, for keys of threefry. Keys of different roots are independent. So are keys of one
-root whose paths part: at some place other numbers were folded in, and before it the same. A key
-that is the beginning of another one tells it. A key may be carried from call to call, if each call
-folds the same into it; one that a loop within a call carries and changes is not known.
+root whose paths differ at some place and agree before it. A key that is a prefix of another one
+reveals it. A key may be carried from call to call, if each call folds the same numbers into it. A
+key that a loop within a call carries and changes is unknown.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,17 +13,17 @@ from typing import NamedTuple
 from .flow import Context
 
 CALLS = "calls"
-"""The loop of a step's calls, which is around everything."""
+"""The loop of a step's calls, which encloses everything."""
 
 FIRST = "first dimension"
 
 
 class Along(NamedTuple):
-    """How a number grows: along the first dimension of an array, or from turn to turn of a loop.
+    """How a number grows: along the first dimension of an array, or in each turn of a loop.
 
     Attributes:
         where: `FIRST`, or the loop.
-        stride: by how much.
+        stride: the increment.
         length: how many numbers there are; None if that is not known.
     """
 
@@ -33,12 +33,12 @@ class Along(NamedTuple):
 
 
 class Number(NamedTuple):
-    """An integer: a root, which is unknown, plus an offset, plus what it grows by.
+    """An integer: an unknown root, plus an offset, plus its growth.
 
     Attributes:
-        root: `("argument", index)`, another name of what is not known, or None for zero.
-        offset: what is added.
-        along: what it grows along.
+        root: `("argument", index)`, another name of an unknown number, or None for zero.
+        offset: the constant that is added.
+        along: the dimensions and loops along which it grows.
     """
 
     root: Hashable
@@ -47,12 +47,12 @@ class Number(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether the offset is all."""
+        """Whether it is the offset alone."""
         return self.root is None and self.is_fixed
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a root and an offset are all."""
+        """Whether it is a root plus an offset."""
         return not self.along
 
     @property
@@ -65,7 +65,7 @@ class Number(NamedTuple):
         return self._replace(offset=self.offset + more)
 
     def cut(self, start: int, step: int, length: int) -> "Number":
-        """Some of the numbers along the first dimension: from `start` on, every `step`-th."""
+        """Every `step`-th of the numbers along the first dimension, from `start` on."""
         found = self._replace(along=tuple(one for one in self.along if one.where != FIRST))
         for one in self.along:
             if one.where == FIRST:
@@ -82,7 +82,7 @@ class Number(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The least and the largest of what is added to the root; None if that is not known."""
+        """The least and the largest number that is added to the root; None if unknown."""
         low = high = self.offset
         for one in self.along:
             if one.length is None:
@@ -97,7 +97,7 @@ class Key(NamedTuple):
 
     Attributes:
         root: `("argument", index)` or `("constant", words)`; None if it is not known.
-        path: what was folded in; None where that is not known.
+        path: the numbers that were folded in; None if unknown.
         is_words: whether it is given as words, along a last dimension.
     """
 
@@ -106,7 +106,7 @@ class Key(NamedTuple):
     is_words: bool = False
 
     def folded(self, *elements: Number | None) -> "Key":
-        """The key with more folded in."""
+        """The key with more numbers folded in."""
         return self._replace(path=(*self.path, *elements))
 
     @property
@@ -120,14 +120,14 @@ class Key(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Something that random numbers were drawn for.
+    """A use of random numbers.
 
     Attributes:
         what: `"noise"`, `"draw"`, `"slots"` and `"loss"` (in the engine: another one for each slot,
             or one for all), `"returned"` or `"door"`.
         key: the key.
         context: where.
-        leaves: of noise with a step in its key, the words of its leaves' paths.
+        leaves: for noise with a step in its key, the words of its leaves' paths.
     """
 
     what: str
@@ -137,12 +137,12 @@ class Use(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What arguments are in the next call, as far as random numbers depend on them.
+    """The keys and counters among the arguments of the next call.
 
     Attributes:
         steps: by how much a counter grows from call to call.
-        paths: what a call folds into a key that comes back; empty if it comes back unchanged.
-        given: arguments that nothing comes back as: the caller gives others in each call.
+        paths: the numbers that a call folds into a returned key; empty if it returns it unchanged.
+        given: arguments that no result becomes: the caller passes new ones in each call.
         same: arguments that hold one key, by the name of the first.
     """
 
@@ -153,9 +153,9 @@ class Calls(NamedTuple):
 
 
 def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
-    """Whether two numbers are different for certain, in all turns and calls.
+    """Whether two numbers are certainly different, in all turns and calls.
 
-    Of a counter, what one call reaches another one may reach as well.
+    A number that a counter reaches in one call may appear in another call as well.
     """
     one, other = a.span, b.span
     if a.root != b.root or one is None or other is None:
@@ -168,13 +168,13 @@ def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
 
 
 def parted(a: Key, b: Key, calls: Calls) -> bool:
-    """Whether two keys are proven to be independent: neither tells the other, in any two calls."""
+    """Whether two keys are proven to be independent, in any two calls."""
     if a.root is None or b.root is None:
         return False
     if a.root != b.root:
         return calls.same.get(a.root, a.root) != calls.same.get(b.root, b.root)
     carried = calls.paths.get(a.root, ())
-    # What a call draws, no later call begins with.
+    # No later call begins with a key that a call draws from.
     is_apart = all(not carried or _paths_part(carried, key.path, calls) for key in (a, b))
     return is_apart and _paths_part(a.path, b.path, calls)
 
@@ -184,13 +184,13 @@ def _paths_part(a: tuple[Number | None, ...], b: tuple[Number | None, ...], call
     for one, other in zip(a, b, strict=False):
         if one is None or other is None:
             return False
-        if one != other:  # else it is the same number in the same turn and call
+        if one != other:  # otherwise it is the same number in the same turn and call
             return numbers_part(one, other, calls)
     return False
 
 
 def is_new(key: Key, loop: Hashable, calls: Calls) -> bool | None:
-    """Whether a key is another one in each turn of a loop; None if that is not decided."""
+    """Whether a key differs in each turn of a loop; None if undecided."""
     if key.root is None or None in key.path:
         return None
     numbers = [one for one in key.path if one is not None]
@@ -209,7 +209,7 @@ def is_new(key: Key, loop: Hashable, calls: Calls) -> bool | None:
 
 
 def _grows(number: Number, loop: Hashable, calls: Calls) -> bool:
-    """Whether a number is another one in each turn of a loop, however other loops turn."""
+    """Whether a number differs in each turn of a loop, whatever other loops do."""
     if loop == CALLS:
         step, span = calls.steps.get(number.root, 0), number.span
         is_wide = span is not None and span[1] - span[0] < abs(step) < 2**16

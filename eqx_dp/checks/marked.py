@@ -1,4 +1,4 @@
-"""Calls of the engine and the noise in a traced step, as their marks tell of them."""
+"""Calls of the engine and the noise in a traced step, read from their marks."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -28,25 +28,25 @@ from .privacy_report import Finding
 from .sums import Release, Source
 
 DOORS = UNSEEN | named("debug_callback debug_print swap addupdate")
-"""Primitives by which a value leaves a program, or goes where it is not followed."""
+"""Primitives through which a value leaves the program, or goes where it is not followed."""
 
 _OWN_MEMORY = named("swap addupdate")  # of a kernel
 
 
 def is_door(equation: JaxprEqn) -> bool:
-    """Whether a value leaves a program by an equation, or by a program that it holds."""
+    """Whether a value leaves through an equation, or through a program that it holds."""
     inner = {one.primitive.name for body in programs_of(equation) for one in equations(body)}
     return equation.primitive.name in DOORS or bool(inner & (DOORS - _OWN_MEMORY))
 
 
 class Record:
-    """What is noted on the way through a step.
+    """The record of a walk through a step.
 
     Attributes:
         found: findings, each once.
         sources: clipped sums.
         releases: noise on clipped sums.
-        uses: what random numbers are drawn for.
+        uses: the uses of random numbers.
         constants: arrays that the step closes over.
         unmasked: lines of engine calls without a mask.
         is_noised_again: whether noise was added to what is a release already.

@@ -1,4 +1,4 @@
-"""Integers that count, and keys of random numbers, through the equations of a program."""
+"""Follows counting integers and random keys through the equations of a program."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ _MOVES = UNCHANGED | named("broadcast_in_dim reshape squeeze slice convert_eleme
 
 
 def counted(equation: JaxprEqn, inputs: list[Fact]) -> Number | None:
-    """What an integer counts, behind one equation; of other dtypes and rules, nothing."""
+    """What an integer result counts; None for other dtypes and unknown rules."""
     dtype, name = dtype_of(equation.outvars[0]), equation.primitive.name
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < 4:
         return None
@@ -31,7 +31,7 @@ def counted(equation: JaxprEqn, inputs: list[Fact]) -> Number | None:
 
 
 def key_of(equation: JaxprEqn, inputs: list[Fact]) -> Key | None:
-    """The key that a result is; None if it is none, or follows from keys in another way."""
+    """The key in a result; None if it is no key, or follows from keys in an unknown way."""
     name, first = equation.primitive.name, inputs[0] if inputs else Fact()
     match name:
         case "random_seed" | "random_wrap":
@@ -64,7 +64,7 @@ def _from_words(equation: JaxprEqn, words: Fact) -> Key | None:
 
 
 def _moved(equation: JaxprEqn, inputs: list[Fact], key: Key) -> Key | None:
-    """What is moved whole, or cut along the first dimension; None of other moves."""
+    """The key after a move of the whole, or a cut along the first dimension; otherwise None."""
     name, params = equation.primitive.name, equation.params
     before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     dims = params["broadcast_dimensions"] if name == "broadcast_in_dim" else ()
@@ -81,5 +81,5 @@ def _moved(equation: JaxprEqn, inputs: list[Fact], key: Key) -> Key | None:
 
 
 def entry(key: Key, index: int) -> Key:
-    """One of several keys, or of several numbers, along the first dimension."""
+    """One of several keys or numbers along the first dimension."""
     return key.each(lambda one: one.cut(index, 1, 1))

@@ -27,12 +27,12 @@ class PrecisionReport(NamedTuple):
 
     Attributes:
         policy: what the step was checked against.
-        violations: a row for each thing that runs otherwise than declared, with its stage, what was
-            declared, what was found, and the source line.
-        summary: what runs in which dtype: FLOPs of contractions, every sum over examples, every
-            collective, every draw that feeds the noise, every addition of noise. What runs under
-            a module rule has a row of its own.
-        notes: what the check could not see, or what the policy gives away.
+        violations: a row for each operation that is not as declared, with its stage, the declared
+            dtype, what was found, and the source line.
+        summary: the dtype of each operation: FLOPs of contractions, every sum over examples, every
+            collective, every draw that feeds the noise, every addition of noise. Operations under a
+            module rule have separate rows.
+        notes: what the check could not see, or what the policy permits.
     """
 
     policy: Policy
@@ -84,7 +84,7 @@ def _cells(row: Operation) -> tuple[str, ...]:
 def check_precision(
     fn: Callable[..., Any], *args: Any, policy: Policy | JmpPolicy, **kwargs: Any
 ) -> PrecisionReport:
-    """Checks a whole training step against a policy: clipped gradient, noise, update and all.
+    """Checks a whole training step against a policy: clipped gradient, noise and update.
 
     The step is traced, on shapes alone, and its program is read equation by equation, through
     `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing
@@ -115,15 +115,15 @@ def check_precision(
     and come back at its place. They have exactly the dtype. Frozen ones may have any.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
-    layer norm that goes wide inside is no violation. What follows the noise (the optimizer's
+    layer norm that is wide inside is no violation. What follows the noise (the optimizer's
     arithmetic, casts of parameters to their storage dtype) is post-processing and not checked. The
     pass by which a `per_example` loss scale is chosen is counted (`loss scale probe`) and not
     checked, since it changes no gradient.
 
-    Inside a module that a rule of the policy matches, forward and backward are checked against
-    the rule's dtype; everywhere else against the policy's, also where such a module's parameter is
-    read and used outside of the module. A rule under which nothing runs is a violation: the step
-    was built without it, or does not call the modules that it is for.
+    Inside a module that a rule of the policy matches, forward and backward are checked against the
+    rule's dtype; everywhere else against the policy's, also where such a module's parameter is read
+    and used outside of the module. A rule under which nothing runs is a violation: the step was
+    built without it, or does not call its modules.
 
     A clipped sum can also lose digits without a narrow dtype. Between clip and noise these count:
 
@@ -132,28 +132,28 @@ def check_precision(
     | a matrix product or convolution of float32 | it is not at the highest precision |
     | the same by a `DotAlgorithm` | always |
     | the same by a `DotAlgorithmPreset` | its operands or sums have fewer digits than dtypes say |
-    | a cast to integers, or of its bits | always: they tell nothing of digits |
-    | a callback, a kernel by name (`ffi_call`) | always: nothing is known of the result |
+    | a cast to integers, or of its bits | always: integers do not show digits |
+    | a callback, a kernel by name (`ffi_call`) | always: the result is unknown |
     | `jax.debug` callbacks, and others that return nothing | never |
     | it is kept in the step's state | any of this happens in a later call |
 
-    For the last, a result that holds an un-noised sum is taken to come back in the next call as the
-    argument at its place: `state` of `step(model, state, *batch)` that returns `(model,
-    state)`, of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and
-    callbacks are checked for the noise as they are for the sum. Functions that take floats
-    apart (`jnp.ldexp`, `jnp.frexp`, `jnp.signbit`) cast them to integers: multiply by the power
-    of two in their place. Noise counts from where it is added: by an addition, not a scatter.
+    For the last row, a result that holds an un-noised sum is assumed to be the argument at its
+    place in the next call: `state` of `step(model, state, *batch)` that returns `(model, state)`,
+    of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and callbacks on the
+    noise are checked as those on the sum. Functions that take floats apart (`jnp.ldexp`,
+    `jnp.frexp`, `jnp.signbit`) cast them to integers: multiply by a power of two instead. Noise
+    counts from its addition, which must be an addition, not a scatter.
 
     What it does not see: the output dtype, and loss scales; that there is no noise at all,
     of which a note speaks alone; a reduction over devices of sums to each of which noise was added
     before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
     argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
-    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the
-    bits of the noise; a sum that comes back by another way (cast by the caller, at another place,
-    in another function); one that goes through a mutable reference; what a compiler makes of the
-    program. Whatever is drawn in floating point and added to a clipped sum is taken for its noise:
-    what a sum goes through after a dither of one's own is not checked. Of a `while`
-    loop one step is counted, of a `cond` all branches.
+    `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the bits
+    of the noise; a sum that comes back by another way (cast by the caller, at another place, in
+    another function); one that goes through a mutable reference; what a compiler does with the
+    program. Any floating-point draw that is added to a clipped sum counts as its noise: operations
+    after a dither of your own are not checked. Of a `while` loop one step is counted, of a `cond`
+    all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.
@@ -194,13 +194,13 @@ def check_precision(
 
 
 _NO_SUM = "no clipped sum of the engine's is in the program; of sums, nothing was seen"
-_RETURNED = "a clipped sum, or what is made of it, is returned without noise"
+_RETURNED = "a clipped sum, or a value computed from it, is returned without noise"
 
 
 def _followed(
     program: ClosedJaxpr, policy: Policy, returns: list[list[int]]
 ) -> tuple[PrecisionFlow, list[Facts]]:
-    """Goes through call after call, until no un-noised sum comes back that had not before."""
+    """Follows call after call, until the un-noised sums that are returned no longer change."""
     count, back = len(program.jaxpr.invars), set[int]()
     while True:
         flow = PrecisionFlow(policy)

@@ -1,4 +1,4 @@
-"""What of a step's values precision depends on, and what each equation is checked for."""
+"""Facts about a step's values for precision, and the checks of each equation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from .widths import (
 
 
 class Violation(NamedTuple):
-    """One thing that runs otherwise than declared.
+    """An operation that is not as declared.
 
     Attributes:
         stage: where in the step.
@@ -43,7 +43,7 @@ class Violation(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What the program does at one stage in one dtype.
+    """The operations of the program at one stage in one dtype.
 
     Attributes:
         kind: `"contraction"`, `"sum over examples"`, `"collective"`, `"draw"`, `"noise addition"`.
@@ -81,14 +81,14 @@ _ARITHMETIC = _SUMS | named(
 )
 _CASTS = named("convert_element_type bitcast_convert_type")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
-# These hand on several values side by side.
+# These pass several values on, side by side.
 _SIDE_BY_SIDE = COLLECTIVES | named("optimization_barrier device_put pvary")
 # Digits of float32 that a contraction keeps, as `matmul_precision` says.
 _KEPT = {"default": 7, "tensorfloat32": 10, "highest": 23}
 
 
 class _Case(NamedTuple):
-    """One equation, and what is known where it stands."""
+    """One equation and its context."""
 
     context: Context
     equation: JaxprEqn
@@ -122,11 +122,11 @@ class PrecisionFlow(Flow[Facts]):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """What runs in which dtype, sorted."""
+        """The dtype of each operation, sorted."""
         return tuple(sorted(Operation(*k[:3], *found, k[3]) for k, found in self._counts.items()))
 
     def joined(self, facts: Sequence[Facts]) -> Facts:
-        """Of what a clipped sum is in, nothing else is known."""
+        """If a value contains a clipped sum, no other fact is kept."""
         found = [one for one in facts if one.clipped] or list(facts)
         draws = frozenset[Draw]().union(*(one.draws for one in found))
         narrowest = narrowest_of(one.narrowest for one in found)
@@ -141,7 +141,7 @@ class PrecisionFlow(Flow[Facts]):
         return super().holder(context, equation, inputs)
 
     def equation(self, context: Context, equation: JaxprEqn, inputs: list[Facts]) -> list[Facts]:
-        """Checks one equation, and says what is known of its results."""
+        """Checks one equation, and returns the facts about its results."""
         name, stage, count = equation.primitive.name, stage_of(context.scope), len(equation.outvars)
         case = _Case(context, equation, inputs, stage)
         if stage is not None:
@@ -184,7 +184,7 @@ class PrecisionFlow(Flow[Facts]):
         self.violations[Violation(stage, declared, found, line)] = None
 
     def _at_least(self, declared: Width, width: Width | None, stage: str, line: str) -> None:
-        """Refuses what is narrower than declared."""
+        """Reports a dtype that is narrower than declared."""
         if width is not None and width.narrower(declared):
             self._violation(stage, declared.name, width.name, line)
 
@@ -246,14 +246,14 @@ class PrecisionFlow(Flow[Facts]):
             self._violation(shown, name, f"{found}, not scaled by the engine", line)
         elif result is not None and result.narrower(known_width(jnp.float32)):
             self._violation(shown, f"{name}, summed in float32", f"sums in {result.name}", line)
-        # Two formats that one primitive does not take become one that holds both.
+        # If a primitive does not take two formats, both become one that holds both.
         elif not dtypes <= names and (len(names) == 1 or len(dtypes) > 1):
             self._violation(shown, name, found, line)
 
     def _operand_cast(self, case: _Case) -> None:
-        """Where operands are scaled, nothing but the engine casts to 8 bits: it knows one example.
+        """If operands are scaled, only the engine, which sees one example, may cast to 8 bits.
 
-        A scale of the user's own could come from a batch, or from earlier steps.
+        A scale of the user's could come from a batch, or from earlier steps.
         """
         matmul, width = self.policy.matmul, width_of_variable(case.equation.outvars[0])
         is_scaled = matmul is not None and matmul.scaling != "none"
@@ -271,7 +271,7 @@ class PrecisionFlow(Flow[Facts]):
             self._violation(shown, name, inside.name, case.context.line)
 
     def _accumulates(self, case: _Case, stage: str) -> None:
-        """Between the gradients of single examples and their sum, what is computed is wide."""
+        """Every value between the gradients of single examples and their sum is wide."""
         equation, line, shown = case.equation, case.context.line, _STAGES[stage]
         name, is_cast = equation.primitive.name, equation.primitive is convert_element_type_p
         before = width_of_variable(equation.invars[0]) if is_cast else None
@@ -287,7 +287,7 @@ class PrecisionFlow(Flow[Facts]):
                 self._at_least(self._accumulate, width, shown, line)
 
     def _collective(self, case: _Case) -> None:
-        """Where devices add up clipped sums, they do it wide."""
+        """Sums of clipped sums over devices are wide."""
         name, line = case.equation.primitive.name, case.context.line
         for variable, facts in zip(case.equation.invars, case.inputs, strict=True):
             width = width_of_variable(variable)
@@ -315,10 +315,10 @@ class PrecisionFlow(Flow[Facts]):
         self._at_least(self._noise, narrowest, shown, line)
 
     def _passed_on(self, case: _Case) -> list[Facts]:
-        """What is known of results that descend from operands.
+        """The facts about results that depend on operands.
 
         A clipped sum that came in as wide as declared must not be made narrower. (Inside the
-        engine's own stages, `_accumulates` is the judge.)
+        engine's own stages, `_accumulates` checks this.)
         """
         context, equation, found, _ = case
         shown = "between clip and noise"
@@ -350,7 +350,7 @@ def _drawn(context: Context, equation: JaxprEqn) -> Facts:
 
 
 def _noise_added(case: _Case) -> Facts | None:
-    """What is known of the noise, where an equation adds some to a sum.
+    """The facts about the noise, if an equation adds noise to a sum.
 
     Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
     """

@@ -34,7 +34,7 @@ def check_privacy(
     public_rows: Iterable[int | str] = (),
     **kwargs: Any,
 ) -> PrivacyReport:
-    """Checks that private data leaves a training step through the plan's noise, and no other way.
+    """Checks that private data leaves a training step only through the plan's noise.
 
     The step is traced, on shapes alone, and its program is read equation by equation, through
     `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing is compiled
@@ -49,12 +49,12 @@ def check_privacy(
     (`filter_clipped_grad`) makes clipped sums and shows their bounds in the program; the noise
     (`plan.privatizer`, `gaussian_privatizer`, `add_noise`) shows its standard deviation and its
     key. Noise of standard deviation s turns a sum of sensitivity S into a release of noise
-    multiplier s / S, and what is made of releases alone is post-processing. Only proven facts
-    count: a value of which nothing is proven is private, and what is not proven is undecided.
+    multiplier s / S, and every value computed only from releases is post-processing. Only proven
+    facts count: a value without a proven fact is private, and a claim without a proof is undecided.
 
     | rule | what is checked |
     |---|---|
-    | release | a result that private data is in is a release, or is named in `disclose` or `kept` |
+    | release | a result with private data is a release, or is named in `disclose` or `kept` |
     | noise | the noise multiplier of all releases of a step together, and how many steps a call \
 takes, are at least as the plan has them |
     | side door | no private value goes into a callback, a print, `eqx.error_if` or a mutable \
@@ -67,25 +67,24 @@ what they meet slot by slot is the same for all |
 
     **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
     private arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
-    samples, and its other results and side effects do not depend on them, but for what `kept` and
-    `disclosed` list. It holds under these assumptions:
+    samples, and its other results and side effects do not depend on them, except those that `kept`
+    and `disclosed` list. It holds under these assumptions:
 
     - Private arguments hold one example a row. Arguments of equal length belong together row by
-      row, and no example stands in two rows. An example that is left out moves those behind it by
-      one row, as the sampler does it. Indices in an argument do not repeat, but for those of
-      padding. Where a `scan` goes over stacks of batches, each batch is a sample of its own.
+      row, and no example stands in two rows. Removing an example moves the later ones by one row,
+      as the sampler does. Indices in an argument do not repeat, except those of padding. If a
+      `scan` goes over stacks of batches, each batch is a separate sample.
     - All other arguments are the same for every example, and are chosen without the data. So are
       arrays that the step closes over, and what host functions return inside of a loss.
-    - Results come back as the arguments at their places. Counters stay below 2^31. What the caller
-      gives anew (`notes` names it: a key, a number folded into one) is never given twice.
+    - Results come back as the arguments at their places. Counters stay below 2^31. The caller never
+      passes twice what has to be new (`notes` names it: a key, or a number folded into one).
     - Different keys among arguments and constants are independent and secret.
-    - Trusted are JAX's batching rules, what the engine and the noise state, `dp_accounting`, and
-      real arithmetic: what floating point loses, `check_precision` and the engine's bounds
-      speak of.
+    - It trusts JAX's batching rules, the bounds that engine and noise state, `dp_accounting`, and
+      real arithmetic. (For rounding there are `check_precision` and the engine's bounds.)
 
     | case | the report |
     |---|---|
-    | several losses with noise each | one mechanism: 1 / sum of (sensitivity / noise)^2, rooted |
+    | several losses, each with noise | one mechanism: 1 / sqrt(sum of (sensitivity / noise)^2) |
     | a sum of k clipped sums of one batch | sensitivity k times as large |
     | noise drawn by `jax.random.normal`, or of another distribution | undecided: use `add_noise` |
     | sums over slices or chunks of a batch by hand, sums that a loop carries or stacks, one batch \
@@ -95,35 +94,35 @@ names it |
     | rows that meet constants of their slots (ramps), or random numbers of their slots | \
 undecided: rows move; draw in the loss, with its key |
     | a clipped sum times a traced number, a matrix, through a gather | undecided |
-    | a clipped sum by other code than the engine's | undecided: its sensitivity is not known |
+    | a clipped sum by other code than the engine's | undecided: its sensitivity is unknown |
     | sums of devices, added up by `psum` in `shard_map` | one sum, if rows are spread along the \
 axes of the `psum` and devices have one model |
     | a key that a loop splits and carries | undecided: split before it, or fold a counter in |
-    | a host function returns a value | undecided: it may be of any data |
+    | a host function returns a value | undecided: it may depend on any data |
     | private data stays in the state | undecided, unless `kept` names it; a violation if the next \
 call's model is made of it |
-    | noise in one of two branches | counts as if both were taken |
+    | noise in one of two branches | counts as if both branches ran |
     | noise after a nonlinear optimizer | a violation: unbounded |
-    | a call that takes several steps in a scan | `steps` of the plan, each on a batch of its own |
+    | a call that takes several steps in a scan | `steps` of the plan, each on its own batch |
     | an error within the check | undecided, with the line |
 
     It does not see: what a caller does with results; timing, beyond loops and branches; what a
-    compiler makes of the program.
+    compiler does with the program.
 
     Args:
         fn: the step, jitted or not: any function, also one with several calls of the engine.
         *args: its arguments: trees of arrays, or of `jax.ShapeDtypeStruct` in their place, and of
             anything else. With sharding, in the same mesh context as in training.
         private: which of them hold private data: positions (`(2, 3)`), names or dotted paths
-            (`("xs", "batch.label")`). The mask and the indices of a sample are private, too. For a
-            step of `make_step` it is known.
-        plan: what the noise is held against; for a step of `make_step` it is known.
-        disclose: patterns of dotted paths of results, or of their ends (`"2"`, `"loss"`), that are
-            released without noise knowingly.
-        kept: patterns of results that come back in the next call and that private data may stay
-            in. Nobody may see them, nor what is made of them.
-        public_rows: positions, names or dotted paths of arguments that are not private and have a
-            row for each example, which goes with the example.
+            (`("xs", "batch.label")`). The mask and the indices of a sample are private, too. A step
+            of `make_step` knows them.
+        plan: what the noise is compared with; a step of `make_step` knows it.
+        disclose: patterns of dotted paths of results, or of their ends (`"2"`, `"loss"`), that you
+            release without noise on purpose.
+        kept: patterns of results that come back in the next call and that may hold private data.
+            Nobody may see them, or anything computed from them.
+        public_rows: positions, names or dotted paths of public arguments with a row for each
+            example, which moves with the example.
         **kwargs: more arguments, by name.
 
     Returns:
@@ -155,7 +154,7 @@ call's model is made of it |
     is_disclosed = _named_by("disclose", disclose, names)
     is_kept = _named_by("kept", kept, names)
     returns = next_arguments(args, kwargs, results)
-    # A result may be a state if it is inside of something, and not one of several by itself.
+    # A result may be a state if it is inside a tree, and not one of several single results.
     is_several = type(results) in (tuple, list)
     in_state = [len(path) > 1 or not is_several for path, _ in leaves]
 
@@ -180,7 +179,7 @@ call's model is made of it |
     while not (now := coming_back(found, is_kept)) <= back:
         back |= now
         flow, found = followed(back)
-    # What comes back unnamed must not reach the model of the next call.
+    # Returned values that are not named must not reach the model of the next call.
     others = coming_back(found, [not one for one in is_disclosed]) - back
     later = followed(back | others)[0].record.found if others else ()
     reaches = any(finding.rule == "release" for finding in later)
@@ -193,14 +192,14 @@ call's model is made of it |
 
 
 def _private(i: int, argument: Argument) -> Fact:
-    """An argument with an example a row."""
+    """An argument with one example in each row."""
     shape = argument.shape
     refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
     return Fact(Kind.PRIVATE, refs=refs, indexes=("as it is", i), reason="data")
 
 
 def _public(i: int, argument: Argument) -> Fact:
-    """An argument that is the same for all examples: a number that counts, a key, or an array."""
+    """An argument that is the same for all examples: a counter, a key, or an array."""
     shape, dtype, root = argument.shape, argument.dtype, ("argument", i)
     is_words = dtype == np.uint32 and shape[-1:] == (2,)
     if is_key(argument) or is_words:

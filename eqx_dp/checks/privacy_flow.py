@@ -1,4 +1,4 @@
-"""What is known of the values of a training step, from its arguments to its results."""
+"""Facts about the values of a training step, from its arguments to its results."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -24,10 +24,10 @@ _ALIKE_ON_DEVICES = SUMS_OF_DEVICES | named("pmax pmin all_gather all_gather_inv
 
 
 class PrivacyFlow(Flow[Fact]):
-    """Follows what is known of values through a step.
+    """Follows facts about values through a step.
 
     Attributes:
-        record: what was noted on the way.
+        record: findings, sums, releases and keys on the way.
     """
 
     nothing = Fact()
@@ -38,18 +38,18 @@ class PrivacyFlow(Flow[Fact]):
         self._facts: dict[int, tuple[Any, Fact]] = {}
 
     def constant(self, value: Any) -> Fact:
-        """What is known of a constant or a literal."""
-        if id(value) not in self._facts:  # with the value, whose number is its own then
+        """The fact about a constant or a literal."""
+        if id(value) not in self._facts:  # with the value, which gives its number
             self._facts[id(value)] = value, of_array(value)
             self.record.constants += [value] if np.ndim(value) else []
         return self._facts[id(value)][1]
 
     def joined(self, facts: Sequence[Fact]) -> Fact:
-        """What is known of a value that may be any of several."""
+        """The fact about a value that may be any of several."""
         return either(facts)
 
     def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        """What is known of an equation's results; where the check itself fails, nothing."""
+        """The facts about an equation's results; none if the check itself fails."""
         try:
             match mark_on(equation):
                 case Mark() as mark:
@@ -68,7 +68,7 @@ class PrivacyFlow(Flow[Fact]):
             return [lost] * len(equation.outvars)
 
     def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        """What is known of the results of an equation that holds no program."""
+        """The facts about the results of an equation that holds no program."""
         name, params = equation.primitive.name, equation.params
         for i, fact in enumerate(inputs if is_door(equation) else ()):
             if not fact.is_public:
@@ -99,7 +99,7 @@ class PrivacyFlow(Flow[Fact]):
             dtype = dtype_of(equation.outvars[0])
             if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
                 key = Key(None)
-            # Numbers that are drawn, or made of a key's words.
+            # Numbers that are drawn, or computed from a key's words.
             for i, fact in enumerate(inputs):
                 if fact.key is not None:
                     self.record.use(context, "draw", fact.key, i)
@@ -113,7 +113,7 @@ class PrivacyFlow(Flow[Fact]):
         return found._replace(refs=refs, even=frozenset(), indexes=index_of(equation, inputs))
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
-        """Results of a choice, or of a loop, that a value decides about."""
+        """Results of a choice or a loop that a value controls."""
         if by.is_public:
             return [x._replace(is_random=x.is_random or by.is_random) for x in results]
         found = "a private value decides which branch is taken, or how long a loop runs"
@@ -140,7 +140,7 @@ class PrivacyFlow(Flow[Fact]):
         )
 
     def stacked(self, context: Context, fact: Fact) -> Fact:
-        """The results of all turns side by side."""
+        """The stacked results of all turns."""
         return made_of([fact], "loop", context.line)._replace(key=fact.key and Key(None))
 
     def loop(
@@ -151,9 +151,9 @@ class PrivacyFlow(Flow[Fact]):
         carry: list[Fact],
         slices: list[Fact],
     ) -> list[Fact]:
-        """Goes round a loop until nothing new is learned of what it carries, and once more.
+        """Follows a loop until the facts about its carry settle, and once more.
 
-        Counters are symbols first: what a turn makes of a symbol tells what all turns make of it.
+        Counters begin as symbols: what one turn does with a symbol, all turns do with it.
         """
         size, before = len(carry), context._replace(is_final=False)
         inner = [self.sliced(context, fact) for fact in slices]
@@ -173,10 +173,10 @@ class PrivacyFlow(Flow[Fact]):
         results = self.program(body, [*consts, *starts, *inner], context)
         return [*(end for _, end in found), *(self.stacked(context, x) for x in results[size:])]
 
-    # Devices: a public value is the same on all of them, and what may differ is private.
+    # Devices: a public value is the same on all of them, and a value that may differ is private.
 
     def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
-        """Goes through a `shard_map`: each device has its part, or all, of each operand."""
+        """Follows a `shard_map`: each device has its part, or all, of each operand."""
         parts = map(_part, inputs, spread.in_specs, [context.line] * len(inputs))
         results = zip(self.program(spread.body, [*parts], context), spread.out_specs, strict=True)
         return [
@@ -187,7 +187,7 @@ class PrivacyFlow(Flow[Fact]):
         ]
 
     def _exchanged(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        """What devices exchange: the parts of one sum, or values that are the same on all."""
+        """Values that devices exchange: parts of one sum, or values that are the same on all."""
         name, params = equation.primitive.name, equation.params
         is_whole = params.get("axis_index_groups") is None
         axes = frozenset(params.get("axes", ()))
@@ -203,7 +203,7 @@ class PrivacyFlow(Flow[Fact]):
 
 
 def _part(fact: Fact, spec: Any, line: str) -> Fact:
-    """What a device has of a value: all, some rows, or what is not known."""
+    """A device's part of a value: all of it, some rows, or unknown."""
     if not any(spec):
         return fact
     first, *others = spec
@@ -215,16 +215,16 @@ def _part(fact: Fact, spec: Any, line: str) -> Fact:
 
 
 def _differs(fact: Fact, line: str) -> Fact:
-    """What may be another value on each device."""
+    """A value that may differ between devices."""
     reason, where, key = fact.reason or "devices", fact.where or line, fact.key and Key(None)
     return made_of([fact])._replace(kind=Kind.PRIVATE, reason=reason, where=where, key=key)
 
 
-# What a loop carries.
+# The carry of a loop.
 
 
 def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
-    """What a turn begins with, of what may change from turn to turn."""
+    """The fact about a carry at the beginning of a turn, if it may change."""
     return made_of([fact], "loop", line)._replace(
         number=Number(name) if fact.number and fact.number.is_one else None,
         key=fact.key and Key(name if fact.key.is_one else None, is_words=fact.key.is_words),
@@ -232,7 +232,7 @@ def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
 
 
 def _widened(start: Fact, end: Fact, context: Context) -> Fact:
-    """What a turn begins with, if it may end so: numbers grow, and keys stay as they are."""
+    """The fact at the beginning of a turn, given that at its end: numbers grow, keys stay."""
     number, key = start.number, start.key
     if number is None or end.number is None or end.number != number.plus(end.number.offset):
         number = None
@@ -244,7 +244,7 @@ def _widened(start: Fact, end: Fact, context: Context) -> Fact:
 def _in_all_turns(
     fact: Fact, start: Fact, end: Fact, name: Hashable, loop: Loop
 ) -> tuple[Fact, Fact]:
-    """What a turn begins with, and what the loop ends with."""
+    """The facts about a carry at the beginning of a turn, and at the end of the loop."""
     if start.key is not None and start.key.root == name:
         start = start._replace(key=fact.key)
     if start.number is None or end.number is None or fact.number is None:
@@ -253,4 +253,4 @@ def _in_all_turns(
     along = (*fact.number.along, *([Along(path, stride, length)] if stride else []))
     first = start._replace(number=fact.number._replace(along=along))
     last = start._replace(number=fact.number.plus(stride * (length or 0)))
-    return first, last if length else first  # of no turn as well
+    return first, last if length else first  # also if there is no turn

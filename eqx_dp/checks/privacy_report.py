@@ -1,4 +1,4 @@
-"""What `check_privacy` found, and how it is shown."""
+"""The report of `check_privacy`."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from ..tables import Part, tabular
 
 
 class Finding(NamedTuple):
-    """One thing that breaks a rule, or of which it cannot be decided whether it does.
+    """Something that breaks a rule, or may break it.
 
     Attributes:
         rule: `"release"`, `"noise"`, `"side door"`, `"fresh noise"`, `"examples apart"` or
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
         found: what the program does.
         where: the source line.
         advice: what to do.
-        is_decided: whether it breaks the rule for certain.
+        is_decided: whether it certainly breaks the rule.
     """
 
     rule: str
@@ -31,12 +31,12 @@ class Finding(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Noise on clipped sums that have no clipped sum in common with other releases.
+    """Noise on clipped sums that no other release contains.
 
     Attributes:
-        sensitivity: the L2 norm by which one example moves it at most, in the unit of the noise.
+        sensitivity: the largest L2 norm by which one example moves it, in the unit of the noise.
         stddev: the least standard deviation of the noise on an entry.
-        noise_multiplier: the noise by the sensitivity, over all of its arrays; at least.
+        noise_multiplier: a lower bound on noise / sensitivity, over all of its arrays.
         times: how often a call does it.
         where: the source lines of the noise.
     """
@@ -54,15 +54,15 @@ class PrivacyReport(NamedTuple):
 
     Attributes:
         plan: what the step was checked against; None if there is no plan.
-        violations: what breaks a rule.
-        undecided: what may break one: the check cannot tell.
-        releases: what leaves the step through noise.
-        kept: results named in `kept=` that private data is in, and that come back in the next call.
-            They must not be published, nor what is made of them.
+        violations: findings that break a rule.
+        undecided: findings that may break one.
+        releases: sums that leave the step through noise.
+        kept: results named in `kept=` that hold private data and come back in the next call. Do not
+            publish them, or anything computed from them.
         disclosed: results that were disclosed by name. No plan accounts for them.
         noise_multiplier: of all releases of a step together; infinite without any.
         steps: how many steps of the plan a call takes.
-        notes: what the check takes for granted.
+        notes: assumptions of the check.
     """
 
     plan: PrivacyPlan | None

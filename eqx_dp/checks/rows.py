@@ -1,7 +1,6 @@
-"""Dimensions: which entries of an equation's operands an entry of its results is made of.
+"""Dimensions: the entries of an equation's operands that an entry of its results depends on.
 
-Everything that is known of dimensions follows from one table, `layout`. Of a primitive that is not
-in it nothing is known.
+All facts about dimensions follow from one table, `layout`. A primitive that is not in it has none.
 """
 
 import math
@@ -16,7 +15,7 @@ from .facts import Fact, Ref
 from .flow import shape_of
 
 ALL = -1
-"""Along a dimension of the result: each entry is made of all of the operand in the same way."""
+"""Along a dimension of the result: each entry is the same function of the whole operand."""
 
 From: TypeAlias = int | None
 """Where a dimension of a result comes from: entry i from entry i of the operand's dimension with
@@ -55,7 +54,7 @@ def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
 
 
 def _reshape(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    """Dimensions that are as long, with as many entries before them, are the same ones."""
+    """Dimensions of equal length, with equally many entries before them, are the same."""
     before = {(math.prod(shapes[0][:d]), n): d for d, n in enumerate(shapes[0]) if n > 1}
     found = (ALL if n == 1 else before.get((math.prod(shape[:d]), n)) for d, n in enumerate(shape))
     return [(None,) * len(shape) if params.get("dimensions") is not None else tuple(found)]
@@ -75,7 +74,7 @@ def _but(over: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
 
 
 def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    """Batching dimensions go along; windows as large as the operand stay as they are."""
+    """Batching dimensions are kept, and so are windows as large as the operand."""
     numbers = params["dimension_numbers"]
     found: list[From] = [None] * len(shape)
     of_index: list[From] = [ALL] * len(shape)
@@ -108,7 +107,7 @@ _RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
 
 
 def dimensions(equation: JaxprEqn, inputs: list[Fact]) -> dict[str, Any]:
-    """What is known of the dimensions of a result: fields of its fact."""
+    """The facts about the dimensions of a result: fields of its fact."""
     found = layout(equation)
     if found is None:
         return {}
@@ -126,14 +125,14 @@ _EVEN = "even"
 
 
 def _place(fact: Fact, place: From) -> Any:
-    """What an entry of a result is made of: a row, the same as all others, or unknown (None)."""
+    """What an entry of a result depends on: a row, the same as all others, or unknown (None)."""
     if fact.is_public:
         return _EVEN if place == ALL or place in fact.even else None
     return None if place in (ALL, None) else dict(enumerate(fact.refs)).get(place)
 
 
 def _ref(places: list[Any]) -> Ref | None:
-    """Whose entry i an entry i is made of."""
+    """The dimension whose entry i an entry i depends on."""
     refs = {place for place in places if place is not _EVEN}
     return refs.pop() if len(refs) == 1 else None
 
@@ -142,7 +141,7 @@ def _ref(places: list[Any]) -> Ref | None:
 
 
 def index_of(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
-    """How integers of private arguments can serve as indices: as they are, or counted from behind.
+    """How integers of private arguments can serve as indices: unchanged, or from the end.
 
     `x[index]` looks up `where(index < 0, index + len(x), index)`.
     """
@@ -167,9 +166,9 @@ def index_of(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
 
 
 def gathered(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] | None:
-    """Rows that private indices say: whose index it is, whose row. Indices do not repeat.
+    """Rows at private indices: a row belongs to the example of its index. Indices do not repeat.
 
-    There are not as many indices as rows: else entry i of the indices would go with row i.
+    The numbers of indices and rows differ: otherwise entry i of the indices would belong to row i.
     """
     values, index = inputs[0], inputs[1]
     numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])

@@ -1,4 +1,4 @@
-"""Linear functions of clipped sums, and how far one example moves them."""
+"""Linear functions of clipped sums, and their sensitivity to one example."""
 
 import math
 from collections import defaultdict
@@ -21,7 +21,7 @@ class Source(NamedTuple):
     """A clipped sum.
 
     Attributes:
-        bound: the L2 norm by which one example moves it at most.
+        bound: the largest L2 norm by which one example moves it.
         loops: those in whose turns it is of other batches.
     """
 
@@ -33,9 +33,9 @@ class Release(NamedTuple):
     """Noise on clipped sums.
 
     Attributes:
-        rows: what the noise was added to, leaf by leaf.
+        rows: the sums that the noise was added to, leaf by leaf.
         stddev: of the noise.
-        is_exact: whether one example moves the rows as far as is said.
+        is_exact: whether the bounds of the rows are reached.
         loops: in whose turns it is of other batches.
         context: where.
     """
@@ -48,7 +48,7 @@ class Release(NamedTuple):
 
 
 def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
-    """What an equation makes of clipped sums and public values."""
+    """The result of an equation on clipped sums and public values."""
     name, first = equation.primitive.name, inputs[0]
     found = made_of(inputs, "linear", context.line)
     sums = [fact for fact in inputs if fact.kind is Kind.SUM]
@@ -86,12 +86,12 @@ def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
 
 
 def scaled(rows: tuple[Row, ...], factor: float) -> tuple[Row, ...]:
-    """Rows behind a linear function whose norm is at most `factor`."""
+    """Rows after a linear function whose norm is at most `factor`."""
     return tuple(frozenset(Term(term.leaf, term.gain * factor) for term in row) for row in rows)
 
 
 def added(found: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
-    """A bound on the sum of several: for each leaf, how far it moves all rows together."""
+    """A bound on the sum of several: for each leaf, the bound on all rows together."""
     if len(found) == 1:
         return found[0]
     gains = defaultdict[Any, float](float)
@@ -105,7 +105,7 @@ def added(found: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
 
 
 def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:
-    """How far a sum is multiplied at most, and whether all its entries are."""
+    """The largest factor of a sum, and whether all its entries have it."""
     other = inputs[0 if inputs[1].kind is Kind.SUM else 1]
     value = value_of(other)
     if value is None or not np.size(value) or (name == "div" and other is inputs[0]):
@@ -116,16 +116,16 @@ def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:
     return (most, bool(values.min() == most)) if math.isfinite(most) else None
 
 
-# How far releases move.
+# The sensitivity of releases.
 
 
 def noise_multiplier(releases: Sequence[Release], sources: Mapping[Any, Source]) -> float:
     """The noise multiplier of several releases together; infinite without any.
 
-    With M the matrix of what one example does to all numbers released, each by the standard
-    deviation of its noise, it is 1 / max |M x|. Rows of M that are of the same clipped sums go
-    together, and others add up by squares. By Minkowski, |M x| is at most the sum over clipped sums
-    of the norm of their columns times their bound.
+    Let M be the matrix of the effect of one example on all released numbers, each divided by the
+    standard deviation of its noise. The result is 1 / max |M x|. Rows of M of the same clipped sums
+    are taken together, and the others add in squares. By Minkowski, |M x| is at most the sum over
+    clipped sums of the norm of their columns times their bound.
     """
     of_sums: defaultdict[frozenset[Any], list[dict[Any, float]]] = defaultdict(list)
     for release in releases:

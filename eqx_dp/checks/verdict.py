@@ -1,4 +1,4 @@
-"""What is said of a step: findings, releases, and how they stand to the plan."""
+"""The verdict on a step: findings, releases, and their comparison with the plan."""
 
 import math
 from collections import defaultdict
@@ -16,15 +16,15 @@ from .sums import noise_multiplier, turns
 
 
 class Result(NamedTuple):
-    """What a step returns.
+    """A result of a step.
 
     Attributes:
         name: its dotted path.
-        fact: what is known of it.
+        fact: the fact about it.
         returns: the arguments that it may be in the next call.
         is_state: whether it may be part of a state.
-        is_disclosed: whether it is released without noise knowingly.
-        is_kept: whether it stays in the state without noise knowingly.
+        is_disclosed: whether it is released without noise on purpose.
+        is_kept: whether it stays in the state without noise on purpose.
     """
 
     name: str
@@ -39,11 +39,11 @@ class TracedStep(NamedTuple):
     """A step whose values are known.
 
     Attributes:
-        record: what was noted on the way.
+        record: findings, sums, releases and keys.
         arguments: names of its arrays.
         same: of keys among them, the first argument that holds the same.
-        results: what it returns.
-        reaches_model: whether what stays unnamed in the state reaches the next call's model.
+        results: its results.
+        reaches_model: whether unnamed values in the state reach the next call's model.
     """
 
     record: Record
@@ -59,7 +59,7 @@ def names_it(pattern: str, name: str) -> bool:
 
 
 def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
-    """The report on a step, held against a plan."""
+    """The report on a step, compared with a plan."""
     record, notes = step.record, list[str]()
     multiplier, steps, released = _releases(step, plan)
     found = [*_leaving(step), *record.found, *_against_plan(record, plan, multiplier, steps)]
@@ -95,21 +95,21 @@ _GIVE_MASK = (
 )
 
 
-# What leaves.
+# Results.
 
 _ADD_NOISE = (
-    "Add the plan's noise to what filter_clipped_grad returns, before anything else is made of it: "
-    "plan.privatizer stands first in the optimizer's chain; by hand, dp.add_noise."
+    "Add the plan's noise to the result of filter_clipped_grad, before any other operation: "
+    "plan.privatizer comes first in the optimizer's chain; without optax, dp.add_noise."
 )
 _BY_HAND = (
     "The check knows the noise of dp.add_noise(grads, key, stddev) and of plan.privatizer, and no "
     "other: use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
-    "Leave it out of the results, means over examples as well. If it may be known without noise, "
+    "Leave it out of the results, also as a mean. If you release it without noise on purpose, "
     "name its path in disclose=."
 )
-_STAYS = "If nobody sees it, nor what is made of it, name its path in kept=. "
+_STAYS = "If nobody sees it, or anything computed from it, name its path in kept=. "
 
 
 def _leaving(step: TracedStep) -> list[Finding]:
@@ -147,7 +147,7 @@ def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, t
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE if plan is None else plan.neighboring_relation
     moved, sources = SENSITIVITY_OF_UNIT_NORM[relation], step.record.sources
     releases, table = [*step.record.releases.values()], list[Row]()
-    # Several loops may go over the same batches: all releases count for one step then.
+    # Several loops may go over the same batches: then all releases count for one step.
     lengths = defaultdict[Any, int](int)
     for release in releases:
         alone = noise_multiplier([release], sources) / moved
@@ -195,7 +195,7 @@ _MORE_NOISE = (
 
 
 def _next_call(step: TracedStep) -> Calls:
-    """What keys and counters among the arguments are in the next call."""
+    """The keys and counters among the arguments of the next call."""
     after = defaultdict[int, list[Fact]](list)
     for result in step.results:
         for i in result.returns:
@@ -214,7 +214,7 @@ def _next_call(step: TracedStep) -> Calls:
 
 
 def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
-    """Whether each noise has a key of its own, and another one in each turn and call."""
+    """Whether each noise has its own key, and a different one in each turn and call."""
     calls, found, uses = _next_call(step), list[Finding](), {**step.record.uses}
     first = next(iter(uses.values()), None)
     for result in step.results:
@@ -282,5 +282,5 @@ def _shared(a: Use, b: Use) -> Finding:
         found = f"the key of {what} is not proven to be independent of that of {other}"
     if b.context.line not in (a.context.line, "the results"):
         found += f" (at {b.context.line})"
-    advice = "Use a key for nothing else than one noise: jax.random.split gives as many as needed."
+    advice = "Use each key for one noise only: jax.random.split gives as many as needed."
     return Finding(rule, found, a.context.line, advice, is_decided)

@@ -1,8 +1,8 @@
 """How many digits a number format holds, a matrix product keeps, and an equation's results hold.
 
 Accelerators round float32 operands of products unless a program asks for more: at JAX's default
-precision to bfloat16 (TPU) or TensorFloat32 (NVIDIA). An algorithm by name rounds to what it is
-named for.
+precision to bfloat16 (TPU) or TensorFloat32 (NVIDIA). A named algorithm rounds to the format of its
+name.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Width(NamedTuple):
     """A number format.
 
     Attributes:
-        name: as a dtype has it.
+        name: that of the dtype.
         digits: binary digits of the significand that are stored.
         exponent: bits of the exponent.
     """
@@ -41,7 +41,7 @@ class Width(NamedTuple):
 
 
 def width_of(dtype: Any) -> Width | None:
-    """The width of a floating-point dtype (of a complex one's parts); None of anything else."""
+    """The width of a floating-point dtype (of a complex one's parts); None for other dtypes."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return None
     info = jnp.finfo(dtype)
@@ -56,7 +56,7 @@ def known_width(dtype: Any) -> Width:
 
 
 def width_of_variable(variable: Any) -> Width | None:
-    """The width of what a variable holds, if that is floating point."""
+    """The width of a variable, if it is floating point."""
     return width_of(dtype_of(variable))
 
 
@@ -73,7 +73,7 @@ _ROUNDED = {
 
 
 def narrowest_inside(equation: JaxprEqn) -> Width | None:
-    """What a contraction rounds to on its way, narrower than its operands and its result show.
+    """The format that a contraction rounds to, if it is narrower than operands and result.
 
     | a product of float32 | digits that are kept |
     |---|---|
@@ -83,7 +83,7 @@ def narrowest_inside(equation: JaxprEqn) -> Width | None:
     | by another algorithm | those of the format it is named for |
 
     Returns:
-        The narrowest such format; None where nothing is lost, and of what is no contraction.
+        The narrowest such format; None if nothing is lost, or for other equations.
     """
     if equation.primitive.name not in CONTRACTIONS:
         return None
@@ -99,7 +99,7 @@ def narrowest_inside(equation: JaxprEqn) -> Width | None:
 
 
 def _inside(precision: Any) -> Width | None:
-    """What an operand of float32 is rounded to."""
+    """The format that an operand of float32 is rounded to."""
     if isinstance(precision, DotAlgorithmPreset) and precision != DotAlgorithmPreset.DEFAULT:
         operand, *rest = precision.name.split("_")
         width = None if rest[-1] in ("X6", "X9") else _ROUNDED.get(operand)
@@ -112,13 +112,13 @@ def _inside(precision: Any) -> Width | None:
 
 
 def width_of_result(equation: JaxprEqn, variable: Any) -> Width | None:
-    """What one of an equation's results holds, if that is floating point.
+    """The width of an equation's result, if it is floating point.
 
     | equation | width |
     |---|---|
-    | a callback, a kernel by name | none at all: nothing is known of its results |
+    | a callback, a kernel by name | none at all: its results are unknown |
     | `reduce_precision` | the one that it rounds to |
-    | a matrix product, a convolution | of the result, or what is narrower on the way there |
+    | a matrix product, a convolution | of the result, or a narrower one inside |
     | anything else | of the result |
     """
     name = equation.primitive.name
@@ -130,7 +130,7 @@ def width_of_result(equation: JaxprEqn, variable: Any) -> Width | None:
     return narrowest_inside(equation) or width_of_variable(variable)
 
 
-# What is known of a value on its way between the clip and the noise.
+# Facts about a value between the clip and the noise.
 
 
 class Draw(NamedTuple):
@@ -151,8 +151,8 @@ class Facts(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        clipped: whether a sum of clipped gradients is in it that has no noise yet.
-        draws: the random bits that it descends from; none where `clipped`.
+        clipped: whether it contains a sum of clipped gradients without noise.
+        draws: the random bits that it depends on; none if `clipped`.
         narrowest: the narrowest floating-point format that it went through since the draws; None
             without any, or without a float yet.
         arguments: the program's arguments that it is made of, outside of the engine.
@@ -164,14 +164,14 @@ class Facts(NamedTuple):
     arguments: frozenset[int] = frozenset()
 
     def through(self, width: Width | None) -> "Facts":
-        """The facts about a value of the given width that is made of one with these."""
+        """The facts about a value of the given width, computed from a value with these facts."""
         if not self.draws or width is None:
             return self
         return self._replace(narrowest=narrowest_of([self.narrowest, width]))
 
 
 def narrowest_of(widths: Iterable[Width | None]) -> Width | None:
-    """The narrowest of those that are known."""
+    """The narrowest of the known widths."""
     known = (width for width in widths if width is not None)
     return min(known, key=lambda width: width.key, default=None)
 

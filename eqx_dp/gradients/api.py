@@ -83,9 +83,9 @@ def filter_clipped_grad(
 
     Guarantee: the result is a sum over examples, divided by the public `normalize_by`. What one
     example adds depends on that example (and its key) alone; its L2 norm is at most
-    `l2_norm_bound`: the clip factor comes from an upper bound on the true norm, rounding
-    included. A gradient is clipped right at any scale that its own dtype holds (after the loss
-    scale: in float16 an entry beyond 65504 / loss scale is infinite).
+    `l2_norm_bound`: the clip factor comes from an upper bound on the true norm, rounding included.
+    Clipping is correct at any scale that the gradient's dtype holds (after the loss scale: in
+    float16 an entry beyond 65504 / loss scale is infinite).
 
     | example | adds |
     |---|---|
@@ -241,7 +241,7 @@ def _wrap(
     configuration: Configuration,
     finish: Callable[[PerExample, PyTree[Array]], Any],
 ) -> Any:
-    """Wraps a loss, or makes the decorator that will."""
+    """Wraps a loss, or returns a decorator that does."""
 
     def wrap(fun: Callable[..., Any]) -> Any:
         if not callable(fun) or isinstance(fun, ClippedGrad):

@@ -1,4 +1,4 @@
-"""What a call is given: a model and what of it is trained, a batch, a key, padding."""
+"""The arguments of a call: a model and its trained part, a batch, a key, padding."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -22,11 +22,11 @@ _Model = TypeVar("_Model")
 
 
 def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Model]:
-    """Splits a model into what is trained and the rest, each with None in place of the other.
+    """Splits a model into its trained part and the rest, each with None in place of the other.
 
-    What an `eqx.nn.State` holds (running statistics, say) is written by layers, and no gradient
-    descent is meant to move it. A function gets a leaf and not its place in the tree, so it selects
-    parameters alone; True in a tree of booleans may select state as well.
+    Layers write an `eqx.nn.State` (for example running statistics), and gradient descent must not
+    change it. A function gets a leaf and not its place in the tree, so it selects only parameters;
+    True in a tree of booleans may select state as well.
 
     | filter_spec | of an `eqx.nn.State`, a `StateIndex.init` |
     |---|---|
@@ -72,7 +72,7 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
 def checked_trainable(
     model: PyTree[Any], filter_spec: FilterSpec
 ) -> tuple[PyTree[Array], PyTree[Any]]:
-    """Splits a model, as [`split_trainable`][], and checks that what is trained can be.
+    """Splits a model, as [`split_trainable`][], and checks that the trained part can be trained.
 
     Raises:
         ValueError: nothing is trained, or something that is no real floating-point array.
@@ -113,7 +113,7 @@ def check_mask(sampling: Sampling | None, is_padding_example: object) -> None:
         raise ValueError(
             "is_padding_example is missing. This gradient is of samples, and a sampled batch has "
             "padding, whose index is -1: without the mask the last example would count in every "
-            "padding slot. Hand on the mask that sampler.take or sampler.batch returns; for a "
+            "padding slot. Pass on the mask that sampler.take or sampler.batch returns; for a "
             "batch without padding, np.zeros(length, bool)."
         )
 
@@ -139,7 +139,7 @@ class Examples(NamedTuple):
         return jax.tree.leaves((self.batch, self.keys))
 
     def specs(self) -> list[PartitionSpec]:
-        """Where one example of each leaf lives: as its type says, replicated if that is silent."""
+        """Where one example of each leaf lives: as its type says, otherwise replicated."""
 
         def spec(x: Array) -> PartitionSpec:
             _, *entries = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
@@ -217,14 +217,14 @@ def _length(where: str, leaf: Any) -> int:
 
 
 def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
-    """What an error says of leading axes that differ."""
+    """The error message for leading axes that differ."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
             return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"
-    told = ", ".join(f"{where} has {length}" for where, length in lengths.items())
+    found = ", ".join(f"{where} has {length}" for where, length in lengths.items())
     stack = " Stack examples that are in a list (jnp.stack)."
     return (
-        f"The batch's leading axes differ: {told}. All of them must be the number of examples."
+        f"The batch's leading axes differ: {found}. All of them must be the number of examples."
         f"{stack if any(isinstance(argument, list) for argument in batch) else ''}"
     )
 
@@ -241,7 +241,7 @@ def _split(key: Any, num_examples: int) -> Array:
     try:
         return jax.random.split(key, num_examples)
     except (TypeError, ValueError):
-        # JAX's own error would print a seed that is given for a key.
+        # JAX's own error would print a seed that was given instead of a key.
         kind = shown(key) if eqx.is_array(key) else f"a value of type {type(key).__name__}"
         raise ValueError(
             "key must be a single JAX key (jax.random.key(seed)), which is split here, one "

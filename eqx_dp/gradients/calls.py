@@ -1,6 +1,6 @@
-"""A call that is checked and traced, run on one device or, by sharding rules, on a mesh.
+"""Runs a checked and traced call, on one device or, with sharding rules, on a mesh.
 
-In a traced program it is one equation, whose mark states the bounds of what it adds.
+In a traced program it is one equation, whose mark states the bounds of its sums.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
         groups: for each leaf the index of its clip norm.
         ranks: how many dimensions each leaf has.
         num_shared: how many operands examples share.
-        num_batched: how many operands have examples in front, keys and mask aside.
+        num_batched: how many operands have examples in front, without keys and mask.
         has_keys: whether there are keys.
         has_mask: whether there is a mask.
         num_examples: the length of the batch, padding included.
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
 
     @property
     def num_operands(self) -> int:
-        """How many operands the engine gave."""
+        """The number of operands of the engine."""
         return self.num_shared + self.num_batched + self.has_keys + self.has_mask
 
 
@@ -86,8 +86,8 @@ def mark_of(equation: jex_core.JaxprEqn) -> Mark | None:
 class PerExample(NamedTuple):
     """Values of each example before clipping. They are **not private**.
 
-    To log, store or decide anything by them is another release, which no plan accounts for. In
-    padding slots all values are zero.
+    Logging them, storing them, or deciding anything by them is another release, which no plan
+    accounts for. In padding slots all values are zero.
 
     Attributes:
         loss: the loss, in the policy's output dtype.
@@ -102,7 +102,7 @@ class PerExample(NamedTuple):
     grad_norm: PyTree[Float[Array, " batch"]]
     aux: PyTree[Any]
 
-    def __repr__(self) -> str:  # no values: what is shown may be kept
+    def __repr__(self) -> str:  # no values: printed text may be kept
         loss, norm, aux = map(shapes, self)
         return f"PerExample(loss={loss}, grad_norm={norm}, aux={aux})"
 
@@ -115,8 +115,8 @@ class CallSpecs(NamedTuple):
         frozen: each other array of the model.
         sums: the gradient of each trainable leaf.
         of_one: all arrays that the loss of one example takes.
-        cuts: of gradients that are scattered as soon as they are known, how.
-        is_cut: the trainable leaves of which a device holds a part over the example axes.
+        cuts: how gradients are scattered as soon as they are known.
+        is_cut: whether a device holds only a part of each trainable leaf, over the example axes.
     """
 
     params: list[PartitionSpec]
@@ -131,11 +131,12 @@ class Prepared(NamedTuple):
     """A call, checked and traced; with shapes for its arrays where [`described`][] gave it.
 
     Attributes:
-        traced: the loss of one example, and what belongs to it.
+        traced: the loss of one example, with its arrays and uses.
         examples: the batch.
         choice: the method, and how many examples at once on a device.
         costs: how each trainable leaf is treated, and what that costs for one example.
-        activations: bytes that one example's forward pass leaves for its backward pass, roughly.
+        activations: a rough estimate of the bytes that one example's forward pass saves for its
+            backward pass.
         structure: of the trainable leaves.
         specs: with sharding rules, how arrays are spread.
         num_shards: how many parts the batch is divided into.
@@ -152,7 +153,7 @@ class Prepared(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """Where each trainable leaf stands in the model."""
+        """The path of each trainable leaf in the model."""
         leaves = jax.tree_util.tree_leaves_with_path(self.structure.unflatten(self.traced.params))
         return [dotted(path) for path, _ in leaves]
 
@@ -160,10 +161,10 @@ class Prepared(NamedTuple):
     def reasons(self) -> list[str]:
         """Why each trainable leaf is treated as it is, and when a device needs all of it."""
         stay = parts_that_stay(self.traced)
-        told = ("all of it is gathered at the beginning", "it is gathered where it is used")
+        gathered = ("all of it is gathered at the beginning", "it is gathered where it is used")
         is_cut = [False] * len(self.costs) if self.specs is None else self.specs.is_cut
         return [
-            f"{cost.reason}; {told[leaf in stay]}" if its else cost.reason
+            f"{cost.reason}; {gathered[leaf in stay]}" if its else cost.reason
             for leaf, (cost, its) in enumerate(zip(self.costs, is_cut, strict=True))
         ]
 
@@ -174,12 +175,12 @@ class Prepared(NamedTuple):
 
     @property
     def of_device(self) -> int:
-        """How many examples of the batch a device has."""
+        """The number of the batch's examples on a device."""
         return self.examples.num_examples // self.num_shards
 
     @property
     def at_once(self) -> int:
-        """How many of them it processes at once."""
+        """The number of examples that a device processes at once."""
         return min(self.choice.microbatch_size or self.of_device, self.of_device)
 
 
@@ -216,7 +217,7 @@ def specs_of(
 
 
 Method: TypeAlias = Callable[[TracedLoss, str, list[Array], Array], ClippedSum]
-"""Clips and sums a microbatch, by the method that is named: `methods.clipped_sum`."""
+"""Clips and sums a microbatch by the named method: `methods.clipped_sum`."""
 
 
 def run(
@@ -257,14 +258,14 @@ def run(
 def _spread(
     prepared: Prepared, configuration: Configuration, method: Method
 ) -> tuple[list[Array], PerExample]:
-    """Sends a batch through the method, a microbatch at a time, on every device its own part."""
+    """Applies the method to a batch, one microbatch at a time, on every device to its own part."""
     traced, examples, specs = prepared.traced, prepared.examples, prepared.specs
     rules = configuration.sharding
     on_device = functools.partial(_on_device, configuration, method, prepared.choice)
     if rules is None or specs is None:
         return on_device(traced, examples.leaves, examples.is_padding_example)
 
-    # All arrays go in as arguments: what is closed over would not be spread.
+    # All arrays are arguments: closed-over arrays would not be spread.
     consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
@@ -273,7 +274,7 @@ def _spread(
     def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
         shared = [
             x if i in may_stay else whole(x) for i, x in enumerate(shared)
-        ]  # of the rest a device has all from the start
+        ]  # the rest is whole on a device from the start
         params, rest = shared[:num_params], shared[num_params:]
         frozen, consts = rest[: len(traced.frozen)], rest[len(traced.frozen) :]
         here = traced.with_arrays(params, frozen, consts)._replace(cuts=specs.cuts)
@@ -292,10 +293,10 @@ def _spread(
 
 
 def parts_that_stay(traced: TracedLoss) -> set[int]:
-    """The arrays of the model of which a device never needs all from beginning to end.
+    """The arrays of the model that a device does not need to hold whole all the time.
 
-    They are gathered where they are used. The others are once, at the beginning: those that are
-    formed.
+    They are gathered where they are used. The others, the formed leaves, are gathered once, at the
+    beginning.
     """
     return set(range(len(traced.params) + len(traced.frozen))) - set(traced.uses.formed)
 

@@ -1,15 +1,15 @@
-"""What is chosen by shapes: factored or formed, the method, and how many examples at once.
+"""Choices that follow from shapes: factored or formed, the method, the microbatch.
 
 A leaf of n entries whose uses meet T vectors each of lengths a and b is factored if
 
     T^2 (a + b) operations + 11 numbers moved for each one met < 6 numbers moved for each entry,
 
-for its norm is found from inner products of all vectors with all, while a gradient that is formed
-is written, read for its norm and read for the sum. Measured on two CPU cores.
+because its norm comes from inner products of all pairs of vectors, while a formed gradient is
+written, read for its norm and read for the sum. Measured on two CPU cores.
 
 `auto` is a formula of shapes, platform, memory and the sampling probability, never of data. It
-takes book-keeping, unless one example would hold too much memory: then ghost. Of the microbatches
-that fit it takes that of least expected work,
+takes book-keeping, or ghost if one example would need too much memory. Of the microbatches that fit
+it takes the one of least expected work,
 
     work = examples x (3 F + N + move x M) + microbatches x (move x 6 D + kernels x start).
 
@@ -43,15 +43,15 @@ from .uses import Member, ParamUse, Uses, overlaps
 
 Way: TypeAlias = Literal["factored", "formed", "unused"]
 
-# Numbers moved for an entry of a gradient that is formed (where it is many, copies are made to sum
-# it; where it stays in the cache of a core, only operations count), and for a number that a use
-# meets (scaled, masked, weighted).
+# Numbers moved for an entry of a formed gradient (many examples are copied for the sum; if they
+# stay in the cache of a core, only operations count), and for a number that a use multiplies
+# (scaled, masked, weighted).
 _OF_FORMED, _OF_MANY, _OF_CACHED, _MET = 6, 12, 3, 11
 _CACHE = 2**15
 
 
 def move() -> int:
-    """What moving one number to or from memory costs, in floating-point operations."""
+    """The cost of moving one number to or from memory, in floating-point operations."""
     return 16 if is_cpu() else 64
 
 
@@ -63,7 +63,7 @@ class LeafCost(NamedTuple):
         way: whether it is factored or formed.
         norm_flops: floating-point operations for the norm.
         sum_flops: the same for the weighted sum.
-        bytes: what is held for it until the clip factor is known.
+        bytes: memory that is held for it until the clip factor is known.
         reason: why this way.
         steps: see `num_steps`.
     """
@@ -83,14 +83,14 @@ class LeafCost(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Numbers moved for one example, beside those that an ordinary gradient moves."""
+        """Numbers moved for one example, besides those that an ordinary gradient moves."""
         return self.bytes / 4 * {"factored": _MET, "formed": _OF_MANY, "unused": 0}[self.way]
 
 
 def leaf_costs(
     found: Uses, sizes: list[int], is_spread: list[bool], method: str
 ) -> tuple[Uses, list[LeafCost]]:
-    """How a method treats every leaf, by shapes and platform alone; the uses of those factored.
+    """The uses of the factored leaves, and how a method treats every leaf: by shapes and platform.
 
     Args:
         found: all uses.
@@ -119,7 +119,7 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
     if sets is None:
         return formed._replace(reason=f"{len(uses)} uses: of parts that may overlap")
     steps = sum(use.steps for use in uses)
-    told = "one step" if steps == 1 else f"{steps} steps"
+    count = "one step" if steps == 1 else f"{steps} steps"
     held = sum(_bytes((use.result, use.residuals)) for use in uses)
     inner = sum(_inner_products(uses, members) for members in sets)
     forming = sum(_outer_products(use) for use in uses)
@@ -127,29 +127,29 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
     if all(use.kind is lookup for use in uses):
         return factored._replace(reason="only the rows that were looked up count")
     if inner == 0:
-        return factored._replace(reason=f"{told}: |x| |g| is the norm")
+        return factored._replace(reason=f"{count}: |x| |g| is the norm")
     entries = sum(math.prod(uses[members[0].use].matrices) for members in sets)
     if 4 * entries <= _CACHE:
         is_cheaper = inner <= move() * _OF_CACHED * entries
     else:
         is_cheaper = inner + move() * _MET * held / 4 <= move() * _OF_FORMED * entries
     if is_cheaper:
-        reason = f"{told}: their inner products are cheaper than {entries:,} entries"
+        reason = f"{count}: their inner products are cheaper than {entries:,} entries"
         return factored._replace(reason=reason)
     if method == "ghost" and len(uses) == 1 and uses[0].is_seen:
         norm_flops = min(inner, forming + 2 * entries)
-        reason = f"{told}: measured where it is used, on the way back"
+        reason = f"{count}: measured where it is used, on the way back"
         return factored._replace(norm_flops=norm_flops, reason=reason)
     if is_spread:
-        return factored._replace(reason=f"{told}: no device holds {entries:,} entries")
-    reason = f"{told}: forming {entries:,} entries is cheaper than their inner products"
+        return factored._replace(reason=f"{count}: no device holds {entries:,} entries")
+    reason = f"{count}: forming {entries:,} entries is cheaper than their inner products"
     return formed._replace(reason=reason)
 
 
 def num_steps(found: Uses, leaf: int) -> int:
-    """How many vectors of data a leaf meets at most, the tokens of a sequence, say.
+    """How many vectors of data, such as tokens, multiply a leaf at most.
 
-    It is 0 where the leaf is not used in contractions and lookups alone.
+    It is 0 if the leaf has uses other than contractions and lookups.
     """
     uses = found.of[leaf].values()
     if any(use.kind is not contraction and use.kind is not lookup for use in uses):
@@ -170,7 +170,7 @@ def _inner_products(uses: tuple[ParamUse, ...], members: tuple[Member, ...]) -> 
     if steps == 1 and all(use.kind is not lookup for use in its):
         return 0
     groups, features_in, features_out = its[0].matrices
-    # Rows of a lookup are compared, or picked from the other side: next to nothing.
+    # Rows of a lookup are compared, or picked from the other side, which costs almost nothing.
     rows = 0 if any(use.kind is lookup for use in its) else features_in
     return 2 * groups * steps**2 * (rows + features_out) // 2
 
@@ -186,13 +186,13 @@ def _bytes(shapes: object) -> int:
 _CPU_SHARE = 8 * 2**20
 # How many times as long as in a larger microbatch an example takes on a CPU that is alone in one.
 _ALONE = 1.25
-# The share of memory that per-example parts may take.
+# The share of memory that per-example data may take.
 _MEMORY_SHARE = 0.4
 # Numbers moved for an entry and a microbatch. Measured on two CPU cores: 3 (CNN) to 8 (MLP).
 _MOVED_BY_A_PASS = 6
 # Kernels for a leaf: forward, backward, norm, sum.
 _KERNELS = 10
-# What one normal number costs (20 rounds of threefry, and the inverse error function).
+# The cost of one normal number (20 rounds of threefry, and the inverse error function).
 _NORMAL = 500
 # XLA divides work between cores by the leading axis: odd sizes leave some of them idle.
 _ALIGNED = 8
@@ -222,11 +222,11 @@ class DeviceBatch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a device is expected to do in a step, in floating-point operations (or equivalents).
+    """The expected work of a device in a step, in floating-point operations (or equivalents).
 
     Attributes:
-        gradient: for the examples that there are, with what norms and weighted sum add.
-        padding: for the slots that are left over in microbatches that hold an example.
+        gradient: for real examples, including norms and weighted sums.
+        padding: for padding slots in microbatches that hold an example.
         passes: for adding up the sums of microbatches.
         noise: for drawing it.
     """
@@ -243,7 +243,7 @@ class Work(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What the engine does with a batch.
+    """How the engine processes a batch.
 
     Attributes:
         method: the method.
@@ -251,7 +251,7 @@ class Choice(NamedTuple):
         reason: why.
         held: bytes that are held for an example until its clip factor is known, by estimate.
         batch: the batch of a device.
-        work: what it is expected to do.
+        work: its expected work.
     """
 
     method: str
@@ -271,7 +271,7 @@ def choose(
     method: str,
     microbatch_size: int | None,
 ) -> Choice:
-    """The method and the microbatch, from what was asked for and from what is held for each.
+    """The method and the microbatch, from the options and the memory that each method needs.
 
     Args:
         costs: of every leaf, by each method.
@@ -279,7 +279,7 @@ def choose(
         flops: of all contractions in one example's loss and the gradient of that.
         activations: bytes that its forward pass leaves for its backward pass.
         batch: the batch of a device.
-        method: as asked for, as the microbatch is.
+        method: the option, and so is the microbatch.
         microbatch_size: examples at once on a device.
     """
     chosen, memory = "book_keeping" if method == "auto" else method, device_memory()
@@ -300,7 +300,7 @@ def choose(
 
 
 class _Method(NamedTuple):
-    """What a method does for each example.
+    """The work and memory of a method for each example.
 
     Attributes:
         costs: of every leaf, by this method.
@@ -315,7 +315,7 @@ class _Method(NamedTuple):
     held: int
 
     def work(self, batch: DeviceBatch, size: int | None) -> Work:
-        """What is expected by a microbatch size: whole microbatches, as many as are needed."""
+        """The expected work with a microbatch size: whole microbatches, as many as needed."""
         size = min(size or max(1, batch.slots), max(1, batch.slots))
         of_one = float(self.flops + sum(cost.norm_flops for cost in self.costs))
         of_one += move() * sum(cost.moved for cost in self.costs)
@@ -333,7 +333,7 @@ class _Method(NamedTuple):
 
 
 def _best_size(method: _Method, batch: DeviceBatch, most: int) -> int | None:
-    """The microbatch of least work, of those that fit; None for all slots."""
+    """The fitting microbatch of least work; None for all slots."""
     sizes = _sizes(most, batch.slots)
     best = min(sizes, key=lambda size: method.work(batch, size).total, default=batch.slots)
     return best if best < batch.slots else None

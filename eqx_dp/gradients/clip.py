@@ -1,4 +1,4 @@
-"""What the engine knows of a loss, and how norms become clip factors and sums."""
+"""The traced loss, and the way from norms to clip factors and sums."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class TracedLoss(NamedTuple):
 
     Attributes:
         program: the loss of one example.
-        uses: those of every trainable leaf; which leaves are formed.
+        uses: the uses of every trainable leaf, and which leaves are formed.
         params: the trainable leaves, in the compute dtype.
         frozen: the other arrays of the model.
         clipping: the clip norms.
@@ -54,7 +54,7 @@ class TracedLoss(NamedTuple):
     def with_arrays(
         self, params: list[Array | Shard], frozen: list[Array | Shard], consts: list[Any]
     ) -> "TracedLoss":
-        """The same loss with other arrays: those that live on one device."""
+        """The same loss with other arrays, such as those on one device."""
         jaxpr = jex_core.ClosedJaxpr(self.program.jaxpr.jaxpr, consts)
         program = self.program._replace(jaxpr=jaxpr)
         return self._replace(params=params, frozen=frozen, program=program)
@@ -65,7 +65,7 @@ class TracedLoss(NamedTuple):
         return run_apart(one, jaxpr, *batch, out_axes=out_axes)
 
     def scales(self, num_examples: int) -> Float[Array, " batch"] | None:
-        """What each example's loss is multiplied by; None where it is not."""
+        """The factor of each example's loss; None if there is none."""
         if self.loss_scale == 1:
             return None
         return jnp.full(num_examples, self.loss_scale, self.accumulate_dtype)
@@ -79,9 +79,9 @@ class TracedLoss(NamedTuple):
         return self.cuts[leaf] if self.cuts else None
 
     def scattered(self, sums: list[Array]) -> list[Array]:
-        """The sums of all leaves, of which a device keeps its part.
+        """The sums of all leaves; a device keeps its part of each.
 
-        Guarantee: they are added over devices in the dtype that they come in, the accumulate dtype.
+        Guarantee: they are added over devices in their own dtype, the accumulate dtype.
 
         Args:
             sums: of each leaf over this device's examples; those that have the shape of a part
@@ -96,7 +96,7 @@ class TracedLoss(NamedTuple):
 
 
 class ClippedSum(NamedTuple):
-    """What a method makes of a microbatch.
+    """The result of a method for a microbatch.
 
     Attributes:
         grads: for each trainable leaf the sum of clipped gradients, in the accumulate dtype.
@@ -112,7 +112,7 @@ class ClippedSum(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """What becomes of each example's gradient.
+    """The norms and clip factors of each example's gradient.
 
     Attributes:
         norms: for each clip norm one norm an example, before clipping.
@@ -138,8 +138,8 @@ def clip_factors(
     `rescale_to_unit_norm` it is divided by C (De et al., "Unlocking High-Accuracy
     Differentially Private Image Classification through Scale", 2022).
 
-    Guarantee: with `bound` an upper bound on the true norm of what is multiplied, factor x
-    gradient has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (1).
+    Guarantee: with `bound` an upper bound on the true norm of what is multiplied, factor x gradient
+        has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (1).
     Proof: with p u the error of a product (`product_roundoff`), the quotient is off by 4 u, the
     product by p u, the division by `normalize_by` by 4 u: 8 + p in all. Room of at least 8 + p is
     added to the bound (of which its own rounding takes 1), and as much is taken off C. Products of
@@ -182,7 +182,7 @@ def clip_factors(
 
 
 def _round_down(value: float, dtype: np.dtype[Any]) -> float:
-    """Rounds a clip norm to the dtype so that it never grows."""
+    """Rounds a clip norm down to the dtype, so that it never grows."""
     with np.errstate(over="ignore"):
         rounded = np.asarray(value, dtype)
     return float(np.nextafter(rounded, np.zeros((), dtype)) if float(rounded) > value else rounded)
@@ -208,7 +208,7 @@ def clip(
         of_groups = [norm / scales for norm in of_groups]
         of_sums = [jnp.where(b > 0, jnp.maximum(b / scales, tiny), b) for b in of_sums]
     contributes = jnp.isfinite(loss) & ~is_padding_example
-    # Where terms that overflow cancel, the norm may be finite, and what is added still not known.
+    # If terms that overflow cancel, the norm may be finite although the sum is unknown.
     for size in (*of_groups, *of_sums):
         contributes &= jnp.isfinite(size)
     factors = [

@@ -48,7 +48,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
 
     Made by [`filter_clipped_grad`][] and [`filter_value_and_clipped_grad`][]. In annotations write
     `dp.ClippedGrad[Model]`, or `dp.ClippedGrad[tuple[dp.PerExample, Model]]`. (The second parameter
-    of the type is the loss; type checkers tell by it which argument a call lacks.)
+    of the type is the loss; with it, type checkers report the argument that a call lacks.)
     """
 
     _fun: Callable[..., Any]
@@ -63,7 +63,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        # Arguments are those of __call__, not those of the loss that __wrapped__ leads to.
+        # The signature is that of __call__, not that of the loss in __wrapped__.
         _, *parameters = inspect.signature(type(self).__call__).parameters.values()
         return inspect.Signature(parameters)
 
@@ -121,8 +121,8 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
     def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result, _Loss]":
         """The same function, for batches that are drawn in a given way.
 
-        Guarantee: if these are samples, a call without `is_padding_example` is refused, whenever it
-        is traced. The function itself stays as it is.
+        Guarantee: if batches are samples, a call without `is_padding_example` is refused when it is
+            traced. The function itself does not change.
 
         Args:
             sampling: how batches are drawn (`plan.sampling`). It also gives the expected number of
@@ -220,14 +220,14 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         is_spread = list(specs.is_cut) if specs is not None else [False] * len(leaves)
         with on_device(rules):
             found = find_uses(program, len(leaves))
-            ways = {way: leaf_costs(found, sizes, is_spread, way) for way in METHODS}
+            by_method = {way: leaf_costs(found, sizes, is_spread, way) for way in METHODS}
         jaxpr = program.jaxpr.jaxpr
         of_example = [i >= len(leaves) + len(others) for i in range(len(jaxpr.invars))]
         activations = activation_bytes(jaxpr, of_example)
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._sampling
         choice = choose(
-            {method: costs for method, (_, costs) in ways.items()},
+            {method: costs for method, (_, costs) in by_method.items()},
             sizes,
             3.0 * matmul_flops(jaxpr),
             activations,
@@ -235,7 +235,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             configuration.method,
             configuration.microbatch_size,
         )
-        uses, costs = ways[choice.method]
+        uses, costs = by_method[choice.method]
         traced = TracedLoss(
             program,
             uses,
@@ -262,6 +262,6 @@ def _accumulate_dtype(params: PyTree[Array], policy: Policy | None) -> np.dtype[
 
 
 def gradients_alone(per_example: PerExample, grads: PyTree[Array]) -> PyTree[Array]:
-    """What a call returns that is asked for gradients alone."""
+    """The result of a call that returns only gradients."""
     del per_example
     return grads

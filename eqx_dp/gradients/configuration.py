@@ -1,4 +1,4 @@
-"""What `filter_clipped_grad` is told beside the loss, and what of it is checked without a model."""
+"""The options of `filter_clipped_grad`, and their checks that need no model."""
 
 import math
 import numbers
@@ -21,7 +21,7 @@ from ..trees import PyTree
 METHODS = ("book_keeping", "ghost", "per_example")
 
 MethodName: TypeAlias = Literal["auto", "book_keeping", "ghost", "per_example"]
-"""What a caller may ask for: a method by name, or the choice of one."""
+"""The option `method`: a method by name, or "auto"."""
 
 
 class Clipping(NamedTuple):
@@ -84,9 +84,9 @@ def _is_none(leaf: Any) -> bool:
 def parse_clip_norm(l2_clip_norm: PyTree[Any], rescale_to_unit_norm: bool) -> Clipping:
     """Reads a clip norm, or a tree of them, as the user gave it.
 
-    Leaves of the tree that are neither numbers nor arrays (an activation function of the model
-    that the tree was made from, say) have no clip norm; whether a trainable leaf is left without
-    one is known, and refused, once the model is there.
+    Leaves of the tree that are neither numbers nor arrays (such as an activation function of the
+    model that the tree was made from) have no clip norm. A trainable leaf without one is refused
+    once the model is known.
 
     Raises:
         ValueError: a clip norm is negative, NaN, or not a number; or there is none at all.
@@ -136,7 +136,7 @@ class Configuration(NamedTuple):
     method: str
 
     def variant(self, method: str | None, microbatch_size: int | None) -> "Configuration":
-        """The same with another method or microbatch; None leaves it as it is."""
+        """The same with another method or microbatch; None keeps it."""
         method = self.method if method is None else _checked_method(method)
         size = _checked_microbatch_size(microbatch_size) or self.microbatch_size
         return self._replace(method=method, microbatch_size=size)

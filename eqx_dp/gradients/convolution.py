@@ -24,7 +24,7 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
 
 
 def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
-    """The image, as it is: its patches are cut out when they are needed."""
+    """The image; its patches are cut out later, when they are needed."""
     del operation, operand
     return inputs[0]
 
@@ -70,7 +70,7 @@ def factors(
 
 
 def outer_products(operation: Operation, image: Array, cotangent: Array) -> Array:
-    """The gradient as matrices, from factors whose time stays last: nothing is moved."""
+    """The gradient as matrices; the factors keep time as the last axis, without a copy."""
     x, g = _columns(operation, image, cotangent)
     outputs_first = jnp.einsum("gpt,gkt->gpk", g, x, precision=jax.lax.Precision.HIGHEST)
     return jnp.swapaxes(outputs_first, 1, 2)
@@ -87,10 +87,10 @@ def _sides(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _cuts_cotangent(operation: Operation) -> bool:
-    """Whether patches are cut out of the cotangent: of an image that the convolution enlarges.
+    """Whether patches are cut from the cotangent, because the convolution enlarges the image.
 
-    Each entry of the window takes all of the smaller side to a part of the larger one. Of a
-    transposed convolution, an image that is filled up with zeros is mostly zeros.
+    Each entry of the window takes all of the smaller side to a part of the larger one. In a
+    transposed convolution the padded image would be mostly zeros.
     """
     image, result = _sides(operation)
     return math.prod(image[2:]) < math.prod(result[2:])
@@ -122,7 +122,7 @@ def _patches(operation: Operation, images: Array, is_cotangent: bool) -> Array:
     kernel = operation.operands[1]
     window = [kernel[i] for i in params["dimension_numbers"].rhs_spec[2:]]
     dilation, lows = params["rhs_dilation"], [low for low, _ in params["padding"]]
-    # Apart in what is cut, apart in what is filled up with zeros first.
+    # The strides in the cut array, and in the array that is first padded with zeros.
     strides, fillings = params["window_strides"], params["lhs_dilation"]
     if is_cotangent:
         positions, strides, fillings = image[2:], fillings, strides

@@ -1,4 +1,4 @@
-"""What the engine makes of a call, on shapes alone: a row for every trainable leaf."""
+"""How the engine treats a call, by shapes alone: a row for every trainable leaf."""
 
 import math
 from collections.abc import Iterator
@@ -32,16 +32,15 @@ class Row(NamedTuple):
     Attributes:
         path: where the leaf stands in the model.
         uses: the kinds of its uses, one an equation that multiplies it by data; with the dtype that
-            it is cast to where that is narrower than the compute dtype:
-            `contraction[float8_e4m3fn]`.
+            it is cast to, if that is narrower than the compute dtype: `contraction[float8_e4m3fn]`.
         way: `"factored"` (norm and sum come from the inputs and cotangents of its uses), `"formed"`
             (each example's gradient is made), or `"unused"`.
         reason: why; of a parameter that is spread over example axes, when a device needs all of it
             as well.
-        compute_dtype: what it enters the loss in.
-        accumulate_dtype: what its norms and its sum are found in.
+        compute_dtype: the dtype in which it enters the loss.
+        accumulate_dtype: the dtype of its norms and its sum.
         flops: floating-point operations for its norms and its weighted sum, for the whole batch.
-        bytes: what a device holds for it until the clip factors are known (with the method
+        bytes: memory that a device holds for it until the clip factors are known (with the method
             `"ghost"`: of a factored leaf, what book-keeping would hold).
     """
 
@@ -56,7 +55,7 @@ class Row(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of the whole batch, and what textbooks say.
+    """Floating-point operations of the whole batch, and the textbook's formula.
 
     Attributes:
         gradient: of contractions and convolutions in the loss and its gradient, without clipping,
@@ -128,7 +127,7 @@ class Explanation(NamedTuple):
         yield from self._expected()
 
     def _expected(self) -> Iterator[str]:
-        """What a plan's sampling means for a step."""
+        """The lines about a plan's sampling."""
         if self.sample is None:
             return
         of_device = self.sample.slots // self.num_shards
@@ -155,8 +154,8 @@ _HEAD = ("leaf", "uses", "way", "why", "compute", "accumulate", "FLOPs", "bytes"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    path, uses, way, *told, flops, size = row
-    return path, "+".join(uses), way, *told, f"{flops:.2e}", f"{size / 2**20:.2f} MiB"
+    path, uses, way, *texts, flops, size = row
+    return path, "+".join(uses), way, *texts, f"{flops:.2e}", f"{size / 2**20:.2f} MiB"
 
 
 def explain(
@@ -167,7 +166,7 @@ def explain(
     is_padding_example: Any = None,
     plan: PrivacyPlan | None = None,
 ) -> Explanation:
-    """Says how the engine finds the norm and the sum of every trainable leaf, and what that costs.
+    """Explains how the engine finds the norm and the sum of every trainable leaf, and their cost.
 
     Nothing is computed: the loss is traced, on shapes alone.
 
@@ -233,7 +232,7 @@ def _flops(call: Prepared, rules: ShardingRules | None) -> Flops:
     params = trained + sum(
         math.prod(x.shape) for x in frozen if jnp.issubdtype(x.dtype, jnp.floating)
     )
-    # Textbooks speak of matrices that meet the vectors of a sequence, or one.
+    # The textbook's formula is for matrices that multiply one vector, or those of a sequence.
     is_conv = any(
         equation.primitive is conv_general_dilated_p for equation in equations(program.jaxpr)
     )
@@ -255,7 +254,7 @@ def described(
     key: Any = None,
     is_padding_example: Any = None,
 ) -> Prepared:
-    """Checks and traces a call on shapes alone: what is said of a call is read off the result.
+    """Checks and traces a call on shapes alone; reports are made from the result.
 
     Its arguments are those of [`explain`][], the batch in one tuple. The result has shapes in the
     place of arrays.
@@ -342,7 +341,7 @@ def slices_of(call: Prepared, rules: ShardingRules | None) -> Slices:
 
 
 def _gathered(traced: TracedLoss, place: int, cut: Cut) -> int:
-    """As `taps.evaluate` goes: through what a part can take, calls, and scans over it."""
+    """In how many slices `taps.evaluate` gathers an array: more than one only in scans over it."""
     program = traced.program.jaxpr.jaxpr
     if any(dim == 0 for dim, _ in cut.over(len(cut.entries))):
         return 1
@@ -350,7 +349,7 @@ def _gathered(traced: TracedLoss, place: int, cut: Cut) -> int:
 
 
 def _slices(program: jex_core.Jaxpr, array: jex_core.Var) -> int:
-    """The least of what the equations that take an array make of it."""
+    """The smallest number of slices in which an equation of the program gathers an array."""
     found: list[int] = [1] if array in program.outvars else []
     for equation in program.eqns:
         for i, operand in enumerate(equation.invars):

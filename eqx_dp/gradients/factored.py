@@ -5,7 +5,7 @@ Private Learners", 2022) has its norm from inner products between time steps, an
 contraction over examples and time; no example's gradient is ever formed. Leaves whose uses are
 equal have one program, which is traced once.
 
-By ghost clipping (`Seen`), cotangents become norms, then sums, within the backward pass.
+In ghost clipping (`Seen`), cotangents become norms, then sums, within the backward pass.
 """
 
 import functools
@@ -37,12 +37,12 @@ from .leaves import Known, LeafGradient, combined, computed_once, norm_and_bound
 from .norms import PRECISION, halves, norm_error, norms, unit_roundoff, without_subnormal
 from .uses import Member, ParamUse, Scattering, overlaps
 
-Met: TypeAlias = tuple[Any, Array]
+Pair: TypeAlias = tuple[Any, Array]
 """Residuals of a use and its cotangent, examples in front, then the scans around it."""
 
 
 class LeafForm(NamedTuple):
-    """How the gradient of a factored leaf is found: leaves of equal form differ in numbers alone.
+    """How the gradient of a factored leaf is found: leaves of equal form differ only in numbers.
 
     Attributes:
         shape: of the parameter.
@@ -58,26 +58,26 @@ class LeafForm(NamedTuple):
 
 
 def leaf_gradient(
-    form: LeafForm, met: Sequence[Met], scattering: Scattering | None = None
+    form: LeafForm, pairs: Sequence[Pair], scattering: Scattering | None = None
 ) -> LeafGradient:
     """The gradient of one factored leaf from its uses.
 
     Args:
         form: of the leaf.
-        met: of every use.
+        pairs: of every use.
         scattering: how the weighted sum goes to devices slice by slice, which then hold a part each
             of the sum over all; None where it is this device's own.
     """
     if form.is_formed:
-        return LeafGradient(computed_once(functools.partial(_formed, form), met[0], met[0][1]))
-    norm, bound, held = measured(form, list(met))
+        return LeafGradient(computed_once(functools.partial(_formed, form), pairs[0], pairs[0][1]))
+    norm, bound, held = measured(form, list(pairs))
     total = functools.partial(summed, form, held)
     if scattering is not None:
         total = functools.partial(_scattered, form, scattering, held)
     return LeafGradient(known=(norm, bound), weighted=total)
 
 
-def _formed(form: LeafForm, met: Met) -> Float[Array, "batch *shape"]:
+def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
     """Each example's gradient, from outer products."""
     (use,) = form.uses
 
@@ -85,15 +85,15 @@ def _formed(form: LeafForm, met: Met) -> Float[Array, "batch *shape"]:
         x, g = use.factors(residuals, cotangent, form.dtype)
         return use.to_parameter(jnp.einsum("gtk,gtp->gkp", x, g, precision=PRECISION))
 
-    return jax.vmap(of_one)(*met)
+    return jax.vmap(of_one)(*pair)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def measured(form: LeafForm, met: list[Met]) -> tuple[Array, Array, Any]:
-    """Norm, bound, and what the weighted sum is made of, see `_factored`."""
-    met = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in met]
-    parts = [_factored(form, members, met) for members in _sets(form)]
-    known, batch = [its[:2] for its in parts], len(jax.tree.leaves(met)[0])
+def measured(form: LeafForm, pairs: list[Pair]) -> tuple[Array, Array, Any]:
+    """Norm, bound, and the parts of the weighted sum, see `_factored`."""
+    pairs = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in pairs]
+    parts = [_factored(form, members, pairs) for members in _sets(form)]
+    known, batch = [its[:2] for its in parts], len(jax.tree.leaves(pairs)[0])
     return *combined(known, batch, form.dtype), [held for _, _, held in parts]
 
 
@@ -119,7 +119,7 @@ def _scattered(
     factors: Float[Array, " batch"],
     contributes: Bool[Array, " batch"],
 ) -> Array:
-    """The weighted sum of a leaf with one use, slice by slice, of which a device keeps its part."""
+    """The weighted sum of a leaf with one use, slice by slice; a device keeps its part."""
     (use,), ((((x, g),), powers),) = form.uses, held
     weights, inner = _times(factors, powers), use.inside()
     steps = math.prod(use.slices)
@@ -139,9 +139,9 @@ def _scattered(
 def _times(
     factors: Float[Array, " batch"], powers: Sequence[Float[Array, "batch #group"]]
 ) -> Float[Array, "batch #group"]:
-    """Powers of two come in with the factor: g alone could vanish beside a large x.
+    """Powers of two are multiplied into the factor: g alone could vanish beside a large x.
 
-    What is no normal number then is zero: where a machine keeps it, it has lost digits.
+    A product that is no normal number becomes zero, because subnormal numbers have lost digits.
     """
     return without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
 
@@ -152,19 +152,19 @@ def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
     return found
 
 
-def _factored(form: LeafForm, members: Sequence[Member], met: list[Met]) -> tuple[Any, Any, Any]:
+def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> tuple[Any, Any, Any]:
     """Norm and bound of what uses that overlap add, and what their weighted sum is made of.
 
     The latter is of each use the sides of its outer products, and the powers of two, of every
     example (and group), that they were divided by, to be multiplied one after the other.
     """
     terms = [
-        OuterProducts(*sides(form.uses[index], *met[index], form.dtype), transposed)
+        OuterProducts(*sides(form.uses[index], *pairs[index], form.dtype), transposed)
         for index, transposed in members
     ]
     first, *others = terms
     rows = [use.x.rows for use in terms if isinstance(use.x, OneHot) and not use.transposed]
-    if len(rows) == len(terms):  # all look up rows, and none of them columns
+    if len(rows) == len(terms):  # all look up rows, none looks up columns
         values = jnp.concatenate([use.g for use in terms], axis=2)
         norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
         powers = ()
@@ -215,7 +215,7 @@ def weighted(
 
 
 class Seen(NamedTuple):
-    """What is known of a use that keeps nothing: the only one of its leaf.
+    """A use of `ghost` that keeps nothing: the only use of its leaf.
 
     Attributes:
         use: the use.
@@ -229,7 +229,7 @@ class Seen(NamedTuple):
 
     @property
     def form(self) -> LeafForm:
-        """How the operand's gradient is found, in one iteration of the scans around."""
+        """How the operand's gradient is found, in one iteration of the enclosing scans."""
         inner = self.use.inside()
         _, features_in, features_out = inner.matrices
         fewer = inner.steps * (features_in + features_out) > 2 * features_in * features_out
@@ -255,7 +255,7 @@ class Seen(NamedTuple):
 def measuring(
     seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
 ) -> tuple[Array, Any]:
-    """The result of a use, whose cotangent becomes norm and bound: those of the tap."""
+    """The result of a use; its cotangent becomes norm and bound, the cotangent of the tap."""
     (result,) = evaluated_whole(equation, inputs)
     return seen.use.received(_measured(seen, result, tap, seen.use.kept(inputs))), ()
 
@@ -288,7 +288,7 @@ def _norms(seen: Seen) -> Callable[..., Float[Array, "2"]]:
 
 
 class Asked(NamedTuple):
-    """What one example may add at a use.
+    """The limits of what one example adds at a use.
 
     Attributes:
         total: zeros, whose cotangent is the sum over all examples.
@@ -304,7 +304,7 @@ class Asked(NamedTuple):
 def adding(
     seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], asked: Asked
 ) -> tuple[Array, Any]:
-    """The result of a use, whose cotangent becomes the weighted sum over all examples."""
+    """The result of a use; its cotangent becomes the weighted sum over all examples."""
     (result,) = evaluated_whole(equation, inputs)
     return seen.use.received(_added(seen, result, *asked, seen.use.kept(inputs))), ()
 
@@ -334,10 +334,10 @@ _added.defvjp(_added_forward, _added_back)
 
 @functools.lru_cache(maxsize=1024)
 def _sum(seen: Seen) -> Callable[..., Array]:
-    """The weighted sum. It speaks of one example, as everything inside of `vmap`, but is of all.
+    """The weighted sum of all examples, inside of `vmap`, where code describes one example.
 
     Guarantee: what one example adds is at most its factor times its limit, however the first pass
-    rounded: the very arrays that are added are measured here, and scaled down to the limit.
+    rounded: it measures the same arrays that are added, and scales them down to the limit.
     """
 
     def added(operands: Any) -> Array:
@@ -361,7 +361,7 @@ def _sum(seen: Seen) -> Callable[..., Array]:
 def within(
     factors: Float[Array, " batch"], bounds: Float[Array, " batch"], limits: Float[Array, " batch"]
 ) -> Float[Array, " batch"]:
-    """Factors that take bounds to at most factor x limit.
+    """Factors that bring bounds down to at most factor x limit.
 
     Quotient and products are off by 4 u and u each, and so may be a bound that is computed twice;
     24 are taken off the limit. No comparison of bounds chooses between two formulas: see
@@ -373,7 +373,7 @@ def within(
 
 
 def _of_one(of_batch: Callable[..., Array], is_batched: bool) -> Callable[..., Array]:
-    """A function of a batch as one of one example, for `vmap`."""
+    """Turns a function of a batch into one of one example, for `vmap`."""
 
     @custom_vmap
     def of_one(*values: Any) -> Array:

@@ -1,4 +1,4 @@
-"""The norm of a sum of outer products, and a proved bound on that of what is added of it.
+"""The norm of a sum of outer products, and a proved bound on the norm of what is added.
 
 A gradient is here a sum of terms x_n g_n', n = 1..N, that is never formed. Its norm comes from
 inner products (Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Li et al., "Large
@@ -6,7 +6,7 @@ Language Models Can Be Strong Differentially Private Learners", 2022):
 
     |sum_n x_n g_n'|^2 = sum_nm A_nm B_nm,    A_nm = x_n . x_m,    B_nm = g_n . g_m.
 
-The x of a lookup is zero but for a one, and is given by its row. Terms of other groups are
+The x of a lookup is a one-hot vector, and is given by its row. Terms of other groups are
 orthogonal.
 
 Proofs, and what they assume of arithmetic, are in `gram.md` beside this file.
@@ -36,7 +36,7 @@ from .norms import (
 
 
 class OneHot(NamedTuple):
-    """Vectors that are zero but for a one in the given row."""
+    """One-hot vectors, given by the row of the one."""
 
     rows: Int[Array, "batch group time"]
 
@@ -50,7 +50,7 @@ class OuterProducts(NamedTuple):
     Attributes:
         x: the vectors on the side of the data.
         g: the vectors on the side of the cotangent.
-        transposed: whether the parameter is used the other way round, as against the first use.
+        transposed: whether this use has the parameter transposed, compared with the first use.
         sign: 1, or -1 where the parameter is used with the other sign.
     """
 
@@ -71,12 +71,12 @@ class OuterProducts(NamedTuple):
 
 
 def to_common_scale(uses: list[OuterProducts]) -> tuple[list[OuterProducts], Int[Array, " batch"]]:
-    """Divides by powers of two so that nothing overflows, and nothing that counts underflows.
+    """Divides by powers of two so that nothing overflows, and nothing significant underflows.
 
     Every vector of x is brought to a largest entry in [1, 4), and so is the vector of g whose
-    product is the largest; the other vectors of g follow it. What is a normal number no more beside
-    it (nor was one before) is made zero: norm and weighted sum are both of what is left, on
-    machines that know subnormal numbers and on those that do not.
+    product is the largest; the other vectors of g follow it. Numbers that are then below the normal
+    range (or were before) become zero. Norm and weighted sum both use the result, on machines with
+    and without subnormal numbers.
 
     Returns:
         The scaled products, and the binary exponent that each example's lost.
@@ -122,13 +122,13 @@ def sum_of_products(
 ) -> Float[Array, "group features_in features_out"]:
     """Adds up the outer products of all examples, each weighted, at the highest precision.
 
-    What does not contribute is selected away, not multiplied by zero.
+    Examples that do not contribute are selected away, not multiplied by zero.
     """
     mask = contributes[:, None, None, None]
     x = jnp.where(mask, x, 0)
     g = jnp.where(mask, g * weights[:, :, None, None], 0)
     if x.shape[1] == 1:
-        # As layers have it, outputs first: else the compiler copies x into another order.
+        # Outputs first, as layers have it: otherwise the compiler copies x into another order.
         x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
         return jnp.einsum("nk,np->pk", x, g, precision=PRECISION).T[None]
     return jnp.einsum("bgtk,bgtp->gkp", x, g, precision=PRECISION)
@@ -186,10 +186,10 @@ def one_term(
 ]:
     """The norm of x g', a bound on that of what the weighted sum adds, and x by powers of two.
 
-    One term has no sum to get wrong. Its norm is |x| |g|, of which each factor is off by no more
-    than `norm_error`, and what is added of it is rounded twice: g times the factor, and the product
-    in a contraction. A length that a machine without
-    subnormal numbers takes for zero counts as the smallest normal number.
+    One term needs no sum. Its norm is |x| |g|, each factor of which is off by no more than
+    `norm_error`. What is added is rounded twice: g times the factor, and the product in a
+    contraction. A length that a machine without subnormal numbers treats as zero counts as the
+    smallest normal number.
 
     Returns:
         The norm, the bound, x divided by a power of two near its length, and that power.
@@ -208,7 +208,7 @@ def one_term(
 
 _BLOCK, _MOST_BLOCKS = 64, 32
 """Smaller blocks make for smaller bounds, and more of them for slower products: on two cores blocks
-of 64 take up to twice the time of a single product, for bounds that are a few 1e-5 nearer."""
+of 64 take up to twice the time of a single product, for bounds that are tighter by a few 1e-5."""
 
 
 def _block(features: int) -> int:
@@ -227,7 +227,7 @@ def _roundings(side: Side) -> int:
 
 
 def _inner_products(x: Side, y: Side, dtype: Any) -> Float[Array, "batch group time_x time_y"]:
-    """The inner products of all vectors with all, block of features by block of features."""
+    """The inner products of all pairs of vectors, one block of features after another."""
     if isinstance(x, OneHot):
         if isinstance(y, OneHot):
             return (x.rows[..., :, None] == y.rows[..., None, :]).astype(dtype)
@@ -246,7 +246,7 @@ def _inner_products(x: Side, y: Side, dtype: Any) -> Float[Array, "batch group t
         )
         for i in range(0, size, block)
     ]
-    # The barrier keeps the compiler from adding one block up on top of another.
+    # The barrier stops the compiler from continuing the sum of one block in the next.
     return functools.reduce(jnp.add, jax.lax.optimization_barrier(blocks))
 
 
@@ -268,7 +268,7 @@ def row_norms(
         |---|---|---|
         | squares that overflow, or vanish | right, to rounding | right, to rounding |
         | zero | 0 | 0 |
-        | one row's lookups cancel | what is left | at least what rounding could leave |
+        | one row's lookups cancel | what remains | at least the possible rounding error |
         | NaN or infinity among them | NaN or inf | NaN or inf |
         | other examples' | as if they were not there | the same |
     """
@@ -279,7 +279,7 @@ def row_norms(
         norm = norms(values)
         return norm, norm * (1 + norm_error(values[0].size, dtype) + 2 * roundoff)
     same = rows[..., :, None] == rows[..., None, :]
-    # A row's first lookup takes the sum of all of its lookups, the others nothing.
+    # A row's first lookup takes the sum of all of its lookups; the others take zero.
     first = jnp.min(jnp.where(same, jnp.arange(time)[:, None], time), axis=-2)
     place = (jnp.arange(batch * groups)[:, None] * time + first.reshape(-1, time)).reshape(-1)
 

@@ -1,4 +1,4 @@
-"""What the engine knows of an equation that multiplies a parameter by data.
+"""The description of an equation that multiplies a parameter by data.
 
 One file a kind: `contraction`, `convolution`, `lookup`.
 """
@@ -15,8 +15,8 @@ class Operation(NamedTuple):
     Attributes:
         primitive: its name.
         params: its parameters, by name.
-        operands: the shapes of what it takes.
-        result: the shape of what it makes.
+        operands: the shapes of its operands.
+        result: the shape of its result.
     """
 
     primitive: str
@@ -30,7 +30,7 @@ class Operation(NamedTuple):
 
 
 def operation_of(equation: jex_core.JaxprEqn) -> Operation:
-    """What an equation with one result does."""
+    """The operation of an equation with one result."""
     return Operation(
         equation.primitive.name,
         tuple(sorted(equation.params.items())),
@@ -40,7 +40,7 @@ def operation_of(equation: jex_core.JaxprEqn) -> Operation:
 
 
 class MatrixAxes(NamedTuple):
-    """How an array is made of matrices.
+    """How an array consists of matrices.
 
     Attributes:
         shape: what the array is reshaped to first.
@@ -55,9 +55,9 @@ class MatrixAxes(NamedTuple):
 
 @runtime_checkable
 class Kind(Protocol):
-    """What the engine knows of one kind of use. One file a kind, one entry in `KINDS`.
+    """One kind of use. Each kind has a file, and an entry in `KINDS`.
 
-    All methods but the first speak of one example and of one iteration of the scans around.
+    All methods except the first describe one example and one iteration of the enclosing scans.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Kind(Protocol):
         ...
 
     def residuals(self, operation: Operation, operand: int, inputs: list[Any]) -> Any:
-        """What has to be kept of the other operands until the cotangent is known."""
+        """The part of the other operands that is kept until the cotangent is known."""
         ...
 
     def matrix_axes(self, operation: Operation, operand: int) -> MatrixAxes:
-        """How the operand is made of matrices (group, in, out)."""
+        """How the operand consists of matrices (group, in, out)."""
         ...
 
     def steps(self, operation: Operation, operand: int) -> int:
@@ -86,6 +86,6 @@ class Kind(Protocol):
 
 
 def shape_of(variable: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
-    """The shape of what a variable of a jaxpr holds."""
+    """The shape of a variable of a jaxpr."""
     aval: Any = variable.aval
     return tuple(aval.shape)

@@ -1,10 +1,10 @@
 """Each leaf's gradients in a batch: measured, weighted and summed.
 
-What is measured is what is added. A compiler may compute a value once for each of its consumers,
-inside of their loops, and round it differently there (a product and a sum in one instruction, or in
-two). Where the terms of a gradient nearly cancel, what is added would not be what was measured. The
-operands and the results of a conditional are computed once, whatever is done with them. (An
-optimization barrier does not help: on CPUs it is gone before loops are fused.)
+The measured array is the array that is added. A compiler may compute a value once for each of its
+consumers, inside their loops, and round it differently there (a product and a sum in one
+instruction, or in two). If the terms of a gradient nearly cancel, the two would then differ. The
+operands and the results of a conditional are computed once for all consumers. (An optimization
+barrier does not help: on CPUs it is removed before loops are fused.)
 """
 
 import functools
@@ -27,13 +27,13 @@ what is added for a factor of 1."""
 
 
 class LeafGradient(NamedTuple):
-    """The gradient of one leaf for a batch of examples, in whatever form it is at hand.
+    """The gradient of one leaf for a batch of examples, formed or factored.
 
     Attributes:
-        formed: each example's gradient, where it is there.
-        known: where it is not, norm and bound; None where both are zero.
-        weighted: from factors and a mask of the examples that contribute to their weighted sum;
-            None where that is made of what is there.
+        formed: each example's gradient, if it is formed.
+        known: otherwise norm and bound; None if both are zero.
+        weighted: takes factors and a mask of the examples that contribute, and returns their
+            weighted sum; None if that follows from `formed`.
     """
 
     formed: Float[Array, "batch ..."] | None = None
@@ -49,15 +49,15 @@ class LeafGradient(NamedTuple):
 
 
 def no_gradient(shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
-    """That of a leaf which the loss does not use: what it adds is zero, and so is the bound."""
+    """The gradient of a leaf that the loss does not use: sum and bound are zero."""
     return LeafGradient(weighted=lambda *_: jnp.zeros(shape, dtype))
 
 
 def norm_and_bound(leaves: Sequence[LeafGradient], batch: int, dtype: np.dtype[Any]) -> Known:
     """The norm of the gradient that some leaves make together, and the bound on what is added.
 
-    What is there as it is added is measured together, so that all has one scale: its bound covers
-    no more than the norm's own error.
+    Formed gradients are measured together, at one scale: their bound covers only the error of the
+    norm.
     """
     formed = [leaf.formed for leaf in leaves if leaf.formed is not None]
     known = [leaf.known for leaf in leaves if leaf.known is not None]
@@ -89,10 +89,10 @@ def weighted_sum(
 ) -> Float[Array, "*shape"]:
     """Sums factor x gradient over examples, in the dtype of `factors`.
 
-    An example that does not contribute is selected away after the product, since 0 x NaN is NaN:
-    the sum is, bit for bit, what it would be with a zero gradient in its place.
+    An example that does not contribute is selected away after the product, because 0 x NaN is NaN.
+    Bit for bit, the sum is that with a zero gradient in its place.
 
-    A few large gradients are added one by one, which the compiler makes one pass of; others as a
+    A few large gradients are added one by one, which the compiler fuses into one pass; others as a
     contraction at the highest precision, so that no accelerator rounds its inputs to a narrower
     format. The contraction needs a second copy of all gradients.
     """
@@ -111,8 +111,8 @@ def weighted_sum(
 def few(size: int) -> int:
     """How many gradients of so many entries are summed in one pass, without a copy of them all.
 
-    Measured on two CPU cores: 16 gradients of a million entries take 2.4 ms, not 18; 64 of 18 000
-    as long either way, for more code.
+    Measured on two CPU cores: 16 gradients of a million entries take 2.4 ms, not 18; 64 of 18,000
+    take equally long, with more code.
     """
     return 64 if size >= 2**15 else 8
 
@@ -124,18 +124,18 @@ Result = TypeVar("Result")
 def computed_once(
     function: Callable[[Operands], Result], operands: Operands, some: Inexact[Array, "..."]
 ) -> Result:
-    """Calls a function so that its operands are computed once before it, its results once in it.
+    """Calls a function whose operands and results are each computed once.
 
     Args:
         function: from operands to results, arrays both.
-        operands: what it is given.
-        some: any value of them, or one that comes with them. The condition on it always holds,
-            which the compiler cannot know.
+        operands: its operands.
+        some: any of their values, or one computed with them. The condition on it always holds, but
+            the compiler cannot know that.
     """
     function = jax.jit(function, inline=True)  # traced once, for shapes and for the branch
     shapes = jax.eval_shape(function, operands)
 
-    # Behind a barrier, or a constraint of the user's on a result would have to be in both branches.
+    # The barrier separates results: a user's constraint on one would have to be in both branches.
     def ever(operands: Operands) -> Result:
         return jax.lax.optimization_barrier(function(jax.lax.optimization_barrier(operands)))
 
@@ -153,7 +153,7 @@ def _always(flags: Bool[Array, "..."]) -> Bool[Array, ""]:
 
 @_always.def_vmap
 def _(size: int, is_mapped: list[bool], flags: Bool[Array, "..."]) -> tuple[Array, bool]:
-    """One condition for all: of one each, the conditional would become a selection."""
+    """One condition for all examples: with one for each, `cond` would become a selection."""
     del size, is_mapped
     return _always(flags), False
 
@@ -176,17 +176,17 @@ are not joined, a U-Net with kernels of 2,304 entries 0.94 times; smaller ones m
 
 
 def is_small(grads: Float[Array, "batch ..."]) -> bool:
-    """Whether each example's gradient of a leaf is better put beside others."""
+    """Whether each example's gradient of a leaf is small enough to be joined with others."""
     return math.prod(grads.shape[1:]) < _SMALL
 
 
 def side_by_side(grads: Sequence[Float[Array, "batch ..."]]) -> Float[Array, "batch entry"]:
-    """Each example's gradients with respect to several leaves, one behind the other."""
+    """Each example's gradients with respect to several leaves, concatenated."""
     return jnp.concatenate([x.reshape(len(x), math.prod(x.shape[1:])) for x in grads], axis=1)
 
 
 def apart(total: Float[Array, " entry"], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """The sum of every leaf, from that of what is side by side."""
+    """The sum of every leaf, from the sum of the concatenation."""
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     parts = jnp.split(total, ends[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -195,13 +195,13 @@ def apart(total: Float[Array, " entry"], shapes: Sequence[tuple[int, ...]]) -> l
 def joined(
     leaves: Sequence[LeafGradient],
 ) -> tuple[list[LeafGradient], Callable[[list[Array]], list[Array]]]:
-    """Puts small leaves whose gradients are formed side by side.
+    """Concatenates small leaves whose gradients are formed.
 
     Args:
         leaves: of one clip norm.
 
     Returns:
-        The leaves that are left, and from their sums to those of all leaves that were given.
+        The resulting leaves, and a function from their sums to those of all given leaves.
     """
     small = {
         index: leaf.formed
@@ -211,7 +211,7 @@ def joined(
     if len(small) < 2:
         return list(leaves), lambda sums: sums
     grads = list(small.values())
-    # Else the compiler would put them together anew for each of those who need it.
+    # Otherwise the compiler would concatenate them again for each consumer.
     matrix = computed_once(side_by_side, grads, grads[0])
 
     def of_all(sums: list[Array]) -> list[Array]:
@@ -231,6 +231,6 @@ def _in_one_sum(
     factors: Float[Array, " batch"],
     contributes: Bool[Array, " batch"],
 ) -> Float[Array, " entry"]:
-    """As `weighted_sum`, but never one by one: the compiler would do that leaf by leaf."""
+    """As `weighted_sum`, but as one sum: the compiler would add one by one leaf by leaf."""
     weighted = matrix * factors[:, None]
     return jnp.sum(jnp.where(contributes[:, None], weighted, 0), axis=0)

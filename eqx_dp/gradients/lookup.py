@@ -23,13 +23,13 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
         return False
     index_type: Any = equation.invars[1].aval
     if jnp.iinfo(index_type.dtype).max < shape[0]:
-        return False  # how such an index is clipped is JAX's own affair
+        return False  # JAX decides how such an index is clipped
     if equation.primitive is dynamic_slice_p:
         return True
     numbers = equation.params["dimension_numbers"]
     if 0 not in numbers.start_index_map or numbers.operand_batching_dims:
         return False
-    # Indices of other axes say nothing where they are clipped, but drop a row where they are not.
+    # Clipped indices of other axes have no effect, but unclipped ones drop a row.
     drops = equation.params["mode"] != GatherScatterMode.CLIP
     return not drops or tuple(numbers.start_index_map) == (0,)
 
@@ -44,13 +44,13 @@ def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
     indices = _signed(inputs[1][..., position]).reshape(-1)
     if operation.param("mode") == GatherScatterMode.CLIP:
         return jnp.clip(indices, 0, rows - 1)
-    # With a promise that there are none such, an index out of bounds reads a row and leaves no
-    # gradient to it, here as in jax.grad.
+    # If the user promises that there are none, an index out of bounds reads a row and gives it no
+    # gradient, as in jax.grad.
     return jnp.where((indices >= 0) & (indices < rows), indices, rows)
 
 
 def _signed(indices: Any) -> Array:
-    # The number of rows, which stands for no row at all, may not fit the index's own dtype.
+    # The number of rows, which means no row, may not fit the index's own dtype.
     return jnp.asarray(indices).astype(int)
 
 
@@ -68,7 +68,7 @@ def steps(operation: Operation, operand: int) -> int:
 def factors(
     operation: Operation, operand: int, residuals: Any, cotangent: Array
 ) -> tuple[Array, Array]:
-    """Rows, in the place of vectors that are zero but for a one there, and their cotangents."""
+    """Rows, which stand for one-hot vectors, and their cotangents."""
     del operand
     if operation.primitive == gather_p.name:
         offset = operation.param("dimension_numbers").offset_dims
@@ -79,6 +79,6 @@ def factors(
 
 
 def scatter(num_rows: int, rows: Array, values: Array) -> Array:
-    """Adds every row's value where it was looked up."""
+    """Adds the values of every row at its index."""
     table = jnp.zeros((num_rows, values.shape[-1]), values.dtype)
     return table.at[rows].add(values, mode="drop")

@@ -1,17 +1,18 @@
-"""The sum of clipped per-example gradients: one function, by three methods.
+"""The sum of clipped per-example gradients: one function for three methods.
 
-All of them differentiate the loss of one example with respect to formed leaves, and to taps of
-factored ones, map that over a microbatch, find norms and clip factors, and sum.
+All three differentiate the loss of one example with respect to formed leaves and to taps of
+factored leaves, map that over a microbatch, find norms and clip factors, and sum.
 
 | method | formed | factored |
 |---|---|---|
 | `per_example` | every leaf | none |
 | `book_keeping` | where that is cheaper, or the only way | inputs and cotangents are kept |
-| `ghost` | likewise | measured on the way back; a second pass adds on its way back |
+| `ghost` | likewise | measured in the backward pass; a second backward pass adds |
 
 Book-keeping is Bu et al., "Differentially Private Optimization on Large Model at Small Cost", 2023;
 ghost clipping Li et al., "Large Language Models Can Be Strong Differentially Private Learners",
-2022. By ghost, a leaf with several uses, or one at every step of a scan, is kept.
+2022. With `ghost`, inputs and cotangents of a leaf with several uses, or of one at every step of a
+scan, are kept.
 """
 
 import functools
@@ -51,8 +52,9 @@ def clipped_sum(
     """Clips and sums the gradients of a microbatch.
 
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
-    example. What is measured is what is added: formed gradients and kept cotangents are computed
-    once; what ghost's second pass computes again it measures again (`factored.adding`).
+    example. The measured arrays are those that are added: formed gradients and kept cotangents are
+    computed once; the second pass of ghost measures again what it computes again
+    (`factored.adding`).
     """
     uses, batch = traced.uses, len(is_padding_example)
     seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
@@ -62,8 +64,8 @@ def clipped_sum(
     found = traced.mapped(functools.partial(_backward, traced, known), examples, scales)
     loss, aux, residuals, cotangents, grads = found
 
-    def finish(met: Any) -> tuple[ClippedSum, list[Array], dict[Address, Array]]:
-        loss, aux, residuals, cotangents, grads, scales = met
+    def finish(values: Any) -> tuple[ClippedSum, list[Array], dict[Address, Array]]:
+        loss, aux, residuals, cotangents, grads, scales = values
         residuals, cotangents = _moved(uses, residuals, cotangents, is_back=True)
         with stage("norm"):
             leaves = [
@@ -73,8 +75,8 @@ def clipped_sum(
         result, factors = clip_and_sum(traced, leaves, loss, aux, scales, is_padding_example)
         return result, factors, {at: cotangents[at][..., 1] for at in seen}
 
-    met = (loss, aux, *_moved(uses, residuals, cotangents), grads, scales)
-    result, factors, limits = computed_once(finish, met, loss)
+    values = (loss, aux, *_moved(uses, residuals, cotangents), grads, scales)
+    result, factors, limits = computed_once(finish, values, loss)
     sums = result.grads
     if seen:
         leaf_of = {at: leaf for leaf, its in enumerate(uses.of) for at in its}
@@ -150,7 +152,7 @@ def _leaf_gradient(
     cotangents: dict[Address, Any],
     grads: dict[int, Array],
 ) -> LeafGradient:
-    """The gradient of a leaf, in whatever form it is at hand."""
+    """The gradient of a leaf, formed or factored."""
     shape, dtype, uses = traced.params[leaf].shape, traced.accumulate_dtype, traced.uses.of[leaf]
     if leaf in grads:
         return LeafGradient(grads[leaf].astype(dtype))
@@ -176,8 +178,8 @@ def _second_pass(
     limits: dict[Address, Float[Array, "batch *slices"]],
 ) -> dict[Address, Array]:
     """The weighted sums of all uses that are seen, from a second pass through the loss and back."""
-    # Were the barrier not there, the compiler would see that both passes find the same cotangents,
-    # and hold them all from the first to the second.
+    # Without the barrier the compiler would see that both passes compute the same cotangents, and
+    # keep them all from the first to the second.
     arrays = (traced.params, traced.frozen, examples, scales, factors, limits)
     params, frozen, examples, scales, factors, limits = jax.lax.optimization_barrier(arrays)
     here = traced.with_arrays(params, frozen, traced.consts)
@@ -204,11 +206,11 @@ def _second_pass(
 def _moved(
     uses: Uses, residuals: dict[Address, Any], cotangents: dict[Address, Any], is_back: bool = False
 ) -> tuple[dict[Address, Any], dict[Address, Any]]:
-    """What uses met in the order in which it is needed, or back in its own.
+    """Residuals and cotangents with their axes in the needed order, or back in their own.
 
-    Cotangents have their axes in the order of `_columns_last`. What comes of a scan over slices of
-    a parameter has the slices in front of the examples, as the scan leaves it and as products of a
-    slice each take it.
+    Cotangents have their axes in the order of `_columns_last`. Results of a scan over slices of a
+    parameter have the slices before the examples, as the scan returns them and as products of
+    single slices take them.
     """
     residuals, cotangents = dict(residuals), dict(cotangents)
     for at, use in uses.at.items():
@@ -227,9 +229,8 @@ def _moved(
 def _columns_last(use: ParamUse) -> tuple[int, ...]:
     """The axes of the cotangent of a contraction in the order in which it is needed.
 
-    A cotangent on its way into a conditional, from which it comes in another order, is rearranged
-    before it goes in: the compiler would compute it, and all that leads to it in the same loop, a
-    second time.
+    A cotangent is transposed before it enters a conditional, not inside: otherwise the compiler
+    would compute it, and everything before it in the same loop, twice.
     """
     rank = len(use.result.shape)
     if use.kind is not contraction:

@@ -1,4 +1,4 @@
-"""Which products of a loss are multiplied in a narrow dtype, and the program that does so."""
+"""Products of a loss in a narrow dtype: which ones, and the program that computes them."""
 
 import dataclasses
 import functools
@@ -31,15 +31,15 @@ from ..programs import (
     with_programs,
 )
 
-# Where the largest entry of a scaled operand is put: below twice this power of two. The product of
-# two such operands keeps its sum over 2^90 entries below the end of float32.
+# The largest entry of a scaled operand is below twice this power of two. The product of two such
+# operands keeps its sum over 2^90 entries below the end of float32.
 _MOST = 14
 _BIAS, _DIGITS = 127, 23  # of float32
 _FLOAT8 = frozenset(map(jnp.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
 
 
 class Scaled(NamedTuple):
-    """An operand as it is multiplied; or shapes of one.
+    """An operand as it enters a product; or its shapes.
 
     Attributes:
         values: in the narrow dtype.
@@ -53,8 +53,8 @@ class Scaled(NamedTuple):
 def scaled(x: Float[Array, "..."], dtype: np.dtype[Any], matmul: Matmul) -> Scaled:
     """Casts an operand of one example, or a parameter, after a power of two was divided out of it.
 
-    Guarantee: the power depends on this operand alone. To divide by it is exact, but for entries
-    that become smaller than the narrow dtype holds.
+    Guarantee: the power depends on this operand alone. The division is exact, except for entries
+        that become smaller than the narrow dtype holds.
 
     | entry | becomes |
     |---|---|
@@ -86,7 +86,7 @@ def _scaled(x: Float[Array, "..."], dtype: np.dtype[Any], matmul: Matmul) -> Sca
         found = jax.lax.bitcast_convert_type(largest, jnp.int32) >> _DIGITS
         to = min(_MOST, math.frexp(limit)[1] - 2)
         exponent = jnp.where(found > 0, jnp.maximum(found - _BIAS - to, 1 - _BIAS), 0)
-        # A scale known to the compiler would be moved into the operand, or multiplied with another.
+        # The compiler would move a known scale into the operand, or multiply it with another.
         exponent = jax.lax.optimization_barrier(exponent)
         wide = wide * _power(-exponent)
     values = jnp.where(is_finite, jnp.clip(wide, -limit, limit), wide).astype(dtype)
@@ -94,7 +94,7 @@ def _scaled(x: Float[Array, "..."], dtype: np.dtype[Any], matmul: Matmul) -> Sca
 
 
 def restored(operand: Scaled, dtype: np.dtype[Any]) -> Float[Array, "..."]:
-    """What was multiplied, in another dtype: what is finite stays so, by the largest number."""
+    """The operand in another dtype; finite numbers stay finite, clipped to the largest number."""
     values = operand.values.astype(jnp.float32)
     limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
     wide = jnp.clip(_times(values, operand.exponent), -limit, limit)
@@ -103,7 +103,7 @@ def restored(operand: Scaled, dtype: np.dtype[Any]) -> Float[Array, "..."]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_cast_cotangent(matmul: Matmul, result: Array) -> Array:
-    """A result as it is, whose cotangent is as its two products have it: cast, and restored."""
+    """The unchanged result; its cotangent is cast and restored, as both products have it."""
     del matmul
     return result
 
@@ -123,9 +123,9 @@ with_cast_cotangent.defvjp(_unchanged, _cast)
 def scaled_product(equation: jex_core.JaxprEqn, matmul: Matmul) -> Callable[[Array, Array], Array]:
     """A contraction or convolution of scaled operands, as a function of its operands.
 
-    The derivative is that of the product of the cast operands with respect to these, as if a cast
-    were none: the cotangent is scaled and cast, and multiplied with the other operand as it was
-    cast. An operand that nothing is differentiated by costs no product.
+    The derivative is that of the product of the cast operands, and treats a cast as the identity:
+    the cotangent is scaled and cast, and multiplied with the other cast operand. An operand without
+    a derivative costs no product.
 
     Args:
         equation: a contraction or a convolution.
@@ -221,7 +221,7 @@ def _in_float32(x: Array) -> Any:
 
 
 def _placed(aval: Any) -> Any:
-    """The sharding that a type speaks of, on a mesh whose axes are Explicit."""
+    """The sharding in a type, on a mesh with Explicit axes."""
     return aval.sharding if any(aval.sharding.spec) else None
 
 
@@ -252,10 +252,10 @@ _FLOATS = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
 class Narrow(NamedTuple):
-    """What a policy says of the products of a loss.
+    """The part of a policy about the products of a loss.
 
     Attributes:
-        matmul: what they are multiplied in.
+        matmul: the dtypes of products.
         rules: the patterns of the policy's module rules; whether each keeps products wide.
     """
 
@@ -268,10 +268,10 @@ class Narrow(NamedTuple):
         return next((known[m] for m in reversed(rules_at(scope)) if m in known), around)
 
     def program(self, program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-        """The program with narrow products, every equation in the place of one.
+        """The program with narrow products; each replaces one equation.
 
-        Products inside of functions with derivative rules of their own stay as they are, and so do
-        those in a `shard_map`.
+        Products inside functions with custom derivative rules do not change, nor do those in a
+        `shard_map`.
         """
 
         def product(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
@@ -280,7 +280,7 @@ class Narrow(NamedTuple):
         return _Rewriting(self, product).program(program, False)
 
     def addresses(self, program: jex_core.ClosedJaxpr) -> Iterator[Address]:
-        """Where the narrow products stand, but for those in branches and while loops."""
+        """The addresses of narrow products, except those in branches and while loops."""
         return self._addresses(program.jaxpr, False)
 
     def _addresses(self, jaxpr: jex_core.Jaxpr, around: bool) -> Iterator[Address]:
@@ -296,7 +296,7 @@ class Narrow(NamedTuple):
 
 
 def narrow_products(policy: Policy | None) -> Narrow | None:
-    """What a policy says of products; None where they stay in the compute dtype."""
+    """The part of a policy about products; None if they stay in the compute dtype."""
     if policy is None or policy.matmul is None:
         return None
     return Narrow(policy.matmul, tuple((r.match, r.matmul is not None) for r in policy.modules))
@@ -304,14 +304,14 @@ def narrow_products(policy: Policy | None) -> Narrow | None:
 
 @dataclasses.dataclass
 class _Rewriting:
-    """Rewrites each program once for each answer to whether products around it are wide."""
+    """Rewrites each program once for wide and once for narrow surroundings."""
 
     narrow: Narrow
     product: Callable[[jex_core.JaxprEqn], list[jex_core.JaxprEqn]]
     done: dict[tuple[Any, bool], Any] = dataclasses.field(default_factory=dict[Any, Any])
 
     def program(self, program: Any, is_wide: bool) -> Any:
-        """A program, open or closed; itself if there is nothing to do."""
+        """The rewritten program, open or closed; itself if nothing changes."""
         key = program, is_wide
         if key not in self.done:
             self.done[key] = self._rewritten(program, is_wide)

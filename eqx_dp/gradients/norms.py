@@ -4,11 +4,11 @@ The bounds here and in `gram.py` hold for the arithmetic of processors, GPUs and
 
 | operation | assumed |
 |---|---|
-| addition, multiplication, both in one | rounded to nearest once: off by a relative u at most |
+| addition, multiplication, fused or not | rounded to nearest once: a relative error of at most u |
 | division, square root | off by 2 units in the last place: a relative 4 u (`div.full` on GPUs) |
 | products of a contraction | at `PRECISION`: off by `product_roundoff` |
-| sums | in any order, another one for every entry and every run |
-| numbers below the normal range | kept, or taken for zero |
+| sums | in any order, which may differ between entries and runs |
+| numbers below the normal range | kept, or treated as zero |
 
 u is `unit_roundoff`, the largest relative error of one rounding to nearest.
 """
@@ -107,7 +107,7 @@ def _block(size: int) -> int:
 def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     """A bound on the relative error of `norms` for gradients of `size` entries.
 
-    In so many parts it is for parts of at most that size.
+    With several parts it holds for parts of at most that size.
 
     In float64 squares of float32 numbers are exact. A sum of n terms costs at most n - 1 roundings
     in whatever order. All terms are positive, so the sum of squares is off by no more than all of
@@ -142,7 +142,7 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
 
 
 PRECISION = jax.lax.Precision.HIGHEST
-"""What every contraction asks for whose result is measured, bounded or added."""
+"""The precision of every contraction whose result is measured, bounded or added."""
 
 
 def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float:
@@ -155,8 +155,7 @@ def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float
 
     A TPU splits a float32 number into three bfloat16 parts, exactly, and leaves out three of nine
     products, which are less than u / 2 together. The other six are exact, and each costs an
-    addition, which may cut off instead of rounding: 2 u each. Platforms that are not known count as
-    TPUs.
+    addition, which may cut off instead of rounding: 2 u each. Unknown platforms count as TPUs.
 
     Args:
         dtype: of the numbers and the sum.
@@ -186,10 +185,10 @@ def combined_norms(
 def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
     """The binary exponent of a positive normal number: the floor of its logarithm.
 
-    Of what is smaller, or zero, it is one below that of the smallest normal number; of what is not
-    finite it is any number.
+    For smaller numbers and zero it is one below that of the smallest normal number; for numbers
+    that are not finite it is any number.
     """
-    # A scale known to the compiler would be squared where what it multiplies is, and overflow.
+    # The compiler would square a known scale together with its operand, which overflows.
     size = jax.lax.optimization_barrier(size)
     # The bits of a positive number begin with its exponent.
     info = jnp.finfo(size.dtype)
@@ -198,7 +197,7 @@ def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
 
 
 def power(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> Float[Array, "*n"]:
-    """Two to an exponent; zero where that is no normal number, and no more than the largest."""
+    """Two to an exponent; zero if that is no normal number, and at most the largest number."""
     # The bits of a power of two end with its exponent, and those of zero are zero.
     bias = _bias(dtype)
     return _of_bits(jnp.clip(exponent, -bias, bias), dtype)
@@ -215,7 +214,7 @@ def halves(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> tuple[Array, Arr
 
 
 def without_subnormal(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Numbers, with zero for what is no normal number: some machines keep it, with few digits."""
+    """Numbers, with zero for those below the normal range, which may have few digits."""
     return jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).tiny, 0, x)
 
 

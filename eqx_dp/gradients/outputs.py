@@ -1,4 +1,4 @@
-"""What a loss returned, split into loss and aux, and held against what it may return."""
+"""The result of a loss, split into loss and aux, and checked."""
 
 import re
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from ..shown import shown
 from ..trees import PyTree
 
 STATE_ADVICE = (
-    "Hand the state in with the model, grad_fn((model, state), *batch), and let the loss take the "
-    "pair as its first argument. Every trace then gets a state of its own, and its gradients are "
+    "Pass the state with the model, grad_fn((model, state), *batch), and let the loss take the "
+    "pair as its first argument. Every trace then gets its own state, and its gradients are "
     "None, so that no noise is added to it. optimizer.init(grad_fn.trainable((model, state))) fits "
     "these gradients. eqx.nn.inference_mode(model) makes layers leave their state alone."
 )
@@ -35,13 +35,13 @@ def argument_name(path: tuple[Any, ...]) -> str:
 
 
 _NO_GRADIENT = (
-    "Hand in the loss itself, before eqx.filter_grad, eqx.filter_value_and_grad or jax.grad: the "
+    "Give the loss itself, before eqx.filter_grad, eqx.filter_value_and_grad or jax.grad: the "
     "clipped gradient takes their place."
 )
 
 
 class NoScalar(ValueError):
-    """A loss is an array, and no single number."""
+    """A loss is an array, not a single number."""
 
 
 def check_output(
@@ -100,7 +100,7 @@ def _is_gradient(output: PyTree[Any], gradient: PyTree[Array]) -> bool:
 
 
 def check_aux(aux: PyTree[Any]) -> None:
-    """Refuses what cannot, or must not, be stacked over examples.
+    """Refuses aux that cannot, or must not, be stacked over examples.
 
     Raises:
         ValueError: aux holds something else than arrays, or an `eqx.nn.State`.
@@ -120,7 +120,7 @@ def check_aux(aux: PyTree[Any]) -> None:
 
 
 def drop_axis_of_one(leaf: Any) -> Any:
-    """Takes the batch axis of length one off an aux leaf of a loss that is written for a batch."""
+    """Removes the batch axis of length one from an aux leaf of a loss for batches."""
     return leaf[0] if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == 1 else leaf
 
 
@@ -138,10 +138,10 @@ def explain_failure(
     policy: Policy | None,
     on_a_batch_of_one: Callable[[], object] | None,
 ) -> None:
-    """Raises an error that helps more than what the loss raised, or adds a note to that.
+    """Raises a more helpful error than that of the loss, or adds a note to it.
 
     Args:
-        error: what the loss of one example raised.
+        error: the error that the loss of one example raised.
         example: shapes and dtypes of one example.
         policy: of the engine.
         on_a_batch_of_one: traces the loss as one for a batch; None where it has been traced so.
@@ -160,31 +160,30 @@ def explain_failure(
         todo = _todo_for_a_batch(on_a_batch_of_one)
     if todo is not None:
         raise ValueError(
-            f"The loss cannot be traced on one example ({_told(example)}), but it can be traced on "
-            f"a batch of one: it seems to be written for a batch. {todo}; or write it for one "
-            "example. "
-            f"On one example it raises {type(error).__name__}: {error}"
+            f"The loss cannot be traced on one example ({_described(example)}), but it can be "
+            f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it "
+            f"for one example. On one example it raises {type(error).__name__}: {error}"
         ) from error
     if policy is not None and isinstance(error, TypeCheckError):
-        error.add_note(_settling(str(error), policy))
+        error.add_note(_advice_on_dtype(str(error), policy))
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
         error.add_note(_AUTO_AXES)
     if on_a_batch_of_one is not None:
-        error.add_note(f"The loss was called as fun(model, *example), where {_told(example)}.")
+        error.add_note(f"The loss was called as fun(model, *example), where {_described(example)}.")
 
 
 def _todo_for_a_batch(trace: Callable[[], object]) -> str | None:
-    """What makes the loss one that works on a batch; None where nothing does."""
+    """How to make the loss work on a batch; None if that is not the problem."""
     try:
         trace()
     except NoScalar:
         return "Pass keep_batch_dim=True, and let it return the mean over the batch"
-    except Exception:  # whatever a loss may raise: the first error is the one to report
+    except Exception:  # any error of the loss: the first one is reported
         return None
     return "Pass keep_batch_dim=True"
 
 
-def _told(example: tuple[PyTree[jax.ShapeDtypeStruct], ...]) -> str:
+def _described(example: tuple[PyTree[jax.ShapeDtypeStruct], ...]) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(example)
     named = [f"{argument_name(path)} is {_type(leaf)}" for path, leaf in leaves[:_MOST_NAMED]]
     more = len(leaves) - len(named)
@@ -195,11 +194,11 @@ def _type(leaf: jax.ShapeDtypeStruct) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _settling(told: str, policy: Policy) -> str:
-    """What settles a jaxtyping annotation that a policy's dtypes contradict."""
-    # A method of a class, or else a function: then no rule is about what it is given.
-    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", told.partition("\n")[0])
-    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", told)
+def _advice_on_dtype(message: str, policy: Policy) -> str:
+    """Advice on a jaxtyping annotation that contradicts a policy's dtypes."""
+    # The error names a method of a class, or a function, to which no rule applies.
+    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", message.partition("\n")[0])
+    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", message)
     match = where.group(1) if where else "the module's class or path"
     dtype = expected.group(1).lower() if expected else "the dtype annotated"
     return (

@@ -42,7 +42,7 @@ class Program(NamedTuple):
         jaxpr: inputs are the trainable leaves, the frozen arrays, one example's leaves and its key
             (where there is one), in that order; outputs are the loss and the leaves of aux.
         aux: the structure of aux.
-        narrow: what of its products are multiplied in a narrow dtype; None where none is.
+        narrow: which products are in a narrow dtype; None if none is.
     """
 
     jaxpr: jex_core.ClosedJaxpr
@@ -50,7 +50,7 @@ class Program(NamedTuple):
     narrow: Narrow | None = None
 
     def run(self) -> jex_core.ClosedJaxpr:
-        """What is evaluated: the program with its narrow products, equation by equation."""
+        """The program to evaluate, with its narrow products."""
         return self.jaxpr if self.narrow is None else self.narrow.program(self.jaxpr)
 
     def __call__(
@@ -94,7 +94,7 @@ class Inputs(NamedTuple):
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of all arrays, in the order in which a program takes them."""
         arrays = jax.tree.leaves((self.params, self.frozen, self.example, self.key))
-        if self.specs is None:  # as they are, with the mesh axes that they vary along
+        if self.specs is None:  # unchanged, with the mesh axes that they vary along
             return jax.eval_shape(lambda x: x, arrays)
         types = map(jax.typeof, arrays)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
@@ -115,8 +115,8 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
 
     Raises:
         ValueError: the loss is not a real scalar, does not return a pair where `has_aux` says so,
-            uses a collective over an axis that is not there, or constrains shardings without rules
-            to go by, or in a way that cannot be moved out of the per-example boundary.
+            uses a collective over an axis that is not there, or constrains shardings without
+            sharding rules, or in a way that cannot be moved out of the per-example boundary.
     """
     structure = jax.tree.structure((inputs.params, inputs.frozen, inputs.example, inputs.key))
     aux_trees: list[Any] = []
@@ -186,7 +186,7 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
 def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]:
     """Reads from a loss's signature whether it can be given a `key`, and whether it must be.
 
-    A parameter of that name that the model or the batch already fills is data.
+    If the model or the batch fills the parameter of that name, it is data.
     """
     try:
         parameters = inspect.signature(fun).parameters
@@ -204,7 +204,7 @@ def check_key(fun: Callable[..., Any], num_batch_arguments: int, key: Any) -> No
     """Refuses a call that lacks the key that its loss takes, or has one that it does not take.
 
     Raises:
-        ValueError: so it is.
+        ValueError: a key is missing, or not wanted.
     """
     can, must = takes_key(fun, 1 + num_batch_arguments)
     if key is None and must:
@@ -214,7 +214,7 @@ def check_key(fun: Callable[..., Any], num_batch_arguments: int, key: Any) -> No
         )
     if key is not None and not can:
         raise ValueError(
-            "A key was given, and the loss has no parameter named 'key' behind the batch. Add one "
+            "A key was given, and the loss has no parameter named 'key' after the batch. Add one "
             "(fun(model, *example, key)) or leave the key out."
         )
 
@@ -238,9 +238,9 @@ _FOUND_AGAIN = REARRANGED | CHEAP
 
 
 def activation_bytes(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> int:
-    """A crude estimate: all float results that depend on the example, but for cheap arithmetic.
+    """A crude estimate: all float results that depend on the example, except cheap arithmetic.
 
-    A scan's count as often as it runs, and a checkpoint's not at all.
+    Results in a scan count for each iteration, those in a checkpoint not at all.
 
     Args:
         jaxpr: the loss of one example.

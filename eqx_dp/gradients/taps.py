@@ -1,9 +1,9 @@
-"""Where taps go: the uses of parameters in a program.
+"""Taps: the uses of parameters in a program, found and evaluated.
 
 The result of every use gets a *tap* added to it, a zero: the gradient with respect to the tap is
-the cotangent of the result. What the use needs beside it is kept on the way. A parameter that is
-not multiplied by data alone has no uses: it is formed. The search reads shapes alone; `evaluate`
-puts the taps in.
+the cotangent of the result. The other values that the gradient needs are kept on the way. A
+parameter that is not multiplied by data alone has no uses: it is formed. The search reads only
+shapes; `evaluate` inserts the taps.
 """
 
 import functools
@@ -34,7 +34,7 @@ class _View(NamedTuple):
 
     Attributes:
         leaf: which.
-        steps: what was done to it.
+        steps: how it was rearranged.
         over: the scans that go over its slices, outermost first: axes in front.
     """
 
@@ -64,7 +64,7 @@ def find_uses(program: Program, num_params: int) -> Uses:
 
 
 _Scans: TypeAlias = tuple[tuple[Address, int], ...]
-"""The scans around an equation, outermost first: where they stand, and their lengths."""
+"""The scans around an equation, outermost first: their addresses and lengths."""
 
 
 class _Search(NamedTuple):
@@ -72,7 +72,7 @@ class _Search(NamedTuple):
 
     Attributes:
         shapes: of the trainable leaves.
-        of, formed: what is found, as that of `Uses`.
+        of, formed: the results, as in `Uses`.
     """
 
     shapes: list[tuple[int, ...]]
@@ -86,7 +86,7 @@ class _Search(NamedTuple):
         address: Address,
         scans: _Scans,
     ) -> list[_View | None]:
-        """The views that a program makes of those that it is given."""
+        """The views that a program returns, from those that it gets."""
         indices = itertools.count()
 
         def of_equation(
@@ -107,7 +107,7 @@ class _Search(NamedTuple):
         address: Address,
         scans: _Scans,
     ) -> Sequence[_View | None]:
-        """Follows views through an equation, notes it as a use, or gives them up."""
+        """Follows views through an equation, records a use, or gives the views up."""
         operands = [i for i, view in enumerate(inputs) if view is not None]
         first = inputs[operands[0]]
         assert first is not None
@@ -196,7 +196,7 @@ def _reason(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> str:
 
 
 def _is_differentiated(equation: jex_core.JaxprEqn) -> bool:
-    """Whether a gradient may come back through an equation."""
+    """Whether a gradient may flow back through an equation."""
     results: list[Any] = [variable.aval for variable in equation.outvars]
     is_smooth = any(jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact) for x in results)
     return is_smooth and equation.primitive.name != "stop_gradient"
@@ -216,25 +216,25 @@ def _shapes(equation: jex_core.JaxprEqn) -> tuple[jax.ShapeDtypeStruct, ...]:
 def _residuals(
     kind: Kind, operation: Operation, operand: int, inputs: tuple[jax.ShapeDtypeStruct, ...]
 ) -> Any:
-    """Shapes of what a use keeps."""
+    """The shapes of the residuals of a use."""
     return jax.eval_shape(lambda *x: kind.residuals(operation, operand, list(x)), *inputs)
 
 
 AtUse: TypeAlias = Callable[[Any, jex_core.JaxprEqn, list[Any], Any], tuple[Array, Any]]
-"""What happens at a use: from what is known of it, its equation, the values of its operands and its
-tap to the result and the residuals."""
+"""The function at a use: it takes what is known of the use, its equation, the values of its
+operands and its tap, and returns the result and the residuals."""
 
 
 def tapped(
     use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
 ) -> tuple[Array, Any]:
-    """Adds a tap to the result, and keeps what a gradient is made of beside its cotangent."""
+    """Adds a tap to the result, and keeps the residuals."""
     (result,) = evaluated_whole(equation, inputs)
     return use.received(result + tap), use.kept(inputs)
 
 
 class Kernel(NamedTuple):
-    """The use of a formed leaf as a kernel: its gradient is made of patches of the image.
+    """The use of a formed leaf as a kernel: its gradient comes from patches of the image.
 
     JAX's own rule convolves images with cotangents, each example with its own: on a CPU that takes
     several times as long.
@@ -281,7 +281,7 @@ def evaluate(
 
     Args:
         program: the loss of one example.
-        at: what is known of each use: `at_use` does the same wherever this is the same.
+        at: what is known of each use; equal uses are treated equally by `at_use`.
         inputs: the program's.
         taps: a tree of arrays for each use, the lengths of the scans around it in front.
         at_use: what happens at a use.
@@ -299,7 +299,7 @@ class _Evaluation(NamedTuple):
 
     Attributes:
         at_use: what happens at a use.
-        calls: the functions that stand for calls, by what they call: equal ones are traced once.
+        calls: functions for calls, by the program that they call: equal ones are traced once.
     """
 
     at_use: AtUse
@@ -312,7 +312,7 @@ class _Evaluation(NamedTuple):
         inputs: Sequence[Any],
         taps: dict[Address, Any],
     ) -> tuple[list[Any], dict[Address, Any]]:
-        """Evaluates a program; addresses are those in it."""
+        """Evaluates a program; addresses are relative to it."""
         indices, residuals = itertools.count(), dict[Address, Any]()
         holders = {address[0] for address in at if len(address) > 1}
 
@@ -347,10 +347,10 @@ class _Evaluation(NamedTuple):
     ) -> tuple[list[Any], dict[Address, Any]]:
         """Evaluates an equation that holds uses, or takes parts of parameters.
 
-        A jit, remat and scan stay what they are. Taps go into it, and what uses keep comes out,
-        saved or with a scan's other arrays. A parameter that a scan goes over is gathered slice by
-        slice, inside, and again for the backward pass: a checkpoint around the scan saves what its
-        steps do. One that all steps share is gathered once, ahead of it.
+        A jit, remat or scan is kept. Taps go in, and residuals come out, saved or with a scan's
+        other arrays. A parameter that a scan goes over is gathered slice by slice, inside, and
+        again for the backward pass: a checkpoint around the scan saves what its steps do. One that
+        all steps share is gathered once, before the scan.
         """
         match inside(equation):
             case Call("jit", body):
@@ -362,7 +362,7 @@ class _Evaluation(NamedTuple):
                 return self.calls[key](inputs, taps)
             case Call("remat", body):
                 run = functools.partial(self.program, body, at)
-                if equation.params["policy"] is None:  # what is gathered inside is not saved
+                if equation.params["policy"] is None:  # gathered arrays are not saved
                     inputs = [x.within_checkpoint() if isinstance(x, Shard) else x for x in inputs]
                 return rematerialised(equation, run, inputs, taps)
             case Scan() as scan:
@@ -381,7 +381,7 @@ class _Evaluation(NamedTuple):
 
 
 def _takes_parts(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> bool:
-    """Whether it holds a program that goes on with parts of parameters."""
+    """Whether it holds a program that takes parts of parameters."""
     if not any(isinstance(x, Shard) for x in inputs):
         return False
     return isinstance(found := inside(equation), Scan) or (
@@ -390,5 +390,5 @@ def _takes_parts(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> bool:
 
 
 def _below(of: Mapping[Address, Any], index: int) -> dict[Address, Any]:
-    """What is inside one equation, by its address there."""
+    """The entries inside one equation, by their address there."""
     return {address[1:]: its for address, its in of.items() if address[0] == index}

@@ -33,7 +33,7 @@ class ParamUse(NamedTuple):
         scans: the scans around it, outermost first: whether each goes over slices of the parameter
             or uses all of it many times.
         result: shape and dtype of the equation's result, the lengths of the scans in front.
-        residuals: the same of what is kept.
+        residuals: shapes and dtypes of the residuals, likewise.
         matmul: the narrow dtypes that the equation multiplies in, if it does.
     """
 
@@ -49,28 +49,28 @@ class ParamUse(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kind, and what the parameter is cast to there."""
+        """The kind, and the dtype that the parameter is cast to there."""
         return self.kind.name + (f"[{self.matmul.forward}]" if self.matmul else "")
 
     def narrowed(self, matmul: Matmul) -> "ParamUse":
-        """The same use where the equation multiplies in narrow dtypes: a product's."""
+        """The same use, with a product in narrow dtypes."""
         stack = tuple(self.result.shape[: len(self.scans)])
         values = jax.ShapeDtypeStruct(self.residuals.shape, matmul.forward)
         exponent = jax.ShapeDtypeStruct(stack, jnp.int32)
         return self._replace(residuals=Scaled(values, exponent), matmul=matmul)
 
     def kept(self, inputs: list[Any]) -> Any:
-        """What is kept of the other operands, of a narrow product as they are multiplied."""
+        """The residuals: of a narrow product, the cast operands."""
         others = [x if i == self.operand else whole(x) for i, x in enumerate(inputs)]
         found = self.kind.residuals(self.operation, self.operand, others)
         return found if self.matmul is None else scaled(found, self.matmul.forward, self.matmul)
 
     def restored(self, residuals: Any) -> Any:
-        """What the kind takes for residuals, from what was kept: what was multiplied, exactly."""
+        """The residuals as the kind takes them: exactly the multiplied values."""
         return residuals if self.matmul is None else restored(residuals, _FLOAT32)
 
     def received(self, result: Array) -> Array:
-        """The result, whose cotangent becomes what a narrow product is differentiated by."""
+        """The result; its cotangent is cast as the derivative of a narrow product needs it."""
         return result if self.matmul is None else with_cast_cotangent(self.matmul, result)
 
     @property
@@ -93,19 +93,19 @@ class ParamUse(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can come of it: a scan of no steps, a slice of no rows."""
+        """Whether it contributes nothing: a scan without steps, a slice without rows."""
         return 0 in (*self.result.shape, *self.shape, *self.operation.operands[self.operand])
 
     @property
     def _split(self) -> tuple[Step, tuple[tuple[int, ...], ...]]:
-        """From the operand to an array whose axes are parts of groups, rows and columns."""
+        """The step from the operand to an array with parts of groups, rows and columns as axes."""
         found, lead = self.kind.matrix_axes(self.operation, self.operand), len(self.slices)
         of_groups, rows, columns = (tuple(lead + i for i in part) for part in found[1:])
         return Step("reshape", found.shape, lead), ((*range(lead), *of_groups), rows, columns)
 
     @property
     def place(self) -> Place | None:
-        """Where the entries of its matrices stand in the parameter."""
+        """The positions of its matrices' entries in the parameter."""
         return place_of(self.view, self.shape, *self._split)
 
     @property
@@ -155,11 +155,11 @@ class ParamUse(NamedTuple):
         return pulled_back(of_parameter, gradient, self.shape)
 
     def from_operand(self, gradient: Array) -> Array:
-        """The same from that with respect to the operand, slices of scans in front."""
+        """The same from the gradient with respect to the operand, slices of scans in front."""
         return pulled_back(functools.partial(taken, self.view), gradient, self.shape)
 
     def inside(self) -> "ParamUse":
-        """The use as one iteration of the scans around it sees it: of its operand alone."""
+        """The use in one iteration of the enclosing scans: of its operand alone."""
 
         def inner(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[len(self.scans) :], x.dtype)
@@ -170,7 +170,7 @@ class ParamUse(NamedTuple):
 
 
 Address: TypeAlias = tuple[int, ...]
-"""Where an equation stands: its index, behind the indices of the equations around it."""
+"""The address of an equation: the indices of the enclosing equations, then its own."""
 
 
 class Uses(NamedTuple):
@@ -179,9 +179,9 @@ class Uses(NamedTuple):
     A leaf that has no uses, and is not formed, does not enter the loss.
 
     Attributes:
-        of: of each trainable leaf its uses, by where they stand.
+        of: the uses of each trainable leaf, by their address.
         formed: the leaves that are differentiated themselves, with the reason.
-        kernels: where they are kernels of convolutions, whose gradients patches make.
+        kernels: uses of formed leaves as kernels, whose gradients come from patches.
     """
 
     of: tuple[dict[Address, ParamUse], ...]
@@ -206,7 +206,7 @@ class Uses(NamedTuple):
 
 
 class Scattering(NamedTuple):
-    """How the weighted sum at a use, in one iteration of the scans around, goes to devices.
+    """How the weighted sum at a use, in one iteration of the enclosing scans, is scattered.
 
     Attributes:
         use: of the slice of a parameter; of the parameter where no scan goes over slices.
@@ -224,23 +224,23 @@ class Scattering(NamedTuple):
         return self.cut.local(self.use.shape)
 
     def stacked(self, parts: Array) -> Array:
-        """A device's part of the whole parameter's sum, from those of all slices."""
+        """A device's part of the parameter's sum, from the parts of all slices."""
         return parts.reshape(*self.ahead, *self.part)
 
     def __call__(self, total: Array) -> Array:
-        """A device's part of the sum over devices, from the operand's over its own examples."""
+        """A device's part of the sum over devices, from the sum over its own examples."""
         return self.cut.scattered(self.use.from_operand(total))
 
 
 def scattering_of(use: ParamUse, cut: Cut | None) -> Scattering | None:
-    """The same, where scans go over whole slices of a parameter, in order, and cut none of it.
+    """The same, if scans go over whole slices of a parameter, in order.
 
     Args:
-        use: the only one of a parameter.
+        use: the only use of a parameter.
         cut: how its sum is cut; None where it is not.
 
     Returns:
-        None where there are no such slices: the sum is then known, and scattered, as a whole.
+        None if there are no such slices: the sum is then scattered as a whole.
     """
     scans = len(use.slices)
     if cut is None or any(dim < scans for dim, _ in cut.over(len(use.shape))):
@@ -267,7 +267,7 @@ class Member(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def overlaps(uses: tuple[ParamUse, ...]) -> tuple[tuple[Member, ...], ...] | None:
-    """Sorts the uses of a parameter: those of the same matrices go together.
+    """Groups the uses of a parameter by their matrices.
 
     |sum_i G_i|^2 = sum_ij <G_i, G_j>. Two uses of the same matrices, upright or transposed (an
     embedding and the output that is tied to it), have inner products that never form a gradient;

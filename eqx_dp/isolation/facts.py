@@ -8,11 +8,11 @@ import jax.extend.core as jex_core
 
 @dataclass(frozen=True)
 class Of:
-    """A value that keeps to the rules.
+    """A value that depends on no other example.
 
     Attributes:
-        what: "nothing" (parameters, constants, and what follows from them), "example" (the one at
-            hand alone), or "sum" (over examples, which the engine asked for).
+        what: "nothing" (parameters, constants, and values computed from them), "example" (only on
+            the current one), or "sum" (over examples, by the engine).
     """
 
     what: str
@@ -24,7 +24,7 @@ class Meeting:
 
     Attributes:
         equation: where they meet.
-        line: the user's line that it stands in, or that it is called from; "" if there is none.
+        line: the user's line of the equation, or of the call to it; "" if there is none.
     """
 
     equation: jex_core.JaxprEqn
@@ -37,7 +37,7 @@ SHARED, OWN, SUM = Of("nothing"), Of("example"), Of("sum")
 
 
 def joined(facts: list[Fact], equation: jex_core.JaxprEqn) -> Fact:
-    """That of a value that depends on all of several, or may be any of them."""
+    """The fact about a value that depends on several values, or may be any of them."""
     meeting = next((fact for fact in facts if isinstance(fact, Meeting)), None)
     if meeting is not None:
         return meeting

@@ -28,23 +28,23 @@ from .steering import is_steering, stops
 class Judge:
     """One pass over the program of one example.
 
-    Guarantee: where a result is `OWN`, then in the program that `vmap` makes, its entry for an
-    example is the same whatever the other examples are: the program holds nothing but primitives
-    that are known to keep examples apart, mapped by JAX's own batching rules.
+    Guarantee: if a result is `OWN`, its entry for an example in the program that `vmap` makes does
+        not depend on the other examples: the program holds only primitives that are known to keep
+        examples apart, mapped by JAX's own batching rules.
 
     | what may depend on other examples | is |
     |---|---|
     | the result of a primitive that is not known to keep examples apart | a meeting |
-    | whatever follows from a meeting, as a value or as a choice | the same meeting |
-    | what Equinox's loops and those on it steer by | nothing: see `steering` |
-    | whether Equinox's `error_if` stops the run | nothing that is left |
+    | every value that depends on a meeting, also by a choice | the same meeting |
+    | the conditions of loops of Equinox and its family | nothing: see `steering` |
+    | whether Equinox's `error_if` stops the run | nothing: there is no result then |
     | a mutable array, a host function that may remember | a meeting, used or not |
-    | anything of no example (a collective over parameters, say) | nothing |
+    | a value of no example (such as a collective over parameters) | nothing |
 
     Attributes:
-        trusts: whether reductions over examples by Equinox and its family only steer.
+        trusts: whether reductions over examples by Equinox and its family only control loops.
         bound: names of axes that the program itself binds; collectives over others are meetings.
-        remembered: what outlives the example.
+        remembered: the facts about values that outlive the example.
     """
 
     trusts: bool
@@ -71,7 +71,7 @@ class Judge:
         ]
 
     def _result(self, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        """The results of an equation that holds no program that is looked into."""
+        """The facts about results of an equation whose programs are not followed."""
         name, count, fact = equation.primitive.name, len(equation.outvars), joined(inputs, equation)
         if name in REFERENCES | STATEFUL:
             self.remembered.append(Meeting(equation, own_line(equation)))
@@ -86,7 +86,7 @@ class Judge:
         return [fact if is_kept else Meeting(equation)] * count
 
     def _inside(self, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> list[Fact] | None:
-        """The results of an equation that holds programs; None of any other."""
+        """The facts about results of an equation with programs; None for any other."""
 
         def either(one: Fact, other: Fact) -> Fact:
             return joined([one, other], equation)
@@ -100,7 +100,7 @@ class Judge:
                 return self.program(body, inputs)
             case LinearSolve() as system:
                 return self.program(system.solve, system.split(inputs))
-            case ShardMap() as spread:  # over axes of its own: devices share the example
+            case ShardMap() as spread:  # over its own axes: devices share the example
                 return replace(self, bound=self.bound | spread.axes).program(spread.body, inputs)
             case Cond(branches=branches):
                 index, *operands = inputs
@@ -136,12 +136,12 @@ def _implementation(equation: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr:
 
 
 def _unless_empty(variable: Any, fact: Fact) -> Fact:
-    """What holds no number depends on nothing."""
+    """A value that holds no number depends on nothing."""
     return SHARED if 0 in getattr(variable.aval, "shape", ()) else fact
 
 
 def _with_line(fact: Fact, equation: jex_core.JaxprEqn) -> Fact:
-    """Says where the user called what meets; JAX's own functions know no line inside."""
+    """Adds the line where the user called a meeting equation; JAX's own functions have no line."""
     if not isinstance(fact, Meeting) or fact.line:
         return fact
     return replace(fact, line=own_line(fact.equation) or own_line(equation))

@@ -1,7 +1,7 @@
 """Which primitives keep examples apart once `vmap` has mapped them.
 
-JAX's own batching rules are trusted: they give each example what it would get alone. A primitive
-that is not in the lists below, or that JAX's rule mixes examples in, is refused.
+JAX's own batching rules are trusted: they give each example the result that it would get alone. A
+primitive that is not in the lists below, or whose rule mixes examples, is refused.
 """
 
 import weakref
@@ -21,7 +21,7 @@ STATEFUL = frozenset({"io_callback"})
 """A function on the host that may remember what it is given."""
 
 CALLBACKS = frozenset({"pure_callback", "ffi_call", "buffer_callback"})
-"""A function on the host is handed whole batches unless it says otherwise."""
+"""A function on the host gets whole batches unless it says otherwise."""
 
 REDUCTIONS = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
 """Equinox's, which see a whole batch from inside `vmap`."""
@@ -40,7 +40,7 @@ _GENERATORS: dict[str, tuple[str, ...]] = {
     "random_split": (*_APART, "key<rbg>"),
 }
 
-# Asking for one's own position exchanges nothing; neither does saying along what a value varies.
+# Reading a device's own position, or marking what a value varies along, exchanges nothing.
 _LOCAL = frozenset({"axis_index", "pvary", "pbroadcast"})
 
 _NOT_JAXS = {"after_all", "create_token", "custom_lin", "rng_bit_generator", "rng_uniform"}
@@ -65,7 +65,7 @@ _OWN_RULES: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def engines_rule(rule: Rule) -> Rule:
-    """Marks a batching rule of the engine's own, of a `jax.custom_batching.custom_vmap`.
+    """Marks a batching rule of the engine, of a `jax.custom_batching.custom_vmap`.
 
     Its first result has examples in front, each entry from one example alone; all others are sums
     over examples. No other batching rule is accepted.
@@ -75,7 +75,7 @@ def engines_rule(rule: Rule) -> Rule:
 
 
 def is_engines(equation: jex_core.JaxprEqn) -> bool:
-    """Whether an equation's batching rule is the engine's own."""
+    """Whether an equation has a batching rule of the engine."""
     rule = getattr(equation.params.get("rule"), "rule", None)
     return equation.primitive.name == "custom_vmap_call" and rule in _OWN_RULES
 
@@ -88,16 +88,16 @@ def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
 
 
 def is_known(equation: jex_core.JaxprEqn) -> bool:
-    """Whether the primitive is one of those that the lists speak of."""
+    """Whether the lists name the primitive."""
     known = _WITHOUT_OBJECT | _OF_EQUINOX | _MEETING | CALLBACKS | {"pallas_call"}
     return equation.primitive in _JAXS or equation.primitive.name in known
 
 
 def keeps_apart(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:
-    """Whether what a mapped equation gives to an example depends on its operands of it alone.
+    """Whether a mapped equation's result for an example depends only on that example.
 
     Args:
-        equation: it holds no program that is looked into.
+        equation: one whose programs are not followed.
         bound: names of axes that the program of one example binds itself.
     """
     name = equation.primitive.name
@@ -114,10 +114,10 @@ def keeps_apart(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:
 
 
 def _is_plain_kernel(grid: Any) -> bool:
-    """Whether a Pallas kernel has nothing but its blocks.
+    """Whether a Pallas kernel has only its blocks.
 
-    What stands in scratch memory, or behind a reference to a whole array, outlives a step of the
-    grid, and `vmap` makes one step of each example.
+    Scratch memory, and references to whole arrays, outlive a step of the grid, and `vmap` makes one
+    step for each example.
     """
     spaces = {str(block.block_aval.memory_space).lower() for block in grid.block_mappings}
     return not (grid.scratch_avals or grid.num_index_operands or spaces - {"none", "default"})

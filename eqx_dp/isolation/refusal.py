@@ -1,4 +1,4 @@
-"""What an error says where examples meet."""
+"""The error where examples meet."""
 
 from ..programs import own_line, source_line
 from .facts import Meeting
@@ -56,9 +56,9 @@ _ADVICE = {
     "to show values.",
     "reference": "It reads or writes a mutable array (jax.new_ref), which outlives the example. "
     "Return the value instead, and carry it in a jax.lax.scan.",
-    "custom_vmap_call": "It has a batching rule of its own (jax.custom_batching.custom_vmap), "
+    "custom_vmap_call": "It has its own batching rule (jax.custom_batching.custom_vmap), "
     "which is given all examples at once. Use the function without the rule, or jax.lax.map for "
     "one that cannot be mapped.",
     "pallas_call": "The kernel has scratch memory, scalars in front or whole arrays, which outlive "
-    "one example's step of the grid. Use a kernel that has blocks alone.",
+    "one example's step of the grid. Use a kernel with blocks only.",
 }

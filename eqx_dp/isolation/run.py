@@ -24,17 +24,16 @@ def run_apart(
     """Maps a function of one example over a batch, unless examples could meet.
 
     Guarantee: of every result that has examples in front, the entries of one example depend on that
-    example alone and on what `one` closes over. It is shown on the program that `one` is traced to
-    for one example, in which the user's derivative rules have been applied (`Judge` says how), and
-    that very program is what `jax.vmap` maps and what is run (on a CPU with its convolutions
-    written channels last, and under JAX 0.10 with some results clamped between the infinities,
-    which keeps them as they are). The exception is
-    what the engine adds up itself, in rules that are marked by `engines_rule`: such a result has no
-    examples in front.
+    example alone and on what `one` closes over. The proof is on the program of `one` for one
+    example, in which the user's derivative rules have been applied (`Judge` says how). `jax.vmap`
+    maps that same program, and it is run (on a CPU with convolutions written channels last, and
+    under JAX 0.10 with some results clamped between the infinities, which does not change them).
+    The exception are sums of the engine, in rules that are marked by `engines_rule`: such a result
+    has no examples in front.
 
     Args:
         one: takes the arrays of one example.
-        loss: the loss of one example that is in it.
+        loss: the loss of one example that `one` evaluates.
         *batch: trees of arrays, examples in front of every leaf.
         out_axes: as that of `jax.vmap`: 0, or None for a sum by the engine.
 
@@ -55,9 +54,9 @@ def run_apart(
         mapped = jax.vmap(judged, out_axes=out_axes)
         return jax.tree.leaves(mapped(*jax.tree.unflatten(structure, leaves)))
 
-    # Within a trace, a jitted function is one equation there: nothing is traced a second time. Not
-    # in float16, where XLA may multiply constants of the loss with each other, to 0, before it sees
-    # that their other factor is a constant loss scale.
+    # Within a trace, a jitted function is one equation, so nothing is traced twice. Not in float16,
+    # where XLA may multiply constants of the loss with each other, to 0, before it sees that their
+    # other factor is a constant loss scale.
     is_call = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     is_call &= not any(getattr(x.aval, "dtype", None) == jnp.float16 for x in loss.invars)
     mapped = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*leaves)
@@ -66,7 +65,7 @@ def run_apart(
 
 
 def _refuse_meetings(program: jex_core.ClosedJaxpr, loss: jex_core.Jaxpr) -> None:
-    """Raises a ValueError if other examples may come into the program of one."""
+    """Raises a ValueError if the program of one example may depend on others."""
     judge = Judge(may_be_trusted(loss))
     facts = judge.program(program, [OWN] * len(program.jaxpr.invars))
     for fact in [*facts, *judge.remembered]:

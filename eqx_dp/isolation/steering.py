@@ -1,10 +1,11 @@
 """Reductions over all examples by Equinox, and what they may be for.
 
 `unvmap_any`, `unvmap_all` and `unvmap_max` see a whole batch from inside `vmap`. Equinox, and the
-libraries on it, steer with them: their loops go on while any example wants to and leave a finished
-one as it is, forward and backward; they skip work that no example needs. What follows from it for
-an example is the same (up to rounding, where work is done anew that one example needs: the first
-stage of a diffrax step). That cannot be read off the equations, so it is told by who wrote them.
+libraries on it, only control work with them: their loops continue while any example needs it and
+leave a finished example unchanged, forward and backward; they skip work that no example needs. The
+results of an example stay the same (up to rounding, if work is repeated that one example needs: the
+first stage of a diffrax step). The equations do not show that, so it is decided by the library that
+wrote them.
 """
 
 import os
@@ -16,16 +17,16 @@ from ..programs import programs_of, written_in
 from .primitives import REDUCTIONS
 
 _ERRORS = "_errors.py"
-# Equinox's files that a call goes through on its way from whoever wrote it.
+# Equinox's files that a call goes through on its way from its author.
 _PLUMBING = ("_unvmap.py", "_ad.py", "_jit.py", "_eval_shape.py", "_module/", "_vmap_pmap.py")
 
 
 def may_be_trusted(loss: jex_core.Jaxpr) -> bool:
     """Whether all reductions over examples in a loss are those of Equinox and its family.
 
-    It is asked of the loss as it was traced, where every equation knows its own line. In derivative
-    rules, which JAX runs later, a line may be that of the call that has the rule. So where the user
-    has such a reduction as well, none of them is trusted; and neither with `EQX_ON_ERROR=nan` (or
+    The loss is examined as it was traced, where every equation has its own line. In derivative
+    rules, which JAX runs later, a line may be that of the call that has the rule. So if the user
+    has such a reduction as well, none of them is trusted; nor with `EQX_ON_ERROR=nan` (or
     `breakpoint`), where a failed check of one example changes all the others.
     """
     for equation in loss.eqns:

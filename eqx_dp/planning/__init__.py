@@ -1,4 +1,4 @@
-"""What a private training step will cost: its memory before it runs, its time as measured."""
+"""The cost of a private training step: its memory before it runs, its measured time."""
 
 from .memory import MemoryPlan as MemoryPlan
 from .memory import plan_memory as plan_memory

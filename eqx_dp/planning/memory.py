@@ -18,25 +18,25 @@ from ..tables import Part, tabular
 from ..trees import PyTree, is_key
 from .step import PlannedStep, planned_step
 
-_KEY_BYTES = 32  # of a key, whose dtype names no size
+_KEY_BYTES = 32  # a key's dtype has no size
 
 
 class DeviceBytes(NamedTuple):
     """The large parts of what one device holds in a step, from shapes alone.
 
     Attributes:
-        parameters: the model as it is stored, and the copies that the loss is given where those
-            have other dtypes or are gathered from other devices. Of a parameter that is spread over
-            example axes, a device's part, and what of all such is gathered at a time: the slices
-            of one step of a scan over them, or the largest.
+        parameters: the stored model, and the copies for the loss that have another dtype or are
+            gathered from other devices. For parameters that are spread over example axes: a
+            device's parts, and the arrays that are gathered at a time: the slices of one step of a
+            scan over them, or the largest.
         gradients: the sum of clipped gradients, and with microbatches the sum of one of them. Each
-            device holds a whole sum until the devices' sums are added, but for axes that examples
-            are not spread over; where the parameter is spread over those, its part of the sum, and
-            what of all such sums is there at a time before it is scattered.
+            device holds a whole sum until the devices' sums are added (divided over axes without
+            examples). If the parameter is spread over example axes: its part of the sum, and the
+            sums that are whole at a time before they are scattered.
         optimizer: the optimizer's state.
         batch: the examples and the mask.
-        per_example: what the engine holds for the examples of one microbatch, by the estimate that
-            it chooses a method by.
+        per_example: what the engine holds for the examples of one microbatch, by the estimate of
+            its choice of a method.
         noise: that of the largest leaf.
     """
 
@@ -54,12 +54,12 @@ class DeviceBytes(NamedTuple):
 
 
 class CompiledBytes(NamedTuple):
-    """What the compiler says of one device.
+    """The compiler's figures for one device.
 
     Attributes:
         arguments: model, optimizer state, batch.
         results: model and optimizer state after the step.
-        shared: of the results, what is written over arguments.
+        shared: the part of the results that is written over arguments.
         temporary: everything else.
     """
 
@@ -80,7 +80,7 @@ class MemoryPlan(NamedTuple):
 
     Attributes:
         parts: the large parts, from shapes alone.
-        compiled: what the compiled step takes; None if it was not compiled, or does not say.
+        compiled: what the compiled step takes; None if it was not compiled, or has no figures.
         method: of the engine.
         microbatch_size: examples at once on a device.
         num_examples: the batch, of all devices.
@@ -101,14 +101,15 @@ class MemoryPlan(NamedTuple):
 
     def _parts(self) -> Iterator[Part]:
         on = f"{self.num_examples:,} examples, devices: {self.num_devices}, method {self.method}"
-        rows = [(name, told(size)) for name, size in self.parts._asdict().items()]
+        rows = [(name, format_bytes(size)) for name, size in self.parts._asdict().items()]
         yield f"{on}, microbatch {self.microbatch_size}"
-        yield [("part", "of a device"), *rows, ("sum of parts", told(self.parts.total))]
+        yield [("part", "of a device"), *rows, ("sum of parts", format_bytes(self.parts.total))]
         if (found := self.compiled) is not None:
-            yield f"compiled: {told(found.total)}, of which temporary {told(found.temporary)}"
+            total, temporary = format_bytes(found.total), format_bytes(found.temporary)
+            yield f"compiled: {total}, of which temporary {temporary}"
 
 
-def told(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes, for people."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
@@ -127,7 +128,7 @@ def plan_memory(
     limit: int | None = None,
     compiled: bool = True,
 ) -> MemoryPlan:
-    """Says how many bytes a device needs for a private training step, before the step runs.
+    """Computes how many bytes a device needs for a private training step, before it runs.
 
     Nothing is allocated and nothing is run. The whole step (clipped gradient, noise, update, model
     and optimizer state donated) is traced on shapes; with `compiled` it is compiled for the mesh.
@@ -138,7 +139,7 @@ def plan_memory(
     axes, and of its sum, `parts` count a device's part and what is gathered at a time.
 
     With `limit`, microbatches are tried by bisection: the step is compiled log2(n) times for the n
-    examples of a device. **Guarantee.** The total of what is returned is within the limit. It is
+    examples of a device. **Guarantee.** The total of the returned plan is within the limit. It is
     the largest microbatch that fits, if bytes grow with the microbatch.
 
     Args:
@@ -153,7 +154,8 @@ def plan_memory(
         method: replaces the method of `grad_fn`.
         microbatch_size: replaces that of `grad_fn`: examples at once on a device. With `limit`, the
             largest to try.
-        limit: bytes of a device. Given, the plan of the largest microbatch that fits is returned.
+        limit: bytes of a device. If given, the result is the plan of the largest microbatch that
+            fits.
         compiled: whether to compile; False relies on the sum of parts.
 
     Returns:
@@ -192,10 +194,10 @@ def plan_memory(
     if fits:
         return planned(fits)
     raise ValueError(
-        f"Not even one example at a time fits: it takes {told(planned(1).total)} a device, of "
-        f"{told(limit)}. Take method='ghost' with jax.checkpoint around the model's layers, which "
-        "hold least; spread parameters and sums over more devices (ShardingRules(params=..., "
-        "accumulators='examples')); or compute in a narrower dtype "
+        f"Not even one example at a time fits: it takes {format_bytes(planned(1).total)} a device, "
+        f"of {format_bytes(limit)}. Take method='ghost' with jax.checkpoint around the model's "
+        "layers, which need the least memory; spread parameters and sums over more devices "
+        "(ShardingRules(params=..., accumulators='examples')); or compute in a narrower dtype "
         "(policy=dp.load_policy('mixed_bfloat16'))."
     )
 
@@ -207,7 +209,7 @@ def _noise_and_descent(grad_fn: ClippedGrad[Any]) -> optax.GradientTransformatio
 
 
 def read_compiled(program: Any) -> CompiledBytes | None:
-    """What a compiled program says of its memory; None if nothing."""
+    """A compiled program's figures of its memory; None if it has none."""
     memory = program.memory_analysis()
     if memory is None:
         return None
@@ -245,21 +247,21 @@ def _device_bytes(step: PlannedStep) -> DeviceBytes:
 
 
 def _at_a_time(wholes: list[int], slices: list[int | None]) -> int:
-    """What is whole at a time: a slice of each array that goes by slices, or the largest other."""
+    """The arrays that are whole at a time: a slice of each sliced array, or the largest other."""
     spread = [(whole, its) for whole, its in zip(wholes, slices, strict=True) if its]
     by_slices = sum(whole // its for whole, its in spread if its > 1)
     return max([by_slices, *(whole for whole, its in spread if its == 1)])
 
 
 def _local(x: Any, dtype: Any = None) -> int:
-    """Bytes of an array, of one device; by another dtype."""
+    """Bytes of an array on one device, also for another dtype."""
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     itemsize = _KEY_BYTES if is_key(x) else (dtype or x.dtype).itemsize
     return math.prod(shape) * itemsize
 
 
 def _gathered(x: Any, dtype: Any, rules: ShardingRules | None) -> int:
-    """The same of an array that is whole over the axes that examples are spread over."""
+    """The same for an array that is whole over the example axes."""
     if rules is None:
         return _local(x, dtype)
     axes = {axis for entry in x.sharding.spec for axis in axes_of(entry)} & set(rules.examples)

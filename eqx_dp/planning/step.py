@@ -1,4 +1,4 @@
-"""The whole private step, on shapes: what a device is given, and the program that it runs."""
+"""The whole private step, on shapes: its arguments on a device, and its program."""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class PlannedStep(NamedTuple):
         sums: the gradients' sums, each where its parameter lives.
         accumulators: the same where they live after devices' sums have been added.
         policy: the function's, or that of a paired model.
-        rules: how all of it is spread.
+        rules: the sharding rules.
     """
 
     call: Prepared
@@ -43,7 +43,7 @@ class PlannedStep(NamedTuple):
     rules: ShardingRules | None
 
     def compile(self) -> Any:
-        """The compiled program: it is not run."""
+        """The compiled program, which is not run."""
         with on_mesh(self.rules):
             return jax.jit(self.run, donate_argnums=(0, 1)).lower(*self.arguments).compile()
 
@@ -55,7 +55,7 @@ def planned_step(
     optimizer: optax.GradientTransformation,
     key: Any,
 ) -> PlannedStep:
-    """Clipped gradient alone, noise, update, with padding in the batch as a sampler leaves it."""
+    """Clipped gradient, noise, update, with padding in the batch as from a sampler."""
     rules, policy = grad_fn.sharding, agreed_policy(model, grad_fn.policy)
     with on_mesh(rules):
         call = described(grad_fn, model, batch, key)

@@ -1,4 +1,4 @@
-"""A method and a microbatch that are chosen by the clock, where formulas do not tell."""
+"""A method and a microbatch that are chosen by measured time."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -16,18 +16,18 @@ from ..privacy import PrivacyPlan
 from ..tables import Part, tabular
 from ..timing import interleaved
 from ..trees import PyTree, is_array_or_shape, is_key, is_shape
-from .memory import read_compiled, told
+from .memory import format_bytes, read_compiled
 from .step import on_mesh
 
 
 class Trial(NamedTuple):
-    """One method with one microbatch, as it was tried.
+    """A trial of one method with one microbatch.
 
     Attributes:
         method: the method.
         microbatch_size: how many examples at once on a device.
         seconds: the median time of a call; `inf` if it was not timed.
-        bytes: what the compiled program takes of a device; 0 if it does not say.
+        bytes: memory of the compiled program on a device; 0 if unknown.
         problem: why it was not timed; empty if it was.
     """
 
@@ -45,7 +45,7 @@ class Tuning(NamedTuple):
     Attributes:
         method: of the fastest, for `filter_clipped_grad` or `make_step`.
         microbatch_size: of the fastest, for the same.
-        trials: all that was tried, the fastest first.
+        trials: all trials, the fastest first.
     """
 
     method: MethodName
@@ -54,7 +54,12 @@ class Tuning(NamedTuple):
 
     def _parts(self) -> Iterator[Part]:
         rows = [
-            (x.method, str(x.microbatch_size), x.problem or f"{1e3 * x.seconds:.3g}", told(x.bytes))
+            (
+                x.method,
+                str(x.microbatch_size),
+                x.problem or f"{1e3 * x.seconds:.3g}",
+                format_bytes(x.bytes),
+            )
             for x in self.trials
         ]
         yield [("method", "microbatch", "ms", "of a device"), *rows]
@@ -80,21 +85,21 @@ def tune(
     step = dp.make_step(..., method=found.method, microbatch_size=found.microbatch_size)
     ```
 
-    Each candidate is compiled once. Rounds are interleaved, each in an order of its own, and the
-    smallest median decides. By another method or microbatch the sum is the same up to rounding.
+    Each candidate is compiled once. Rounds are interleaved, each in its own order, and the smallest
+    median decides. With another method or microbatch the sum is the same up to rounding.
 
-    **Guarantee.** No value of `batch`, `key` or `is_padding_example` is read: what is timed is made
-    up, of the same shapes and dtypes (floats standard normal, whole numbers 0, keys of zeros). So
-    the choice depends on shapes, the loss, the model's values, the plan and the machine. A model
-    before its training, and one that was released, is public.
+    **Guarantee.** No value of `batch`, `key` or `is_padding_example` is read: the timed batch is
+    made up, of the same shapes and dtypes (floats standard normal, whole numbers 0, keys of zeros).
+    So the choice depends on shapes, the loss, the model's values, the plan and the machine. A model
+    before its training, or a released one, is public.
 
     | case | what happens |
     |---|---|
     | a candidate cannot be compiled or run | its row says why; the others are timed |
     | it takes more than `limit` | the same |
     | none of them is left | `ValueError`, with the reasons |
-    | the loss refuses what is made up (`equinox.error_if`, say) | as any that cannot be run |
-    | the clock may decide otherwise the next time | write the two values into your program |
+    | the loss refuses the made-up batch (such as by `equinox.error_if`) | it cannot be run |
+    | another run may choose differently | write the two values into your program |
 
     Args:
         grad_fn: what `filter_clipped_grad` returned; its own method and microbatch do not count.
@@ -103,10 +108,10 @@ def tune(
         key: as for `grad_fn`.
         is_padding_example: as for `grad_fn`; it only counts whether there is one.
         plan: the plan that batches are drawn by; the batch must then be as long as its sampler's
-            `capacity`. As many examples are timed as it expects; the rest is padding.
-        methods: what to try.
-        microbatch_sizes: what to try; by default the engine's own choice, a quarter and four times
-            of it, and all examples at once.
+            `capacity`. The timed batch has the expected number of examples; the rest is padding.
+        methods: the methods to try.
+        microbatch_sizes: the sizes to try; by default the engine's own choice, a quarter and four
+            times of it, and all examples at once.
         rounds: how often each is timed.
         limit: bytes of a device that a candidate may take; by default all that a device reports,
             and half of the host's memory where that is the device.
@@ -121,7 +126,7 @@ def tune(
             the program runs on several hosts, which may choose differently; and as for `grad_fn`.
     """
     rounds = whole_number("rounds", rounds, least=1, most=1000)
-    if limit is None:  # what does not fit would end the process
+    if limit is None:  # a program that does not fit would end the process
         limit = (device_memory() or 2**60) // (2 if is_cpu() else 1)
     limit = whole_number("limit", limit, least=1, most=2**60)
     rules = checked_grad_fn(grad_fn).sharding
@@ -163,7 +168,7 @@ def tune(
 def _compiled(
     trial: Trial, grad_fn: ClippedGrad[Any], static: PyTree[Any], given: tuple[Any, ...], limit: int
 ) -> tuple[Trial, Callable[[], Any] | None]:
-    """What is to be timed of a candidate, after a first run; None, and why, if nothing is."""
+    """The program of a candidate, after a first run; None, with the reason, if it fails."""
     variant = grad_fn._variant  # pyright: ignore[reportPrivateUsage]
     fixed = variant(method=trial.method, microbatch_size=trial.microbatch_size)
 
@@ -175,16 +180,16 @@ def _compiled(
         held = read_compiled(program)
         trial = trial._replace(bytes=0 if held is None else held.total)
         if trial.bytes > limit:
-            return trial._replace(problem=f"takes more than {told(limit)}"), None
+            return trial._replace(problem=f"takes more than {format_bytes(limit)}"), None
         jax.block_until_ready(program(*given))
-    except Exception as error:  # whatever a method, a compiler or a loss may raise
+    except Exception as error:  # any error of a method, a compiler or a loss
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         return trial._replace(problem=problem[:200]), None
     return trial, lambda: program(*given)
 
 
 def _made_up(leaf: Any) -> Any:
-    """An array of the same shape and dtype, whose values say nothing; what is none stays."""
+    """An array of the same shape and dtype with public values; other leaves do not change."""
     if not hasattr(leaf, "dtype"):
         return leaf
     dtype = leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)

@@ -1,4 +1,4 @@
-"""Policies as the tables of a policy file: read from them, and written as them."""
+"""Policies as the tables of a policy file: reading and writing."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _NOT_INHERITED = ("unsafe", "narrow_optimizer", "description")
 
 
 def policy_of(content: Content, name: str | None = None, *, is_whole: bool = True) -> Policy:
-    """The policy of a file's content, checked and with all that it inherits.
+    """The policy of a file's content, checked, with everything that it inherits.
 
     If it is not whole, accumulate and noise dtype may be left out.
     """
@@ -47,12 +47,12 @@ def policy_of(content: Content, name: str | None = None, *, is_whole: bool = Tru
 
 
 def merged(base: Content, content: Content) -> Content:
-    """A file's content on top of that of the file that it extends: see `load_policy`."""
+    """A file's content, merged with that of the file that it extends: see `load_policy`."""
     result: dict[str, Any] = {key: base[key] for key in base if key not in _NOT_INHERITED}
     for key, value in content.items():
         if key == "modules":
-            told = {rule["match"] for rule in value}
-            value = [*value, *(rule for rule in base.get(key, ()) if rule["match"] not in told)]
+            matched = {rule["match"] for rule in value}
+            value = [*value, *(rule for rule in base.get(key, ()) if rule["match"] not in matched)]
         elif key in ("dtypes", "params"):
             value = {**base.get(key, {}), **value}
         result[key] = value

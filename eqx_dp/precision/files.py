@@ -34,7 +34,7 @@ and `optimizer`, optional |
 
     There are as many `[[modules]]` as rules. Without `compute`, a rule leaves the policy's.
 
-    A file that `extends` another one needs no entry of its own. This is what holds of the two:
+    A file that `extends` another one needs no entry of its own. The two are merged:
 
     | entry | what holds |
     |---|---|
@@ -44,8 +44,8 @@ and `optimizer`, optional |
     | `[[modules]]` | the file's own rules, then the other rules whose patterns it does not name |
     | `matmul_precision` | the file's own, if it has one |
 
-    The file that is extended may extend a third one. It must itself be a policy without errors, but
-    for a missing `unsafe` or `narrow_optimizer` in a file that it extends.
+    The extended file may extend a third one. It must be a policy without errors, except for a
+    missing `unsafe` or `narrow_optimizer` in a file that it extends.
 
     Args:
         name_or_path: The name of a preset (see `available_policies`), or the path of a file. A
@@ -72,7 +72,7 @@ def available_policies() -> tuple[str, ...]:
     return tuple(sorted(_presets()))
 
 
-# Where the files are.
+# The places of the files.
 
 
 def _presets() -> dict[str, Traversable]:
@@ -103,7 +103,7 @@ def _preset(name: str) -> Traversable:
     raise refusal("policy preset", repr(name), allowed)
 
 
-# What they say.
+# Their content.
 
 
 def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
@@ -116,9 +116,9 @@ def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
     with refusals_name(EXTENDS):
         base = _preset(name) if _is_preset_name(name) else path.parent / name
     if Path(str(base)).resolve() in chain:
-        told = " -> ".join(one.name for one in (*chain, Path(str(base))))
+        circle = " -> ".join(one.name for one in (*chain, Path(str(base))))
         allowed = "a preset, or a file that does not extend this one"
-        raise refusal(EXTENDS, f"{name!r}, which closes a circle ({told})", allowed)
+        raise refusal(EXTENDS, f"{name!r}, which closes a circle ({circle})", allowed)
     with refusals_name(f"{EXTENDS} {base}"):
         return merged(_inherited(base, chain), content)
 

@@ -44,7 +44,7 @@ class LossScale:
 
 
 def _is_power_of_two(value: int | float) -> bool:
-    # frexp writes a number as m * 2**e with 1/2 <= |m| < 1: m is 1/2 for powers of two alone.
+    # frexp writes a number as m * 2**e with 1/2 <= |m| < 1: m is 1/2 only for powers of two.
     try:
         return math.frexp(value)[0] == 0.5
     except OverflowError:  # an integer that no float holds

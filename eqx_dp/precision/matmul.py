@@ -1,4 +1,4 @@
-"""What matrix products are multiplied in: the `[matmul]` table of a policy."""
+"""The dtypes of operands of matrix products: the `[matmul]` table of a policy."""
 
 import dataclasses
 from typing import Any, Literal, TypeAlias, get_args
@@ -32,8 +32,8 @@ class Matmul:
         forward: The operands of a forward product: float8_e4m3fn, float8_e5m2, bfloat16 or float16.
         backward: The cotangent in the two products that the derivative of a product consists of;
             the other operand is in `forward`. By default the same as `forward`.
-        scaling: `"per_example"`, or `"none"`: operands are cast as they are, and entries beyond the
-            largest number of the format become that number.
+        scaling: `"per_example"`, or `"none"`: operands are cast without scaling, and entries beyond
+            the largest number of the format become that number.
 
     Raises:
         ValueError: If a dtype is none of the four, or the scaling none of the two. A scale that

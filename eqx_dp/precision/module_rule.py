@@ -20,7 +20,7 @@ class ModuleRule:
             characters without space, comma or equals sign, so that it fits a policy's string form.
         compute_dtype: The dtype that these modules compute in.
         matmul: `"wide"` keeps their matrix products in the compute dtype, whatever the policy's
-            `matmul` says; None leaves them to that.
+            `matmul` says; None follows `matmul`.
         optional: Whether the rule may match no module of a model. Other rules must have an effect.
 
     Raises:

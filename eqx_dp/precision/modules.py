@@ -1,7 +1,7 @@
 """Which dtype every module of a model computes in: a policy's module rules, matched with the model.
 
-A rule describes modules, by path or by class. What it says holds for a module and all below it, as
-far as no other rule describes a module further in.
+A rule matches modules, by path or by class. It holds for a module and everything below it, except
+where another rule matches a module further in.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class Governed(NamedTuple):
-    """What governs a leaf, or a module.
+    """The dtype of a leaf or a module, and its origin.
 
     Attributes:
-        path: where it stands, as `jax.tree_util` gives it.
+        path: its path, as `jax.tree_util` gives it.
         compute: the dtype that it computes in.
         rule: the rule that gave that dtype, of the innermost matched module around it or of itself;
-            None where the policy did.
+            None if the policy did.
         around: the compute dtype around it, in which a module's outputs leave.
         own: the rule that matched the module itself, or None.
     """
@@ -56,10 +56,10 @@ def rebuild(
     on_module: Callable[[eqx.Module, Governed], eqx.Module] = as_it_is,
     on_leaf: Callable[[Any, Governed], Any] = as_it_is,
 ) -> T:
-    """Rebuilds a tree from its leaves up, telling every leaf and module what governs it.
+    """Rebuilds a tree from its leaves up, passing every leaf and module its dtype.
 
-    The contents of a module are done before `on_module` makes it anew. `matched` gives the rule
-    that matches a module at a dotted path, or None; `compute` is the dtype around the tree.
+    The contents of a module are rebuilt before `on_module` rebuilds the module. `matched` gives the
+    rule that matches a module at a dotted path, or None; `compute` is the dtype around the tree.
     """
 
     def visit(node: Any, governed: Governed) -> Any:
@@ -85,7 +85,7 @@ def rebuild(
 
 
 def cast_leaf(leaf: Any, governed: Governed) -> Any:
-    """For `rebuild`: a leaf in the dtype that governs it."""
+    """For `rebuild`: casts a leaf to its dtype."""
     return cast_floats(leaf, governed.compute)
 
 
@@ -123,8 +123,8 @@ def check_rules(model: PyTree[Any], policy: Policy) -> None:
     """Refuses rules that have no effect on a model.
 
     Raises:
-        ValueError: A rule matches no module, or only modules that rules in front of it take. The
-            message names the rule and lists the modules.
+        ValueError: A rule matches no module, or only modules that earlier rules match. The message
+            names the rule and lists the modules.
     """
     modules: dict[str, eqx.Module] = {}
     taken: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Models that keep to their policy by themselves: every module casts what enters and leaves it.
+"""Models that cast by themselves: every module casts its inputs and outputs, as a policy says.
 
-A module is given a class made from its own, with its fields and its name, in which public methods
-cast. So whatever looks at fields, paths, leaves or isinstance sees the model that was there before,
-and equal policies give equal tree structures.
+A module gets a subclass with its fields and its name, whose public methods cast. So fields, paths,
+leaves and isinstance are those of the original model, and equal policies give equal tree
+structures.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ def apply_policy(model: T, policy: Policy | JmpPolicy | None) -> T:
 
 
 def agreed_policy(model: PyTree[Any], policy: Policy | None) -> Policy | None:
-    """The policy of a paired model, or the one that was given beside it.
+    """The policy of a paired model, or the given policy.
 
     Raises:
         ValueError: Both are there and differ; a module inside the model is paired on its own; a
@@ -113,7 +113,7 @@ def agreed_policy(model: PyTree[Any], policy: Policy | None) -> Policy | None:
     policy = policy or own
     if found and policy is None:
         raise ValueError(
-            f"model is a part of a paired model, and the policy speaks of the whole. Give the "
+            f"model is a part of a paired model, and the policy is for the whole. Give the "
             f"policy as well, or take it off with {_TAKE_OFF}."
         )
     if policy is not None:
@@ -131,24 +131,24 @@ def _named(policy: Policy) -> str:
 def inside_engine(model: T, policy: Policy) -> T:
     """The model for a loss whose parameters, inputs and result the engine casts itself.
 
-    Only modules that rules match cast by themselves; the rest is as if it had never been paired.
+    Only modules that rules match cast by themselves; the rest is unpaired.
     """
     return _entered(model, policy, policy.compute_dtype, rules_of(policy))
 
 
-# What a module of a paired model casts.
+# The casts of a module.
 
 
 class Casts(NamedTuple):
-    """What the methods of a module cast. Equal ones give equal tree structures.
+    """The casts of a module's methods. Equal casts give equal tree structures.
 
     Attributes:
         policy: the policy of the whole model.
         is_root: whether the module is that model.
-        compute: what parameters and float inputs enter in.
-        outputs: what float outputs leave in.
+        compute: the dtype of parameters and float inputs.
+        outputs: the dtype of float outputs.
         rule: the rule that matched the module, or None.
-        governing: the rule that gave `compute`, or None where the policy did.
+        governing: the rule that gave `compute`, or None if the policy did.
     """
 
     policy: Policy
@@ -180,9 +180,9 @@ def _original(module: object) -> type[eqx.Module]:
 def _casts_for(
     module: eqx.Module, governed: Governed, policy: Policy, is_root: bool
 ) -> Casts | None:
-    """What a module has to cast; None where a module inside a model has no calls of its own."""
+    """The casts of a module; None if a module inside a model has no calls of its own."""
     cls = _original(module)
-    # Equinox's wrappers (of jit, vmap, bound methods) hand on to what they hold.
+    # Equinox's wrappers (of jit, vmap, bound methods) call what they hold.
     is_wrapper = cls.__module__.startswith("equinox._") or not _methods(cls)
     is_silent = cls is eqx.nn.StateIndex or (is_wrapper and governed.own is None)
     if is_silent and not is_root:
@@ -192,7 +192,7 @@ def _casts_for(
 
 
 def _entered(model: T, policy: Policy, compute: np.dtype[Any], matched: Matched) -> T:
-    """The model, cast, as its own methods see it; only what rules match casts by itself."""
+    """The cast model, as its own methods see it; inside, only modules with rules cast."""
 
     def enter(module: eqx.Module, governed: Governed) -> eqx.Module:
         rule = governed.rule
@@ -207,7 +207,7 @@ def _entered(model: T, policy: Policy, compute: np.dtype[Any], matched: Matched)
 
 
 def _as_class(module: eqx.Module, casts: Casts | None) -> eqx.Module:
-    """The module, its methods casting as told, or not at all."""
+    """The module, with methods that cast as given, or not at all."""
     same = casts == _casts_of(module)
     return module if same else _made(_original(module), casts, vars(module))
 
@@ -219,7 +219,7 @@ def _made(cls: type[eqx.Module], casts: Casts | None, fields: dict[str, Any]) ->
     return module
 
 
-# One class for equal arguments, always the same: it is a part of tree structures.
+# The same class for equal arguments: it is a part of tree structures.
 @functools.cache
 def _class_that_casts(cls: type[eqx.Module], casts: Casts) -> type[eqx.Module]:
     namespace: dict[str, Any] = {
@@ -231,9 +231,9 @@ def _class_that_casts(cls: type[eqx.Module], casts: Casts) -> type[eqx.Module]:
         _ORIGINAL: cls,
     }
     if casts.is_root:
-        namespace["__repr__"] = _told
+        namespace["__repr__"] = _described
     namespace |= {name: _method_that_casts(name, method) for name, method in _methods(cls).items()}
-    with warnings.catch_warnings():  # what there is to say of the class was said of the original
+    with warnings.catch_warnings():  # warnings about the class were given for the original
         warnings.simplefilter("ignore")
         made = types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(namespace))
     return cast(type[eqx.Module], made)
@@ -291,7 +291,7 @@ def _is_apart(x: object) -> bool:
     return isinstance(x, eqx.nn.State) or _casts_of(x) is not None
 
 
-def _told(module: eqx.Module) -> str:
+def _described(module: eqx.Module) -> str:
     """How a paired model is printed: as before, and its policy."""
     casts = _casts_of(module)
     return f"{_original(module).__repr__(module)} with policy {casts and casts.policy}"

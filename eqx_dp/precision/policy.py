@@ -20,9 +20,9 @@ MatmulPrecision: TypeAlias = Literal["default", "tensorfloat32", "highest"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 DTYPE_KEYS = ("params", "compute", "output", "accumulate", "noise")
-"""How policy files and texts name a policy's dtypes, in the order in which `Policy` takes them."""
+"""The names of a policy's dtypes in policy files and texts, in the order of `Policy`."""
 OPTIMIZER = "optimizer"
-"""How they name a sixth, which they may leave out: it is the accumulate dtype by default."""
+"""The name of the sixth, which is optional: the accumulate dtype by default."""
 _FLOAT32 = DTYPES["float32"]
 _NO_LOSS_SCALE = LossScale()
 _DEFAULTS = ("", "None", "none", "False", "default", "nearest")
@@ -41,7 +41,7 @@ class JmpPolicy(Protocol):
 class Policy(jmp.Policy):
     """The dtype of every stage of a private training step: a `jmp.Policy` with three more dtypes.
 
-    | dtype | governs |
+    | dtype | applies to |
     |---|---|
     | param | how parameters are stored |
     | compute | what parameters and float inputs are cast to when they enter the loss |
@@ -72,7 +72,7 @@ class Policy(jmp.Policy):
         rounding: How an updated parameter is rounded to the param dtype: `"nearest"`, or
             `"stochastic"` (see `apply_updates`). Both are post-processing and cost no privacy.
         narrow_optimizer: Allows an optimizer dtype narrower than float32. This costs no privacy,
-            because the optimizer sees noisy gradients alone. It can stop a moment from moving: in
+            because the optimizer sees only noisy gradients. It can stop a moment from moving: in
             bfloat16, a second moment that decays by 1/1000 a step is rounded back to itself.
         name: The preset or file that the policy was read from.
         description: The description in the file.
@@ -100,7 +100,7 @@ class Policy(jmp.Policy):
     description: str = dataclasses.field(default="", compare=False)
     matmul: Matmul | None = None
 
-    # Written out because it takes any spelling of a dtype where the fields hold np.dtype alone.
+    # Written out because it takes any spelling of a dtype, and the fields hold np.dtype.
     def __init__(
         self,
         param_dtype: DTypeLike,
@@ -147,7 +147,7 @@ class Policy(jmp.Policy):
         _check_widths(self)
         _check_loss_scale(self)
 
-    # jmp's three verbs, with the types that jmp leaves out, and one more.
+    # jmp's three methods, with types, and one more.
 
     def cast_to_param(self, x: T) -> T:
         """Converts the floating-point arrays of a PyTree to the param dtype.
@@ -183,7 +183,7 @@ class Policy(jmp.Policy):
 
     def __str__(self) -> str:
         scale, same = self.loss_scale, self.optimizer_dtype == self.accumulate_dtype
-        said = {
+        parts = {
             **dtypes_of(self),
             OPTIMIZER: "" if same else self.optimizer_dtype,
             "rounding": self.rounding,
@@ -194,7 +194,7 @@ class Policy(jmp.Policy):
             "narrow_optimizer": "true" if self.narrow_optimizer else "",
             **{f"module:{rule.match}": rule for rule in self.modules},
         }
-        return ",".join(f"{key}={x}" for key, x in said.items() if str(x) not in _DEFAULTS)
+        return ",".join(f"{key}={x}" for key, x in parts.items() if str(x) not in _DEFAULTS)
 
 
 def dtypes_of(policy: Policy) -> dict[str, np.dtype[Any]]:
@@ -209,12 +209,13 @@ def cast_floats(tree: T, dtype: np.dtype[Any]) -> T:
 
 
 def checked_policy(policy: object) -> Policy | None:
-    """Returns a policy, or None, that a caller handed in; refuses anything else.
+    """Returns a caller's policy, or None; refuses anything else.
 
-    A `jmp.Policy` gets the dtypes that it lacks by default: float32, or wider where it computes so.
+    A `jmp.Policy` gets the missing dtypes by default: float32, or its compute dtype if that is
+    wider.
 
     Raises:
-        ValueError: If it is a name, say, with what to use instead.
+        ValueError: If it is something else, such as a name; the message says what to use.
     """
     if policy is None or isinstance(policy, Policy):
         return policy

@@ -1,4 +1,4 @@
-"""How a policy refuses: every message says where, what was found there and what is allowed."""
+"""Errors of policies: every message says where, what was found and what is allowed."""
 
 import contextlib
 from collections.abc import Generator, Iterable
@@ -15,7 +15,7 @@ T = TypeVar("T")
 DTYPES: dict[str, np.dtype[Any]] = {
     name: jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float64")
 }
-# What users may expect to be allowed, and why it is not, by the end of the key.
+# Values that users may expect to be allowed, with the reason why not, by the end of the key.
 _NOTES = {
     "optimizer": "; no 8 bits, in which a second moment underflows: they need a scale for each "
     "block of entries, and optax's optimizers keep none",
@@ -26,13 +26,13 @@ _NOTES = {
 
 
 def refusal(key: str, found: str, allowed: str) -> ValueError:
-    """The error for one bad entry, written the same way wherever the policy comes from."""
+    """The error for one bad entry, with one form for every source of a policy."""
     return ValueError(f"{key}: found {found}; allowed: {allowed}")
 
 
 @contextlib.contextmanager
 def refusals_name(source: str) -> Generator[None, None, None]:
-    """Puts the file or the text that is being read in front of every refusal inside the block."""
+    """Puts the name of the file or text before every refusal inside the block."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a policy file may hold: files are checked by the JSON Schema that editors know, too."""
+"""Checks the content of policy files, by the JSON Schema that editors also use."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Content: TypeAlias = dict[str, Any]
 EXTENDS = "extends"
 _FILE = "policy.schema.json"
 _KINDS = {"string": str, "boolean": bool, "number": (int, float), "object": dict, "array": list}
-_TOLD = {
+_TYPES = {
     "string": "a string",
     "boolean": "true, false",
     "number": "a number",
@@ -24,8 +24,8 @@ _TOLD = {
 def schema_text() -> str:
     """The schema (JSON Schema, draft 7), as editors with a TOML language server read it.
 
-    It knows keys, types, names and what is required. What follows from several entries together
-    (which dtype is too narrow for which, whether a scale is a power of two) `Policy` alone knows.
+    It has keys, types, names and what is required. `Policy` checks the rest (which dtype is too
+    narrow for which, whether a scale is a power of two).
     """
     return (files(__package__ or "") / _FILE).read_text()
 
@@ -34,7 +34,7 @@ _SCHEMA: dict[str, Any] = json.loads(schema_text())
 
 
 def checked_content(content: Content, is_whole: bool) -> Content:
-    """Refuses what is unknown, of the wrong type, or no allowed value; if it is whole, missing."""
+    """Refuses unknown keys, wrong types and values; if content is whole, also missing keys."""
     _check("", content, _SCHEMA, _SCHEMA["then"] if is_whole else {})
     return content
 
@@ -42,7 +42,7 @@ def checked_content(content: Content, is_whole: bool) -> Content:
 def _check(at: str, value: Any, schema: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     """Compares a value with its part of the schema; `more` says what else is required."""
     kind = schema["type"]
-    # To Python a boolean is a number, to TOML it is not.
+    # In Python a boolean is a number, in TOML it is not.
     if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "boolean"):
         raise refusal(at, repr(value), _allowed(at, schema))
     if "enum" in schema:
@@ -65,6 +65,6 @@ def _check(at: str, value: Any, schema: Mapping[str, Any], more: Mapping[str, An
 
 
 def _allowed(at: str, schema: Mapping[str, Any], more: str = "") -> str:
-    told = f"{_TOLD[schema['type']]}{f' [[{at}]]' if schema['type'] == 'array' else ''}{more}"
+    kind = f"{_TYPES[schema['type']]}{f' [[{at}]]' if schema['type'] == 'array' else ''}{more}"
     values = ", ".join(schema.get("enum", [schema.get("description", "")]))
-    return f"{told}: {values}" if values else told
+    return f"{kind}: {values}" if values else kind

@@ -16,7 +16,7 @@ from .module_rule import ModuleRule
 Stage: TypeAlias = Literal[
     "cast", "loss", "norm", "sum", "microbatches", "devices", "draw", "bits", "noise", "grid"
 ]
-"""What an equation is for.
+"""The purpose of an equation.
 
 | stage | holds |
 |---|---|
@@ -39,19 +39,19 @@ _RULE = re.compile(r"eqx_dp\.rule\[([^\]]*)\]")
 
 
 def stage(name: Stage) -> AbstractContextManager[Any]:
-    """Marks what is traced inside; the innermost mark counts."""
+    """Marks equations traced inside; the innermost mark counts."""
     return jax.named_scope(_PREFIX + name)
 
 
 def governed_by(rule: ModuleRule | None) -> AbstractContextManager[Any]:
-    """Marks what runs inside a module that a rule gives its compute dtype."""
+    """Marks equations inside a module whose compute dtype a rule gives."""
     if rule is None:
         return nullcontext()
     return jax.named_scope(f"{_PREFIX}rule[{quote(rule.match, safe='*?')}]")
 
 
 def in_narrow_product() -> AbstractContextManager[Any]:
-    """Marks the casts, the scales and the product where the engine multiplies in a narrow dtype."""
+    """Marks the casts, the scales and the product of a narrow product of the engine."""
     return jax.named_scope(_NARROW)
 
 
@@ -72,5 +72,5 @@ def rules_at(scope: str) -> list[str]:
 
 
 def is_backward(scope: str) -> bool:
-    """Whether an equation came out of a transposition, as its name stack says."""
+    """Whether an equation comes from a transposition, by its name stack."""
     return "transpose(" in scope

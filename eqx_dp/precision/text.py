@@ -1,4 +1,4 @@
-"""Policies as a line of text: jmp's grammar, and as much more as a policy has more to say."""
+"""Policies as a line of text: jmp's grammar, with more keys."""
 
 import warnings
 from typing import Any
@@ -73,7 +73,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def _named(name: str) -> str:
-    """The full name of a dtype; what is none stays, and is refused later."""
+    """The full name of a dtype; other names stay, and are refused later."""
     return str(np.dtype(jmp.half_dtype())) if name == "half" else _NAMES.get(name, name)
 
 
@@ -95,7 +95,7 @@ def _split(text: str) -> dict[str, str]:
 
 
 def _content_of(parts: dict[str, str]) -> Content:
-    """The same as the tables of a policy file, which checks what is in them."""
+    """The same as the tables of a policy file, which are then checked."""
     dtypes = {key: _named(parts[key]) for key in _DTYPES if key in parts}
     dtypes.setdefault("params", "float32")
     dtypes.setdefault("compute", dtypes["params"])

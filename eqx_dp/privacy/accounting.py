@@ -19,7 +19,7 @@ SENSITIVITY_OF_UNIT_NORM = {
 }
 
 ROUNDING_DELTA = 2.0**-51
-"""What one step may lose of delta, since dp_accounting counts in float64.
+"""The part of delta that one step may lose, because dp_accounting computes in float64.
 
 Privacy losses of n steps are convolved by raising a discrete Fourier transform to the n-th power,
 which makes its relative error n times as large. Against the same in extended precision, delta came
@@ -38,7 +38,7 @@ class Run(NamedTuple):
     """What epsilon depends on, beside noise and delta.
 
     Attributes:
-        sampling_prob: with which each example takes part in a step.
+        sampling_prob: the probability that an example takes part in a step.
         steps: how many have been taken.
         relation: which data sets are neighbors.
     """
@@ -77,7 +77,7 @@ WIDEST_INTERVAL = 500.0
 # A progress bar asks for the same figure at every refresh.
 @functools.lru_cache(maxsize=4096)
 def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
-    """Epsilon of a run, what float64 may lose of delta paid for: infinite if that is all of it."""
+    """Epsilon of a run, at delta less what float64 may lose of it; infinite if nothing is left."""
     if run.steps == 0:
         return 0.0
     if noise_multiplier < LEAST_NOISE:
@@ -87,7 +87,7 @@ def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
 
 
 def epsilon_at(run: Run, noise_multiplier: float, left: float, interval: float) -> float:
-    """Epsilon at a discretization, to the last bit what PLDAccountant gives for `event_of`.
+    """Epsilon at a discretization: bit for bit that of PLDAccountant for `event_of`.
 
     The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`.
     """
@@ -105,13 +105,13 @@ def unsampled(run: Run, noise_multiplier: float, interval: float) -> PLDAccounta
 
 
 def composed(run: Run, noise_multiplier: float, interval: float) -> pld.PrivacyLossDistribution:
-    """Privacy losses of all steps, which sample."""
+    """Privacy losses of all steps of a run that samples."""
     losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
     return pld.identity(interval).compose(losses.self_compose(run.steps))
 
 
 def delta_left(run: Run, delta: float) -> float:
-    """What is left of delta after what float64 may lose of it."""
+    """Delta less what float64 may lose of it."""
     return delta - run.steps * ROUNDING_DELTA
 
 

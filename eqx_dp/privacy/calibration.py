@@ -11,7 +11,7 @@ from .accounting import LEAST_NOISE, Run, delta_left, discretization, epsilon_at
 from .finite_precision import PRECISION_EPSILON
 
 _LEAST, _MOST = math.log(LEAST_NOISE), math.log(1e15)
-# How many times as wide the intervals of the first search are: epsilon is cheap there.
+# The intervals of the first search are this many times as wide, where epsilon is cheap.
 _COARSE = 30.0
 # Epsilon of 0, and infinite epsilon, on a logarithmic scale.
 _ZERO, _INFINITE = -700.0, 700.0
@@ -21,7 +21,7 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
     """The least noise multiplier, to 1e-4 of it, that keeps a run within a budget of epsilon.
 
     It is searched at a coarse discretization first, by bisection and secants (Brent 1973). The
-    plan's own discretization has the last word: epsilon of the result is within the budget there.
+    result keeps to the budget at the plan's own discretization.
     """
 
     def excess(log_noise: float, epsilon: Callable[[float], float]) -> float:
@@ -37,7 +37,7 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
     def exactly(noise: float) -> float:
         return epsilon_of(run, noise, delta)
 
-    # Not far above what float64 may lose, rounding makes epsilon jump up and down.
+    # If delta is close to what float64 may lose, rounding makes epsilon jump up and down.
     tolerance = 1e-4 if delta_left(run, delta) > 0.9 * delta else 5e-3
     guess = math.log(_guess(run, delta, budget))
     rough = _root(functools.partial(excess, epsilon=roughly), guess, 1e-3, budget)
@@ -50,7 +50,7 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
 def _root(
     function: Callable[[float], float], start: float, tolerance: float, budget: float
 ) -> float:
-    """Where a falling function is 0, by logarithms of noise multipliers."""
+    """The root of a falling function of the logarithm of the noise multiplier."""
     excess = functools.cache(function)
     low = high = min(max(start, _LEAST), _MOST)
     # Epsilon falls about as fast as noise grows, or faster, so this reaches beyond the root.

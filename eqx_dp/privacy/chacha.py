@@ -86,7 +86,7 @@ def positions(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
 def _other_keys(
     key: UInt32[Array, " 8"], numbers: UInt32[Array, "*shape"], *, rounds: int
 ) -> UInt32[Array, "*shape 8"]:
-    """The first half of a block for each number. Rounds are a loop: it is compiled quickly."""
+    """The first half of a block for each number. The rounds are a loop, which compiles quickly."""
     ones = jnp.ones_like(numbers)
     start = [
         jnp.stack([word * ones for word in row])

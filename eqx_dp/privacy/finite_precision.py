@@ -1,4 +1,4 @@
-"""What finite precision costs: charged by a plan for certified noise, a figure for any other."""
+"""What finite precision costs: what a plan charges for certified noise, a bound for any other."""
 
 import math
 from typing import Any, SupportsFloat, SupportsIndex, cast
@@ -12,13 +12,13 @@ from ..expected import real_number, whole_number
 from .gaussian import GRID_BITS
 
 PRECISION_EPSILON = 5e-5
-"""What a plan adds to epsilon, since its noise is not exactly a Gaussian."""
+"""What a plan adds to epsilon, because its noise is not exactly a Gaussian."""
 
 PRECISION_SHARE = 1e-3
-"""The part of delta that pays for the same."""
+"""The share of delta that a plan charges for the same reason."""
 
 MOST_EPSILON = 70.0
-"""The share of delta is enough for an epsilon of at most this."""
+"""That share of delta suffices for an epsilon of at most this."""
 
 _LARGEST_OF_JAX = 5.2201
 _STEP_OF_JAX = 2.0**-23
@@ -60,7 +60,7 @@ def within_charge(
             raise ValueError(
                 f"the plan has paid for the finite precision of {most:.3g} noisy entries in each "
                 f"of {steps} steps (delta {delta:g}); found {entries}. Train fewer parameters, "
-                "take fewer steps, or take certified=False, whose noise is no Gaussian."
+                "take fewer steps, or take certified=False, whose noise is not Gaussian."
             )
 
     def init(params: optax.Params) -> optax.OptState:
@@ -81,10 +81,10 @@ def delta_of_jax_noise(
 ) -> float:
     """A lower bound on the true delta, for every epsilon, with float32 normals of JAX.
 
-    Such a normal is at most 5.2201. An output beyond happens only when the example is there. The
-    bound is for an example whose gradient is spread evenly over so many entries, and is as long as
-    the clip norm. Of 2^23 values each has the same probability, so at least one of them is lifted
-    beyond the largest.
+    Such a normal is at most 5.2201. A larger output occurs only if the example is there. The bound
+    is for an example whose gradient is spread evenly over that many entries and has the clip norm.
+    Each of the 2^23 values has the same probability, so at least one of them is moved beyond the
+    largest.
 
     Args:
         sampling_prob: of a plan.

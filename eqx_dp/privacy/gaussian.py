@@ -19,7 +19,7 @@ GRID_BITS = 5
 """The grid is 2^-5 to 2^-6 of the standard deviation."""
 
 _TOGETHER = 2**16
-"""Leaves of at most so many entries are noised in one kernel: compiling one takes a while."""
+"""Leaves of at most this many entries share a kernel, because each kernel takes time to compile."""
 
 
 class Leaf(NamedTuple):
@@ -126,14 +126,14 @@ def _noised(
 
 
 def _side_by_side(arrays: list[Shaped[Array, " _"]]) -> Shaped[Array, " _"]:
-    """One array of several. In a kernel that reads it, XLA would write the cipher out for each."""
+    """Joins arrays, once: XLA would repeat the code of the cipher for each in every kernel."""
     return computed_once(jnp.concatenate(arrays))
 
 
 def _on_grid(
     key: Any, nonce: Any, gradient: Any, position: Any, stddev: float, rounds: int
 ) -> Float[Array, "..."]:
-    """The multiple of the grid next to the sum plus noise, in float64."""
+    """The multiple of the grid that is nearest to the sum plus noise, in float64."""
     grid = grid_of(stddev)
     with stage("bits"):
         sign, *words = block([*key], position, nonce, rounds)[: 1 + WORDS]
@@ -172,11 +172,11 @@ def with_noise_of_jax(
 def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     """Returns `x`, bit for bit. XLA computes it once, however many operations read it.
 
-    XLA repeats cheap operations in every kernel that reads their result, and takes a cipher for
-    cheap; Adam's moments and update are three kernels. It does not repeat divisions. This one is by
-    1, which XLA does not know: a number with its lowest bit set is not 0. What generates machine
-    code does know, and leaves it out. `jax.lax.optimization_barrier` does not help on a CPU, where
-    it is removed before kernels are formed.
+    XLA repeats cheap operations in every kernel that reads their result, and treats the cipher as
+    cheap; Adam's moments and update are three kernels. It does not repeat divisions. This one
+    divides by 1. XLA cannot see that (a number with its lowest bit set is not 0), but LLVM, which
+    generates the machine code, can, and removes it. `jax.lax.optimization_barrier` does not help on
+    a CPU, where it is removed before kernels are formed.
     """
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, integer)

@@ -64,7 +64,7 @@ def tail_probability(words: Sequence[UInt32[Array, "*shape"]]) -> Float64[Array,
 
 
 def tail_quantile(p: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
-    """What a standard normal number exceeds with probability p, which is at most 1/2."""
+    """The value that a standard normal number exceeds with probability p, at most 1/2."""
     q = 0.5 - p
     r = jnp.sqrt(minus_log(p))
     is_central, is_far = q <= 0.425, r > 5
@@ -89,7 +89,7 @@ def minus_log(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
     is_large = m > math.sqrt(2)
     m = jnp.where(is_large, 0.5 * m, m)
     exponent = (exponent + is_large).astype(jnp.float64)
-    # 1 / (m + 1) by Newton's method, since XLA would begin another kernel behind a division.
+    # 1 / (m + 1) by Newton's method, because XLA would begin another kernel after a division.
     y = 0.98 - 0.24 * (m + 1)
     for _ in range(4):
         y = y * (2 - (m + 1) * y)

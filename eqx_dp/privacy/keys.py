@@ -79,7 +79,7 @@ def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
 
 
 def fold_texts(key: PRNGKeyArray, texts: Sequence[str | bytes]) -> list[PRNGKeyArray]:
-    """Folds each of several texts into one key: a key a text, as `fold_text` gives them."""
+    """One key for each text: the given key with that text folded in, as by `fold_text`."""
     if not texts or "rbg" in str(jax.random.key_impl(key)):  # whose keys differ under vmap
         return [fold_text(key, text) for text in texts]
     first, second = np.stack([words_of(text) for text in texts], axis=1)
@@ -95,9 +95,9 @@ def words_of(text: str | bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 def digest(secret: Secret, purpose: Iterable[str | bytes], *, size: int) -> bytes:
-    """Hashes a secret with the texts that say what it is for, into so many bytes (at most 64).
+    """Hashes a secret, with the texts that say what it is for, into at most 64 bytes.
 
-    Where one text ends and the next begins matters. Refuses a secret as `key_from_secret` does.
+    The boundaries between texts matter. Refuses a secret as `key_from_secret` does.
     """
     hashed = hashlib.blake2b(digest_size=size)
     texts = [public_bytes("purpose", text) for text in purpose]
@@ -149,9 +149,9 @@ def refuse_to_pickle(self: object) -> NoReturn:
         TypeError: always.
     """
     raise TypeError(
-        f"{type(self).__name__} holds a secret, and no file may: anyone with it can subtract the "
-        "noise, or tell which examples were in which batch. Save what is public, and draw fresh "
-        "randomness at the next start. To copy a state: jax.tree.map(jnp.copy, state)."
+        f"{type(self).__name__} holds a secret, which no file may hold: anyone with it can "
+        "subtract the noise, or tell which examples were in which batch. Save what is public, and "
+        "draw fresh randomness at the next start. To copy a state: jax.tree.map(jnp.copy, state)."
     )
 
 
@@ -184,7 +184,7 @@ def shape_of_keys(keys: Any) -> tuple[int, ...] | None:
 
 @custom_vmap
 def of_one_model(params: Any) -> Any:
-    """Returns parameters as they are; under `vmap` an error, since all models would share a key."""
+    """Returns the parameters; an error under `vmap`, where all models would share a key."""
     return params
 
 
@@ -197,7 +197,7 @@ def _(size: int, is_batched: Any, params: Any) -> Any:
 
 
 def fresh_noise_key() -> PRNGKeyArray:
-    """A key of the noise that nobody else has; where `init` is compiled, drawn at every call."""
+    """A fresh key for the noise; if `init` is compiled, each call draws one."""
     if not isinstance(jnp.zeros(()), Tracer):
         return key_from_secret(fresh_secret(), "noise")
 
@@ -211,7 +211,7 @@ def fresh_noise_key() -> PRNGKeyArray:
 
 
 def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
-    """The key that somebody gave, or the one made of a secret."""
+    """The given key, or the key made from the given secret."""
     if not isinstance(key, (jax.Array, np.ndarray)):
         secret = checked_secret("key", key)
         warn_of_small("key", secret)

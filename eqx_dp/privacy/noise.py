@@ -32,7 +32,7 @@ from .keys import (
 
 
 class GaussianPrivatizerState(NamedTuple):
-    """State of `gaussian_privatizer`: all that the noise of every step to come depends on.
+    """State of `gaussian_privatizer`: all that the noise of later steps depends on.
 
     Attributes:
         key: A fresh key, or the one handed in, or one made from the secret handed in; never
@@ -44,7 +44,7 @@ class GaussianPrivatizerState(NamedTuple):
     step: Int[Array, ""]
 
     def __repr__(self) -> str:
-        # JAX shows what a key is made of, and does not show what a step has used up.
+        # JAX would print the bits of the key, and cannot print arrays that a step has used up.
         is_gone = getattr(self.step, "is_deleted", None)
         is_there = isinstance(self.step, jax.core.Tracer) or is_gone is None or not is_gone()
         return f"{type(self).__name__}(key=<secret>, step={self.step if is_there else '<used up>'})"
@@ -77,12 +77,12 @@ def gaussian_privatizer(
     its shape (63 bits of their hash), and the entry's position. Leaves of one tree have different
     paths, and so independent noise, however the tree is divided: one privatizer may serve several
     groups of `optax.multi_transform`, `optax.partition` or `optax.masked`. The noise is the same on
-    every device and for any compilation, but for one entry of 10^11: float64 may round it to the
-    other side of the middle between two multiples of `g`.
+    every device and for any compilation, except for about one entry in 10^11, which float64 may
+    round to the neighboring multiple of `g`.
 
     Without `key` every `init` draws a key from 256 random bits of the operating system. No two runs
-    share noise then, and a run that goes on from a saved model takes a new `init`. **A key given by
-    hand repeats its noise**: two runs with one key, or a second `init`, have the same noise. It
+    share noise then, and a run that continues from a saved model calls `init` again. **A key given
+    by hand repeats its noise**: two runs with one key, or a second `init`, have the same noise. It
     cancels in the difference of their models, and neither is private any more.
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
@@ -92,8 +92,8 @@ def gaussian_privatizer(
     alone: with d entries and T steps, d T at most `entries_covered(delta)` (4.4e12 at 1e-5),
     epsilon grows by less than 5e-5 and delta by a thousandth, for an epsilon of at most 70.
     `finite_precision.md` has the proof. A plan has paid for it, and its privatizer refuses more
-    entries. Assumed are a secret key, a cipher that nobody tells from random numbers, and float64
-    arithmetic by IEEE 754.
+    entries. Assumed are a secret key, a cipher that nobody can tell from random numbers, and
+    float64 arithmetic by IEEE 754.
 
     With `certified=False` noise is what `jax.random.normal` draws in the noise dtype. In float32
     that has 2^23 values between -5.42 and 5.22, and is no Gaussian (`uncertified_delta`).
@@ -147,7 +147,7 @@ def gaussian_privatizer(
         _check_arrays_alone(params)
         if root is None:
             of_one_model(params)
-        # A copy, since a step that donates its state would take the caller's own key along.
+        # A copy, because a step that donates its state would delete the caller's key.
         own = fresh_noise_key() if root is None else jnp.copy(root)
         return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32))
 
@@ -170,9 +170,9 @@ def add_noise(
 ) -> PyTree[Array]:
     """Adds independent Gaussian noise of one standard deviation to every entry of a tree.
 
-    For loops by hand, on a *sum* of clipped per-example gradients and before anything else is made
-    of it. `check_privacy` sees the noise, its standard deviation and its key; noise that is drawn
-    in another way it does not judge.
+    For a loop of your own: call it on a *sum* of clipped per-example gradients, before any other
+    operation. `check_privacy` sees the noise, its standard deviation and its key. It calls noise
+    that is drawn in another way undecided.
 
     ```python
     grads = grad_fn(model, x, y, is_padding_example=mask)
@@ -195,7 +195,7 @@ def add_noise(
     | two leaves whose paths read the same | refused |
 
     Args:
-        tree: what is to be released.
+        tree: the sum that will be released.
         key: one key, from `jax.random.fold_in`, `jax.random.split` or `jax.random.key`.
         stddev: standard deviation of the noise, in the unit of the tree. A number, not a JAX array:
             it is part of the compiled program.
@@ -216,7 +216,7 @@ def add_noise(
 
 
 class NoiseMark(NamedTuple):
-    """What is stated of the equation, a jitted call, that adds noise to the leaves of a tree.
+    """The mark of the equation (a jitted call) that adds noise to the leaves of a tree.
 
     Operands are the leaves, one key and, where there is one, the number of the step. Results are
     the noisy leaves. The noise of a leaf follows from the key, as if these words were folded in one
@@ -236,7 +236,7 @@ class NoiseMark(NamedTuple):
 
 
 class _How(NamedTuple):
-    """What noise is asked for.
+    """The noise that a caller asks for.
 
     Attributes:
         stddev: its standard deviation.
@@ -259,7 +259,7 @@ def _noisy(
     """Adds noise to the leaves of a tree; in a traced program, in one marked equation."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
-    _check_told_apart(paths)
+    _check_distinct(paths)
     gradients = [_checked_gradient(leaf, path, how.policy) for path, leaf in leaves]
 
     def words(text: str) -> tuple[int, ...]:
@@ -294,14 +294,14 @@ def _check_arrays_alone(params: optax.Params) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "dtype"):
             raise ValueError(
-                f"an optimizer is made for arrays alone; found a {type(leaf).__name__} at "
+                f"an optimizer takes only arrays; found a {type(leaf).__name__} at "
                 f"{dotted(path) or 'the root'}. Give it what is trained: "
                 "optimizer.init(grad_fn.trainable(model)), which is eqx.filter(model, "
                 "eqx.is_inexact_array) unless a filter_spec says otherwise."
             )
 
 
-def _check_told_apart(paths: Sequence[tuple[Any, ...]]) -> None:
+def _check_distinct(paths: Sequence[tuple[Any, ...]]) -> None:
     times = collections.Counter(jax.tree_util.keystr(path) for path in paths)
     twins = [path for path, count in times.items() if count > 1]
     if twins:
@@ -330,7 +330,7 @@ def _leaf(gradient: Array, path: tuple[Any, ...], words: tuple[int, ...], how: _
 
 
 def _placed(noisy: Array, path: tuple[Any, ...], rules: ShardingRules | None) -> Array:
-    """Each part of a noisy sum on the device that it is for."""
+    """Puts each part of a noisy sum on its device."""
     return noisy if rules is None else rules.place(noisy, _spec(noisy, path, rules))
 
 
@@ -342,8 +342,8 @@ def _check_platform() -> None:
     if jax.default_backend() == "tpu":
         raise ValueError(
             "certified noise needs float64 as IEEE 754 has it, and a TPU computes it with fewer "
-            "bits. Draw the noise on another device, or take certified=False, which is no Gaussian "
-            "(see gaussian_privatizer)."
+            "bits. Draw the noise on another device, or take certified=False, which is not "
+            "Gaussian (see gaussian_privatizer)."
         )
 
 

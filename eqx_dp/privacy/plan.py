@@ -37,12 +37,12 @@ _DELTA_WANTED = (
 class PrivacyPlan:
     """The sampling and the noise of a training run: everything that its privacy depends on.
 
-    A plan decides once what has to agree everywhere. `sampler` and `privatizer` take their numbers
-    from it, and `epsilon` accounts for exactly those: `steps` steps, each of which draws examples
-    by Poisson sampling and releases the sum of their clipped gradients plus Gaussian noise. All
-    accounting is that of dp_accounting, by privacy loss distributions (Koskela et al. 2020;
-    Doroshenko et al. 2022), rounded so that epsilon is never too small. float64 may round the other
-    way, by at most 2^-51 of delta a step; so much is taken from delta first.
+    A plan keeps sampling, noise and accounting consistent. `sampler` and `privatizer` take their
+    numbers from it, and `epsilon` accounts for exactly those: `steps` steps, each of which draws
+    examples by Poisson sampling and releases the sum of their clipped gradients plus Gaussian
+    noise. All accounting is that of dp_accounting, by privacy loss distributions (Koskela et al.
+    2020; Doroshenko et al. 2022), rounded so that epsilon is never too small. float64 may round the
+    other way, by at most 2^-51 of delta a step; that much is subtracted from delta first.
 
     **Noise multiplier** is standard deviation / sensitivity. The sensitivity is `l2_norm_bound`
     of the gradients where an example is added, removed or zeroed out, and twice that where it is
@@ -65,7 +65,7 @@ class PrivacyPlan:
     | `noise_multiplier` below 0.001 | epsilon is given as infinite: too large to be computed |
     | epsilon is in the tens of millions or beyond | the same |
     | `sampling_prob` is 1 | plain composition of Gaussian mechanisms |
-    | epsilon is above 70 | without what finite precision may cost delta then |
+    | epsilon is above 70 | it does not include what finite precision may cost |
     | `delta` is at most 2^-51 a step (4.4e-16) | refused: float64 cannot tell it from 0 |
     | `delta` is at least 1 / number of examples | `sampler` warns |
 
@@ -88,7 +88,7 @@ class PrivacyPlan:
     delta: float
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
 
-    # By hand, for the sake of its types: any number is accepted, floats and ints are stored.
+    # Written out for its types: any number is accepted, floats and ints are stored.
     def __init__(
         self,
         sampling_prob: SupportsFloat,
@@ -291,8 +291,8 @@ class PrivacyPlan:
 
         `grad_fn` stays as it is. If the plan samples (`sampling_prob` below 1), calls of it need
         `is_padding_example`: the sampler's padding has index -1, so without the mask the last
-        example would count in every padding slot. `check_privacy` refuses a step without the mask,
-        whenever it was compiled, a step of `make_step` a call without it, and so does what
+        example would count in every padding slot. `check_privacy` reports a step without the mask.
+        A step of `make_step` refuses a call without it, and so does the function that
         `grad_fn.of_samples(plan.sampling)` returns.
 
         Args:
@@ -302,12 +302,13 @@ class PrivacyPlan:
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
-            certified: As for `gaussian_privatizer`. If not, `uncertified_delta` says what is lost.
+            certified: As for `gaussian_privatizer`. If not, `uncertified_delta` bounds the true
+                delta.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity. `init` and
-            `update` refuse more entries than the plan has paid for. (Of several groups of leaves
-            that one privatizer serves, each is counted by itself.)
+            `update` refuse more entries than the plan has paid for. (If one privatizer serves
+            several groups of leaves, each group is counted separately.)
 
         Raises:
             ValueError: If `grad_fn` is no such function, or was made with another policy or other
@@ -338,8 +339,8 @@ class PrivacyPlan:
             entries: The entries that an example's gradient is spread over, at most those trained.
 
         Returns:
-            The probability that some output shows for certain that the example is there: float32
-            normals of JAX do not pass 5.22.
+            The probability that some output proves that the example is there: float32 normals of
+            JAX never exceed 5.22.
         """
         return delta_of_jax_noise(self.sampling_prob, self.steps, self.noise_multiplier, entries)
 
@@ -385,7 +386,7 @@ class PrivacyPlan:
 def _warn_of_large_delta(delta: float, num_examples: int) -> None:
     if delta < 1 / num_examples:
         return
-    # At this line and not at the caller's: Python shows one text from one line once, so that the
+    # The warning names this line, not the caller's: Python shows a warning of one line once, so the
     # samplers of one run (`make_step` makes some) do not repeat it.
     warnings.warn(
         f"delta is {delta:g}, and 1 / num_examples is {1 / num_examples:g} ({num_examples} "

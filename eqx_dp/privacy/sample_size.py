@@ -18,7 +18,8 @@ class Sampling:
 
     Attributes:
         sampling_prob: The probability with which each example takes part, in (0, 1].
-        overflow_probability: That a batch has room for all examples drawn, but for this.
+        overflow_probability: The largest probability that more examples are drawn than a batch has
+            slots.
     """
 
     sampling_prob: float
@@ -27,8 +28,8 @@ class Sampling:
     def of(self, slots: int) -> "SampleSize":
         """The sample that a batch of so many slots was made for, the capacity of a sampler.
 
-        It tells how large the data set is, but for what the capacity was rounded up by. Where
-        hardly ever an example is drawn, this is the largest data set that this capacity is for.
+        The capacity determines the size of the data set, up to rounding. If examples are drawn very
+        rarely, this is the largest data set with that capacity.
         """
         if self.sampling_prob == 1:
             return SampleSize(slots, slots, 1.0)
@@ -49,7 +50,7 @@ class SampleSize:
     Attributes:
         slots: The capacity of the batch.
         num_examples: Of the data set.
-        sampling_prob: With which each takes part.
+        sampling_prob: The probability that an example takes part.
     """
 
     slots: int
@@ -62,7 +63,7 @@ class SampleSize:
         return self.num_examples * self.sampling_prob
 
     def microbatches(self, size: int, slots: int | None = None) -> float:
-        """The expected number of microbatches of a size that hold an example, if those come first.
+        """The expected number of microbatches that hold an example, if examples come first.
 
         It is the sum over k of the probability that there are more than k x `size` examples. With
         `slots`, those of one device count: the first of several among which the batch's slots are

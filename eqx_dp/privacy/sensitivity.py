@@ -1,4 +1,4 @@
-"""What a plan asks of a function that sums clipped gradients."""
+"""What a plan needs to know of a function that sums clipped gradients."""
 
 import math
 from typing import Protocol, TypeVar, runtime_checkable
@@ -25,7 +25,7 @@ class HasSensitivity(Protocol):
 
 
 def agreed_with(grad_fn: HasSensitivity, name: str, given: T | None) -> T | None:
-    """What `grad_fn` was made with under a name, or what is given; not two different things."""
+    """The given option, or that of `grad_fn`; a ValueError if the two differ."""
     own: T | None = getattr(grad_fn, name, None)
     if own is not None and given is not None and own != given:
         raise ValueError(

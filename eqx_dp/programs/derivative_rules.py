@@ -21,10 +21,10 @@ from .interpreter import literal_value
 _JVP, _FORWARD, _BACKWARD = "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd"
 
 Rule: TypeAlias = tuple[jex_core.ClosedJaxpr, Any]
-"""A derivative rule as a program, and what JAX wants to know beside it."""
+"""A derivative rule as a program, and what JAX needs besides it."""
 
 RuleOf: TypeAlias = Callable[[jex_core.JaxprEqn], Rule]
-"""Traces one derivative rule of an equation, in the context at hand."""
+"""Traces one derivative rule of an equation, in the current context."""
 
 
 def has_rules(equation: jex_core.JaxprEqn) -> bool:
@@ -35,8 +35,8 @@ def has_rules(equation: jex_core.JaxprEqn) -> bool:
 def with_rules(equation: jex_core.JaxprEqn, changed: Callable[[RuleOf], Rule]) -> dict[str, Any]:
     """The parameters of an equation that hold derivative rules, with others in their place.
 
-    `changed` gets what traces a rule, and gives what is to stand in its place. It is called when
-    JAX asks for the rule, in the context that JAX asks in.
+    `changed` gets the function that traces a rule, and returns its replacement. JAX calls it when
+    it needs the rule, in its own context.
     """
     asked: list[tuple[bool, ...]] = []
 
@@ -77,9 +77,9 @@ def _traced(rule: Any, flags: Sequence[bool]) -> Rule:
 def _backward(
     equation: jex_core.JaxprEqn, perturbed: Sequence[bool], is_zero: Sequence[bool]
 ) -> Rule:
-    """The rule for what its forward rule leaves it, and cotangents of which some are zero.
+    """The rule for the residuals of its forward rule, and cotangents of which some are zero.
 
-    What the forward rule leaves as a constant the rule may read as a number while it is traced.
+    If a residual is a constant, the rule may read it as a number while it is traced.
 
     Returns:
         The program; beside it, which residuals and cotangents it takes, and the structure of its
@@ -117,6 +117,6 @@ def _backward(
 
 
 def _dense(cotangent: Any) -> Any:
-    """A cotangent as an array; of an integer, of the type that stands for there being none."""
+    """A cotangent as an array; for an integer, of the type float0."""
     is_zero = isinstance(cotangent, ad.Zero)
     return ad.instantiate_zeros(cotangent) if is_zero else jnp.asarray(cotangent)

@@ -20,12 +20,11 @@ _PALLAS = "pallas_call"  # JAX gives no object for it, and for some of those in 
 
 
 class Call(NamedTuple):
-    """One program, given the equation's operands, whose results are the equation's.
+    """One program; its operands and results are those of the equation.
 
     Attributes:
-        wrapper: what is wrapped around the function: `jit` (or nothing that counts), a
-            `jax.checkpoint`, a derivative rule, a batching rule. Where it is a rule, the program is
-            the function without it.
+        wrapper: `jit` (or no transformation), `jax.checkpoint`, a derivative rule, or a batching
+            rule. For a rule, the program is the function without it.
         body: the program.
     """
 
@@ -55,7 +54,7 @@ class Scan(NamedTuple):
 
 
 class While(NamedTuple):
-    """A program that runs while another says so.
+    """A program that runs while another returns True.
 
     Attributes:
         condition: from its constants and the carry to one boolean.
@@ -76,7 +75,7 @@ class While(NamedTuple):
 
 
 class Cond(NamedTuple):
-    """Programs of which one runs: the first operand says which, all take the others."""
+    """Programs of which one runs: the first operand selects it, and it gets the others."""
 
     branches: tuple[jex_core.ClosedJaxpr, ...]
 
@@ -108,7 +107,7 @@ class LinearSolve(NamedTuple):
         solve: from its constants and the right-hand sides to the solution.
         num_before: how many operands are constants of other programs, before its own.
         num_consts: how many are its own constants.
-        num_after: how many are constants of others, behind them.
+        num_after: how many are constants of others, after them.
     """
 
     solve: jex_core.ClosedJaxpr
@@ -127,10 +126,10 @@ Inside: TypeAlias = Call | Scan | While | Cond | ShardMap | LinearSolve
 
 
 def inside(equation: jex_core.JaxprEqn) -> Inside | None:
-    """The programs that an equation evaluates; None where it holds none, or none that is known.
+    """The programs that an equation evaluates; None if it holds none, or an unknown kind.
 
-    The program of a scatter or a reduction says how two numbers are put together, and a Pallas
-    kernel speaks of blocks of memory: neither is a program on the equation's operands.
+    The program of a scatter or a reduction combines two numbers, and a Pallas kernel describes
+    blocks of memory: neither is a program on the equation's operands.
     """
     read = HOLDERS.get(equation.primitive.name)
     return None if read is None else read(equation.params)
@@ -149,7 +148,7 @@ def open_jaxpr(program: Any) -> jex_core.Jaxpr:
 
 
 def programs_of(equation: jex_core.JaxprEqn) -> list[jex_core.Jaxpr]:
-    """All programs among an equation's parameters, whatever they are for."""
+    """All programs among an equation's parameters, for any purpose."""
     return [open_jaxpr(program) for program in jex_core.jaxprs_in_params(equation.params)]
 
 
@@ -164,7 +163,7 @@ def equations(program: Any) -> Iterator[jex_core.JaxprEqn]:
 def with_programs(equation: jex_core.JaxprEqn, changed: Callable[[Any], Any]) -> dict[str, Any]:
     """An equation's parameters with other programs in them, open or closed as they are.
 
-    A Pallas kernel stays as it is: it speaks of blocks of memory.
+    A Pallas kernel does not change: it describes blocks of memory.
     """
     if equation.primitive.name == _PALLAS:
         return equation.params

@@ -1,4 +1,4 @@
-"""Going through a program equation by equation: on arrays, or on facts about arrays."""
+"""Evaluates a program equation by equation: on arrays, or on facts about arrays."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ def interpret(
     of_equation: Callable[[jex_core.JaxprEqn, list[Value]], Sequence[Value]],
     of_literal: Callable[[jex_core.Literal], Value],
 ) -> list[Value]:
-    """Goes through a program from its inputs to its results."""
+    """Evaluates a program from its inputs to its results."""
     values: dict[Any, Value] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
     )
@@ -37,9 +37,9 @@ def interpret(
 
 
 def literal_value(literal: jex_core.Literal) -> Any:
-    """The number that a literal stands for, of the context at hand."""
+    """The value of a literal, in the current context."""
     value = literal.val
-    # An array would keep its type, which speaks of the mesh that it was made under.
+    # An array would keep its type, which names the mesh of its creation.
     return value.view() if isinstance(value, np.ndarray) else value
 
 
@@ -48,10 +48,10 @@ def settled(
     start: list[Value],
     joined: Callable[[Value, Value], Value],
 ) -> list[Value]:
-    """What a loop carries, as facts: the least that another step does not change.
+    """The facts about a loop's carry: the smallest that another step does not change.
 
-    `joined` says what is known of a value that may be either of two. There are finitely many facts
-    above any, so that this ends.
+    `joined` gives the fact about a value that may be either of two. There are finitely many facts
+    above any, so the loop ends.
     """
     carry = start
     while True:
@@ -64,30 +64,30 @@ def settled(
 def at(equation: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
     """The context of an equation's line and named scopes.
 
-    Errors and profiles name the same line for what is evaluated in it. A scope around a
-    jitted function, a scan or a jax.checkpoint is known to that equation alone.
+    Errors and profiles then name the same line. Only the equation itself knows a scope around a
+    jitted function, a scan or a jax.checkpoint.
     """
-    said = equation.source_info
-    scopes = source_info_util.current_name_stack() + said.name_stack
-    return source_info_util.user_context(said.traceback, name_stack=scopes)
+    source = equation.source_info
+    scopes = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=scopes)
 
 
 def evaluated(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation as it is, on the values of its operands, literals included."""
+    """Evaluates one unchanged equation on the values of its operands, literals included."""
     context: Any = equation.ctx.manager
     with at(equation), context:
         return bound(equation, equation.params, inputs)
 
 
 def bound(equation: jex_core.JaxprEqn, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation with other parameters, in the context at hand."""
+    """Evaluates one equation with other parameters, in the current context."""
     primitive = equation.primitive
     found: Any = primitive.bind(*inputs, **primitive.get_bind_params(params))
     return list(found) if primitive.multiple_results else [found]
 
 
-# An equation that holds programs, put together again from functions. Each function `run` may find
-# something beside the program's results: trees of arrays, which come out beside the equation's.
+# Equations that hold programs, rebuilt from functions. Each function `run` may return more than the
+# program's results: trees of arrays, which are returned beside the equation's results.
 
 
 def rematerialised(
@@ -96,9 +96,9 @@ def rematerialised(
     inputs: list[Any],
     given: Extra,
 ) -> tuple[list[Any], Any]:
-    """A `jax.checkpoint` of another function, of its operands and of what is given beside.
+    """A `jax.checkpoint` of another function, with additional arguments.
 
-    What the function finds beside its results is saved.
+    The additional results of the function are saved.
     """
     params = equation.params
     again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
@@ -112,10 +112,10 @@ def scanned(
     inputs: list[Any],
     given: Any = None,
 ) -> tuple[list[Any], Any]:
-    """A scan of another body, of a step's operands and of its slices of what is given beside.
+    """A scan of another body, with slices of additional arguments.
 
-    Constants among the operands may be anything, for they are closed over. What the steps find
-    beside their results comes out stacked.
+    Constants among the operands may be anything, because they are closed over. The additional
+    results of the steps are stacked.
     """
     consts, carry, slices = scan.split(inputs)
 

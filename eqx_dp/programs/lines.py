@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
 
-# What a call of the user's goes through on its way to an equation.
+# Libraries between a user's call and an equation.
 _BENEATH = ("jax", "jaxtyping", "beartype")
 
 _FAMILY = ("equinox", "diffrax", "optimistix", "lineax")  # which reduce over all examples
@@ -25,8 +25,8 @@ def source_line(equation: jex_core.JaxprEqn) -> str:
 def own_line(equation: jex_core.JaxprEqn, around: str = "", within: str = "") -> str:
     """The innermost line that is in no library; "" if there is none.
 
-    JAX forgets the calls that led to a branch: then `around` counts, the line of the equation that
-    holds its program. Callers of the function `within` of this package are not looked at.
+    JAX forgets the calls that led to a branch: then `around` is used, the line of the equation that
+    holds its program. Callers of the function `within` of this package are ignored.
     """
     traceback: Any = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
@@ -40,7 +40,7 @@ def own_line(equation: jex_core.JaxprEqn, around: str = "", within: str = "") ->
 
 
 def users_line(equation: jex_core.JaxprEqn, around: str, within: str) -> str:
-    """As [`own_line`][], but the line of a library where there is no other."""
+    """As [`own_line`][], but the line of a library if there is no other."""
     return own_line(equation, around, within) or source_line(equation)
 
 
@@ -58,8 +58,8 @@ def written_in(equation: jex_core.JaxprEqn) -> Iterator[tuple[str, str, Any]]:
     """The calls that led to an equation, innermost first, without JAX's own.
 
     Returns:
-        For each the name of the library that it is in, of those that matter here, or ""; its file,
-        from there; and the frame.
+        For each, the name of its library, if that matters here, or ""; its file within the library;
+        and the frame.
     """
     folders = {
         name: Path(file).parent

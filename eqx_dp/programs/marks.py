@@ -13,9 +13,9 @@ from .inside import open_jaxpr
 
 
 class _MarkedName(str):
-    """The name of a jitted call, which carries a mark. Another text that reads the same has none.
+    """The name of a jitted call, which carries a mark. An equal text of another object has none.
 
-    JAX hands the very object on from the function to the equation.
+    JAX passes the same object from the function to the equation.
     """
 
     mark: Any
@@ -30,15 +30,15 @@ def in_marked_equation(
 ) -> PyTree[Array]:
     """Calls a function; in a traced program, as one jitted call that carries the mark.
 
-    The compiled program is the same: XLA puts a call's operations in its place. Where nothing is
-    traced, nothing is marked.
+    The compiled program is the same, because XLA inlines the call. Without a trace there is no
+    mark.
     """
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         return function(operands)
 
     named = _MarkedName(name)
     named.mark, named.shapes = mark, [x.shape for x in jax.tree.leaves(operands)]
-    # A lambda of this file: checks of annotations would wrap a function in one of theirs.
+    # A lambda: run-time checks of annotations would wrap a function.
     return jax.jit(_with_name(lambda operands: function(operands), named))(operands)
 
 
@@ -48,7 +48,7 @@ def _with_name(function: Any, name: str) -> Any:
 
 
 def mark_on(equation: jex_core.JaxprEqn) -> Any:
-    """The mark that an equation carries; None without, and where another function has its name."""
+    """The mark of an equation; None without one, or if another function has its name."""
     name = equation.params.get("name") if equation.primitive is jit_p else None
     if not isinstance(name, _MarkedName):
         return None

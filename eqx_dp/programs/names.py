@@ -1,4 +1,4 @@
-"""Primitives by name. What JAX gives no object for stands in one list, which a test holds."""
+"""Primitives by name. One list has those without a JAX object, and a test checks it."""
 
 from jax.extend.core import primitives as jax_primitives
 
@@ -17,7 +17,7 @@ WITHOUT_OBJECT = frozenset(
     triton_kernel_call unreduced_psum unstack unvmap_all unvmap_any unvmap_max vprim
     """.split()  # noqa: SIM905
 )
-"""The names that `jax.extend.core.primitives` has no object for, in all JAX that is supported."""
+"""The names without an object in `jax.extend.core.primitives`, for all supported JAX versions."""
 
 
 def named(text: str) -> frozenset[str]:
@@ -36,7 +36,7 @@ def named(text: str) -> frozenset[str]:
 UNCHANGED = named(
     "copy sharding_constraint layout_constraint reshard stop_gradient name pvary pbroadcast"
 )
-"""Their result holds what their operand holds."""
+"""Their result has the entries of their operand."""
 
 REARRANGED = UNCHANGED | named(
     """
@@ -62,16 +62,16 @@ CHEAP = named(
     select_n square stack sub
     """
 )
-"""Arithmetic that costs less than to write its result to memory and to read it again."""
+"""Arithmetic that costs less than writing its result to memory and reading it again."""
 
 SUMS_OF_DEVICES = named("psum psum_invariant unreduced_psum")
 COLLECTIVES = SUMS_OF_DEVICES | named(
     "reduce_scatter all_gather all_gather_invariant all_to_all ppermute pmax pmin"
 )
-"""By these devices exchange values."""
+"""Devices exchange values by these."""
 
 UNSEEN = named(
     """pure_callback io_callback buffer_callback ffi_call tpu_custom_call triton_kernel_call
     call_exported"""
 )
-"""Nothing is known of their results: host functions, kernels, programs of elsewhere."""
+"""Their results are unknown: host functions, kernels, exported programs."""

@@ -11,12 +11,12 @@ from .rewriting import inlined, rewritten
 
 
 def without_ones(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-    """A program in which a product with a constant one is its other factor.
+    """Replaces products with a constant one by their other factor.
 
-    It is the same number, where that is a normal one.
+    For normal numbers the result is the same.
 
-    Libraries that parametrise layers multiply a weight by a scale, which is one unless it is set.
-    Without that, the weight itself meets the data.
+    Libraries that parametrise layers multiply a weight by a scale, which is one by default. Without
+    that product, the weight itself multiplies the data.
 
     Returns:
         A program of the same inputs and results.

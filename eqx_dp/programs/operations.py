@@ -23,17 +23,17 @@ from .inside import (
 def matmul_flops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
     """Floating-point operations of all contractions and convolutions in a program.
 
-    A multiplication and an addition are two. What is multiplied with padding, or with the zeros
-    between the entries of a dilated input, does not count, so a convolution and the two that its
-    gradient is made of are of one size. The body of a scan counts as often as it runs, that of a
-    `while_loop` once (how often it runs is not known), a `cond` as its largest branch, and a
-    `shard_map` for all of its devices.
+    A multiplication and an addition are two. Products with padding, or with the zeros between the
+    entries of a dilated input, do not count, so a convolution and the two of its gradient have
+    equal counts. The body of a scan counts for each iteration, that of a `while_loop` once (the
+    number of iterations is unknown), a `cond` as its largest branch, and a `shard_map` for all of
+    its devices.
     """
     return sum(map(equation_flops, open_jaxpr(program).eqns))
 
 
 def equation_flops(equation: jex_core.JaxprEqn) -> int:
-    """Those of one equation, and of all that it holds."""
+    """The operations of one equation, and of the programs in it."""
     if equation.primitive is dot_general_p or equation.primitive.name == "ragged_dot_general":
         return _contraction(equation)
     if equation.primitive is conv_general_dilated_p:
@@ -54,7 +54,7 @@ def equation_flops(equation: jex_core.JaxprEqn) -> int:
 
 
 def has_free_dimensions(equation: jex_core.JaxprEqn) -> bool:
-    """Whether a contraction or a convolution multiplies matrices: not two vectors alone."""
+    """Whether a contraction or a convolution multiplies matrices, not two vectors."""
     if equation.primitive is not dot_general_p:
         return True
     avals: list[Any] = [variable.aval for variable in equation.invars]
@@ -63,7 +63,7 @@ def has_free_dimensions(equation: jex_core.JaxprEqn) -> bool:
 
 
 def _contraction(equation: jex_core.JaxprEqn) -> int:
-    """Of a contraction; of one in groups as if every row met one group."""
+    """The operations of a contraction; in groups, as if every row had one group."""
     params = equation.params
     ragged = params.get("ragged_dot_dimension_numbers")
     numbers = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
@@ -83,7 +83,7 @@ def _convolution(equation: jex_core.JaxprEqn) -> int:
     for dimension, (of_image, of_kernel, of_result) in enumerate(space):
         stride, gap = params["window_strides"][dimension], params["rhs_dilation"][dimension]
         hole, (before, _) = params["lhs_dilation"][dimension], params["padding"][dimension]
-        # Which entry of the image each entry of the result meets at each entry of the kernel.
+        # The entry of the image for each entry of the result and of the kernel.
         at = np.arange(result[of_result])[:, None] * stride + np.arange(kernel[of_kernel]) * gap
         at -= before
         is_there = (at >= 0) & (at <= (image[of_image] - 1) * hole) & (at % hole == 0)

@@ -14,15 +14,15 @@ from .rewriting import inlined, rewritten
 def with_masked_products(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     """Writes products of rows in groups as contractions of masked rows with all matrices.
 
-    JAX can map `ragged_dot` over examples only where each has matrices of its own. A row x of group
-    i is the long row that has x in its i-th part and zeros in all others; the matrices, one below
-    the other, make one. So the product is a contraction over groups and features, of a gradient and
-    of inner products as any other: rows of different groups have none. It takes as many
+    JAX can map `ragged_dot` over examples only if each has its own matrices. A row x of group i is
+    the long row that has x in its i-th part and zeros in all others; the matrices, one below the
+    other, make one. So the product is a contraction over groups and features, with a gradient and
+    inner products as any other: those of rows in different groups are zero. It takes as many
     floating-point operations as if every row met every matrix, as JAX's own does on a CPU.
 
     Products whose groups divide a contracted or a batch dimension stay as they are.
 
-    `jax.custom_jvp` and `jax.custom_vjp` functions stay what they are.
+    `jax.custom_jvp` and `jax.custom_vjp` functions do not change.
 
     Returns:
         A program of the same inputs and results.

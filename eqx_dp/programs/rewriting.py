@@ -1,4 +1,4 @@
-"""A program with other equations in the place of some, in loops and branches as well."""
+"""Replaces equations of a program, in loops and branches as well."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ import jax.extend.core as jex_core
 from .inside import open_jaxpr, with_programs
 
 OfEquation: TypeAlias = Callable[[jex_core.JaxprEqn], Sequence[jex_core.JaxprEqn] | None]
-"""The equations in place of one; None where it stays, but for the programs in it."""
+"""The replacement of one equation; None if only the programs in it change."""
 
 
 def rewritten(program: jex_core.ClosedJaxpr, of_equation: OfEquation) -> jex_core.ClosedJaxpr:
@@ -47,7 +47,7 @@ def rewritten(program: jex_core.ClosedJaxpr, of_equation: OfEquation) -> jex_cor
 
 
 def inlined(function: Callable[..., Any], equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
-    """The equations of a function, in place of one with the same operands and the same result."""
+    """The equations of a function, as a replacement with the same operands and result."""
     inner = jax.make_jaxpr(function)(*(variable.aval for variable in equation.invars)).jaxpr
     outer = dict(zip(inner.invars, equation.invars, strict=True))
     outer |= dict(zip(inner.outvars, equation.outvars, strict=True))

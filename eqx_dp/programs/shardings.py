@@ -1,4 +1,4 @@
-"""What an equation says about where its values live on a mesh."""
+"""The shardings that an equation demands of its values."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 _RESHARD, _PVARY = "reshard", "pvary"  # JAX gives no object for these
 
 PLACEMENTS = frozenset({sharding_constraint_p.name, device_put_p.name, _RESHARD, _PVARY})
-"""The primitives that say where a value lives, and leave the value as it is."""
+"""The primitives that say where a value lives, and do not change the value."""
 
 
 def shardings(equation: jex_core.JaxprEqn) -> dict[int, Any]:
@@ -33,9 +33,9 @@ def shardings(equation: jex_core.JaxprEqn) -> dict[int, Any]:
 
 
 def result_sharding(equation: jex_core.JaxprEqn) -> NamedSharding | None:
-    """Where an equation says that its one result goes, as an einsum with `out_sharding` does.
+    """The sharding that an equation demands of its one result, as an einsum with `out_sharding`.
 
-    On Explicit axes JAX fills it in by itself, too.
+    On Explicit axes JAX also fills it in.
     """
     if len(equation.outvars) != 1:
         return None

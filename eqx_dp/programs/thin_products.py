@@ -16,12 +16,12 @@ _THIN = 3
 
 
 def safe_in_conditionals(program: jex_core.ClosedJaxpr, results: Sequence[Array]) -> list[Array]:
-    """The results of a program, so that they can be the operands of a conditional.
+    """The results of a program, made safe as operands of a conditional.
 
-    Where a product of a stack of thin matrices is transposed and goes into a conditional, XLA makes
-    one product of both and asks for a layout that it has no code for (JAX 0.10, on a CPU). Matrices
-    are thin if 2 or 3 numbers are added up, or 2 or 3 rows meet 2 or 3 columns. If the program has
-    such a product, its results are clamped between the infinities. That keeps normal numbers,
+    If a product of a stack of thin matrices is transposed and enters a conditional, XLA fuses both
+    into one product with a layout that it has no code for (JAX 0.10, on a CPU). Matrices are thin
+    if 2 or 3 numbers are added up, or 2 or 3 rows are multiplied by 2 or 3 columns. If the program
+    has such a product, its results are clamped between the infinities. That keeps normal numbers,
     infinities and NaN as they are (smaller numbers may become zero, as in any arithmetic there).
     """
     is_sound = jax.__version_info__ >= (0, 11) or jax.default_backend() != "cpu"

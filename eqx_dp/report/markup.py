@@ -1,4 +1,4 @@
-"""HTML in which everything that comes from outside is text, and nothing of it is ever a tag."""
+"""HTML in which all content from outside is text, never a tag."""
 
 import html
 import json
@@ -10,13 +10,13 @@ from string import Template
 from typing import Any, cast
 
 _HERE = Path(__file__).parent
-# Controls, halves of a pair, and marks that turn the order of letters around.
+# Controls, surrogates, and marks that change the direction of text.
 _HIDDEN = {"Cc", "Cf", "Cs"}
 _MOST_ROWS, _LONGEST = 200, 300
 
 
 class Markup(str):
-    """HTML that is finished; any other text is escaped where it is put into HTML."""
+    """Finished HTML; any other text is escaped when it is put into HTML."""
 
 
 def _texts() -> dict[str, Template]:
@@ -62,14 +62,14 @@ def joined(parts: Iterable[object]) -> Markup:
 
 
 def number(value: float) -> str:
-    """A figure for people: three or four digits that count, thousands apart."""
+    """A number for people: three or four significant digits, with separators."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.4g}"
 
 
 def facts(said: Mapping[str, Any]) -> Markup:
-    """A table of names and values, but for the format of a file."""
+    """A table of names and values, without the entry for a file's format."""
     rows = [(k, v) for k, v in said.items() if k not in ("format", "version")]
     return text(
         "facts", rows=joined(text("fact", name=_spaced(k), value=shown(v)) for k, v in rows)
@@ -77,7 +77,7 @@ def facts(said: Mapping[str, Any]) -> Markup:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
-    """A table that scrolls by itself where the page is narrow; a long one is cut."""
+    """A table that scrolls if the page is narrow; a long one is cut."""
     heads = joined(text("head", name=_spaced(column)) for column in columns)
     cells = (joined(text("cell", value=shown(v)) for v in row) for row in rows[:_MOST_ROWS])
     left = len(rows) - _MOST_ROWS
@@ -87,7 +87,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
 
 
 def everything(found: Mapping[str, Any]) -> Markup:
-    """All that a check or an audit says: tables of rows, and one of single values."""
+    """The content of a check or an audit: tables of rows, and one of single values."""
     parts = [facts({name: value for name, value in found.items() if not _is_rows(value)})]
     for name, rows in found.items():
         if _is_rows(rows):

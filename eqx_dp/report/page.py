@@ -14,9 +14,9 @@ from .picture import Line, picture
 from .run import Attack, Run, attack_on, epsilon_over_steps, read_run
 
 MARK = 'name="generator" content="eqx_dp.report"'
-"""What every page of a report holds."""
+"""A text that every page of a report has."""
 
-# Of a run that names its figures one by one, not all.
+# Of a run with many names of figures, not all.
 _MOST_METRICS = 24
 _FALSE_ALARMS = (0.001, 0.01, 0.05, 0.1, 0.5)
 _NEIGHBORS = {
@@ -29,8 +29,8 @@ _NEIGHBORS = {
 def page_of(directory: Path) -> str:
     """The page on the run in a directory: HTML without scripts that needs no network.
 
-    Nothing of it depends on private data, unless the run's `evaluate` returned such data. Whatever
-    the run or its user named is escaped. Nothing in the directory is changed.
+    It does not depend on private data, unless the run's `evaluate` returned such data. All names of
+    the run or its user are escaped. Nothing in the directory is changed.
 
     Raises:
         ValueError: there is no run; or a file in it is damaged, or of another release or run.
@@ -80,7 +80,7 @@ def page_of(directory: Path) -> str:
 
 
 def _warnings(run: Run) -> list[str]:
-    """What nobody should overlook."""
+    """The warnings at the top."""
     said = (*run.checks.values(), *run.audits.values())
     is_bad = any(isinstance(one, dict) and one.get("ok") is False for one in said)
     is_unsafe = any(start["unsafe"] for start in run.starts)
@@ -122,7 +122,7 @@ def _steps(run: Run, common: Mapping[str, Any]) -> Markup:
 
 
 def _checked(found: Any) -> Markup:
-    """The verdict of a check or an audit, and everything that it said."""
+    """The verdict of a check or an audit, and its content."""
     if not isinstance(found, dict):
         return text("not_made")
     if found.get("ok") is True:
@@ -143,7 +143,7 @@ def _metric(name: str, points: list[tuple[int, float | None]]) -> Markup:
 
 
 def _rounded_up(bound: float) -> str:
-    """A bound with four digits that count, and not below itself."""
+    """A bound with four significant digits, rounded up."""
     if bound <= 0 or math.isinf(bound):
         return "infinite" if bound > 0 else "0"
     unit = 10.0 ** (math.floor(math.log10(bound)) - 3)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..extras import extra
 from .markup import Markup, escaped
 
-# Each stands for a color of the page, which replaces it.
+# Placeholders for colors of the page.
 _COLORS = {"#010101": "var(--soft)", "#020202": "var(--line)", "#030303": "var(--accent)"}
 _INK, _GRID, _ACCENT = _COLORS
 _FEW = 30
@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
 
 def picture(says: str, x: str, y: str, lines: Sequence[Line], *, from_zero: bool = True) -> Markup:
-    """Draws lines. `says` is what is seen, for those who do not see it.
+    """Draws lines. `says` describes the picture for readers who cannot see it.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -43,7 +43,7 @@ def picture(says: str, x: str, y: str, lines: Sequence[Line], *, from_zero: bool
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
     stream = io.StringIO()
-    # Texts stay texts, and the same figures give the same picture.
+    # Texts stay texts, and equal numbers give equal pictures.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "eqx_dp", "font.family": "sans-serif"}
     with extra("matplotlib").rc_context(settings):
         figure.savefig(stream, format="svg", transparent=True)

@@ -1,4 +1,4 @@
-"""What a run's directory says of it, and what follows for an attack."""
+"""Reads a run's directory, and bounds what an attack can find out."""
 
 import dataclasses
 import json
@@ -14,14 +14,14 @@ from ..files import read_json
 from ..privacy import PrivacyPlan
 from ..training import CHECKS, METRICS, CheckpointError, entries_in, statement
 
-# So many figures of epsilon are computed, each of which takes a tenth of a second.
+# The number of epsilons that are computed, a tenth of a second each.
 _FIGURES = 12
-# Of metrics: null stands for what is not finite.
+# In metrics, null stands for a number that is not finite.
 _FIGURE, _LARGEST = (int, float, type(None)), 1e100
 
 
 class Run(NamedTuple):
-    """A run that may be under way.
+    """A run, finished or not.
 
     Attributes:
         name: of the directory.
@@ -30,8 +30,8 @@ class Run(NamedTuple):
         released: how many steps may have been seen, of all starts.
         epsilon: of these steps; infinite without a promise.
         does_not_cover: the run's own statement, in words.
-        checks: what the checks of the step said, by name.
-        audits: what audits found, by name.
+        checks: the reports of the checks, by name.
+        audits: the reports of audits, by name.
         metrics: pairs of a step and a figure, by name; None for one that is not finite.
     """
 
@@ -86,19 +86,19 @@ def read_run(directory: Path) -> Run:
 
 
 def epsilon_over_steps(run: Run) -> list[tuple[int, float]]:
-    """Epsilon after some numbers of steps; closer at the beginning, where it rises fast."""
+    """Epsilon after some numbers of steps; denser at the beginning, where it rises fast."""
     shares = np.linspace(0, 1, _FIGURES) ** 2
     steps = sorted({run.released, *(round(float(share) * run.plan.steps) for share in shares)})
     return [(step, run.plan.epsilon(step)) for step in steps]
 
 
 class Attack(NamedTuple):
-    """What an attack finds out, at most, that sees everything that a run released.
+    """Bounds on what an attack can find out from everything that a run released.
 
     Attributes:
-        false_alarms: shares of the examples that took no part and are taken for ones that did.
-        found: for each of them, which share of those that took part is found, at most.
-        right: how often a guess is right, at most, if both cases are equally likely.
+        false_alarms: shares of the examples that took no part but are guessed to have done so.
+        found: for each of them, an upper bound on the share of participants that is found.
+        right: an upper bound on the share of right guesses, if both cases are equally likely.
     """
 
     false_alarms: Float[np.ndarray, " n"]
@@ -122,7 +122,7 @@ def attack_on(run: Run) -> Attack:
     found, right = np.ones_like(alarms), 1.0
     for delta in (*np.geomspace(run.plan.delta, 0.1, 8, endpoint=False), *np.linspace(0.1, 0.9, 8)):
         epsilon = dataclasses.replace(run.plan, delta=float(delta)).epsilon(run.released)
-        if epsilon > 500:  # bounds nothing, and its exponential is no float
+        if epsilon > 500:  # it bounds nothing, and its exponential is no float
             continue
         times = math.exp(epsilon)
         found = np.minimum(found, delta + times * alarms)

@@ -10,7 +10,7 @@ from ..expected import expect
 from ..shown import shown
 
 PathRule: TypeAlias = tuple[str, PartitionSpec]
-"""A pattern of paths in the model's tree, and where the arrays that it describes live."""
+"""A pattern of paths in the model's tree, and the spec of the matching arrays."""
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 
 
 def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """What a spec says of the given axes."""
+    """The part of a spec about the given axes."""
     return PartitionSpec(
         *(tuple(axis for axis in axes_of(entry) if axis in axes) or None for entry in spec)
     )
@@ -59,7 +59,7 @@ def _path_rule(mesh: Mesh, rule: Any) -> PathRule:
     if not pattern or not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
         raise ValueError(
             "params holds pairs of a path pattern, such as '**.weight', and a "
-            f"jax.sharding.PartitionSpec; found {shown(rule)}. A single pair needs a comma behind "
+            f"jax.sharding.PartitionSpec; found {shown(rule)}. A single pair needs a comma after "
             "it: params=((pattern, spec),). A mapping's pairs are tuple(mapping.items())."
         )
     where = f"params, {pattern!r}: {spec}"
@@ -86,7 +86,7 @@ def _check_axes(mesh: Mesh, axes: Sequence[Any], where: str) -> None:
 
 
 def _check_alike(mesh: Mesh, axes: Sequence[str], where: str) -> None:
-    # JAX holds to such a spec outside of jit; under jit it may drop the Auto axes.
+    # JAX keeps such a spec outside of jit; under jit it may drop the Auto axes.
     if len({mesh.axis_types[mesh.axis_names.index(axis)] for axis in axes}) > 1:
         raise ValueError(
             f"{where} spreads one dimension over {axes_text(axes)}, of which some are Auto and "
@@ -97,7 +97,7 @@ def _check_alike(mesh: Mesh, axes: Sequence[str], where: str) -> None:
 def check_fits(
     mesh: Mesh, pattern: str, spec: PartitionSpec, name: str, shape: tuple[int, ...]
 ) -> None:
-    """Refuses a spec that an array cannot have.
+    """Refuses a spec that does not fit an array.
 
     Raises:
         ValueError: the spec is longer than the array's rank, or spreads a dimension over axes that

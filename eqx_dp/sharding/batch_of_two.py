@@ -1,4 +1,4 @@
-"""Which dimensions carry examples: what differs between a batch of one and a batch of two."""
+"""Finds the dimensions that carry examples: they differ between batches of one and of two."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -11,30 +11,30 @@ Trace: TypeAlias = Callable[[], Sequence[jex_core.Jaxpr]]
 
 
 class BatchOfTwo:
-    """For equations of programs traced on a batch of one, those of the same on a batch of two.
+    """Maps equations of programs traced on a batch of one to those on a batch of two.
 
     A program is traced on a batch of two when one of its equations is asked for.
     """
 
     def __init__(self, examples: Sequence[str]):
         self._examples = examples
-        # Equations are told apart by identity, so those that were added must not go away.
+        # Equations are compared by identity, so added ones must stay alive.
         self._added: dict[int, tuple[list[jex_core.JaxprEqn], Trace]] = {}
         self._partners: dict[int, list[jex_core.JaxprEqn]] = {}
 
     def add(self, one: jex_core.Jaxpr, trace: Trace) -> None:
         """Adds a program on a batch of one.
 
-        `trace` gives those on a batch of two, one for each place where this one stands.
+        `trace` gives the programs on a batch of two, one for each place of this program.
         """
         ours = list(demanding(one, self._examples))
         self._added.update((id(equation), (ours, trace)) for equation in ours)
 
     def partners(self, equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
-        """The equations on a batch of two that stand where this one stands on a batch of one.
+        """The equations on a batch of two at the places of this one on a batch of one.
 
-        They are several where a jitted function is called at several places: its equations are one
-        and the same at all of them on a batch of one, though not on that of two.
+        There are several if a jitted function is called at several places: on a batch of one they
+        share its equations, on a batch of two they may not.
 
         Raises:
             ValueError: the programs differ in more than lengths.

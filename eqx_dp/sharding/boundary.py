@@ -22,7 +22,7 @@ class Argument(NamedTuple):
     """An argument of a loss, for tracing.
 
     Attributes:
-        struct: shape and dtype; of one example, where there are examples.
+        struct: shape and dtype; of one example, if it has examples.
         spec: where it lives, for the dimensions of `struct`.
         has_examples: whether a loss that is written for a batch sees an axis of examples in front.
     """
@@ -34,7 +34,7 @@ class Argument(NamedTuple):
 
 @contextmanager
 def on_device(rules: ShardingRules | None) -> Generator[None]:
-    """Enters the context that a device's part of the work is traced in; none without rules."""
+    """Enters the context for tracing a device's part of the work; none without rules."""
     with nullcontext() if rules is None else jax.sharding.use_abstract_mesh(inner_mesh(rules)):
         yield
 
@@ -105,7 +105,7 @@ _ON_AUTO_AXES = (
 
 
 def _explained(error: Exception, rules: ShardingRules, traced_on: str) -> str | None:
-    """What an error of JAX's about meshes or lengths means for a loss; None of any other."""
+    """The meaning of a JAX error about meshes or lengths for a loss; None for other errors."""
     text = str(error)
     is_bare = isinstance(error, AssertionError) and not text  # so JAX says it, under jax.set_mesh
     if rules.is_explicit and (is_bare or any(word in text for word in _OF_MESHES)):
@@ -125,14 +125,14 @@ def _meet_unbound_axes(
 
     Where the example axes have length one and types do not speak of them, JAX leaves such a psum
     out, in the loss and in its derivative rules. So each axis gets length two here, with a batch of
-    one example a device. What else goes wrong is for the loss's own trace to say.
+    one example a device. The loss's own trace reports all other errors.
 
     Raises:
         NameError: a collective over an example axis, which no shard_map binds.
     """
     mesh, places = _mesh_of(rules, 2), tuple(range(len(arguments)))
     gradient = jax.grad(loss, places, has_aux=True, allow_int=True)
-    # A loss may insist on a batch of one, which then no axis is spread over.
+    # A loss may require a batch of one, which then is not spread over any axis.
     for length, over in ((2 ** len(rules.examples), rules.examples), (1, None)):
         leading = (length,) if is_batched else ()
         structs = [_traceable(argument, leading, rules, mesh, over) for argument in arguments]
@@ -181,9 +181,9 @@ def check_context(rules: ShardingRules) -> None:
 def _outside(rules: ShardingRules, context: AbstractMesh) -> Generator[None]:
     """Enters the context that a loss is traced in, in which constraints on a batch are valid.
 
-    On Auto axes that is the one it is called in. On Explicit axes a dimension has to be a multiple
-    of the devices that it is spread over, so the example axes have length one there, and types do
-    not speak of them: (1 x time) split into a batch of one and time would else be spread over time.
+    On Auto axes it is the context of the call. On Explicit axes a dimension has to be a multiple of
+    the devices that it is spread over. So the example axes have length one there, and types do not
+    name them: otherwise (1 x time), split into a batch of one and time, would be spread over time.
     """
     mesh, is_explicit = _mesh_of(rules, 1) if rules.is_explicit else context, rules.is_explicit
     with (
@@ -233,9 +233,8 @@ def over_devices(
 ) -> tuple[list[Array], PyTree[Array]]:
     """Runs a function on every device's own examples, and sums over devices.
 
-    Guarantee: nothing of an example leaves its device but what `function` makes of it; sums are
-    reduced in the dtype they come in: those that `function` has not scattered yet in one reduction
-    each, after it is done.
+    Guarantee: only the results of `function` on an example leave its device. Sums are reduced in
+        their own dtype; those that `function` has not scattered, in one reduction each, at the end.
 
     Args:
         function: from the shared arrays and a device's examples to `(sums, per_example)`.
@@ -244,8 +243,8 @@ def over_devices(
             its part, a `Shard`.
         shared_specs: where each lives.
         examples: arrays with examples in front.
-        sum_specs: where each sum is to live.
-        sum_cuts: of sums that `function` has scattered, how.
+        sum_specs: where each sum will live.
+        sum_cuts: how `function` has scattered sums.
 
     Returns:
         The sums over all examples, and the per-example values, examples in front.
@@ -295,9 +294,9 @@ def agreement(
 ) -> Callable[[Int[Array, ""]], Array] | None:
     """How devices agree on the number of microbatches that all of them compute: the largest.
 
-    Where devices meet within a microbatch (they share an example, or hold a part each of a
-    parameter), those that skip what others compute would keep them waiting for ever. Without that
-    every device goes by its own number, and there is nothing to agree on.
+    If devices communicate within a microbatch (they share an example, or each holds a part of a
+    parameter), a device that skips a microbatch would block the others forever. Otherwise every
+    device uses its own number, and there is nothing to agree on.
 
     Returns:
         From the number of microbatches that hold a real example here to that of all; or None.
@@ -313,14 +312,14 @@ def _reduced(
     cuts: Sequence[Cut | None],
     rules: ShardingRules,
 ) -> list[Array]:
-    """Sums over the example axes; where a sum is to be spread over them, each gets its part."""
+    """Sums over the example axes; if a sum is spread over them, each device gets its part."""
     longer, parts, left = longer_than_one(rules), list[Array](), list[tuple[str, ...]]()
     for x, spec, done in zip(sums, specs, cuts, strict=True):
         cut = cut_of(rules, spec, x.ndim)
         taken = {axis for _, axes in ([] if cut is None else cut.over(x.ndim)) for axis in axes}
         parts.append(x if cut is None or done is not None else cut.scattered(x))
         left.append(tuple(axis for axis in longer if axis not in taken))
-    # What is left to sum over, of all at once that have it in common.
+    # The remaining axes, with one reduction for all sums that share them.
     for axes in dict.fromkeys(filter(None, left)):
         its = [i for i, own in enumerate(left) if own == axes]
         for i, x in zip(its, jax.lax.psum([parts[i] for i in its], axes), strict=True):

@@ -1,4 +1,4 @@
-"""What a loss says about sharding, and how it reads inside the boundary, for one example."""
+"""The sharding constraints of a loss, and their form inside the boundary, for one example."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from .rules import ShardingRules
 def demands(equation: jex_core.JaxprEqn, examples: Sequence[str]) -> dict[int, Any]:
     """The shardings that an equation demands, by the positions of operands and results behind them.
 
-    Where it says where its result goes, JAX may have filled that in, but never with an example
-    axis: types do not speak of those.
+    JAX may have filled in the sharding of a result, but never with an example axis, because types
+    do not name those.
     """
     found, result = shardings(equation), result_sharding(equation)
     if found or result is None:
@@ -32,7 +32,7 @@ def demanding(jaxpr: jex_core.Jaxpr, examples: Sequence[str]) -> Iterator[jex_co
 
 
 def constraints_of(jaxpr: jex_core.Jaxpr) -> list[str]:
-    """What a program says about sharding, for an error."""
+    """The constraints of a program, for an error."""
     return [
         f"{equation.primitive.name} with spec {getattr(sharding, 'spec', sharding)} at "
         f"{source_line(equation)}"
@@ -50,14 +50,14 @@ def without_examples(
 ) -> PartitionSpec:
     """The spec that an equation demands, without the example axes.
 
-    Each device works on its own examples, so the dimensions that carry examples are spread
-    over the example axes already; what the constraint says about other axes stays.
+    Each device works on its own examples, so the dimensions that carry examples are spread over the
+    example axes already. The rest of the constraint stays.
 
     Args:
-        equation: what demands a sharding of a value.
+        equation: the equation that demands a sharding of a value.
         sharding: the sharding.
         one: the value's shape in a batch of one.
-        two: the value's shape in a batch of two: what differs carries examples.
+        two: the value's shape in a batch of two: dimensions that differ carry examples.
         rules: the sharding rules.
 
     Raises:

@@ -12,8 +12,8 @@ def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
     """How many parts of the examples the devices of this process hold.
 
     Raises:
-        ValueError: devices of several processes hold the same part. Each process would give other
-            examples for it, and several examples would meet in one slot.
+        ValueError: devices of several processes hold the same part. Each process would give it
+            different examples, and several examples would share one slot.
     """
     of_parts = _processes(mesh, examples)
     if np.any(of_parts != of_parts[:, :1]):
@@ -27,7 +27,7 @@ def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
 
 
 def _processes(mesh: Mesh, examples: Sequence[str]) -> Int[np.ndarray, "parts others"]:
-    """Of which process each of the devices is that hold a part of the examples."""
+    """The process of each device that holds a part of the examples."""
     of_devices = np.array([device.process_index for device in mesh.devices.flat], np.int64)
     axes = [mesh.axis_names.index(axis) for axis in examples]
     by_part = np.moveaxis(of_devices.reshape(mesh.devices.shape), axes, range(len(axes)))

@@ -1,10 +1,9 @@
 """A loss's program, traced again for the inside of the boundary, its constraints moved with it.
 
-What a loss says about sharding, it says about a batch on the whole mesh. Inside, a device holds
-examples of its own, and the axes that examples are spread over are gone. So the program is
-evaluated equation by equation while it is traced again under the inner mesh: constraints are
-replaced by what is left of them, and on Explicit axes types lose their sharding, since inside all
-axes are Auto.
+The constraints of a loss describe a batch on the whole mesh. Inside, a device holds its own
+examples, and the axes that examples are spread over do not exist. So the program is evaluated
+equation by equation while it is traced again under the inner mesh: constraints lose their example
+axes, and on Explicit axes types lose their sharding, because inside all axes are Auto.
 """
 
 import functools
@@ -41,12 +40,12 @@ from .rules import ShardingRules
 
 
 class Retrace(NamedTuple):
-    """Evaluates a program as it is to be inside the boundary.
+    """Evaluates a program as it will be inside the boundary.
 
     Attributes:
         rules: the sharding rules.
         mesh: the one inside: example axes Manual, the others Auto.
-        batch_of_two: tells which dimensions carry examples.
+        batch_of_two: finds the dimensions that carry examples.
         outside: enters the context in which the program was traced.
     """
 
@@ -73,7 +72,7 @@ class Retrace(NamedTuple):
             return [self._spread(x, specs.get(i)) for i, x in enumerate(results, len(inputs))]
 
     def _moved(self, equation: jex_core.JaxprEqn) -> dict[int, PartitionSpec]:
-        """What is left inside of each sharding; it must be movable wherever the equation stands."""
+        """The inner form of each sharding; it must be movable at each place of the equation."""
         moved: dict[int, PartitionSpec] = {}
         for position, sharding in demands(equation, self.rules.examples).items():
             both = equation, *self.batch_of_two.partners(equation)
@@ -84,13 +83,13 @@ class Retrace(NamedTuple):
         return moved
 
     def _spread(self, x: Any, spec: PartitionSpec | None) -> Any:
-        """Spreads a value over the axes that there are inside."""
+        """Spreads a value over the inner axes."""
         if spec is None or AxisType.Auto not in self.mesh.axis_types:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def _results(self, equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
-        """The results of an equation, apart from what it demands."""
+        """The results of an equation, without its demands."""
         match inside(equation):
             case Call("jit", body):
                 return self.run(body, inputs)

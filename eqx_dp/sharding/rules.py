@@ -1,4 +1,4 @@
-"""Rules for where things live on a mesh of devices: examples, parameters, accumulators."""
+"""Rules for the places of examples, parameters and accumulators on a mesh of devices."""
 
 import dataclasses
 import math
@@ -34,11 +34,11 @@ class ShardingRules:
     work by the parameters' specs and the loss's own constraints.
 
     A parameter may be spread over example axes (fully sharded: ZeRO, Rajbhandari et al. 2020, stage
-    3; FSDP). A device then holds its part alone. The rest is gathered, in the compute dtype, where
-    the parameter is used: where a scan goes over slices of it (stacked layers), one slice inside
-    the scan, and once more for the backward pass. Its sum is reduced and scattered there as well,
-    in every microbatch. Spread it along another dimension than the one that the scan goes over.
-    Each device computes as many microbatches as the one with the most examples, since they meet.
+    3; FSDP). A device then holds only its part. The rest is gathered, in the compute dtype, where
+    the parameter is used: if a scan goes over slices of it (stacked layers), one slice at a time
+    inside the scan, and again for the backward pass. Its sum is reduced and scattered there as
+    well, in every microbatch. Spread it along another dimension than that of the scan. Each device
+    computes as many microbatches as the one with the most examples, because they communicate.
 
     Rules are static values: they are compared and hashed by value, and hold no arrays.
 
@@ -57,14 +57,14 @@ class ShardingRules:
             dotted, `blocks.3.attention.query_proj.weight`; in a pattern `*` stands for
             anything within one part, `**` for any number of parts. The first match wins; an array
             that no pattern matches is replicated.
-        accumulators: where sums of gradients live, and so the returned gradients, the noise, and
-            the state of an optimizer made for them. `"params"`: where their parameter lives.
+        accumulators: where sums of gradients live, and with them the returned gradients, the noise,
+            and the state of an optimizer for them. `"params"`: where their parameter lives.
             `"examples"`: spread over the example axes as well (ZeRO, stage 2), along the first
             dimension that these axes divide and that is not spread already; where the parameter
-            lives if there is no such dimension. `"params_once"`: as
-            `"params"`, but the sum of a parameter that is spread over example axes stays whole on
-            a device until its last microbatch: one reduction a step instead of one a microbatch,
-            for the memory of the whole sums.
+            lives if there is no such dimension. `"params_once"`: as `"params"`, but the sum of a
+            parameter that is spread over example axes stays whole on a device until its last
+            microbatch: one reduction a step instead of one a microbatch, for the memory of the
+            whole sums.
 
     Raises:
         ValueError: an axis does not exist in the mesh, or is named twice; there are no example
@@ -211,7 +211,7 @@ class ShardingRules:
         `jit`: there, `zeros_like` on Auto axes does not keep the sharding of its argument.
 
         Args:
-            params: what is trained, as `grad_fn.trainable(model)`: None elsewhere.
+            params: the trained part, `grad_fn.trainable(model)`.
 
         Raises:
             ValueError: as [`spec`][].
@@ -222,7 +222,7 @@ class ShardingRules:
         """Spreads a batch over the example axes, along the leading axis of every array.
 
         With several processes, every process passes its own part of the batch; all parts have one
-        length. Each gets the whole batch, of which it holds its part.
+        length. Each gets the whole batch as one array, and holds its part of it.
 
         Args:
             batch: a tree of arrays with examples along their leading axes.
@@ -242,7 +242,7 @@ class ShardingRules:
                 found = shown(leaf) if _is_placeable(leaf) else f"of type {type(leaf).__name__}"
                 raise ValueError(
                     f"{name} is {found}: everything in a batch is an array of numbers with "
-                    f"examples along its {which} axis. Close over all else in the loss."
+                    f"examples along its {which} axis. Close over everything else in the loss."
                 )
             is_whole = _is_whole(leaf)
             parts = self.num_shards if is_whole else self.local_shards()
@@ -291,7 +291,7 @@ class ShardingRules:
         """
         if not isinstance(leaf, jax.core.Tracer):
             leaf = jax.device_put(leaf, NamedSharding(self.mesh, spec))
-        if not isinstance(leaf, jax.core.Tracer):  # else a constant, under jit
+        if not isinstance(leaf, jax.core.Tracer):  # otherwise a constant, under jit
             return leaf
         if self.is_explicit:
             leaf = jax.sharding.reshard(leaf, self.on_axes(spec, AxisType.Explicit))
@@ -311,7 +311,7 @@ class ShardingRules:
         return NamedSharding(self.mesh, only(spec, axes))
 
     def _joined(self, part: Any, spec: PartitionSpec) -> Array:
-        """The whole of which every process gives its part."""
+        """The whole array, from the parts of all processes."""
         if is_key(part):
             data = self._joined(jax.random.key_data(part), spec)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
@@ -340,7 +340,7 @@ def _specs_of(
 
 
 def _has_shape(leaf: Any) -> bool:
-    """Whether a leaf of a model is an array, or stands for one."""
+    """Whether a leaf of a model is an array, or the shape of one."""
     return is_array_or_shape(leaf) or isinstance(leaf, np.ndarray)
 
 
@@ -349,7 +349,7 @@ def _is_placeable(leaf: Any) -> bool:
 
 
 def _is_whole(leaf: Any) -> bool:
-    """Whether an array is that of all processes already, and not one process's part."""
+    """Whether an array already spans all processes, and is not one process's part."""
     if jax.process_count() == 1 or isinstance(leaf, jax.core.Tracer):
         return True
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

@@ -26,21 +26,21 @@ class Cut(NamedTuple):
 
     Attributes:
         rules: the sharding rules.
-        entries: the axes along each dimension. Of an array of fewer dimensions, as a slice has, the
-            last ones count.
+        entries: the axes along each dimension. For an array of fewer dimensions, such as a slice,
+            the last ones count.
     """
 
     rules: ShardingRules
     entries: Entries
 
     def over(self, rank: int) -> list[tuple[int, tuple[str, ...]]]:
-        """The dimensions that are cut over example axes, and by which."""
+        """The dimensions that are cut over example axes, and these axes."""
         longer = longer_than_one(self.rules)
         found = [tuple(axis for axis in axes if axis in longer) for axes in self.last(rank)]
         return [(dim, axes) for dim, axes in enumerate(found) if axes]
 
     def parts(self, axes: Sequence[str]) -> int:
-        """How many devices there are along some axes."""
+        """The number of devices along some axes."""
         return math.prod(self.rules.mesh.shape[axis] for axis in axes)
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Cut(NamedTuple):
     def scattered(self, total: Array) -> Array:
         """A device's part of the sum over the devices that share the array, in the dtype it has.
 
-        Over example axes that do not cut the array nothing is summed yet.
+        There is no sum yet over example axes that do not cut the array.
         """
 
         def scatter(total: Array) -> Array:
@@ -80,9 +80,8 @@ class Cut(NamedTuple):
     def _by_part(self, collective: Callable[[Array], Array], x: Array) -> Array:
         """Runs a collective over example axes on each device's part over the other axes.
 
-        Left to itself, the compiler makes the array whole over the other axes first. That is what
-        it has to do along a dimension that is cut over both: parts of parts are no part of the sum
-        or of what is gathered.
+        Otherwise the compiler would first make the array whole over the other axes. It has to do so
+        along a dimension that is cut over both, because parts of parts are no part of the result.
         """
         both = {dim for dim, _ in self.over(x.ndim)}
         spec = only(PartitionSpec(*self.last(x.ndim)), _others(self.rules))
@@ -98,24 +97,24 @@ class Cut(NamedTuple):
         return over_others(x, PartitionSpec(*self.last(x.ndim)), self.rules)
 
     def last(self, rank: int) -> Entries:
-        """The axes along each dimension of an array of so many."""
+        """The axes along each dimension of an array with that many dimensions."""
         return self.entries[len(self.entries) - rank :]
 
 
 def cut_of(rules: ShardingRules, spec: PartitionSpec, rank: int) -> Cut | None:
-    """How a spec cuts an array over example axes; None where it does not."""
+    """How a spec cuts an array over example axes; None if it does not."""
     entries = [*spec, *[None] * (rank - len(spec))]
     cut = Cut(rules, tuple(map(axes_of, entries)))
     return cut if cut.over(rank) else None
 
 
 def longer_than_one(rules: ShardingRules) -> tuple[str, ...]:
-    """The example axes that there is something to sum over; XLA refuses the others."""
+    """The example axes with more than one device; XLA refuses a sum over the others."""
     return tuple(axis for axis in rules.examples if rules.mesh.shape[axis] > 1)
 
 
 def over_others(x: Array, spec: PartitionSpec, rules: ShardingRules) -> Array:
-    """An array or a part of it, constrained to what a spec says of the other axes of the mesh."""
+    """An array or a part of it, constrained by the part of a spec about other axes of the mesh."""
     others = _others(rules)
     if not others:
         return x
@@ -141,18 +140,18 @@ def inner_mesh(rules: ShardingRules) -> jax.sharding.AbstractMesh:
     data_fields=("part",),
     meta_fields=("cut", "is_gathered_again"),
 )
-@dataclasses.dataclass(eq=False, repr=False)  # which would show the part
+@dataclasses.dataclass(eq=False, repr=False)  # which would print the part
 class Shard:
-    """A device's part of a parameter, which stands for the whole until an equation needs that.
+    """A device's part of a parameter, which represents the whole until an equation needs it.
 
     It is a tree with one leaf, so that it goes through `jit`, `jax.checkpoint`, and into a scan
-    over its slices. To all else it has the shape of the whole.
+    over its slices. To other code it has the shape of the whole.
 
     Attributes:
-        part: what the device holds.
+        part: the device's part.
         cut: how the whole is cut.
         is_gathered_again: whether a backward pass gathers it again, so that the whole is not kept
-            for it. Inside of `jax.checkpoint` that happens by itself.
+            for it. Inside of `jax.checkpoint` that always happens.
     """
 
     part: Any
@@ -175,13 +174,13 @@ class Shard:
         return self.part.dtype
 
     def within_checkpoint(self) -> "Shard":
-        """The same, as a checkpoint sees it that computes all of its own values again."""
+        """The same, inside a checkpoint that recomputes all of its values."""
         return Shard(self.part, self.cut, False)
 
     def of_steps(self) -> "Shard | Array":
-        """The same, as a scan over it takes it: whole where no slice has a part on every device.
+        """The same for a scan over it: whole if some device has no part of a slice.
 
-        The steps' slices would all be kept by a checkpoint around the scan.
+        A checkpoint around the scan would keep the slices of all steps.
         """
         if any(dim == 0 for dim, _ in self.cut.over(self.ndim)):
             return whole(self)
@@ -193,12 +192,12 @@ def whole(x: Array | Shard) -> Array: ...
 @overload
 def whole(x: Any) -> Any: ...
 def whole(x: Any) -> Any:
-    """A value with nothing but whole arrays in it."""
+    """A value with whole arrays instead of shards."""
     return x.cut.gathered(x.part) if isinstance(x, Shard) else x
 
 
 def rearranged(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> Shard | None:
-    """What an equation makes of a shard alone that devices can do each for its part; else None."""
+    """The result of an equation that each device can evaluate on its part; otherwise None."""
     shard, *_ = (*inputs, None)
     if not keeps_parts(equation) or not isinstance(shard, Shard):
         return None
@@ -212,7 +211,7 @@ def rearranged(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> Shard | No
 
 
 def keeps_parts(equation: jex_core.JaxprEqn) -> bool:
-    """Whether devices can do an equation each for its part of an array."""
+    """Whether each device can evaluate an equation on its part of an array."""
     return equation.primitive in (
         primitives.convert_element_type_p,
         primitives.copy_p,
@@ -222,7 +221,7 @@ def keeps_parts(equation: jex_core.JaxprEqn) -> bool:
 
 
 def evaluated_whole(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation on whole arrays, gathered for it and, if need be, for its gradient."""
+    """Evaluates one equation on whole arrays, gathered for it, and again for its gradient."""
     shards = {i: x for i, x in enumerate(inputs) if isinstance(x, Shard)}
     if not shards:
         return evaluated(equation, inputs)

@@ -1,4 +1,4 @@
-"""A step of private training, a loop that can be killed, and the model that leaves it."""
+"""A step of private training, a loop that can be killed, and the trained model."""
 
 from .data import DataError as DataError
 from .data import Records as Records

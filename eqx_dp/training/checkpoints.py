@@ -1,7 +1,7 @@
 """Checkpoints of a run, by orbax: `checkpoints/NUMBER/`, one for each number of released steps.
 
-Orbax writes in the background and from all hosts, commits a checkpoint in one atomic act, and keeps
-the newest ones. No key of random numbers is in a checkpoint: every start has its own.
+Orbax writes in the background and from all hosts, commits a checkpoint atomically, and keeps the
+newest ones. No checkpoint holds a random key, because every start draws its own.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ class Checkpoints:
 
     Args:
         directory: of the run.
-        keep: how many stay; None to read alone.
+        keep: how many are kept; None for reading only.
     """
 
     def __init__(self, directory: RunPath, keep: int | None = None):
         self.directory, self._folder = directory, directory / CHECKPOINTS
         self._orbax = extra("orbax.checkpoint")
-        # A directory that is made in the background and fails leaves threads that wait for it, and
-        # keep the process from its end, for 20 minutes.
+        # If making a directory in the background fails, threads wait for it, and the process cannot
+        # end for 20 minutes.
         now = self._orbax.AsyncOptions(create_directories_asynchronously=False)
         options = self._orbax.CheckpointManagerOptions(
             max_to_keep=keep, create=keep is not None, async_options=now
@@ -68,9 +68,9 @@ class Checkpoints:
         return [] if self._manager is None else sorted(self._manager.all_steps(), reverse=True)
 
     def newest(self, read: Callable[[int], T]) -> T | None:
-        """What `read` returns for the newest checkpoint that can be read; None if there is none.
+        """What `read` returns for the newest readable checkpoint; None if there is no checkpoint.
 
-        Warns of those that cannot be.
+        Warns of each checkpoint that cannot be read.
 
         Raises:
             ValueError: `read` refuses a checkpoint that is whole.
@@ -85,7 +85,7 @@ class Checkpoints:
                 raise ValueError(str(refusal)) from None
             except CheckpointError:
                 raise
-            except Exception as damage:  # whatever the libraries beneath raise for damaged files
+            except Exception as damage:  # any error that the libraries raise for damaged files
                 error = damage
             if on_every_host(error is None):
                 return found
@@ -112,7 +112,7 @@ class Checkpoints:
     def read(
         self, number: int, targets: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arrays of a checkpoint, each to where its target lives, and what was kept beside them."""
+        """Reads arrays of a checkpoint to their targets' places, and the data saved with them."""
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
@@ -129,13 +129,13 @@ class Checkpoints:
         return dict(found[_STATE]), dict(found[_RECORD])
 
     def save(self, number: int, state: TrainState[Any], record: Mapping[str, Any]) -> bool:
-        """Starts to save a state; returns when the state may be used up by the next step.
+        """Starts to save a state; returns when the next step may use up the state.
 
-        Waits for the save before. What fails is a warning: the run goes on, and its last good
+        Waits for the previous save. A failure is a warning: the run continues, and its last good
         checkpoint stays.
 
         Returns:
-            whether it could be started.
+            whether the save could be started.
         """
         if not on_every_host(self.wait()):  # a manager whose save failed keeps its number
             self.close()
@@ -169,7 +169,7 @@ class Checkpoints:
     def close(self) -> None:
         """Ends what writes."""
         if self._manager is not None:
-            with contextlib.suppress(Exception):  # which `wait` has told
+            with contextlib.suppress(Exception):  # which `wait` has reported
                 self._manager.close()
         logging.getLogger("absl").removeFilter(self._is_news)
 
@@ -179,16 +179,16 @@ class Checkpoints:
 
 
 class _Misfit(ValueError):
-    """A checkpoint is whole, and does not fit."""
+    """A checkpoint is complete, but does not fit the model."""
 
 
 def restored(
     checkpoints: Checkpoints, recipe: Recipe, first: FirstModel[Any]
 ) -> tuple[Body, int, dict[str, Any]] | None:
-    """The newest state that can be read; None where there is no checkpoint.
+    """The newest readable state; None if there is no checkpoint.
 
-    Arrays are read to where they are to live, and no other state is made for that (but where the
-    optimizer is another, or its `init` cannot be traced).
+    Arrays are read directly to their devices, without a second state (except if the optimizer is
+    another, or its `init` cannot be traced).
 
     | of the checkpoint | what happens |
     |---|---|
@@ -197,10 +197,11 @@ def restored(
     | other arrays in the optimizer's state or in the average | both are made anew, with a warning |
 
     Returns:
-        the body, the steps that the model has taken, and what the ledger kept with it.
+        the body, the number of steps that the model has taken, and the ledger's counts at that
+        time.
     """
     form = recipe.form(first)
-    wanted = named_arrays(form)  # refused now, and not after the first block of steps
+    wanted = named_arrays(form)  # refused now, not after the first block of steps
     if not checkpoints.numbers():
         return None
 
@@ -218,7 +219,7 @@ def restored(
             body = Body(body.model, *recipe.beside(form, body.model))
             warnings.warn(
                 f"The optimizer's state in checkpoint {number} is of another optimizer, or of a "
-                "step with (or without) `ema`: it and the average are made anew.",
+                "step with (or without) `ema`: it and the average are initialised again.",
                 CheckpointWarning,
                 stacklevel=4,
             )
@@ -228,7 +229,7 @@ def restored(
 
 
 def named_arrays(tree: PyTree[Any]) -> dict[str, Any]:
-    """The arrays of a tree, or the shapes that stand for them, by path.
+    """The arrays of a tree, or their shapes, by path.
 
     Raises:
         ValueError: one is a key of random numbers.
@@ -244,7 +245,7 @@ def named_arrays(tree: PyTree[Any]) -> dict[str, Any]:
 
 
 def with_arrays(tree: T, arrays: Mapping[str, Any]) -> T:
-    """The tree with those of its arrays replaced that have a name among these."""
+    """The tree, with the arrays of these names replaced."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: arrays.get(_name(path), leaf) if is_array_or_shape(leaf) else leaf, tree
     )

@@ -204,7 +204,7 @@ def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) 
         f"{name}, a {type(source).__name__}: the source {fault} when it was read for the "
         "examples of a step. Which example it was, and what the source said, is private: catch "
         "this error and look at error.private_details(). The run stops here; mend the source, and "
-        "start it again to go on from the last checkpoint.",
+        "start it again to continue from the last checkpoint.",
         f"{name} at {list(map(int, indices))}: the source {words}.",
     )
 
@@ -275,7 +275,7 @@ def _checked(name: str, source: Any, num_examples: int) -> Source:
         raise ValueError(
             f"{name} holds {len(source)} examples, and the step was made with num_examples="
             f"{num_examples}: sampling and noise would be those of another data set. "
-            "Give the data set that the step was made for, or make the step anew."
+            "Give the data set that the step was made for, or make a new step."
         )
     return source
 

@@ -1,4 +1,4 @@
-"""A compiled step that takes little work to call, and that is not waited for."""
+"""A compiled step with little overhead for each call, which does not wait for the result."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ Model = TypeVar("Model")
 
 @jax.tree_util.register_static
 class Rest:
-    """What a tree is, but for its arrays: where one is, `others` has None. Hashed once."""
+    """A tree without its arrays: `others` has None in their place. Its hash is computed once."""
 
     def __init__(self, structure: Any, others: tuple[Any, ...]):
         self.structure, self.others = structure, others
@@ -39,10 +39,9 @@ class Rest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flat(Generic[Tree]):
-    """A tree that is taken apart.
+    """A flattened tree.
 
-    To do so, and to put it together again, takes longer than to call a compiled function: modules
-    are flattened by Python.
+    Flattening and unflattening modules in Python takes longer than a call of a compiled function.
     """
 
     rest: Rest
@@ -57,7 +56,7 @@ class Flat(Generic[Tree]):
 
 
 def flat(tree: Tree) -> Flat[Tree]:
-    """Takes a tree apart; shapes may stand for arrays."""
+    """Flattens a tree; it may hold shapes instead of arrays."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_array_or_shape(leaf)]
     others = tuple(None if is_array_or_shape(leaf) else leaf for leaf in leaves)
@@ -65,17 +64,17 @@ def flat(tree: Tree) -> Flat[Tree]:
 
 
 Carry = tuple[Any, OptState]
-"""Model and what is beside it: what a step uses up of a state."""
+"""The parts of a state that a step uses up: the model, and what else is carried."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatState(Generic[Model]):
-    """A state that is taken apart, so that the next step is called in less time.
+    """A flattened state, so that the next step is called in less time.
 
     Attributes:
         carry: all but the count of steps. Used up by the next step.
-        step: how many steps have been taken (a scalar, or its shape). It is not used up: to wait
-            for it is to wait for the step that has made it, also when the next one has been called.
+        step: how many steps have been taken (a scalar, or its shape). It is not used up. Waiting
+            for it waits for the step that computed it, also after the next step was called.
     """
 
     carry: Flat[Carry]
@@ -83,7 +82,7 @@ class FlatState(Generic[Model]):
 
     @classmethod
     def of(cls, state: TrainState[Model]) -> "FlatState[Model]":
-        """Takes a state apart; a ValueError if it is none, or an earlier step has used it up."""
+        """Flattens a state; a ValueError if it is no state, or an earlier step has used it up."""
         allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
         expect("state", state, TrainState, allowed)
         carry: Flat[Carry] = flat((state.model, state.opt_state))
@@ -93,7 +92,7 @@ class FlatState(Generic[Model]):
 
     @property
     def state(self) -> TrainState[Model]:
-        """The state, put together."""
+        """The state, unflattened."""
         return TrainState(*self.carry.tree, self.step)
 
 
@@ -102,11 +101,11 @@ class Dispatch(Generic[Beside, Tree, Result]):
 
     As `eqx.filter_jit(function, donate="all-except-first")`: arrays are traced, all else is static,
     it is compiled once for what is static and for shapes and dtypes, and the buffers of a carry go
-    to the next. `eqx.filter_jit` waits for every result, to tell what `eqx.error_if` has to say.
-    This does not: such an error is raised where the result is waited for.
+    to the next. `eqx.filter_jit` waits for every result, to report errors of `eqx.error_if`. This
+    function does not: such an error is raised when somebody waits for the result.
 
-    On a mesh (`is_spread`) the arrays of the next carry live where those of the carry lived. The
-    compiler would choose for itself, and compile once more for what it chose.
+    On a mesh (`is_spread`) the arrays of the next carry live where those of the carry lived.
+    Otherwise the compiler would choose places, and compile again for its choice.
     """
 
     def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]], is_spread: bool):
@@ -115,7 +114,7 @@ class Dispatch(Generic[Beside, Tree, Result]):
         self._jitted = functools.cache(self._compiled)
 
     def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Result]:
-        """The next carry, and arrays that are there when the call has ended; uses up the carry."""
+        """The next carry, and arrays to wait for; uses up the given carry."""
         function = self._jitted(self._places(carry))
         rest, arrays, result = function(*self._arguments(beside, carry))
         return Flat(rest, arrays), result
@@ -125,7 +124,7 @@ class Dispatch(Generic[Beside, Tree, Result]):
         return self._jitted(self._places(carry)).lower(*self._arguments(beside, carry))
 
     def _places(self, carry: Flat[Tree]) -> tuple[Any, ...] | None:
-        """Where arrays live; None of one that is traced, where nothing says it."""
+        """Where arrays live; None for a traced array without a sharding."""
         if not self._is_spread:
             return None
         return tuple(None if isinstance(x, Tracer) else x.sharding for x in carry.arrays)
@@ -136,7 +135,7 @@ class Dispatch(Generic[Beside, Tree, Result]):
 
     def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[Any, ...]:
         first = flat(beside)
-        if self._beside != first.rest:  # one object for equal ones, since that is compared fast
+        if self._beside != first.rest:  # one object for equal ones: a fast comparison
             self._beside = first.rest
         return self._beside, carry.rest, first.arrays, carry.arrays
 

@@ -1,6 +1,6 @@
-"""What happens after every step, and what listens to it: progress bar, JSON lines.
+"""Events after every step, and their listeners: progress bar, JSON lines.
 
-Nothing in it depends on the data, but for what an evaluation returns.
+Nothing here depends on the data, except the results of an evaluation.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from .dispatch import FlatState
 from .hosts import is_first_host
 from .state import TrainState
 
-# What a line of metrics holds beside what was measured.
+# The keys of a line of metrics that are not measured values.
 _RESERVED = ("step", "seconds", "epsilon")
 
 
@@ -29,7 +29,7 @@ class Event:
     Attributes:
         step: how many steps may have been released so far, by all starts of the run: what epsilon
             depends on. Without a directory, how many were taken.
-        metrics: figures by name, from an evaluation. Empty after most steps.
+        metrics: numbers by name, from an evaluation. Empty after most steps.
         seconds: the time since this start began.
         epsilon: epsilon of those steps; None if it was not computed after this step.
     """
@@ -54,7 +54,7 @@ Callback = Callable[[Event], bool | None]
 
 
 def checked_metrics(found: object) -> dict[str, float]:
-    """What an evaluation returned, as floats; a ValueError if that is no mapping to numbers."""
+    """The result of an evaluation, as floats; a ValueError if it is no mapping to numbers."""
     try:
         metrics = {name: float(value) for name, value in cast("Any", found).items()}
         if all(isinstance(name, str) and name not in _RESERVED for name in metrics):
@@ -71,7 +71,7 @@ def checked_metrics(found: object) -> dict[str, float]:
 class EpsilonAhead:
     """Epsilon of numbers of steps, computed in a thread: each takes a tenth of a second.
 
-    It depends on the plan alone, so figures are computed before the steps that they are of.
+    It depends only on the plan, so it can be computed ahead of the steps.
 
     Args:
         plan: of the run.
@@ -94,18 +94,17 @@ class EpsilonAhead:
         return self._coming[step].result()
 
     def close(self) -> None:
-        """Ends the thread; nobody waits for the figures that are still to come."""
+        """Ends the thread, without waiting for unfinished results."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-# What listens.
+# Listeners.
 
 
 class ProgressBar:
     """Shows steps, time left, epsilon so far, and metrics as they come.
 
-    On a terminal a bar; elsewhere (a file, a pipe, a notebook) a line whenever there is something
-    new.
+    On a terminal it is a bar; elsewhere (a file, a pipe, a notebook) a line whenever there is news.
     """
 
     def __init__(self, start: int, stop: int, shown: bool):
@@ -122,7 +121,7 @@ class ProgressBar:
             bar.start()
 
     def update(self, event: Event) -> None:
-        """Shows what an event says."""
+        """Shows an event."""
         known = {} if event.epsilon is None else {"epsilon": event.epsilon}
         figures = [f"{name} {value:.4g}" for name, value in {**known, **event.metrics}.items()]
         text = "  ".join(figures)
@@ -141,9 +140,9 @@ class JsonLines:
     """Writes a line of JSON for every step after which something was measured.
 
     A line holds `step`, `seconds` (since this start began), `epsilon`, and the metrics by name;
-    null stands for what is not finite. What cannot be written costs a warning, and not the run. A
-    start adds its lines behind those of earlier starts. A line begins by ending the one before it,
-    which may be half a line of a killed process.
+    null stands for a number that is not finite. If a line cannot be written, there is a warning,
+    and the run continues. A start appends its lines to those of earlier starts. A line begins by
+    ending the one before it, which may be half a line of a killed process.
     """
 
     def __init__(self, file: RunPath):
@@ -151,7 +150,7 @@ class JsonLines:
         self._failure = f"Metrics cannot be written to {file}"
 
     def __call__(self, event: Event) -> None:
-        """Writes a line, if there is something to write."""
+        """Writes a line, if the event has metrics."""
         if not event.metrics or not is_first_host():
             return
         line = {

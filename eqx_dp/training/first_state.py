@@ -1,8 +1,8 @@
 """The state before the first step: its shapes, where it lives, and how it is made there.
 
 The shapes of a state and where each of its arrays lives follow from the model's shapes: nothing is
-computed for them. A checkpoint is read into them, and a first state is made in their place. So
-there is one state at a time, and each device holds its own part of it.
+computed for them. A checkpoint is read, or a first state is made, directly in these places. So
+there is one state at a time, and each device holds only its part of it.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class FirstModel(Generic[Model]):
-    """The model before the first step: arrays that somebody has, or a function that makes them.
+    """The model before the first step: given arrays, or a function that makes them.
 
     Attributes:
         shapes: the model, with shapes in place of arrays.
@@ -66,7 +66,7 @@ class FirstModel(Generic[Model]):
 
 
 class Body(NamedTuple):
-    """What of a state is made of a model, and saved in a checkpoint."""
+    """The parts of a state that follow from a model, and that a checkpoint saves."""
 
     model: Any
     opt_state: PyTree[Any]
@@ -96,7 +96,7 @@ class Recipe(NamedTuple):
     def made(self, first: FirstModel[Any]) -> Body:
         """The body of the first state; its arrays are copies, each part made on its device."""
         form, rules = self.form(first), self.parameters.rules
-        # By types of Explicit axes all random numbers would be drawn on every device.
+        # With types of Explicit axes every device would draw all random numbers.
         auto = None if rules is None else _on_axes_of(AxisType.Auto, rules)
 
         def stored(*given: Any) -> Any:
@@ -111,7 +111,7 @@ class Recipe(NamedTuple):
         return Body(model, *self.beside(form, model))
 
     def beside(self, form: Body, model: Any) -> tuple[PyTree[Any], PyTree[Any]]:
-        """Optimizer state and average of a model that is there."""
+        """Optimizer state and average of a given model."""
         return _compiled(
             lambda model: copied(self._beside(model, self.parameters)),
             (form.opt_state, form.average),
@@ -149,7 +149,7 @@ class Recipe(NamedTuple):
             ) from error
 
     def _form_of(self, first: FirstModel[Any], function: Callable[[Parameters, Any], T]) -> T:
-        """The shapes of what is made of a model, with shardings."""
+        """The shapes of optimizer state and average, with shardings."""
         rules = self.parameters.rules
         explicit = None if rules is None else _on_axes_of(AxisType.Explicit, rules)
         with _traced_on(explicit):
@@ -175,7 +175,7 @@ class Recipe(NamedTuple):
 
 
 def _compiled(function: Callable[..., T], form: T, *trees: PyTree[Any]) -> T:
-    """The arrays of a function's result, compiled, where a form says; all else from the form."""
+    """Compiles a function whose arrays go where `form` says; the rest comes from `form`."""
     given, static = eqx.partition(trees, eqx.is_array)
     shapes, rest = eqx.partition(form, is_shape)
     leaves, structure = jax.tree.flatten(shapes)

@@ -1,4 +1,4 @@
-"""What the hosts of a run have to agree about: decisions of the first host, and when to stop."""
+"""What the hosts of a run agree on: decisions of the first host, and when to stop."""
 
 import atexit
 import contextlib
@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 T = TypeVar("T")
 
-# The exit status of a process that SIGTERM interrupted, as shells and schedulers know it.
+# The exit status of a process that SIGTERM interrupted, as shells and schedulers expect it.
 INTERRUPTED = 128 + signal.SIGTERM
 
 _INTERRUPTED_ONCE = b"\neqx_dp: saving. A second Ctrl-C ends the run at once, without it.\n"
@@ -29,7 +29,7 @@ def is_first_host() -> bool:
 
 
 def from_first_host(decide: Callable[[], T]) -> T:
-    """What the first host decides, on every host; a value that JSON can hold.
+    """A decision of the first host, on every host; a value that JSON can hold.
 
     Where `decide` raises an error, the other hosts raise a `RuntimeError`, and do not wait.
     """
@@ -60,7 +60,7 @@ def on_every_host(succeeded: bool) -> bool:
 
 @contextlib.contextmanager
 def failing_alone() -> Generator[None]:
-    """A context whose error ends this process without the barrier at which JAX awaits all hosts.
+    """A context in which an error ends this process without JAX's barrier for all hosts.
 
     The other hosts learn by JAX's heartbeat that this one is gone, and end as well.
     """
@@ -77,16 +77,16 @@ def failing_alone() -> Generator[None]:
 class StopSignal:
     """A context in which SIGTERM and Ctrl-C (SIGINT) ask to stop instead of ending the process.
 
-    A second signal of the kind ends the process at once; at an interactive prompt a second Ctrl-C
-    raises `KeyboardInterrupt`. Outside of the main thread, where Python hears no signals, it does
-    nothing; nor does it hear a Ctrl-C for which the program has a handler of its own. On several
-    hosts JAX hears of SIGTERM, and SIGINT ends a host at once.
+    A second signal of the same kind ends the process at once; at an interactive prompt a second
+    Ctrl-C raises `KeyboardInterrupt`. It does nothing outside of the main thread, where Python gets
+    no signals, and leaves a Ctrl-C to a handler of the program. On several hosts JAX handles
+    SIGTERM, and SIGINT ends a host at once.
 
-    Without a directory (`can_save`) signals are left alone. In a forked child (of a data source,
-    say) they do what they did before.
+    Without a directory (`can_save`) signals are left alone. In a forked child (for example of a
+    data source) they do what they did before.
 
     Attributes:
-        asked: the signal that this process has heard; None before.
+        asked: the signal that this process has received; None before.
         is_asked: whether all hosts agreed to stop.
     """
 
@@ -115,22 +115,22 @@ class StopSignal:
             return
         self.asked = number
         if number == signal.SIGINT:
-            os.write(2, _INTERRUPTED_ONCE)  # `print` could be in the middle of a line of its own
-            # Python would wait for a checkpoint that is being written, and this is to be at once.
+            os.write(2, _INTERRUPTED_ONCE)  # `print` could be in the middle of one
+            # Otherwise Python would wait for a checkpoint that is being written.
             before = before if hasattr(sys, "ps1") else signal.SIG_DFL
         signal.signal(number, before)
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
-        if self.asked is not None and error[0] is None:  # it came when all was done
+        if self.asked is not None and error[0] is None:  # the signal came after the last step
             signal.raise_signal(self.asked)
 
     def asked_after(self, step: int) -> bool:
         """Whether to stop after a step: one answer for all hosts, asked once a step.
 
-        Several hosts hear of SIGTERM by JAX's preemption service, which names a step that none of
-        them has asked about.
+        Several hosts learn of SIGTERM by JAX's preemption service, which names a later step at
+        which all stop.
         """
         if self._is_alone:
             self.is_asked = self.asked is not None

@@ -3,16 +3,16 @@
     ledger/3f6c0a2b9d417e85.json   one file a start; no other start writes to it
     privacy.json                   what follows from plan and ledger, for everybody
 
-**Protocol.** Before a block of steps a start writes its own file: the steps that it has taken, and
+**Protocol.** Before a block of steps a start writes its own file: the steps that it has taken, plus
 those of the block. Then it reads all files. If their sum exceeds the plan's steps, it withdraws the
-block, and takes none of its steps. At an orderly end it writes the exact number.
+block, and takes none of its steps. At a clean end it writes the exact number.
 
 **Guarantee.** All starts together take at most the plan's steps. Proof: of all blocks that were not
 withdrawn, let B be the one whose file was written last. Its start read the files afterwards, and
 each of them then held at least the steps that its start takes in all: blocks that count were
 written before, and an exact number replaces a larger one only when its steps are taken. Their sum
-was at most the plan's steps. It is assumed that a file which is written is seen by every later
-reading, on all hosts, and that nobody removes or edits files. Nothing is locked.
+was at most the plan's steps. The proof assumes that every later reading, on all hosts, sees a
+written file, and that nobody removes or edits files. There are no locks.
 
 **A process that is killed** leaves the announced block in its file. All its steps count, so the sum
 is never below what was released.
@@ -44,7 +44,7 @@ _FACTS = ("plan", "ended", "policy", "unsafe", "randomness", "noise", "made_by")
 
 
 class CheckpointWarning(UserWarning):
-    """A run goes on, and something in its directory was damaged, changed, or not written."""
+    """A run continues, although something in its directory was damaged, changed, or not written."""
 
 
 class CheckpointError(Exception):
@@ -52,13 +52,13 @@ class CheckpointError(Exception):
 
 
 def versions() -> dict[str, str]:
-    """The releases of the libraries that make a run."""
+    """The versions of the libraries of a run."""
     names = ("eqx-dp", "jax", "equinox", "optax", "dp-accounting")
     return {name.replace("-", "_"): version(name) for name in names} | {"python": python_version()}
 
 
 def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
-    """What each start wrote, by the name of its file; without those that took no step.
+    """The entries of all starts that took a step, by the name of their file.
 
     Raises:
         CheckpointError: a file is damaged, or of another release; two are of different runs.
@@ -80,7 +80,7 @@ def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
 def statement(
     plan: PrivacyPlan, entries: Mapping[str, Mapping[str, Any]], epsilon: float
 ) -> dict[str, Any]:
-    """The public statement: what may have been released in all, what it covers, what it does not.
+    """The public statement: what may have been released, what epsilon covers, and what it does not.
 
     It depends on the plan and the ledger, and not on the data.
 
@@ -128,7 +128,7 @@ def statement(
 
 
 class Tally:
-    """Counts steps; by itself, those of a start without a directory.
+    """Counts the steps of a start without a directory; `Ledger` extends it.
 
     `others` are the steps that all other starts may have released, when the files were last read;
     `taken` those that this start has taken.
@@ -139,25 +139,25 @@ class Tally:
 
     @property
     def released(self) -> int:
-        """Steps that were released, if no other start takes one meanwhile."""
+        """The released steps, if no other start takes one meanwhile."""
         return self.others + self.taken
 
     def announce(self, steps: int, epsilon: Callable[[int], float]) -> None:
-        """Notes durably that so many more steps may be released, before they are taken.
+        """Records durably, before they are taken, that so many more steps may be released.
 
         Args:
             steps: of the block.
             epsilon: of a number of steps, for the public statement.
 
         Raises:
-            CheckpointError: it cannot be noted; or another start has taken what was left.
+            CheckpointError: the record cannot be written, or another start has taken the rest.
         """
 
     def end(self, epsilon: Callable[[int], float]) -> None:
-        """Notes the exact number of steps. What cannot be noted costs a warning: more count."""
+        """Records the exact number of steps. If that fails, it warns, and more steps count."""
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the sum, and at least how many steps every start has taken."""
+        """The counts that a checkpoint keeps: the sum, and a lower bound for every start."""
         return {}
 
 
@@ -166,7 +166,7 @@ class Ledger(Tally):
 
     Args:
         directory: of the run.
-        step: what the start takes.
+        step: the step of the start.
 
     Attributes:
         start: the number of this start, from 0.
@@ -205,7 +205,7 @@ class Ledger(Tally):
         self.others = from_first_host(lambda: self._announced(steps, epsilon))
 
     def restate(self, epsilon: Callable[[int], float]) -> None:
-        """Writes the statement anew: a process that was killed may have left an old one."""
+        """Writes the statement again: a process that was killed may have left an old one."""
         from_first_host(lambda: self._state(epsilon))
 
     def end(self, epsilon: Callable[[int], float]) -> None:
@@ -227,13 +227,13 @@ class Ledger(Tally):
         """As for a `Tally`: `released`, and `ledger`, steps by the names of files."""
         if is_first_host():
             for name, entry in entries_in(self._directory).items():
-                ended = entry["steps"] if entry["ended"] else 0  # else it may become less
+                ended = entry["steps"] if entry["ended"] else 0  # otherwise it could decrease
                 self._known[name] = max(ended, self._known.get(name, 0))
         self._known[self._file.name] = self.taken
         return {"released": self.released, "ledger": dict(self._known)}
 
     def check(self, record: Mapping[str, Any]) -> None:
-        """Refuses a ledger that knows of fewer steps than a checkpoint.
+        """Refuses a ledger that counts fewer steps than a checkpoint.
 
         Raises:
             CheckpointError: a file is missing, or says fewer steps; it is named.
@@ -255,7 +255,7 @@ class Ledger(Tally):
 
         from_first_host(check)
 
-    # What the first host does.
+    # Only the first host does this.
 
     def _read_others(self) -> tuple[int, int, bool]:
         """Steps of all other starts, the next start's number, and whether one has this secret."""
@@ -287,7 +287,7 @@ class Ledger(Tally):
             raise CheckpointError(
                 f"It cannot be noted in {self._directory} that {steps} more steps are taken "
                 f"({error.strerror}), so none of them is. Make room, or make the directory "
-                "writable, and start again to go on from the last checkpoint."
+                "writable, and start again to continue from the last checkpoint."
             ) from None
         left = max(0, self._plan.steps - others - self.taken)
         reason = "it has announced steps as well" if excess > 0 else "both have one seed"
@@ -309,7 +309,7 @@ class Ledger(Tally):
         while entries and entries != before:
             figure = epsilon(min(sum(x["steps"] for x in entries.values()), self._plan.steps))
             before, entries = entries, entries_in(self._directory)
-            if entries == before:  # while epsilon was computed, which takes its time
+            if entries == before:  # while epsilon was computed, which takes time
                 write_json(self._directory / PRIVACY, statement(self._plan, entries, figure))
                 entries = entries_in(self._directory)
 

@@ -1,4 +1,4 @@
-"""The loop of one start: blocks of steps that the ledger knows of, and what happens after each."""
+"""The loop of one start: blocks of steps that the ledger counts, and what follows each step."""
 # pyright: reportPrivateUsage=false
 # (a step keeps for a Trainer what is of no use to users)
 
@@ -25,7 +25,7 @@ Model = TypeVar("Model")
 
 
 class Options(NamedTuple):
-    """What a `Trainer` was given for its loop; it says what each means."""
+    """The options of a `Trainer` that the loop needs; its docstring explains them."""
 
     save_every: int
     evaluate: Callable[[Any], Mapping[str, Any]] | None
@@ -40,15 +40,15 @@ class Loop(Generic[Model]):
     """Takes the steps of one start.
 
     Attributes:
-        step: what is taken.
+        step: the step to take.
         options: of the trainer.
         stop: how many released steps end the run.
         tally: counts the steps; with a directory, its ledger.
         checkpoints: where states are saved; None without a directory.
-        signal: what asks to stop.
-        announced: how many steps of this start the ledger knows of.
-        saved_at: how many steps it had taken when a state was saved last.
-        is_saved: whether that was saved.
+        signal: says when to stop.
+        announced: how many steps of this start the ledger counts.
+        saved_at: how many steps it had taken at the last save.
+        is_saved: whether that save succeeded.
     """
 
     step: Step[Model]
@@ -98,13 +98,13 @@ class Loop(Generic[Model]):
                 if self.checkpoints is not None:
                     self.is_saved &= self.checkpoints.wait()
                 if jax.process_count() == 1 or sys.exc_info()[0] is None:
-                    tally.end(epsilons.of)  # else other hosts may have taken more steps
+                    tally.end(epsilons.of)  # otherwise other hosts may have taken more steps
         if self.checkpoints is not None and (self.signal.is_asked or self.signal.asked):
             self._leave(self.checkpoints)
         return state
 
     def _announce(self, epsilons: EpsilonAhead) -> None:
-        """Notes the block of steps up to the next checkpoint, before the first of them."""
+        """Records the block of steps up to the next checkpoint, before the first of them."""
         if self.tally.taken == self.announced:
             done, every = self.tally.released, self.options.save_every
             block = min(self.stop, (done // every + 1) * every) - done
@@ -132,7 +132,7 @@ class Loop(Generic[Model]):
         self.is_saved = self.checkpoints.save(tally.released, state, tally.record())
 
     def _leave(self, checkpoints: Checkpoints) -> NoReturn:
-        """Ends the process, or the run, as the signal asks."""
+        """Ends the process or the run, as the signal requires."""
         newest = next(iter(checkpoints.numbers()), None)
         saved = "nothing is saved" if newest is None else f"saved at step {newest}"
         steps, where = self.step.plan.steps, checkpoints.directory

@@ -21,7 +21,7 @@ from .step import Step
 
 Model = TypeVar("Model")
 
-# What optimizers must not hold, by the functions that make it.
+# Transformations that an optimizer must not hold, by the functions that make them.
 _NOISES = ("gaussian_privatizer", "differentially_private_aggregate")
 _CLIPS = ("clip_by_global_norm", "clip", "adaptive_grad_clip")
 
@@ -56,21 +56,21 @@ def make_step(
     A step is the sum of clipped gradients (see `filter_clipped_grad`) divided by the expected batch
     size, the plan's noise, and the optimizer's update. The optimizer gets gradients and parameters
     in the accumulate dtype. Its state is stored in the policy's optimizer dtype, and updated in the
-    wider of the two (but for numbers by themselves, such as learning rates that are state). The sum
-    of parameter and update is rounded once, to the dtype that the parameter is stored in, as the
-    policy's `rounding` says (see `apply_updates`). With sharding rules all arrays stay where the
-    rules put them.
+    wider of the two (except scalars, such as learning rates that are state). The sum of parameter
+    and update is rounded once, to the dtype that the parameter is stored in, as the policy's
+    `rounding` says (see `apply_updates`). With sharding rules all arrays stay where the rules put
+    them.
 
     **Randomness.** `step.init` draws 256 random bits from the operating system for the noise, the
     loss's own keys and stochastic rounding, and `step.sampler` draws others for the batches.
     Nothing stores them, so no two runs have noise or samples in common. The keys of step t follow
     from these bits, the purpose, t and the path of the leaf. Noise is certified (see
-    `gaussian_privatizer`), but on a TPU and by a policy of narrow noise; `privacy.json` says which.
+    `gaussian_privatizer`), except on a TPU and with narrow noise; `privacy.json` says which.
 
     **Guarantee.** The models of all steps that follow one `init`, seen together, are
     `plan.epsilon()`-differentially private, if there are at most `plan.steps` of them and batches
-    come from one `step.sampler()`. Each further `init` is a release of its
-    own. `Trainer` counts the steps of all starts in one directory.
+    come from one `step.sampler()`. Each further `init` is a separate release. `Trainer` counts the
+    steps of all starts in one directory.
 
     | case | what happens |
     |---|---|
@@ -83,10 +83,10 @@ def make_step(
         loss: the loss of one example, `loss(model, *example)`, or with `key=...`: it then gets a
             separate key for each example and step.
         optimizer: an optax optimizer, without noise. Its update gets the parameters (for weight
-            decay). Its state may share arrays with the model or within
-            itself, because `init` copies. An optimizer that evaluates losses or gradients by itself
-            (a line search, `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would
-            cover these. So is one that holds a privatizer: the step adds the plan's noise.
+            decay). Its state may share arrays with the model or within itself, because `init`
+            copies. An optimizer that evaluates losses or gradients (a line search,
+            `optax.contrib.sam` in opaque mode, `sophia`) is refused: no noise would cover these. So
+            is one that holds a privatizer: the step adds the plan's noise.
         plan: sampling, noise, accounting.
         num_examples: the number of examples in the data set, on all hosts together; it is public.
         l2_clip_norm: as for `filter_clipped_grad`. (In place of its `rescale_to_unit_norm`, chain
@@ -100,14 +100,14 @@ def make_step(
         ema: the decay, in [0, 1), of a moving average of what is trained (0.999, say). It is in
             `state.averaged`, is saved in checkpoints, and is what a Trainer evaluates. It changes
             neither the steps nor epsilon: it is post-processing.
-        shared: whether every host can read every example. All hosts then deal one draw out evenly,
-            and batches have fewer slots (see `PoissonSampler`): 4,608 and not 8,704, where 64 hosts
+        shared: whether every host can read every example. All hosts then share one draw evenly, and
+            batches have fewer slots (see `PoissonSampler`): 4,608 instead of 8,704, if 64 hosts
             expect 4,096 examples together. On one host it changes nothing.
         seed: **secret**: for experiments that must repeat. Keys then follow from the seed and the
             number of the start (0 for `step.init`), so two directories, data sets or starting
             models with one seed share their noise, and the difference of their models shows private
             data without noise. A number of at least 0, or bytes, the same on all hosts; take
-            `secrets.randbits(128)`, since a small one can be guessed. None: fresh randomness.
+            `secrets.randbits(128)`, because a small one can be guessed. None: fresh randomness.
 
     Raises:
         ValueError: `num_examples` or `seed` is not a whole number in its range, `ema` no number in
@@ -153,7 +153,7 @@ def _refuse_noise(optimizer: optax.GradientTransformation) -> None:
     """Refuses an optimizer that holds a privatizer; warns of one that clips.
 
     Optimizers are functions, whose names say who made them, and those that are chained stand in the
-    closure of the chain. What hides them in another way is not found.
+    closure of the chain. Optimizers that are hidden in another way are not found.
 
     Raises:
         ValueError: a privatizer is in it.

@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class OptState(NamedTuple):
-    """What a state holds beside the model. No printed form shows a key of it, and no pickle.
+    """What a state holds besides the model. No printed form and no pickle shows its keys.
 
     Attributes:
         noise: **secret**: the state of the noise, with its key.
         optimizer: the optimizer's own state.
         average: the moving average of what is trained, in the dtype in which it is updated; None
             without `ema`.
-        key: **secret**: what the keys of the loss and of stochastic rounding follow from.
+        key: **secret**: the root of the keys of the loss and of stochastic rounding.
     """
 
     noise: Any
@@ -85,13 +85,13 @@ class TrainState(eqx.Module, Generic[Model]):
 
 
 def _number_of(step: Any) -> str:
-    """A number of steps, if it is there: an array may be traced, used up, or of other hosts."""
+    """A number of steps, if it can be read: an array may be traced, used up, or on other hosts."""
     is_here = isinstance(step, jax.Array) and not isinstance(step, Tracer) and not is_gone(step)
     return str(int(step)) if is_here and step.is_fully_addressable else "?"
 
 
 class Parameters(NamedTuple):
-    """In which dtypes, and where, a step stores and updates parameters.
+    """The dtypes and places in which a step stores and updates parameters.
 
     They are stored in the policy's params dtype, and updated in its accumulate dtype, or in the
     optimizer dtype if that is wider.
@@ -107,7 +107,7 @@ class Parameters(NamedTuple):
         return model if self.rules is None else self.rules.shard(model)
 
     def wide(self, params: PyTree[Any]) -> PyTree[Any]:
-        """Trained parameters as wide as an optimizer gets them, and where gradients live."""
+        """Trained parameters in the optimizer's wide dtype, where gradients live."""
         params = wide_parameters(params, self.policy)
         return params if self.rules is None else self.rules.shard_accumulators(params)
 
@@ -136,7 +136,7 @@ def moved(average: PyTree[Any], params: PyTree[Array], ema: float, step: Array) 
     return jax.tree.map(mean, average, params)
 
 
-# Buffers that a step uses up.
+# A step uses up the buffers of its state.
 
 
 def copied(tree: T) -> T:
@@ -154,7 +154,7 @@ def strong(tree: T) -> T:
     """The same values, without weak types, which `jnp.asarray(1.0)` has.
 
     An array loses its weak type when it is updated, saved, or carried by a scan. With other types
-    the loss promotes otherwise, and the step is compiled anew.
+    the loss promotes differently, and the step is compiled again.
     """
 
     def of(leaf: Any) -> Any:

@@ -39,7 +39,7 @@ Mask = Bool[Array | np.ndarray, " batch"]
 
 
 _Arguments = tuple[tuple[PyTree[Any], ...], Any, Any]
-"""What a compiled step is given beside what it uses up: batch, mask, number of the step."""
+"""What a compiled step gets besides its carry: batch, mask, number of the step."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -48,7 +48,7 @@ class Step(Generic[Model]):
 
     `state = step.init(model)`, then `state = step(state, *batch, is_padding_example=mask)` for the
     batches of `step.sampler()`. A call **uses up** its state: the buffers are donated to the next
-    state. Copy what is still needed. A state that was used up is refused.
+    state. Copy what you still need. A used-up state is refused.
 
     `init` and `sampler` draw fresh randomness each time, unless the step has a `seed`. No secret is
     in the printed form of a step, in an error, or in the compiled program.
@@ -69,7 +69,7 @@ class Step(Generic[Model]):
     _seed: int | bytes | None
 
     def __post_init__(self) -> None:
-        _ = self._noise  # refused now if at all, and made outside of any trace
+        _ = self._noise  # checked now, outside of any trace
 
     __reduce__ = refuse_to_pickle
 
@@ -80,7 +80,7 @@ class Step(Generic[Model]):
 
     @functools.cached_property
     def _noise(self) -> optax.GradientTransformation | None:
-        if self.plan.noise_multiplier == 0:  # then clipping may be without a bound as well
+        if self.plan.noise_multiplier == 0:  # without noise, the clip norm may be infinite
             return None
         return self.plan.privatizer(self.grad_fn, certified=can_certify(self.grad_fn.policy))
 
@@ -91,7 +91,7 @@ class Step(Generic[Model]):
             return nullcontext()
         try:
             return jax.set_mesh(rules.mesh)
-        except ValueError:  # while a step is traced inside of another program: no devices are named
+        except ValueError:  # while a step is traced inside another program, no devices are named
             return jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh)
 
     def shard_batch(self, batch: PyTree[Any]) -> PyTree[Any]:
@@ -137,7 +137,7 @@ class Step(Generic[Model]):
     ) -> TrainState[Model]:
         """The state before the first step; its arrays are copies, and its keys are fresh.
 
-        A model that is too large for one device is made where it is to live:
+        A model that is too large for one device is made in its place:
 
         ```python
         state = step.init(init_model=lambda: GPT(config, key=jax.random.key(0)))
@@ -160,7 +160,7 @@ class Step(Generic[Model]):
                 policy's optimizer dtype.
         """
         first = FirstModel(model, init_model)
-        del model  # so that an array goes as soon as its copy is there, if nobody else holds it
+        del model  # so that an array is freed as soon as its copy exists, if nobody else holds it
         with self._mesh():
             return self._begun(self._recipe.made(first), 0, self._secret_of(0))
 
@@ -209,13 +209,13 @@ class Step(Generic[Model]):
         flat, batch = FlatState.of(state), (x, *more)
         refuse_used_up("batch", batch)
         after = self._next(flat, batch, is_padding_example).state
-        # JAX may read a numpy array where it lies: the caller may fill it anew from now on.
+        # JAX may read a numpy array in place, and the caller may overwrite it after the call: copy.
         return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
 
     def _next(
         self, flat: FlatState[Model], batch: tuple[PyTree[Any], ...], mask: Mask
     ) -> FlatState[Model]:
-        """As a call of the step that is not waited for, for a loop that reads the state rarely.
+        """As a call of the step, without waiting for it: for a loop that reads the state rarely.
 
         Args:
             flat: the state before, by `FlatState.of` or of the step before. Used up.
@@ -239,7 +239,7 @@ class Step(Generic[Model]):
         """Lowers the step for these arguments; nothing is computed.
 
         Args:
-            state: arrays or shapes of arrays; not used up. So the others.
+            state: arrays or shapes of arrays; not used up. The same holds for the others.
             x: as for a call.
             *more: the same.
             is_padding_example: the same.
@@ -283,7 +283,7 @@ class Step(Generic[Model]):
         return TrainState(model, OptState(noise_state, opt_state, average, root), state.step + 1)
 
     def _updated(self, *arguments: PyTree[Any]) -> tuple[PyTree[Any], PyTree[Any]]:
-        """The optimizer's update; a ValueError if it wants more than gradients and parameters."""
+        """The optimizer's update; a ValueError if it needs more than gradients and parameters."""
         try:
             return self._update.update(*arguments)
         except (TypeError, ValueError) as error:
@@ -304,7 +304,7 @@ class Step(Generic[Model]):
 def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:
     if mask is None:
         raise ValueError(
-            "is_padding_example is None: what lies in padding slots would count as examples. Hand "
+            "is_padding_example is None: padding slots would count as examples. Pass "
             "on the mask that sampler.take or sampler.batch returns; for a batch without padding, "
             "np.zeros(length, bool)."
         )

@@ -1,4 +1,4 @@
-"""A trained model by itself: read out of a run's directory, and handed on as one file."""
+"""A trained model without its run: read from a run's directory, or saved as one file."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def load_model(source: str | os.PathLike[str], like: Model, *, averaged: bool = 
         source: the directory of a run, whose newest checkpoint that can be read is taken, on a file
             system or in Google's cloud storage; or a file that `save_model` wrote.
         like: a model of the same structure: its arrays, or `jax.ShapeDtypeStruct` in their place,
-            say what is read and where it is placed; all else is taken from it.
+            say what is read and where it is placed; everything else is taken from it.
         averaged: whether to read the moving average of what was trained (`make_step(..., ema=...)`)
             in place of the parameters of the last step; of a run.
 
@@ -63,7 +63,7 @@ def save_model(
     privacy: str | os.PathLike[str] | PrivacyPlan | None = None,
     policy: Policy | JmpPolicy | None = None,
 ) -> None:
-    """Writes a model's arrays to a safetensors file, with what is to be known of them inside.
+    """Writes a model's arrays to a safetensors file, with a privacy statement and the policy.
 
     No loss, optimizer state, data, seed or path of this machine is in the file. Its metadata holds
     `privacy` (JSON: plan, epsilon, delta, what is covered and what is not) and `policy`. Any
@@ -71,10 +71,10 @@ def save_model(
 
     Args:
         file: ends in `.safetensors`.
-        model: any tree of arrays; what is no array is not written.
+        model: any tree; only its arrays are written.
         privacy: the directory of the run that trained the model: the statement counts all steps
-            that its ledger knows of, also while the run goes on. Or the plan of a loop of your own,
-            all of whose steps are taken. None: no statement.
+            that its ledger knows of, also while the run continues. Or the plan of a loop of your
+            own, if all of its steps were taken. None: no statement.
         policy: the policy that the model was trained with.
 
     Raises:
@@ -114,7 +114,7 @@ def save_model(
 
 
 def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
-    """The arrays of a run's model, each to where its target lives."""
+    """Reads the arrays of a run's model to the places of their targets."""
     checkpoints = Checkpoints(path)
 
     def read(number: int) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, 
 
 
 def _of_file(path: RunPath, body: Body, averaged: bool) -> dict[str, Any]:
-    """The arrays of a file that `save_model` wrote, likewise."""
+    """Reads the arrays of a file that `save_model` wrote, likewise."""
     safetensors = extra("safetensors")
     try:
         with safetensors.safe_open(path, "flax") as opened:

@@ -1,4 +1,4 @@
-"""A loop around a step: batches, evaluation, progress, metrics, checkpoints, and an orderly end."""
+"""A loop around a step: batches, evaluation, progress, metrics, checkpoints, and a clean stop."""
 # pyright: reportPrivateUsage=false
 # (a step keeps for a Trainer what is of no use to users)
 
@@ -39,20 +39,19 @@ class Trainer(Generic[Model]):
 
     **A start never uses old randomness.** Each `run` is a start: it draws 256 random bits from the
     operating system and stores them nowhere. Samples, noise, the loss's keys and stochastic
-    rounding follow from them. So a run that was killed goes on with fresh noise, and it does not
-    matter what changed in between: the loss, the learning rate, the optimizer, the policy, the
-    number of devices. Only the plan and `num_examples` must agree, and the model's arrays must have
-    the shapes of the checkpoint. (With a `seed` they follow from it and from the number of the
-    start.)
+    rounding follow from them. So a killed run continues with fresh noise, and anything may change
+    in between: the loss, the learning rate, the optimizer, the policy, the number of devices. Only
+    the plan and `num_examples` must agree, and the model's arrays must have the shapes of the
+    checkpoint. (With a `seed` they follow from it and from the number of the start.)
 
     **Steps that may have been released count.** The directory's ledger says how many steps each
-    start took. Before a block of steps (up to the next checkpoint) a start notes the block, so a
-    process that is killed counts its unsaved steps as released: at most `save_every` of them, and
-    as many again if it was still writing a checkpoint. All
-    starts together take at most the plan's steps. `privacy.json` states epsilon of all of them.
+    start took. Before a block of steps (up to the next checkpoint) a start records the block, so a
+    killed process counts its unsaved steps as released: at most `save_every` of them, and as many
+    again if it was still writing a checkpoint. All starts together take at most the plan's steps.
+    `privacy.json` states epsilon of all of them.
 
-    **Without a directory** there is no ledger: each `run` begins anew, with fresh randomness (or
-    with that of the seed), and is a release of its own, of the plan's whole epsilon.
+    **Without a directory** there is no ledger: each `run` starts from the beginning, with fresh
+    randomness (or that of the seed), and is a separate release, of the plan's whole epsilon.
 
     **On several hosts** the same program runs on each, after `jax.distributed.initialize()`, with
     one directory that all of them share.
@@ -60,31 +59,31 @@ class Trainer(Generic[Model]):
     | event | what happens |
     |---|---|
     | the step breaks its policy or its plan | `ValueError` before the first step, with the table |
-    | a check cannot decide | a warning |
-    | killed (SIGKILL, power) | the next start goes on from the last checkpoint; the block counts |
+    | a check is undecided | a warning |
+    | killed (SIGKILL, power) | the next start continues from the last checkpoint |
     | SIGTERM, to any host | the step is finished, saved, and the process exits with status 143 |
     | Ctrl-C, with a directory, on one host | as SIGTERM; `KeyboardInterrupt` names the checkpoint |
     | Ctrl-C again | the process ends at once, as if it was killed |
     | all steps of the plan are released | the last checkpoint's state is returned |
     | another start is under way in the directory | both count; none goes beyond the plan |
-    | a checkpoint cannot be written | a `CheckpointWarning`; the run goes on |
+    | a checkpoint cannot be written | a `CheckpointWarning`; the run continues |
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
     | the ledger cannot be written | `CheckpointError`; no step is taken |
     | a file of the ledger is missing or damaged | `CheckpointError`, which names it |
     | another plan or data-set size | `ValueError`; differences are named |
-    | metrics cannot be written | a warning; the run goes on |
+    | metrics cannot be written | a warning; the run continues |
     | a data source fails | `DataError`, which names the source |
 
     Args:
-        step: what `dp.make_step` made.
+        step: the result of `dp.make_step`.
         data: a source of examples, or a tuple of sources, one for each argument of the loss. A
             source has a length and is indexed by an array of integers: numpy arrays, memory-mapped
-            files, data sets with fast random access; or it is a dictionary of such. What gives one
-            example at a time is a source by `dp.Records`. On several hosts each reads only the
+            files, data sets with fast random access; or it is a dictionary of such. `dp.Records`
+            wraps a sequence that gives one example at a time. On several hosts each reads only the
             examples that `step.sampler().owned` names, by their positions in the whole data set.
         read_ahead: how many batches are drawn and read at the same time while a step runs, each by
-            a thread of its own and in memory of its own; more than one for sources that several
-            threads may index at once.
+            its own thread into its own memory; more than one for sources that several threads may
+            index at once.
         directory: the folder of checkpoints, ledger, `privacy.json`, `metrics.jsonl`, and
             `checks.json`, what the checks say of the step; the same on all hosts. It is on a file
             system, or in Google's cloud storage ("gs://bucket/run"). None to keep nothing.
@@ -159,10 +158,10 @@ class Trainer(Generic[Model]):
         """Trains, from the beginning or from the last checkpoint.
 
         Args:
-            model: the model before the first step, also if there is a checkpoint. It is not held
-                once a state is there: if the caller does not hold it either, its memory is free.
+            model: the model before the first step, also if there is a checkpoint. It is released
+                once there is a state: if the caller does not hold it either, its memory is free.
             steps: the number of released steps, of all starts together, at which the run stops; by
-                default the plan's.
+                default the plan's number.
             init_model: in place of a model; `init_model()` returns it. No device and no host then
                 holds a whole array that sharding rules spread (see [`Step`][]`.init`).
 
@@ -174,7 +173,7 @@ class Trainer(Generic[Model]):
                 or its plan; the directory's run has another plan or data-set size; the checkpoint
                 does not fit the model.
             CheckpointError: no checkpoint in the directory can be read; a file of the ledger is
-                missing or damaged, or cannot be written; another start took what was left.
+                missing or damaged, or cannot be written; another start took the remaining steps.
             DataError: a source fails.
             SystemExit: after SIGTERM, with status 143, or 1 if the state could not be saved.
             KeyboardInterrupt: after Ctrl-C.
@@ -214,7 +213,7 @@ class Trainer(Generic[Model]):
                 return loop.run(state, self._batches.drawn_by(step._sampler_of(secret), left))
 
     def _checks(self, first: FirstModel[Model]) -> dict[str, Any]:
-        """Holds the traced step against its policy and its plan; nothing is computed.
+        """Compares the traced step with its policy and its plan; nothing is computed.
 
         Raises:
             ValueError: the loss is refused, or the step breaks its policy or its plan.
@@ -244,7 +243,7 @@ class Trainer(Generic[Model]):
     def _begun(
         self, first: FirstModel[Model], ledger: Ledger, checkpoints: Checkpoints
     ) -> tuple[TrainState[Model], bytes]:
-        """The state to go on from, with fresh keys, and the secret that they follow from."""
+        """The state to continue from, with fresh keys, and the secret that they follow from."""
         step = self._step
         secret = step._secret_of(ledger.start)
         found = restored(checkpoints, step._recipe, first)

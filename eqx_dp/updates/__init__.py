@@ -1,4 +1,4 @@
-"""What becomes of noisy gradients: how a model and an optimizer's state are stored again."""
+"""Updates by noisy gradients: how a model and an optimizer's state are stored."""
 
 from .apply_updates import apply_updates as apply_updates
 from .optimizer_state import first_state as first_state

@@ -1,4 +1,4 @@
-"""A model takes an update, and is rounded to what it is stored in."""
+"""Adds an update to a model, and rounds it to the stored dtype."""
 
 from typing import Any, TypeVar, cast
 
@@ -30,18 +30,18 @@ def apply_updates(
     The sum is rounded once, to the param dtype: to the nearest number, or stochastically where the
     policy says `rounding = "stochastic"`. Stored in bfloat16, a parameter of size 1 loses every
     update below 1/256 when it is rounded to the nearest number. Rounded stochastically, it becomes
-    one of its two neighbors, so that it is right on average: many small updates add up.
+    one of its two neighbors, so that its mean is right: many small updates add up.
 
     ```python
     root = jax.random.key(secrets.randbits(63))
     model = dp.apply_updates(model, updates, policy, key=jax.random.fold_in(root, t))
     ```
 
-    **Guarantee.** The rounding is post-processing of noisy gradients, and so free: it sees no data.
-    Its bits come from a stream of their own, and are independent of noise that was drawn with the
-    same key. A leaf's bits are a function of the key and of the leaf's path alone, so a run that is
-    resumed repeats them, and with keys of `jax.random.key` they are the same
-    on any number of devices.
+    **Guarantee.** The rounding is post-processing of noisy gradients, and costs no privacy: it sees
+    no data. Its bits come from a separate stream, independent of noise that was drawn with the same
+    key. A leaf's bits are a function of the key and of the leaf's path alone, so a run that is
+    resumed repeats them, and with keys of `jax.random.key` they are the same on any number of
+    devices.
 
     | case | what happens |
     |---|---|
@@ -51,7 +51,7 @@ def apply_updates(
     | the sum is NaN or infinite | it stays so |
     | the sum is beyond the largest finite number of the param dtype | to the nearest, or infinite |
     | the sum is subnormal | as any other; a processor may flush it to zero as it adds |
-    | the leaf is complex, or an integer with an update | added, and cast to the leaf's own dtype |
+    | the leaf is complex, or an integer with an update | added, and cast to the leaf's dtype |
 
     Args:
         model: the model, in any tree.

@@ -1,4 +1,4 @@
-"""In which dtype an optimizer's state is stored between steps, and in which it is updated."""
+"""The dtypes in which an optimizer's state is stored and updated."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def widened(tree: T, policy: Policy | None) -> T:
     """State, gradients or parameters as an optimizer's update gets them: none is made narrower.
 
-    Numbers by themselves (learning rates that are state, averages of losses) stay as they are.
+    Scalars (learning rates that are state, averages of losses) do not change.
     """
     if policy is None:
         return tree
@@ -31,7 +31,7 @@ def stored_state(state: T, policy: Policy | None) -> T:
 
 
 def wide_parameters(params: T, policy: Policy | None) -> T:
-    """Trained parameters as an optimizer's update gets them, whatever they are stored in."""
+    """Trained parameters in the dtype of an optimizer's update."""
     return params if policy is None else widened(policy.cast_to_accumulate(params), policy)
 
 

@@ -25,7 +25,7 @@ def rounded_stochastically(
     **Guarantee.** With independent uniform bits the expectation is x, exactly where x has at most
     as many bits behind the last place of the result as a word has (32 for float32, 64 for float64).
     For the others, subnormal numbers of float16 among them, it differs from x by less than 2**-32
-    of the distance of the neighbors (2**-64). Integers alone are computed with, so nothing depends
+    of the distance of the neighbors (2**-64). Only integers are used, so the result does not depend
     on whether a processor flushes subnormal numbers to zero.
 
     | case | what happens |
@@ -55,7 +55,7 @@ def rounded_stochastically(
     least = word(int(narrow.minexp) - int(wide.minexp) + 1)
     above = jnp.maximum(exponent, least)
     dropped = word(wide.nmant - narrow.nmant) + (above - exponent)
-    # Shifts by the whole width and more are not defined; a significand is far below 2**(width - 1).
+    # Shifts by the whole width or more are undefined; a significand is far below 2**(width - 1).
     kept = significand >> jnp.minimum(dropped, width - word(1))
     kept += (above - least) << word(narrow.nmant)
     # The rest, as a fraction of 2**width.

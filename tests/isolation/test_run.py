@@ -396,7 +396,7 @@ def test_the_advice_says_what_to_do():
         "pure_callback": "sequential",
         "random_bits": "threefry",
         "swap": "jax.new_ref",
-        "pallas_call": "blocks alone",
+        "pallas_call": "blocks only",
         "unvmap_max": "EQX_ON_ERROR",
         "sin": "not known",
     }.items():
