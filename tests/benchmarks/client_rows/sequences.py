@@ -81,22 +81,13 @@ class Bert(eqx.Module):
     pooler: nn.Linear
     head: nn.Linear
 
-    def __init__(
-        self,
-        length: int,
-        width: int,
-        hidden: int,
-        heads: int,
-        depth: int,
-        vocabulary: int,
-        key: Array,
-    ) -> None:
+    def __init__(self, length: int, width: int, depth: int, vocabulary: int, key: Array) -> None:
         keys = jax.random.split(key, depth + 5)
         self.words = nn.Embedding(vocabulary, width, key=keys[0])
         self.segments = nn.Embedding(2, width, key=keys[1])
         self.positions = nn.Embedding(length, width, key=keys[2])
         self.norm = nn.LayerNorm(width)
-        self.layers = [EncoderLayer(width, hidden, heads, key) for key in keys[5:]]
+        self.layers = [EncoderLayer(width, 4 * width, 2, key) for key in keys[5:]]
         self.pooler = nn.Linear(width, width, key=keys[3])
         self.head = nn.Linear(width, 2, key=keys[4])
 
@@ -117,16 +108,10 @@ def _text_loss(model: Any, tokens: Array, segments: Array, label: Array) -> Arra
 
 
 def bert(
-    batch: int = 16,
-    length: int = 128,
-    width: int = 128,
-    hidden: int = 512,
-    heads: int = 2,
-    depth: int = 2,
-    vocabulary: int = 30_522,
+    batch: int = 16, length: int = 128, width: int = 128, depth: int = 2, vocabulary: int = 30_522
 ) -> Row:
     """The smallest of the published sizes, as the documentation fine-tunes it."""
-    model = Bert(length, width, hidden, heads, depth, vocabulary, jax.random.key(0))
+    model = Bert(length, width, depth, vocabulary, jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), 3)
     tokens = jax.random.randint(keys[0], (batch, length), 1, vocabulary)
     ends = jax.random.randint(keys[1], (batch, 1), length // 4, length)
