@@ -7,8 +7,7 @@ processes the examples of a device at once.
 
 import argparse
 import collections
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -25,47 +24,33 @@ from .command import Part
 from .page import MIB, Table
 
 
-class Case(NamedTuple):
-    """A model, and how it is spread.
+class Layers(NamedTuple):
+    """Eight layers under a scan.
 
     Attributes:
-        title: what it is.
-        model: the parameters.
-        loss: of a batch.
-        batch: from a number of examples to a batch.
-        params: the rules for parameters.
-        layer_bytes: of one layer's parameters.
+        width: of each.
+        remat: whether each is computed again on the way back.
     """
 
-    title: str
-    model: Any
-    loss: Callable[..., Any]
-    batch: Callable[[int], tuple[Any, ...]]
-    params: tuple[tuple[str, P], ...]
-    layer_bytes: int
+    width: int = 512
+    remat: bool = True
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.width**2 * 4
+
+    def loss(self, model: Any, x: Any) -> Any:
+        """Of a batch."""
+
+        def body(x: Any, weight: Any) -> tuple[Any, None]:
+            return jnp.tanh(x @ weight), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(body) if self.remat else body, x, model["weight"])
+        return jnp.mean(jnp.sum(x**2, axis=(1, 2)))
 
 
-def layers_loss(remat: bool, model: Any, x: Any) -> Any:
-    """Eight layers under a scan, of a batch."""
-
-    def body(x: Any, weight: Any) -> tuple[Any, None]:
-        return jnp.tanh(x @ weight), None
-
-    x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, model["weight"])
-    return jnp.mean(jnp.sum(x**2, axis=(1, 2)))
-
-
-def layers(width: int = 512, remat: bool = True) -> Case:
-    return Case(
-        f"8 layers {width} x {width}, 4 steps, {8 * width**2 * 4 / MIB:g} MiB",
-        {"weight": jnp.ones((8, width, width)) / width},
-        functools.partial(layers_loss, remat),
-        lambda num_examples: (np.ones((num_examples, 4, width), np.float32),),
-        (("weight", P(None, "data")),),
-        width**2 * 4,
-    )
-
-
+layers = Layers
+PARAMS = (("weight", P(None, "data")),)
 CONTENDERS: dict[str, dict[str, Any]] = {
     "non-private": {},
     "ghost": {"method": "ghost"},
@@ -88,13 +73,13 @@ class Held(NamedTuple):
         return self.arguments + self.outputs + self.temporary
 
 
-def measure(case: Case, name: str, devices: int, of_device: int = 2) -> Held:
+def measure(case: Layers, name: str, devices: int, of_device: int = 2) -> Held:
     """Compiles one contender's gradient, one example at a time on each device."""
     some = jax.devices()[:devices]
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=some)
     options = dict(CONTENDERS[name])
     accumulators = options.pop("accumulators", "params")
-    rules = dp.ShardingRules(mesh, params=case.params, accumulators=accumulators)
+    rules = dp.ShardingRules(mesh, params=PARAMS, accumulators=accumulators)
 
     def non_private(model: Any, *batch: Any) -> Any:
         return rules.shard(eqx.filter_grad(case.loss)(model, *batch))
@@ -102,9 +87,9 @@ def measure(case: Case, name: str, devices: int, of_device: int = 2) -> Held:
     options |= {"keep_batch_dim": True, "sharding": rules, "microbatch_size": 1}
     clipped = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, **options)
     with jax.set_mesh(mesh):
-        model = rules.shard(case.model)
-        batch = rules.shard_batch(case.batch(of_device * devices))
-        found = compiled(clipped if CONTENDERS[name] else non_private, model, *batch)
+        model = rules.shard({"weight": jnp.ones((8, case.width, case.width)) / case.width})
+        x = rules.shard_batch(np.ones((of_device * devices, 4, case.width), np.float32))
+        found = compiled(clipped if CONTENDERS[name] else non_private, model, x)
     memory = found.program.compiled.memory_analysis()
     return Held(
         memory.argument_size_in_bytes,
@@ -127,7 +112,7 @@ COLUMNS = (
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """A line a contender and number of devices."""
-    case, lines = layers(64 if options.tiny else 512), list[tuple[str, ...]]()
+    case, lines = Layers(64 if options.tiny else 512), list[tuple[str, ...]]()
     for devices in (2, 8) if options.short or options.tiny else (2, 4, 8):
         for name in CONTENDERS:
             found = measure(case, name, devices)
@@ -135,7 +120,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             kinds = collections.Counter(c.name for c in found.collectives if c.in_loop)
             sent = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) or "none"
             lines.append((name, str(devices), *(f"{size / MIB:.3f}" for size in sizes), sent))
-    yield Table(case.title, COLUMNS, lines)
+    size = f"8 layers {case.width} x {case.width}, 4 steps, {8 * case.layer_bytes / MIB:g} MiB"
+    yield Table(size, COLUMNS, lines)
 
 
 PART = Part(__doc__, tables)

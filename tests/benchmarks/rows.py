@@ -1,5 +1,6 @@
 """The models and batches that are measured: plain Equinox, plain losses, float32."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from jaxtyping import Array
 class Row(NamedTuple):
     """A model, its loss on one example, a batch, and what of the model is trained."""
 
-    name: str
     title: str
     model: Any
     loss: Callable[..., Array]
@@ -70,7 +70,7 @@ def image_batch(batch: int, *shape: int) -> tuple[Array, Array]:
 def mlp(batch: int = 64, inputs: int = 784, width: int = 512, depth: int = 3) -> Row:
     model = nn.MLP(inputs, 10, width, depth, key=jax.random.key(0))
     title = f"MLP {'-'.join(map(str, (inputs, *depth * (width,), 10)))}, batch {batch}"
-    return Row("mlp", title, model, classification_loss, image_batch(batch, inputs))
+    return Row(title, model, classification_loss, image_batch(batch, inputs))
 
 
 class CNN(eqx.Module):
@@ -105,7 +105,7 @@ def cnn(batch: int = 64, side: int = 28, channels: int = 32, width: int = 256) -
         f"dense {width}, batch {batch}"
     )
     images = image_batch(batch, 1, side, side)
-    return Row("cnn", title, model, classification_loss, images)
+    return Row(title, model, classification_loss, images)
 
 
 class Block(eqx.Module):
@@ -166,23 +166,13 @@ class GPT(eqx.Module):
         return jax.vmap(self.head)(jax.vmap(self.norm)(hidden))
 
 
-def _gpt(name: str, batch: int, length: int, width: int, depth: int, vocabulary: int) -> Row:
-    model = GPT(length, width, depth, vocabulary, jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocabulary)
-    title = f"GPT T={length}, d={width}, {depth} layers, V={vocabulary}, batch {batch}"
-    return Row(name, title, model, language_loss, (tokens, jnp.roll(tokens, -1, axis=1)))
-
-
-def gpt_small(
-    batch: int = 32, length: int = 64, width: int = 128, depth: int = 2, vocabulary: int = 1024
-) -> Row:
-    return _gpt("gpt_small", batch, length, width, depth, vocabulary)
-
-
 def gpt(
     batch: int = 16, length: int = 128, width: int = 256, depth: int = 4, vocabulary: int = 1024
 ) -> Row:
-    return _gpt("gpt", batch, length, width, depth, vocabulary)
+    model = GPT(length, width, depth, vocabulary, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocabulary)
+    title = f"GPT T={length}, d={width}, {depth} layers, V={vocabulary}, batch {batch}"
+    return Row(title, model, language_loss, (tokens, jnp.roll(tokens, -1, axis=1)))
 
 
 class StackedGPT(eqx.Module):
@@ -218,7 +208,7 @@ def gpt_stacked(
     row = gpt(batch, length, width, depth, vocabulary)
     model = StackedGPT(length, width, depth, vocabulary, jax.random.key(0))
     title = row.title.replace("GPT", "GPT stacked, under scan and remat, tied,")
-    return row._replace(name="gpt_stacked", title=title, model=model)
+    return row._replace(title=title, model=model)
 
 
 class LowRankLinear(eqx.Module):
@@ -259,7 +249,6 @@ def gpt_lora(
             model = eqx.tree_at(where, model, adapted)
             trained = eqx.tree_at(where, trained, only_thin)
     return row._replace(
-        name="gpt_lora",
         title=row.title.replace("GPT", f"GPT with LoRA rank {rank} on attention,"),
         model=model,
         filter_spec=trained,
@@ -269,7 +258,7 @@ def gpt_lora(
 ROWS: dict[str, Callable[..., Row]] = {
     "mlp": mlp,
     "cnn": cnn,
-    "gpt_small": gpt_small,
+    "gpt_small": functools.partial(gpt, batch=32, length=64, width=128, depth=2),
     "gpt": gpt,
     "gpt_lora": gpt_lora,
     "gpt_stacked": gpt_stacked,

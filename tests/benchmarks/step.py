@@ -68,10 +68,6 @@ class Case(NamedTuple):
     step: dp.Step[Any]
     batches: list[tuple[Array, Array, Array]]
 
-    @property
-    def slots(self) -> int:
-        return len(self.batches[0][2])
-
 
 def case_of(row: Row, num_batches: int, noise_multiplier: float = 1.0) -> Case:
     """Draws a plan's batches from a data set in which the row's examples repeat themselves."""
@@ -288,7 +284,7 @@ def line(case: Case, found: dict[str, Result]) -> tuple[str, ...]:
     opacus = fastest(found, [name for name in found if name.startswith(OPACUS)])
     return (
         case.row.title,
-        str(case.slots),
+        str(len(case.batches[0][2])),
         f"{1e3 * plain.best:.1f} ({plain.at})",
         f"{1e3 * own.best:.1f}",
         times(own, plain),

@@ -77,7 +77,6 @@ def test_clipped_gradients_in_torch_agree(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_agrees_on_models_of_others(name):
     row = CLIENTS[name](**tiny(CLIENTS[name]))
-    assert name.startswith(row.name)
     assert f"batch {row.batch_size}" in row.title
     # Large enough to be clipped.
     larger = row._replace(loss=lambda *args: 100 * row.loss(*args))
@@ -199,4 +198,4 @@ def test_batches_hold_what_is_expected():
     it = case_of(ROWS["mlp"](**{**tiny(ROWS["mlp"]), "batch": 16}), 10)
     real = np.mean([np.sum(~np.asarray(mask)) for *_, mask in it.batches])
     assert real == pytest.approx(16, abs=0.5)
-    assert it.slots > 16
+    assert len(it.batches[0][2]) > 16

@@ -9,7 +9,7 @@ quartiles of the ratios turn by turn in parentheses.
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,24 +27,17 @@ from .timing import compared
 SCANNED = 8  # steps in one call
 
 
-class Setting(NamedTuple):
-    """A row, and how many steps a turn takes: more than a second's worth, on two cores."""
-
-    row: Callable[..., Row]
-    sizes: dict[str, int]
-    steps: int
-
-
 def small(batch: int = 64, inputs: int = 64, width: int = 128, depth: int = 2) -> Row:
     """An MLP whose step takes a millisecond or less, so that what happens beside it shows."""
-    return mlp(batch, inputs, width, depth)._replace(name="small")
+    return mlp(batch, inputs, width, depth)
 
 
-SETTINGS = {
-    "small": Setting(small, {}, 1024),
-    "mlp": Setting(ROWS["mlp"], {"batch": 64}, 192),
-    "cnn": Setting(ROWS["cnn"], {"batch": 64}, 64),
-    "gpt_small": Setting(ROWS["gpt_small"], {"batch": 32}, 32),
+# Rows, and how many steps a turn takes: more than a second's worth, on two cores.
+TURNS: dict[str, tuple[Callable[..., Row], int]] = {
+    "small": (small, 1024),
+    "mlp": (ROWS["mlp"], 192),
+    "cnn": (ROWS["cnn"], 64),
+    "gpt_small": (ROWS["gpt_small"], 32),
 }
 
 
@@ -143,15 +136,15 @@ def line(row: Row, turn: int, seconds: dict[str, list[float]]) -> tuple[str, ...
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Which rows."""
-    parser.add_argument("--rows", nargs="+", choices=SETTINGS, help="which models")
+    parser.add_argument("--rows", nargs="+", choices=TURNS, help="which models")
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """One table, a line a model."""
     lines: list[tuple[str, ...]] = []
-    for name in options.rows or SETTINGS:
-        make, sizes, turn = SETTINGS[name]
-        row = make(**(tiny(make) if options.tiny else sizes))
+    for name in options.rows or TURNS:
+        make, turn = TURNS[name]
+        row = make(**(tiny(make) if options.tiny else {}))
         turn = SCANNED if options.tiny else turn
         lines.append(line(row, turn, measured(row, turn, options.rounds).seconds))
     note = "Aim: a trainer takes at least 0.95 as many steps a second as the loop."

@@ -4,9 +4,10 @@ import functools
 import importlib
 from collections.abc import Callable
 
-from ..rows import Row
+from ..rows import Row, gpt
 from . import images, language, plain, sequences, unet
 
+_SIZES = {"width": 128, "depth": 2}
 CLIENTS: dict[str, Callable[..., Row]] = {
     "mlp_l2": plain.mlp_l2,
     "mlp_target": plain.mlp_target,
@@ -20,8 +21,8 @@ CLIENTS: dict[str, Callable[..., Row]] = {
     "bert": sequences.bert,
     # As many tokens in each: what differs is how long the sequences are.
     **{
-        f"{name}_{length}": functools.partial(make, batch=2048 // length, length=length)
-        for name, make in (("gpt_untied", language.gpt_untied), ("gpt_tied", language.gpt_tied))
+        f"{name}_{length}": functools.partial(make, batch=2048 // length, length=length, **_SIZES)
+        for name, make in (("gpt", gpt), ("gpt_tied", language.gpt_tied))
         for length in (256, 512, 1024)
     },
 }

@@ -66,7 +66,7 @@ def vit(batch: int = 16, side: int = 32, width: int = 64, hidden: int = 128, dep
     model = VisionTransformer(side, width, hidden, depth, jax.random.key(0))
     tokens = 1 + (side // PATCH) ** 2
     title = f"vision transformer, {tokens} tokens, d={width}, {depth} layers, batch {batch}"
-    return Row("vit", title, model, classification_loss, image_batch(batch, 3, side, side))
+    return Row(title, model, classification_loss, image_batch(batch, 3, side, side))
 
 
 # Models of the score of a noised image: given the image and how long noise was added.
@@ -138,4 +138,4 @@ def mixer(
     model = Mixer(side, channels, hidden, depth, jax.random.key(0))
     title = f"MLP mixer of scores, {side} x {side}, {channels} channels, {depth} layers"
     batches = noised_images(batch, side)
-    return Row("mixer", f"{title}, batch {batch}", model, score_loss, batches)
+    return Row(f"{title}, batch {batch}", model, score_loss, batches)

@@ -1,16 +1,15 @@
-"""Rows of language models: long sequences, heads of their own and tied ones."""
+"""A language model whose embedding is its head as well."""
 
 from typing import Any
 
 import equinox as eqx
 from jaxtyping import Array
 
-from .. import rows
-from ..rows import GPT, Row
+from ..rows import GPT, Row, gpt
 
 
 class Tied(eqx.Module):
-    """A language model whose embedding is its head as well."""
+    """A GPT that looks words up in the matrix of its head."""
 
     model: GPT
 
@@ -26,19 +25,8 @@ class Tied(eqx.Module):
         return tied(tokens)
 
 
-def gpt_untied(
-    batch: int = 8, length: int = 256, width: int = 128, depth: int = 2, vocabulary: int = 1024
-) -> Row:
-    row = rows.gpt(batch, length, width, depth, vocabulary)
-    return row._replace(name="gpt_untied", title=row.title.replace("GPT", "GPT, head untied,"))
-
-
 def gpt_tied(
     batch: int = 8, length: int = 256, width: int = 128, depth: int = 2, vocabulary: int = 1024
 ) -> Row:
-    row = gpt_untied(batch, length, width, depth, vocabulary)
-    return row._replace(
-        name="gpt_tied",
-        model=Tied(row.model),
-        title=row.title.replace("untied", "tied"),
-    )
+    row = gpt(batch, length, width, depth, vocabulary)
+    return row._replace(title=f"{row.title}, head tied", model=Tied(row.model))

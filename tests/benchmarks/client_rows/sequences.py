@@ -44,7 +44,7 @@ def gru(batch: int = 64, length: int = 48, width: int = 64) -> Row:
     points = points / (1 + jnp.arange(length)[:, None])
     model = Spirals(width, jax.random.key(0))
     title = f"GRU over {length} points, h={width}, batch {batch}"
-    return Row("gru", title, model, binary_loss, (points, turns))
+    return Row(title, model, binary_loss, (points, turns))
 
 
 class EncoderLayer(eqx.Module):
@@ -118,4 +118,4 @@ def bert(
     tokens = jnp.where(jnp.arange(length) < ends, tokens, 0)
     labels = jax.random.randint(keys[2], (batch,), 0, 2)
     title = f"BERT T={length}, d={width}, {depth} layers, V={vocabulary}, batch {batch}"
-    return Row("bert", title, model, _text_loss, (tokens, jnp.zeros_like(tokens), labels))
+    return Row(title, model, _text_loss, (tokens, jnp.zeros_like(tokens), labels))
