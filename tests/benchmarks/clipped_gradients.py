@@ -33,39 +33,25 @@ from .timing import Result, compared, measure
 # Left out to save time.
 _LONG = ("gpt_lora", "gpt_stacked")
 
-COLUMNS = (
-    "model, batch",
-    "auto, ms",
-    "its choice",
-    "auto / non-private, whole batch",
-    "auto / non-private at its fastest",
-    "jax_privacy / auto",
-    "optax / auto",
-    "Opacus / auto",
-    "ghost / non-private, whole batch",
-    "memory: auto / non-private",
-    "memory: ghost / non-private",
-)
 
-
-def line(row: Row, found: dict[str, Result]) -> tuple[str, ...]:
+def line(row: Row, found: dict[str, Result]) -> dict[str, str]:
     """A row of the table; `-` where one of the two does not run."""
     plain = fastest(found, (NON_PRIVATE, IN_PARTS))
     opacus = fastest(found, [name for name in found if name.startswith(OPACUS)])
     auto, whole, ghost = (found.get(name) for name in (AUTO, NON_PRIVATE, GHOST))
-    return (
-        row.title,
-        "-" if auto is None else f"{1e3 * auto.best:.1f}",
-        choice(row),
-        times(auto, whole),
-        times(auto, plain),
-        times(found.get(JAX_PRIVACY), auto),
-        times(found.get(OPTAX), auto),
-        times(opacus, auto),
-        times(ghost, whole),
-        memory(auto, whole),
-        memory(ghost, whole),
-    )
+    return {
+        "model": row.title,
+        "auto, ms": "-" if auto is None else f"{1e3 * auto.best:.1f}",
+        "its choice": choice(row),
+        "auto / non-private, whole batch": times(auto, whole),
+        "auto / non-private at its fastest": times(auto, plain),
+        "jax_privacy / auto": times(found.get(JAX_PRIVACY), auto),
+        "optax / auto": times(found.get(OPTAX), auto),
+        "Opacus / auto": times(opacus, auto),
+        "ghost / non-private, whole batch": times(ghost, whole),
+        "memory: auto / non-private": memory(auto, whole),
+        "memory: ghost / non-private": memory(ghost, whole),
+    }
 
 
 def fastest(found: dict[str, Result], names: Sequence[str]) -> Result | None:
@@ -98,14 +84,14 @@ def summary(
     title: str, rows: Sequence[Row], options: argparse.Namespace, notes: Sequence[str] = ()
 ) -> Table:
     """Measures rows, a line each."""
-    lines, notes = list[tuple[str, ...]](), list(notes)
+    lines, notes = list[dict[str, str]](), list(notes)
     for row in rows:
         sizes, refused = few(row) if options.short else powers_of_two(row), dict[str, str]()
         contenders = [*in_jax(row, sizes), *in_torch(row, sizes)]
         lines.append(line(row, measure(contenders, options.rounds, refused=refused)))
-        print("  ".join(lines[-1]), flush=True)
+        print("  ".join(lines[-1].values()), flush=True)
         notes += [f"{row.title}: {name} does not run ({why})." for name, why in refused.items()]
-    return Table(title, COLUMNS, lines, "\n".join(notes))
+    return Table(title, lines, "\n".join(notes))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -19,23 +19,27 @@ _LIBRARIES = (
 
 
 class Table(NamedTuple):
-    """Columns, rows of cells, and a note below."""
+    """Rows of cells by column, all of the same columns, and a note below."""
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[dict[str, str]]
     note: str = ""
 
+    def lines(self) -> list[Sequence[str]]:
+        """The columns, then the cells of every row."""
+        return [tuple(self.rows[0]), *(tuple(row.values()) for row in self.rows)]
+
     def markdown(self) -> str:
-        rule = ("---", *["---:"] * (len(self.columns) - 1))
-        lines = ["| " + " | ".join(line) + " |" for line in (self.columns, rule, *self.rows)]
+        head, *rows = self.lines()
+        rule = ("---", *["---:"] * (len(head) - 1))
+        lines = ["| " + " | ".join(line) + " |" for line in (head, rule, *rows)]
         return "\n\n".join(filter(None, (f"### {self.title}", "\n".join(lines), self.note)))
 
     def __str__(self) -> str:
-        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
+        widths = [max(map(len, cells)) for cells in zip(*self.lines(), strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (self.columns, *self.rows)
+            for line in self.lines()
         ]
         return "\n".join(filter(None, (self.title, *lines, self.note)))
 
