@@ -66,16 +66,15 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     rows, columns = (32, 64) if options.tiny else options.size
     found = {kind.name: seconds(kind, rows, columns, options.rounds) for kind in kinds()}
     lines = [
-        (
-            name,
-            f"{1e3 * s:.3g}",
-            f"{2e-12 * rows**2 * columns / s:.3g}",
-            f"{found['float32'] / s:.2f}",
-        )
+        {
+            "dtype": name,
+            "ms": f"{1e3 * s:.3g}",
+            "TFLOP/s": f"{2e-12 * rows**2 * columns / s:.3g}",
+            "x float32's rate": f"{found['float32'] / s:.2f}",
+        }
         for name, s in found.items()
     ]
-    heads = ("dtype", "ms", "TFLOP/s", "x float32's rate")
-    yield Table(f"A @ A.T, A of {rows} x {columns}", heads, lines)
+    yield Table(f"A @ A.T, A of {rows} x {columns}", lines)
 
 
 PART = Part(__doc__, tables, add_options, rounds=(5, 3))

@@ -99,29 +99,26 @@ def measure(case: Layers, name: str, devices: int, of_device: int = 2) -> Held:
     )
 
 
-COLUMNS = (
-    "contender",
-    "devices",
-    "arguments, MiB",
-    "outputs",
-    "temporary",
-    "together",
-    "collectives in a loop",
-)
-
-
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """A line a contender and number of devices."""
-    case, lines = Layers(64 if options.tiny else 512), list[tuple[str, ...]]()
+    case, lines = Layers(64 if options.tiny else 512), list[dict[str, str]]()
     for devices in (2, 8) if options.short or options.tiny else (2, 4, 8):
         for name in CONTENDERS:
             found = measure(case, name, devices)
-            sizes = (found.arguments, found.outputs, found.temporary, found.total)
             kinds = collections.Counter(c.name for c in found.collectives if c.in_loop)
-            sent = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) or "none"
-            lines.append((name, str(devices), *(f"{size / MIB:.3f}" for size in sizes), sent))
+            lines.append(
+                {
+                    "contender": name,
+                    "devices": str(devices),
+                    "arguments, MiB": f"{found.arguments / MIB:.3f}",
+                    "outputs": f"{found.outputs / MIB:.3f}",
+                    "temporary": f"{found.temporary / MIB:.3f}",
+                    "together": f"{found.total / MIB:.3f}",
+                    "collectives in a loop": ", ".join(f"{n} {x}" for x, n in kinds.items()),
+                }
+            )
     size = f"8 layers {case.width} x {case.width}, 4 steps, {8 * case.layer_bytes / MIB:g} MiB"
-    yield Table(size, COLUMNS, lines)
+    yield Table(size, lines)
 
 
 PART = Part(__doc__, tables)

@@ -269,22 +269,17 @@ def of_process(*what: Any) -> Held | str:
     return Held(*json.loads(done.stdout.splitlines()[-1]))
 
 
-COLUMNS = (
-    "mesh (data x model)",
-    "step",
-    "examples at once",
-    "compiled, GiB of a device",
-    "by formula",
-    "compile, s",
-)
-
-
-def cells(mesh: str, contender: str, microbatch: int, held: Held | str) -> tuple[str, ...]:
-    which = (mesh, contender, str(microbatch))
-    if isinstance(held, str):
-        return (*which, f"none: {held}", "", "")
-    parts = "-" if held.parts is None else f"{held.parts / GIB:.3f}"
-    return (*which, f"{held.compiled / GIB:.3f}", parts, f"{held.seconds:.0f}")
+def cells(mesh: str, contender: str, microbatch: int, held: Held | str) -> dict[str, str]:
+    failed = isinstance(held, str)
+    parts = None if failed else held.parts
+    return {
+        "mesh (data x model)": mesh,
+        "step": contender,
+        "examples at once": str(microbatch),
+        "compiled, GiB of a device": held if failed else f"{held.compiled / GIB:.3f}",
+        "by formula": "-" if parts is None else f"{parts / GIB:.3f}",
+        "compile, s": "-" if failed else f"{held.seconds:.0f}",
+    }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -300,15 +295,15 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     """A table a size."""
     for name in ["tiny"] if options.tiny else options.sizes:
         size = TINY if options.tiny else example().SIZES[name]._asdict()
-        lines: list[tuple[str, ...]] = []
+        lines: list[dict[str, str]] = []
         for mesh in options.mesh or MESHES[options.short]:
             for contender in options.contenders or CONTENDERS:
                 for microbatch in options.microbatch:
                     held = of_process(size, options.batch, mesh, contender, microbatch)
                     lines.append(cells(mesh, contender, microbatch, held))
-                    print("  ".join(lines[-1]), flush=True)
+                    print("  ".join(lines[-1].values()), flush=True)
         shape = ", ".join(f"{count} {what}" for what, count in size.items())
-        yield Table(f"{name}: {shape}", COLUMNS, lines)
+        yield Table(f"{name}: {shape}", lines)
 
 
 PART = Part(__doc__, tables, add_options)

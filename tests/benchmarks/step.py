@@ -251,22 +251,6 @@ def of_opacus(case: Case) -> list[Contender]:
     ]
 
 
-COLUMNS = (
-    "model, expected batch",
-    "slots",
-    "ordinary, ms (microbatch)",
-    "ours, ms",
-    "ours / ordinary",
-    "gradient",
-    "padding",
-    "noise",
-    "optimizer",
-    "rest",
-    "jax_privacy / ours (microbatch)",
-    "Opacus / ours",
-)
-
-
 def measured(case: Case, rounds: int) -> dict[str, Result]:
     """All contenders and our parts, in rounds that all share."""
     own = {"ours": ours(case), **parts(case)}
@@ -275,23 +259,26 @@ def measured(case: Case, rounds: int) -> dict[str, Result]:
     return measure([*programs, *peers(case)], rounds, turn, search)
 
 
-def line(case: Case, found: dict[str, Result]) -> tuple[str, ...]:
+def line(case: Case, found: dict[str, Result]) -> dict[str, str]:
     """A row of the table."""
     own, plain, peer = (found[name] for name in ("ours", "ordinary", JAX_PRIVACY))
     at = {name: result.best / plain.best for name, result in found.items()}
     rest = at["ours"] - at["padded gradient"] - at["noise"] - at["optimizer"]
-    padding = at["padded gradient"] - at["gradient"]
     opacus = fastest(found, [name for name in found if name.startswith(OPACUS)])
-    return (
-        case.row.title,
-        str(len(case.batches[0][2])),
-        f"{1e3 * plain.best:.1f} ({plain.at})",
-        f"{1e3 * own.best:.1f}",
-        times(own, plain),
-        *(f"{part:.2f}" for part in (at["gradient"], padding, at["noise"], at["optimizer"], rest)),
-        f"{times(peer, own)} at {peer.at}",
-        times(opacus, own),
-    )
+    return {
+        "model": case.row.title,
+        "slots": str(len(case.batches[0][2])),
+        "ordinary, ms (microbatch)": f"{1e3 * plain.best:.1f} ({plain.at})",
+        "ours, ms": f"{1e3 * own.best:.1f}",
+        "ours / ordinary": times(own, plain),
+        "gradient": f"{at['gradient']:.2f}",
+        "padding": f"{at['padded gradient'] - at['gradient']:.2f}",
+        "noise": f"{at['noise']:.2f}",
+        "optimizer": f"{at['optimizer']:.2f}",
+        "rest": f"{rest:.2f}",
+        "jax_privacy / ours (microbatch)": f"{times(peer, own)} ({peer.at})",
+        "Opacus / ours": times(opacus, own),
+    }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -305,15 +292,15 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     """One table, a line a model and expected batch."""
     chosen = SHORT if options.short else EXPECTED
     num_batches = options.batches or (10 if options.short else 20)
-    lines: list[tuple[str, ...]] = []
+    lines: list[dict[str, str]] = []
     for name in options.rows or chosen:
         sizes = tiny(ROWS[name]) if options.tiny else {}
         expected = (sizes["batch"],) if options.tiny else chosen.get(name, EXPECTED[name])
         for batch in options.expected or expected:
             case = case_of(ROWS[name](**{**sizes, "batch": batch}), num_batches)
             lines.append(line(case, measured(case, options.rounds)))
-            print("  ".join(lines[-1]), flush=True)
-    yield Table("Steps with Adam, float32, clip norm 1", COLUMNS, lines)
+            print("  ".join(lines[-1].values()), flush=True)
+    yield Table("Steps with Adam, float32, clip norm 1", lines)
 
 
 PART = Part(__doc__, tables, add_options)

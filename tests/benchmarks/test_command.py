@@ -23,14 +23,14 @@ from tests.benchmarks.rows import ROWS, tiny
 from tests.benchmarks.timing import Contender, Program
 
 
-def cells(path: Path, name: str, *options: str) -> list[list[str]]:
-    """The lines of the table that a part writes."""
+def lines_of(path: Path, name: str, *options: str) -> list[dict[str, str]]:
+    """The lines of the table that a part writes, by column."""
     command.main([name, "--tiny", "--rounds", "1", "--write", "--page", str(path), *options])
     text = path.read_text()
     assert text.startswith(f"# Measurements\n\n## {command.TITLES[name]}\n")
     assert f"Measured by `python -m tests.benchmarks {name} --tiny --rounds 1" in text
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
+    drawn = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [dict(zip(drawn[0], cells, strict=True)) for cells in drawn[2:]]
 
 
 @pytest.fixture
@@ -45,23 +45,24 @@ def is_ratio(cell: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "row"), [("clipped_gradients", "mlp"), ("clients", "bag")])
 def test_clipped_gradients(name: str, row: str, results: Path):
-    (line,) = cells(results, name, "--rows", row, "--short")
-    assert line[0] == {**ROWS, **CLIENTS}[row](**tiny({**ROWS, **CLIENTS}[row])).title
-    assert all(map(is_ratio, line[3:7])), "auto, non-private, jax_privacy and optax run"
+    (line,) = lines_of(results, name, "--rows", row, "--short")
+    assert line["model"] == {**ROWS, **CLIENTS}[row](**tiny({**ROWS, **CLIENTS}[row])).title
+    for who in ("auto / non-private, whole batch", "jax_privacy / auto", "optax / auto"):
+        assert is_ratio(line[who]), who
 
 
 @pytest.mark.slow
 def test_step(results: Path):
-    (line,) = cells(results, "step", "--rows", "mlp", "--batches", "2")
-    whole = float(line[4].split()[0])
-    assert sum(map(float, line[5:10])) == pytest.approx(whole, abs=0.05), "parts make up the whole"
+    (line,) = lines_of(results, "step", "--rows", "mlp", "--batches", "2")
+    parts = [float(line[x]) for x in ("gradient", "padding", "noise", "optimizer", "rest")]
+    assert sum(parts) == pytest.approx(float(line["ours / ordinary"].split()[0]), abs=0.05)
 
 
 @pytest.mark.slow
 def test_training(results: Path):
-    (line,) = cells(results, "training", "--rows", "small")
-    assert is_ratio(line[4])
-    assert is_ratio(line[5])
+    (line,) = lines_of(results, "training", "--rows", "small")
+    assert is_ratio(line["trainer / loop"])
+    assert is_ratio(line["scan of 8 / loop"])
 
 
 @pytest.mark.slow
@@ -92,8 +93,8 @@ def weights(model) -> np.ndarray:
 
 @pytest.mark.slow
 def test_noise(results: Path):
-    found = cells(results, "noise")
-    assert [line[0] for line in found] == list(noise.trees(is_tiny=True))
+    found = lines_of(results, "noise")
+    assert [line["gradients"] for line in found] == list(noise.trees(is_tiny=True))
     for kind in (noise.PLAIN, noise.CERTIFIED, noise.UNCERTIFIED):
         noisy, _ = noise.prepared(kind, np.zeros(4000, np.float32)).run()
         assert np.std(noisy) == pytest.approx(1, abs=0.1), kind
@@ -101,9 +102,9 @@ def test_noise(results: Path):
 
 @pytest.mark.slow
 def test_tracing(results: Path):
-    found = cells(results, "tracing", "--short")
-    assert [line[0] for line in found] == list(tracing.CONTENDERS)
-    assert found[1][2] == "1.00 (1.00-1.00)", "jax_privacy is the reference"
+    found = lines_of(results, "tracing", "--short")
+    assert [line["contender"] for line in found] == list(tracing.CONTENDERS)
+    assert found[1]["trace and lower / jax_privacy"] == "1.00 (1.00-1.00)"
 
 
 def test_tracing_starts_from_cold_caches():
@@ -126,15 +127,17 @@ def test_tracing_starts_from_cold_caches():
 @pytest.mark.optimized
 def test_sharding(results: Path):
     """A constraint costs nothing here; elsewhere the work of several devices lands on each."""
-    found = {(line[0], line[1]): line for line in cells(results, "sharding")}
-    assert found["eqx_dp auto", "8"][2] == found["eqx_dp auto, unconstrained", "8"][2]
-    assert found["eqx_dp auto", "8"][6] == "1 all-reduce"
+    found = {(line["contender"], line["devices"]): line for line in lines_of(results, "sharding")}
+    own, free = found["eqx_dp auto", "8"], found["eqx_dp auto, unconstrained", "8"]
+    assert own["MFLOP a device"] == free["MFLOP a device"]
+    assert own["collectives"] == "1 all-reduce"
     assert set(found) == {(name, count) for name in sharding.CONTENDERS for count in "18"}
 
 
 @pytest.mark.slow
 def test_fully_sharded(results: Path):
-    found = {(line[0], line[1]): float(line[5]) for line in cells(results, "fully_sharded")}
+    lines = lines_of(results, "fully_sharded")
+    found = {(line["contender"], line["devices"]): float(line["together"]) for line in lines}
     assert set(found) == {(name, count) for name in fully_sharded.CONTENDERS for count in "28"}
     assert found["ghost", "8"] < found["ghost", "2"] / 2
 
@@ -142,17 +145,17 @@ def test_fully_sharded(results: Path):
 @pytest.mark.slow
 def test_large_gpt(results: Path):
     contenders = "non-private", "ghost", "jax_privacy"
-    found = cells(
+    found = lines_of(
         results, "large_gpt", "--mesh", "4x2", "--batch", "2", "--contenders", *contenders
     )
-    assert [line[1] for line in found] == list(contenders)
-    plain, ghost, _ = (float(line[3]) for line in found)
+    assert [line["step"] for line in found] == list(contenders)
+    plain, ghost, _ = (float(line["compiled, GiB of a device"]) for line in found)
     assert ghost < 3 * plain
 
 
 def test_dtypes(results: Path):
-    found = {line[0]: line for line in cells(results, "dtypes")}
-    assert found["float32"][3] == "1.00"
+    found = {line["dtype"]: line for line in lines_of(results, "dtypes")}
+    assert found["float32"]["x float32's rate"] == "1.00"
     assert {"float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"} < set(found)
     assert not jax.config.read("jax_enable_x64")
 

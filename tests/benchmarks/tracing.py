@@ -11,6 +11,7 @@ in parentheses. Aims for 24 unrolled blocks: trace and lower at most 2 x jax_pri
 import argparse
 import functools
 import gc
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -52,16 +53,12 @@ def table(row: Row, rounds: int, with_compiling: bool) -> Table:
 
     programs = {name: functools.partial(turn, name) for name in CONTENDERS}
     interleaved(programs, rounds, lambda run: run())
-    of_stages = list(found[JAX_PRIVACY][0])
-    columns = [column for stage in of_stages for column in (f"{stage}, s", "/ jax_privacy")]
-    lines: list[tuple[str, ...]] = []
-    for name in CONTENDERS:
-        cells: list[str] = []
-        for stage in of_stages:
-            own, peer = ([one[stage] for one in found[who]] for who in (name, JAX_PRIVACY))
-            cells += [f"{min(own):.2f}", compared(own, peer)]
-        lines.append((name, *cells))
-    return Table(row.title, ("contender", *columns), lines)
+    lines = [{"contender": name} for name in CONTENDERS]
+    for line, stage in itertools.product(lines, found[JAX_PRIVACY][0]):
+        own, peer = ([x[stage] for x in found[who]] for who in (line["contender"], JAX_PRIVACY))
+        line[f"{stage}, s"] = f"{min(own):.2f}"
+        line[f"{stage} / jax_privacy"] = compared(own, peer)
+    return Table(row.title, lines)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

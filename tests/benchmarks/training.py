@@ -111,27 +111,17 @@ def measured(row: Row, turn: int, rounds: int) -> Clock:
     return clock
 
 
-COLUMNS = (
-    "model, expected batch",
-    "ms a step of the loop",
-    "loop, steps/s",
-    "trainer, steps/s",
-    "trainer / loop",
-    f"scan of {SCANNED} / loop",
-)
-
-
-def line(row: Row, turn: int, seconds: dict[str, list[float]]) -> tuple[str, ...]:
+def line(row: Row, turn: int, seconds: dict[str, list[float]]) -> dict[str, str]:
     """A row of the table; ratios are those of steps a second."""
     loop, trainer, scan = (seconds[name] for name in ("loop", "trainer", "scan"))
-    return (
-        row.title,
-        f"{1e3 * min(loop) / turn:.2f}",
-        f"{turn / min(loop):.1f}",
-        f"{turn / min(trainer):.1f}",
-        compared(loop, trainer),
-        compared(loop, scan),
-    )
+    return {
+        "model": row.title,
+        "ms a step of the loop": f"{1e3 * min(loop) / turn:.2f}",
+        "loop, steps/s": f"{turn / min(loop):.1f}",
+        "trainer, steps/s": f"{turn / min(trainer):.1f}",
+        "trainer / loop": compared(loop, trainer),
+        f"scan of {SCANNED} / loop": compared(loop, scan),
+    }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -141,14 +131,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """One table, a line a model."""
-    lines: list[tuple[str, ...]] = []
+    lines: list[dict[str, str]] = []
     for name in options.rows or TURNS:
         make, turn = TURNS[name]
         row = make(**(tiny(make) if options.tiny else {}))
         turn = SCANNED if options.tiny else turn
         lines.append(line(row, turn, measured(row, turn, options.rounds).seconds))
     note = "Aim: a trainer takes at least 0.95 as many steps a second as the loop."
-    yield Table("Trainer, bare loop, scan", COLUMNS, lines, note)
+    yield Table("Trainer, bare loop, scan", lines, note)
 
 
 PART = Part(__doc__, tables, add_options)
