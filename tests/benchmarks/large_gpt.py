@@ -40,7 +40,12 @@ from .page import Table
 
 NON_PRIVATE, JAX_PRIVACY = "non-private", "jax_privacy"
 CONTENDERS = (NON_PRIVATE, "ghost", "book_keeping", JAX_PRIVACY)
-MESHES = {False: ("8", "4x2", "64", "16x4", "256", "64x4"), True: ("8",)}  # with --short
+# Meshes and steps of each size; with --short the first mesh alone.
+RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "300M": (("8",), CONTENDERS),
+    "1B": (("8", "64", "256", "16x4", "64x4"), CONTENDERS),
+    "27B": (("64x8", "512"), ("ghost",)),
+}
 TINY = {"layers": 3, "width": 64, "heads": 4, "length": 64, "vocabulary": 128}
 GIB, HOST = 2**30, 24 * 2**30
 AXIS = "data"
@@ -284,7 +289,7 @@ def cells(mesh: str, contender: str, microbatch: int, held: Held | str) -> dict[
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Which sizes, meshes and steps."""
-    parser.add_argument("--sizes", nargs="+", default=["300M", "1B"], help="of the model")
+    parser.add_argument("--sizes", nargs="+", choices=RUNS, help="of the model")
     parser.add_argument("--mesh", nargs="+", help="data axis, or data x model: 64 or 64x4")
     parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, "per_example"))
     parser.add_argument("--batch", type=int, default=8, help="examples on a device along data")
@@ -293,11 +298,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """A table a size."""
-    for name in ["tiny"] if options.tiny else options.sizes:
+    chosen = options.sizes or (("300M", "1B") if options.short else RUNS)
+    for name in ["tiny"] if options.tiny else chosen:
         size = TINY if options.tiny else example().SIZES[name]._asdict()
+        meshes, steps = RUNS.get(name, RUNS["300M"])
         lines: list[dict[str, str]] = []
-        for mesh in options.mesh or MESHES[options.short]:
-            for contender in options.contenders or CONTENDERS:
+        for mesh in options.mesh or meshes[: 1 if options.short else None]:
+            for contender in options.contenders or steps:
                 for microbatch in options.microbatch:
                     held = of_process(size, options.batch, mesh, contender, microbatch)
                     lines.append(cells(mesh, contender, microbatch, held))
