@@ -54,10 +54,10 @@ def plain(state: Any) -> Any:
 def prepared(name: str, tree: Any) -> Program:
     """The update of a privatizer; gradients and state are donated, as they are within a step."""
     privatizer = dp.gaussian_privatizer(stddev=1.0, key=1, certified=name == CERTIFIED)
-    is_plain = name == PLAIN
-    own = jax.random.key(1) if is_plain else privatizer.init(tree)
-    add: Callable[[Any], Any] = plain if is_plain else lambda state: privatizer.update(*state)
-    state = jax.tree.map(jnp.copy, (tree, own))
+    add: Callable[[Any], Any] = lambda state: privatizer.update(*state)  # noqa: E731
+    state = jax.tree.map(jnp.copy, (tree, privatizer.init(tree)))
+    if name == PLAIN:
+        add, state = plain, (state[0], jax.random.key(1))
     compiled = jax.jit(add, donate_argnums=0).lower(state).compile()
     memory = compiled.memory_analysis()
     return Program(threaded(compiled, state, [()]), temp_bytes=memory.temp_size_in_bytes)
