@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterator
 
 from .client_rows import CLIENTS, MISSING
-from .clipped_gradients import summary
+from .clipped_gradients import lines_of
 from .command import Part
 from .page import Table
 from .rows import tiny
@@ -25,8 +25,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         CLIENTS[name](**(tiny(CLIENTS[name]) if options.tiny else {}))
         for name in options.rows or CLIENTS
     ]
-    missing = [f"{name} is left out: {reason}" for name, reason in MISSING.items()]
-    yield summary("Models of others", rows, options, missing)
+    lines, notes = lines_of(rows, options, with_opacus=False)
+    lines = [{k: cell for k, cell in line.items() if "Opacus" not in k} for line in lines]
+    notes += [f"{name} is left out: {reason}" for name, reason in MISSING.items()]
+    yield Table("Models of others", lines, "\n".join(notes))
 
 
 PART = Part(__doc__, tables, add_options, rounds=(7, 5))

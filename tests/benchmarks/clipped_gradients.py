@@ -80,18 +80,18 @@ def choice(row: Row) -> str:
     return f"{auto.method}, {auto.microbatch_size or 'whole'}"
 
 
-def summary(
-    title: str, rows: Sequence[Row], options: argparse.Namespace, notes: Sequence[str] = ()
-) -> Table:
-    """Measures rows, a line each."""
-    lines, notes = list[dict[str, str]](), list(notes)
+def lines_of(
+    rows: Sequence[Row], options: argparse.Namespace, with_opacus: bool
+) -> tuple[list[dict[str, str]], list[str]]:
+    """A line a row, and notes of who cannot take a row."""
+    lines, notes = list[dict[str, str]](), list[str]()
     for row in rows:
         sizes, refused = few(row) if options.short else powers_of_two(row), dict[str, str]()
-        contenders = [*in_jax(row, sizes), *in_torch(row, sizes)]
+        contenders = in_jax(row, sizes) + (in_torch(row, sizes) if with_opacus else [])
         lines.append(line(row, measure(contenders, options.rounds, refused=refused)))
         print("  ".join(lines[-1].values()), flush=True)
         notes += [f"{row.title}: {name} does not run ({why})." for name, why in refused.items()]
-    return Table(title, lines, "\n".join(notes))
+    return lines, notes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +103,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     """One table, a line a model."""
     names = options.rows or [name for name in ROWS if not (options.short and name in _LONG)]
     rows = [ROWS[name](**(tiny(ROWS[name]) if options.tiny else {})) for name in names]
-    yield summary("MLP, CNN, GPT", rows, options)
+    lines, notes = lines_of(rows, options, with_opacus=True)
+    yield Table("MLP, CNN, GPT", lines, "\n".join(notes))
 
 
 PART = Part(__doc__, tables, add_options)

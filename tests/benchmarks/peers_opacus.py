@@ -16,7 +16,7 @@ import numpy as np
 from equinox import nn as eqx_nn
 
 from .contenders import CLIP_NORM, LEARNING_RATE
-from .rows import CNN, GPT, Block, Row
+from .rows import CNN, GPT, Block, Row, classification_loss, language_loss
 from .timing import Program
 
 # Read when torch is imported. PyTorch's threads wait for work by spinning; where other threads want
@@ -105,8 +105,9 @@ _TWINS: dict[type, Callable[[Any], nn.Module]] = {eqx_nn.MLP: mlp, CNN: cnn, GPT
 
 
 def has_twin(row: Row) -> bool:
-    """Whether the model can be built in PyTorch; all of it is trained there."""
-    return type(row.model) in _TWINS and row.filter_spec is eqx.is_inexact_array
+    """Whether model and loss can be built in PyTorch; all of the model is trained there."""
+    is_plain = row.loss in (classification_loss, language_loss)
+    return is_plain and type(row.model) in _TWINS and row.filter_spec is eqx.is_inexact_array
 
 
 def twin(row: Row) -> nn.Module:
@@ -142,17 +143,12 @@ class Private(NamedTuple):
         self.loss(self.module(inputs), targets).backward()
 
 
-def made_private(
-    mode: str,
-    row: Row,
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-    noise_multiplier: float,
-) -> Private:
+def made_private(mode: str, row: Row, noise_multiplier: float) -> Private:
     module, (x, y) = twin(row), as_tensors(row.batch)
     criterion = nn.CrossEntropyLoss()
     module, optimizer, *ghost_criterion, _ = PrivacyEngine().make_private(
         module=module,
-        optimizer=make_optimizer(list(module.parameters()), lr=LEARNING_RATE),
+        optimizer=torch.optim.Adam(module.parameters(), lr=LEARNING_RATE),
         criterion=criterion,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
         noise_multiplier=noise_multiplier,
@@ -177,7 +173,7 @@ def private(mode: str, row: Row, microbatch_size: int | None) -> Program:
     Parts of a batch are added up in the way of its `BatchMemoryManager`: the optimizer is told
     to skip the step, clips, and keeps the sum.
     """
-    made = made_private(mode, row, torch.optim.SGD, 0.0)
+    made = made_private(mode, row, 0.0)
     optimizer, parts = made.optimizer, in_parts(as_tensors(row.batch), microbatch_size)
 
     def run() -> list[torch.Tensor]:
@@ -204,7 +200,7 @@ def step(
     Batches hold real examples alone: shapes may change from step to step here. The row's own batch
     says how many are expected.
     """
-    made = made_private(mode, row, torch.optim.Adam, noise_multiplier)
+    made = made_private(mode, row, noise_multiplier)
     coming = itertools.cycle([in_parts(as_tensors(batch), microbatch_size) for batch in batches])
 
     def run() -> list[torch.Tensor]:
