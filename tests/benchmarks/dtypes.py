@@ -1,14 +1,11 @@
 """How fast this device multiplies matrices of each dtype.
 
-    python -m tests.benchmarks.dtypes
-
-Times A @ A.T (of 8 bits summed in float32, as the engine does). A dtype has units of its own if the
-compiled program does not convert it to a wider one first, and the rate tells.
+A @ A.T, the fastest of several runs. Of 8 bits products are summed in float32, as the engine does.
 """
 
 import argparse
 import re
-import statistics
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -16,12 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from eqx_dp.precision import MatmulPrecision, matmul_precision
-from eqx_dp.tables import aligned
-from tests.benchmarks.timing import once
 
-# A dtype of two bytes, or a shortened float32, that hardware multiplies is faster than float32 by
-# more than this; float64 is slower by less than the other where there are units for it.
-FASTER, NOT_MUCH_SLOWER = 1.2, 1 / 8
+from .command import Part
+from .page import Table
+from .timing import once
 
 
 class Kind(NamedTuple):
@@ -30,14 +25,6 @@ class Kind(NamedTuple):
     name: str
     dtype: str
     precision: MatmulPrecision = "default"
-
-
-class Measured(NamedTuple):
-    """Floating-point operations a second, and whether the program widens A first."""
-
-    seconds: float
-    flops: float
-    widens: bool
 
 
 def kinds() -> list[Kind]:
@@ -52,8 +39,8 @@ def kinds() -> list[Kind]:
     return [*found, *(Kind(name, name) for name in names)]
 
 
-def measure(kind: Kind, rows: int, columns: int, repeats: int) -> Measured:
-    """Times a product; the median of several runs."""
+def seconds(kind: Kind, rows: int, columns: int, rounds: int) -> float:
+    """Of one product, the fastest of several runs."""
 
     def squared(a):
         to = jnp.float32 if a.dtype.itemsize == 1 else a.dtype
@@ -66,56 +53,28 @@ def measure(kind: Kind, rows: int, columns: int, repeats: int) -> Measured:
         a = jax.random.normal(jax.random.key(0), (rows, columns), jnp.float32).astype(kind.dtype)
         program = jax.jit(squared).lower(a).compile()
         once(lambda: program(a))
-        seconds = statistics.median(once(lambda: program(a)) for _ in range(repeats))
-    widens = is_widened(program.as_text() or "", rows, columns, kind.dtype)
-    return Measured(seconds, 2 * rows**2 * columns / seconds, widens)
+        return min(once(lambda: program(a)) for _ in range(rounds))
 
 
-def is_widened(program: str, rows: int, columns: int, dtype: str) -> bool:
-    """Whether a compiled program's text converts A to a wider dtype, as it would to multiply it."""
-    of_8_bits = "f16|bf16|f32|f64" if dtype.startswith("float8") else "f32|f64"
-    wider = {"float64": None, "float32": "f64"}.get(dtype, of_8_bits)
-    shapes = rf"(?:{rows},{columns}|{columns},{rows})"
-    return wider is not None and bool(
-        re.search(rf"= (?:{wider})\[{shapes}\]\S* convert\(", program)
-    )
-
-
-def support(kind: Kind, ratio: float, widens: bool) -> str:
-    """Whether a dtype has units of its own; `ratio` is its rate by float32's."""
-    if kind.name == "float32":
-        return "-"
-    least = NOT_MUCH_SLOWER if kind.dtype == "float64" else FASTER
-    return "native" if ratio >= least and not widens else "no native support"
-
-
-def table(rows: int, columns: int, repeats: int) -> list[str]:
-    """A line for each dtype."""
-    found = {kind: measure(kind, rows, columns, repeats) for kind in kinds()}
-    base = next(one.flops for kind, one in found.items() if kind.name == "float32")
-    heads = ("dtype", "ms", "TFLOP/s", "/ float32", "native support")
-    cells = [
-        (
-            kind.name,
-            f"{1e3 * one.seconds:.3g}",
-            f"{one.flops / 1e12:.3g}",
-            f"{one.flops / base:.2f}",
-            support(kind, one.flops / base, one.widens),
-        )
-        for kind, one in found.items()
-    ]
-    return aligned([heads, *cells])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The size of the product."""
     parser.add_argument("--size", nargs=2, type=int, default=(1024, 8192), help="of A")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    device = jax.local_devices()[0]
-    print(f"A @ A.T, A of {arguments.size}, {device.device_kind}, JAX {jax.__version__}")
-    print("\n".join(table(*arguments.size, arguments.repeats)))
 
 
-if __name__ == "__main__":
-    main()
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """One table, a line a dtype."""
+    rows, columns = (32, 64) if options.tiny else options.size
+    found = {kind.name: seconds(kind, rows, columns, options.rounds) for kind in kinds()}
+    lines = [
+        {
+            "dtype": name,
+            "ms": f"{1e3 * s:.3g}",
+            "TFLOP/s": f"{2e-12 * rows**2 * columns / s:.3g}",
+            "x float32's rate": f"{found['float32'] / s:.2f}",
+        }
+        for name, s in found.items()
+    ]
+    yield Table(f"A @ A.T, A of {rows} x {columns}", lines)
+
+
+PART = Part(__doc__, tables, add_options, rounds=(5, 3))

@@ -1,26 +1,27 @@
-"""What a device holds, computes and sends in a step of a large GPT, by mesh, against non-private.
+"""What a device holds in a step of a large GPT, by mesh, beside a step without privacy.
 
-    python -m tests.benchmarks.large_gpt --size 1B --mesh 8 4x2 64 16x4 256 64x4 --markdown table.md
-
-Nothing is allocated or run: the step of `examples/plan_gpt.py` is compiled from shapes for virtual
-devices, each in a process of its own whose memory is measured and limited.
+Nothing is allocated or run. The step of `examples/plan_gpt.py` (scan, remat, `mixed_bfloat16`,
+Adam, all matrices spread over all devices) is compiled from shapes for virtual devices, each in a
+process of its own, without optimizations that cost time and change no memory. A device along `data`
+has eight examples. `compiled`: arguments, results that share no memory with them, temporaries. `by
+formula`: the parts of `dp.plan_memory`.
 
 The two that are not ours know no sharding rules: they run in a `shard_map` on a device's own
 examples. The step without privacy gathers each layer where it is used and scatters its gradient
 there, as the engine does. jax_privacy forms each example's gradient, so it gathers all parameters
-once. Sums over devices and microbatches are float32.
+once.
 """
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import resource
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,74 +32,165 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
-from rich.console import Console
 
 import eqx_dp as dp
-from eqx_dp.planning.memory import read_compiled
-from eqx_dp.planning.step import on_mesh, planned_step
-from tests.benchmarks.counted import Sent, counted
-from tests.test_examples import load
 
-from . import report
+from .command import Part
+from .page import Table
 
 NON_PRIVATE, JAX_PRIVACY = "non-private", "jax_privacy"
-METHODS = ("ghost", "book_keeping", "per_example")
-CONTENDERS = (NON_PRIVATE, *METHODS, JAX_PRIVACY)
-GIB, GB, HOST = 2**30, 10**9, 24 * 2**30
+CONTENDERS = (NON_PRIVATE, "ghost", "book_keeping", JAX_PRIVACY)
+# Meshes and steps of each size; with --short the first mesh alone.
+RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "300M": (("8",), CONTENDERS),
+    "1B": (("8", "64", "256", "16x4", "64x4"), CONTENDERS),
+    "27B": (("64x8", "512"), ("ghost",)),
+}
+TINY = {"layers": 3, "width": 64, "heads": 4, "length": 64, "vocabulary": 128}
+GIB, HOST = 2**30, 24 * 2**30
 AXIS = "data"
+ROOT = Path(__file__).parents[2]
 
 # No program is run: nothing is gained by machine code that is fast. Memory is the same.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
-class Row(NamedTuple):
-    """One compiled step; figures are those of a device.
+class Held(NamedTuple):
+    """Bytes of a device.
 
     Attributes:
-        mesh: the devices.
-        contender: whose step.
-        microbatch: examples at once.
-        parts: bytes, by the formula of `dp.plan_memory`; None for those who are not ours.
-        compiled: bytes, by the compiler.
-        flops: of the compiled program's contractions.
-        ideal: of those of the step without privacy, divided by the number of devices.
-        sent: by collective, how often and how many bytes.
+        compiled: by the compiler.
+        parts: by the formula of `dp.plan_memory`; None for a step that is not ours.
         seconds: tracing and compiling.
-        host: the most bytes that the process ever held.
-        failed: why there is no program.
     """
 
-    mesh: str
-    contender: str
-    microbatch: int
-    parts: int | None = None
-    compiled: int = 0
-    flops: float = 0
-    ideal: float = 0
-    sent: dict[str, Sent] = {}  # noqa: RUF012
-    seconds: float = 0
-    host: int = 0
-    failed: str = ""
+    compiled: int
+    parts: int | None
+    seconds: float
 
 
 @functools.cache
 def example() -> Any:
-    return load("plan_gpt")
+    """The module `examples/plan_gpt.py`."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    return importlib.import_module("plan_gpt")
 
 
-# The steps.
+def measured(size: dict[str, int], batch: int, mesh: str, contender: str, microbatch: int) -> Held:
+    """Compiles one step, in this process."""
+    plan_gpt, start = example(), time.perf_counter()
+    task = plan_gpt.make_task(plan_gpt.Sizes(**size), batch, plan_gpt.mesh_of(mesh))
+    if contender in (NON_PRIVATE, JAX_PRIVACY):
+        memory = peer(task, contender, microbatch).memory_analysis()
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        compiled = held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+        return Held(compiled, None, time.perf_counter() - start)
+    found = dp.plan_memory(
+        plan_gpt.clipped_grad(task),
+        task.model,
+        *task.batch,
+        optimizer=plan_gpt.optimizer_of(task),
+        method=contender,
+        microbatch_size=microbatch,
+    )
+    return Held(found.compiled.total, found.parts.total, time.perf_counter() - start)
 
 
-def ours(task: Any, method: Any, microbatch: int) -> tuple[Any, Any, int]:
-    """Traced and lowered, and the sum of parts."""
-    plan_gpt = example()
-    grad_fn = plan_gpt.clipped_grad(task)._variant(method=method, microbatch_size=microbatch)
-    optimizer = plan_gpt.optimizer_of(task)
-    parts = dp.plan_memory(grad_fn, task.model, *task.batch, optimizer=optimizer, compiled=False)
-    step = planned_step(grad_fn, task.model, task.batch, optimizer, None)
-    with on_mesh(task.rules):
-        traced = jax.jit(step.run, donate_argnums=(0, 1)).trace(*step.arguments)
-    return traced, task.rules, parts.parts.total
+# The steps of others. They know no sharding rules: they run in a `shard_map` on a device's own
+# examples.
+
+
+class Specs(NamedTuple):
+    """Where parameters and sums of their gradients live."""
+
+    params: Any
+    sums: Any
+
+
+def peer(task: Any, name: str, microbatch: int) -> Any:
+    """The compiled step of another, for the same devices."""
+    plan_gpt, rules = example(), task.rules
+    shapes, static = eqx.partition(task.model, plan_gpt.is_shape)
+    specs = Specs(rules.specs(shapes), rules.accumulator_specs(shapes))
+    optimizer = plan_gpt.optimizer_of(task) if name == JAX_PRIVACY else optax.adam(1e-3)
+    make = non_private if name == NON_PRIVATE else of_jax_privacy
+    gradient = make(plan_gpt.loss, static, specs, microbatch)
+
+    def over_data(spec: P) -> P:
+        return P(*(entry if AXIS in jax.tree.leaves((entry,)) else None for entry in spec))
+
+    on_data = jax.tree.map(over_data, specs)
+
+    def step(params: Any, state: Any, batch: tuple[Array, Array]) -> Any:
+        over_devices = jax.shard_map(
+            gradient,
+            mesh=rules.mesh,
+            in_specs=(on_data.params, P(AXIS), P(AXIS)),
+            out_specs=on_data.sums,
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        grads = rules.shard_accumulators(over_devices(task.policy.cast_to_compute(params), *batch))
+        updates, state = optimizer.update(grads, state, params)
+        return rules.shard(optax.apply_updates(params, updates)), state
+
+    def at(x: Any, spec: P) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(rules.mesh, spec))
+
+    state = optax.tree.map_params(
+        optimizer,
+        at,
+        jax.eval_shape(optimizer.init, shapes),
+        specs.sums,
+        transform_non_params=lambda x: at(x, P()),
+    )
+    batch = tuple(at(x, P(AXIS)) for x in task.batch)
+    arguments = jax.tree.map(at, shapes, specs.params), state, batch
+    with jax.set_mesh(rules.mesh):
+        return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+
+
+def non_private(loss: Callable[..., Array], static: Any, specs: Specs, microbatch: int) -> Any:
+    """The gradient of the summed loss, a microbatch at a time, from a device's parts."""
+
+    def summed(params: Any, tokens: Array, targets: Array) -> Array:
+        model = _with_gathers(eqx.combine(params, static), specs.params)
+        return jnp.sum(jax.vmap(lambda x, y: loss(model, x, y))(tokens, targets))
+
+    def gradient(params: Any, *batch: Array) -> Any:
+        parts = [x.reshape(-1, microbatch, *x.shape[1:]) for x in batch]
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+        def add(total: Any, part: list[Array]) -> tuple[Any, None]:
+            grads = jax.grad(summed)(params, *part)
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), None
+
+        def rest(x: Array, spec: P, sum_spec: P) -> Array:
+            return x if AXIS in spec else _scattered(x, sum_spec)
+
+        return jax.tree.map(rest, jax.lax.scan(add, zeros, parts)[0], specs.params, specs.sums)
+
+    return gradient
+
+
+def of_jax_privacy(loss: Callable[..., Array], static: Any, specs: Specs, microbatch: int) -> Any:
+    """It forms each example's gradient, so it gathers all parameters once."""
+    import jax_privacy
+
+    gradient = jax_privacy.clipped_grad(
+        lambda params, *example: loss(eqx.combine(params, static), *example),
+        l2_clip_norm=1.0,
+        batch_argnums=(1, 2),
+        keep_batch_dim=False,
+        microbatch_size=microbatch,
+        dtype=jnp.float32,
+    )
+
+    def of_device(params: Any, *batch: Array) -> Any:
+        whole = jax.tree.map(_gathered, params, specs.params)
+        return jax.tree.map(_scattered, gradient(whole, *batch), specs.sums)
+
+    return of_device
 
 
 class Gathered(eqx.Module):
@@ -166,246 +258,65 @@ def _by_part(collective: Callable[[Array], Array], x: Array, spec: Sequence[Any]
     )(x)
 
 
-def non_private(loss: Callable[..., Array], static: Any, specs: Any, microbatch: int) -> Any:
-    """The gradient of the summed loss, a microbatch at a time, from a device's parts."""
-
-    def summed(params: Any, tokens: Array, targets: Array) -> Array:
-        model = _with_gathers(eqx.combine(params, static), specs.params)
-        return jnp.sum(jax.vmap(lambda x, y: loss(model, x, y))(tokens, targets))
-
-    def gradient(params: Any, *batch: Array) -> Any:
-        parts = [x.reshape(-1, microbatch, *x.shape[1:]) for x in batch]
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-
-        def add(total: Any, part: list[Array]) -> tuple[Any, None]:
-            grads = jax.grad(summed)(params, *part)
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), None
-
-        def rest(x: Array, spec: P, sum_spec: P) -> Array:
-            return x if AXIS in spec else _scattered(x, sum_spec)
-
-        return jax.tree.map(rest, jax.lax.scan(add, zeros, parts)[0], specs.params, specs.sums)
-
-    return gradient
+# One process a line.
 
 
-def of_jax_privacy(loss: Callable[..., Array], static: Any, specs: Any, microbatch: int) -> Any:
-    import jax_privacy
-
-    gradient = jax_privacy.clipped_grad(
-        lambda params, *example: loss(eqx.combine(params, static), *example),
-        l2_clip_norm=1.0,
-        batch_argnums=(1, 2),
-        keep_batch_dim=False,
-        microbatch_size=microbatch,
-        dtype=jnp.float32,
+def of_process(*what: Any) -> Held | str:
+    """`measured` in a process of its own, or what its failure said."""
+    command = [sys.executable, "-m", "tests.benchmarks.large_gpt", json.dumps(what)]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_FAST}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
     )
-
-    def of_device(params: Any, *batch: Array) -> Any:
-        whole = jax.tree.map(_gathered, params, specs.params)
-        return jax.tree.map(_scattered, gradient(whole, *batch), specs.sums)
-
-    return of_device
-
-
-class Specs(NamedTuple):
-    """Where parameters and sums of their gradients live."""
-
-    params: Any
-    sums: Any
-
-
-def peer(task: Any, name: str, microbatch: int) -> tuple[Any, Any, None]:
-    """The step of another, traced for the same devices."""
-    plan_gpt, rules = example(), task.rules
-    shapes, static = eqx.partition(task.model, plan_gpt.is_shape)
-    specs = Specs(rules.specs(shapes), rules.accumulator_specs(shapes))
-    optimizer = plan_gpt.optimizer_of(task) if name == JAX_PRIVACY else optax.adam(1e-3)
-    make = non_private if name == NON_PRIVATE else of_jax_privacy
-    gradient = make(plan_gpt.loss, static, specs, microbatch)
-
-    def over_data(spec: P) -> P:
-        return P(*(entry if AXIS in jax.tree.leaves((entry,)) else None for entry in spec))
-
-    on_data = jax.tree.map(over_data, specs)
-
-    def step(params: Any, state: Any, batch: tuple[Array, Array]) -> Any:
-        over_devices = jax.shard_map(
-            gradient,
-            mesh=rules.mesh,
-            in_specs=(on_data.params, P(AXIS), P(AXIS)),
-            out_specs=on_data.sums,
-            axis_names={AXIS},
-            check_vma=False,
-        )
-        grads = rules.shard_accumulators(over_devices(task.policy.cast_to_compute(params), *batch))
-        updates, state = optimizer.update(grads, state, params)
-        return rules.shard(optax.apply_updates(params, updates)), state
-
-    def at(x: Any, spec: P) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(rules.mesh, spec))
-
-    state = optax.tree.map_params(
-        optimizer,
-        at,
-        jax.eval_shape(optimizer.init, shapes),
-        specs.sums,
-        transform_non_params=lambda x: at(x, P()),
-    )
-    batch = tuple(at(x, P(AXIS)) for x in task.batch)
-    arguments = jax.tree.map(at, shapes, specs.params), state, batch
-    with on_mesh(rules):
-        return jax.jit(step, donate_argnums=(0, 1)).trace(*arguments), rules, None
-
-
-def measured(size: Any, batch: int, mesh: str, contender: str, microbatch: int) -> Row:
-    """Compiles one step, in this process."""
-    plan_gpt, start = example(), time.perf_counter()
-    on = plan_gpt.mesh_of(mesh)
-    task = plan_gpt.make_task(size, batch, on)
-    make = ours if contender in METHODS else peer
-    traced, rules, parts = make(task, contender, microbatch)
-    with on_mesh(rules):
-        program = traced.lower().compile(compiler_options=FAST)
-    held = read_compiled(program)
-    assert held is not None
-    taken = 0.5 if contender == "ghost" else 1
-    found = counted(program.as_text(), batch // microbatch, taken, ("all-gather",))
-    return Row(
-        mesh,
-        contender,
-        microbatch,
-        parts,
-        held.total,
-        found.flops,
-        ideal_flops(task) / on.size,
-        found.sent,
-        time.perf_counter() - start,
-        plan_gpt.peak_host_bytes(),
-    )
-
-
-def ideal_flops(task: Any) -> float:
-    """Of the step without privacy, on all devices, with what is rematerialised; by formula."""
-    found = dp.explain(example().clipped_grad(task), task.model, *task.batch)
-    return found.flops.gradient
-
-
-# One process a row, and the table.
-
-
-def of_process(options: argparse.Namespace, mesh: str, contender: str, microbatch: int) -> Row:
-    """The same in a process of its own, which may hold 24 GiB."""
-    row = json.dumps([mesh, contender, microbatch])
-    sizes = [f"--{name}={value}" for name, value in options.sizes.items()]
-    command = [sys.executable, "-m", __spec__.name, "--size", options.size, *sizes]
-    command += ["--batch", str(options.batch), "--row", row]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        return Row(mesh, contender, microbatch, failed=last[:200])
-    return decoded(done.stdout.splitlines()[-1])
+        return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200]
+    return Held(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def decoded(line: str) -> Row:
-    row = Row(**json.loads(line))
-    return row._replace(sent={name: Sent(*its) for name, its in row.sent.items()})
+def cells(mesh: str, contender: str, microbatch: int, held: Held | str) -> dict[str, str]:
+    failed = isinstance(held, str)
+    parts = None if failed else held.parts
+    return {
+        "mesh (data x model)": mesh,
+        "step": contender,
+        "examples at once": str(microbatch),
+        "compiled, GiB of a device": held if failed else f"{held.compiled / GIB:.3f}",
+        "by formula": "-" if parts is None else f"{parts / GIB:.3f}",
+        "compile, s": "-" if failed else f"{held.seconds:.0f}",
+    }
 
 
-_COLUMNS = (
-    "mesh",
-    "contender",
-    "microbatch",
-    "compiled, GiB",
-    "by formula",
-    "TFLOP",
-    "/ ideal",
-    "gathers",
-    "GB",
-    "scatters",
-    "GB",
-    "all-reduces",
-    "GB",
-    "compile, s",
-    "host, GiB",
-)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which sizes, meshes and steps."""
+    parser.add_argument("--sizes", nargs="+", choices=RUNS, help="of the model")
+    parser.add_argument("--mesh", nargs="+", help="data axis, or data x model: 64 or 64x4")
+    parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, "per_example"))
+    parser.add_argument("--batch", type=int, default=8, help="examples on a device along data")
+    parser.add_argument("--microbatch", type=int, nargs="+", default=[1], help="examples at once")
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    if row.failed:
-        rest = [""] * (len(_COLUMNS) - 4)
-        return (row.mesh, row.contender, str(row.microbatch), f"none: {row.failed}", *rest)
-    parts = "" if row.parts is None else f"{row.parts / GIB:.3f}"
-    sent: list[str] = []
-    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        times, size = row.sent.get(kind, Sent(0, 0))
-        sent += [f"{times:,.0f}", f"{size / GB:,.1f}"]
-    return (
-        row.mesh,
-        row.contender,
-        str(row.microbatch),
-        f"{row.compiled / GIB:.3f}",
-        parts,
-        f"{row.flops / 1e12:,.1f}",
-        f"{row.flops / row.ideal:.2f}",
-        *sent,
-        f"{row.seconds:.0f}",
-        f"{row.host / GIB:.2f}",
-    )
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """A table a size."""
+    chosen = options.sizes or (("300M", "1B") if options.short else RUNS)
+    for name in ["tiny"] if options.tiny else chosen:
+        size = TINY if options.tiny else example().SIZES[name]._asdict()
+        meshes, steps = RUNS.get(name, RUNS["300M"])
+        lines: list[dict[str, str]] = []
+        for mesh in options.mesh or meshes[: 1 if options.short else None]:
+            for contender in options.contenders or steps:
+                for microbatch in options.microbatch:
+                    held = of_process(size, options.batch, mesh, contender, microbatch)
+                    lines.append(cells(mesh, contender, microbatch, held))
+                    print("  ".join(lines[-1].values()), flush=True)
+        shape = ", ".join(f"{count} {what}" for what, count in size.items())
+        yield Table(f"{name}: {shape}", lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    plan_gpt = example()
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.large_gpt", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--size", choices=plan_gpt.SIZES, default="1B")
-    for name in plan_gpt.Sizes._fields:
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--mesh", nargs="+", default=["8", "4x2", "64", "16x4", "256", "64x4"])
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--batch", type=int, default=8, help="examples on a device")
-    parser.add_argument("--microbatch", type=int, nargs="+", default=[1])
-    parser.add_argument("--rows", type=Path, help="keep rows in this file, and go on from it")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    given = {name: getattr(options, name) for name in plan_gpt.Sizes._fields}
-    options.sizes = {name: value for name, value in given.items() if value is not None}
-    size = plan_gpt.SIZES[options.size]._replace(**options.sizes)
-    if options.row is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (HOST, HOST))
-        jax.config.update("jax_num_cpu_devices", plan_gpt.mesh_of(options.row[0]).size)
-        print(json.dumps(measured(size, options.batch, *options.row)._asdict()))
-        return
-
-    kept = options.rows.read_text().splitlines() if options.rows and options.rows.exists() else []
-    rows = {(row.mesh, row.contender, row.microbatch): row for row in map(decoded, kept)}
-    console, lines = Console(width=200), list[tuple[str, ...]]()
-    for mesh in options.mesh:
-        for contender in options.contenders:
-            for microbatch in options.microbatch:
-                which = mesh, contender, microbatch
-                if which not in rows:
-                    rows[which] = of_process(options, *which)
-                    if options.rows:
-                        with options.rows.open("a") as file:
-                            file.write(json.dumps(rows[which]._asdict()) + "\n")
-                lines.append(cells(rows[which]))
-                console.print("  ".join(lines[-1]))
-    params = plan_gpt.make_task(size, 1, plan_gpt.Mesh(1)).num_params
-    layout = f"{size.layers} layers, width {size.width}, T = {size.length}, V = {size.vocabulary}"
-    table = report.Cells(f"{params / 1e6:,.1f}M parameters: {layout}", _COLUMNS, lines)
-    console.print(report.for_terminal(table))
-    if options.markdown is not None:
-        arguments = [x for x in (argv or sys.argv[1:]) if "rows" not in str(x)]
-        command = ["python", "-m", "tests.benchmarks.large_gpt", *arguments]
-        explanation = " ".join((__doc__ or "").split("\n\n", 2)[2].split())
-        title = f"What a device needs for a step of a GPT of {options.size} parameters"
-        report.write_markdown(options.markdown, shlex.join(command), [table], title, explanation)
-
+PART = Part(__doc__, tables, add_options)
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    main()
+    resource.setrlimit(resource.RLIMIT_DATA, (HOST, HOST))
+    arguments = json.loads(sys.argv[1])
+    jax.config.update("jax_num_cpu_devices", example().mesh_of(arguments[2]).size)
+    print(json.dumps(measured(*arguments)))

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from equinox import nn as eqx_nn
 
-from .contenders import CLIP_NORM, LEARNING_RATE, Program
-from .rows import CNN, GPT, Block, LowRankLinear, Row
+from .contenders import CLIP_NORM, LEARNING_RATE
+from .rows import CNN, GPT, Block, Row, classification_loss, language_loss
+from .timing import Program
 
 # Read when torch is imported. PyTorch's threads wait for work by spinning; where other threads want
 # the cores that makes it several times slower, and it robs whoever is timed next.
@@ -35,22 +36,11 @@ warnings.filterwarnings("ignore", "Full backward hook is firing")
 warnings.filterwarnings("ignore", "Secure RNG turned off")
 
 
-def linear(model: eqx_nn.Linear | LowRankLinear) -> nn.Module:
-    if isinstance(model, LowRankLinear):
-        return LowRankTwin(model)
+MODES = "hooks", "ghost"
+
+
+def linear(model: eqx_nn.Linear) -> nn.Module:
     return nn.Linear(model.in_features, model.out_features, bias=model.use_bias)
-
-
-class LowRankTwin(nn.Module):
-    def __init__(self, model: LowRankLinear) -> None:
-        super().__init__()
-        rank, features = model.down.shape
-        self.base = linear(model.base)
-        self.down = nn.Linear(features, rank, bias=False)
-        self.up = nn.Linear(rank, model.up.shape[0], bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 def mlp(model: eqx_nn.MLP) -> nn.Module:
@@ -114,27 +104,22 @@ class GPTTwin(nn.Module):
 _TWINS: dict[type, Callable[[Any], nn.Module]] = {eqx_nn.MLP: mlp, CNN: cnn, GPT: GPTTwin}
 
 
+def has_twin(row: Row) -> bool:
+    """Whether model and loss can be built in PyTorch; all of the model is trained there."""
+    is_plain = row.loss in (classification_loss, language_loss)
+    return is_plain and type(row.model) in _TWINS and row.filter_spec is eqx.is_inexact_array
+
+
 def twin(row: Row) -> nn.Module:
-    """The row's model in PyTorch, with its weights, and frozen where it is."""
+    """The row's model in PyTorch, with its weights."""
     module = _TWINS[type(row.model)](row.model)
     leaves = jax.tree.leaves(eqx.filter(row.model, eqx.is_inexact_array))
-    params, _, _ = row.split()
-    trained = {id(leaf) for leaf in jax.tree.leaves(params)}
     for parameter, leaf in zip(module.parameters(), leaves, strict=True):
         parameter.data.copy_(torch.from_numpy(np.array(leaf)).reshape(parameter.shape))
-        parameter.requires_grad = id(leaf) in trained
     return module.train()
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def tensors(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    return as_tensors(row.batch)
-
-
-def as_tensors(batch: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def as_tensors(batch: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = (torch.from_numpy(np.array(array)) for array in batch)
     return x, y.long()
 
@@ -143,21 +128,6 @@ def in_parts(
     batch: tuple[torch.Tensor, torch.Tensor], size: int | None
 ) -> list[tuple[torch.Tensor, ...]]:
     return list(zip(*(array.split(size or len(array)) for array in batch), strict=True))
-
-
-def non_private(row: Row, microbatch_size: None) -> Program:
-    """The gradient of the summed loss."""
-    del microbatch_size
-    module, (x, y) = twin(row), tensors(row)
-    parameters = trainable(module)
-
-    def run() -> list[torch.Tensor]:
-        logits = module(x)
-        # The mean over everything, times the batch: on a language model, tokens are averaged.
-        loss = functional.cross_entropy(logits.flatten(0, -2), y.flatten()) * len(x)
-        return list(torch.autograd.grad(loss, parameters))
-
-    return Program(run, _as_arrays)
 
 
 class Private(NamedTuple):
@@ -173,17 +143,12 @@ class Private(NamedTuple):
         self.loss(self.module(inputs), targets).backward()
 
 
-def made_private(
-    mode: str,
-    row: Row,
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-    noise_multiplier: float,
-) -> Private:
-    module, (x, y) = twin(row), tensors(row)
+def made_private(mode: str, row: Row, noise_multiplier: float) -> Private:
+    module, (x, y) = twin(row), as_tensors(row.batch)
     criterion = nn.CrossEntropyLoss()
     module, optimizer, *ghost_criterion, _ = PrivacyEngine().make_private(
         module=module,
-        optimizer=make_optimizer(trainable(module), lr=LEARNING_RATE),
+        optimizer=torch.optim.Adam(module.parameters(), lr=LEARNING_RATE),
         criterion=criterion,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
         noise_multiplier=noise_multiplier,
@@ -208,8 +173,8 @@ def private(mode: str, row: Row, microbatch_size: int | None) -> Program:
     Parts of a batch are added up in the way of its `BatchMemoryManager`: the optimizer is told
     to skip the step, clips, and keeps the sum.
     """
-    made = made_private(mode, row, torch.optim.SGD, 0.0)
-    optimizer, parts = made.optimizer, in_parts(tensors(row), microbatch_size)
+    made = made_private(mode, row, 0.0)
+    optimizer, parts = made.optimizer, in_parts(as_tensors(row.batch), microbatch_size)
 
     def run() -> list[torch.Tensor]:
         for parameter in optimizer.params:
@@ -235,7 +200,7 @@ def step(
     Batches hold real examples alone: shapes may change from step to step here. The row's own batch
     says how many are expected.
     """
-    made = made_private(mode, row, torch.optim.Adam, noise_multiplier)
+    made = made_private(mode, row, noise_multiplier)
     coming = itertools.cycle([in_parts(as_tensors(batch), microbatch_size) for batch in batches])
 
     def run() -> list[torch.Tensor]:

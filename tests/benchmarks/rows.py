@@ -1,5 +1,7 @@
 """The models and batches that are measured: plain Equinox, plain losses, float32."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,26 +13,14 @@ from equinox import nn
 from jaxtyping import Array
 
 
-class Goal(NamedTuple):
-    """What `auto` is to reach on two CPU cores."""
-
-    time: float  # at most, against the non-private gradient
-    speedup: float  # at least, against jax_privacy
-
-
 class Row(NamedTuple):
     """A model, its loss on one example, a batch, and what of the model is trained."""
 
-    name: str
     title: str
     model: Any
     loss: Callable[..., Array]
     batch: tuple[Array, ...]
-    goal: Goal | None = None
     filter_spec: Any = eqx.is_inexact_array
-    has_torch_twin: bool = True
-    # The summed loss of a batch, where that is not written as the sum of mapped losses.
-    batch_loss: Callable[..., Array] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -50,12 +40,8 @@ class Row(NamedTuple):
 
     def total_of_parts(self) -> Callable[..., Array]:
         """The loss summed over a batch: (params, frozen, *batch) -> scalar."""
-        _, _, static = self.split()
-        if self.batch_loss is None:
-            losses = jax.vmap(self.loss_of_parts(), self.axes)
-            return lambda *args: losses(*args).sum()
-        total = self.batch_loss
-        return lambda params, frozen, *batch: total(eqx.combine(params, frozen, static), *batch)
+        losses = jax.vmap(self.loss_of_parts(), self.axes)
+        return lambda *args: losses(*args).sum()
 
     @property
     def axes(self) -> tuple[int | None, ...]:
@@ -84,9 +70,7 @@ def image_batch(batch: int, *shape: int) -> tuple[Array, Array]:
 def mlp(batch: int = 64, inputs: int = 784, width: int = 512, depth: int = 3) -> Row:
     model = nn.MLP(inputs, 10, width, depth, key=jax.random.key(0))
     title = f"MLP {'-'.join(map(str, (inputs, *depth * (width,), 10)))}, batch {batch}"
-    return Row(
-        "mlp", title, model, classification_loss, image_batch(batch, inputs), Goal(1.15, 5.0)
-    )
+    return Row(title, model, classification_loss, image_batch(batch, inputs))
 
 
 class CNN(eqx.Module):
@@ -121,7 +105,7 @@ def cnn(batch: int = 64, side: int = 28, channels: int = 32, width: int = 256) -
         f"dense {width}, batch {batch}"
     )
     images = image_batch(batch, 1, side, side)
-    return Row("cnn", title, model, classification_loss, images, Goal(1.25, 4.0))
+    return Row(title, model, classification_loss, images)
 
 
 class Block(eqx.Module):
@@ -182,25 +166,13 @@ class GPT(eqx.Module):
         return jax.vmap(self.head)(jax.vmap(self.norm)(hidden))
 
 
-def _gpt(
-    name: str, goal: Goal, batch: int, length: int, width: int, depth: int, vocabulary: int
+def gpt(
+    batch: int = 16, length: int = 128, width: int = 256, depth: int = 4, vocabulary: int = 1024
 ) -> Row:
     model = GPT(length, width, depth, vocabulary, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocabulary)
     title = f"GPT T={length}, d={width}, {depth} layers, V={vocabulary}, batch {batch}"
-    return Row(name, title, model, language_loss, (tokens, jnp.roll(tokens, -1, axis=1)), goal)
-
-
-def gpt_small(
-    batch: int = 32, length: int = 64, width: int = 128, depth: int = 2, vocabulary: int = 1024
-) -> Row:
-    return _gpt("gpt_small", Goal(1.20, 1.2), batch, length, width, depth, vocabulary)
-
-
-def gpt(
-    batch: int = 16, length: int = 128, width: int = 256, depth: int = 4, vocabulary: int = 1024
-) -> Row:
-    return _gpt("gpt", Goal(1.20, 1.1), batch, length, width, depth, vocabulary)
+    return Row(title, model, language_loss, (tokens, jnp.roll(tokens, -1, axis=1)))
 
 
 class StackedGPT(eqx.Module):
@@ -236,9 +208,7 @@ def gpt_stacked(
     row = gpt(batch, length, width, depth, vocabulary)
     model = StackedGPT(length, width, depth, vocabulary, jax.random.key(0))
     title = row.title.replace("GPT", "GPT stacked, under scan and remat, tied,")
-    return row._replace(
-        name="gpt_stacked", title=title, model=model, goal=None, has_torch_twin=False
-    )
+    return row._replace(title=title, model=model)
 
 
 class LowRankLinear(eqx.Module):
@@ -279,10 +249,8 @@ def gpt_lora(
             model = eqx.tree_at(where, model, adapted)
             trained = eqx.tree_at(where, trained, only_thin)
     return row._replace(
-        name="gpt_lora",
         title=row.title.replace("GPT", f"GPT with LoRA rank {rank} on attention,"),
         model=model,
-        goal=Goal(1.10, 1.5),
         filter_spec=trained,
     )
 
@@ -290,19 +258,17 @@ def gpt_lora(
 ROWS: dict[str, Callable[..., Row]] = {
     "mlp": mlp,
     "cnn": cnn,
-    "gpt_small": gpt_small,
+    "gpt_small": functools.partial(gpt, batch=32, length=64, width=128, depth=2),
     "gpt": gpt,
     "gpt_lora": gpt_lora,
     "gpt_stacked": gpt_stacked,
 }
 
-_TINY_GPT = {"batch": 4, "length": 5, "width": 8, "depth": 1, "vocabulary": 11}
-# Sizes at which every row runs in no time: to see that everything works, not to measure.
-TINY: dict[str, dict[str, int]] = {
-    "mlp": {"batch": 4, "inputs": 6, "width": 8, "depth": 1},
-    "cnn": {"batch": 4, "side": 8, "channels": 8, "width": 8},
-    "gpt_small": _TINY_GPT,
-    "gpt": _TINY_GPT,
-    "gpt_lora": {**_TINY_GPT, "rank": 2},
-    "gpt_stacked": _TINY_GPT,
-}
+# Sizes at which every model runs in no time: to see that everything works, not to measure.
+_TINY = {"batch": 4, "length": 5, "width": 8, "depth": 1, "hidden": 8, "vocabulary": 11}
+_TINY |= {"inputs": 6, "side": 8, "channels": 8, "rank": 2, "size": 3, "layers": 2}
+
+
+def tiny(make: Callable[..., Row]) -> dict[str, int]:
+    """Tiny sizes for the arguments of a function that makes a row."""
+    return {name: _TINY[name] for name in inspect.signature(make).parameters if name in _TINY}

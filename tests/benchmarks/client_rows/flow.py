@@ -29,4 +29,4 @@ def maf(batch: int = 64, size: int = 16, width: int = 128, layers: int = 8) -> R
     )
     x = 2 * jax.random.normal(jax.random.key(1), (batch, size))
     title = f"masked autoregressive flow (flowjax), {size} variables, {layers} layers of {width}"
-    return Row("maf", f"{title}, batch {batch}", flow, _loss, (x,), filter_spec=trained)
+    return Row(f"{title}, batch {batch}", flow, _loss, (x,), filter_spec=trained)

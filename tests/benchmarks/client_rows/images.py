@@ -8,6 +8,8 @@ from jaxtyping import Array
 
 from ..rows import Row, classification_loss, image_batch
 
+PATCH = 4
+
 
 class Encoder(eqx.Module):
     """Attention and a two-layer network, each behind a layer norm and beside a way around it."""
@@ -40,23 +42,19 @@ class VisionTransformer(eqx.Module):
     blocks: list[Encoder]
     norm: nn.LayerNorm
     head: nn.Linear
-    patch: int = eqx.field(static=True)
 
-    def __init__(
-        self, side: int, patch: int, width: int, hidden: int, heads: int, depth: int, key: Array
-    ) -> None:
+    def __init__(self, side: int, width: int, hidden: int, depth: int, key: Array) -> None:
         keys = jax.random.split(key, depth + 4)
-        self.patch = patch
-        self.patches = nn.Linear(3 * patch**2, width, key=keys[0])
-        self.positions = jax.random.normal(keys[1], (1 + (side // patch) ** 2, width))
+        self.patches = nn.Linear(3 * PATCH**2, width, key=keys[0])
+        self.positions = jax.random.normal(keys[1], (1 + (side // PATCH) ** 2, width))
         self.readout = jax.random.normal(keys[2], (1, width))
-        self.blocks = [Encoder(width, hidden, heads, key) for key in keys[4:]]
+        self.blocks = [Encoder(width, hidden, 8, key) for key in keys[4:]]
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10, key=keys[3])
 
     def __call__(self, image: Array) -> Array:
-        count = image.shape[-1] // self.patch
-        cut = image.reshape(3, count, self.patch, count, self.patch).transpose(1, 3, 0, 2, 4)
+        count = image.shape[-1] // PATCH
+        cut = image.reshape(3, count, PATCH, count, PATCH).transpose(1, 3, 0, 2, 4)
         tokens = jax.vmap(self.patches)(cut.reshape(count**2, -1))
         tokens = jnp.concatenate([self.readout, tokens]) + self.positions
         for block in self.blocks:
@@ -64,19 +62,11 @@ class VisionTransformer(eqx.Module):
         return self.head(self.norm(tokens[0]))
 
 
-def vit(
-    batch: int = 16,
-    side: int = 32,
-    patch: int = 4,
-    width: int = 64,
-    hidden: int = 128,
-    heads: int = 8,
-    depth: int = 6,
-) -> Row:
-    model = VisionTransformer(side, patch, width, hidden, heads, depth, jax.random.key(0))
-    tokens = 1 + (side // patch) ** 2
+def vit(batch: int = 16, side: int = 32, width: int = 64, hidden: int = 128, depth: int = 6) -> Row:
+    model = VisionTransformer(side, width, hidden, depth, jax.random.key(0))
+    tokens = 1 + (side // PATCH) ** 2
     title = f"vision transformer, {tokens} tokens, d={width}, {depth} layers, batch {batch}"
-    return Row("vit", title, model, classification_loss, image_batch(batch, 3, side, side))
+    return Row(title, model, classification_loss, image_batch(batch, 3, side, side))
 
 
 # Models of the score of a noised image: given the image and how long noise was added.
@@ -123,16 +113,14 @@ class Mixer(eqx.Module):
     norm: nn.LayerNorm
     paste: nn.ConvTranspose2d
 
-    def __init__(
-        self, side: int, patch: int, channels: int, hidden: int, depth: int, key: Array
-    ) -> None:
+    def __init__(self, side: int, channels: int, hidden: int, depth: int, key: Array) -> None:
         keys = jax.random.split(key, depth + 2)
-        patches = (side // patch) ** 2
+        patches = (side // PATCH) ** 2
         # The time is one more channel.
-        self.cut = nn.Conv2d(2, channels, patch, stride=patch, key=keys[0])
+        self.cut = nn.Conv2d(2, channels, PATCH, stride=PATCH, key=keys[0])
         self.blocks = [Mixing(patches, channels, hidden, key) for key in keys[2:]]
         self.norm = nn.LayerNorm((channels, patches))
-        self.paste = nn.ConvTranspose2d(channels, 1, patch, stride=patch, key=keys[1])
+        self.paste = nn.ConvTranspose2d(channels, 1, PATCH, stride=PATCH, key=keys[1])
 
     def __call__(self, time: Array, image: Array) -> Array:
         timed = jnp.concatenate([image, jnp.full_like(image, 1.0) * time / 10])
@@ -145,14 +133,9 @@ class Mixer(eqx.Module):
 
 
 def mixer(
-    batch: int = 32,
-    side: int = 28,
-    patch: int = 4,
-    channels: int = 64,
-    hidden: int = 512,
-    depth: int = 4,
+    batch: int = 32, side: int = 28, channels: int = 64, hidden: int = 512, depth: int = 4
 ) -> Row:
-    model = Mixer(side, patch, channels, hidden, depth, jax.random.key(0))
+    model = Mixer(side, channels, hidden, depth, jax.random.key(0))
     title = f"MLP mixer of scores, {side} x {side}, {channels} channels, {depth} layers"
     batches = noised_images(batch, side)
-    return Row("mixer", f"{title}, batch {batch}", model, score_loss, batches)
+    return Row(f"{title}, batch {batch}", model, score_loss, batches)

@@ -101,4 +101,4 @@ def gpt_named(
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocabulary)
     title = f"GPT of haliax blocks, stacked, T={length}, d={width}, {depth} layers, V={vocabulary}"
     batches = tokens, jnp.roll(tokens, -1, axis=1)
-    return Row("gpt_named", f"{title}, batch {batch}", model, _loss, batches)
+    return Row(f"{title}, batch {batch}", model, _loss, batches)

@@ -44,4 +44,4 @@ def neural_ode(batch: int = 16, length: int = 20, width: int = 64, depth: int = 
     turned = jnp.stack([starts[..., 0] * jnp.cos(angles), starts[..., 1] * jnp.sin(angles)], -1)
     title = f"neural ODE (diffrax) at {length} times, MLP 2-{width}-{width}-2, batch {batch}"
     batches = jnp.broadcast_to(times, (batch, length)), turned
-    return Row("neural_ode", title, NeuralODE(field), _loss, batches)
+    return Row(title, NeuralODE(field), _loss, batches)

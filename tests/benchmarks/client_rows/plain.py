@@ -6,15 +6,9 @@ import jax.numpy as jnp
 from equinox import nn
 from jaxtyping import Array
 
-from ..rows import Row, classification_loss, image_batch
+from ..rows import Row, classification_loss, image_batch, mlp
 
 PENALTY = 1e-4
-
-
-def _mlp(batch: int, inputs: int, width: int, depth: int) -> Row:
-    model = nn.MLP(inputs, 10, width, depth, key=jax.random.key(0))
-    title = f"{'-'.join(map(str, (inputs, *depth * (width,), 10)))}, batch {batch}"
-    return Row("mlp", title, model, classification_loss, image_batch(batch, inputs))
 
 
 def _penalised_loss(model: nn.MLP, x: Array, label: Array) -> Array:
@@ -24,10 +18,8 @@ def _penalised_loss(model: nn.MLP, x: Array, label: Array) -> Array:
 
 def mlp_l2(batch: int = 64, inputs: int = 784, width: int = 256, depth: int = 3) -> Row:
     """Weight decay that is written into the loss."""
-    row = _mlp(batch, inputs, width, depth)
-    return row._replace(
-        name="mlp_l2", title=f"MLP with an L2 term, {row.title}", loss=_penalised_loss
-    )
+    row = mlp(batch, inputs, width, depth)
+    return row._replace(title=f"{row.title}, with an L2 term", loss=_penalised_loss)
 
 
 def _distilled_loss(model: nn.MLP, x: Array, other: Array, label: Array) -> Array:
@@ -40,11 +32,11 @@ def _distilled_loss(model: nn.MLP, x: Array, other: Array, label: Array) -> Arra
 
 def mlp_target(batch: int = 64, inputs: int = 784, width: int = 256, depth: int = 3) -> Row:
     """Self-distillation: the model as it is now says what a second view of the input is."""
-    row = _mlp(batch, inputs, width, depth)
+    row = mlp(batch, inputs, width, depth)
     x, label = row.batch
     other = x + 0.1 * jax.random.normal(jax.random.key(2), x.shape)
-    title = f"MLP with a stop_gradient target, {row.title}"
-    return Row("mlp_target", title, row.model, _distilled_loss, (x, other, label))
+    title = f"{row.title}, with a stop_gradient target"
+    return Row(title, row.model, _distilled_loss, (x, other, label))
 
 
 class MaskedLinear(eqx.Module):
@@ -81,7 +73,7 @@ def mlp_masked(batch: int = 64, inputs: int = 784, width: int = 256, depth: int 
     keys = jax.random.split(jax.random.key(0), depth + 1)
     model = MaskedMLP([MaskedLinear(*of) for of in zip(widths, widths[1:], keys, strict=False)])
     title = f"MLP of masked weights, {'-'.join(map(str, widths))}, batch {batch}"
-    return Row("mlp_masked", title, model, classification_loss, image_batch(batch, inputs))
+    return Row(title, model, classification_loss, image_batch(batch, inputs))
 
 
 class WeightNormCNN(eqx.Module):
@@ -109,7 +101,7 @@ def cnn_weight_norm(batch: int = 64, side: int = 28, channels: int = 32) -> Row:
     model = WeightNormCNN(side, channels, jax.random.key(0))
     title = f"CNN with weight norm, {side} x {side}, {channels} channels, batch {batch}"
     images = image_batch(batch, 1, side, side)
-    return Row("cnn_weight_norm", title, model, classification_loss, images)
+    return Row(title, model, classification_loss, images)
 
 
 class BagOfWords(eqx.Module):
@@ -133,4 +125,4 @@ def bag(batch: int = 64, length: int = 64, vocabulary: int = 10_000, width: int 
     labels = jax.random.randint(keys[1], (batch,), 0, 4)
     title = f"bag of {length} words, V={vocabulary}, d={width}, batch {batch}"
     model = BagOfWords(vocabulary, width, jax.random.key(0))
-    return Row("bag", title, model, classification_loss, (tokens, labels))
+    return Row(title, model, classification_loss, (tokens, labels))

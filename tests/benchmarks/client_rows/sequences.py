@@ -44,7 +44,7 @@ def gru(batch: int = 64, length: int = 48, width: int = 64) -> Row:
     points = points / (1 + jnp.arange(length)[:, None])
     model = Spirals(width, jax.random.key(0))
     title = f"GRU over {length} points, h={width}, batch {batch}"
-    return Row("gru", title, model, binary_loss, (points, turns))
+    return Row(title, model, binary_loss, (points, turns))
 
 
 class EncoderLayer(eqx.Module):
@@ -81,22 +81,13 @@ class Bert(eqx.Module):
     pooler: nn.Linear
     head: nn.Linear
 
-    def __init__(
-        self,
-        length: int,
-        width: int,
-        hidden: int,
-        heads: int,
-        depth: int,
-        vocabulary: int,
-        key: Array,
-    ) -> None:
+    def __init__(self, length: int, width: int, depth: int, vocabulary: int, key: Array) -> None:
         keys = jax.random.split(key, depth + 5)
         self.words = nn.Embedding(vocabulary, width, key=keys[0])
         self.segments = nn.Embedding(2, width, key=keys[1])
         self.positions = nn.Embedding(length, width, key=keys[2])
         self.norm = nn.LayerNorm(width)
-        self.layers = [EncoderLayer(width, hidden, heads, key) for key in keys[5:]]
+        self.layers = [EncoderLayer(width, 4 * width, 2, key) for key in keys[5:]]
         self.pooler = nn.Linear(width, width, key=keys[3])
         self.head = nn.Linear(width, 2, key=keys[4])
 
@@ -117,20 +108,14 @@ def _text_loss(model: Any, tokens: Array, segments: Array, label: Array) -> Arra
 
 
 def bert(
-    batch: int = 16,
-    length: int = 128,
-    width: int = 128,
-    hidden: int = 512,
-    heads: int = 2,
-    depth: int = 2,
-    vocabulary: int = 30_522,
+    batch: int = 16, length: int = 128, width: int = 128, depth: int = 2, vocabulary: int = 30_522
 ) -> Row:
     """The smallest of the published sizes, as the documentation fine-tunes it."""
-    model = Bert(length, width, hidden, heads, depth, vocabulary, jax.random.key(0))
+    model = Bert(length, width, depth, vocabulary, jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), 3)
     tokens = jax.random.randint(keys[0], (batch, length), 1, vocabulary)
     ends = jax.random.randint(keys[1], (batch, 1), length // 4, length)
     tokens = jnp.where(jnp.arange(length) < ends, tokens, 0)
     labels = jax.random.randint(keys[2], (batch,), 0, 2)
     title = f"BERT T={length}, d={width}, {depth} layers, V={vocabulary}, batch {batch}"
-    return Row("bert", title, model, _text_loss, (tokens, jnp.zeros_like(tokens), labels))
+    return Row(title, model, _text_loss, (tokens, jnp.zeros_like(tokens), labels))

@@ -150,4 +150,4 @@ def unet(batch: int = 8, side: int = 28, width: int = 16, blocks: int = 1, level
     model = UNet(width, blocks, levels, jax.random.key(0))
     most = width * 2 ** (levels - 1)
     title = f"U-Net of scores, {side} x {side}, {width} to {most} channels, batch {batch}"
-    return Row("unet", title, model, score_loss, noised_images(batch, side))
+    return Row(title, model, score_loss, noised_images(batch, side))

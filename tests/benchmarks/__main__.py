@@ -1,0 +1,5 @@
+"""Runs `python -m tests.benchmarks`."""
+
+from .command import main
+
+main()
