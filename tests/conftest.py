@@ -1,4 +1,4 @@
-"""How the tests run: on what devices, with what programs, and which of them.
+"""How the tests run: on what devices, and with what programs.
 
 There are eight devices, so that sharding has something to spread over. With `--check-types` every
 test sees eqx_dp with its jaxtyping annotations checked at run time by beartype; that takes two
@@ -15,7 +15,6 @@ Hypothesis tries the same cases in every run, so that CI repeats what was seen b
 import gc
 import os
 import tempfile
-from collections import Counter
 from typing import Any
 
 import hypothesis
@@ -66,7 +65,6 @@ def _is_optimized(item: pytest.Item) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", default="0/1", help="which part of the exhaustive cases: 3/20")
     parser.addoption("--check-types", action="store_true", help="check annotations at run time")
 
 
@@ -75,20 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
         jaxtyping.install_import_hook("eqx_dp", "beartype.beartype")
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cases = Counter[tuple[str, str]]()
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and isinstance(item, pytest.Function):
-            test = (str(item.path), item.originalname)
-            if cases[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.exhaustive)
-            cases[test] += 1
-    share, shares = map(int, config.getoption("--share").split("/"))
-    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-    left_out = {item for i, item in enumerate(exhaustive) if i % shares != share}
-    items[:] = [item for item in items if item not in left_out]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The programs of one half are useless to the other: JAX's memory of them is cleared in between.
     items.sort(key=_is_optimized)
 
