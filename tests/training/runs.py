@@ -31,8 +31,8 @@ def plan_of(steps=10):
     return dp.PrivacyPlan(sampling_prob=0.25, steps=steps, noise_multiplier=20.0, delta=1e-5)
 
 
-def small_model(width=2):
-    return eqx.nn.Linear(4, width, key=jax.random.key(0))
+def small_model(width=2, **options):
+    return eqx.nn.Linear(4, width, key=jax.random.key(0), **options)
 
 
 def make(plan=None, optimizer=None, loss=loss, **options):
@@ -53,7 +53,8 @@ def trainer(directory, step=None, data=(XS, YS), **options):
 
 def leaves(tree):
     """All arrays of a tree, as numpy's; of keys, their words."""
-    found = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    found = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | np.ndarray)]
+    assert found
     return [
         np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
         for x in found
@@ -61,10 +62,9 @@ def leaves(tree):
 
 
 def assert_same(one, other):
-    """Bit for bit."""
+    """Bit for bit, shapes and dtypes included."""
     for a, b in zip(leaves(one), leaves(other), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, b, strict=True)
 
 
 def rules_of(kind, devices=8, **options):
