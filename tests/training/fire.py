@@ -106,6 +106,8 @@ def start(place, host, channel, scenario, *arguments):
             raise
         else:
             channel.send((found, [str(w.message) for w in caught]))
+            if host.number > 1:
+                jax.distributed.shutdown()  # which waits for the other hosts
         finally:
             channel.close()
     sys.exit(0)
