@@ -120,7 +120,7 @@ def train(place, channel, save_every=1, callback=lambda event: None, **options):
     def says(event):
         recording.note(event)
         channel.send(event.step)
-        return callback(event)
+        callback(event)
 
     sharding = None
     if jax.process_count() > 1:
@@ -152,23 +152,6 @@ def slowly(place, channel, save_every=1000):
     """Steps of a while, to be told to stop; a background process may ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return train(place, channel, save_every, lambda event: time.sleep(0.05))
-
-
-def with_a_forked_child(place, channel):
-    """How SIGTERM ends a child that is forked while the run hears signals."""
-    statuses = []
-
-    def fork(event):
-        child = os.fork()
-        if child == 0:
-            os._exit(time.sleep(60))
-        time.sleep(0.2)
-        os.kill(child, signal.SIGTERM)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        return True
-
-    train(place, channel, 5, fork)
-    return statuses
 
 
 def interrupted_twice(place, channel):

@@ -131,12 +131,6 @@ def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path):
     place.recording.assert_fresh()
 
 
-def test_a_forked_child_can_be_ended(fleet, tmp_path):
-    run = fleet.start(fire.with_a_forked_child, Place(tmp_path))
-    assert run.result() == 0
-    assert run.found[0] == [-signal.SIGTERM]
-
-
 def test_interrupted_twice_it_ends_at_once(fleet, tmp_path):
     place = Place(tmp_path)
     run = fleet.start(fire.interrupted_twice, place)
@@ -186,17 +180,25 @@ def test_a_full_disk_takes_no_step_that_is_not_noted(fleet, tmp_path):
     assert runs.released(place.files) == STEPS
 
 
-def test_checkpoints_that_fail_are_told_and_the_ledger_counts_on(fleet, tmp_path):
-    """There is room for the ledger's files, and none for the arrays."""
+@pytest.mark.parametrize(
+    ("scenario", "arguments"),
+    [
+        # There is room for the ledger's files, and none for the arrays.
+        (fire.with_a_full_disk, (16_384,)),
+        # Orbax's threads would keep the process, and wait 20 minutes for what was not made.
+        (fire.with_saves_swept_away, ()),
+    ],
+)
+def test_checkpoints_that_fail_are_told_and_the_ledger_counts_on(
+    scenario, arguments, fleet, tmp_path
+):
     place = Place(tmp_path)
-    run = fleet.start(fire.with_a_full_disk, place, 16_384)
+    run = fleet.start(scenario, place, *arguments)
     assert run.result() == 0, run.found
     steps, told = run.found
-    assert steps == STEPS
-    assert len(told) in (8, 9), told  # of the steps 6 to 20; the last may be told twice
+    assert steps == runs.released(place.files) == STEPS
+    assert len(told) >= 8, told
     assert all("A checkpoint could not be written" in text for text in told)
-    assert runs.saved(place.files)[-1] == 4
-    assert runs.released(place.files) == STEPS
 
 
 @pytest.mark.slow
@@ -206,12 +208,3 @@ def test_memory_is_flat_over_ten_thousand_steps(fleet, tmp_path):
     (early, late), told = run.found
     assert told == []
     assert late - early < 3
-
-
-def test_a_failed_save_does_not_keep_the_process(fleet, tmp_path):
-    """Orbax's threads would wait for the directory that was not made: 20 minutes long."""
-    run = fleet.start(fire.with_saves_swept_away, Place(tmp_path))
-    assert run.result() == 0
-    steps, warned = run.found
-    assert steps == STEPS
-    assert "could not be written" in warned[0]

@@ -81,7 +81,6 @@ def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, reco
     [
         (dp.PrivacyPlan(0.5, 10, 20.0, 1e-5), 64, "another plan"),
         (plan_of(11), 64, "another plan"),
-        (dp.PrivacyPlan(0.25, 10, 20.0, 1e-6), 64, "another plan"),
         (PLAN, 65, "another num_examples"),
     ],
 )
@@ -91,15 +90,6 @@ def test_plan_and_number_of_examples_stay(plan, num_examples, said, copy):
         runs.trainer(copy, make(plan, num_examples=num_examples), data).run(small_model())
     assert released(copy) == 6
     assert goes_on(copy) == 4
-
-
-def test_two_directories_have_nothing_in_common(tmp_path, recording):
-    step = recording.step()
-    for directory in (tmp_path / "one", tmp_path / "other", None, None):
-        trainer = runs.trainer(directory, step, recording, callbacks=[recording.note])
-        assert int(trainer.run(small_model(), steps=3).step) == 3
-    recording.assert_fresh()
-    assert recording.taken == 12
 
 
 def test_seeded_runs_repeat_start_by_start(tmp_path):
@@ -402,23 +392,6 @@ def test_when_no_checkpoint_can_be_read_it_says_so(copy):
     with pytest.warns(CheckpointWarning, match="6 of 10 steps may have been released"):
         assert goes_on(copy) == 4
     assert released(copy) == 10
-
-
-def test_files_of_others_stay(tmp_path):
-    """Whatever their names are: hosts, notes, a folder beside the checkpoints."""
-    names = ("hosts/mine.txt", "checkpoints/notes/mine.txt", "ledger/notes.txt", "00000002/mine")
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    goes_on(tmp_path, save_every=1, keep=1)
-    goes_on(tmp_path)
-    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
-    assert saved(tmp_path) == [10]
-
-
-def test_a_model_of_another_shape_does_not_go_on(copy):
-    with pytest.raises(ValueError, match=r"weight: \(2, 4\) there, \(3, 4\) here"):
-        runs.trainer(copy, STEP).run(small_model(3))
 
 
 def test_a_start_of_another_size_that_took_no_step_does_not_count(copy):
