@@ -101,6 +101,7 @@ WIDE = {"all_reduce": "f32", "reduce_scatter": "f32", "all_gather": "bf16"}
         ((), "examples", {"all_reduce", "reduce_scatter"}),
         (fully_sharded_net.SPECS, "params", {"all_gather", "all_reduce", "reduce_scatter"}),
     ],
+    ids=["whole", "scattered", "spread"],
 )
 def test_sums_cross_devices_wide_and_parameters_narrow(policy, params, accumulators, names):
     """A CPU widens narrow collectives by itself, so this looks at the program that it is given."""
