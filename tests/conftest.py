@@ -15,13 +15,11 @@ Hypothesis tries the same cases in every run, so that CI repeats what was seen b
 import gc
 import os
 import tempfile
-from typing import Any
 
 import hypothesis
 import jax
 import jaxtyping
 import pytest
-from jax._src import compiler
 
 hypothesis.settings.register_profile("search", derandomize=False)
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -39,25 +37,8 @@ _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
 jax.config.update("jax_compilation_cache_dir", _PROGRAMS.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
-_FAST = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-if jax.__version_info__ < (0, 11):
-    _FAST["xla_cpu_use_fusion_emitters"] = False
-_options = dict(_FAST)  # the models that test modules make as they are imported are such, too
-_get_compile_options = compiler.get_compile_options
-
-
-def _with_options(*args: Any, env_options_overrides: Any = None, **named: Any) -> Any:
-    return _get_compile_options(
-        *args, env_options_overrides={**_options, **(env_options_overrides or {})}, **named
-    )
-
-
-# JAX has options for one `jax.jit`, but none for those inside a library.
-compiler.get_compile_options = _with_options
+_is_fast = True  # also for the models that test modules make as they are imported
+jax.config.update("jax_disable_most_optimizations", _is_fast)
 
 
 def _is_optimized(item: pytest.Item) -> bool:
@@ -80,18 +61,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    wanted = {} if _is_optimized(item) else _FAST
-    if wanted != _options:
-        _options.clear()
-        _options.update(wanted)
+    global _is_fast
+    if _is_fast == _is_optimized(item):
+        _is_fast = not _is_fast
+        jax.config.update("jax_disable_most_optimizations", _is_fast)
         jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
 def fast() -> dict[str, str]:
     """The environment of a process whose programs are compiled fast, as those of tests are."""
-    flags = (f"--{name}={str(value).lower()}" for name, value in _FAST.items())
-    return {**os.environ, "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags])}
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
 
 
 @pytest.fixture

@@ -77,7 +77,6 @@ REFUSED = {
     "no example axes": ({"examples": ()}, r"examples names no axis.*examples=\('data',\)"),
     "an axis twice": ({"examples": ("data", "data")}, "examples .* twice.*'data'"),
     "examples without an order": ({"examples": {"data", "model"}}, "examples must be .* tuple"),
-    "no mesh": ({"mesh": None}, r"mesh must be .*jax.make_mesh.* found None"),
     "Manual axes": ({"mesh": mesh_of((AUTO, AxisType.Manual))}, "Manual.* Auto or Explicit"),
     "examples on two types": (
         {"mesh": mesh_of(MIXED), "examples": ("model", "data")},

@@ -1,7 +1,6 @@
 """Runs so small that a process of one costs little, for tests and for the processes they start."""
 
 import json
-import os
 
 import equinox as eqx
 import jax
@@ -128,10 +127,8 @@ class Recording:
         return make(plan, **({"optimizer": optimizer, "loss": zero_loss} | options))
 
     def _note(self, kind, host, numbers):
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        descriptor = os.open(self.folder / f"{kind}-{host}.jsonl", flags)
-        os.write(descriptor, f"{json.dumps(numbers)}\n".encode())
-        os.close(descriptor)
+        with (self.folder / f"{kind}-{host}.jsonl").open("ab", buffering=0) as file:
+            file.write(f"{json.dumps(numbers)}\n".encode())
 
     def _noted(self, kind, host):
         file = self.folder / f"{kind}-{host}.jsonl"

@@ -228,12 +228,9 @@ def trainer(data):
     ("make", "data", "said"),
     [
         (dp.Records, iter([1]), "records must have a length and be indexed by whole numbers"),
-        (dp.Records, {"x": XS}, "records must have a length"),
-        (lambda decode: dp.Records([1], decode), 3, "decode must be a function, decode"),
         (trainer, list(range(NUM_EXAMPLES)), "data is a list: a source has a length"),
         (trainer, {0: 1}, "data[0] is a int"),
         (trainer, {}, "data is an empty dictionary"),
-        (trainer, (), "data is an empty tuple"),
         (trainer, (XS, {"y": [1]}), "data[1]['y'] is a list"),
         (trainer, {"x": XS, "y": YS[:10]}, "data['y'] holds 10 examples"),
         (trainer, dp.Records([1, 2]), "data holds 2 examples"),

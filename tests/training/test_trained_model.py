@@ -125,11 +125,6 @@ def test_what_is_no_model_is_not_read(name, tmp_path):
 KEY = jax.random.key(3)
 REFUSED = {
     "no statement": (dp.CheckpointError, {"privacy": Path()}, "holds no ledger of a run"),
-    "a name": (
-        ValueError,
-        {"file": "model.bin"},
-        r"must end in '\.safetensors', found 'model\.bin'",
-    ),
     "a key": (ValueError, {"model": [KEY]}, "0.? is a key of random numbers"),
     "words of a key": (
         ValueError,
