@@ -3,7 +3,6 @@
 No backend may be made here before the fork, and no array: importing and accounting is all.
 """
 
-import ctypes
 import os
 import pathlib
 import resource
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 import equinox as eqx
 import jax
-import optax
 import orbax.checkpoint  # noqa: F401
 import pytest
 
@@ -27,7 +25,6 @@ from tests.training import runs, store
 
 STEPS = 20
 PLAN = runs.plan_of(STEPS)
-LONG = runs.plan_of(10_000)
 # Computed once for all processes; it takes a tenth of a second for each number of steps.
 EPSILONS = [PLAN.epsilon(t) for t in range(STEPS + 1)]
 FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir")
@@ -189,23 +186,3 @@ def with_a_full_disk(place, channel, size):
         return int(trainer.run(wide).step)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def for_ten_thousand_steps(place, channel):
-    """Resident memory, in MiB, early and late: with checkpoints, metrics and evaluation."""
-    seen, libc = [], ctypes.CDLL(None)
-    # scipy keeps the plans of its last 16 Fourier transforms, which accounting makes large; what
-    # the run will ask for is computed before, so that those of its figures are not counted.
-    for done in range(50, LONG.steps + 1, 50):
-        LONG.epsilon(done)
-
-    def note(event):
-        if event.step in (2_000, LONG.steps):
-            libc.malloc_trim(0)  # what is free does not count
-            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-            seen.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-
-    options = {"save_every": 500, "evaluate": lambda model: {"one": 1}, "evaluate_every": 50}
-    step = runs.make(LONG, optax.adam(1e-3))
-    runs.trainer(place.directory, step, callbacks=[note], **options).run(runs.small_model())
-    return seen

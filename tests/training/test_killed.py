@@ -199,12 +199,3 @@ def test_checkpoints_that_fail_are_told_and_the_ledger_counts_on(
     assert steps == runs.released(place.files) == STEPS
     assert len(told) >= 8, told
     assert all("A checkpoint could not be written" in text for text in told)
-
-
-@pytest.mark.slow
-def test_memory_is_flat_over_ten_thousand_steps(fleet, tmp_path):
-    run = fleet.start(fire.for_ten_thousand_steps, Place(tmp_path))
-    assert run.result() == 0
-    (early, late), told = run.found
-    assert told == []
-    assert late - early < 3

