@@ -15,6 +15,8 @@ from tests.sharding import fully_sharded_net, losses
 from tests.sharding.compiled import compiled
 from tests.sharding.losses import mesh_of
 
+pytestmark = pytest.mark.optimized
+
 assert_like_one_device = functools.partial(losses.assert_like_one_device, rtol=1e-5)
 
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))

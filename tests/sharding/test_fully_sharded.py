@@ -197,6 +197,7 @@ def test_a_model_of_one_array(name):
     assert_like_one_device(scanned, layers, batch, rules, method="ghost", microbatch_size=1)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("params", [(), SPECS], ids=["whole", "spread"])
 def test_an_example_that_is_not_finite_changes_no_others(method, params):

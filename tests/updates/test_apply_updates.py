@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from eqx_dp.privacy import key_from_secret
 
+pytestmark = pytest.mark.optimized
+
 BF16 = jnp.bfloat16
 NEAREST = dp.parse_policy("p=bf16,c=bf16,o=f32")
 STOCHASTIC = dp.parse_policy("p=bf16,c=bf16,o=f32,rounding=stochastic")

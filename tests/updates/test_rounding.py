@@ -7,6 +7,8 @@ import pytest
 
 from eqx_dp.updates.rounding import rounded_stochastically
 
+pytestmark = pytest.mark.optimized
+
 NARROW = ["bfloat16", "float16"]
 
 
