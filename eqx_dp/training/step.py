@@ -25,6 +25,7 @@ from ..privacy import (
     fold_text,
     fresh_secret,
     key_from_secret,
+    printed_without_key,
     refuse_to_pickle,
 )
 from ..sharding import ShardingRules
@@ -71,7 +72,7 @@ class Step(Generic[Model]):
     def __post_init__(self) -> None:
         _ = self._noise  # refused now if at all, and made outside of any trace
 
-    __reduce__ = refuse_to_pickle
+    __pdoc__, __reduce__ = printed_without_key, refuse_to_pickle
 
     def __repr__(self) -> str:
         loss, policy = function_name(self.grad_fn.__wrapped__), self.grad_fn.policy
