@@ -45,9 +45,16 @@ def program(accumulators, kind, **options):
         return compiled(step, *args, *rules.shard_batch((np.zeros(64, bool), *BATCH)))
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
-@pytest.mark.parametrize("accumulators", ["params", "examples"])
+@pytest.mark.parametrize(
+    ("kind", "method", "accumulators"),
+    [
+        ("auto", "ghost", "params"),
+        ("auto", "book_keeping", "params"),
+        ("auto", "per_example", "examples"),
+        ("explicit", "ghost", "examples"),
+        ("explicit", "per_example", "params"),
+    ],
+)
 def test_sums_cross_devices_once(kind, method, accumulators):
     """Every weight and bias has a dimension that eight devices divide, to scatter a sum along."""
     found = program(accumulators, kind=kind, method=method, microbatch_size=2).collectives

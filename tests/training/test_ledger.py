@@ -61,9 +61,12 @@ CHANGES = {
     "average": lambda: {"ema": 0.9},
     "eight devices": lambda: {"sharding": runs.rules_of("Auto")},
 }
+QUICK = ("microbatch", "optimizer")
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CHANGES]
+)
 def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, recording, recwarn):
     """And changes back, and has fresh noise and samples each time."""
     one, other = recording.step(), recording.step(**CHANGES[name]())
@@ -358,7 +361,9 @@ def emptied(file):
     file.write_text("{}")
 
 
-@pytest.mark.parametrize("part", ["state", "record"])
+# A read that fails leaves callbacks of TensorStore that find their event loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("part", [pytest.param("state", marks=pytest.mark.slow), "record"])
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flipped, emptied])
 def test_damage_to_a_checkpoint_costs_no_privacy(damage, part, begun, tmp_path):
     """The checkpoint before is used; or the damage does not matter, and none is seen."""
