@@ -52,7 +52,6 @@ def program(accumulators, kind, **options):
         ("auto", "book_keeping", "params"),
         ("auto", "per_example", "examples"),
         ("explicit", "ghost", "examples"),
-        ("explicit", "per_example", "params"),
     ],
 )
 def test_sums_cross_devices_once(kind, method, accumulators):

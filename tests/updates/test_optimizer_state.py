@@ -71,8 +71,7 @@ def test_rates_that_are_state_keep_their_dtype():
     optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
     state = taken(made(f"c=f32,{NARROW}", optimizer))
     rate = state.opt_state[1].hyperparams["learning_rate"]
-    assert rate.dtype == jnp.float32
-    assert rate == np.float32(1e-3)
+    assert (rate.dtype, rate) == (jnp.float32, np.float32(1e-3))
 
 
 def test_what_an_optimizer_narrows_by_itself_is_refused():
