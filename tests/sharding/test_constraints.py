@@ -333,14 +333,14 @@ def test_rules_inside_a_shard_map():
 
 
 @pytest.mark.parametrize(
-    ("of_rules", "in_context", "told"),
+    ("of_rules", "in_context", "meshes"),
     [
         (mesh_of("auto", data=8), MESHES["auto"], "'model': 2.*'data': 8"),
         (MESHES["explicit"], MESHES["auto"], "Auto.*Explicit.*one mesh"),
     ],
     ids=["other axes", "another kind of axes"],
 )
-def test_another_mesh_in_context(of_rules, in_context, told):
-    message = rf"(?s)mesh in context.*{told}"
+def test_another_mesh_in_context(of_rules, in_context, meshes):
+    message = rf"(?s)mesh in context.*{meshes}"
     with jax.set_mesh(in_context), pytest.raises(ValueError, match=message):
         product(dp.ShardingRules(of_rules))(jnp.asarray(WEIGHT), X)

@@ -207,17 +207,17 @@ def test_a_fault_of_a_batch_as_a_whole_does_not_tell_how_many_there_are():
 
 
 @pytest.mark.parametrize(
-    ("records", "said"),
+    ("records", "message"),
     [
         ([YS[:2], *[YS[:1]] * 63], "records differ in shape or dtype"),
         ([1.0, *[{"x": 1.0}] * 63], "records differ in structure"),
     ],
 )
-def test_records_at_fault_are_not_told(records, said):
+def test_records_at_fault_are_not_told(records, message):
     everything = PoissonSampler(NUM_EXAMPLES, 1.0, seed=SEED)
     with pytest.raises(dp.DataError, match="data, a Records: the source raised") as caught:
         next(batches_of(dp.Records(records), everything, 1))
-    assert said in caught.value.private_details()
+    assert message in caught.value.private_details()
 
 
 def trainer(data):
@@ -225,7 +225,7 @@ def trainer(data):
 
 
 @pytest.mark.parametrize(
-    ("make", "data", "said"),
+    ("make", "data", "message"),
     [
         (dp.Records, iter([1]), "records must have a length and be indexed by whole numbers"),
         (trainer, list(range(NUM_EXAMPLES)), "data is a list: a source has a length"),
@@ -238,8 +238,8 @@ def trainer(data):
         (trainer, XS[:-1], "data holds 63 examples, and the step was made with num_examples=64"),
     ],
 )
-def test_what_is_no_source(make, data, said, unchecked):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_what_is_no_source(make, data, message, unchecked):
+    with pytest.raises(ValueError, match=re.escape(message)):
         make(data)
 
 

@@ -118,13 +118,13 @@ def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path):
     assert 3 <= taken < STEPS
     assert [entry["ended"] for entry in runs.entries(place.files)] == [True]
     assert runs.released(place.files) == taken == runs.saved(place.files)[-1]
-    said = f"saved at step {taken} of {STEPS} in {place.directory}; start again to go on."
+    message = f"saved at step {taken} of {STEPS} in {place.directory}; start again to go on."
     if number == signal.SIGTERM:
         assert status == 143
-        assert f"eqx_dp: {said}" in (tmp_path / "stderr.txt").read_text()
+        assert f"eqx_dp: {message}" in (tmp_path / "stderr.txt").read_text()
     else:
         assert "KeyboardInterrupt" in run.found
-        assert said in run.found
+        assert message in run.found
     run = fleet.start(fire.train, place)
     assert (run.result(), run.found) == (0, (STEPS, []))
     assert place.recording.taken == STEPS == runs.released(place.files)
@@ -195,7 +195,7 @@ def test_checkpoints_that_fail_are_told_and_the_ledger_counts_on(
     place = Place(tmp_path)
     run = fleet.start(scenario, place, *arguments)
     assert run.result() == 0, run.found
-    steps, told = run.found
+    steps, warned = run.found
     assert steps == runs.released(place.files) == STEPS
-    assert len(told) >= 8, told
-    assert all("A checkpoint could not be written" in text for text in told)
+    assert len(warned) >= 8, warned
+    assert all("A checkpoint could not be written" in text for text in warned)

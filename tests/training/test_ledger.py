@@ -75,21 +75,21 @@ def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, reco
         trainer.run(small_model(), steps)
     recording.assert_fresh()
     assert recording.taken == released(tmp_path / "run") == PLAN.steps
-    told = [w for w in recwarn if w.category is CheckpointWarning]
-    assert len(told) == 3 * (name in ("optimizer", "average"))
+    warned = [w for w in recwarn if w.category is CheckpointWarning]
+    assert len(warned) == 3 * (name in ("optimizer", "average"))
 
 
 @pytest.mark.parametrize(
-    ("plan", "num_examples", "said"),
+    ("plan", "num_examples", "message"),
     [
         (dp.PrivacyPlan(0.5, 10, 20.0, 1e-5), 64, "another plan"),
         (plan_of(11), 64, "another plan"),
         (PLAN, 65, "another num_examples"),
     ],
 )
-def test_plan_and_number_of_examples_stay(plan, num_examples, said, copy):
+def test_plan_and_number_of_examples_stay(plan, num_examples, message, copy):
     data = (np.zeros((num_examples, 4), np.float32), np.zeros(num_examples, np.float32))
-    with pytest.raises(ValueError, match=f"has {said}.* there, .* here"):
+    with pytest.raises(ValueError, match=f"has {message}.* there, .* here"):
         runs.trainer(copy, make(plan, num_examples=num_examples), data).run(small_model())
     assert released(copy) == 6
     assert goes_on(copy) == 4
@@ -323,12 +323,12 @@ LEDGERS = {
 
 @pytest.mark.parametrize("name", LEDGERS)
 def test_a_ledger_that_is_damaged_is_refused_by_name(name, copy):
-    damage, said = LEDGERS[name]
+    damage, message = LEDGERS[name]
     file = of_start(copy, 0)
     damage(file)
-    with pytest.raises(dp.CheckpointError, match=said) as caught:
+    with pytest.raises(dp.CheckpointError, match=message) as caught:
         goes_on(copy)
-    file = file.parent if "disagree" in said else file
+    file = file.parent if "disagree" in message else file
     assert str(file) in str(caught.value)
     if name not in ("missing", "fewer steps"):  # which a checkpoint alone can tell
         with pytest.raises(dp.CheckpointError, match=re.escape(str(file))):
@@ -376,10 +376,10 @@ def test_damage_to_a_checkpoint_costs_no_privacy(damage, part, begun, tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", CheckpointWarning)
             state = runs.trainer(copy, STEP).run(small_model(), steps=7)
-        told = [str(w.message) for w in caught if w.category is CheckpointWarning]
-        seen += bool(told)
-        assert int(state.step) == (5 if told else 7)
-        assert all("checkpoints/6 cannot be read, and the one before" in text for text in told)
+        warned = [str(w.message) for w in caught if w.category is CheckpointWarning]
+        seen += bool(warned)
+        assert int(state.step) == (5 if warned else 7)
+        assert all("checkpoints/6 cannot be read, and the one before" in text for text in warned)
         assert released(copy) == 7
         assert [entry["steps"] for entry in runs.entries(copy)] == [4, 2, 1]
     assert seen
@@ -388,10 +388,10 @@ def test_damage_to_a_checkpoint_costs_no_privacy(damage, part, begun, tmp_path):
 def test_when_no_checkpoint_can_be_read_it_says_so(copy):
     for number in (2, 4, 6):
         shutil.rmtree(copy / "checkpoints" / str(number) / "state")
-    said = (
+    message = (
         r"(?s)None of the checkpoints .*6 \(\w+\), 4 .*2 .*the steps that were released still count"
     )
-    with pytest.warns(CheckpointWarning), pytest.raises(dp.CheckpointError, match=said):
+    with pytest.warns(CheckpointWarning), pytest.raises(dp.CheckpointError, match=message):
         goes_on(copy)
     shutil.rmtree(copy / "checkpoints")
     with pytest.warns(CheckpointWarning, match="6 of 10 steps may have been released"):

@@ -62,8 +62,8 @@ def test_a_second_privatizer_is_refused(wrap):
 )
 def test_clipping_that_was_left_in_the_chain_is_told(optimizer, clips, recwarn):
     make(optimizer=optimizer)
-    told = [str(w.message) for w in recwarn]
-    assert [f"mostly noise: {clips}." in text for text in told] == [True] * (clips is not None)
+    warned = [str(w.message) for w in recwarn]
+    assert [f"mostly noise: {clips}." in text for text in warned] == [True] * (clips is not None)
 
 
 @pytest.mark.parametrize(

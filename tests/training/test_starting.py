@@ -112,14 +112,14 @@ def reads():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"model": net(), "init_model": net}, "Give the starting model, .* Found both"),
         ({"init_model": reads}, "init_model cannot be compiled: it reads the value of an array"),
         ({"init_model": lambda: (3, jnp.arange(3))}, "Nothing is trainable"),
     ],
 )
-def test_what_is_refused(arguments, said):
+def test_what_is_refused(arguments, message):
     for call in (runs.trainer(None).run, seeded().init):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             call(**arguments)

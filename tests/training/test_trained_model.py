@@ -43,12 +43,12 @@ def test_a_model_in_a_file_comes_back_with_its_statement(run, tmp_path):
     dp.save_model(file, trained, privacy=directory, policy=policy)
     assert_same(dp.load_model(file, like=shapes()), trained)
     with safe_open(file, "numpy") as opened:
-        told = opened.metadata()
+        metadata = opened.metadata()
         assert set(opened.keys()) == {"weight", "bias"}
     statement = json.loads((directory / "privacy.json").read_text())
-    assert json.loads(told["privacy"]) == statement
+    assert json.loads(metadata["privacy"]) == statement
     assert statement["epsilon"] == plan_of().epsilon()
-    assert told["policy"] == str(policy)
+    assert metadata["policy"] == str(policy)
     assert list(tmp_path.iterdir()) == [file]
     assert not [x for x in (str(directory), "opt_state") if x.encode() in file.read_bytes()]
 
@@ -57,9 +57,9 @@ def test_a_plan_is_a_statement(tmp_path):
     file = tmp_path / "model.safetensors"
     dp.save_model(file, small_model(), privacy=plan_of())
     with safe_open(file, "numpy") as opened:
-        told = json.loads(opened.metadata()["privacy"])
-    told = told["epsilon"], told["steps_released"], told["delta"]
-    assert told == (plan_of().epsilon(), 10, 1e-5)
+        statement = json.loads(opened.metadata()["privacy"])
+    found = statement["epsilon"], statement["steps_released"], statement["delta"]
+    assert found == (plan_of().epsilon(), 10, 1e-5)
 
 
 class Nested(eqx.Module):
@@ -99,26 +99,26 @@ def test_a_checkpoint_that_is_damaged_is_not_read(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("like", "told"),
+    ("like", "message"),
     [
         (lambda: small_model(width=3), r"weight: \(2, 4\) there, \(3, 4\) here"),
         (lambda: small_model(use_bias=False), r"bias: \(2,\) there, nothing here"),
         (lambda: (small_model(), jnp.ones(1)), r"nothing there, \(1,\) here"),
     ],
 )
-def test_another_structure_is_refused(run, tmp_path, like, told):
+def test_another_structure_is_refused(run, tmp_path, like, message):
     file = tmp_path / "model.safetensors"
     dp.save_model(file, run[1])
     for source in (run[0], file):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             dp.load_model(source, like=like())
 
 
 @pytest.mark.parametrize("name", ["", "damaged.safetensors", "nowhere.safetensors"])
 def test_what_is_no_model_is_not_read(name, tmp_path):
     (tmp_path / "damaged.safetensors").write_bytes(b"no")
-    said = "cannot be read" if name else "holds no checkpoint"
-    with pytest.raises(dp.CheckpointError, match=said):
+    message = "cannot be read" if name else "holds no checkpoint"
+    with pytest.raises(dp.CheckpointError, match=message):
         dp.load_model(tmp_path / name, like=small_model())
 
 
@@ -137,8 +137,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_written(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    error, options, said = REFUSED[name]
+    error, options, message = REFUSED[name]
     options = {"file": "model.safetensors", "model": small_model()} | options
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         dp.save_model(options.pop("file"), options.pop("model"), **options)
     assert not list(tmp_path.iterdir())

@@ -53,7 +53,7 @@ def test_progress_shows_what_is_public(capsys):
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
         (0.5, "evaluate must return a mapping of names to numbers"),
         ({"epsilon": 1.0}, r"other than step, seconds, epsilon. Found names \['epsilon'\]"),
@@ -61,8 +61,8 @@ def test_progress_shows_what_is_public(capsys):
         ({"accuracy": "good"}, r"Found a dict \(ValueError\)"),
     ],
 )
-def test_what_an_evaluation_may_not_return(found, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_an_evaluation_may_not_return(found, message):
+    with pytest.raises(ValueError, match=message):
         runs.trainer(None, STEP, evaluate=lambda model: found, evaluate_every=1).run(small_model())
 
 
