@@ -1,4 +1,4 @@
-"""How the tests run: on what devices, with what programs, and which of them.
+"""How the tests run: on what devices, and with what programs.
 
 There are eight devices, so that sharding has something to spread over. With `--check-types` every
 test sees eqx_dp with its jaxtyping annotations checked at run time by beartype; that takes two
@@ -15,14 +15,11 @@ Hypothesis tries the same cases in every run, so that CI repeats what was seen b
 import gc
 import os
 import tempfile
-from collections import Counter
-from typing import Any
 
 import hypothesis
 import jax
 import jaxtyping
 import pytest
-from jax._src import compiler
 
 hypothesis.settings.register_profile("search", derandomize=False)
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -40,25 +37,8 @@ _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
 jax.config.update("jax_compilation_cache_dir", _PROGRAMS.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
-_FAST = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-if jax.__version_info__ < (0, 11):
-    _FAST["xla_cpu_use_fusion_emitters"] = False
-_options = dict(_FAST)  # the models that test modules make as they are imported are such, too
-_get_compile_options = compiler.get_compile_options
-
-
-def _with_options(*args: Any, env_options_overrides: Any = None, **named: Any) -> Any:
-    return _get_compile_options(
-        *args, env_options_overrides={**_options, **(env_options_overrides or {})}, **named
-    )
-
-
-# JAX has options for one `jax.jit`, but none for those inside a library.
-compiler.get_compile_options = _with_options
+_is_fast = True  # also for the models that test modules make as they are imported
+jax.config.update("jax_disable_most_optimizations", _is_fast)
 
 
 def _is_optimized(item: pytest.Item) -> bool:
@@ -66,7 +46,6 @@ def _is_optimized(item: pytest.Item) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", default="0/1", help="which part of the exhaustive cases: 3/20")
     parser.addoption("--check-types", action="store_true", help="check annotations at run time")
 
 
@@ -75,38 +54,24 @@ def pytest_configure(config: pytest.Config) -> None:
         jaxtyping.install_import_hook("eqx_dp", "beartype.beartype")
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cases = Counter[tuple[str, str]]()
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and isinstance(item, pytest.Function):
-            test = (str(item.path), item.originalname)
-            if cases[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.exhaustive)
-            cases[test] += 1
-    share, shares = map(int, config.getoption("--share").split("/"))
-    exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-    left_out = {item for i, item in enumerate(exhaustive) if i % shares != share}
-    items[:] = [item for item in items if item not in left_out]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The programs of one half are useless to the other: JAX's memory of them is cleared in between.
     items.sort(key=_is_optimized)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    wanted = {} if _is_optimized(item) else _FAST
-    if wanted != _options:
-        _options.clear()
-        _options.update(wanted)
+    global _is_fast
+    if _is_fast == _is_optimized(item):
+        _is_fast = not _is_fast
+        jax.config.update("jax_disable_most_optimizations", _is_fast)
         jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
 def fast() -> dict[str, str]:
     """The environment of a process whose programs are compiled fast, as those of tests are."""
-    flags = (f"--{name}={str(value).lower()}" for name, value in _FAST.items())
-    return {**os.environ, "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags])}
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
 
 
 @pytest.fixture

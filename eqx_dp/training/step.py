@@ -25,6 +25,7 @@ from ..privacy import (
     fold_text,
     fresh_secret,
     key_from_secret,
+    printed_without_key,
     refuse_to_pickle,
 )
 from ..shown import function_name
@@ -71,7 +72,7 @@ class Step(Generic[Model]):
     def __post_init__(self) -> None:
         _ = self._noise  # checked now, outside of any trace
 
-    __reduce__ = refuse_to_pickle
+    __pdoc__, __reduce__ = printed_without_key, refuse_to_pickle
 
     def __repr__(self) -> str:
         loss, policy = function_name(self.grad_fn.__wrapped__), self.grad_fn.policy

@@ -166,20 +166,42 @@ def gpt_rules(mesh, is_stacked=False, accumulators="params"):
     )
 
 
-def assert_like_one_device(fun, model, batch, rules, padding=None, rtol=1e-4, **options):
+def assert_like_one_device(fun, model, batch, rules, padding=None, key=None, rtol=1e-4, **options):
     """Values and gradients are those without a mesh, and gradients live where they ought to."""
     options = {"l2_clip_norm": 0.7, **options}
-    expected = eqx.filter_jit(dp.filter_value_and_clipped_grad(fun, **options))(
-        model, *batch, is_padding_example=padding
-    )
+    given = {"is_padding_example": padding, "key": key}
+    alone = dp.filter_value_and_clipped_grad(fun, **options)
+    expected = eqx.filter_jit(alone)(model, *batch, **given)
     on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
     with jax.set_mesh(rules.mesh):
-        found = eqx.filter_jit(on_mesh)(
-            rules.shard(model), *rules.shard_batch(batch), is_padding_example=padding
-        )
+        found = eqx.filter_jit(on_mesh)(rules.shard(model), *rules.shard_batch(batch), **given)
         specs = jax.tree.leaves(rules.accumulator_specs(found[1]))
         for leaf, spec in zip(jax.tree.leaves(found[1]), specs, strict=True):
             sharding = jax.sharding.NamedSharding(rules.mesh, spec)
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+# Of a loss on eight examples with one matrix, which says something of sharding or not.
+WEIGHT = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(8, 5, 4)).astype(np.float32)
+
+
+def gradient(loss, mesh=None, rules=None, **options):
+    """The clipped gradient, on a mesh or on one device."""
+    options = {"l2_clip_norm": 1.0, "keep_batch_dim": True} | options
+    if mesh is None:
+        return jax.jit(dp.filter_clipped_grad(loss, **options))(WEIGHT, X)
+    rules = rules or dp.ShardingRules(mesh)
+    options = {"sharding": rules} | options
+    with jax.set_mesh(mesh):
+        model, batch = rules.shard(WEIGHT), rules.shard_batch(X)
+        return jax.jit(dp.filter_clipped_grad(loss, **options))(model, batch)
+
+
+def assert_like_free(make_loss, kind, **options):
+    """On 4 x 2 devices the gradient is that without constraints on one device."""
+    found = gradient(make_loss(Says(kind)), mesh_of(kind, data=4, model=2), **options)
+    expected = gradient(make_loss(Says("auto", constrained=False)), **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

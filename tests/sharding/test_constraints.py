@@ -1,6 +1,5 @@
 """What a loss may say about sharding, where, and what is refused."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,36 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from tests.sharding.losses import Says, mesh_of
+from tests.sharding.compiled import compiled
+from tests.sharding.losses import WEIGHT, Says, X, assert_like_free, gradient, mesh_of
 
 KINDS = ["auto", "explicit"]
-rng = np.random.default_rng(0)
-WEIGHT = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
-X = rng.normal(size=(8, 5, 4)).astype(np.float32)
-
-
-def gradient(loss, kind="auto", rules=None, **options):
-    """The clipped gradient on a 4 x 2 mesh."""
-    mesh = mesh_of(kind, data=4, model=2)
-    rules = rules(mesh) if rules else dp.ShardingRules(mesh)
-    options = {"l2_clip_norm": 1.0, "keep_batch_dim": True, "sharding": rules, **options}
-    with jax.set_mesh(mesh):
-        model, batch = rules.shard(WEIGHT), rules.shard_batch(X)
-        return jax.jit(dp.filter_clipped_grad(loss, **options))(model, batch)
-
-
-def expected(loss, **options):
-    """The same of a loss without constraints, on one device."""
-    options = {"l2_clip_norm": 1.0, "keep_batch_dim": True, **options}
-    return jax.jit(dp.filter_clipped_grad(loss, **options))(WEIGHT, X)
-
-
-def check(make_loss, kind, **options):
-    """`make_loss` makes a loss that says something of sharding, or not."""
-    found = gradient(make_loss(Says(kind)), kind, **options)
-    np.testing.assert_allclose(
-        found, expected(make_loss(Says("auto", False)), **options), rtol=1e-5, atol=1e-6
-    )
+MESHES = {kind: mesh_of(kind, data=4, model=2) for kind in KINDS}
 
 
 # Where a loss may constrain.
@@ -155,7 +129,7 @@ def under_cond_and_jit(says):
     ],
 )
 def test_where_a_batch_may_be_constrained(make_loss, kind):
-    check(make_loss, kind)
+    assert_like_free(make_loss, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,28 +145,23 @@ def test_a_loss_on_one_example_speaks_of_the_other_axes(kind, method):
 
         return loss
 
-    check(make_loss, kind, keep_batch_dim=False, method=method)
+    assert_like_free(make_loss, kind, keep_batch_dim=False, method=method)
 
 
 def test_what_is_left_of_a_constraint_divides_the_work():
     """Hidden units are spread over `model` because the loss says so, and by nothing else."""
+    mesh, wide = MESHES["auto"], jnp.ones((4, 512))
+    options = {"l2_clip_norm": 1.0, "keep_batch_dim": True, "method": "per_example"}
 
-    def loss(w, x):
-        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("data", None, "model"))
-        return jnp.sum(hidden**2)
+    def flops(says):
+        def loss(w, x):
+            return jnp.sum(says.constrain(jnp.tanh(x @ w), P("data", None, "model")) ** 2)
 
-    mesh = mesh_of("auto", data=4, model=2)
-    rules = dp.ShardingRules(mesh)
-    wide = jnp.ones((4, 512))
-
-    def flops(loss):
-        grad_fn = dp.filter_clipped_grad(
-            loss, l2_clip_norm=1.0, keep_batch_dim=True, sharding=rules, method="per_example"
-        )
+        grad_fn = dp.filter_clipped_grad(loss, sharding=dp.ShardingRules(mesh), **options)
         with jax.set_mesh(mesh):
-            return jax.jit(grad_fn).lower(wide, X).compile().cost_analysis()["flops"]
+            return compiled(grad_fn, wide, X).flops
 
-    assert flops(loss) <= 0.6 * flops(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+    assert flops(Says("auto")) <= 0.6 * flops(Says("auto", constrained=False))
 
 
 def jitted_with_shardings(mesh, *entries):
@@ -206,9 +175,9 @@ def put(mesh, *entries):
 
 @pytest.mark.parametrize("move", [jitted_with_shardings, put])
 def test_other_ways_to_constrain(move):
-    layer = move(mesh_of("auto", data=4, model=2), None, None, "model")
-    found = gradient(lambda w, x: jnp.sum(layer(x @ w) ** 2))
-    plain = expected(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+    layer = move(MESHES["auto"], None, None, "model")
+    found = gradient(lambda w, x: jnp.sum(layer(x @ w) ** 2), MESHES["auto"])
+    plain = gradient(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
 
 
@@ -251,27 +220,49 @@ def with_shard_map(axis):
     return under(lambda w, x: jax.shard_map(lambda x: 2 * x, **spread)(x))
 
 
-MESHES = {kind: mesh_of(kind, data=4, model=2) for kind in KINDS}
+def in_a_backward_rule():
+    says = Says("auto")
+
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    def backward(_, cotangent):
+        return (2 * says.constrain(cotangent, P(None, None, "data")),)
+
+    double.defvjp(lambda x: (2 * x, None), backward)
+    return lambda w, x: jnp.sum(double(says.einsum("btd,df->btf", x, w, P("data"))))
+
+
+def of_parameters_and_examples(parameter_first):
+    """In a batch of one both calls share one program."""
+
+    @jax.jit
+    def spread(x):
+        return jax.lax.with_sharding_constraint(x, P("data"))
+
+    def loss(w, x):
+        calls = [lambda: spread(w[None, :, :4]), lambda: spread(x[:, :4])]
+        first, second = calls if parameter_first else reversed(calls)
+        return jnp.sum(first()) + jnp.sum(second()) + jnp.sum(x @ w)
+
+    return loss
+
+
 LAYOUT = Format(Layout((2, 1, 0)), NamedSharding(MESHES["auto"], P()))
 OF_EXAMPLES = NamedSharding(mesh_of("auto", batch=8), P("batch"))
 UNNAMED = r"P\('model',?\).*test_constraints.*rules do not name.*examples=\('data', 'model'\)"
 NO_EXAMPLES = "spec P.*carries no examples.*'data'.*params="
+INSTEAD = "batch of one.*with_sharding_constraint instead"
+NO_EXAMPLES_THERE = "with spec.*test_constraints.*carries no examples"
 REFUSED = {
     "an axis that the rules lack": ("auto", constrained("model"), UNNAMED),
     "two axes": ("auto", constrained(("data", "model")), "rules do not name"),
     "time": ("auto", constrained(None, "data"), NO_EXAMPLES),
     "a parameter": ("auto", constrained("data", value=lambda w, x: w), NO_EXAMPLES),
     "a sum": ("auto", constrained("data", value=lambda w, x: jnp.sum(x, 0)), NO_EXAMPLES),
-    "jit": (
-        "auto",
-        under(lambda w, x: jitted_with_shardings(MESHES["auto"], "data")(x)),
-        "batch of one.*with_sharding_constraint instead",
-    ),
-    "put": (
-        "auto",
-        under(lambda w, x: put(MESHES["auto"], "data")(x)),
-        "batch of one.*with_sharding_constraint instead",
-    ),
+    "jit": ("auto", under(lambda w, x: jitted_with_shardings(MESHES["auto"], "data")(x)), INSTEAD),
+    "put": ("auto", under(lambda w, x: put(MESHES["auto"], "data")(x)), INSTEAD),
     "a layout": ("auto", under(lambda w, x: lax.with_sharding_constraint(x, LAYOUT)), "layout"),
     "another mesh": (
         "auto",
@@ -286,6 +277,9 @@ REFUSED = {
         "pass the PartitionSpec alone",
     ),
     "at once": ("explicit", computed_at_once, "computes something at once.*axes Auto"),
+    "a backward rule": ("auto", in_a_backward_rule(), NO_EXAMPLES_THERE),
+    "a parameter, then examples": ("auto", of_parameters_and_examples(True), NO_EXAMPLES),
+    "examples, then a parameter": ("auto", of_parameters_and_examples(False), NO_EXAMPLES),
     "length": ("auto", depends_on_the_length, "depend on the length"),
     "a collective": ("auto", under(lambda w, x: lax.pmean(x, "data")), "mixes examples"),
     "a shard_map": ("auto", with_shard_map("model"), "shard_map over the axis 'model'.*test_const"),
@@ -297,135 +291,56 @@ REFUSED = {
 def test_what_cannot_be_moved(name):
     kind, loss, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        gradient(loss, kind)
+        gradient(loss, MESHES[kind])
 
 
 def test_what_is_spread_over_both_axes_with_rules_that_name_both():
-    found = gradient(
-        constrained(("data", "model")),
-        rules=lambda mesh: dp.ShardingRules(mesh, examples=("data", "model")),
-    )
+    rules = dp.ShardingRules(MESHES["auto"], examples=("data", "model"))
+    found = gradient(constrained(("data", "model")), MESHES["auto"], rules)
     # What is added to the loss has no parameter.
-    np.testing.assert_allclose(found, expected(lambda w, x: jnp.sum(x @ w)), rtol=1e-5, atol=1e-6)
+    plain = gradient(lambda w, x: jnp.sum(x @ w))
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_an_einsum_may_say_that_its_result_is_whole():
-    gradient(einsum_to(None, None, None), "explicit")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_batch_dim": False}, "carries no examples"),
+        ({"sharding": None}, r"test_constraints.*sharding=dp\.ShardingRules"),
+    ],
+)
+def test_an_example_axis_without_examples_or_rules(options, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        gradient(constrained("data"), MESHES["auto"], **options)
+
+
+def product(rules):
+    return dp.filter_clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0, sharding=rules)
 
 
 def test_example_axes_of_another_kind_than_the_others():
     types = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    rules = dp.ShardingRules(mesh)
-    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0, sharding=rules)
     with pytest.raises(ValueError, match="one or the other"):
-        grad_fn(WEIGHT, X)
-
-
-def test_an_example_axis_in_a_loss_on_one_example():
-    with pytest.raises(ValueError, match="carries no examples"):
-        gradient(constrained("data"), keep_batch_dim=False)
-
-
-def test_constraints_without_rules():
-    with pytest.raises(ValueError, match=r"(?s)test_constraints.*sharding=dp\.ShardingRules"):
-        gradient(constrained("data"), sharding=None)
+        product(dp.ShardingRules(mesh))(jnp.asarray(WEIGHT), X)
 
 
 def test_rules_inside_a_shard_map():
-    mesh = mesh_of("auto", data=8)
-    rules = dp.ShardingRules(mesh)
-    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0, sharding=rules)
-    mapped = jax.shard_map(
-        grad_fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-    )
+    grad_fn = product(dp.ShardingRules(MESHES["auto"]))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
     with pytest.raises(ValueError, match="outside of shard_map"):
-        jax.jit(mapped)(WEIGHT, X)
+        jax.jit(jax.shard_map(grad_fn, mesh=MESHES["auto"], **specs))(WEIGHT, X)
 
 
 @pytest.mark.parametrize(
-    ("of_rules", "in_context", "told"),
+    ("of_rules", "in_context", "meshes"),
     [
-        (("auto", {"data": 8}), ("auto", {"data": 4, "model": 2}), "'model': 2.*'data': 8"),
-        (("explicit", {"data": 8}), ("auto", {"data": 8}), "Auto.*Explicit.*one mesh"),
+        (mesh_of("auto", data=8), MESHES["auto"], "'model': 2.*'data': 8"),
+        (MESHES["explicit"], MESHES["auto"], "Auto.*Explicit.*one mesh"),
     ],
     ids=["other axes", "another kind of axes"],
 )
-def test_another_mesh_in_context(of_rules, in_context, told):
-    (kind, axes), (other, other_axes) = of_rules, in_context
-    grad_fn = dp.filter_clipped_grad(
-        lambda w, x: jnp.sum(x @ w),
-        l2_clip_norm=1.0,
-        sharding=dp.ShardingRules(mesh_of(kind, **axes)),
-    )
-    with (
-        jax.set_mesh(mesh_of(other, **other_axes)),
-        pytest.raises(ValueError, match=rf"(?s)mesh in context.*{told}"),
-    ):
-        grad_fn(WEIGHT, X)
-
-
-def test_examples_that_do_not_divide():
-    grad_fn = dp.filter_clipped_grad(
-        lambda w, x: jnp.sum(x @ w),
-        l2_clip_norm=1.0,
-        sharding=dp.ShardingRules(mesh_of("auto", data=8)),
-    )
-    with pytest.raises(ValueError, match=r"(?s)7 examples.*8 devices.*pad_to=8.*here 8"):
-        grad_fn(WEIGHT, X[:7])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_constraint_in_a_backward_rule_that_cannot_be_moved(kind):
-    says = Says(kind)
-
-    @jax.custom_vjp
-    def double(x):
-        return 2 * x
-
-    def backward(_, cotangent):
-        return (2 * says.constrain(cotangent, P(None, None, "data")),)
-
-    double.defvjp(lambda x: (2 * x, None), backward)
-
-    def loss(w, x):
-        return jnp.sum(double(says.einsum("btd,df->btf", x, w, P("data"))))
-
-    with pytest.raises(ValueError, match=r"(?s)with spec.*test_constraints.*carries no examples"):
-        gradient(loss, kind)
-
-
-@pytest.mark.parametrize("parameter_first", [True, False])
-def test_a_jitted_function_that_constrains_both_parameters_and_examples(parameter_first):
-    """In a batch of one both calls share one program."""
-
-    @jax.jit
-    def spread(x):
-        return jax.lax.with_sharding_constraint(x, P("data"))
-
-    def loss(w, x):
-        own, rows = (lambda: spread(w[None, :1])), (lambda: spread(x[:, :1]))
-        first, second = (own, rows) if parameter_first else (rows, own)
-        return jnp.sum(first()) + jnp.sum(second()) + jnp.sum(x @ w)
-
-    mesh = mesh_of("auto", data=4, model=2)
-    rules = dp.ShardingRules(mesh)
-    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, keep_batch_dim=True, sharding=rules)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="carries no examples"):
-        grad_fn(jnp.ones((4, 4)), X)
-
-
-def test_rules_are_part_of_the_function():
-    rules = dp.ShardingRules(mesh_of("auto", data=8))
-    grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0, sharding=rules)
-    assert grad_fn.sharding == rules
-    traces = []
-
-    @eqx.filter_jit
-    def call(grad_fn, w, x):
-        traces.append(None)
-        return grad_fn(w, x)
-
-    for _ in range(2):
-        call(grad_fn, WEIGHT, X)
-    assert len(traces) == 1
+def test_another_mesh_in_context(of_rules, in_context, meshes):
+    message = rf"(?s)mesh in context.*{meshes}"
+    with jax.set_mesh(in_context), pytest.raises(ValueError, match=message):
+        product(dp.ShardingRules(of_rules))(jnp.asarray(WEIGHT), X)

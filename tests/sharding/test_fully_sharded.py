@@ -24,99 +24,7 @@ from tests.sharding.fully_sharded_net import (
 from tests.sharding.losses import AXIS_TYPES, assert_like_one_device
 
 METHODS = ("ghost", "book_keeping", "per_example")
-
-
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize("microbatch_size", [1, None])
-def test_gradients_are_those_of_one_device(method, remat, microbatch_size):
-    options = {"method": method, "microbatch_size": microbatch_size}
-    padding = np.arange(16) >= 11
-    assert_like_one_device(loss, net(remat), batch_of(16), rules_of(), padding, **options)
-
-
-AHEAD = (("up", P(None, "data", "model")), ("down", P(None, ("data", "model"))), *SPECS)
-MESHES = {
-    "explicit": lambda: rules_of("explicit"),
-    "hybrid": lambda: rules_of(axes={"replica": 2, "data": 4}, examples=("replica", "data")),
-    "hybrid explicit": lambda: rules_of(
-        "explicit", axes={"replica": 2, "data": 4}, examples=("replica", "data")
-    ),
-    "two axes": lambda: rules_of(
-        axes={"fsdp": 2, "data": 4},
-        examples=("fsdp", "data"),
-        params=(("up", P(None, "data", "fsdp")), ("head", P(("fsdp", "data"))), *SPECS),
-    ),
-    "with a model axis": lambda: rules_of(axes={"data": 4, "model": 2}, params=AHEAD),
-    "with an explicit model axis": lambda: rules_of(
-        "explicit", axes={"data": 4, "model": 2}, params=(("up", P(None, "data")), *SPECS)
-    ),
-    "three axes": lambda: rules_of(
-        axes={"replica": 2, "data": 2, "model": 2}, examples=("replica", "data"), params=AHEAD
-    ),
-    "of one device": lambda: rules_of(axes={"data": 1, "model": 2}, params=AHEAD),
-    "once a step": lambda: rules_of(accumulators="params_once"),
-    "sums of the rest as well": lambda: rules_of(accumulators="examples"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(34)
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("method", METHODS)
-def test_on_any_mesh(name, method):
-    assert_like_one_device(
-        loss,
-        net(),
-        batch_of(16),
-        MESHES[name](),
-        padding=np.arange(16) % 5 == 0,
-        method=method,
-        microbatch_size=1,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "padding",
-    [np.arange(32) > 5, np.arange(32) != 17, np.ones(32, bool), None],
-    ids=["most devices have none", "one example", "none at all", "no mask"],
-)
-def test_devices_compute_as_many_microbatches_as_the_fullest(method, padding):
-    """Were each to go by its own number, those that gather a part would wait for ever."""
-    assert_like_one_device(
-        loss, net(), batch_of(32), rules_of(), padding=padding, method=method, microbatch_size=3
-    )
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("method", METHODS)
-def test_an_example_that_is_not_finite_changes_no_others(method):
-    tokens, targets = batch_of(16)
-    poisoned = targets.copy()
-    poisoned[5, 3] = np.nan
-    rules = rules_of()
-    options = {"l2_clip_norm": 0.7, "sharding": rules, "method": method, "microbatch_size": 1}
-    grad_fn = eqx.filter_jit(dp.filter_clipped_grad(loss, **options))
-    with jax.set_mesh(rules.mesh):
-        model = rules.shard(net())
-        found = grad_fn(model, tokens, poisoned, is_padding_example=np.zeros(16, bool))
-        expected = grad_fn(model, tokens, targets, is_padding_example=np.arange(16) == 5)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_an_empty_batch():
-    rules = rules_of()
-    with jax.set_mesh(rules.mesh):
-        grads = dp.filter_clipped_grad(loss, l2_clip_norm=0.7, sharding=rules, method="ghost")(
-            rules.shard(net()), *batch_of(0)
-        )
-    for leaf in jax.tree.leaves(grads):
-        np.testing.assert_array_equal(leaf, 0)
+SOME = np.arange(16) % 5 == 0
 
 
 # Parameters that a shard's own way does not fit: right all the same.
@@ -161,12 +69,6 @@ def branching(model, tokens, targets):
     return jnp.sum((x @ model.down[0].reshape(WIDTH, -1).T @ model.head - targets) ** 2)
 
 
-def over_layers_that_are_cut(model, tokens, targets):
-    x = model.embedding[tokens]
-    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w @ w.T), None), x, model.up[:, :, :4])
-    return jnp.sum((x @ model.head - targets) ** 2)
-
-
 def wrapped(model, tokens, targets):
     """A policy of its own for what is saved, jit, a scan backwards and unrolled, its slices."""
 
@@ -205,76 +107,116 @@ def ruled(model, tokens, targets):
     return jnp.sum((x @ model.head - targets) ** 2)
 
 
-ODD = (tied, derived, recurrent, branching, wrapped, ruled)
+REPLICAS = {"axes": {"replica": 2, "data": 4}, "examples": ("replica", "data")}
+AHEAD = (("up", P(None, "data", "model")), ("down", P(None, ("data", "model"))), *SPECS)
+ON_BOTH = (("up", P(None, "data", "fsdp")), ("head", P(("fsdp", "data"))), *SPECS)
+MESHES = {
+    "explicit": lambda: rules_of("explicit"),
+    "hybrid": lambda: rules_of(**REPLICAS),
+    "hybrid explicit": lambda: rules_of("explicit", **REPLICAS),
+    "two axes": lambda: rules_of(
+        axes={"fsdp": 2, "data": 4}, examples=("fsdp", "data"), params=ON_BOTH
+    ),
+    "with a model axis": lambda: rules_of(axes={"data": 4, "model": 2}, params=AHEAD),
+    "with an explicit model axis": lambda: rules_of(
+        "explicit", axes={"data": 4, "model": 2}, params=(("up", P(None, "data")), *SPECS)
+    ),
+    "three axes": lambda: rules_of(
+        axes={"replica": 2, "data": 2, "model": 2}, examples=("replica", "data"), params=AHEAD
+    ),
+    "of one device": lambda: rules_of(axes={"data": 1, "model": 2}, params=AHEAD),
+    "once a step": lambda: rules_of(accumulators="params_once"),
+    "sums of the rest as well": lambda: rules_of(accumulators="examples"),
+}
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fun", ODD)
-def test_parameters_of_any_use(fun, method):
-    assert_like_one_device(
-        fun, net(), batch_of(16), rules_of(), padding=np.arange(16) == 2, method=method
-    )
+def test_on_any_mesh(name, method):
+    """Some devices have padding alone, and wait for nobody."""
+    options = {"padding": np.arange(16) >= 11, "method": method, "microbatch_size": 1}
+    assert_like_one_device(loss, net(), batch_of(16), MESHES[name](), **options)
+
+
+FROZEN = eqx.tree_at(
+    lambda model: (model.bias, model.head), jax.tree.map(lambda _: False, net()), (True, True)
+)
+OPTIONS = {
+    "plain": {"padding": SOME},
+    "microbatches": {"padding": SOME, "microbatch_size": 1},
+    "without remat": {"model": net(remat=False)},
+    "frozen": {"filter_spec": FROZEN, "microbatch_size": 1},
+    # Were each device to go by its own number of microbatches, those that gather would wait.
+    "most devices have padding alone": {"padding": np.arange(16) > 3, "microbatch_size": 1},
+    "one example": {"padding": np.arange(16) != 7, "microbatch_size": 1},
+    "padding alone": {"padding": np.ones(16, bool), "microbatch_size": 1},
+    "bfloat16": {"policy": dp.load_policy("bfloat16"), "rtol": 3e-2},
+    "mixed_float16": {"policy": dp.load_policy("mixed_float16"), "rtol": 3e-2},
+    **{use.__name__: {"fun": use} for use in (tied, derived, recurrent, branching, wrapped, ruled)},
+}
+QUICK = [("plain", "ghost"), ("microbatches", "per_example"), ("derived", "book_keeping")]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=() if (name, method) in QUICK else pytest.mark.slow)
+        for name in OPTIONS
+        for method in METHODS
+    ],
+)
+def test_gradients_are_those_of_one_device(name, method):
+    options = {"fun": loss, "model": net(), "batch": batch_of(16), "rules": rules_of()}
+    assert_like_one_device(**options | {"method": method} | OPTIONS[name])
+
+
+def scanned(layers, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+    return jnp.sum(x**2)
 
 
 ONE_ARRAY = {
     # XLA wants a branch's only result in one place, whatever the branch.
     "layers over both axes": (("auto", "auto"), P(("data", "model"))),
     "example axes are Explicit": (("explicit", "auto"), P(None, "data", "model")),
+    "the layers": (("auto", "auto"), P("data")),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_ARRAY)
 def test_a_model_of_one_array(name):
-    def fun(layers, x):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-        return jnp.sum(x**2)
-
-    layers = jax.random.normal(jax.random.key(0), (8, 4, 4)) / 2
-    batch = (jax.random.normal(jax.random.key(1), (8, 3, 4)),)
     kinds, spec = ONE_ARRAY[name]
     types = tuple(AXIS_TYPES[kind] for kind in kinds)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    rules = dp.ShardingRules(mesh, params=(("**", spec),))
-    assert_like_one_device(fun, layers, batch, rules, method="ghost", microbatch_size=1)
+    rules = dp.ShardingRules(
+        jax.make_mesh((4, 2), ("data", "model"), axis_types=types), params=(("**", spec),)
+    )
+    layers = jax.random.normal(jax.random.key(0), (8, 4, 4)) / 2
+    batch = (jax.random.normal(jax.random.key(1), (8, 3, 4)),)
+    assert_like_one_device(scanned, layers, batch, rules, method="ghost", microbatch_size=1)
 
 
-@pytest.mark.slow
-def test_a_scan_over_the_dimension_that_is_cut():
-    model = eqx.tree_at(lambda model: model.up, net(), jnp.ones((8, WIDTH, 2 * WIDTH)) / 8)
-    rules = rules_of(params=(("up", P("data")), *SPECS))
-    assert_like_one_device(over_layers_that_are_cut, model, batch_of(8), rules, method="ghost")
-
-
-@pytest.mark.sampled(3)
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", METHODS)
-def test_frozen_parameters(method):
-    spec = jax.tree.map(lambda _: False, net())
-    spec = eqx.tree_at(lambda model: (model.bias, model.head), spec, (True, True))
-    assert_like_one_device(
-        loss, net(), batch_of(8), rules_of(), method=method, filter_spec=spec, microbatch_size=1
-    )
+@pytest.mark.parametrize("params", [(), SPECS], ids=["whole", "spread"])
+def test_an_example_that_is_not_finite_changes_no_others(method, params):
+    rules, (tokens, targets) = rules_of(params=params), batch_of(16)
+    poisoned = targets.copy()
+    poisoned[5, 3] = np.nan
+    options = {"l2_clip_norm": 0.7, "sharding": rules, "method": method, "microbatch_size": 1}
+    grad_fn = eqx.filter_jit(dp.filter_clipped_grad(loss, **options))
+    with jax.set_mesh(rules.mesh):
+        model = rules.shard(net())
+        found = grad_fn(model, tokens, poisoned, is_padding_example=np.zeros(16, bool))
+        expected = grad_fn(model, tokens, targets, is_padding_example=np.arange(16) == 5)
+        empty = dp.filter_clipped_grad(loss, **options)(model, *batch_of(0))
+    for a, b, c in zip(*map(jax.tree.leaves, (found, expected, empty)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(c, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
-def test_narrow_gradients_are_close_to_those_of_one_device(policy):
-    assert_like_one_device(
-        loss,
-        net(),
-        batch_of(16),
-        rules_of(),
-        policy=dp.load_policy(policy),
-        method="ghost",
-        microbatch_size=1,
-        rtol=3e-2,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_aux_and_random_keys(method):
     """LoRA on frozen layers, a parameter among the results, noise of each example's own."""
@@ -295,18 +237,14 @@ def test_adapters_aux_and_random_keys(method):
     low = jax.random.normal(keys[0], (LAYERS, WIDTH, 2))
     model = net(), low, jax.random.normal(keys[1], (LAYERS, 2, 2 * WIDTH))
     specs = tuple((f"0.{pattern}", spec) for pattern, spec in SPECS)
-    rules = rules_of(params=(("1", P(None, "data")), ("2", P(None, None, "data")), *specs))
-    options = {
-        "l2_clip_norm": 0.7,
-        "method": method,
-        "microbatch_size": 1,
-        "has_aux": True,
-        "filter_spec": (jax.tree.map(lambda _: False, net()), True, True),
-    }
-    batch, key = batch_of(8), jax.random.key(5)
-    expected = dp.filter_value_and_clipped_grad(fun, **options)(model, *batch, key=key)
-    on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
-    with jax.set_mesh(rules.mesh):
-        found = eqx.filter_jit(on_mesh)(rules.shard(model), *rules.shard_batch(batch), key=key)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert_like_one_device(
+        fun,
+        model,
+        batch_of(8),
+        rules_of(params=(("1", P(None, "data")), ("2", P(None, None, "data")), *specs)),
+        key=jax.random.key(5),
+        method=method,
+        microbatch_size=1,
+        has_aux=True,
+        filter_spec=(jax.tree.map(lambda _: False, net()), True, True),
+    )

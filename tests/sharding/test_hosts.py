@@ -1,81 +1,138 @@
 """Two processes with four devices each do what one with eight does."""
 
-import socket
-import subprocess
-import sys
-
+import equinox as eqx
+import jax
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.sharding.host import fully_sharded, train
+import eqx_dp as dp
+from tests.sharding import fully_sharded_net
+from tests.sharding.losses import GPT, Says, gpt_rules, language_loss, mesh_of, tokens
+from tests.training.fire import Place
+from tests.training.processes import Fleet
 
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def run_two_hosts(folder, environment, what="train"):
-    """What each of two hosts has seen."""
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.sharding.host"),
-                *(str(host), "2", str(port), str(folder), what),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for host in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, output[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-    return [dict(np.load(folder / f"host{host}.npz")) for host in range(2)]
+NUM_EXAMPLES, STEPS = 64, 3
+PLAN = dp.PrivacyPlan(sampling_prob=0.2, steps=STEPS, noise_multiplier=0.5, delta=1e-5)
 
 
-def named(found, name):
-    return [found[key] for key in sorted(found) if key.startswith(name)]
+def arrays(tree, mesh):
+    """The arrays of a tree as a whole, on each host."""
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    return [np.asarray(whole(leaf).addressable_data(0)) for leaf in leaves]
+
+
+def train(place=None, channel=None):
+    """Trains on this host's part of each batch; returns what all hosts are to agree about."""
+    host, hosts = jax.process_index(), jax.process_count()
+    # Nothing is divided over `model`: with two groups of devices, XLA's CPU collectives may meet
+    # for the first time in an order that differs from host to host, and wait for each other.
+    mesh = mesh_of("auto", data=8, model=1)
+    rules = gpt_rules(mesh, accumulators="examples")
+    grad_fn = dp.filter_clipped_grad(
+        language_loss,
+        l2_clip_norm=0.5,
+        keep_batch_dim=True,
+        sharding=rules,
+        normalize_by=PLAN.sampling_prob * NUM_EXAMPLES,
+    )
+    privatizer = PLAN.privatizer(grad_fn, key=jax.random.key(1))
+    optimizer = optax.chain(privatizer, optax.sgd(0.5))
+    sampler = PLAN.sampler(NUM_EXAMPLES, seed=2, pad_to=8 // hosts, hosts=hosts, host=host)
+
+    @eqx.filter_jit
+    def step(model, state, batch, is_padding_example):
+        grads = grad_fn(model, *batch, is_padding_example=is_padding_example)
+        updates, state = optimizer.update(grads, state)
+        return rules.shard(eqx.apply_updates(model, updates)), state
+
+    with jax.set_mesh(mesh):
+        model = rules.shard(GPT(Says("auto"), depth=1))
+        params = eqx.filter(model, eqx.is_inexact_array)
+        zeros = jax.jit(lambda: jax.tree.map(jax.numpy.zeros_like, params))()
+        noise, _ = eqx.filter_jit(privatizer.update)(zeros, privatizer.init(zeros))
+        state, indices = optimizer.init(params), []
+        for t in range(STEPS):
+            chosen, is_padding_example = sampler.batch(t)
+            indices.append(np.where(is_padding_example, -1, chosen))
+            batch = tuple(part[chosen] for part in tokens(NUM_EXAMPLES))
+            model, state = step(model, state, *rules.shard_batch((batch, is_padding_example)))
+        return arrays(model, mesh), arrays(noise, mesh), np.stack(indices)
+
+
+def fully_sharded(place=None, channel=None):
+    """Clipped gradients of parameters that are spread over all devices, by every method.
+
+    The second host has no example at all.
+    """
+    host, hosts = jax.process_index(), jax.process_count()
+    rules = fully_sharded_net.rules_of(axes={"data": 4})
+    own, found = slice(host * 8 // hosts, (host + 1) * 8 // hosts), []
+    with jax.set_mesh(rules.mesh):
+        model = rules.shard(fully_sharded_net.net())
+        data = *fully_sharded_net.batch_of(8), np.arange(8) > 2
+        *examples, mask = rules.shard_batch([x[own] for x in data])
+        for method in ("ghost", "book_keeping", "per_example"):
+            options = {"sharding": rules, "method": method, "microbatch_size": 1}
+            grad_fn = dp.filter_clipped_grad(fully_sharded_net.loss, l2_clip_norm=0.7, **options)
+            grads = eqx.filter_jit(grad_fn)(model, *examples, is_padding_example=mask)
+            found += arrays(grads, rules.mesh)
+    return found
+
+
+def shards_across_hosts(place, channel):
+    """What is said of a mesh whose second axis goes from one host to the other."""
+    devices = np.array(jax.devices()).reshape(2, -1).T
+    with pytest.raises(
+        ValueError, match="axes model go over devices of several processes"
+    ) as error:
+        dp.ShardingRules(Mesh(devices, ("data", "model"))).local_shards()
+    return str(error.value)
+
+
+@pytest.fixture
+def on_two_hosts(tmp_path):
+    """Runs a function on two hosts; what each of them returns."""
+    with Fleet(tmp_path / "cache") as fleet:
+
+        def run(function, devices):
+            started = fleet.hosts(2, function, Place(tmp_path / "run"), devices=devices)
+            assert [one.result() for one in started] == [0, 0], [one.found for one in started]
+            return [one.found[0] for one in started]
+
+        yield run
 
 
 @pytest.mark.slow
-def test_two_hosts_do_what_one_does(tmp_path, fast):
-    one, both = train(0, 1), run_two_hosts(tmp_path, fast)
-    first, second = both
-
-    assert named(first, "param")
-    for a, b, alone in zip(*(named(found, "param") for found in (first, second, one)), strict=True):
+def test_two_hosts_do_what_one_does(on_two_hosts):
+    (params, noise, indices), both = train(), on_two_hosts(train, devices=4)
+    for a, b, alone in zip(both[0][0], both[1][0], params, strict=True):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_allclose(a, alone, rtol=1e-5, atol=1e-6)
-
-    for found in both:  # noise, bit for bit
-        for a, alone in zip(named(found, "noise"), named(one, "noise"), strict=True):
+    for _, found, _ in both:  # noise, bit for bit
+        for a, alone in zip(found, noise, strict=True):
             assert np.any(a != 0)
             np.testing.assert_array_equal(a, alone)
-
     # Their samples make up that of one host.
-    assert first["indices"].shape == second["indices"].shape
-    for step, whole in enumerate(one["indices"]):
-        union = np.concatenate([found["indices"][step] for found in both])
+    assert both[0][2].shape == both[1][2].shape
+    for step, whole in enumerate(indices):
+        union = np.concatenate([found[2][step] for found in both])
         np.testing.assert_array_equal(np.sort(union[union >= 0]), whole[whole >= 0])
-
-    assert [found["epsilon"] for found in both] == [one["epsilon"]] * 2
 
 
 @pytest.mark.slow
-def test_two_hosts_share_parameters(tmp_path, fast):
+def test_two_hosts_share_parameters(on_two_hosts):
     """Collectives within loops, one host with less to do than the other: two devices each."""
-    alone, both = fully_sharded(0, 1), run_two_hosts(tmp_path, fast, "fully_sharded")
+    alone, both = fully_sharded(), on_two_hosts(fully_sharded, devices=2)
     assert len(alone) == 21
     for found in both:
-        for name, expected in alone.items():
+        for a, expected in zip(found, alone, strict=True):
             assert np.any(expected != 0)
-            np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(a, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_example_that_two_hosts_would_share_is_refused(on_two_hosts):
+    assert len(set(on_two_hosts(shards_across_hosts, devices=2))) == 1

@@ -9,9 +9,7 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -77,11 +75,7 @@ PAIRS = "pairs of a path pattern.*PartitionSpec; found"
 REFUSED = {
     "an axis that the mesh lacks": ({"examples": ("data", "batch")}, "'batch'.* lacks.*'data'"),
     "no example axes": ({"examples": ()}, r"examples names no axis.*examples=\('data',\)"),
-    "an axis twice": ({"examples": ("data", "data")}, "examples .* twice.*'data'"),
-    "examples None": ({"examples": None}, "examples must be .*found None"),
     "examples without an order": ({"examples": {"data", "model"}}, "examples must be .* tuple"),
-    "an axis that is no name": ({"examples": (3,)}, "examples .* 3.* lacks"),
-    "no mesh": ({"mesh": None}, r"mesh must be .*jax.make_mesh.* found None"),
     "Manual axes": ({"mesh": mesh_of((AUTO, AxisType.Manual))}, "Manual.* Auto or Explicit"),
     "examples on two types": (
         {"mesh": mesh_of(MIXED), "examples": ("model", "data")},
@@ -92,11 +86,7 @@ REFUSED = {
         "'a': P.* one dimension over .*'data', 'model', .* one type",
     ),
     "accumulators": ({"accumulators": "zero"}, "one of 'params', 'examples', 'params_once'"),
-    "params None": ({"params": None}, f"{PAIRS} None"),
-    "params a mapping": ({"params": {"a": P()}}, rf"{PAIRS}.*\.items\(\)"),
     "a pair without its tuple": ({"params": ("a", P())}, f"{PAIRS} 'a'.* comma"),
-    "a pattern without a spec": ({"params": (("a",),)}, rf"{PAIRS} \('a',\)"),
-    "an empty pattern": ({"params": (("", P()),)}, f"{PAIRS} .''"),
     "a string for a spec": ({"params": (("a", "model"),)}, f"{PAIRS} .'a', 'model'"),
     "a lacking axis": (
         {"params": (("a", P()), ("b", P(None, ("model", "tensor"))))},
@@ -114,46 +104,29 @@ def test_is_refused(unchecked, options, message):
         dp.ShardingRules(**{"mesh": MESH, **options})
 
 
-def test_type_checkers_are_told(request):
-    if not request.config.getoption("--check-types"):
-        pytest.skip("annotations are checked with --check-types alone")
-    with pytest.raises(jaxtyping.TypeCheckError):
-        dp.ShardingRules(MESH, params=("a", P()))
-
-
-def written_again(**options):
-    """The same rules from other objects, none shared but the devices."""
-    given = {
-        "mesh": Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")),
-        "examples": "".join(["da", "ta"]),
-        "params": (pair for pair in (("*.weight", P(None, "model")), ("*.bias", P("model")))),
-        "accumulators": "examples",
-    }
-    return dp.ShardingRules(**{**given, **options})
-
-
+GIVEN = {
+    "mesh": MESH,
+    "examples": "data",
+    "params": (("*.weight", P(None, "model")), ("*.bias", P("model"))),
+    "accumulators": "examples",
+}
 DIFFERENT = [
     {"mesh": Mesh(np.array(jax.devices())[::-1].reshape(4, 2), ("data", "model"))},
     {"mesh": mesh_of(KINDS["explicit"])},
     {"examples": ("data", "model")},
-    {"params": [("*.bias", P("model")), ("*.weight", P(None, "model"))]},
+    {"params": GIVEN["params"][::-1]},
     {"accumulators": "params"},
 ]
 
 
 def test_rules_are_values():
-    traced = []
-    double = jax.jit(lambda rules, x: (traced.append(rules), 2 * x)[1], static_argnums=0)
-    for _ in range(2):
-        double(written_again(), jnp.ones(2))
-    assert len(traced) == 1
-    assert len({written_again(), written_again()}) == 1
-    assert jax.tree.leaves(eqx.filter(written_again(), eqx.is_array)) == []
-    assert all(written_again(**options) != written_again() for options in DIFFERENT)
+    """A program is compiled once for equal rules, whatever objects they were made of."""
+    mesh, params = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), GIVEN["params"]
+    equal = dp.ShardingRules(**GIVEN | {"mesh": mesh, "params": (pair for pair in params)})
+    assert (equal, hash(equal)) == (dp.ShardingRules(**GIVEN), hash(dp.ShardingRules(**GIVEN)))
+    assert all(dp.ShardingRules(**GIVEN | options) != equal for options in DIFFERENT)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        written_again().accumulators = "params"
-    assert dataclasses.replace(written_again(), accumulators="params").accumulators == "params"
-    assert dp.ShardingRules(FSDP, ("fsdp", "data")).num_shards == 8
+        equal.accumulators = "params"
 
 
 # Specs of a model
@@ -198,8 +171,6 @@ def test_the_first_match_wins_and_the_rest_is_replicated():
 
 UNFIT = [
     ("c", P(), {"a": jnp.ones(2)}, r"'c': no array of the model matches.* are 'a'\."),
-    ("c", P(), {"a": 3}, "its arrays are none"),
-    ("c", P(), {f"w{n}": jnp.ones(1) for n in range(9)}, "'w0', .*, 'w7' and 1 more"),
     ("**", P("model"), jnp.ones(()), "gives the model.* which has 1 dimensions"),
     ("a.*", P(None, None, "model"), {"a": {"b": jnp.ones((4, 4))}}, r"a\.b .*3 dimensions"),
     ("*", P("data"), {"a": jnp.ones(6)}, r"a of shape \(6,\).* 4 devices of the axis 'data' do"),
@@ -212,12 +183,6 @@ def test_a_rule_that_does_not_fit(pattern, spec, model, message):
     for method in ("specs", "shard"):
         with pytest.raises(ValueError, match=f"(?s){message}"):
             getattr(rules_of((pattern, spec)), method)(model)
-
-
-def test_a_pattern_may_speak_of_an_array_that_is_not_trained():
-    rules, model = rules_of(("a", P("model")), ("b", P("data"))), {"a": jnp.ones(8), "b": None}
-    assert by_path(rules.accumulator_specs(model)) == {"a": P("model")}
-    assert_lives(rules.shard_accumulators(model)["a"], MESH, P("model"), np.ones(8, np.float32))
 
 
 # Placing
@@ -275,9 +240,7 @@ def test_a_batch_is_spread_along_its_leading_axes(kind, examples):
     ("leaf", "message"),
     [
         (3, "is of type int"),
-        ("text", "is of type str"),
         (np.array(["a"] * 8), "is an array of <U1"),
-        (np.arange(8).astype("datetime64[D]"), "is an array of datetime64"),
         (np.float32(3), r"is an array of float32 with shape \(\)"),
         (np.ones(6), "has 6 examples, .* 4 devices .* axis 'data'"),
         (jax.random.split(jax.random.key(0), 6), "has 6 examples, .* 4 devices"),
@@ -288,8 +251,7 @@ def test_what_is_no_batch(leaf, message):
         dp.ShardingRules(MESH).shard_batch({"a": np.ones(8), "x": (np.ones(8), leaf)})
 
 
-@pytest.mark.parametrize("examples", ["data", ("data", "model")])
-@pytest.mark.parametrize("num_examples", [1, 9, 21])
+@pytest.mark.parametrize(("examples", "num_examples"), [("data", 9), (("data", "model"), 21)])
 def test_the_pad_to_that_is_named_does(examples, num_examples):
     rules = dp.ShardingRules(MESH, examples)
     for refuse in (
@@ -298,26 +260,12 @@ def test_the_pad_to_that_is_named_does(examples, num_examples):
     ):
         with pytest.raises(ValueError, match="is_padding_example") as error:
             refuse()
-        (pad_to,) = {int(number) for number in re.findall(r"pad_to=(\d+)", str(error.value))}
-        padded = int(re.search(r"here (\d+),", str(error.value))[1])
+        pad_to, padded = map(
+            int, re.search(r"(?s)pad_to=(\d+).*here (\d+),", str(error.value)).groups()
+        )
         assert 0 <= padded - num_examples < rules.num_shards
         rules.check_examples(padded)
         rules.shard_batch(dp.PoissonSampler(100, 0.1, seed=0, pad_to=pad_to).batch(0))
-
-
-def test_a_processs_part_of_a_batch(monkeypatch):
-    # Of two processes this one holds every device, so its part is the whole.
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    found = dp.ShardingRules(MESH).shard_batch(BATCH)
-    for x, value in zip(*map(jax.tree.leaves, (found, BATCH)), strict=True):
-        assert_lives(x, MESH, P("data"), value)
-    # With two of the four shards here, a part has to divide over two and the whole over four.
-    monkeypatch.setattr(dp.ShardingRules, "local_shards", lambda rules: 2)
-    dp.ShardingRules(MESH).shard_batch(np.ones(8))
-    with pytest.raises(ValueError, match=r"has 7 examples, .*pad_to=2\)"):
-        dp.ShardingRules(MESH).shard_batch(np.ones(7))
-    with pytest.raises(ValueError, match=r"has 6 examples, .*pad_to=4\)"):
-        jax.jit(dp.ShardingRules(MESH).shard_batch)(np.ones(6))
 
 
 # Accumulators
@@ -327,7 +275,6 @@ ZERO = [
     (P(), (8, 4), P("data", None)),
     (P(), (6, 4), P(None, "data")),
     (P(), (6, 2), P()),
-    (P(), (), P()),
     (P(), (0, 4), P(None, "data")),
     (P("model"), (8, 4), P("model", "data")),
     (P(None, "model"), (6, 8), P(None, "model")),
@@ -341,27 +288,8 @@ def test_an_accumulator_is_spread_over_examples(kind, spec, shape, expected):
     mesh = mesh_of(kind)
     rules = rules_of(("w", spec), mesh=mesh, accumulators="examples")
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    found = rules.accumulator_specs({"w": value})["w"]
+    found = rules.accumulator_specs({"w": value, "frozen": None})["w"]
     assert NamedSharding(MESH, found).is_equivalent_to(NamedSharding(MESH, expected), 3)
     assert_lives(rules.shard_accumulators({"w": value})["w"], mesh, expected, value)
     with_parameter = rules_of(("w", spec), mesh=mesh)
     assert with_parameter.accumulator_spec(spec, shape) == spec
-
-
-def test_several_example_axes_go_together():
-    rules = dp.ShardingRules(FSDP, ("data", "fsdp"), (), "examples")
-    value = np.arange(32, dtype=np.float32).reshape(4, 8)
-    found = rules.shard_accumulators({"w": value})["w"]
-    assert_lives(found, FSDP, P(None, ("data", "fsdp")), value)
-
-
-@every_kind
-def test_the_state_of_adam_lives_with_the_accumulators(kind):
-    mesh = mesh_of(kind)
-    rules = rules_of(("w", P("model", None)), mesh=mesh, accumulators="examples")
-    with jax.set_mesh(mesh):
-        params = rules.shard_accumulators({"w": jnp.ones((2, 8)), "b": jnp.ones(2)})
-        state = optax.adam(1e-3).init(params)
-    for moments in (state[0].mu, state[0].nu):
-        assert_lives(moments["w"], mesh, P("model", "data"), np.zeros((2, 8), np.float32))
-        assert_lives(moments["b"], mesh, P(), np.zeros(2, np.float32))

@@ -3,8 +3,6 @@
 No backend may be made here before the fork, and no array: importing and accounting is all.
 """
 
-import contextlib
-import ctypes
 import os
 import pathlib
 import resource
@@ -18,8 +16,6 @@ from typing import NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
-import optax
 import orbax.checkpoint  # noqa: F401
 import pytest
 
@@ -29,7 +25,6 @@ from tests.training import runs, store
 
 STEPS = 20
 PLAN = runs.plan_of(STEPS)
-LONG = runs.plan_of(10_000)
 # Computed once for all processes; it takes a tenth of a second for each number of steps.
 EPSILONS = [PLAN.epsilon(t) for t in range(STEPS + 1)]
 FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir")
@@ -53,7 +48,7 @@ class Place(NamedTuple):
     @property
     def files(self):
         """Where the files of the directory lie."""
-        return self.root / ("store/bucket/run" if self.is_store else "run")
+        return self.root / ("store/gs:/bucket/run" if self.is_store else "run")
 
     @property
     def recording(self):
@@ -61,23 +56,38 @@ class Place(NamedTuple):
 
     def open(self):
         if self.is_store:
-            bucket = store.Bucket(self.root / "store")
-            store.opened(bucket, pytest.MonkeyPatch())
+            store.opened(store.Bucket(self.root / "store"), pytest.MonkeyPatch())
 
 
-def start(scenario, place, cache, channel, hosts, host, port, *arguments):
+class Host(NamedTuple):
+    """What a process is: one of `number` hosts, `index`, each with so many devices."""
+
+    cache: pathlib.Path
+    number: int
+    index: int
+    port: int
+    devices: int
+
+    def open(self):
+        names = {
+            "jax_num_cpu_devices": self.devices,
+            "jax_compilation_cache_dir": str(self.cache),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": 0,
+        }
+        if self.number > 1:
+            names["jax_cpu_collectives_implementation"] = "gloo"
+        for name, value in names.items():
+            jax.config.update(name, value)
+        if self.number > 1:
+            where = f"127.0.0.1:{self.port}"
+            options = {"heartbeat_timeout_seconds": 10}
+            jax.distributed.initialize(where, self.number, self.index, **options)
+
+
+def start(place, host, channel, scenario, *arguments):
     """What a process does: a scenario, with compiled programs shared between the processes."""
-    names = {
-        "jax_compilation_cache_dir": str(cache),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": 0,
-    }
-    if hosts > 1:
-        names |= {"jax_num_cpu_devices": 1, "jax_cpu_collectives_implementation": "gloo"}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    if hosts > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", hosts, host, heartbeat_timeout_seconds=10)
+    host.open()
     place.open()
     place.root.mkdir(exist_ok=True)
     with (place.root / "stderr.txt").open("a") as stream:
@@ -93,6 +103,8 @@ def start(scenario, place, cache, channel, hosts, host, port, *arguments):
             raise
         else:
             channel.send((found, [str(w.message) for w in caught]))
+            if host.number > 1:
+                jax.distributed.shutdown()  # which waits for the other hosts
         finally:
             channel.close()
     sys.exit(0)
@@ -139,23 +151,6 @@ def slowly(place, channel, save_every=1000):
     return train(place, channel, save_every, lambda event: time.sleep(0.05))
 
 
-def with_a_forked_child(place, channel):
-    """How SIGTERM ended a child that was forked while the run hears signals."""
-    statuses = []
-
-    def fork(event):
-        if event.step == 3:
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-                os._exit(0)
-            time.sleep(0.2)
-            os.kill(child, signal.SIGTERM)
-            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    return train(place, channel, 5, fork), statuses
-
-
 def interrupted_twice(place, channel):
     """The second Ctrl-C comes while the step that the first one waits for is not over."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -174,55 +169,20 @@ def with_saves_swept_away(place, channel):
     return train(place, channel)
 
 
-@contextlib.contextmanager
-def no_room_for(size):
-    """No file can grow beyond so many bytes: what a program sees of a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def with_a_full_disk(place, channel, size):
     """From the fifth step on a file has room for so many bytes."""
-    stack, wide = contextlib.ExitStack(), eqx.nn.Linear(4, 4096, key=jax.random.key(0))
+    wide = eqx.nn.Linear(4, 4096, key=jax.random.key(0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(event):
         channel.send(event.step)
         if event.step == 5:
             while 4 not in runs.saved(place.files):
                 time.sleep(0.01)
-            stack.enter_context(no_room_for(size))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
 
-    step = runs.make(PLAN)
-    trainer = runs.trainer(place.directory, step, callbacks=[fill], save_every=2)
+    trainer = runs.trainer(place.directory, runs.make(PLAN), callbacks=[fill], save_every=2)
     try:
         return int(trainer.run(wide).step)
     finally:
-        stack.close()
-
-
-def for_ten_thousand_steps(place, channel):
-    """Resident memory, in MiB, as it goes: with checkpoints, metrics and evaluation."""
-    seen, libc = {}, ctypes.CDLL(None)
-    # scipy keeps the plans of its last 16 Fourier transforms, which accounting makes large; what
-    # the run will ask for is computed before, so that those of its figures are not counted.
-    for done in range(50, LONG.steps + 1, 50):
-        LONG.epsilon(done)
-
-    def note(event):
-        if event.step % 1000 == 0:
-            libc.malloc_trim(0)  # what is free does not count
-            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-            seen[event.step] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-    def evaluate(model):
-        return {"norm": float(np.linalg.norm(model.weight))}
-
-    step = runs.make(LONG, optax.adam(1e-3))
-    options = {"save_every": 500, "evaluate": evaluate, "evaluate_every": 50}
-    trainer = runs.trainer(place.directory, step, callbacks=[note], **options)
-    trainer.run(runs.small_model())
-    return seen
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

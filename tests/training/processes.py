@@ -15,10 +15,10 @@ def free_port():
 class Process:
     """One process, of one host."""
 
-    def __init__(self, context, cache, scenario, place, arguments, hosts=1, host=0, port=0):
+    def __init__(self, context, place, host, scenario, *arguments):
         self._channel, other = context.Pipe(duplex=False)
         self.found, self.steps = None, 0
-        given = (scenario, place, cache, other, hosts, host, port, *arguments)
+        given = (place, host, other, scenario, *arguments)
         self.process = context.Process(target=fire.start, args=given)
         self.process.start()
         other.close()
@@ -45,7 +45,7 @@ class Process:
 
 
 class Fleet:
-    """Starts processes that share compiled programs, and leaves none behind."""
+    """A context that starts processes, which share compiled programs, and leaves none behind."""
 
     def __init__(self, cache):
         self._context = multiprocessing.get_context("forkserver")
@@ -55,14 +55,18 @@ class Fleet:
     def start(self, scenario, place, *arguments):
         return self.hosts(1, scenario, place, *arguments)[0]
 
-    def hosts(self, number, scenario, place, *arguments):
+    def hosts(self, number, scenario, place, *arguments, devices=1):
+        """A process for each host, with so many devices each."""
         port = free_port() if number > 1 else 0
-        made = (self._context, self._cache, scenario, place, arguments, number)
-        started = [Process(*made, host, port) for host in range(number)]
+        hosts = [fire.Host(self._cache, number, i, port, devices) for i in range(number)]
+        started = [Process(self._context, place, host, scenario, *arguments) for host in hosts]
         self._started += started
         return started
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         for one in self._started:
             one.process.kill()
             one.process.join()

@@ -1,7 +1,6 @@
 """Runs so small that a process of one costs little, for tests and for the processes they start."""
 
 import json
-import os
 
 import equinox as eqx
 import jax
@@ -31,8 +30,8 @@ def plan_of(steps=10):
     return dp.PrivacyPlan(sampling_prob=0.25, steps=steps, noise_multiplier=20.0, delta=1e-5)
 
 
-def small_model(width=2):
-    return eqx.nn.Linear(4, width, key=jax.random.key(0))
+def small_model(width=2, **options):
+    return eqx.nn.Linear(4, width, key=jax.random.key(0), **options)
 
 
 def make(plan=None, optimizer=None, loss=loss, **options):
@@ -53,7 +52,8 @@ def trainer(directory, step=None, data=(XS, YS), **options):
 
 def leaves(tree):
     """All arrays of a tree, as numpy's; of keys, their words."""
-    found = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    found = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | np.ndarray)]
+    assert found
     return [
         np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
         for x in found
@@ -61,10 +61,9 @@ def leaves(tree):
 
 
 def assert_same(one, other):
-    """Bit for bit."""
+    """Bit for bit, shapes and dtypes included."""
     for a, b in zip(leaves(one), leaves(other), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, b, strict=True)
 
 
 def rules_of(kind, devices=8, **options):
@@ -128,10 +127,8 @@ class Recording:
         return make(plan, **({"optimizer": optimizer, "loss": zero_loss} | options))
 
     def _note(self, kind, host, numbers):
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        descriptor = os.open(self.folder / f"{kind}-{host}.jsonl", flags)
-        os.write(descriptor, f"{json.dumps(numbers)}\n".encode())
-        os.close(descriptor)
+        with (self.folder / f"{kind}-{host}.jsonl").open("ab", buffering=0) as file:
+            file.write(f"{json.dumps(numbers)}\n".encode())
 
     def _noted(self, kind, host):
         file = self.folder / f"{kind}-{host}.jsonl"

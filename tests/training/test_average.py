@@ -6,32 +6,24 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from tests.training.runs import (
-    XS,
-    YS,
-    assert_same,
-    leaves,
-    rules_of,
-    seeded,
-    small_model,
-    trainer,
-)
+from tests.training import runs
+from tests.training.runs import assert_same, leaves, rules_of, seeded, small_model, trainer
 
 
 def models_of(step, count):
-    """The states after each step."""
+    """The models, and their averages, after each step."""
     state, sampler = step.init(small_model()), step.sampler()
     for t in range(count):
         indices, mask = sampler.batch(t)
-        batch = step.shard_batch((XS[indices], YS[indices], mask))
-        state = step(state, *batch[:2], is_padding_example=batch[2])
+        x, y, mask = step.shard_batch((runs.XS[indices], runs.YS[indices], mask))
+        state = step(state, x, y, is_padding_example=mask)
         yield jax.tree.map(np.asarray, (state.model, state.averaged))
 
 
-@pytest.mark.parametrize("ema", [0.0, 0.5, 0.999])
-def test_it_is_the_weighted_mean_of_the_models_so_far(ema):
-    models = []
-    for model, averaged in models_of(seeded(ema=ema), 5):
+@pytest.mark.parametrize(("ema", "kind"), [(0.0, None), (0.999, None), (0.5, "Explicit")])
+def test_it_is_the_weighted_mean_of_the_models_so_far(ema, kind):
+    models, rules = [], kind and rules_of(kind)
+    for model, averaged in models_of(seeded(ema=ema, sharding=rules), 5):
         models.append(leaves(model))
         weights = np.array([ema**i for i in range(len(models))][::-1], np.float64)
         for i, found in enumerate(leaves(averaged)):
@@ -41,11 +33,8 @@ def test_it_is_the_weighted_mean_of_the_models_so_far(ema):
 
 
 def test_steps_and_noise_are_those_without_it():
-    (one, _), (other, _) = (
-        (step(state, XS, YS, is_padding_example=np.zeros(len(XS), bool)).model, None)
-        for step in (seeded(), seeded(ema=0.9))
-        for state in [step.init(small_model())]
-    )
+    steps = seeded(), seeded(ema=0.9)
+    one, other = (trainer(None, step).run(small_model(), steps=2).model for step in steps)
     assert_same(one, other)
 
 
@@ -71,16 +60,6 @@ def test_it_is_what_is_evaluated_and_saved(tmp_path):
     assert_same(dp.load_model(directory, like=small_model(), averaged=True), state.averaged)
     assert_same(dp.load_model(directory, like=small_model()), state.model)
     assert not np.array_equal(state.averaged.weight, state.model.weight)
-
-
-@pytest.mark.slow
-def test_on_a_mesh_it_lives_where_gradients_do():
-    rules = rules_of("Explicit")
-    step = seeded(ema=0.9, sharding=rules)
-    *_, (_, averaged) = models_of(step, 2)
-    *_, (_, alone) = models_of(seeded(ema=0.9), 2)
-    for one, other in zip(leaves(averaged), leaves(alone), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_without_one_there_is_none(tmp_path):

@@ -1,6 +1,6 @@
 """A state comes back bit for bit, on any number of devices, with fresh keys."""
 
-import threading
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -36,12 +36,12 @@ def mixed():
     return Mixed(jnp.arange(3.0), np.arange(2, dtype=np.int8))
 
 
+NARROW = "p=bf16,c=bf16,o=f32,rounding=stochastic,optimizer=bf16,narrow_optimizer=true"
 CASES = {
     "adam": ({}, small_model),
     "average": ({"ema": 0.9}, small_model),
-    "bfloat16": ({"policy": dp.load_policy("bfloat16")}, small_model),
     "factored": ({"optimizer": optax.scale_by_factored_rms(min_dim_size_to_factor=1)}, small_model),
-    "no state": ({"optimizer": optax.sgd(0.1)}, small_model),
+    "narrow": ({"policy": dp.parse_policy(NARROW)}, small_model),
     "integers": ({"loss": lambda model, x, y: jnp.sum(model.weight * x[:3]) - y}, mixed),
 }
 
@@ -56,9 +56,9 @@ def test_a_state_comes_back_bit_for_bit(name, tmp_path, recwarn):
     assert [str(w.message)[:40] for w in recwarn if w.category is CheckpointWarning] == [
         "this run is finished: 3 of 3 steps, in /"
     ]
-    keys = [(x.opt_state.key, x.opt_state.noise.key) for x in (found, state)]
-    for one, other in zip(*keys, strict=True):
-        assert not np.array_equal(jax.random.key_data(one), jax.random.key_data(other))
+    for key in (lambda x: x.opt_state.key, lambda x: x.opt_state.noise.key):
+        one, other = (jax.random.key_data(key(x)) for x in (found, state))
+        assert not np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
@@ -71,46 +71,32 @@ def test_other_numbers_of_devices(kind, tmp_path):
         found = taken_up(tmp_path, fewer, small_model())
         assert_same(body(found), body(state))
         expected = fewer.init(small_model())
-        assert [x.sharding for x in jax.tree.leaves(eqx.filter(found, eqx.is_array))] == [
-            x.sharding for x in jax.tree.leaves(eqx.filter(expected, eqx.is_array))
-        ]
+        arrays = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (found, expected))
+        assert all(one.sharding == other.sharding for one, other in zip(*arrays, strict=True))
     assert_same(body(taken_up(tmp_path, make(ema=0.9), small_model())), body(state))
     assert int(runs.trainer(tmp_path, many).run(small_model()).step) == 10
 
 
 def test_what_changed_beside_the_model_is_made_anew(tmp_path):
-    """Another optimizer; an average that begins, and one that is not kept any more."""
+    """Another optimizer; an average that begins, one that is not kept any more; another dtype."""
     state = runs.trainer(tmp_path, make()).run(small_model(), steps=2)
     with pytest.warns(CheckpointWarning, match="optimizer's state in checkpoint 2"):
         other = taken_up(tmp_path, make(optimizer=optax.sgd(0.1)), small_model())
     assert_same((other.model, other.step), (state.model, state.step))
     begun = taken_up(tmp_path, make(ema=0.9), small_model())
     assert_same(begun.averaged, state.model)
+    narrow = taken_up(tmp_path, make(policy=dp.load_policy("bfloat16")), small_model())
+    assert_same(narrow.model.weight, state.model.weight.astype(jnp.bfloat16))
     runs.trainer(tmp_path, make(ema=0.9)).run(small_model(), steps=4)
     dropped = taken_up(tmp_path, make(), small_model())
     assert dropped.opt_state.average is None
 
 
-def test_storage_may_change_its_dtype(tmp_path):
-    runs.trainer(tmp_path, make()).run(small_model(), steps=2)
-    narrow = taken_up(tmp_path, make(policy=dp.load_policy("bfloat16")), small_model())
-    assert narrow.model.weight.dtype == jnp.bfloat16
-    saved = dp.load_model(tmp_path, like=small_model())
-    assert_same(narrow.model.weight, saved.weight.astype(jnp.bfloat16))
-
-
-def test_only_so_many_checkpoints_stay(tmp_path):
-    trainer = runs.trainer(tmp_path, make(), save_every=1, keep=2)
-    trainer.run(small_model(), steps=5)
-    assert runs.saved(tmp_path) == [4, 5]
-
-
 def test_what_is_no_place_for_checkpoints(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(dp.CheckpointError, match="Not a directory"):
-        runs.trainer(tmp_path / "file", make()).run(small_model())
-    with pytest.raises(ValueError, match="keep must be at least 1"):
-        runs.trainer(tmp_path, make(), keep=0)
+    for place in (tmp_path / "file", Path("/proc/self/task")):  # which not even root can write to
+        with pytest.raises(dp.CheckpointError, match=str(place)):
+            runs.trainer(place, make()).run(small_model())
 
 
 def test_a_save_does_not_see_the_next_step(tmp_path):
@@ -128,13 +114,6 @@ def test_a_save_does_not_see_the_next_step(tmp_path):
     for number, expected in seen.items():
         found = checkpoints.restore(tmp_path / "checkpoints" / str(number) / "state")
         np.testing.assert_array_equal(found["model.weight"], expected)
-
-
-def test_no_thread_is_left(tmp_path):
-    before = threading.active_count()
-    for steps in (1, 2, 3):
-        runs.trainer(tmp_path, make()).run(small_model(), steps=steps)
-    assert threading.active_count() <= before + 12  # pools of the libraries beneath, once
 
 
 def test_a_model_with_a_key_is_refused(tmp_path):

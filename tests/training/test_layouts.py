@@ -1,8 +1,6 @@
 """A fully sharded run that is killed goes on with other devices, from what was saved."""
 
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -10,79 +8,67 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from tests.sharding.fully_sharded_net import net
-from tests.training.layouts import STEPS, trainer
-from tests.training.processes import free_port
-from tests.training.runs import entries, released, saved
+from tests.sharding.fully_sharded_net import batch_of, loss, net, rules_of
+from tests.training import runs
+from tests.training.fire import Place
+from tests.training.processes import Fleet
+
+STEPS = 24
+# Little noise: beside it a gradient that is wrong by a percent shows.
+PLAN = dp.PrivacyPlan(sampling_prob=0.25, steps=STEPS, noise_multiplier=1.0, delta=1e-5)
 
 
-class Processes:
-    """The processes of a run on one layout of devices, and what they print."""
+def trainer(directory, rules, **options):
+    """A trainer whose checkpoints are of every third step."""
+    step = runs.make(PLAN, loss=loss, sharding=rules, ema=0.9, microbatch_size=2, method="ghost")
+    return runs.trainer(directory, step, batch_of(runs.NUM_EXAMPLES), save_every=3, **options)
 
-    def __init__(self, folder, environment, hosts, devices, *options):
-        self.directory, port = folder / "run", free_port()
-        told = (self.directory, folder / "cache", *options)
-        self.outputs = [folder / f"host{host}.txt" for host in range(hosts)]
-        self.processes = []
-        for host, output in enumerate(self.outputs):
-            arguments = [str(x) for x in (host, hosts, devices, port, *told)]
-            with output.open("w") as stream:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.training.layouts", *arguments],
-                        stdout=stream,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                    )
-                )
 
-    def killed_after(self, step):
-        """Kills all of them in the middle, beyond a step that is saved; returns what is saved."""
-        end = time.monotonic() + 400
-        try:
-            while not (self.all_said(f"step {step + 1}\n") and self.saved() >= step):
-                assert all(process.poll() is None for process in self.processes), self.said()
-                assert time.monotonic() < end, self.said()
-                time.sleep(0.02)
-        finally:
-            for process in self.processes:
-                process.kill()
-        statuses = [process.wait(400) for process in self.processes]
-        assert statuses == [-signal.SIGKILL] * len(statuses), self.said()
-        return self.saved()
+def train(place, channel, accumulators, steps):
+    """Says each step; no device holds more than its part."""
 
-    def saved(self):
-        there = (self.directory / "checkpoints").is_dir()
-        return max(saved(self.directory), default=0) if there else 0
+    def says(event):
+        up = event.state.model.up
+        sizes = {part.data.size * jax.device_count() for part in up.addressable_shards}
+        assert sizes == {up.size}
+        channel.send(event.step)
+        time.sleep(0.2)
 
-    def all_said(self, line):
-        return all(line in output.read_text() for output in self.outputs)
+    rules = rules_of(axes={"data": jax.device_count()}, accumulators=accumulators)
+    trainer(place.directory, rules, callbacks=[says]).run(init_model=net, steps=steps)
 
-    def ended(self):
-        """Waits until they have taken their steps."""
-        try:
-            assert [x.wait(400) for x in self.processes] == [0] * len(self.processes), self.said()
-        finally:
-            for process in self.processes:
-                process.kill()
 
-    def said(self):
-        return "\n".join(output.read_text()[-3000:] for output in self.outputs)
+def killed(place, started, beyond):
+    """Kills all hosts in the middle, beyond a step that is saved; returns what is saved."""
+    assert all(one.until_step(4) for one in started)
+    end = time.monotonic() + 200
+    while max(runs.saved(place.files), default=0) < beyond:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    for one in started:
+        one.process.kill()
+    assert [one.result() for one in started] == [-signal.SIGKILL] * len(started)
+    return runs.saved(place.files)[-1]
 
 
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_with_other_devices(tmp_path, fast):
+def test_a_sharded_run_goes_on_with_other_devices(tmp_path):
     """8 devices of one process, 2 processes of 4, 4 devices, and one: twice killed in between."""
-    directory = tmp_path / "run"
-    first = Processes(tmp_path, fast, 1, 8, "params", STEPS).killed_after(step=3)
-    second = Processes(tmp_path, fast, 2, 8, "params_once", STEPS).killed_after(first + 3)
-    counted = sum(entry["steps"] for entry in entries(directory))
-    assert 0 < first < second < counted < STEPS
-    Processes(tmp_path, fast, 1, 4, "params", counted + 2).ended()
+    place = Place(tmp_path)
+    directory = place.files
+    with Fleet(tmp_path / "cache") as fleet:
+        one = fleet.hosts(1, train, place, "params", STEPS, devices=8)
+        first = killed(place, one, beyond=3)
+        two = fleet.hosts(2, train, place, "params_once", STEPS, devices=4)
+        second = killed(place, two, beyond=first + 3)
+        counted = sum(entry["steps"] for entry in runs.entries(directory))
+        assert 0 < first < second < counted < STEPS
+        (third,) = fleet.hosts(1, train, place, "params", counted + 2, devices=4)
+        assert third.result() == 0, third.found
     found = dp.load_model(directory, like=net())
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(net()), strict=True):
         assert np.all(np.isfinite(a))
         assert np.max(np.abs(a - b)) > 1e-3
     state = trainer(directory, None).run(net())
-    assert released(directory) == STEPS
+    assert runs.released(directory) == STEPS
     assert int(state.step) < STEPS  # of the model: those of killed blocks are lost

@@ -1,13 +1,13 @@
 """The ledger counts every step that may have been released, whatever happens to a directory."""
 
+import contextlib
 import json
 import re
 import secrets
 import shutil
-import time
+import warnings
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import numpy as np
 import optax
@@ -50,65 +50,23 @@ def goes_on(directory, step=STEP, steps=None, **options):
     return len(seen)
 
 
-def left_by_a_kill(directory, left, at, checkpoint, step=STEP, data=(runs.XS, runs.YS), note=None):
-    """Leaves in a folder what a process leaves that is killed after a step; a block has 5."""
-
-    def snapshot(event):
-        if note is not None:
-            note(event)
-        if event.step == at:
-            end = time.monotonic() + 100
-            while checkpoint and checkpoint not in saved(directory):
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            shutil.copytree(directory, left)
-            raise RuntimeError("enough")
-
-    options = {"callbacks": [snapshot], "save_every": 5}
-    with pytest.raises(RuntimeError, match="enough"):
-        runs.trainer(directory, step, data, **options).run(small_model())
-
-
 # A start never uses old randomness.
-
-
-def test_examples_in_another_order_meet_fresh_noise(tmp_path, recording):
-    """Killed at 13, resumed from 10: what both release as step 11 has no noise in common."""
-    step, run, left = recording.step(plan_of(20)), tmp_path / "run", tmp_path / "left"
-    left_by_a_kill(run, left, 13, 10, step, recording, recording.note)
-    assert (released(run), released(left)) == (13, 15)  # an orderly end; a killed process
-    order = np.random.default_rng(1).permutation(runs.NUM_EXAMPLES)
-    positions = []
-
-    def note(event):
-        recording.note(event)
-        positions.append(int(event.state.step))
-
-    shuffled = (runs.XS[order], runs.YS[order])
-    runs.trainer(left, step, shuffled, callbacks=[note]).run(small_model())
-    assert positions == [11, 12, 13, 14, 15]  # of the model; 16 to 20 of the ledger
-    noises = np.array(recording.noises)
-    assert noises.shape[0] == 18
-    assert np.mean(noises[10:13] == noises[13:16]) < 0.1
-    assert len(np.unique(noises, axis=0)) == len(noises)
-    assert released(left) == 20
 
 
 CHANGES = {
     "microbatch": lambda: {"microbatch_size": 4},
-    "clip norm": lambda: {"l2_clip_norm": 0.5},
-    "loss": lambda: {"loss": lambda model, x, y: 0.0 * model(x)[0] * y},
-    "rate": lambda: {"optimizer": optax.chain(optax.trace(decay=0.0), optax.sgd(0.3))},
+    "loss and bound": lambda: {"loss": lambda m, x, y: 0.0 * m(x)[0] * y, "l2_clip_norm": 0.5},
     "optimizer": lambda: {"optimizer": optax.chain(optax.trace(decay=0.0), optax.adam(0.3))},
-    "policy": lambda: {"policy": dp.load_policy("mixed_bfloat16")},
     "storage": lambda: {"policy": dp.load_policy("bfloat16")},
     "average": lambda: {"ema": 0.9},
     "eight devices": lambda: {"sharding": runs.rules_of("Auto")},
 }
+QUICK = ("microbatch", "optimizer")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CHANGES]
+)
 def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, recording, recwarn):
     """And changes back, and has fresh noise and samples each time."""
     one, other = recording.step(), recording.step(**CHANGES[name]())
@@ -117,38 +75,24 @@ def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, reco
         trainer.run(small_model(), steps)
     recording.assert_fresh()
     assert recording.taken == released(tmp_path / "run") == PLAN.steps
-    told = [w for w in recwarn if w.category is CheckpointWarning]
-    assert len(told) == 3 * (name in ("optimizer", "average"))
+    warned = [w for w in recwarn if w.category is CheckpointWarning]
+    assert len(warned) == 3 * (name in ("optimizer", "average"))
 
 
-def test_plan_and_number_of_examples_stay(copy):
-    changes = {
-        "has another plan": (
-            dp.PrivacyPlan(0.5, 10, 20.0, 1e-5),
-            plan_of(11),
-            dp.PrivacyPlan(0.25, 10, 21.0, 1e-5),
-            dp.PrivacyPlan(0.25, 10, 20.0, 1e-6),
-        ),
-        "has another num_examples": (PLAN,),
-    }
-    for said, plans in changes.items():
-        for plan in plans:
-            length = 64 if plan != PLAN else 65
-            data = (np.zeros((length, 4), np.float32), np.zeros(length, np.float32))
-            with pytest.raises(ValueError, match=f"{said}.* there, .* here"):
-                runs.trainer(copy, make(plan, num_examples=length), data).run(small_model())
+@pytest.mark.parametrize(
+    ("plan", "num_examples", "message"),
+    [
+        (dp.PrivacyPlan(0.5, 10, 20.0, 1e-5), 64, "another plan"),
+        (plan_of(11), 64, "another plan"),
+        (PLAN, 65, "another num_examples"),
+    ],
+)
+def test_plan_and_number_of_examples_stay(plan, num_examples, message, copy):
+    data = (np.zeros((num_examples, 4), np.float32), np.zeros(num_examples, np.float32))
+    with pytest.raises(ValueError, match=f"has {message}.* there, .* here"):
+        runs.trainer(copy, make(plan, num_examples=num_examples), data).run(small_model())
     assert released(copy) == 6
     assert goes_on(copy) == 4
-
-
-def test_two_directories_have_nothing_in_common(tmp_path, recording):
-    step = recording.step()
-    for name in ("one", "other", None, None):  # nor runs without a directory
-        directory = name and tmp_path / name
-        trainer = runs.trainer(directory, step, recording, callbacks=[recording.note])
-        assert int(trainer.run(small_model(), steps=3).step) == 3
-    recording.assert_fresh()
-    assert recording.taken == 12
 
 
 def test_seeded_runs_repeat_start_by_start(tmp_path):
@@ -167,10 +111,6 @@ def test_seeded_runs_repeat_start_by_start(tmp_path):
         assert any("same seed" in text for text in statement["does_not_cover"])
     assert recordings[0].noises == recordings[1].noises
     runs.assert_same(*states)
-    other = Recording(tmp_path / "another")
-    step = other.step(seed=runs.SEED + 1)
-    runs.trainer(None, step, other, callbacks=[other.note]).run(small_model())
-    assert not set(other.noises) & set(recordings[0].noises)
 
 
 def test_one_seeded_start_seeds_the_statement(copy):
@@ -183,32 +123,16 @@ def test_one_seeded_start_seeds_the_statement(copy):
 # What is released is counted.
 
 
-def test_a_save_that_fails_is_told_and_counted(tmp_path, monkeypatch):
-    manager = pytest.importorskip("orbax.checkpoint").CheckpointManager
-    waits, failed = manager.wait_until_finished, []
-
-    def fails(self):
-        waits(self)
-        if self.latest_step() == 6 and not failed:
-            failed.append(6)
-            raise RuntimeError("the disk is full")
-
-    monkeypatch.setattr(manager, "wait_until_finished", fails)
-    with pytest.warns(CheckpointWarning, match="could not be written.*the disk is full"):
-        assert goes_on(tmp_path, steps=6) == 6
-    assert released(tmp_path) == 6
-    dp.save_model(tmp_path / "m.safetensors", small_model(), privacy=tmp_path)
-    with safe_open(tmp_path / "m.safetensors", "numpy") as opened:
-        assert json.loads(opened.metadata()["privacy"])["steps_released"] == 6
-
-
 @pytest.mark.parametrize("ends", ["all", "callback", "error", "data"])
 def test_an_orderly_end_counts_exactly(ends, tmp_path):
-    """In the middle of a block that was announced."""
+    """In the middle of a block that was announced, before its first step."""
+    run = tmp_path / "run"
 
     def listen(event):
+        (entry,) = runs.entries(run)
+        assert (entry["steps"], entry["ended"]) == (3 if ends == "all" else 5, False)
         if event.step == 3 and ends == "error":
-            raise KeyError("a mistake of the user's")
+            raise KeyError
         return event.step == 3 and ends == "callback"
 
     class Source(Recording):
@@ -217,51 +141,55 @@ def test_an_orderly_end_counts_exactly(ends, tmp_path):
                 raise OSError("gone")
             return super().__getitem__(indices)
 
-    trainer = runs.trainer(
-        tmp_path / "run", STEP, Source(tmp_path / "data"), callbacks=[listen], save_every=5
-    )
-    if ends in ("error", "data"):
-        with pytest.raises(KeyError if ends == "error" else dp.DataError):
-            trainer.run(small_model())
-    else:
+    options = {"callbacks": [listen], "save_every": 5}
+    trainer = runs.trainer(run, STEP, Source(tmp_path / "data"), **options)
+    raised = {"error": pytest.raises(KeyError), "data": pytest.raises(dp.DataError)}
+    with raised.get(ends, contextlib.nullcontext()):
         trainer.run(small_model(), steps=3 if ends == "all" else None)
-    (entry,) = runs.entries(tmp_path / "run")
+    (entry,) = runs.entries(run)
     assert (entry["steps"], entry["ended"]) == (3, True)
-    assert released(tmp_path / "run") == 3
-    assert goes_on(tmp_path / "run") == 7
+    assert released(run) == 3
+    assert goes_on(run) == 7
 
 
 def test_a_run_without_steps_left_returns_what_was_saved(copy, capsys):
+    """And says that it does not use the model and the data that it gets."""
+    with pytest.warns(CheckpointWarning, match="finished: 6 of 6 steps"):
+        goes_on(copy, steps=6)
     goes_on(copy)
-    state = runs.trainer(copy, STEP).run(small_model())
-    assert int(state.step) == 10
-    runs.assert_same(dp.load_model(copy, like=small_model()), state.model)
-    assert "is finished: 10 of 10 steps" in "".join(capsys.readouterr())
+    saved = dp.load_model(copy, like=small_model())
+    for data in ((runs.XS, runs.YS), (-runs.XS, runs.YS)):
+        zeros = jax.tree.map(lambda x: 0 * x, small_model())
+        finished = "is finished: 10 of 10 steps.*model, the loss and the data.* are not used"
+        with pytest.warns(CheckpointWarning, match=finished):
+            state = runs.trainer(copy, STEP, data).run(zeros)
+        assert "is finished: 10 of 10 steps" in capsys.readouterr().out
+        runs.assert_same(saved, state.model)
     assert len(runs.entries(copy)) == 3  # a start that takes no step writes no file
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(dp.CheckpointError, match="all 10 steps may have been released"):
         goes_on(copy)
 
 
-def test_steps_of_killed_starts_count(tmp_path):
-    """Twice killed in its first block: the model begins anew, and half of the plan is left."""
-    left = tmp_path / "0"
-    left_by_a_kill(tmp_path / "run", left, 2, None)
-    assert (released(tmp_path / "run"), released(left)) == (2, 5)
-    with pytest.warns(CheckpointWarning, match=r"no checkpoint.*5 of 10 steps may have been"):
-        assert goes_on(left) == 5
-    assert released(left) == 10
-
-
-def test_a_statement_is_of_plan_and_ledger(copy):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_text("{"),
+        lambda file: edited(steps_released=3, epsilon=0.1)(file),  # as a killed process leaves it
+    ],
+    ids=["cut", "old"],
+)
+def test_a_statement_is_of_plan_and_ledger(damage, copy):
+    """It follows from them, and is written anew."""
     statement = stated(copy)
     assert statement["plan"] == json.loads(PLAN.to_json())
     assert (statement["steps_released"], statement["num_examples"]) == (6, 64)
     assert statement["epsilon"] == PLAN.epsilon(6) < PLAN.epsilon()
     assert statement["covers"].startswith("The models of all 6 steps that may have been released")
-    (copy / "privacy.json").write_text("{")  # what follows from others is written anew
     assert goes_on(copy) == 4
-    assert stated(copy)["steps_released"] == 10
+    damage(copy / "privacy.json")
+    goes_on(copy)
+    assert released(copy) == 10
 
 
 def test_no_secret_is_in_the_directory(tmp_path, monkeypatch):
@@ -287,39 +215,12 @@ def test_no_secret_is_in_the_directory(tmp_path, monkeypatch):
     for file in files:
         assert not [needle for needle in needles if needle in file.read_bytes()], file
     arrays = pytest.importorskip("orbax.checkpoint").PyTreeCheckpointer()
-    found = jax.tree.leaves(arrays.restore(tmp_path / "checkpoints" / "4" / "state"))
-    assert len(found) == len(runs.leaves(state)) - 3  # the two keys, and the noise's counter
-    for array in found:
+    for array in jax.tree.leaves(arrays.restore(tmp_path / "checkpoints" / "4" / "state")):
         bits = set(np.asarray(array).view(np.uint32).ravel().tolist())
         assert not bits & {word for pair in words for word in pair}
 
 
 # Several starts at once.
-
-
-@pytest.mark.filterwarnings("ignore::eqx_dp.training.CheckpointWarning")
-@pytest.mark.parametrize(("at", "every"), [(1, 2), (2, 2), (3, 5), (1, 10), (9, 3)])
-def test_two_starts_at_once_stay_within_the_plan(at, every, tmp_path, recording):
-    """A second start runs to its end while the first is at some step; none of them locks."""
-    step, run = recording.step(), tmp_path / "run"
-
-    def begin_another(event):
-        recording.note(event)
-        if event.step == at:
-            other = runs.trainer(run, step, recording, callbacks=[recording.note])
-            try:
-                other.run(small_model())
-            except dp.CheckpointError as error:
-                assert re.search("holds no checkpoint|steps are left", str(error))  # noqa: PT017
-            assert recording.taken <= stated(run)["steps_released"] <= PLAN.steps
-
-    first = runs.trainer(run, step, recording, callbacks=[begin_another], save_every=every)
-    try:
-        first.run(small_model())
-    except dp.CheckpointError as error:
-        assert "0 of 10 steps are left" in str(error)  # noqa: PT017
-    recording.assert_fresh()
-    assert recording.taken <= released(run) <= PLAN.steps
 
 
 class Hooked(store.Bucket):
@@ -329,26 +230,15 @@ class Hooked(store.Bucket):
         super().__init__(root)
         self.count, self.after, self.hook = count, after, hook
 
-    def _written(self, path, mode):
-        context = super()._written(path, mode)
-        if "/ledger/" not in str(path):
-            return context
-        self.count -= 1
-        return _around(context, self.hook, self.after) if self.count == 0 else context
-
-
-class _around:
-    def __init__(self, context, hook, after):
-        self.context, self.hook, self.after = context, hook, after
-
-    def __enter__(self):
-        if not self.after:
+    @contextlib.contextmanager
+    def written(self, path, mode):
+        self.count -= "/ledger/" in str(path)
+        is_due = self.count == 0 and "/ledger/" in str(path)
+        if is_due and not self.after:
             self.hook()
-        return self.context.__enter__()
-
-    def __exit__(self, *error):
-        self.context.__exit__(*error)
-        if self.after:
+        with super().written(path, mode) as stream:
+            yield stream
+        if is_due and self.after:
             self.hook()
 
 
@@ -399,47 +289,46 @@ def test_two_seeded_starts_at_once_are_refused(tmp_path, recording):
 # Damage.
 
 
+def rewritten(file, without=None, **fields):
+    entry = json.loads(file.read_text()) | fields
+    entry.pop(without, None)
+    file.write_text(json.dumps(entry))
+
+
 def edited(**fields):
-    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return lambda file: rewritten(file, **fields)
 
 
-def lacking(name):
-    def drop(file):
-        entry = json.loads(file.read_text())
-        del entry[name]
-        file.write_text(json.dumps(entry))
-
-    return drop
+def of_start(directory, number):
+    """The ledger's file of a start."""
+    files = (directory / "ledger").iterdir()
+    return next(file for file in files if json.loads(file.read_text())["start"] == number)
 
 
 LEDGERS = {
     "missing": (Path.unlink, "is missing"),
     "empty": (lambda file: file.write_text(""), "cannot be used"),
-    "truncated": (lambda file: file.write_text(file.read_text()[:-2]), "cannot be used"),
     "not UTF-8": (lambda file: file.write_bytes(b"\xff"), "cannot be used"),
     "a list": (lambda file: file.write_text("[]"), "holds no JSON object"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "cannot be used"),
     "fewer steps": (edited(steps=3), "says 3 steps, and a checkpoint knows of 4"),
     "negative": (edited(steps=-4), "'steps' is missing, or wrong"),
-    "a fraction": (edited(steps=3.5), "'steps' is missing, or wrong"),
     "a truth": (edited(steps=True), "'steps' is missing, or wrong"),
-    "no steps": (lacking("steps"), "'steps' is missing"),
-    "no plan": (lacking("plan"), "'plan' is missing"),
+    "no plan": (lambda file: rewritten(file, without="plan"), "'plan' is missing"),
     "another plan": (edited(plan=json.loads(plan_of(99).to_json())), "disagree about the plan"),
     "another size": (edited(num_examples=65), "disagree about the num_examples"),
-    "another format": (edited(format="other"), "not of format eqx_dp.ledger"),
     "another version": (edited(version=2), "not of format eqx_dp.ledger, version 1"),
 }
 
 
 @pytest.mark.parametrize("name", LEDGERS)
 def test_a_ledger_that_is_damaged_is_refused_by_name(name, copy):
-    damage, said = LEDGERS[name]
-    (file,) = (x for x in (copy / "ledger").iterdir() if json.loads(x.read_text())["start"] == 0)
+    damage, message = LEDGERS[name]
+    file = of_start(copy, 0)
     damage(file)
-    with pytest.raises(dp.CheckpointError, match=said) as caught:
+    with pytest.raises(dp.CheckpointError, match=message) as caught:
         goes_on(copy)
-    file = file.parent if "disagree" in said else file
+    file = file.parent if "disagree" in message else file
     assert str(file) in str(caught.value)
     if name not in ("missing", "fewer steps"):  # which a checkpoint alone can tell
         with pytest.raises(dp.CheckpointError, match=re.escape(str(file))):
@@ -450,19 +339,12 @@ def test_a_ledger_that_is_gone_is_refused(copy):
     shutil.rmtree(copy / "ledger")
     with pytest.raises(dp.CheckpointError, match=r"\.json is missing, and a checkpoint knows of"):
         goes_on(copy)
-    with pytest.raises(dp.CheckpointError, match="holds no ledger"):
-        dp.save_model(copy / "m.safetensors", small_model(), privacy=copy)
 
 
 def test_a_ledger_that_says_more_counts(copy):
-    file = next(x for x in (copy / "ledger").iterdir() if '"start": 0' in x.read_text())
-    edited(steps=6)(file)
+    rewritten(of_start(copy, 0), steps=6)
     assert goes_on(copy) == 2
     assert released(copy) == 10
-
-
-def gone(file):
-    file.unlink()
 
 
 def cut(file):
@@ -475,77 +357,53 @@ def flipped(file):
     file.write_bytes(content)
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("damage", [gone, cut, flipped])
-@pytest.mark.parametrize("number", range(18))
-def test_damage_to_a_file_of_a_checkpoint_costs_no_privacy(damage, number, copy, recwarn):
+def emptied(file):
+    file.write_text("{}")
+
+
+# A read that fails leaves callbacks of TensorStore that find their event loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("part", [pytest.param("state", marks=pytest.mark.slow), "record"])
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flipped, emptied])
+def test_damage_to_a_checkpoint_costs_no_privacy(damage, part, begun, tmp_path):
     """The checkpoint before is used; or the damage does not matter, and none is seen."""
-    newest = copy / "checkpoints" / "6"
-    files = sorted(x for x in newest.rglob("*") if x.is_file() and x.stat().st_size)
-    file = files[number % len(files)]
-    damage(file)
-    state = runs.trainer(copy, STEP).run(small_model(), steps=7)
-    told = [str(w.message) for w in recwarn if w.category is CheckpointWarning]
-    assert int(state.step) in ((5,) if told else (7,))
-    assert all("checkpoints/6 cannot be read, and the one before" in text for text in told)
-    assert released(copy) == 7
-    assert [entry["steps"] for entry in runs.entries(copy)] == [4, 2, 1]
+    folder = Path("checkpoints", "6", part)
+    names = [x.relative_to(begun) for x in (begun / folder).rglob("*") if x.is_file()]
+    seen = 0
+    for number, name in enumerate(names):
+        copy = shutil.copytree(begun, tmp_path / str(number))
+        damage(copy / name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            state = runs.trainer(copy, STEP).run(small_model(), steps=7)
+        warned = [str(w.message) for w in caught if w.category is CheckpointWarning]
+        seen += bool(warned)
+        assert int(state.step) == (5 if warned else 7)
+        assert all("checkpoints/6 cannot be read, and the one before" in text for text in warned)
+        assert released(copy) == 7
+        assert [entry["steps"] for entry in runs.entries(copy)] == [4, 2, 1]
+    assert seen
 
 
 def test_when_no_checkpoint_can_be_read_it_says_so(copy):
     for number in (2, 4, 6):
         shutil.rmtree(copy / "checkpoints" / str(number) / "state")
-    with pytest.warns(CheckpointWarning), pytest.raises(dp.CheckpointError) as caught:
+    message = (
+        r"(?s)None of the checkpoints .*6 \(\w+\), 4 .*2 .*the steps that were released still count"
+    )
+    with pytest.warns(CheckpointWarning), pytest.raises(dp.CheckpointError, match=message):
         goes_on(copy)
-    assert re.search(r"None of the checkpoints .*6 \(\w+\), 4 .*2 ", str(caught.value))
-    assert "the steps that were released still count" in str(caught.value)
     shutil.rmtree(copy / "checkpoints")
     with pytest.warns(CheckpointWarning, match="6 of 10 steps may have been released"):
         assert goes_on(copy) == 4
     assert released(copy) == 10
 
 
-def test_a_directory_that_cannot_be_written_to_says_so():
-    directory = Path("/proc/self/task")  # which not even root can write to
-    with pytest.raises(dp.CheckpointError, match=re.escape(str(directory))):
-        goes_on(directory)
-
-
-def test_files_of_others_stay(tmp_path):
-    """Whatever their names are: hosts, notes, a folder beside the checkpoints."""
-    names = ("hosts/mine.txt", "checkpoints/notes/mine.txt", "ledger/notes.txt", "00000002/mine")
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    goes_on(tmp_path, save_every=1, keep=1)
-    goes_on(tmp_path)
-    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
-    assert saved(tmp_path) == [10]
-
-
-def test_an_edited_model_goes_on_only_if_it_fits(copy):
-    with pytest.raises(ValueError, match=r"weight: .*\(2, 4\)|\(2, 4\)"):
-        runs.trainer(copy, STEP).run(small_model(3))
-    other = eqx.tree_at(lambda m: m.weight, small_model(), np.zeros((2, 4), np.float32))
-    assert int(runs.trainer(copy, STEP).run(other).step) == 10
-
-
-# What a first reader of the code found.
-
-
 def test_a_start_of_another_size_that_took_no_step_does_not_count(copy):
-    (file,) = (x for x in (copy / "ledger").iterdir() if json.loads(x.read_text())["start"] == 1)
-    other = json.loads(file.read_text()) | {"num_examples": 65, "steps": 0, "start": 2}
-    (copy / "ledger" / "0123456789abcdef.json").write_text(json.dumps(other))
+    entry = json.loads(of_start(copy, 1).read_text())
+    entry |= {"num_examples": 65, "steps": 0, "start": 2}
+    (copy / "ledger" / "0123456789abcdef.json").write_text(json.dumps(entry))
     assert goes_on(copy) == 4
-
-
-def test_a_statement_that_a_killed_process_left_too_low_is_written_anew(copy):
-    goes_on(copy)
-    old = stated(copy) | {"steps_released": 3, "epsilon": 0.1}
-    (copy / "privacy.json").write_text(json.dumps(old))
-    runs.trainer(copy, STEP).run(small_model())
-    assert stated(copy)["steps_released"] == 10
 
 
 def test_a_statement_names_the_policy_of_the_newest_start(tmp_path):
@@ -556,12 +414,3 @@ def test_a_statement_names_the_policy_of_the_newest_start(tmp_path):
         found = json.loads(file.metadata()["privacy"])
     assert "bfloat16" in found["policy"]
     assert found["policy"] == stated(tmp_path)["policy"]
-
-
-def test_a_checkpoint_whose_record_is_damaged_is_not_used(copy):
-    for number in ("6", "4"):
-        for file in (copy / "checkpoints" / number / "record").rglob("*"):
-            if file.is_file() and file.name == "metadata":
-                file.write_text("{}")
-    with pytest.warns(CheckpointWarning, match="checkpoints/6 cannot be read"):
-        goes_on(copy)

@@ -40,28 +40,22 @@ def test_two_steps_of_optimizers_of_every_kind(name):
     assert all(np.isfinite(leaf).all() for leaf in leaves(state.model))
     assert not np.array_equal(state.model.weight, small_model().weight)
     arrays = jax.tree.leaves(eqx.filter((state.model, state.opt_state[1]), eqx.is_array))
-    buffers = {
-        array.unsafe_buffer_pointer()
-        for array in arrays
-        if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    }
-    num_keys = sum(jnp.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays)
-    assert len(buffers) == len(arrays) - num_keys
+    arrays = [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    assert len({array.unsafe_buffer_pointer() for array in arrays}) == len(arrays)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.polyak_sgd,
-        optax.lbfgs,
-        optax.contrib.reduce_on_plateau,
-        lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
-        lambda: optax.contrib.sophia(0.1),
-    ],
-)
-def test_an_optimizer_that_wants_more_than_gradients_is_refused(optimizer):
+REFUSED = {
+    "polyak": optax.polyak_sgd,
+    "lbfgs": optax.lbfgs,
+    "plateau": optax.contrib.reduce_on_plateau,
+    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_wants_more_than_gradients_is_refused(name):
     """It evaluates losses or gradients by itself, which no plan accounts for."""
-    step = seeded(optimizer=optimizer())
+    step = seeded(optimizer=REFUSED[name]())
     state = step.init(small_model())
     with pytest.raises(ValueError, match="It gets gradients, state and parameters alone"):
         taken(step, state)

@@ -1,7 +1,6 @@
 """A step does what the loop of the README does, bit for bit, and is compiled once."""
 
 import contextlib
-import re
 
 import equinox as eqx
 import jax
@@ -13,31 +12,21 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.privacy import fold_text, key_from_secret
 from tests.training import runs
-from tests.training.runs import (
-    NUM_EXAMPLES,
-    SEED,
-    XS,
-    YS,
-    assert_same,
-    leaves,
-    make,
-    seeded,
-    small_model,
-)
+from tests.training.runs import NUM_EXAMPLES, XS, YS, assert_same, leaves, seeded, small_model
 
 
-def run(step, model, steps=3, xs=XS, ys=YS):
+def run(step, model, steps=3):
     state, sampler = step.init(model), step.sampler()
     for t in range(steps):
         indices, mask = sampler.batch(t)
-        batch = step.shard_batch((xs[indices], ys[indices], mask))
+        batch = step.shard_batch((XS[indices], YS[indices], mask))
         state = step(state, *batch[:-1], is_padding_example=batch[-1])
     return state
 
 
 def key_of(stream):
     """The key that a seeded step has for the noise, or of which the others are made."""
-    return key_from_secret(make(seed=SEED)._secret_of(0), stream)
+    return key_from_secret(seeded()._secret_of(0), stream)
 
 
 @contextlib.contextmanager
@@ -90,37 +79,30 @@ def test_a_step_is_the_loop_written_out():
 def test_a_step_uses_up_its_state_and_not_the_caller_s_model():
     model, step = small_model(), seeded()
     before, state = leaves(model), step.init(model)
-    batch = (XS[:4], YS[:4], np.zeros(4, bool))
-    after = step(state, *batch[:2], is_padding_example=batch[2])
-    donated = jax.tree.leaves(eqx.filter((state.model, state.opt_state), eqx.is_array))
-    assert all(leaf.is_deleted() for leaf in donated)
-    for old, new in zip(before, leaves(model), strict=True):
-        np.testing.assert_array_equal(old, new)
-    assert not any(x.is_deleted() for x in jax.tree.leaves(eqx.filter(after, eqx.is_array)))
+    after = step(state, XS[:4], YS[:4], is_padding_example=np.zeros(4, bool))
+    for kept, tree in ((False, (state.model, state.opt_state)), (True, after)):
+        arrays = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+        assert [x.is_deleted() for x in arrays] == [not kept] * len(arrays)
+    assert_same(before, leaves(model))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_axes_of_length_one_do_not_make_it_compile_twice(kind):
-    mesh = jax.make_mesh(
-        (8, 1), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2
-    )
-    spec = jax.sharding.PartitionSpec(None, "model")
-    step = seeded(sharding=dp.ShardingRules(mesh, params=(("weight", spec),)))
-    state, sampler = step.init(small_model()), step.sampler()
-    compilations = []
-    for t in range(2):
-        indices, mask = sampler.batch(t)
-        x, y, mask = step.shard_batch((XS[indices], YS[indices], mask))
-        with counted_compilations() as compiled:
-            state = step(state, x, y, is_padding_example=mask)
-        compilations.append(len(compiled))
-    assert compilations == [1, 0]
+def rules_of_length_one():
+    """Explicit axes, one of them of length one: XLA gives such shardings other names."""
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((8, 1), ("data", "model"), axis_types=types)
+    return dp.ShardingRules(mesh, params=(("weight", jax.P(None, "model")),))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
-def test_a_step_is_traced_and_compiled_once(kind):
+RULES = {
+    "none": lambda: None,
+    "auto": lambda: runs.rules_of("Auto"),
+    "explicit": lambda: runs.rules_of("Explicit"),
+    "of length one": rules_of_length_one,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_step_is_traced_and_compiled_once(name):
     traces = 0
 
     def counting(model, x, y):
@@ -128,48 +110,26 @@ def test_a_step_is_traced_and_compiled_once(kind):
         traces += 1
         return runs.loss(model, x, y)
 
-    rules = None if kind is None else runs.rules_of(kind)
+    rules = RULES[name]()
     # Sums over rows and columns are what the compiler would put elsewhere, if it was left to it.
-    optimizer = optax.chain(
-        optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.adamw(1e-2)
-    )
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=1)
+    optimizer = optax.chain(factored, optax.adamw(1e-2))
     step = seeded(loss=counting, optimizer=optimizer, sharding=rules)
-    state, sampler = step.init(small_model()), step.sampler()
+    state, sampler, seen = step.init(small_model()), step.sampler(), []
     where = [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
-    seen = []
-    for t in range(6):
+    for t in range(4):
         indices, mask = sampler.batch(t)
         x, y, mask = step.shard_batch((XS[indices], YS[indices], mask))
         with counted_compilations() as compiled:
             state = step(state, x, y, is_padding_example=mask)
         seen.append((traces, len(compiled)))
-    assert seen[0][1] == 1
-    assert seen[1:] == [(seen[0][0], 0)] * 5
+    assert seen == [(seen[0][0], 1)] + [(seen[0][0], 0)] * 3
     assert where == [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
     if rules is not None:
-        assert "model" in state.model.weight.sharding.spec
         moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim == 2]
-        assert any("data" in str(x.sharding.spec) for x in moments)
-        np.testing.assert_allclose(
-            leaves(state.model)[0],
-            leaves(run(seeded(optimizer=optimizer), small_model(), 6).model)[0],
-            rtol=1e-4,
-            atol=1e-6,
-        )
-
-
-def test_updates_are_rounded_once():
-    """An update of half a unit in the last place of bfloat16 is not lost by being rounded first."""
-    policy = dp.load_policy("bfloat16")
-    update = 2.0**-8 * (1 + 2.0**-9)  # rounded to bfloat16 it is a tie, and ties go to even: 1
-    model = jax.tree.map(
-        lambda x: jnp.ones_like(x) if eqx.is_inexact_array(x) else x, small_model()
-    )
-    constant = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g * 0 + update, grads))
-    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
-    state = run(seeded(plan, constant, policy=policy), model, 1)
-    for leaf in leaves(state.model):
-        np.testing.assert_array_equal(leaf.astype(np.float32), 1 + 2.0**-7)
+        assert any("data" in str(x.sharding.spec) for x in moments) == (name != "of length one")
+        alone = run(seeded(optimizer=optimizer), small_model(), 4).model
+        np.testing.assert_allclose(state.model.weight, alone.weight, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_gets_a_key_an_example_and_step():
@@ -213,42 +173,21 @@ def test_without_noise_and_bound_it_is_ordinary_training():
     np.testing.assert_allclose(state.model.bias, bias, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_examples": 0}, "num_examples must be at least 1"),
-        ({"seed": -1}, "seed must be"),
-        ({"seed": b""}, "seed must be at least one byte"),
-        ({"seed": True}, "seed must be a whole number or bytes; found a bool"),
-    ],
-)
-def test_what_a_step_refuses(options, message, unchecked):
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize("options", [{"num_examples": 0}, {"seed": -1}, {"seed": b""}], ids=str)
+def test_what_a_step_refuses(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
         seeded(**options)
 
 
-def test_a_paired_model_needs_the_policy_in_the_step():
+def test_a_paired_model_needs_the_policy_in_the_step(tmp_path):
     policy = dp.load_policy("mixed_bfloat16")
     model = dp.apply_policy(small_model(), policy)
     with pytest.raises(ValueError, match="Give the policy to make_step as well"):
-        seeded().init(model)
+        runs.trainer(tmp_path / "run", seeded()).run(init_model=lambda: model)
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="float32"):
         seeded(policy=dp.load_policy("float32")).init(model)
     seeded(policy=policy).init(model)
-
-
-@pytest.mark.parametrize("seed", [7, SEED, 2**400 + 3, b"a secret of any length" * 5])
-def test_a_seed_is_of_any_size_and_is_not_shown(seed):
-    step = seeded(seed=seed)
-    state = step.init(small_model())
-    words = jax.random.key_data(state.opt_state[0].key).tolist()
-    shown = [f(x) for x in (step, step.sampler(), state.opt_state[0]) for f in (repr, str)]
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        step(step.init(small_model()), XS[:4], YS[:3], is_padding_example=np.ones(4, bool))
-    if seed != 7:
-        assert not any(str(seed) in text for text in (*shown, str(error.value)))
-    assert not any(str(word) in text for word in words for text in (*shown, str(error.value)))
-    run(step, small_model(), 1)
 
 
 def test_the_compiled_program_holds_no_key():
@@ -274,73 +213,42 @@ def test_a_state_that_was_used_up_is_named():
         step(used, XS[:4], YS[:4], is_padding_example=mask)
     with pytest.raises(ValueError, match=r"model\.weight and 1 more: the array is gone"):
         step.init(used.model)
-    as_batch = jnp.asarray(XS[:4])
-    as_batch.delete()
-    with pytest.raises(ValueError, match=r"batch\.0: the array is gone"):
-        step(state, as_batch, YS[:4], is_padding_example=mask)
     copied = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)
     after = step(state, XS[:4], YS[:4], is_padding_example=mask)
     assert_same(after, step(copied, XS[:4], YS[:4], is_padding_example=mask))
 
 
-class Counting(eqx.Module):
-    linear: eqx.nn.Linear
-    seen: eqx.nn.StateIndex
+def test_what_is_not_trained_is_kept():
+    """A penalty moves it neither, nor weight decay."""
 
-    def __init__(self):
-        self.linear = small_model()
-        self.seen = eqx.nn.StateIndex(jnp.arange(3.0))
-
-
-def test_a_model_with_state_keeps_it():
     def loss(pair, x, y):
-        model, state = pair
-        return runs.loss(model.linear, x, y) + jnp.sum(state.get(model.seen))
+        return runs.loss(pair[0], x, y) + jnp.sum(pair[1] ** 2)
 
-    pair = eqx.nn.make_with_state(Counting)()
-    parameters = jax.tree.map(lambda _: False, pair[0])
-    parameters = eqx.tree_at(lambda m: m.linear, parameters, True, is_leaf=lambda x: x is None)
-    options = {"loss": loss, "filter_spec": (parameters, False)}
-    state = run(seeded(optimizer=optax.adamw(1e-2, weight_decay=0.1), **options), pair)
-    model, kept = state.model
-    np.testing.assert_array_equal(kept.get(model.seen), jnp.arange(3.0))
-    assert not np.array_equal(model.linear.weight, pair[0].linear.weight)
+    pair, optimizer = (small_model(), jnp.arange(3.0)), optax.adamw(1e-2, weight_decay=0.1)
+    state = run(seeded(optimizer=optimizer, loss=loss, filter_spec=(True, False)), pair)
+    np.testing.assert_array_equal(state.model[1], pair[1])
+    assert not np.array_equal(state.model[0].weight, pair[0].weight)
 
 
 def test_a_step_without_the_mask_is_refused(unchecked):
-    plan = dp.PrivacyPlan(0.2, 5, 1.0, 1e-5)
-    step = dp.make_step(
-        lambda m, x: jnp.sum(m * x), optax.sgd(1.0), plan, num_examples=10, l2_clip_norm=1.0
-    )
-    state, x = step.init(jnp.ones(3)), np.ones((4, 3), np.float32)
+    step = seeded()
     with pytest.raises(ValueError, match=r"is_padding_example is None.*sampler.take"):
-        step(state, x, is_padding_example=None)
+        step(step.init(small_model()), XS, YS, is_padding_example=None)
 
 
 @pytest.mark.slow
 def test_a_batch_may_be_filled_anew_after_the_call():
     """JAX reads numpy arrays where they lie, and a step may be under way when it returns."""
-    model = eqx.nn.MLP(512, 4, 1024, 2, key=jax.random.key(0))
-    plan = dp.PrivacyPlan(0.1, 8, 1.0, 1e-6)
 
     def trained(*, spoil):
-        step = dp.make_step(
-            lambda model, x: jnp.sum(model(x) ** 2),
-            optax.sgd(0.1),
-            plan,
-            num_examples=1_000,
-            seed=1,
-            l2_clip_norm=1.0,
-        )
-        state, rng = step.init(model), np.random.default_rng(0)
-        x = np.zeros((step.sampler().capacity, 512), np.float32)
-        mask = np.zeros(len(x), bool)
+        step = seeded(loss=lambda model, x: jnp.sum(model(x) ** 2))
+        state = step.init(eqx.nn.MLP(512, 4, 1024, 2, key=jax.random.key(0)))
+        x, rng = np.zeros((64, 512), np.float32), np.random.default_rng(0)
         for _ in range(4):
             x[:] = rng.normal(size=x.shape)
-            state = step(state, x, is_padding_example=mask)
+            state = step(state, x, is_padding_example=np.zeros(len(x), bool))
             if spoil:
                 x[:] = 1e3
-        return jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
+        return state.model
 
-    for one, other in zip(trained(spoil=False), trained(spoil=True), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(trained(spoil=False), trained(spoil=True))

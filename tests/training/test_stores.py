@@ -13,10 +13,9 @@ STEP = make()  # compiled once for this file
 URL = "gs://bucket/runs/one"
 
 
-@pytest.fixture(params=["store", "fsspec"])
-def bucket(request, tmp_path, monkeypatch):
-    made = store.Bucket if request.param == "store" else store.FsspecBucket
-    return store.opened(made(tmp_path / "store"), monkeypatch)
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    return store.opened(store.Bucket(tmp_path / "store"), monkeypatch)
 
 
 def goes_on(steps=None, **options):
@@ -37,7 +36,6 @@ def test_a_run_in_a_store_goes_on(bucket):
     lines = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert_same(dp.load_model(URL, like=small_model()), state.model)
-    assert not [how for how, _ in getattr(bucket, "seen", ()) if how == "rename"]
     assert not [x for x in directory.rglob("*") if x.is_symlink()]
 
 
@@ -46,33 +44,34 @@ def test_damage_in_a_store_is_seen(bucket):
     directory = bucket.at(URL)
     (directory / "checkpoints/6/state/_METADATA").write_text("{")
     with pytest.warns(CheckpointWarning, match="checkpoints/6 cannot be read"):
-        seen, state = goes_on()
-    assert seen == [7, 8, 9, 10]
-    assert int(state.step) == 8
+        assert goes_on()[0] == [7, 8, 9, 10]
     file = next((directory / "ledger").iterdir())
     file.write_text("{")
     with pytest.raises(dp.CheckpointError, match=rf"gs://.*{file.name} cannot be used"):
         goes_on()
 
 
-def test_a_store_that_does_not_answer_ends_a_run(tmp_path, monkeypatch):
-    """What its library raises is no OSError; no step is taken that is not noted."""
-    bucket = store.opened(store.Bucket(tmp_path / "store"), monkeypatch)
-    opens, seen = bucket.open, []
+class Dumb(store.Bucket):
+    """From some step on nothing of the ledger is written; its library's error is no OSError."""
 
-    def fails(path, mode):
-        if len(seen) == 4 and "ledger" in str(path):
+    is_dumb = False
+
+    def written(self, path, mode):
+        if self.is_dumb and "ledger" in str(path):
             raise RuntimeError("no answer")
-        return opens(path, mode)
+        return super().written(path, mode)
 
-    monkeypatch.setattr(bucket, "open", fails)
-    trainer = runs.trainer(URL, STEP, callbacks=[lambda event: seen.append(event.step)])
+
+def test_a_store_that_does_not_answer_ends_a_run(tmp_path, monkeypatch):
+    """No step is taken that is not noted."""
+    bucket = store.opened(Dumb(tmp_path / "store"), monkeypatch)
+    trainer = runs.trainer(URL, STEP, callbacks=[lambda e: setattr(bucket, "is_dumb", e.step == 4)])
     with (
         pytest.warns(CheckpointWarning, match="cannot be written"),
         pytest.raises(dp.CheckpointError, match=r"gs://.*no answer"),
     ):
         trainer.run(small_model())
-    seen.append(5)
+    bucket.is_dumb = False
     assert goes_on()[0] == [5, 6, 7, 8, 9, 10]
     assert released(bucket.at(URL)) == 10
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ from safetensors import safe_open
 import eqx_dp as dp
 from eqx_dp.training import CheckpointWarning
 from tests.training import runs
-from tests.training.runs import assert_same, leaves, plan_of, rules_of, small_model, trainer
+from tests.training.runs import assert_same, plan_of, rules_of, small_model, trainer
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +28,13 @@ def shapes():
     return eqx.filter_eval_shape(small_model)
 
 
-@pytest.mark.parametrize("like", [small_model, shapes], ids=["arrays", "shapes"])
-def test_a_run_s_model_is_read_without_the_run(run, like):
+def test_a_run_s_model_is_read_without_the_run(run):
     directory, trained = run
-    found = dp.load_model(directory, like=like())
-    assert_same(found, trained)
-    assert not np.array_equal(leaves(found)[0], leaves(small_model())[0])
-    assert found.use_bias is True
+    for like in (small_model(), shapes()):
+        found = dp.load_model(directory, like=like)
+        assert_same(found, trained)
+        assert found.use_bias is True
+    assert not np.array_equal(trained.weight, small_model().weight)
 
 
 def test_a_model_in_a_file_comes_back_with_its_statement(run, tmp_path):
@@ -42,22 +43,23 @@ def test_a_model_in_a_file_comes_back_with_its_statement(run, tmp_path):
     dp.save_model(file, trained, privacy=directory, policy=policy)
     assert_same(dp.load_model(file, like=shapes()), trained)
     with safe_open(file, "numpy") as opened:
-        told = opened.metadata()
+        metadata = opened.metadata()
         assert set(opened.keys()) == {"weight", "bias"}
     statement = json.loads((directory / "privacy.json").read_text())
-    assert json.loads(told["privacy"]) == statement
+    assert json.loads(metadata["privacy"]) == statement
     assert statement["epsilon"] == plan_of().epsilon()
-    assert told["policy"] == str(policy)
+    assert metadata["policy"] == str(policy)
     assert list(tmp_path.iterdir()) == [file]
+    assert not [x for x in (str(directory), "opt_state") if x.encode() in file.read_bytes()]
 
 
 def test_a_plan_is_a_statement(tmp_path):
     file = tmp_path / "model.safetensors"
     dp.save_model(file, small_model(), privacy=plan_of())
     with safe_open(file, "numpy") as opened:
-        told = json.loads(opened.metadata()["privacy"])
-    assert told["epsilon"] == plan_of().epsilon()
-    assert (told["steps_released"], told["delta"]) == (10, 1e-5)
+        statement = json.loads(opened.metadata()["privacy"])
+    found = statement["epsilon"], statement["steps_released"], statement["delta"]
+    assert found == (plan_of().epsilon(), 10, 1e-5)
 
 
 class Nested(eqx.Module):
@@ -66,7 +68,7 @@ class Nested(eqx.Module):
     name: str = "nested"
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.bool_])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.bool_])
 def test_every_dtype_and_place_comes_back(dtype, tmp_path):
     model = Nested({"a b": jnp.ones((2, 0), dtype), "c": None}, [jnp.zeros((), dtype), "text"])
     file = tmp_path / "model.safetensors"
@@ -74,15 +76,6 @@ def test_every_dtype_and_place_comes_back(dtype, tmp_path):
     found = dp.load_model(file, like=model)
     assert_same(found, model)
     assert found.many[1] == "text"
-
-
-def test_the_file_holds_nothing_secret(run, tmp_path):
-    directory, trained = run
-    file = tmp_path / "model.safetensors"
-    dp.save_model(file, trained, privacy=directory)
-    content = file.read_bytes()
-    for secret in (str(directory), "opt_state"):
-        assert secret.encode() not in content, secret
 
 
 def test_arrays_are_read_to_where_those_of_like_live(run):
@@ -96,55 +89,56 @@ def test_arrays_are_read_to_where_those_of_like_live(run):
 
 
 def test_a_checkpoint_that_is_damaged_is_not_read(run, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(run[0], directory, symlinks=True)
+    directory = shutil.copytree(run[0], tmp_path / "run")
     latest = directory / "checkpoints" / str(runs.saved(directory)[-1])
     (latest / "state" / "_METADATA").write_text("{")
     with pytest.warns(CheckpointWarning, match="the one before it is tried"):
         found = dp.load_model(directory, like=shapes())
-    assert not np.array_equal(leaves(found)[0], leaves(run[1])[0])
+    assert not np.array_equal(found.weight, run[1].weight)
     assert latest.exists()  # reading changes nothing
 
 
 @pytest.mark.parametrize(
-    ("like", "told"),
+    ("like", "message"),
     [
         (lambda: small_model(width=3), r"weight: \(2, 4\) there, \(3, 4\) here"),
-        (
-            lambda: eqx.nn.Linear(4, 2, use_bias=False, key=jax.random.key(0)),
-            r"bias: \(2,\) there, nothing here",
-        ),
+        (lambda: small_model(use_bias=False), r"bias: \(2,\) there, nothing here"),
         (lambda: (small_model(), jnp.ones(1)), r"nothing there, \(1,\) here"),
     ],
 )
-def test_another_structure_is_refused(run, tmp_path, like, told):
+def test_another_structure_is_refused(run, tmp_path, like, message):
     file = tmp_path / "model.safetensors"
     dp.save_model(file, run[1])
     for source in (run[0], file):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             dp.load_model(source, like=like())
 
 
-def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(dp.CheckpointError, match="holds no checkpoint"):
-        dp.load_model(tmp_path, like=small_model())
-    (tmp_path / "other.safetensors").write_bytes(b"no")
-    with pytest.raises(dp.CheckpointError, match="cannot be read"):
-        dp.load_model(tmp_path / "other.safetensors", like=small_model())
-    with pytest.raises(dp.CheckpointError, match="cannot be read"):
-        dp.load_model(tmp_path / "nowhere.safetensors", like=small_model())
-    with pytest.raises(dp.CheckpointError, match="holds no ledger of a run"):
-        dp.save_model(tmp_path / "model.safetensors", small_model(), privacy=tmp_path)
-    with pytest.raises(ValueError, match=r"must end in '\.safetensors', found 'model\.bin'"):
-        dp.save_model(tmp_path / "model.bin", small_model())
-    with pytest.raises(ValueError, match=r"0.? is a key of random numbers"):
-        dp.save_model(tmp_path / "model.safetensors", [jax.random.key(0)])
+@pytest.mark.parametrize("name", ["", "damaged.safetensors", "nowhere.safetensors"])
+def test_what_is_no_model_is_not_read(name, tmp_path):
+    (tmp_path / "damaged.safetensors").write_bytes(b"no")
+    message = "cannot be read" if name else "holds no checkpoint"
+    with pytest.raises(dp.CheckpointError, match=message):
+        dp.load_model(tmp_path / name, like=small_model())
 
 
-def test_raw_keys_are_not_written(tmp_path):
-    model = {"w": jnp.ones(2), "key": jax.random.key_data(jax.random.key(3))}
-    with pytest.raises(
-        ValueError, match=r"model\.key is a key of random numbers, or looks like one"
-    ):
-        dp.save_model(tmp_path / "model.safetensors", model)
-    assert not (tmp_path / "model.safetensors").exists()
+KEY = jax.random.key(3)
+REFUSED = {
+    "no statement": (dp.CheckpointError, {"privacy": Path()}, "holds no ledger of a run"),
+    "a key": (ValueError, {"model": [KEY]}, "0.? is a key of random numbers"),
+    "words of a key": (
+        ValueError,
+        {"model": {"w": jnp.ones(2), "key": jax.random.key_data(KEY)}},
+        r"model\.key is a key of random numbers, or looks like one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_written(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error, options, message = REFUSED[name]
+    options = {"file": "model.safetensors", "model": small_model()} | options
+    with pytest.raises(error, match=message):
+        dp.save_model(options.pop("file"), options.pop("model"), **options)
+    assert not list(tmp_path.iterdir())

@@ -11,9 +11,12 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from eqx_dp.privacy import key_from_secret
 
+pytestmark = pytest.mark.optimized
+
 BF16 = jnp.bfloat16
 NEAREST = dp.parse_policy("p=bf16,c=bf16,o=f32")
 STOCHASTIC = dp.parse_policy("p=bf16,c=bf16,o=f32,rounding=stochastic")
+WIDE = dp.parse_policy("p=f32,c=bf16,o=f32,rounding=stochastic")
 KEY = key_from_secret(1, "rounding")
 
 
@@ -52,18 +55,13 @@ def test_updates_are_added_in_the_accumulate_dtype():
     leaf, update = jnp.full(1000, 1, BF16), jnp.full(1000, 2.0**-9, BF16)
     found = updated(leaf, update)
     assert 0 < (np.asarray(found) != 1).mean() < 1
-    wide = dp.parse_policy("p=f32,c=bf16,o=f32")
-    assert updated(leaf.astype(jnp.float32), update, wide, None)[0] == 1 + 2.0**-9
+    assert updated(leaf.astype(jnp.float32), update, WIDE, None)[0] == 1 + 2.0**-9
 
 
 EDGES = {
-    "zero update": (1.5, 0.0, 1.5),
-    "a sum that the dtype holds": (1.5, 0.25, 1.75),
-    "nothing at all": (0.0, 0.0, 0.0),
     "NaN in the update": (1.0, np.nan, np.nan),
     "NaN in the leaf": (np.nan, 1.0, np.nan),
     "infinite": (1.0, -np.inf, -np.inf),
-    "cancels": (1.0, -1.0, 0.0),
     "beyond the largest": (3.38953139e38, 3e38, np.inf),
 }
 
@@ -82,9 +80,8 @@ def test_subnormal_sums_are_rounded_or_flushed():
 
 
 def test_float32_storage_and_what_is_not_trained_need_no_key():
-    policy = dp.parse_policy("p=f32,c=bf16,o=f32,rounding=stochastic")
     leaf, update = jnp.linspace(0, 1, 8), jnp.full(8, 1e-6)
-    np.testing.assert_array_equal(updated(leaf, update, policy, None), leaf + update)
+    np.testing.assert_array_equal(updated(leaf, update, WIDE, None), leaf + update)
     model = {"n": jnp.arange(3), "f": jax.nn.relu, "w": None, "e": jnp.zeros(0, BF16)}
     updates = {"n": None, "f": None, "w": None, "e": jnp.zeros(0)}
     after = dp.apply_updates(model, updates, STOCHASTIC, key=KEY)
@@ -98,17 +95,17 @@ def test_complex_and_integer_leaves_keep_their_dtype():
     np.testing.assert_array_equal(updated(jnp.ones(2, jnp.int32), jnp.ones(2)), [2, 2])
 
 
-def test_a_key_is_asked_for():
-    with pytest.raises(
-        ValueError, match=r"key: found None; allowed: a key of the step.*stochastic"
-    ):
-        updated(jnp.ones(3, BF16), jnp.ones(3), key=None)
-
-
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("key", [0, "x", np.ones(3), jax.random.split(KEY, 2)], ids=str)
-def test_what_is_no_key_is_refused(key):
-    with pytest.raises(ValueError, match=r"key: found .*; allowed: one key of the step"):
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        (None, "a key of the step.*stochastic"),
+        (0, "one key of the step"),
+        (jax.random.split(KEY, 2), "one key of the step"),
+    ],
+)
+def test_a_key_is_asked_for(key, allowed):
+    with pytest.raises(ValueError, match=rf"key: found .*; allowed: {allowed}"):
         updated(jnp.ones(3, BF16), jnp.ones(3), key=key)
 
 
