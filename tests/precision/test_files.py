@@ -180,12 +180,9 @@ def scaled(value: str) -> str:
 REFUSED = {
     # Unknown entries.
     "key": ("x = 1" + DTYPES, "x: found an unknown key; allowed: description, .*dtypes"),
-    "dtypes key": (DTYPES + "acc = 1", "dtypes.acc: found an unknown key; allowed: params"),
     "rule key": (DTYPES + RULE + RULE + "x = 1", r"modules\[1\].x: found an unknown key"),
     "empty key": ('"" = 1' + DTYPES, ": found an unknown key"),
     "table": (DTYPES + "[sharding]", "sharding: found an unknown table; allowed: .*dtypes"),
-    "tables": (DTYPES + "[[rules]]", "rules: found an unknown table; allowed: .*modules"),
-    "nested table": (DTYPES + "[dtypes.x]", "dtypes.x: found an unknown table; allowed: params"),
     "typo": (DTYPES.replace("noise", "niose"), "dtypes.niose: found an unknown key; .*noise"),
     # Missing entries.
     "empty file": ("", "dtypes: found nothing; allowed: a table, which is required"),
@@ -193,21 +190,15 @@ REFUSED = {
     "no kind": (DTYPES + "[loss_scale]\nvalue = 2", "loss_scale.kind: found nothing"),
     "no value": (DTYPES + '[loss_scale]\nkind = "static"', "loss_scale.value: found nothing"),
     "no match": (DTYPES + '[[modules]]\ncompute = "float32"', r"modules\[0\].match: found nothing"),
-    "no dtype": (DTYPES + '[[modules]]\nmatch = "a"', r"modules\[0\].compute: found no.*wide"),
     "no forward": (DTYPES + '[matmul]\nscaling = "none"', "matmul.forward: found nothing.*float8_"),
     # Values of the wrong type.
     "number for dtype": (having("output", "32"), "dtypes.output: found 32; allowed: a string"),
-    "list for dtype": (having("output", '["a"]'), r"dtypes.output: found \['a'\]; .*a string"),
-    "date for dtype": (having("output", "2020-01-01"), "dtypes.output: found .*; .*a string"),
     "string for table": ('dtypes = "float32"', "dtypes: found 'float32'; allowed: a table"),
     "tables for table": ("[[dtypes]]", r"dtypes: found \[{}\]; allowed: a table"),
     "table for tables": (DTYPES + "[modules]", r"modules: found {}; .* written as \[\[modules\]\]"),
-    "strings for tables": ('modules = ["a"]' + DTYPES, r"modules\[0\]: found 'a'; .*a table"),
     "bool for value": (scaled("true"), "loss_scale.value: found True; allowed: a number"),
-    "string for value": (scaled('"2"'), "loss_scale.value: found '2'; allowed: a number"),
     "string for unsafe": ('unsafe = "true"' + DTYPES, "unsafe: found 'true'; allowed: true, false"),
     "number for bool": (DTYPES + RULE + "optional = 1", r"modules\[0\].optional: found 1; .*true"),
-    "number for text": ("description = 1" + DTYPES, "description: found 1; allowed: a string"),
     # Values that are not allowed.
     "dtype": (having("noise", '"bf16"'), "dtypes.noise: found 'bf16'; allowed: bfloat16, float16"),
     "rule's dtype": (
@@ -244,8 +235,6 @@ BEYOND_A_SCHEMA = {
         "dtypes.noise: found float16, narrower.*unsafe",
     ),
     "value": (scaled("3"), "loss_scale.value: found 3; allowed: a power of two"),
-    "negative": (scaled("-2"), "loss_scale.value: found -2; allowed: a power of two"),
-    "infinite": (scaled("inf"), "loss_scale.value: found inf; allowed: a power of two"),
     "huge": (scaled("1" + "0" * 400), "found a whole number beyond 2.64; allowed: a power of two"),
     "out of range": (scaled(str(2**128)), "loss_scale.value: .*out of range"),
     "none and value": (
