@@ -83,6 +83,7 @@ def each(make):
 # Models, losses, data.
 
 
+@functools.cache
 def mlp():
     return eqx.nn.MLP(WIDTH, CLASSES, 4, 1, activation=jnp.tanh, key=jax.random.key(1))
 
@@ -100,6 +101,7 @@ def dropout_loss(model, x, y, *, key):
     return squared_error(model, jnp.where(kept, 2 * x, 0), y)
 
 
+@functools.cache
 def data():
     """Examples, targets, and a mask with three slots of padding."""
     random = np.random.default_rng(2)
