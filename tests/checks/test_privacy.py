@@ -12,29 +12,10 @@ from jax import lax
 
 import eqx_dp as dp
 from eqx_dp.checks import privacy_flow
+from tests.checks import privacy_steps as steps
 from tests.checks.honest_steps import HONEST, UNDECIDED, with_optimizer_named
 from tests.checks.leaking_steps import LEAKING
-from tests.checks.privacy_steps import (
-    PLAN,
-    SLOTS,
-    STDDEV,
-    WIDTH,
-    At,
-    beside,
-    chained,
-    clipped,
-    data,
-    first_state,
-    made,
-    mlp,
-    next_key,
-    noised_by,
-    prepared_by,
-    report_on,
-    squared_error,
-    updated,
-    with_noise,
-)
+from tests.checks.privacy_steps import report_on
 from tests.optimizers import AROUND, offered
 
 
@@ -89,7 +70,8 @@ MULTIPLIERS = {
     "copied": 0.6,
 }
 # A step whose findings are of lines in libraries as well: each is told by the user's own line.
-LINES = {"no_noise", "adam_before_the_noise", "multi_steps_before_the_noise", "one_loss_masked"}
+LINES = {"no_noise", "adam_before_the_noise", "multi_steps_before_the_noise", "loss_checked"}
+assert LEAKING.keys() >= {*VIOLATIONS, *MULTIPLIERS, *LINES}
 
 
 @pytest.mark.parametrize("name", LEAKING)
@@ -102,15 +84,11 @@ def test_a_step_that_leaks_is_not_fine(name):
         assert VIOLATIONS[name] in {finding.rule for finding in report.violations}, str(report)
     if name in MULTIPLIERS:
         assert report.noise_multiplier == pytest.approx(MULTIPLIERS[name], rel=1e-3), str(report)
-    if name in LINES | {"loss_checked"}:
+    if name in LINES:
         lines = {finding.where for finding in findings}
         lines |= {line for release in report.releases for line in release.where}
         assert lines != {"the results"}
         assert all("/tests/checks/" in line for line in lines - {"the results"})
-
-
-def test_each_name_above_is_that_of_a_step():
-    assert LEAKING.keys() >= {*VIOLATIONS, *MULTIPLIERS, *LINES}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -125,18 +103,18 @@ def test_every_optimizer_of_optax_behind_the_noise_is_fine(name):
 
 
 def honest(model, state, x, y, mask):
-    key, state = next_key(state)
-    return updated(model, state, At(model, state, x, y, mask).noised(key=key))
+    key, state = steps.next_key(state)
+    return steps.updated(model, state, steps.At(model, state, x, y, mask).noised(key=key))
 
 
 def leaking(model, state, x, y, mask):
     return *honest(model, state, x, y, mask), {"mean": x.mean(), "norm": jnp.ones(())}
 
 
-ARGS = (mlp(), first_state(), *data())
+ARGS = (steps.mlp(), steps.first_state(), *steps.data())
 
 
-def check(step=honest, args=ARGS, private=(2, 3, 4), plan=PLAN, **more):
+def check(step=honest, args=ARGS, private=(2, 3, 4), plan=steps.PLAN, **more):
     return dp.check_privacy(step, *args, private=private, plan=plan, **more)
 
 
@@ -201,8 +179,8 @@ def test_a_report_tells_everything():
     assert read["ok"] is False
     assert read["noise_multiplier"] == pytest.approx(1.2)
     assert read["violations"][0]["rule"] == "release"
-    assert read["releases"][0]["stddev"] == pytest.approx(STDDEV)
-    assert read["plan"] == json.loads(PLAN.to_json())
+    assert read["releases"][0]["stddev"] == pytest.approx(steps.STDDEV)
+    assert read["plan"] == json.loads(steps.PLAN.to_json())
     assert report._repr_html_().startswith("<pre>")
     disclosed = check(leaking, disclose="mean")
     disclosed.raise_if_violated()
@@ -220,8 +198,8 @@ def test_a_step_without_releases():
 
 
 def test_a_step_of_make_step_knows_its_plan_and_its_examples():
-    report = report_on(made())
-    assert report.plan == PLAN
+    report = report_on(steps.made())
+    assert report.plan == steps.PLAN
     assert report.steps == 1
     (release,) = report.releases
     assert release.noise_multiplier == pytest.approx(1.2)
@@ -231,7 +209,7 @@ def test_a_step_of_make_step_knows_its_plan_and_its_examples():
 
 
 def test_a_chain_of_optax_is_read_through_jit():
-    case = chained()
+    case = steps.chained()
     (release,) = report_on(case).releases
     assert ["with_optimizer" in line for line in release.where] == [True]
     report = report_on(case._replace(plan=dp.PrivacyPlan(0.5, 10, 2.4, 1e-5)))
@@ -243,7 +221,7 @@ def test_a_chain_of_optax_is_read_through_jit():
 
 
 def test_an_infinite_clip_norm_bounds_nothing():
-    report = report_on(noised_by(with_noise, clipped(l2_clip_norm=math.inf)))
+    report = report_on(steps.noised_by(steps.with_noise, steps.clipped(l2_clip_norm=math.inf)))
     assert report.noise_multiplier == 0
     assert "unbounded" in str(report)
 
@@ -261,9 +239,9 @@ def looked_at(look):
     """The findings on a loss that looks at its value."""
 
     def loss(model, x, y):
-        return look(squared_error(model, x, y))
+        return look(steps.squared_error(model, x, y))
 
-    report = report_on(chained(loss=loss, method="per_example"))
+    report = report_on(steps.chained(loss=loss, method="per_example"))
     assert {finding.rule for finding in report.violations} == {"side door"}
     assert all("test_privacy.py" in finding.where for finding in report.violations)
     return [finding.found + finding.advice for finding in report.violations]
@@ -297,7 +275,7 @@ def test_an_error_of_the_check_is_undecided_with_its_line(monkeypatch):
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(privacy_flow, "dimensions", fails)
-    report = report_on(chained())
+    report = report_on(steps.chained())
     assert not report.violations
     assert any("IndexError" in finding.found for finding in report.undecided)
     assert any("/tests/checks/" in finding.where for finding in report.undecided)
@@ -315,7 +293,7 @@ def test_an_error_of_the_check_is_undecided_with_its_line(monkeypatch):
     ],
 )
 def test_a_loop_may_take_no_turn(turns_none):
-    report = report_on(beside(lambda at: turns_none(at.x, at.state.step)))
+    report = report_on(steps.beside(lambda at: turns_none(at.x, at.state.step)))
     assert [finding.rule for finding in report.violations] == ["release"]
 
 
@@ -324,30 +302,34 @@ def test_a_loop_may_take_no_turn(turns_none):
     [
         lambda x: lax.scan(lambda c, r: (c + r.sum(), r + c), 0.0, x)[1],
         lambda x: lax.scan(lambda c, r: (c + 1, r * c), 0.0, x)[1],
-        lambda x: lax.scan(lambda c, r: (r, r + c), jnp.zeros(WIDTH), x)[1],
-        lambda x: lax.map(lambda i: x[i] * i, jnp.arange(SLOTS)),
+        lambda x: lax.scan(lambda c, r: (r, r + c), jnp.zeros(steps.WIDTH), x)[1],
+        lambda x: lax.map(lambda i: x[i] * i, jnp.arange(steps.SLOTS)),
     ],
     ids=["running sum", "counter", "row before", "number of the row"],
 )
 def test_rows_that_a_loop_goes_over_meet(prepared):
-    report = report_on(prepared_by(lambda at: at.use(x=prepared(at.x))))
+    report = report_on(steps.prepared_by(lambda at: at.use(x=prepared(at.x))))
     assert any(finding.rule == "examples apart" for finding in report.undecided), str(report)
 
 
 def test_batches_of_two_turns_meet():
-    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+    params, static = eqx.partition(steps.mlp(), eqx.is_inexact_array)
 
     def turn(carry, batch):
         params, state, before = carry
         x, y, mask = batch
-        key, state = next_key(state)
-        at = At(eqx.combine(params, static), state, x + before, y, mask)
-        return (*updated(params, state, at.noised(key=key)), x), None
+        key, state = steps.next_key(state)
+        at = steps.At(eqx.combine(params, static), state, x + before, y, mask)
+        return (*steps.updated(params, state, at.noised(key=key)), x), None
 
     def epoch(params, state, *batches):
-        return lax.scan(turn, (params, state, jnp.zeros((SLOTS, WIDTH))), batches)[0][:2]
+        return lax.scan(turn, (params, state, jnp.zeros((steps.SLOTS, steps.WIDTH))), batches)[0][
+            :2
+        ]
 
-    report = check(epoch, (params, first_state(), *(jnp.stack([leaf] * 3) for leaf in data())))
+    report = check(
+        epoch, (params, steps.first_state(), *(jnp.stack([leaf] * 3) for leaf in steps.data()))
+    )
     assert not report.ok, str(report)
 
 
@@ -378,7 +360,7 @@ def linear_program(random, grads):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_sum_moves_no_further_than_is_said(seed):
-    grad_fn, model, (x, y, mask) = clipped(normalize_by=1.0), mlp(), data()
+    grad_fn, model, (x, y, mask) = steps.clipped(normalize_by=1.0), steps.mlp(), steps.data()
 
     @jax.jit
     def sums(x, y, mask):
