@@ -899,9 +899,9 @@ NOISED_BY = {
         lambda n, g: n if g.ndim > 1 else g, with_noise(g, k), g
     ),
     # A loop that does not run returns what it was given: the sum.
-    "no_turns": lambda g, k: lax.fori_loop(
-        0, 0, lambda _, g: with_noise(g, k), jax.checkpoint(lambda g: g)(g)
-    ),
+    "no_turns": lambda g, k: (
+        lambda noisy: lax.fori_loop(0, 0, lambda _, g: noisy, jax.checkpoint(lambda g: g)(g))
+    )(with_noise(g, k)),
     # The noisy sum times zero, plus the sum.
     "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
     "exact_by_a_rule": exact_by_a_rule,
@@ -1019,7 +1019,7 @@ NOISED = {
     "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
     "noise_before_the_clipping": noise_before_the_clipping,
     # The gradient at a model that holds the noise moves with it.
-    "noise_in_the_model": lambda at: added(moved_sum(at, noise(at)), noise(at)),
+    "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
     # A release of little noise is added to the sum.
     "quiet_release_added": lambda at: at.noised(
         added(at.sum(), at.noised(scaled(10, at.sum()), 1e-3, at.keys[1]))
