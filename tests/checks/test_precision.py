@@ -111,7 +111,8 @@ def test_every_preset_passes(case, preset):
 @pytest.mark.parametrize("policy", [MIXED, FLOAT8], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_passes_in_microbatches(method, policy):
-    report = check(models.mlp(depth=0), policy, method=method, microbatch_size=3)
+    case = models.mlp() if policy is FLOAT8 else models.mlp(depth=0)
+    report = check(case, policy, method=method, microbatch_size=3)
     report.raise_if_violated()
     in_microbatches = [use for use in report.summary if use.stage == "sum over microbatches"]
     assert {use.dtype for use in in_microbatches} == {"float32"}
@@ -587,7 +588,7 @@ def test_a_made_step_on_eight_devices(kind, inside):
 
 def test_nothing_to_check_is_an_error():
     step = eqx.filter_grad(lambda model, x: model(x).sum())
-    with pytest.raises(ValueError, match=r"Nothing to check: .*step calls neither"):
+    with pytest.raises(ValueError, match=r"Nothing to check: .* calls neither"):
         dp.check_precision(step, models.mlp().model, jnp.ones(6), policy=MIXED)
 
 

@@ -261,8 +261,9 @@ def of_bits(key, dtype):
     ],
 )
 def test_ways_to_draw_noise(draw, name):
-    step = lambda x, key: summed(x) + draw(key)  # noqa: E731
-    assert found(step, X, KEY) == ({(*NOISE, name)} if name else set())
+    rows = found(lambda x, key: summed(x) + draw(key), X, KEY)
+    assert {row[:2] for row in rows} == ({NOISE} if name else set())
+    assert name is None or (*NOISE, name) in rows
 
 
 def product(precision, preferred=None, matrix=None):
@@ -478,12 +479,12 @@ def test_a_sum_by_name():
     assert found(step, LEAF, X, KEY, total=LEAF) == {(*SUM, "bfloat16")}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, F32])
-def test_other_arguments_are_no_sums(dtype):
+def test_other_arguments_are_no_sums():
     """Neither what stands elsewhere nor what has another dtype is taken for what comes back."""
-    other = jax.ShapeDtypeStruct((3,), dtype)
     step = lambda weight, total, x, key: (narrow(weight) + total + normal(key, (3,)), summed(x))  # noqa: E731
-    assert found(step, LEAF, other, X, KEY) == set()
+    assert found(step, LEAF, LEAF, X, KEY) == set()
+    other = lambda total, x, key: (narrow(total) + normal(key, (3,)), summed(x))  # noqa: E731
+    assert found(other, jax.ShapeDtypeStruct((3,), jnp.float16), X, KEY) == set()
 
 
 def test_no_alarm_on_a_gradient_that_is_returned():
