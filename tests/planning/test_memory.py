@@ -55,7 +55,7 @@ def test_a_plan_adds_up():
         assert word in str(plan)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_largest_microbatch_within_a_limit(compiled):
     grad_fn, model, batch = mlp(method="per_example")
 
