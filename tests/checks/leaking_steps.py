@@ -1,9 +1,11 @@
-"""Steps that leak by what is returned, kept or shown, by slots, devices, and closures.
+"""Steps that leak: by what is returned, kept or shown, by slots, devices, closures, noise and keys.
 
-Tables are by what a step is made with, and a comment says what is wrong. None of them may be called
-fine. An example that is left out moves all behind it by one slot, so whatever a slot decides
-changes for all of them.
+Tables are by frame, and a comment says what is wrong. None of them may be called fine. An example
+that is left out moves all behind it by one slot, so whatever a slot decides changes for all of
+them.
 """
+
+import math
 
 import equinox as eqx
 import jax
@@ -12,12 +14,14 @@ import numpy as np
 import optax
 import optax.contrib
 from dp_accounting import NeighboringRelation
-from jax.experimental import checkify, io_callback
-from jax.sharding import PartitionSpec as P
+from jax import lax
+from jax.experimental import io_callback
+from jax.random import bernoulli, bits, fold_in, key_data, normal, split, uniform
 
 import eqx_dp as dp
 from tests.checks.privacy_steps import (
     CLASSES,
+    EXPECTED,
     NUM_EXAMPLES,
     OPTIMIZER,
     PLAN,
@@ -25,22 +29,30 @@ from tests.checks.privacy_steps import (
     SLOTS,
     STDDEV,
     WIDTH,
+    At,
+    Case,
     absolute_error,
     added,
     beside,
     by_hand,
+    by_leaf,
+    carrying,
+    cases,
     chained,
     clipped,
+    counted,
     data,
+    dropout_loss,
+    each,
     epoch_by,
     first_state,
-    in_parts,
     keeping,
     made,
+    minus,
     mlp,
     next_key,
+    noise_alone,
     noised_by,
-    on_devices,
     over_devices,
     params_of,
     plan_under,
@@ -49,215 +61,308 @@ from tests.checks.privacy_steps import (
     scaled,
     squared_error,
     step_of,
-    summed,
     updated,
-    weighted,
-    with_argument,
+    where,
+    with_a_number,
     with_noise,
+    with_normals,
     with_optimizer,
     zero_sums,
 )
 from tests.sharding.losses import mesh_of
 
-DEVICES = 8
+XS, YS, MASK = data()
 LABELS = jnp.arange(NUM_EXAMPLES) % CLASSES
-COLUMNS = np.repeat(np.asarray(data()[0])[:, :1], 3, 1)
-SIGNS = np.resize(np.float32([1, -1]), DEVICES)
+COLUMNS = np.repeat(np.asarray(XS)[:, :1], 3, 1)
+SIGNS = np.resize(np.float32([1, -1]), 8)
+NUMBERS = jnp.arange(SLOTS)
+INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there are rows
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+ROOT = jax.random.key(12)
+NO_PLAN = {"plan": None, "multiplier": 0.0}
+WEAK = {"plan": dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)}
+norm = optax.tree.norm
+
+
+def leafwise(change, *trees):
+    return jax.tree.map(change, *trees)
 
 
 def device():
-    return jax.lax.axis_index("data")
+    return lax.axis_index("data")
 
 
-def losses_of(model, given):
-    return jax.vmap(squared_error, (None, 0, 0))(model, given.x, given.y)
+def negated(model):
+    """Another model."""
+    return jax.tree.map(lambda a: -a if eqx.is_array(a) else a, model)
 
 
-def changed_by_loss(change):
-    """A step whose noisy gradient goes through `change(mean loss, noisy)`."""
-
-    def noisy(at):
-        loss = losses_of(at.model, at).mean()
-        return change(loss, with_noise(at.sum(), at.keys[0]))
-
-    return step_of(noisy)
+def raw_step(at):
+    return eqx.apply_updates(at.model, scaled(-0.1, at.grads))
 
 
-def mixed_by(mix):
-    """An otherwise honest step on `mix(x, y, key)`, which gives other examples."""
-    return prepared_by(lambda x, y, mask, key: (*mix(x, y, key), mask))
+# What is returned beside an honest step.
 
 
-def by_indices(prepare):
-    """The third private argument holds indices, as many as there are rows."""
-    return prepared_by(prepare, batch=(*data()[:2], jnp.arange(SLOTS)))
-
-
-def with_numbers_of_slots(prepare):
-    return with_argument(prepare, jnp.ones(SLOTS))
-
-
-def each(make):
-    return make()
-
-
-def of_the_loss(loss, **options):
-    """An honest step of a loss that is not."""
-    return noised_by(with_noise, clipped(loss, **options))
-
-
-def with_mask(mask_of):
-    """The mask is `mask_of(at)`, or none."""
-
-    def noisy(at):
-        mask = mask_of(at)
-        return with_noise(clipped()(at.model, at.x, at.y, is_padding_example=mask), at.keys[0])
-
-    return step_of(noisy)
-
-
-def of_params(of):
-    """`of(params, static, x, y, mask, noisy)` gives the next parameters."""
-    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
-
-    def step(params, state, x, y, mask):
-        key, state = next_key(state)
-        grads = clipped()(eqx.combine(params, static), x, y, is_padding_example=mask)
-        return of(params, static, x, y, mask, with_noise(grads, key)), state
-
-    return by_hand(step, model=params, state=first_state(params))
-
-
-def moved_by(params, noisy, rate=-0.01):
-    return added(params, scaled(rate, noisy))
-
-
-def mean_loss(params, static, x, y):
-    return jax.vmap(squared_error, (None, 0, 0))(eqx.combine(params, static), x, y).mean()
-
-
-def key_summed_over_devices(given):
-    """Eight times the words of the key of a noise are shown."""
-    mapped = jax.shard_map(
-        psum, mesh=mesh_of("auto", data=8), in_specs=P(), out_specs=P(), check_vma=False
-    )
-    noisy = with_noise(given.grads, given.key, 9 * STDDEV)
-    return noisy, mapped(jax.random.key_data(given.key))
-
-
-def of_devices(of_a_device):
-    """`of_a_device(grads, key)` gives each device's noisy sum; they are returned side by side."""
-
-    def finish(params, state, result, key):
-        total = jax.tree.map(lambda leaf: leaf.sum(axis=0), result)
-        return *updated(params, state, total), result
-
-    return on_devices(
-        lambda g, key: jax.tree.map(lambda leaf: leaf[None], of_a_device(g, key)), finish, P("data")
-    )
-
-
-# Functions that fit no line.
-
-
-def aux_returned():
-    def loss(model, x, y):
-        return squared_error(model, x, y), model(x)
-
-    def noisy(at):
-        grads, aux = clipped(loss, has_aux=True)(at.model, at.x, at.y, is_padding_example=at.mask)
-        return with_noise(grads, at.keys[0]), jax.tree.map(jnp.mean, aux)
-
-    return step_of(noisy)
-
-
-def hidden_in_a_reference(given):
+def hidden_in_a_reference(at):
     """The sum is written to a mutable array, and read from it again."""
     reference = jax.new_ref(jnp.zeros(CLASSES))
-    reference[...] = given.grads.layers[-1].bias
+    reference[...] = at.grads.layers[-1].bias
     return reference[...]
 
 
-def model_chosen(given):
-    """The better of two noisy models on the private batch."""
-    better = losses_of(given.new, given).mean() < losses_of(given.model, given).mean()
-    return jax.tree.map(
-        lambda a, b: jnp.where(better, a, b), params_of(given.new), params_of(given.model)
-    )
+BESIDE = {
+    "mean_loss_returned": lambda at: at.values.loss.mean(),
+    "number_of_examples_returned": lambda at: jnp.sum(~at.mask),
+    "mean_of_inputs_returned": lambda at: at.x.mean(axis=0),
+    "a_label_returned": lambda at: at.y[0],
+    "accuracy_returned": lambda at: jnp.mean(
+        jax.vmap(at.model)(at.x).argmax(axis=1) == at.y.argmax(axis=1)
+    ),
+    "early_stopping_flag_returned": lambda at: at.values.loss.mean() < 0.1,
+    "sum_without_noise_returned": lambda at: at.grads,
+    # A tiny noise on the mean loss, whose sensitivity nothing bounds.
+    "dithered_loss": lambda at: with_noise(at.values.loss.mean(), jax.random.key(1), 1e-3),
+    # One bit of the sum.
+    "whether_the_raw_sum_is_finite": lambda at: jnp.all(jnp.isfinite(jax.tree.leaves(at.grads)[0])),
+    # How well the noise is survived: a number about the raw sum.
+    "similarity": lambda at: optax.tree.vdot(at.noisy, at.grads) / norm(at.noisy),
+    "size_of_the_noise": lambda at: norm(minus(at.noisy, at.grads)),
+    "hidden_in_a_reference": hidden_in_a_reference,
+    # The better of two noisy models on the private batch.
+    "model_chosen": lambda at: where(
+        at.losses(at.new).mean() < at.losses().mean(), params_of(at.new), params_of(at.model)
+    ),
+    "table_at_a_private_place": lambda at: jnp.arange(2.0)[at.y[0].argmax()],
+    "batch_of_its_own": lambda at: (2 * at.x, at.y, at.mask),
+    # A host function returns what nothing is known of.
+    "data_of_a_host_function": lambda at: jax.pure_callback(lambda: XS.mean(), SCALAR),
+    "raw_model_on_public_data": lambda at: jnp.sum(jax.vmap(raw_step(at))(jnp.ones((3, WIDTH)))),
+    "coins": lambda at: bernoulli(at.keys[0], jax.nn.sigmoid(at.x.mean()), (100,)),
+    # Of data that the step closes over.
+    "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
+    # Columns that are equal do not make rows equal.
+    "equal_columns_of_closed_over": lambda at: jnp.asarray(COLUMNS).mean(),
+}
 
 
-def best_model(kept, given):
-    best, least = kept
-    loss = losses_of(given.model, given).mean()
-    best = jax.tree.map(lambda a, b: jnp.where(loss < least, a, b), params_of(given.model), best)
-    return best, jnp.minimum(loss, least)
+# What is kept in the state of an honest step.
 
 
-def reduced_on_plateau():
-    plateau = optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1))
-
-    def step(model, state, x, y, mask):
-        key, state = next_key(state)
-        noisy = with_noise(clipped()(model, x, y, is_padding_example=mask), key)
-        value = jax.vmap(squared_error, (None, 0, 0))(model, x, y).mean()
-        updates, opt = plateau.update(noisy, state.opt, params_of(model), value=value)
-        return eqx.apply_updates(model, updates), state._replace(opt=opt)
-
-    return by_hand(step, state=first_state(optimizer=plateau))
+def best_model(kept, at):
+    loss = at.losses().mean()
+    return where(loss < kept[1], params_of(at.model), kept[0]), jnp.minimum(loss, kept[1])
 
 
-def of_kept(change, first):
-    """`change(model, kept, x, y, mask)` gives inputs, and what is kept of this call."""
-
-    def step(model, states, x, y, mask):
-        kept, state = states
-        key, state = next_key(state)
-        x, kept = change(model, kept, x, y, mask)
-        model, state = updated(
-            model, state, with_noise(clipped()(model, x, y, is_padding_example=mask), key)
-        )
-        return model, (kept, state)
-
-    return by_hand(step, state=(first, first_state()))
+def classes(at):
+    return jax.nn.one_hot(at.y.argmax(1), CLASSES)
 
 
-def sum_of_the_step_before():
-    """The model is moved by the gradient of the step before, which had no noise."""
-
-    def step(model, states, x, y, mask):
-        last, state = states
-        key, state = next_key(state)
-        grads = clipped()(model, x, y, is_padding_example=mask)
-        return (*updated(model, state, added(with_noise(grads, key), last)), grads)[::2]
-
-    def returned(model, states, x, y, mask):
-        model, last = step(model, states, x, y, mask)
-        return model, (last, states[1])
-
-    return by_hand(returned, state=(zero_sums(), first_state()))
-
-
-def error_of_checkify(given):
-    def checked(x):
-        checkify.check(jnp.all(x > -100), "an input is very negative")
-        return x
-
-    return checkify.checkify(checked)(given.x)[0]
+KEEPING = {
+    # The mean loss of the batch is in the state, under a name that the state had before.
+    "metrics": (lambda kept, at: {"loss": at.values.loss.mean()}, {"loss": jnp.zeros(())}, {}),
+    # An average over models that the raw sum has moved.
+    "average_of_raw_models": (
+        lambda kept, at: added(scaled(0.9, kept), scaled(0.1, params_of(raw_step(at)))),
+        params_of(mlp()),
+    ),
+    "least_loss": (lambda kept, at: jnp.minimum(kept, at.values.loss.mean()), jnp.zeros(())),
+    # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
+    "residual_of_the_noise": (lambda kept, at: minus(at.grads, at.noisy), zero_sums()),
+    "best_model": (best_model, (params_of(mlp()), jnp.float32(jnp.inf))),
+    "prototypes": (lambda kept, at: kept + classes(at).T @ at.x, jnp.zeros((CLASSES, WIDTH))),
+}
 
 
-def spying_rule():
-    """A function whose backward rule prints the cotangent, inside of the loss."""
+# What devices make of their sums, with one noise on the result.
 
-    @jax.custom_vjp
-    def spy(x):
-        return x
 
-    def backward(_, cotangent):
-        jax.debug.callback(lambda c: None, cotangent)
-        return (cotangent,)
+def summed_again(grads):
+    return lax.fori_loop(0, 2, lambda _, t: psum(added(t, grads)), zero_sums())
 
-    spy.defvjp(lambda x: (x, None), backward)
-    return of_the_loss(lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2))
+
+def standardized(at):
+    return at.use(x=at.x - lax.pmean(at.x.mean(0), "data"))
+
+
+ON_DEVICES = {
+    # Each example counts nine times, and the noise is for two: a multiplier of 0.27.
+    "sum_of_the_sum_and_the_parts": (lambda g: psum(added(psum(g), g)), {"stddev": 2 * STDDEV}),
+    "sum_of_sums": lambda g: psum(psum(g)),
+    # An example that is left out changes the sign of all behind it: 15 times the clip norm.
+    "signs_of_devices": lambda g: psum(scaled(jnp.where(device() % 2 == 0, 1.0, -1.0), g)),
+    # An example that is left out moves the next one to the first device: two change.
+    "the_first_device_alone": lambda g: psum(where(device() == 0, g, zero_sums())),
+    # The gathered sums are added on each device, and the devices' equal results once more.
+    "gathered_and_summed": lambda g: psum(leafwise(lambda a: lax.all_gather(a, "data").sum(0), g)),
+    # One device's sum: an example that is left out changes two of its examples.
+    "one_of_the_gathered_sums": lambda g: leafwise(lambda a: lax.all_gather(a, "data")[3], g),
+    # The second mean changes nothing, and the noise is divided by the devices twice.
+    "averaged_twice": (lambda g: lax.pmean(lax.pmean(g, "data"), "data"), {"stddev": STDDEV / 64}),
+    # The sum of eight equal means is the sum, and the noise is for a mean.
+    "sum_of_means": (lambda g: psum(lax.pmean(g, "data")), {"stddev": STDDEV / 8}),
+    # `ppermute` gives zeros to devices that nobody sends to: two slots of eight are summed.
+    "parts_of_two_devices_alone": lambda g: psum(lax.ppermute(g, "data", [(0, 0), (1, 1)])),
+    # A loop sums the sum four times: each example counts 8 ** 4 times.
+    "summed_until_it_is_large": lambda g: lax.fori_loop(0, 4, lambda _, g: psum(g), g),
+    # In the other branch a device's own part goes on, which stands for two examples.
+    "sum_in_one_branch": lambda g: lax.cond(
+        psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
+    ),
+    "table_of_weights": lambda g: psum(scaled(jnp.asarray([1.0, 0.0] * 4)[device()], g)),
+    "gathered_signs": lambda g: leafwise(
+        lambda a: jnp.tensordot(SIGNS, lax.all_gather(a, "data"), 1), g
+    ),
+    "neighbors": lambda g: psum(
+        added(g, lax.ppermute(g, "data", [(i, (i + 1) % 8) for i in range(8)]))
+    ),
+    "carried_and_summed_again": (summed_again, {"stddev": 2 * STDDEV}),
+}
+
+
+def on_devices(of_a_sum, **options):
+    return over_devices(lambda at: of_a_sum(at.sum()), **options)
+
+
+OVER_DEVICES = {
+    # The batch is not spread: all eight devices sum all examples.
+    "the_whole_batch_on_every_device": (lambda at: psum(at.sum()), {"batch": None}),
+    # The batch is spread over both axes: what leaves is the sum of one half.
+    "one_of_two_axes": (
+        lambda at: psum(at.sum()),
+        {"mesh": mesh_of("auto", data=4, more=2), "batch": ("data", "more")},
+    ),
+    # The axis `model` holds copies: each example counts twice.
+    "axis_without_examples": (
+        lambda at: lax.psum(at.sum(), ("data", "model")),
+        {"mesh": mesh_of("auto", data=4, model=2)},
+    ),
+    # An example that moves to the next device is differentiated at another model.
+    "another_model_on_each": lambda at: psum(
+        at.sum(model=leafwise(lambda a: a * (1 + device()) if eqx.is_array(a) else a, at.model))
+    ),
+    "another_loss_on_odd_ones": lambda at: psum(
+        where(device() % 2 == 1, at.sum(), at.sum(absolute_error))
+    ),
+    "mean_over_real_examples": lambda at: scaled(
+        1 / jnp.maximum(psum(jnp.sum(~at.mask)), 1), psum(at.sum(normalize_by=1.0))
+    ),
+    "one_slot_on_all": lambda at: psum(
+        At(at.model, None, *(lax.all_gather(a, "data", tiled=True)[:1] for a in at[2:5])).sum()
+    ),
+    "standardized_over_all": lambda at: psum(standardized(at).sum()),
+}
+
+
+def side_by_side(of_a_device):
+    """`of_a_device(grads, key)` is each device's noisy sum, and they are returned as they are."""
+
+    def finish(params, state, result, key):
+        return *updated(params, state, leafwise(lambda a: a.sum(0), result)), result
+
+    def part(at):
+        return leafwise(lambda a: a[None], of_a_device(at.sum(), at.keys[0]))
+
+    return over_devices(part, out="data", finish=finish)
+
+
+SIDE_BY_SIDE = {
+    "a_noise_of_its_own": lambda g, k: with_noise(g, fold_in(k, device())),
+    "one_noise_for_all_devices": with_noise,
+    "an_eighth_of_the_noise": lambda g, k: psum(with_noise(g, fold_in(k, device()), STDDEV / 8)),
+    "noise_for_a_mean": lambda g, k: with_noise(psum(g), k, STDDEV / 8),
+}
+
+
+# What is done to examples before the engine.
+
+
+def columns_of(at):
+    """Columns of copies of the batch, in a scan: they are no rows."""
+    copies = jnp.broadcast_to(at.x, (2, *at.x.shape))
+    _, turned = lax.scan(lambda c, a: (c, a.T), 0, copies)
+    return at.use(x=turned[0][:, :WIDTH])
+
+
+PREPARED = {
+    "standardized": lambda at: at.use(x=(at.x - at.x.mean(axis=0)) / (at.x.std(axis=0) + 1e-3)),
+    "inputs_scaled_by_their_largest": lambda at: at.use(x=at.x / jnp.max(jnp.abs(at.x))),
+    "averaged_with_neighbors": lambda at: at.use(x=at.x + jnp.roll(at.x, 1, axis=0)),
+    "differences_of_examples": lambda at: at.use(x=at.x - at.x[:1]),
+    # Each column by itself: slots hold numbers of several examples.
+    "examples_sorted": lambda at: at.use(x=jnp.sort(at.x, axis=0)),
+    "running_sum_of_examples": lambda at: at.use(x=jnp.cumsum(at.x, axis=0)),
+    # The first half is doubled and put before the second.
+    "first_half_doubled": lambda at: at.use(x=jnp.concatenate([2 * at.x[:4], at.x[4:]])),
+    # Slot 0 is set to zero: an example that is left out puts another one there.
+    "the_first_slot_overwritten": lambda at: at.use(x=at.x.at[0].set(0.0)),
+    # Every second slot is padding: an example that is left out brings four others back.
+    "odd_slots_masked": lambda at: at.use(mask=at.mask | (NUMBERS % 2 == 1)),
+    # The slot's number is written into the example.
+    "slot_as_a_feature": lambda at: at.use(x=at.x.at[:, 0].set(NUMBERS)),
+    # Rows of a unit matrix are added, as positions in a sequence are.
+    "codes_of_slots_added": lambda at: at.use(x=at.x + jnp.eye(SLOTS, WIDTH)),
+    # An example's inputs meet another one's targets: two rows change for one.
+    "labels_turned_round": lambda at: at.use(y=at.y[::-1]),
+    # Whether an example counts is said by another slot's mask.
+    "mask_turned_round": lambda at: at.use(mask=at.mask[::-1]),
+    # Inputs move to other rows, by an order that all labels decide; targets do not.
+    "inputs_sorted_by_label": lambda at: at.use(x=at.x[jnp.argsort(at.y[:, 0])]),
+    "mixed_up": lambda at: at.use(x=at.x + jax.random.permutation(at.keys[1], at.x)),
+    "handed_on_twice": lambda at: at.rows(jnp.concatenate([NUMBERS, NUMBERS])),
+    "one_row_in_all_slots": lambda at: at.rows(jnp.zeros(SLOTS, int)),
+    "one_row_as_the_mask": lambda at: at.use(mask=jnp.tile(at.x[0] > 0, 2)),
+    "pairs": lambda at: at.use(
+        x=(at.x.reshape(4, 2, WIDTH) * jnp.asarray([[1.0], [-1.0]])).reshape(SLOTS, WIDTH)
+    ),
+    # Slot i takes a time between i / n and (i + 1) / n.
+    "spread_times": lambda at: at.times(uniform(at.keys[1], (SLOTS,)) + NUMBERS),
+    "centered_by_a_constant_batch": lambda at: at.use(x=at.x - XS.mean(0)),
+    # The first four slots count: an example that is left out moves the fifth into them.
+    "weights_concatenated": lambda at: at.times(jnp.concatenate([jnp.ones(4), jnp.zeros(4)])),
+    "weights_padded": lambda at: at.times(jnp.pad(jnp.ones(4), (0, 4))),
+    # Slot i has the weight i: all behind an example that is left out get another one.
+    "ramp_by_map": lambda at: at.times(lax.map(lambda i: 1.0 * i, NUMBERS)),
+    "ramp_by_a_counter": lambda at: at.times(
+        lax.scan(lambda i, _: (i + 1.0, i), 0.0, None, length=SLOTS)[1]
+    ),
+    "ramp_by_a_cumulative_sum": lambda at: at.times(jnp.cumsum(jnp.ones(SLOTS))),
+    # A triangular matrix times ones.
+    "ramp_by_a_product": lambda at: at.times(jnp.tril(jnp.ones((SLOTS, SLOTS))) @ jnp.ones(SLOTS)),
+    # Slot i has the i-th smallest of eight random times.
+    "sorted_times": lambda at: at.times(jnp.sort(uniform(at.keys[1], (SLOTS,)))),
+    "largest_times": lambda at: at.times(lax.top_k(uniform(at.keys[1], (SLOTS,)), SLOTS)[0]),
+    # A random number up to the slot's own number.
+    "bounds_of_slots": lambda at: at.times(uniform(at.keys[1], (SLOTS,), maxval=NUMBERS + 1.0)),
+    # Slot i is multiplied by the same number in every step, and that number is a constant.
+    "constant_random_numbers": lambda at: at.times(normal(jax.random.key(0), (SLOTS,))),
+    "columns": (columns_of, {"batch": (jnp.ones((SLOTS, SLOTS)), YS, MASK)}),
+    # The weights are not named private, but a slot's is that of whoever stands there.
+    "weights_as_an_argument": (lambda at: at.times(at.more[0]), jnp.ones(SLOTS)),
+    "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, CLASSES))),
+    # Rows are taken by halves of public numbers: each row that is taken counts twice.
+    "order_that_repeats": (lambda at: at.rows(at.more[0] // 2), NUMBERS),
+    # Weights of slots, read from a longer table from the step's number on.
+    "window_of_a_table": (
+        lambda at: at.times(lax.dynamic_slice(at.more[0], (at.state.step,), (SLOTS,))),
+        jnp.linspace(0, 1, 64),
+    ),
+    # One slot after the other is left out: the slot is public, and who stands there is not.
+    "slot_of_the_step_masked": lambda at: at.use(mask=at.mask | (at.state.step % SLOTS == NUMBERS)),
+    "mask_by_an_argument": (lambda at: at.use(mask=at.mask | (at.more[0] > 2)), jnp.ones(SLOTS)),
+    "targets_rolled_by_the_step": lambda at: at.use(y=jnp.roll(at.y, at.state.step, 0)),
+    # Inputs are looked up by indices, and targets are not: two rows change for one.
+    "inputs_by_indices_alone": (lambda at: at.use(x=at.x[at.mask], mask=at.mask < 0), INDICES),
+    "indices_times_zero": (lambda at: at.rows(at.mask * 0)._replace(mask=at.mask < 0), INDICES),
+    "indices_too_large": (lambda at: at.rows(at.mask + 100)._replace(mask=at.mask < 0), INDICES),
+    "no_mask": lambda at: at.use(mask=None),
+    # Examples far from the mean of the batch are left out.
+    "mask_by_others": lambda at: at.use(mask=at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3)),
+    "public_mask": lambda at: at.use(mask=jnp.zeros(SLOTS, bool)),
+}
+
+
+# Losses that tell of their example.
 
 
 def printed(model, x, y):
@@ -273,722 +378,959 @@ def printed_in_a_loop(model, x, y):
         jax.debug.print("turn {}", 1)
         return c * 0.5
 
-    x = jax.lax.stop_gradient(jax.lax.while_loop(lambda c: jnp.sum(c * c) > 1, turn, x))
+    x = lax.stop_gradient(lax.while_loop(lambda c: jnp.sum(c * c) > 1, turn, x))
     return squared_error(model, x, y)
 
 
 def printed_in_a_branch(model, x, y):
     """That a public number is printed tells of an example."""
-    jax.lax.cond(x[0] > 0, lambda: jax.debug.print("{}", 1), lambda: None)
+    lax.cond(x[0] > 0, lambda: jax.debug.print("{}", 1), lambda: None)
     return squared_error(model, x, y)
 
 
-def checked(model, x, y):
-    return squared_error(model, eqx.error_if(x, x[0] > 100, "an input is large"), y)
+@jax.custom_vjp
+def spy(x):
+    """Its backward rule prints the cotangent."""
+    return x
+
+
+spy.defvjp(lambda x: (x, None), lambda _, g: (jax.debug.callback(lambda c: None, g), (g,))[1])
+
+LOSSES = {
+    "loss_printed_inside": printed,
+    "printed_in_a_loop": printed_in_a_loop,
+    "printed_in_a_branch": printed_in_a_branch,
+    "example_checked": lambda model, x, y: squared_error(
+        model, eqx.error_if(x, x[0] > 100, "an input is large"), y
+    ),
+    "spying_rule": lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2),
+}
+
+
+def of_the_loss(loss):
+    """An honest step of a loss that is not."""
+    return noised_by(with_noise, clipped(loss))
+
+
+# What the optimizer gets, and what happens on the way.
+
+
+def aux_returned(at):
+    grad_fn = clipped(lambda model, x, y: (squared_error(model, x, y), model(x)), has_aux=True)
+    grads, aux = grad_fn(at.model, at.x, at.y, is_padding_example=at.mask)
+    return at.noised(grads), leafwise(jnp.mean, aux)
 
 
 def batch_closed_over(at):
     """The mean of all targets is in the loss of each example, past the engine's arguments."""
     center = at.y.mean(axis=0)
-    return with_noise(at.sum(lambda m, x, y: squared_error(m, x, y - center)), at.keys[0])
+    return at.noised(at.sum(lambda m, x, y: squared_error(m, x, y - center)))
 
 
 def balanced(at):
     """Each example is weighted by how many of its class are in the batch."""
-    classes = jax.nn.one_hot(at.y.argmax(axis=1), CLASSES)
-    weight = 1 / (classes @ classes.sum(axis=0))
+    weight = 1 / (classes(at) @ classes(at).sum(axis=0))
     grad_fn = clipped(lambda m, x, y, weight: weight * squared_error(m, x, y))
-    grads = grad_fn(at.model, at.x, at.y, weight, is_padding_example=at.mask)
-    return with_noise(grads, at.keys[0])
+    return at.noised(grad_fn(at.model, at.x, at.y, weight, is_padding_example=at.mask))
 
 
 def hardest(at):
     """If one of the four hardest is taken away, another one steps in: two change."""
-    _, where = jax.lax.top_k(jnp.where(at.mask, -1, losses_of(at.model, at)), 4)
-    return with_noise(in_parts(at, where), at.keys[0])
+    return at.noised(at.rows(lax.top_k(jnp.where(at.mask, -1, at.losses()), 4)[1]).sum())
 
 
-def models_of_halves(at):
-    """Two models, each on its half: an example that is left out moves one to the other half."""
-    other = jax.tree.map(lambda a: -a if eqx.is_array(a) else a, at.model)
-    parts = in_parts(at, slice(4)), in_parts(at._replace(model=other), slice(4, 8))
-    return with_noise(added(*parts), at.keys[0])
+def halves(at):
+    return at.rows(slice(4)), at.rows(slice(4, 8))
 
 
-def accumulated(add, length=4):
+def accumulated(at, add):
     """`add(total, grads, i)` of chunks of a batch, in a scan; noise on what comes out."""
+    parts = leafwise(lambda a: a.reshape(4, -1, *a.shape[1:]), (at.x, at.y, at.mask))
 
-    def noisy(at):
-        parts = jax.tree.map(lambda a: a.reshape(length, -1, *a.shape[1:]), (at.x, at.y, at.mask))
+    def turn(total, i_and_part):
+        i, part = i_and_part
+        grads = At(at.model, at.state, *part).sum()
+        return jax.tree.map(lambda t, g: add(t, g, i), total, grads), None
 
-        def turn(total, i_and_part):
-            i, (x, y, mask) = i_and_part
-            grads = clipped()(at.model, x, y, is_padding_example=mask)
-            return jax.tree.map(lambda t, g: add(t, g, i), total, grads), None
-
-        total, _ = jax.lax.scan(turn, zero_sums(), (jnp.arange(length), parts))
-        return with_noise(total, at.keys[0])
-
-    return step_of(noisy)
+    return at.noised(lax.scan(turn, zero_sums(), (jnp.arange(4), parts))[0])
 
 
 def slope(at):
     """How the clipped sum changes with the model: no clip norm bounds that."""
     params, static = eqx.partition(at.model, eqx.is_inexact_array)
     _, change = jax.jvp(lambda p: at.sum(model=eqx.combine(p, static)), (params,), (params,))
-    return with_noise(change, at.keys[0])
+    return at.noised(change)
 
 
 def models_mapped(at):
     """The engine under `vmap` over models: the sums share one noise for one sum."""
     params, static = eqx.partition(at.model, eqx.is_inexact_array)
-    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), params)
+    many = leafwise(lambda a: jnp.stack([a, 2 * a]), params)
     sums = jax.vmap(lambda p: at.sum(model=eqx.combine(p, static)))(many)
-    return with_noise(jax.tree.map(lambda a: a.sum(0), sums), at.keys[0])
+    return at.noised(leafwise(lambda a: a.sum(0), sums))
 
 
-def columns():
-    """Columns of copies of the batch, in a scan: they are no rows."""
-
-    def prepare(x, y, mask, key):
-        copies = jnp.broadcast_to(x, (2, *x.shape))
-        _, turned = jax.lax.scan(lambda c, a: (c, a.T), 0, copies)
-        return turned[0][:, :WIDTH], y, mask
-
-    return prepared_by(prepare, batch=(jnp.ones((SLOTS, SLOTS)), *data()[1:]))
-
-
-def columns_in_a_scan():
+def columns_in_a_scan(at):
     """The engine is called in the scan, on columns."""
-    square, grad_fn = jnp.ones((SLOTS, SLOTS)), clipped(lambda model, x: jnp.sum(model(x)))
+    grad_fn = clipped(lambda model, x: jnp.sum(model(x)))
 
-    def noisy(at):
-        def turn(total, x_and_key):
-            x, key = x_and_key
-            grads = grad_fn(at.model, x.T[:, :WIDTH], is_padding_example=x[0] > 2)
-            return total, with_noise(grads, key, 2 * STDDEV)
+    def turn(total, x_and_key):
+        x, key = x_and_key
+        grads = grad_fn(at.model, x.T[:, :WIDTH], is_padding_example=x[0] > 2)
+        return total, with_noise(grads, key, 2 * STDDEV)
 
-        copies = jnp.broadcast_to(at.x, (2, *at.x.shape)), jax.random.split(at.keys[0])
-        return jax.tree.map(lambda a: a.mean(0), jax.lax.scan(turn, 0, copies)[1])
-
-    return step_of(noisy, batch=(square, *data()[1:]))
+    copies = jnp.broadcast_to(at.x, (2, *at.x.shape)), split(at.keys[0])
+    return leafwise(lambda a: a.mean(0), lax.scan(turn, 0, copies)[1])
 
 
-def closed_over_by_a_module():
-    """A step that has the inputs of its data set in a field."""
-
-    class Training(eqx.Module):
-        xs: jax.Array
-
-        def __call__(self, model, state, x, y, mask):
-            key, state = next_key(state)
-            grads = clipped()(model, x - self.xs.mean(0), y, is_padding_example=mask)
-            return updated(model, state, with_noise(grads, key))
-
-    return by_hand(lambda *args: None)._replace(fn=Training(data()[0]))
+def sent_out(at):
+    """A host function gets the loss, and decides the scale of the noisy gradient."""
+    return scaled(jax.pure_callback(lambda x: 0 * x + 1, SCALAR, at.losses().mean()), at.noised())
 
 
-def of_closed_over(metric_of):
-    """A metric of data that the step closes over is returned."""
-    xs, ys, _ = data()
-    return beside(lambda given: metric_of(given, xs, ys))
+def printed_in_some_steps(at):
+    noisy, loss = at.noised(), at.losses().mean()
+    is_printed = jax.tree.leaves(noisy)[0].sum() > 0
+    lax.cond(is_printed, lambda: jax.debug.print("{}", loss), lambda: None)
+    return noisy
 
 
-def one_noise_for_two_groups():
-    parts = {
-        "matrix": optax.chain(PLAN.privatizer(clipped(), key=SECRET), OPTIMIZER),
-        "vector": optax.sgd(0.1),
-    }
-
-    def kinds(params):
-        return jax.tree.map(lambda a: "matrix" if a.ndim > 1 else "vector", params)
-
-    return optax.multi_transform(parts, kinds)
+def skipped(at, is_skipped):
+    noisy = at.noised()
+    return lax.cond(is_skipped, zero_sums, lambda: noisy)
 
 
-def ensemble(at):
-    """Two models are trained on one batch, each with the noise for one release."""
-    other = jax.tree.map(lambda a: -a if eqx.is_array(a) else a, at.model)
-    return with_noise(at.sum(), at.keys[0]), with_noise(at.sum(model=other), at.keys[1])
+def while_the_loss_is_high(at):
+    return lax.while_loop(
+        lambda n: at.losses(eqx.apply_updates(at.model, n)).mean() > 1,
+        lambda n: scaled(0.5, n),
+        at.noised(),
+    )
 
 
-def turn(model, state, x, y, mask, key):
-    return updated(model, state, with_noise(clipped()(model, x, y, is_padding_example=mask), key))
+STEPS = {
+    "learning_rate_from_the_loss": lambda at: scaled(1 / (1 + at.losses().mean()), at.noised()),
+    # Without a branch: `jnp.where` leaves the update out if the loss is high.
+    "selected_by_the_loss": lambda at: where(at.losses().mean() > 10, zero_sums(), at.noised()),
+    "skipped_by_the_loss": lambda at: skipped(at, at.losses().mean() > 10),
+    "loss_printed": lambda at: (jax.debug.print("{}", at.losses().mean()), at.noised())[1],
+    "loss_logged": lambda at: (
+        io_callback(lambda _: None, None, at.losses().mean(), ordered=True),
+        at.noised(),
+    )[1],
+    "loss_checked": lambda at: eqx.error_if(at.noised(), at.losses().mean() > 1e9, "large"),
+    "loss_sent_out": sent_out,
+    "printed_in_some_steps": printed_in_some_steps,
+    "aux_returned": aux_returned,
+    "batch_closed_over": batch_closed_over,
+    "balanced": balanced,
+    "hardest": hardest,
+    # Two models, each on its half: an example that is left out moves one to the other half.
+    "models_of_halves": lambda at: at.noised(
+        added(halves(at)[0].sum(), halves(at)[1].sum(model=negated(at.model)))
+    ),
+    "slope": slope,
+    "models_mapped": models_mapped,
+    # Two models are trained on one batch, each with the noise for one release.
+    "ensemble": lambda at: (
+        at.noised(),
+        at.noised(at.sum(model=negated(at.model)), key=at.keys[1]),
+    ),
+    "one_loss_masked": lambda at: at.noised(
+        added(at.sum(), at.use(mask=None).sum(absolute_error)), 2 * STDDEV
+    ),
+    "either_half": lambda at: at.noised(
+        lax.cond(at.state.step % 2 == 0, halves(at)[0].sum, halves(at)[1].sum)
+    ),
+    "difference_of_halves": lambda at: at.noised(minus(*(half.sum() for half in halves(at)))),
+    "three_of_four_parts": lambda at: at.noised(
+        added(*(at.rows(slice(i, None, 4)).sum() for i in range(3)))
+    ),
+    "accumulated_growing": lambda at: accumulated(at, lambda t, g, i: 2.0 * t + g),
+    "accumulated_alternating": lambda at: accumulated(
+        at, lambda t, g, i: t + jnp.where(i % 2, -1.0, 1.0) * g
+    ),
+    "columns_in_a_scan": (columns_in_a_scan, {"batch": (jnp.ones((SLOTS, SLOTS)), YS, MASK)}),
+    "turns_by_examples": lambda at: lax.fori_loop(
+        0, jnp.sum(~at.mask), lambda _, n: scaled(0.9, n), at.noised()
+    ),
+    "while_the_loss_is_high": while_the_loss_is_high,
+    # A loop of fixed length, in which a private loss masks the rest of the turns.
+    "masked_turns": lambda at: lax.fori_loop(
+        0, 4, lambda _, n: scaled(1.0 * (at.losses().mean() > 1), n), at.noised()
+    ),
+    "skipped_without_examples": lambda at: skipped(at, jnp.all(at.mask)),
+}
 
+
+# Optimizers that hold the noise.
 
 NOISE = PLAN.privatizer(clipped(), key=SECRET)
 
-BESIDE = {
-    "mean_loss_returned": lambda given: given.values.loss.mean(),
-    "number_of_examples_returned": lambda given: jnp.sum(~given.mask),
-    "mean_of_inputs_returned": lambda given: given.x.mean(axis=0),
-    "a_label_returned": lambda given: given.y[0],
-    # Of the noisy model, on the private batch.
-    "training_accuracy_returned": lambda given: jnp.mean(
-        jax.vmap(given.model)(given.x).argmax(axis=1) == given.y.argmax(axis=1)
-    ),
-    "early_stopping_flag_returned": lambda given: given.values.loss.mean() < 0.1,
-    "sum_without_noise_returned": lambda given: given.grads,
-    # A tiny noise on the mean loss, whose sensitivity nothing bounds.
-    "loss_with_public_noise_of_a_dither": lambda given: with_noise(
-        given.values.loss.mean(), jax.random.key(1), 1e-3
-    ),
-    # One bit of the sum.
-    "whether_the_raw_sum_is_finite": lambda given: jnp.all(
-        jnp.isfinite(jax.tree.leaves(given.grads)[0])
-    ),
-    # How well the noise is survived: a number about the raw sum.
-    "similarity_of_noisy_and_raw_sum": lambda given: (
-        optax.tree.vdot(given.noisy, given.grads) / optax.tree.norm(given.noisy)
-    ),
-    # The noisy sum's distance from the raw one.
-    "size_of_the_noise": lambda given: optax.tree.norm(
-        added(given.noisy, scaled(-1.0, given.grads))
-    ),
-    # Only how many losses are above each of some public numbers.
-    "losses_by_a_private_order": lambda given: (
-        given.values.loss[:, None] > jnp.linspace(0, 5, 10)
-    ).sum(0),
-    "hidden_in_a_reference": hidden_in_a_reference,
-    "model_chosen": model_chosen,
-    "error_of_checkify": error_of_checkify,
-    "table_at_a_private_place": lambda given: jnp.arange(2.0)[given.y[0].argmax()],
-    "batch_of_its_own": lambda given: (2 * given.x, given.y, given.mask),
-    # A host function returns what nothing is known of.
-    "data_of_a_host_function": lambda given: jax.pure_callback(
-        lambda: data()[0].mean(), jax.ShapeDtypeStruct((), jnp.float32)
-    ),
-    "raw_model_on_public_data": lambda given: jnp.sum(
-        jax.vmap(eqx.apply_updates(given.model, scaled(-0.1, given.grads)))(jnp.ones((3, WIDTH)))
-    ),
-    "rate_by_a_line_search": lambda given: jnp.argmin(
-        jax.lax.map(
-            lambda rate: losses_of(
-                eqx.apply_updates(given.model, scaled(-rate, given.noisy)), given
-            ).mean(),
-            jnp.asarray([0.01, 0.1, 1.0]),
-        )
-    ),
-    "coins_of_a_private_probability": lambda given: jax.random.bernoulli(
-        given.key, jax.nn.sigmoid(given.x.mean()), (100,)
-    ),
-}
 
-CHANGED_BY_LOSS = {
-    "learning_rate_from_the_loss": lambda loss, noisy: scaled(1 / (1 + loss), noisy),
-    # Without a branch: `jnp.where` leaves the update out if the loss is high.
-    "update_selected_by_the_loss": lambda loss, noisy: jax.tree.map(
-        lambda g: jnp.where(loss > 10.0, 0, g), noisy
-    ),
-    "update_skipped_when_the_loss_is_high": lambda loss, noisy: jax.lax.cond(
-        loss > 10.0, lambda: scaled(0.0, noisy), lambda: noisy
-    ),
-    "loss_printed": lambda loss, noisy: (jax.debug.print("{}", loss), noisy)[1],
-    "loss_logged": lambda loss, noisy: (
-        io_callback(lambda _: None, None, loss, ordered=True),
-        noisy,
-    )[1],
-    "loss_checked": lambda loss, noisy: eqx.error_if(noisy, loss > 1e9, "the loss is large"),
-    "loss_sent_out": lambda loss, noisy: scaled(
-        jax.pure_callback(lambda x: 0 * x + 1, jax.ShapeDtypeStruct((), jnp.float32), loss), noisy
-    ),
-    "printed_in_some_steps": lambda loss, noisy: (
-        jax.lax.cond(
-            jax.tree.leaves(noisy)[0].sum() > 0, lambda: jax.debug.print("{}", loss), lambda: None
-        ),
-        noisy,
-    )[1],
-}
+def kinds(params):
+    return leafwise(lambda a: "matrix" if a.ndim > 1 else "vector", params)
 
-MIXED_BY = {
-    "batch_standardized_by_its_own_mean": lambda x, y, key: (
-        (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-3),
-        y,
-    ),
-    "inputs_scaled_by_their_largest": lambda x, y, key: (x / jnp.max(jnp.abs(x)), y),
-    "examples_averaged_with_their_neighbors": lambda x, y, key: (
-        0.5 * (x + jnp.roll(x, 1, axis=0)),
-        y,
-    ),
-    "differences_of_examples": lambda x, y, key: (x - x[:1], y),
-    # Each column by itself: slots hold numbers of several examples.
-    "examples_sorted": lambda x, y, key: (jnp.sort(x, axis=0), y),
-    "running_sum_of_examples": lambda x, y, key: (jnp.cumsum(x, axis=0), y),
-}
 
-KEEPING = {
-    # The mean loss of the batch is in the state, under a name that the state had before.
-    "metrics_in_a_dictionary_of_the_state": (
-        lambda kept, given: {"loss": given.values.loss.mean()},
-        {"loss": jnp.zeros(())},
-    ),
-    # An average over models that the raw sum has moved.
-    "average_of_parameters_without_noise": (
-        lambda kept, given: added(
-            scaled(0.9, kept), scaled(0.1, added(params_of(given.model), scaled(-0.1, given.grads)))
-        ),
-        params_of(mlp()),
-    ),
-    # The least loss so far.
-    "least_loss": (lambda kept, given: jnp.minimum(kept, given.values.loss.mean()), jnp.zeros(())),
-    # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
-    "residual_of_the_noise": (
-        lambda kept, given: added(given.grads, scaled(-1.0, given.noisy)),
-        zero_sums(),
-    ),
-    # Error feedback: what the rounding of the raw sum has lost.
-    "residual_of_a_rounding": (
-        lambda kept, given: jax.tree.map(lambda g: g - jnp.round(g, 1), given.grads),
-        zero_sums(),
-    ),
-    # Real examples are counted over steps.
-    "number_of_examples_seen": (
-        lambda kept, given: kept + jnp.sum(~given.mask),
-        jnp.zeros((), int),
-    ),
-    # Labels are counted by class.
-    "histogram_of_labels": (
-        lambda kept, given: kept + jax.nn.one_hot(given.y.argmax(1), CLASSES).sum(0),
-        jnp.zeros(CLASSES),
-    ),
-    # A batch norm's statistics.
-    "mean_and_variance_of_inputs": (
-        lambda kept, given: (
-            0.9 * kept[0] + 0.1 * given.x.mean(0),
-            0.9 * kept[1] + 0.1 * given.x.var(0),
-        ),
-        (jnp.zeros(WIDTH), jnp.ones(WIDTH)),
-    ),
-    # The slots of the largest losses, for the next step.
-    "hardest_slots": (
-        lambda kept, given: jax.lax.top_k(given.values.loss, 2)[1],
-        jnp.zeros(2, jnp.int32),
-    ),
-    # For scaling: the largest number of any input so far.
-    "largest_input": (lambda kept, given: jnp.maximum(kept, jnp.abs(given.x).max()), jnp.zeros(())),
-    "best_model": (best_model, (params_of(mlp()), jnp.float32(jnp.inf))),
-    "prototypes": (
-        lambda kept, given: kept + jax.nn.one_hot(given.y.argmax(1), CLASSES).T @ given.x,
-        jnp.zeros((CLASSES, WIDTH)),
-    ),
-    "reservoir": (
-        lambda kept, given: given.x[jax.random.randint(given.key, (), 0, SLOTS)],
-        jnp.zeros(WIDTH),
-    ),
-}
+def is_matrix(params):
+    return leafwise(lambda a: a.ndim > 1, params)
 
-SUMMED = {
-    # Each example counts nine times, and the noise is for two: a multiplier of 0.27.
-    "sum_of_the_sum_and_the_parts": (lambda grads: psum(added(psum(grads), grads)), 2 * STDDEV),
-    # Each example counts eight times.
-    "sum_of_sums": lambda grads: psum(psum(grads)),
-    # An example that is left out changes the sign of all behind it: 15 times the clip norm.
-    "signs_of_devices": lambda g: psum(scaled(jnp.where(device() % 2 == 0, 1.0, -1.0), g)),
-    # An example that is left out moves the next one to the first device: two change.
-    "the_first_device_alone": lambda g: psum(
-        jax.tree.map(lambda a: jnp.where(device() == 0, a, 0.0), g)
-    ),
-    # Weights from -1 to 1: all behind an example that is left out get another one.
-    "weights_of_devices": lambda g: psum(scaled((device() - 3.5) / 3.5, g)),
-    # The gathered sums are added on each device, and the devices' equal results once more.
-    "sums_gathered_added_and_summed": lambda g: psum(
-        jax.tree.map(lambda a: jax.lax.all_gather(a, "data").sum(0), g)
-    ),
-    # One device's sum: an example that is left out changes two of its examples.
-    "one_of_the_gathered_sums": lambda g: jax.tree.map(
-        lambda a: jax.lax.all_gather(a, "data")[3], g
-    ),
-    # The second mean changes nothing, and the noise is divided by the devices twice.
-    "averaged_twice": (
-        lambda g: jax.lax.pmean(jax.lax.pmean(g, "data"), "data"),
-        STDDEV / DEVICES**2,
-    ),
-    # The sum of eight equal means is the sum, and the noise is for a mean.
-    "sum_of_means": (lambda g: psum(jax.lax.pmean(g, "data")), STDDEV / DEVICES),
-    # `ppermute` gives zeros to devices that nobody sends to: two slots of eight are summed.
-    "parts_of_two_devices_alone": lambda g: psum(jax.lax.ppermute(g, "data", [(0, 0), (1, 1)])),
-    # A loop sums the sum four times: each example counts 8 ** 4 times.
-    "summed_until_it_is_large": lambda g: jax.lax.fori_loop(0, 4, lambda _, g: psum(g), g),
-    # In the other branch a device's own part goes on, which stands for two examples.
-    "sum_in_one_branch_alone": lambda g: jax.lax.cond(
-        psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
-    ),
-    "table_of_weights": lambda g: psum(scaled(jnp.asarray([1.0, 0.0] * 4)[device()], g)),
-    "gathered_signs": lambda g: jax.tree.map(
-        lambda a: jnp.tensordot(SIGNS, jax.lax.all_gather(a, "data"), 1), g
-    ),
-    "neighbors": lambda g: psum(
-        added(g, jax.lax.ppermute(g, "data", [(i, (i + 1) % 8) for i in range(8)]))
-    ),
-    "carried_and_summed_again": (
-        lambda g: jax.lax.fori_loop(0, 2, lambda _, t: psum(added(t, g)), zero_sums()),
-        2 * STDDEV,
-    ),
-    "one_branch": lambda g: jax.lax.cond(
-        psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
-    ),
-}
 
-EACH = {
-    # The batch is not spread: all eight devices sum all examples.
-    "the_whole_batch_on_every_device": lambda: over_devices(
-        lambda model, x, y, mask: psum(clipped()(model, x, y, is_padding_example=mask)), batch=P()
-    ),
-    # The batch is spread over both axes: what leaves is the sum of one half.
-    "sum_over_one_of_two_axes": lambda: over_devices(
-        lambda model, x, y, mask: jax.lax.psum(
-            clipped()(model, x, y, is_padding_example=mask), "data"
-        ),
-        mesh_of("auto", data=4, more=2),
-        batch=P(("data", "more")),
-    ),
-    # Replacing an example moves a sum twice as far as leaving it out.
-    "privatizer_of_another_relation": lambda: chained()._replace(
-        plan=plan_under(NeighboringRelation.REPLACE_ONE)
-    ),
-    "columns": columns,
-    "columns_in_a_scan": columns_in_a_scan,
-    "key_summed_over_devices": lambda: beside(
-        key_summed_over_devices, plan=dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
-    ),
-    "aux_returned": aux_returned,
-    "reduced_on_plateau": reduced_on_plateau,
-    "sum_of_the_step_before": sum_of_the_step_before,
-    "spying_rule": spying_rule,
-    "closed_over_by_a_module": closed_over_by_a_module,
-    # The loss is weighted by a statistic of as many labels as the data set has examples.
-    "closed_over_by_the_loss": lambda: made(
-        lambda model, x, y: (
-            jnp.mean(jnp.arange(NUM_EXAMPLES) % CLASSES == y.argmax())
-            * LABELS.mean()
-            * squared_error(model, x, y)
-        )
-    ),
-    # A call takes 20 steps, and the plan speaks of 10.
-    "more_steps_than_the_plan_has": lambda: epoch_by(turn, 20),
-    "noise_of_another_plan": lambda: chained(
-        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
-    )._replace(plan=PLAN),
-    # Only the mask is an argument; inputs and targets are constants of the program.
-    "batch_closed_over_beside_its_mask": lambda: by_hand(
-        lambda model, state, mask: updated(
-            model,
-            state,
-            with_noise(clipped()(model, *data()[:2], is_padding_example=mask), state.key),
-        ),
-        batch=data()[2:],
-        private=(2,),
-    ),
-}
-
-OVER_DEVICES = {
-    # The axis `model` holds copies: each example counts twice.
-    "sum_over_an_axis_that_has_no_examples": (
-        lambda model, x, y, mask: jax.lax.psum(
-            clipped()(model, x, y, is_padding_example=mask), ("data", "model")
-        ),
-        mesh_of("auto", data=4, model=2),
-    ),
-    # An example that moves to the next device is differentiated at another model.
-    "another_model_on_each": lambda model, x, y, mask: psum(
-        clipped()(
-            jax.tree.map(lambda a: a * (1 + device()) if eqx.is_array(a) else a, model),
-            x,
-            y,
-            is_padding_example=mask,
-        )
-    ),
-    "another_loss_on_odd_ones": lambda model, x, y, mask: psum(
-        jax.tree.map(
-            lambda a, b: jnp.where(device() % 2 == 1, a, b),
-            clipped()(model, x, y, is_padding_example=mask),
-            clipped(absolute_error)(model, x, y, is_padding_example=mask),
-        )
-    ),
-    "mean_over_real_examples": lambda model, x, y, mask: scaled(
-        1 / jnp.maximum(psum(jnp.sum(~mask)), 1),
-        psum(clipped(normalize_by=1.0)(model, x, y, is_padding_example=mask)),
-    ),
-    "one_slot_on_all": lambda model, *batch: psum(
-        (lambda x, y, mask: clipped()(model, x, y, is_padding_example=mask))(
-            *(jax.lax.all_gather(leaf, "data", tiled=True)[:1] for leaf in batch)
-        )
-    ),
-    "standardized_over_all": lambda model, x, y, mask: psum(
-        clipped()(model, x - jax.lax.pmean(x.mean(0), "data"), y, is_padding_example=mask)
-    ),
-}
-
-WEIGHTED = {
-    # The first four slots count: an example that is left out moves the fifth into them.
-    "weights_concatenated": lambda key: jnp.concatenate([jnp.ones(4), jnp.zeros(4)]),
-    # The same, by `jnp.pad`.
-    "weights_padded": lambda key: jnp.pad(jnp.ones(4), (0, 4)),
-    # Slot i has the weight i: all behind an example that is left out get another one.
-    "ramp_by_map": lambda key: jax.lax.map(lambda i: 1.0 * i, jnp.arange(SLOTS)),
-    # The same, by the carry of a scan.
-    "ramp_by_a_counter": lambda key: jax.lax.scan(
-        lambda i, _: (i + 1.0, i), 0.0, None, length=SLOTS
-    )[1],
-    # The same, by `cumsum` of ones.
-    "ramp_by_a_cumulative_sum": lambda key: jnp.cumsum(jnp.ones(SLOTS)),
-    # The same, by a triangular matrix times ones.
-    "ramp_by_a_product": lambda key: jnp.tril(jnp.ones((SLOTS, SLOTS))) @ jnp.ones(SLOTS),
-    # Slot i has the i-th smallest of eight random times.
-    "sorted_times": lambda key: jnp.sort(jax.random.uniform(key, (SLOTS,))),
-    # The same from the largest on, by `top_k`.
-    "largest_times": lambda key: jax.lax.top_k(jax.random.uniform(key, (SLOTS,)), SLOTS)[0],
-    # A random number up to the slot's own number.
-    "bounds_of_slots": lambda key: jax.random.uniform(
-        key, (SLOTS,), maxval=jnp.arange(SLOTS) + 1.0
-    ),
-    # Slot i is multiplied by the same number in every step, and that number is a constant.
-    "numbers_of_a_key_that_never_changes": lambda key: jax.random.normal(
-        jax.random.key(0), (SLOTS,)
-    ),
-}
-
-PREPARED_BY = {
-    # The first half is doubled and put before the second.
-    "halves_stuck_together_again": lambda x, y, mask, key: (
-        jnp.concatenate([2 * x[:4], x[4:]]),
-        y,
-        mask,
-    ),
-    # Slot 0 is set to zero: an example that is left out puts another one there.
-    "the_first_slot_overwritten": lambda x, y, mask, key: (x.at[0].set(0.0), y, mask),
-    # Every second slot is padding: an example that is left out brings four others back.
-    "slots_of_odd_numbers_masked": lambda x, y, mask, key: (
-        x,
-        y,
-        mask | (jnp.arange(SLOTS) % 2 == 1),
-    ),
-    # The slot's number is written into the example.
-    "numbers_of_slots_as_a_feature": lambda x, y, mask, key: (
-        x.at[:, 0].set(jnp.arange(SLOTS)),
-        y,
-        mask,
-    ),
-    # Rows of a unit matrix are added, as positions in a sequence are.
-    "codes_of_slots_added": lambda x, y, mask, key: (x + jnp.eye(SLOTS, WIDTH), y, mask),
-    # An example's inputs meet another one's targets: two rows change for one.
-    "labels_turned_round": lambda x, y, mask, key: (x, y[::-1], mask),
-    # Whether an example counts is said by another slot's mask.
-    "mask_turned_round": lambda x, y, mask, key: (x, y, mask[::-1]),
-    # Inputs move to other rows, by an order that all labels decide; targets do not.
-    "only_inputs_sorted_by_their_label": lambda x, y, mask, key: (x[jnp.argsort(y[:, 0])], y, mask),
-    "mixed_up": lambda x, y, mask, key: (
-        0.7 * x + 0.3 * x[jax.random.permutation(key, SLOTS)],
-        y,
-        mask,
-    ),
-    "handed_on_twice": lambda x, y, mask, key: tuple(
-        jnp.concatenate([leaf, leaf]) for leaf in (x, y, mask)
-    ),
-    "one_row_in_all_slots": lambda x, y, mask, key: tuple(
-        leaf[jnp.zeros(SLOTS, int)] for leaf in (x, y, mask)
-    ),
-    "one_row_as_the_mask": lambda x, y, mask, key: (x, y, jnp.tile(x[0] > 0, 2)),
-    "pairs": lambda x, y, mask, key: (
-        (x.reshape(4, 2, WIDTH) * jnp.asarray([1.0, -1.0])[None, :, None]).reshape(SLOTS, WIDTH),
-        y,
-        mask,
-    ),
-    # Slot i takes a time between i / n and (i + 1) / n.
-    "spread_times": lambda x, y, mask, key: (
-        x + ((jax.random.uniform(key, (SLOTS,)) + jnp.arange(SLOTS)) / SLOTS)[:, None],
-        y,
-        mask,
-    ),
-    "centered_by_a_constant_batch": lambda x, y, mask, key: (x - data()[0].mean(0), y, mask),
-}
-
-WITH_ARGUMENT = {
-    # The weights are not named private, but a slot's is that of whoever stands there.
-    "weights_of_slots_as_an_argument": (
-        lambda x, y, mask, weights, state: (x * weights[:, None], y, mask),
-        jnp.ones(SLOTS),
-    ),
-    # Rows are taken by halves of public numbers: each row that is taken counts twice.
-    "order_as_an_argument_that_repeats": (
-        lambda x, y, mask, at, state: (x[at // 2], y[at // 2], mask[at // 2]),
-        jnp.arange(SLOTS),
-    ),
-    # Weights of slots, read from a longer table from the step's number on.
-    "window_of_a_public_table_at_the_step": (
-        lambda x, y, mask, table, state: (
-            x * jax.lax.dynamic_slice(table, (state.step,), (SLOTS,))[:, None],
-            y,
-            mask,
-        ),
-        jnp.linspace(0, 1, 64),
-    ),
-    # One slot after the other is left out: the slot is public, and who stands there is not.
-    "the_slot_of_the_step_left_out": (
-        lambda x, y, mask, _, state: (x, y, mask | (jnp.arange(SLOTS) == state.step % SLOTS)),
-        jnp.zeros(()),
-    ),
-}
-
-WITH_OPTIMIZER = {
+OPTIMIZERS = {
     # The variance of `optax.add_noise` falls with the number of steps.
     "noise_of_optax": optax.chain(optax.add_noise(STDDEV**2, 0.55, jax.random.key(0)), OPTIMIZER),
-    "of_another_gradient": optax.chain(
+    "noise_of_another_gradient": optax.chain(
         PLAN.privatizer(clipped(l2_clip_norm=0.5), key=SECRET), OPTIMIZER
     ),
     "scaled_before_and_behind": optax.chain(optax.scale(10.0), NOISE, optax.scale(0.1)),
     "schedule_before": optax.chain(optax.scale_by_schedule(lambda step: 1.0 + step), NOISE),
-    "on_matrices_alone": optax.chain(
-        optax.masked(NOISE, lambda p: jax.tree.map(lambda a: a.ndim > 1, p)), OPTIMIZER
+    "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, is_matrix), OPTIMIZER),
+    "one_of_two_groups": optax.multi_transform(
+        {"matrix": optax.chain(NOISE, OPTIMIZER), "vector": optax.sgd(0.1)}, kinds
     ),
-    "in_one_of_two_groups": one_noise_for_two_groups(),
     "behind_a_check_that_skips": optax.apply_if_finite(optax.chain(NOISE, OPTIMIZER), 3),
     "for_a_sum_that_is_not_divided": (optax.chain(NOISE, OPTIMIZER), clipped(normalize_by=1.0)),
+    "multi_steps_before_the_noise": optax.MultiSteps(
+        optax.chain(NOISE, OPTIMIZER), 2, use_grad_mean=False
+    ),
 }
 
-OF_CLOSED_OVER = {
-    "loss": lambda given, xs, ys: jax.vmap(squared_error, (None, 0, 0))(given.new, xs, ys).mean(),
-    # Columns that are equal do not make rows equal.
-    "equal_columns": lambda given, xs, ys: jnp.asarray(COLUMNS).mean(),
-}
 
-OF_KEPT = {
+# Steps that fit no frame.
+
+
+def reduced_on_plateau():
+    plateau = optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1))
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        at = At(model, state, x, y, mask)
+        given = {"value": at.losses().mean()}
+        updates, opt = plateau.update(at.noised(key=key), state.opt, params_of(model), **given)
+        return eqx.apply_updates(model, updates), state._replace(opt=opt)
+
+    return by_hand(step, state=first_state(optimizer=plateau))
+
+
+def remembering(change, first):
+    """`change(kept, at)` gives inputs, and what is kept of this call."""
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        at = At(model, state, x, y, mask)
+        x, kept = change(state.kept, at)
+        model, state = updated(model, state, at.use(x=x).noised(key=key))
+        return model, state._replace(kept=kept)
+
+    return by_hand(step, state=first_state(kept=first))
+
+
+def sum_of_the_step_before():
+    """The model is moved by the gradient of the step before, which had no noise."""
+
+    def step(model, state, x, y, mask):
+        key, state = next_key(state)
+        grads = At(model, state, x, y, mask).sum()
+        model, state = updated(model, state, added(with_noise(grads, key), state.kept))
+        return model, state._replace(kept=grads)
+
+    return by_hand(step, state=first_state(kept=zero_sums()))
+
+
+class Training(eqx.Module):
+    """A step that has the inputs of its data set in a field."""
+
+    xs: jax.Array
+
+    def __call__(self, model, state, x, y, mask):
+        key, state = next_key(state)
+        return updated(model, state, At(model, state, x - self.xs.mean(0), y, mask).noised(key=key))
+
+
+def batch_closed_over_beside_its_mask():
+    """Only the mask is an argument; inputs and targets are constants of the program."""
+
+    def step(model, state, mask):
+        return updated(model, state, At(model, state, XS, YS, mask).noised(key=state.key))
+
+    return by_hand(step, batch=(MASK,), private=(2,))
+
+
+def key_summed_over_devices(at):
+    """Eight times the words of the key of a noise are shown."""
+    everywhere = jax.sharding.PartitionSpec()
+    options = {"in_specs": everywhere, "out_specs": everywhere, "check_vma": False}
+    mapped = jax.shard_map(psum, mesh=mesh_of("auto", data=8), **options)
+    noisy = with_noise(at.grads, at.keys[0], 9 * STDDEV)
+    return noisy, mapped(jax.random.key_data(at.keys[0]))
+
+
+EACH = {
+    # Replacing an example moves a sum twice as far as leaving it out.
+    "privatizer_of_a_relation": lambda: chained()._replace(
+        plan=plan_under(NeighboringRelation.REPLACE_ONE)
+    ),
+    "noise_of_another_plan": lambda: chained(
+        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
+    )._replace(plan=PLAN),
+    "key_summed_over_devices": lambda: beside(
+        key_summed_over_devices, plan=dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
+    ),
+    "reduced_on_plateau": reduced_on_plateau,
     # What stood in a slot before is added to who stands there now.
-    "memory_of_slots": (
-        lambda m, kept, x, *_: (0.5 * x + 0.5 * kept, x),
-        jnp.zeros((SLOTS, WIDTH)),
+    "memory_of_slots": lambda: remembering(
+        lambda kept, at: (0.5 * at.x + 0.5 * kept, at.x), jnp.zeros((SLOTS, WIDTH))
     ),
     # A batch norm by hand: inputs are shifted by a mean over earlier batches.
-    "mean_of_inputs": (
-        lambda m, kept, x, *_: (x - kept, 0.9 * kept + 0.1 * x.mean(0)),
-        jnp.zeros(WIDTH),
+    "memory_of_the_mean": lambda: remembering(
+        lambda kept, at: (at.x - kept, 0.9 * kept + 0.1 * at.x.mean(0)), jnp.zeros(WIDTH)
     ),
+    "sum_of_the_step_before": sum_of_the_step_before,
+    "closed_over_by_a_module": lambda: Case(
+        Training(XS), (mlp(), first_state(), *data()), {}, (2, 3, 4), PLAN, 0.0
+    ),
+    # The loss is weighted by a statistic of as many labels as the data set has examples.
+    "closed_over_by_the_loss": lambda: made(
+        lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
+    ),
+    # A call takes 20 steps, and the plan speaks of 10.
+    "more_steps_than_the_plan_has": lambda: epoch_by(At.noised, 20),
+    "batch_closed_over_beside_its_mask": batch_closed_over_beside_its_mask,
 }
 
-OF_THE_LOSS = {
-    "printed": printed,
-    "printed_in_a_loop": printed_in_a_loop,
-    "printed_in_a_branch": printed_in_a_branch,
-    "checked": checked,
-}
+
+# Noise that is too little, twice the same, or taken away.
+
+
+def last_of(grads):
+    """One leaf: the last bias."""
+    return jax.tree.leaves(grads)[-1]
+
+
+def as_words(values):
+    return lax.bitcast_convert_type(values, jnp.uint32)
+
+
+# What stands for adding the noise.
+
+
+def selected(grads, key):
+    """Of itself and itself turned round."""
+
+    def halves(g):
+        first = (jnp.arange(g.size) < g.size // 2).reshape(g.shape)
+        return jnp.where(first, g, jnp.flip(g))
+
+    return with_noise(leafwise(halves, grads), key)
+
+
+def sum_of_two_leaves(grads, key):
+    """Two leaves of one clipped sum: their sum moves by sqrt(2) of its norm."""
+    leaves, structure = jax.tree.flatten(grads)
+    both = leaves[3] + leaves[1][:2]
+    return with_noise(structure.unflatten([*scaled(0.0, leaves[:3]), both]), key)
+
+
+def redrawn(grads, key):
+    """A loop draws noise until the noisy sum is near the sum."""
+
+    def draw(carry):
+        key, own = split(carry[0])
+        return key, with_noise(grads, own)
+
+    return lax.while_loop(lambda c: norm(minus(c[1], grads)) > 0.1, draw, draw((key, None)))[1]
+
+
+def better_of_two(grads, key):
+    """Two draws, and the one that is nearer to the sum is taken."""
+    one, other = (with_noise(grads, k, 2 * STDDEV) for k in split(key))
+    return where(norm(minus(one, grads)) < norm(minus(other, grads)), one, other)
+
+
+def padded_with_one_number(grads, key):
+    """One number of the sum is in many places, each with the noise for one."""
+    padded = leafwise(lambda g: lax.pad(g, g.ravel()[0], [(0, 9, 0)] * g.ndim), grads)
+    noisy = with_noise(padded, key, 2 * STDDEV)
+    return leafwise(lambda g, n: n[tuple(map(slice, g.shape))], grads, noisy)
+
+
+def on_some_leaves(grads, key):
+    layers = with_noise(grads.layers[:1], key)
+    return eqx.tree_at(lambda tree: tree.layers, grads, (*layers, *grads.layers[1:]))
+
+
+def copied(grads, key):
+    """The sum is released four times, and the mean of them has half of the noise."""
+    many = leafwise(lambda leaf: jnp.broadcast_to(leaf, (4, *leaf.shape)), grads)
+    return leafwise(lambda leaf: leaf.mean(0), with_noise(many, key))
+
+
+def halves_with_one_key(grads, key):
+    """Two calls on lists with one key: the same paths, so the same noise."""
+    leaves, structure = jax.tree.flatten(grads)
+    return structure.unflatten([*with_noise(leaves[:2], key), *with_noise(leaves[2:], key)])
+
+
+def mean_of_two_copies(grads, key):
+    both = with_noise({"one": grads, "other": grads}, key)
+    return scaled(0.5, added(both["one"], both["other"]))
+
+
+def by_a_rule(grads, key):
+    """A `custom_jvp` around the noise whose tangent is the sum itself."""
+    noisy = jax.custom_jvp(lambda grads: with_noise(grads, key))
+    noisy.defjvp(lambda primals, tangents: (noisy(*primals), primals[0]))
+    return jax.jvp(noisy, (grads,), (grads,))[1]
+
+
+def little_by_little(grads, key):
+    noisier = lambda g, k: (with_noise(g, k, 1e-6), None)  # noqa: E731
+    return lax.scan(noisier, grads, split(key, 3))[0]
+
+
+def exact_by_a_rule(grads, key):
+    """A function with a `custom_jvp` is given the noisy sum and the sum, and returns the latter."""
+    straight = jax.custom_jvp(lambda noisy, exact: exact)
+    straight.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+    return leafwise(straight, with_noise(grads, key), grads)
+
+
+def exact_by_a_mapping_rule(grads, key):
+    """A `custom_vmap` that gives the noisy sum alone, and the sum under `vmap`."""
+    hidden = jax.custom_batching.custom_vmap(lambda noisy, exact: noisy)
+    hidden.def_vmap(lambda size, batched, noisy, exact: (exact, True))
+    mapped = jax.vmap(hidden)
+    return leafwise(lambda n, g: mapped(n[None], g[None])[0], with_noise(grads, key), grads)
+
+
+def with_zeros(grads, key):
+    return leafwise(lambda leaf: leaf + 0.0, grads)
+
+
+def called(name):
+    """The sum goes through a jitted function of this name, which adds nothing to it."""
+
+    def identity(tree, key, stddev):
+        return leafwise(lambda leaf: leaf + stddev * 0.0, tree)
+
+    identity.__name__ = identity.__qualname__ = name
+    identity.__module__ = "eqx_dp.privacy.noise"
+    return lambda grads, key: jax.jit(identity)(grads, key, STDDEV)
+
 
 NOISED_BY = {
-    # Halves the gradient until it is short: the trip count depends on private data.
-    "halved_while_it_is_long": lambda g, k: with_noise(
-        jax.lax.while_loop(lambda t: optax.tree.norm(t) > 0.1, lambda t: scaled(0.5, t), g), k
+    "no_noise": lambda g, k: g,
+    "noise_of_deviation_zero": lambda g, k: with_noise(g, k, 0.0),
+    "noise_of_half_the_plan": lambda g, k: with_noise(g, k, STDDEV / 2),
+    # The noise is divided by the expected batch size, and the gradient is not.
+    "gradient_scaled_before_the_noise": lambda g, k: with_noise(scaled(10.0, g), k),
+    "noise_in_proportion": lambda g, k: with_noise(g, k, STDDEV * norm(g)),
+    "constant_key": lambda g, k: with_noise(g, jax.random.key(0)),
+    # One key for the sum and for zeros: the difference has no noise.
+    "noise_of_zeros_subtracted": lambda g, k: minus(with_noise(g, k), noise_alone(g, k)),
+    # `vmap` over rows: all get the same noise, and their differences none.
+    "one_key_for_rows": lambda g, k: leafwise(
+        lambda leaf: jax.vmap(lambda row: with_noise(row, k))(leaf), g
     ),
-    "sum_checked": lambda g, k: with_noise(
-        eqx.error_if(g, optax.tree.norm(g) > 10, "the sum is large"), k
+    # The derivative of `sum + noise` in the sum's direction is the sum.
+    "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k), (g,), (g,))[1],
+    # Backwards through the noise goes what was handed in: the sum.
+    # (That of certified noise is zero: it is rounded.)
+    "cotangent": lambda g, k: jax.vjp(lambda g: dp.add_noise(g, k, STDDEV, certified=False), g)[1](
+        g
+    )[0],
+    # Where the sum is negative no noise is added.
+    "noise_masked": lambda g, k: leafwise(
+        lambda g, n: g + jnp.where(g > 0, n, 0.0), g, noise_alone(g, k)
     ),
-    "norm_logged": lambda g, k: (
-        jax.debug.callback(lambda n: None, optax.tree.norm(g)),
-        with_noise(g, k),
+    # Its deviation is that of the sum's own numbers.
+    "noise_times_the_sum": lambda g, k: leafwise(lambda g, n: g + g * n, g, noise_alone(g, k, 1.0)),
+    # `platform_dependent`: on a GPU the sum goes on without noise.
+    "on_one_platform": lambda g, k: lax.platform_dependent(
+        g, cpu=lambda g: with_noise(g, k), default=lambda g: scaled(1.0, g)
+    ),
+    "uniform_noise": lambda g, k: with_normals(g, k, draw=uniform),
+    "normal_noise_in_absolute_value": lambda g, k: with_normals(
+        g, k, draw=lambda *x: abs(normal(*x))
+    ),
+    "on_some_leaves": on_some_leaves,
+    "padded_with_one_number": padded_with_one_number,
+    "copied": copied,
+    "selected": selected,
+    "sum_of_two_leaves": sum_of_two_leaves,
+    "redrawn": redrawn,
+    "better_of_two": better_of_two,
+    "halves_with_one_key": halves_with_one_key,
+    "mean_of_two_copies": mean_of_two_copies,
+    "by_a_rule": by_a_rule,
+    "little_by_little": little_by_little,
+    # A branch on a public coin.
+    "in_one_branch": lambda g, k: lax.cond(
+        bernoulli(fold_in(k, 1)), lambda: g, lambda: with_noise(g, k)
+    ),
+    "same_noise_in_a_loop": lambda g, k: lax.fori_loop(
+        0, 4, lambda i, g: minus(with_noise(g, k), noise_alone(g, k)), g
+    ),
+    "tangent_of_many": lambda g, k: leafwise(
+        lambda a: a[1] - a[0],
+        jax.vmap(lambda s: with_noise(scaled(s, g), k))(jnp.asarray([1.0, 2.0])),
+    ),
+    "copied_by_vmap": lambda g, k: leafwise(
+        lambda a: a.mean(0), jax.vmap(lambda k: with_noise(g, k))(split(k, 4))
+    ),
+    "transpose": lambda g, k: jax.linear_transpose(
+        lambda g: added(g, scaled(0.0, noise_alone(zero_sums(), k))), g
+    )(g)[0],
+    "noise_unused": lambda g, k: jax.jit(lambda g: (with_noise(g, k), with_zeros(g, k))[1])(g),
+    # A scope with the name of our noise, and none in it.
+    "zeros_in_a_scope_named_noise": jax.named_scope("eqx_dp.noise")(with_zeros),
+    # A jitted function of a name of ours, in a module that says it is ours, which adds nothing.
+    "function_named_add_noise": called("add_noise"),
+    # The rate is divided by the norm of the sum.
+    "trust_ratio_of_the_raw_sum": lambda g, k: scaled(1 / (1e-3 + norm(g)), with_noise(g, k)),
+    # The second moment is that of the sum, and the first that of the noisy sum.
+    "preconditioned": lambda g, k: leafwise(
+        lambda n, g: n / (1e-3 + jnp.abs(g)), with_noise(g, k), g
+    ),
+    # A hundredth of the sum is added once more: the noise is for it no more independent.
+    "raw_sum_a_little_behind_the_noise": lambda g, k: added(with_noise(g, k), scaled(0.01, g)),
+    # Biases get the sum: they are few.
+    "vectors_alone": lambda g, k: leafwise(
+        lambda n, g: n if g.ndim > 1 else g, with_noise(g, k), g
+    ),
+    # A loop that does not run returns what it was given: the sum.
+    "no_turns": lambda g, k: (
+        lambda noisy: lax.fori_loop(0, 0, lambda _, g: noisy, jax.checkpoint(lambda g: g)(g))
+    )(with_noise(g, k)),
+    # The noisy sum times zero, plus the sum.
+    "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
+    "exact_by_a_rule": exact_by_a_rule,
+    "exact_by_a_mapping_rule": exact_by_a_mapping_rule,
+    "normalized_before_the_noise": lambda g, k: with_noise(scaled(1 / norm(g), g), k),
+    "of_another_relation": (with_noise, {"plan": plan_under(NeighboringRelation.REPLACE_ONE)}),
+    "for_a_mean_on_a_sum": (with_noise, clipped(normalize_by=1.0)),
+    "without_the_clip_norm": (with_noise, clipped(l2_clip_norm=2.0)),
+    "without_a_clip_norm": (with_noise, clipped(l2_clip_norm=math.inf)),
+}
+
+# What happens to each leaf of the sum before the noise.
+EACH_LEAF = {
+    "sign": jnp.sign,
+    # One example moves a number by a whole step of the grid, or by none.
+    "rounded_to_a_coarse_grid": lambda g: jnp.round(g, 0),
+    "rounded": lambda g: g.astype(jnp.bfloat16).astype(jnp.float32),
+    # A square leaf moves by twice the clip norm.
+    "added_to_its_transpose": lambda g: g + g.T if g.shape == (4, 4) else g,
+    # Each number is there four times, each with the noise for one.
+    "repeated": lambda g: jnp.repeat(g, 4, 0).reshape(-1, 4, *g.shape[1:]).sum(1),
+    # A matrix of ones moves a vector by up to 4 times its length.
+    "times_a_matrix": lambda g: jnp.ones((len(g), len(g))) @ g,
+    "running_sum": lambda g: jnp.cumsum(g, axis=0),
+    "largest_half": lambda g: jnp.where(jnp.abs(g) >= jnp.median(jnp.abs(g)), g, 0.0),
+    "in_its_own_direction": lambda g: 0.5 * g + g / (jnp.linalg.norm(g) + 1e-6),
+    # One number of the sum is in many places.
+    "one_number_added_to_many": lambda g: lax.add(jnp.zeros(g.shape), g.ravel()[0]),
+    "one_number_subtracted": lambda g: lax.sub(0.5 * g, 0.5 * g.ravel()[0]),
+    "clamped_by_one_number": lambda g: lax.clamp(g.ravel()[0], 0 * g - 1e9, jnp.float32(1e9)),
+    "one_number_written_twice": lambda g: g.at[0].set(g[-1]),
+    "gathered_twice": lambda g: g[jnp.zeros(len(g), int)],
+    "sorted": lambda g: jnp.sort(g, 0),
+    "joined_with_itself": lambda g: jnp.concatenate([g, g]).reshape(2, *g.shape).mean(0) * 2,
+}
+
+
+def each_leaf(change):
+    return noised_by(lambda grads, key: with_noise(leafwise(change, grads), key))
+
+
+# What the optimizer gets, and what is returned.
+
+
+def one_batch_four_times(at):
+    """Four steps on one sample: z / sqrt(4), where the plan counts a fresh sample each."""
+    grads, keys = at.sum(), split(at.keys[0], 4)
+    return lax.scan(lambda c, k: (added(c, with_noise(grads, k)), None), zero_sums(), keys)[0]
+
+
+def noise(at, stddev=STDDEV):
+    return noise_alone(zero_sums(), at.keys[0], stddev)
+
+
+def of_batch(model, x, y):
+    return jax.vmap(squared_error, (None, 0, 0))(model, x, y).mean()
+
+
+def moved_sum(at, by):
+    """The gradient is clipped and noised, but at a model that private data has moved."""
+    return at.sum(model=eqx.apply_updates(at.model, by))
+
+
+def noise_before_the_clipping(at):
+    """Each example's gradient gets noise, and the noisy ones are clipped: the sum has less."""
+    grads = jax.vmap(eqx.filter_grad(squared_error), (None, 0, 0))(at.model, at.x, at.y)
+    noisy = at.noised(grads)
+    norms = jnp.sqrt(sum(jnp.sum(a**2, range(1, a.ndim)) for a in jax.tree.leaves(noisy)))
+    factors = jnp.where(at.mask, 0.0, jnp.minimum(1.0, 1 / norms)) / EXPECTED
+    return leafwise(lambda leaf: jnp.tensordot(factors, leaf, 1), noisy)
+
+
+def with_keys(at, keys, stddev=STDDEV):
+    """Two sums, each with noise from a key of its own: for the optimizer, and returned."""
+    sums = at.sum(), at.sum(absolute_error)
+    return tuple(with_noise(g, k, stddev) for g, k in zip(sums, keys, strict=True))
+
+
+def loss_with_key(at, key, *shown):
+    """Dropout masks of slots come from a key."""
+    return at.noised(at.sum(dropout_loss, key=key)), *shown
+
+
+def made_twice(key):
+    words = key_data(key)
+    return [jax.random.wrap_key_data(again) for again in (words ^ 0, words | 0)]
+
+
+def twice(at, *keys):
+    """Noise from two keys, added."""
+    return added(*(at.noised(key=key) for key in keys))
+
+
+NOISED = {
+    "one_noise_for_four_losses": lambda at: at.noised(
+        added(*(at.sum(lambda *a, i=i: squared_error(*a) ** (1 + i)) for i in range(4)))
+    ),
+    # Each has the plan's noise multiplier, together they have z / sqrt(2).
+    "two_losses_with_the_noise_of_one": lambda at: added(*with_keys(at, at.keys[:2])),
+    # The difference of the two noisy sums has no noise.
+    "one_key_for_two_losses": lambda at: with_keys(at, [at.keys[0]] * 2, 2 * STDDEV),
+    "one_batch_four_times": one_batch_four_times,
+    "no_noise_in_the_first_steps": lambda at: lax.cond(
+        at.state.step < 3, lambda g: g, lambda g: at.noised(g), at.sum()
+    ),
+    "less_noise_in_every_second_step": lambda at: lax.switch(
+        at.state.step % 2, [lambda g, s=s: at.noised(g, s * STDDEV) for s in (1.0, 0.1)], at.sum()
+    ),
+    "divided_by_real_examples": lambda at: at.noised(
+        scaled(1 / jnp.maximum(1, jnp.sum(~at.mask)), at.sum(normalize_by=1.0))
+    ),
+    "adam_before_the_noise": lambda at: at.noised(OPTIMIZER.update(at.sum(), at.state.opt)[0]),
+    "inner_step_without_noise": lambda at: at.noised(moved_sum(at, scaled(-0.1, at.sum()))),
+    "inner_step_quiet": lambda at: at.noised(moved_sum(at, at.noised(None, 1e-3, at.keys[1]))),
+    "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
+    "noise_before_the_clipping": noise_before_the_clipping,
+    # The gradient at a model that holds the noise moves with it.
+    "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
+    # A release of little noise is added to the sum.
+    "quiet_release_added": lambda at: at.noised(
+        added(at.sum(), at.noised(scaled(10, at.sum()), 1e-3, at.keys[1]))
+    ),
+    "noise_returned": lambda at: (added(at.sum(), noise(at)), noise(at)),
+    # The difference of the two has no noise.
+    "one_noise_on_two_sums": lambda at: tuple(
+        added(at.sum(loss), noise(at, 2 * STDDEV)) for loss in (squared_error, absolute_error)
+    ),
+    # The noise shows how many examples there are.
+    "deviation_by_examples": lambda at: at.noised(
+        stddev=STDDEV * jnp.maximum(1, jnp.sum(~at.mask))
+    ),
+    # At least the plan's, but how much it is shows the loss, or an input.
+    "deviation_by_the_loss": lambda at: at.noised(stddev=STDDEV * (1 + at.losses().mean())),
+    "deviation_selected": lambda at: at.noised(
+        stddev=STDDEV * jnp.where(at.x[0, 0] > 0, 1.0, 100.0)
+    ),
+    "key_returned": lambda at: (at.noised(), at.keys[0]),
+    "key_looked_up": lambda at: (at.noised(), jnp.stack(at.keys)[np.array([0, 2])]),
+    "key_printed": lambda at: (jax.debug.print("{}", key_data(at.keys[0])), at.noised())[1],
+    "key_for_loss_and_noise": lambda at: loss_with_key(at, at.keys[0]),
+    # The loss closes over the key of the noise.
+    "key_in_the_loss": lambda at: at.noised(
+        at.sum(lambda m, x, y: squared_error(m, x + normal(at.keys[0], x.shape), y))
+    ),
+    "key_from_private_data": lambda at: at.noised(
+        key=fold_in(at.keys[0], jnp.sum(at.x).astype(jnp.int32))
+    ),
+    "noise_in_the_loss": lambda at: at.sum(
+        lambda m, x, y: squared_error(m, with_noise(x, jax.random.key(0)), y)
+    ),
+    "noise_to_a_callback": lambda at: (
+        jax.debug.callback(lambda n: None, last_of(noise(at))),
+        added(at.sum(), noise(at)),
     )[1],
-}
-
-OF_PARAMS = {
-    "as_many_steps_as_examples": lambda p, static, x, y, mask, noisy: jax.lax.fori_loop(
-        0, jnp.sum(~mask), lambda _, p: moved_by(p, noisy), p
+    "noise_for_one_clip_norm": lambda at: at.noised(
+        added(at.sum(), at.sum(absolute_error, l2_clip_norm=0.5)), 0.5 * STDDEV
     ),
-    "until_the_loss_is_low": lambda p, static, x, y, mask, noisy: jax.lax.while_loop(
-        lambda p: mean_loss(p, static, x, y) > 1.0, lambda p: moved_by(p, noisy), p
+    # Which mask an example gets, its slot says, in every step the same.
+    "constant_loss_key": lambda at: loss_with_key(at, jax.random.key(0)),
+    "few_loss_keys": lambda at: loss_with_key(at, fold_in(jax.random.key(0), at.state.step % 2)),
+    "loss_key_returned": lambda at: loss_with_key(at, at.keys[1], at.keys[1]),
+    "loss_key_drawn_from": lambda at: loss_with_key(
+        at, at.keys[1], normal(split(at.keys[1], SLOTS)[0], (WIDTH,))
     ),
-    # A loop of fixed length, in which a private loss masks the rest of the turns.
-    "masked_turns": lambda p, static, x, y, mask, noisy: jax.lax.fori_loop(
-        0, 4, lambda _, p: moved_by(p, noisy, -0.01 * (mean_loss(p, static, x, y) > 1)), p
-    ),
-    "skipped_without_examples": lambda p, static, x, y, mask, noisy: jax.lax.cond(
-        jnp.all(mask), lambda: p, lambda: moved_by(p, noisy)
-    ),
-}
-
-WITH_MASK = {
-    "none": lambda at: None,
-    # Examples far from the mean of the batch are left out.
-    "by_others": lambda at: at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3),
-    "public": lambda at: jnp.zeros(SLOTS, bool),
-    "of_every_second_slot": lambda at: at.mask | (jnp.arange(SLOTS) % 2 == 1),
-}
-
-BY_INDICES = {
-    # Inputs are looked up by indices, and targets are not: two rows change for one.
-    "inputs_by_indices_alone": lambda x, y, index, key: (x[index], y, index < 0),
-    "indices_times_zero": lambda x, y, at, key: (x[at * 0], y[at * 0], at < 0),
-    "indices_behind_the_last": lambda x, y, at, key: (x[at + 100], y[at + 100], at < 0),
-}
-
-WITH_NUMBERS_OF_SLOTS = {
-    "mask_that_is_not_private": lambda x, y, mask, chosen, state: (x, y, mask | (chosen > 2)),
-    "targets_rolled_by_the_step": lambda x, y, mask, _, state: (
-        x,
-        jnp.roll(y, state.step, 0),
-        mask,
-    ),
-    "diffusion_times": lambda x, y, mask, times, state: (jnp.cos(times)[:, None] * x, y, mask),
-}
-
-STEP_OF = {
-    "batch_closed_over": batch_closed_over,
-    "balanced": balanced,
-    "hardest": hardest,
-    "models_of_halves": models_of_halves,
-    "slope": slope,
-    "models_mapped": models_mapped,
-    "ensemble": ensemble,
-    "mask_for_one_of_two_losses": lambda at: with_noise(
-        added(at.sum(), clipped(absolute_error)(at.model, at.x, at.y)), at.keys[0], 2 * STDDEV
-    ),
-    "one_half_or_the_other": lambda at: with_noise(
-        jax.lax.cond(
-            at.state.step % 2 == 0,
-            lambda: in_parts(at, slice(4)),
-            lambda: in_parts(at, slice(4, 8)),
-        ),
-        at.keys[0],
-    ),
-    "difference_of_halves": lambda at: with_noise(
-        added(in_parts(at, slice(4)), scaled(-1.0, in_parts(at, slice(4, 8)))), at.keys[0]
-    ),
-    "three_of_four_strided_parts": lambda at: with_noise(
-        added(*(in_parts(at, slice(i, None, 4)) for i in range(3))), at.keys[0]
+    # Two arrays of words that are equal, by arithmetic.
+    "key_made_twice": (lambda at: twice(at, *made_twice(at.keys[0])), NO_PLAN),
+    "seed_twice": (
+        lambda at: twice(at, *(fold_in(k, at.state.step) for k in (ROOT, jax.random.key(12)))),
+        NO_PLAN,
     ),
 }
 
-ACCUMULATED = {
-    "growing": lambda total, grads, i: 2.0 * total + grads,
-    "alternating_factors": lambda total, grads, i: total + jnp.where(i % 2, -1.0, 1.0) * grads,
-}
 
-OF_DEVICES = {
-    "a_noise_of_its_own": lambda g, key: with_noise(g, jax.random.fold_in(key, device())),
-    "one_noise_for_all": lambda g, key: with_noise(g, key),
-    "an_eighth_of_the_noise": lambda g, key: psum(
-        with_noise(g, jax.random.fold_in(key, device()), STDDEV / 8)
+# The caller gives a number.
+
+
+def several_releases(at):
+    """As many releases of one sum as an argument says."""
+    grads = at.sum()
+    noised = lambda i: at.noised(grads, key=fold_in(at.keys[0], i))  # noqa: E731
+    return lax.fori_loop(0, at.more[0], lambda i, total: added(total, noised(i)), zero_sums())
+
+
+def by_number(at, *numbers):
+    return with_keys(at, [fold_in(ROOT, number) for number in numbers], 2 * STDDEV)
+
+
+NUMBERED = {
+    # Steps 0 and 1, 2 and 3 have one key.
+    "number_halved": lambda at: at.noised(key=fold_in(ROOT, at.more[0] // 2)),
+    # Every fourth step has the same noise.
+    "number_modulo_four": lambda at: at.noised(key=fold_in(ROOT, at.more[0] % 4)),
+    "number_in_eight_bits": lambda at: at.noised(key=fold_in(ROOT, at.more[0].astype(jnp.uint8))),
+    "one_of_four_keys": lambda at: at.noised(key=split(ROOT, 4)[at.more[0]]),
+    # The seed is the step's number, which everybody knows.
+    "number_as_the_seed": lambda at: at.noised(key=jax.random.key(at.more[0])),
+    # Two steps within a second have the same noise.
+    "whole_seconds": (lambda at: at.noised(key=fold_in(ROOT, at.more[0].astype(int))), 0.5),
+    # The key that the caller's number is folded into is among the results.
+    "root_returned": lambda at: (at.noised(key=fold_in(ROOT, at.more[0])), key_data(ROOT)),
+    # The key of the next step's noise is among the results of this one.
+    "next_key_returned": lambda at: (
+        at.noised(key=fold_in(ROOT, at.more[0])),
+        key_data(fold_in(ROOT, at.more[0] + 1)),
     ),
-    "noise_for_a_mean": lambda g, key: with_noise(psum(g), key, STDDEV / 8),
+    # The second noise of a step is the first of the next one.
+    "number_and_the_next": lambda at: by_number(at, at.more[0], at.more[0] + 1),
+    # In step 3 both sums have the same noise.
+    "number_and_a_constant": lambda at: by_number(at, at.more[0], 3),
+    "number_twice": lambda at: by_number(at, at.more[0], at.more[0]),
+    # Step 1 and key 0, step 0 and key 1 have the same noise.
+    "number_and_counter_added": lambda at: at.noised(key=fold_in(ROOT, at.state.step + at.more[0])),
+    "several_releases": several_releases,
+    "doubled_by_an_argument": lambda at: at.noised(
+        lax.fori_loop(0, at.more[0], lambda _, g: scaled(2.0, g), at.sum())
+    ),
+    "scaled_by_an_argument": lambda at: at.noised(scaled(at.more[0], at.sum())),
+    "deviation_from_an_argument": lambda at: at.noised(stddev=1.0 * at.more[0]),
+    # A public flag turns the noise off.
+    "raw_sum_by_a_flag": lambda at: where(at.more[0] > 2, at.sum(), at.noised()),
 }
 
-STEPS = [
+
+# What is shown beside an honest step: another release, or what comes of one with little noise.
+
+
+def key_carried_in_words(at):
+    """A loop that begins with zeros carries the words of a key, and returns them a turn later."""
+    words = key_data(at.keys[0])
+    noisy = with_noise(last_of(at.grads), at.keys[0], 9 * STDDEV)
+    return noisy, lax.scan(lambda c, _: (words, c), jnp.zeros_like(words), None, length=2)[1]
+
+
+RELEASED = {
+    # Numbers of the sum that are zero stay zero, and large ones stay large.
+    "sum_times_random_numbers": lambda at: last_of(at.grads) * normal(at.keys[0], (2,)),
+    # The other half stays.
+    "half_of_the_sum_dropped": lambda at: jnp.where(
+        bernoulli(at.keys[0], 0.5, (2,)), last_of(at.grads), 0.0
+    ),
+    # One key for the sum and for zeros, and both leave.
+    "zeros_with_one_key": (
+        lambda at: [at.noised(tree, 3 * STDDEV) for tree in (at.grads, scaled(0.0, at.grads))],
+        WEAK,
+    ),
+    # Twice the first minus the second is the sum, without noise.
+    "one_key_for_two_deviations": lambda at: [at.noised(at.grads, s * STDDEV) for s in (10, 20)],
+    "key_carried_in_words": (key_carried_in_words, WEAK),
+}
+
+# `quiet` is the sum with a millionth of noise. Whoever tries all sums finds it from its traces.
+QUIET = {
+    "bits_of_a_key": lambda quiet, k: bits(fold_in(ROOT, as_words(quiet)[0])),
+    "numbers_of_a_seed": lambda quiet, k: normal(jax.random.key(as_words(quiet)[0])),
+    # A coin's probability of heads is a number of the sum.
+    "coin": lambda quiet, k: bernoulli(k, jax.nn.sigmoid(quiet), (1000, 2)),
+    # The interval that the number is drawn from shows the sum to six digits.
+    "uniform_around": lambda quiet, k: uniform(k, (2,), minval=quiet, maxval=quiet + 1e-6),
+    # A public table in the order of the sum's numbers.
+    "order": lambda quiet, k: jnp.arange(2)[jnp.argsort(quiet)],
+    # A scan carries it, and returns its running sum.
+    "running_total": lambda quiet, k: lax.scan(lambda c, q: (c + q, c), 0.0, quiet)[0],
+    # A loop runs as often as the sum says, in thousandths.
+    "trip_count": lambda quiet, k: lax.fori_loop(0, quiet[0].astype(int), lambda i, c: c + 1, 0),
+    # Which of two public numbers is returned, the sum says.
+    "branch": lambda quiet, k: lax.cond(quiet[0] > 0, lambda: 1.0, lambda: 2.0),
+}
+
+
+def from_a_quiet_release(random_of):
+    return beside(lambda at: random_of(with_noise(last_of(at.grads), at.keys[0], 1e-6), at.keys[1]))
+
+
+# Keys: of steps by a counter in the state, of leaves, of an epoch's turns, and what is carried.
+
+COUNTED = {
+    # After 256 steps the keys come again.
+    "counter_of_eight_bits": lambda key, step: fold_in(key, step.astype(jnp.uint8)),
+    "one_of_four_keys_by_the_counter": lambda key, step: split(key, 4)[step],
+    "key_from_the_step_alone": lambda key, step: jax.random.key(step),
+    "not_advanced": lambda key, step: split(key)[1],
+    "counter_modulo_two": lambda key, step: fold_in(key, step % 2),
+    "counter_times_a_power": lambda key, step: fold_in(
+        key, step.astype(jnp.uint32) * jnp.uint32(2**31)
+    ),
+    "counter_stops_early": lambda key, step: fold_in(key, jnp.where(step < 3, step, 9)),
+    "counter_by_float": lambda key, step: fold_in(key, (0.5 * step).astype(int)),
+    "bits_of_the_counter_dropped": lambda key, step: fold_in(key, step & 255),
+}
+
+KEYS_OF_LEAVES = {
+    "one_key": lambda key, n: [key] * n,
+    "by_a_whole_turn": lambda key, n: [
+        fold_in(key, jnp.uint32(3) + (i % 2) * jnp.full((), 2**31, jnp.uint32) * 2)
+        for i in range(n)
+    ],
+    "by_ones": lambda key, n: jax.vmap(fold_in, (None, 0))(key, jnp.ones(n, int)),
+    "by_numbers_modulo_two": lambda key, n: [fold_in(key, i % 2) for i in range(n)],
+    # An index that is too large is the last.
+    "behind_the_last": lambda key, n: [
+        lax.dynamic_index_in_dim(split(key), i, keepdims=False) for i in range(n)
+    ],
+    # With JAX's default generator, `split(key)[i]` is `fold_in(key, i)`.
+    "split_and_folded": lambda key, n: [*split(key), fold_in(key, 0), key],
+    "two_splits": lambda key, n: [*split(key), *split(key, 3)][:n],
+    "parent_and_children": lambda key, n: [key, *split(key, n - 1)],
+    "joined": lambda key, n: jnp.concatenate([split(key, 2)] * 2),
+    "stacked_by_a_loop": lambda key, n: lax.map(lambda i: key, jnp.arange(n)),
+    "in_two_dimensions": lambda key, n: [*split(key, (2, 2)).reshape(-1)[:2], *split(key, 4)[:2]],
+}
+
+KEYS_OF_TURNS = {
+    "one_key_for_all_turns": jnp.broadcast_to,
+    "in_pairs": lambda key, n: jax.vmap(fold_in, (None, 0))(key, jnp.arange(n) // 2),
+    "halved": lambda key, n: split(key, 2 * n).reshape(n, 2)[:, 0][::-1],
+}
+
+
+def epoch_keys(keys_of):
+    return epoch_by(lambda at: at.noised(), keys_of=keys_of)
+
+
+def chosen_key(at):
+    """Which of two keys the state carries, a label says: whoever has the keys reads it."""
+    one, other, key = split(at.state.key, 3)
+    return at.noised(key=key), {"key": jnp.where(at.y[0, 0] > 0, one, other)}
+
+
+def carried_every_second_step(at):
+    """In the other steps the key stays, and with it the noise."""
+    carried, key = split(at.state.key)
+    return at.noised(key=key), {"key": jnp.where(at.state.step % 2 == 0, carried, at.state.key)}
+
+
+def drawn_from_and_carried(at):
+    """The key of the noise is the one that the next step splits."""
+    carried, _ = split(at.state.key)
+    return at.noised(key=carried), {"key": carried}
+
+
+def counter_of_short_noisy_sums(at):
+    """The counter moves when the noisy sum is short: if it is not, the noise comes again."""
+    noisy = at.noised(key=fold_in(at.state.key, at.state.step))
+    return noisy, {"step": at.state.step + (norm(noisy) < 1)}
+
+
+def sum_of_steps(at):
+    """The state's sum of raw sums gets the noise of one step in each step."""
+    carried, key = split(at.state.key)
+    total = added(at.state.kept, at.sum())
+    return with_noise(total, key), {"key": carried, "kept": total}
+
+
+def noise_of_the_step_before(at):
+    """Correlated noise by hand: this step's noise is subtracted in the next, and is kept."""
+    carried, key = split(at.state.key)
+    grads = at.sum()
+    noise = noise_alone(grads, key)
+    return added(grads, noise, scaled(-0.9, at.state.kept)), {"key": carried, "kept": noise}
+
+
+CARRYING = {
+    "chosen_key": chosen_key,
+    "carried_every_second_step": carried_every_second_step,
+    # At step 0 the key of the noise is the key that the state carries on.
+    "carried_and_counted": lambda at: (
+        at.noised(key=fold_in(at.state.key, at.state.step)),
+        {"key": split(at.state.key)[0]},
+    ),
+    "drawn_from_and_carried": drawn_from_and_carried,
+    "counter_not_advanced": lambda at: (
+        at.noised(key=fold_in(at.state.key, at.state.step)),
+        {"step": at.state.step},
+    ),
+    "counter_of_short_noisy_sums": counter_of_short_noisy_sums,
+    # The state carries two keys and exchanges them: every second step has the same noise.
+    "exchanged_keys": (
+        lambda at: (at.noised(key=at.state.key), {"key": at.state.kept, "kept": at.state.key}),
+        jax.random.key(4),
+    ),
+    "sum_of_steps": (sum_of_steps, zero_sums()),
+    "noise_of_the_step_before": (noise_of_the_step_before, zero_sums()),
+}
+
+
+def privatizers(states_of):
+    """Two privatizers of one secret, on two sums; `states_of(before, after)` is kept of them."""
+    noise = dp.gaussian_privatizer(stddev=2 * STDDEV, key=SECRET)
+    other = dp.gaussian_privatizer(stddev=2 * STDDEV, key=SECRET)
+
+    def step(model, kept, x, y, mask):
+        one, two, state = kept
+        sums = (
+            clipped(loss)(model, x, y, is_padding_example=mask)
+            for loss in (squared_error, absolute_error)
+        )
+        noisy, after_one = noise.update(next(sums), one)
+        shown, after_two = other.update(next(sums), two)
+        model, state = updated(model, state, noisy)
+        return model, (*states_of((one, two), (after_one, after_two)), state), shown
+
+    return by_hand(step, state=(noise.init(zero_sums()), other.init(zero_sums()), first_state()))
+
+
+PRIVATIZERS = {
+    "two_privatizers_of_one_secret": lambda before, after: after,
+    "states_of_privatizers_thrown_away": lambda before, after: before,
+}
+
+LEAKING = cases(
     (beside, BESIDE),
-    (changed_by_loss, CHANGED_BY_LOSS),
-    (mixed_by, MIXED_BY),
     (keeping, KEEPING),
-    (summed, SUMMED),
-    (each, EACH),
+    (on_devices, ON_DEVICES),
     (over_devices, OVER_DEVICES),
-    (weighted, WEIGHTED),
-    (prepared_by, PREPARED_BY),
-    (with_argument, WITH_ARGUMENT),
-    (with_optimizer, WITH_OPTIMIZER),
-    (of_closed_over, OF_CLOSED_OVER),
-    (of_kept, OF_KEPT),
-    (of_the_loss, OF_THE_LOSS),
+    (side_by_side, SIDE_BY_SIDE),
+    (prepared_by, PREPARED),
+    (of_the_loss, LOSSES),
+    (step_of, STEPS),
+    (with_optimizer, OPTIMIZERS),
+    (each, EACH),
     (noised_by, NOISED_BY),
-    (of_params, OF_PARAMS),
-    (with_mask, WITH_MASK),
-    (by_indices, BY_INDICES),
-    (with_numbers_of_slots, WITH_NUMBERS_OF_SLOTS),
-    (step_of, STEP_OF),
-    (accumulated, ACCUMULATED),
-    (of_devices, OF_DEVICES),
-]
+    (each_leaf, EACH_LEAF),
+    (step_of, NOISED),
+    (with_a_number, NUMBERED),
+    (beside, RELEASED),
+    (from_a_quiet_release, QUIET),
+    (counted, COUNTED),
+    (by_leaf, KEYS_OF_LEAVES),
+    (epoch_keys, KEYS_OF_TURNS),
+    (carrying, CARRYING),
+    (privatizers, PRIVATIZERS),
+)

@@ -4,20 +4,59 @@ The steps are a few lines with the engine's marks, so that every kind can go thr
 JAX's programs are made of; the engine's own are in test_precision.py.
 """
 
+from typing import Any, NamedTuple
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import io_callback
+from jax.lax import DotAlgorithm, DotAlgorithmPreset
+from jax.random import normal
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from eqx_dp.precision import stage
+from tests import models
 from tests.sharding.losses import mesh_of
 
 MIXED = dp.load_policy("mixed_bfloat16")
 BF16, F32 = jnp.bfloat16, jnp.float32
-X = jax.ShapeDtypeStruct((4, 3), F32)
+X, LEAF, SQUARE = (jax.ShapeDtypeStruct(shape, F32) for shape in ((4, 3), (3,), (3, 3)))
 KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def found(step, *args, policy=MIXED, **named):
+    """What a step's report finds; every line is one of this file."""
+    report = dp.check_precision(step, *args, policy=policy, **named)
+    assert all("test_precision_flow.py:" in row.where for row in report.violations)
+    return {(row.stage, row.declared, row.found) for row in report.violations}
+
+
+def stages(step, *args, **named):
+    return {row[0] for row in found(step, *args, **named)}
+
+
+def summed(x):
+    with stage("sum"):
+        return jnp.sum(x, 0)
+
+
+def between(change):
+    """What is found of a step that changes the sum before it adds noise."""
+    return found(lambda x, key: change(summed(x)) + normal(key, (3,)), X, KEY)
+
+
+def of_noise(change):
+    """What is found of a step that changes the noise before it adds it."""
+    return found(lambda x, key: summed(x) + change(normal(key, (3,))), X, KEY)
+
+
+SUM, NOISE = ("between clip and noise", "float32"), ("noise draw", "float32")
+
+
+# Each kind of violation, in each part that programs are made of.
 
 
 def with_backward_rule(f):
@@ -32,9 +71,9 @@ def with_derivative_rule(f):
     return wrapped
 
 
-def on_devices(f):
-    mesh = mesh_of("auto", data=8)
-    return jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+def on_devices(f, spec=None):
+    options = {"mesh": mesh_of("auto", data=8), "check_vma": False}
+    return jax.shard_map(f, in_specs=P(spec), out_specs=P(), **options)
 
 
 def deep(f):
@@ -42,14 +81,16 @@ def deep(f):
     return jax.jit(lambda x: lax.scan(lambda c, _: (body(c), None), x, length=2)[0])
 
 
+def in_the_second_step(f):
+    """What came in first is met in the second step only."""
+    return lambda x: lax.scan(lambda c, _: ((f(c[1]), c[0]), None), (x, x), length=2)[0][0]
+
+
 # From a function of an array, to one of the same shape and dtype, to one that does it elsewhere.
 ELSEWHERE = {
     "jit": lambda f: jax.jit(jax.jit(f)),
     "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
-    # What came in first is met in the second step only.
-    "second step": lambda f: (
-        lambda x: lax.scan(lambda c, _: ((f(c[1]), c[0]), None), (x, x), length=2)[0][0]
-    ),
+    "second step": in_the_second_step,
     "scanned over": lambda f: lambda x: lax.scan(lambda c, y: (c, f(y)), 0, x[None])[1][0],
     "remat": jax.checkpoint,
     "vmap": jax.vmap,
@@ -61,99 +102,65 @@ ELSEWHERE = {
     "shard_map": on_devices,
     "all of them": deep,
 }
-elsewhere = pytest.mark.parametrize("elsewhere", ELSEWHERE.values(), ids=ELSEWHERE)
 
 
-def stages(step, *args):
-    """The stages at which a step does not run as declared."""
-    report = dp.check_precision(step, *args, policy=MIXED)
-    assert all("test_precision_flow.py" in row.where for row in report.violations)
-    return {row.stage for row in report.violations}
+def sum_cast(elsewhere, dtype, x, key):
+    total = elsewhere(lambda g: (1.5 * g).astype(dtype).astype(F32))(summed(x))
+    return total + normal(key, total.shape)
 
 
-def summed(x):
-    with stage("sum"):
-        return jnp.sum(x, 0)
+def noise_drawn(elsewhere, dtype, x, key):
+    noise = lambda z: z + normal(key, z.shape, dtype).astype(F32)  # noqa: E731
+    return summed(x) + elsewhere(noise)(jnp.zeros(3))
 
 
-@elsewhere
-def test_a_sum_cast_down(elsewhere):
-    def of(dtype):
-        def step(x, key):
-            total = elsewhere(lambda g: (1.5 * g).astype(dtype).astype(F32))(summed(x))
-            return total + jax.random.normal(key, total.shape)
-
-        return stages(step, X, KEY)
-
-    assert of(F32) == set()
-    assert of(BF16) == {"between clip and noise"}
+def noise_drawn_and_added(elsewhere, dtype, x, key):
+    return elsewhere(lambda g: g + normal(key, g.shape, dtype).astype(F32))(summed(x))
 
 
-@elsewhere
-def test_noise_drawn_narrow(elsewhere):
-    def of(dtype):
-        def step(x, key):
-            noise = lambda z: z + jax.random.normal(key, z.shape, dtype).astype(F32)  # noqa: E731
-            return summed(x) + elsewhere(noise)(jnp.zeros(3))
-
-        def added_there(x, key):
-            noise = lambda z: z + jax.random.normal(key, z.shape, dtype).astype(F32)  # noqa: E731
-            return elsewhere(noise)(summed(x))
-
-        return stages(step, X, KEY) | stages(added_there, X, KEY)
-
-    assert of(F32) == set()
-    assert of(BF16) == {"noise draw"}
+def noise_added(elsewhere, dtype, x, key):
+    noise = normal(key, (3,)).astype(dtype)
+    return elsewhere(lambda g: (g.astype(dtype) + noise).astype(F32))(summed(x))
 
 
-@elsewhere
-def test_noise_added_narrow(elsewhere):
-    def of(dtype):
-        def step(x, key):
-            noise = jax.random.normal(key, (3,)).astype(dtype)
-            return elsewhere(lambda g: (g.astype(dtype) + noise).astype(F32))(summed(x))
-
-        return stages(step, X, KEY)
-
-    assert of(F32) == set()
-    assert of(BF16) == {"between clip and noise", "noise draw", "noise addition"}
+def norm_computed(elsewhere, dtype, x, key):
+    with stage("norm"):
+        squares = elsewhere(lambda x: (x.astype(dtype) ** 2).astype(F32))(x)
+    return summed(squares) + normal(key, (3,))
 
 
-@elsewhere
-def test_a_loss_that_ran_wider_or_narrower(elsewhere):
+KINDS = {
+    sum_cast: {"between clip and noise"},
+    noise_drawn: {"noise draw"},
+    noise_drawn_and_added: {"noise draw"},
+    noise_added: {"between clip and noise", "noise draw", "noise addition"},
+    norm_computed: {"clip norm"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_it_is_found_wherever_it_happens(place, kind):
+    step = lambda dtype: lambda x, key: kind(ELSEWHERE[place], dtype, x, key)  # noqa: E731
+    assert stages(step(F32), X, KEY) == set()
+    assert stages(step(BF16), X, KEY) == KINDS[kind]
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_loss_that_ran_wider_or_narrower(place):
     def of(dtype, declared):
-        def forward(x):
+        def step(x, key):
             weight = jnp.ones((3, 3), dtype)
             with stage("loss"):
-                return elsewhere(lambda x: (x.astype(dtype) @ weight).astype(F32))(x)
+                x = ELSEWHERE[place](lambda x: (x.astype(dtype) @ weight).astype(F32))(x)
+            return x + normal(key, x.shape)
 
-        def step(x, key):
-            return forward(x) + jax.random.normal(key, x.shape)
+        return {(row[0], row[2]) for row in found(step, SQUARE, KEY, policy=declared)}
 
-        x = jax.ShapeDtypeStruct((3, 3), F32)
-        report = dp.check_precision(step, x, KEY, policy=dp.load_policy(declared))
-        return {(row.stage, row.found) for row in report.violations}
-
-    assert of(BF16, "mixed_bfloat16") == of(F32, "float32") == set()
-    assert of(F32, "mixed_bfloat16") == {("forward", "float32, wider")}
-    assert of(BF16, "float32") == {("forward", "bfloat16, narrower")}
-
-
-@pytest.mark.parametrize("kind", ["jit", "remat", "custom_jvp", "custom_vjp", "cond", "shard_map"])
-def test_microbatches_accumulated_narrow(kind):
-    def of(dtype, loop):
-        def step(x, key):
-            def add(total, microbatch):
-                return ELSEWHERE[kind](lambda t: (t + summed(microbatch)).astype(dtype))(total)
-
-            total = loop(add, jnp.zeros(3, dtype), x.reshape(2, 2, 3))
-            return total.astype(F32) + jax.random.normal(key, (3,))
-
-        return stages(step, X, KEY)
-
-    for loop in (by_scan, by_while):
-        assert of(F32, loop) == set()
-        assert of(BF16, loop) == {"between clip and noise"}
+    wide = dp.load_policy("float32")
+    assert of(BF16, MIXED) == of(F32, wide) == set()
+    assert of(F32, MIXED) == {("forward", "float32, wider")}
+    assert of(BF16, wide) == {("forward", "bfloat16, narrower")}
 
 
 def by_scan(add, start, microbatches):
@@ -165,91 +172,210 @@ def by_while(add, start, microbatches):
     return lax.while_loop(lambda c: c[0] < jnp.sum(c[1]), one, (0, start))[1]
 
 
+@pytest.mark.parametrize("loop", [by_scan, by_while])
+@pytest.mark.parametrize("place", ["jit", "remat", "custom_jvp", "custom_vjp", "cond", "shard_map"])
+def test_microbatches_accumulated_narrow(place, loop):
+    def step(x, key, dtype):
+        def add(total, microbatch):
+            return ELSEWHERE[place](lambda t: (t + summed(microbatch)).astype(dtype))(total)
+
+        total = loop(add, jnp.zeros(3, dtype), x.reshape(2, 2, 3))
+        return total.astype(F32) + normal(key, (3,))
+
+    assert stages(step, X, KEY, dtype=F32) == set()
+    assert stages(step, X, KEY, dtype=BF16) == {"between clip and noise"}
+
+
 @pytest.mark.parametrize("reduce", [lax.psum, lax.pmean, lax.psum_scatter, lax.all_gather])
-@pytest.mark.parametrize("kind", ["jit", "second step", "remat", "custom_jvp", "cond", "while"])
-def test_an_all_reduce_in_bfloat16(kind, reduce):
-    def of(dtype):
-        def everywhere(x):
-            def all_reduced(g):
-                reduced = reduce(jnp.broadcast_to(g.astype(dtype), (8, 3)), "data")
-                return jnp.sum(reduced.reshape(-1, 3), 0).astype(F32)
+@pytest.mark.parametrize("place", ["jit", "second step", "cond", "while"])
+def test_an_all_reduce_in_bfloat16(place, reduce):
+    def step(x, key, dtype):
+        def all_reduced(g):
+            reduced = reduce(jnp.broadcast_to(g.astype(dtype), (8, 3)), "data")
+            return jnp.sum(reduced.reshape(-1, 3), 0).astype(F32)
 
-            return ELSEWHERE[kind](all_reduced)(summed(x))
+        everywhere = on_devices(lambda x: ELSEWHERE[place](all_reduced)(summed(x)), "data")
+        return everywhere(x) + normal(key, (3,))
 
-        def step(x, key):
-            mapped = jax.shard_map(
-                everywhere,
-                mesh=mesh_of("auto", data=8),
-                in_specs=P("data"),
-                out_specs=P(),
-                check_vma=False,
-            )
-            return mapped(x) + jax.random.normal(key, (3,))
-
-        return stages(step, jax.ShapeDtypeStruct((16, 3), F32), KEY)
-
-    assert of(F32) == set()
+    spread = jax.ShapeDtypeStruct((16, 3), F32)
+    assert stages(step, spread, KEY, dtype=F32) == set()
     devices = set() if reduce is lax.all_gather else {"sum over devices"}
-    assert of(BF16) == {"between clip and noise"} | devices
+    assert stages(step, spread, KEY, dtype=BF16) == {"between clip and noise"} | devices
 
 
-@elsewhere
-def test_a_clip_norm_computed_narrow(elsewhere):
-    def of(dtype):
-        def step(x, key):
-            with stage("norm"):
-                squares = elsewhere(lambda x: (x.astype(dtype) ** 2).astype(F32))(x)
-            return summed(squares) + jax.random.normal(key, (3,))
-
-        return stages(step, X, KEY)
-
-    assert of(F32) == set()
-    assert of(BF16) == {"clip norm"}
+# Ways to lose digits of a sum, or of its noise.
 
 
 def stochastically_rounded(g):
+    """The bits that are added to the sum's own are no noise."""
     bits = jax.random.bits(jax.random.key(0), g.shape) & jnp.uint32(0xFFFF)
     rounded = lax.bitcast_convert_type(g, jnp.uint32) + bits
     rounded = lax.bitcast_convert_type(rounded & jnp.uint32(0xFFFF0000), F32)
     return rounded.astype(BF16).astype(F32)
 
 
+def convolution(precision):
+    kernel, options = jnp.ones((1, 1, 1)), {"precision": precision}
+    conv = lax.conv_general_dilated
+    return lambda g: conv(g[None, None], kernel, (1,), "SAME", **options)[0, 0]
+
+
 @pytest.mark.parametrize(
-    ("narrow", "name"),
+    ("narrow", "names"),
     [
-        (lambda g: lax.reduce_precision(g, 8, 7), "reduce_precision(8, 7)"),
-        (lambda g: jnp.round(g * 100).astype(jnp.int8).astype(F32) / 100, "int8"),
-        (lambda g: (g * 2**9).astype(jnp.int32).astype(F32), "int32"),
-        (lambda g: g.astype(jnp.float16).astype(F32), "float16"),
-        (lambda g: lax.bitcast_convert_type(g, BF16)[..., 1].astype(F32), "bfloat16"),
+        (lambda g: lax.reduce_precision(g, 8, 7), {"reduce_precision(8, 7)"}),
+        (lambda g: jnp.round(g * 100).astype(jnp.int8).astype(F32) / 100, {"int8"}),
+        (lambda g: (g * 2**9).astype(jnp.int32).astype(F32), {"int32"}),
+        (lambda g: g.astype(jnp.float16).astype(F32), {"float16"}),
+        (lambda g: lax.bitcast_convert_type(g, BF16)[..., 1].astype(F32), {"bfloat16"}),
+        (stochastically_rounded, {"uint32", "bfloat16"}),
+        (convolution("highest"), set()),
+        (convolution(None), {"float32 at precision default (bfloat16 on accelerators)"}),
+        # Where a sum is what, integers and truth values may say.
+        (lambda g: jnp.where((g > 0) & jnp.isfinite(g), g, 0.0), set()),
+        (lambda g: g[jnp.argsort(g)][jnp.arange(3) % 2], set()),
     ],
 )
-def test_other_ways_to_round_a_sum(narrow, name):
-    assert between(narrow) == {("between clip and noise", "float32", name)}
+def test_ways_to_round_a_sum(narrow, names):
+    assert between(narrow) == {(*SUM, name) for name in names}
 
 
-def test_a_sum_rounded_by_random_bits():
-    """The bits that are added to the sum's own are no noise."""
-    assert {row[2] for row in between(stochastically_rounded)} == {
-        "uint32",
-        "bfloat16",
-    }
+def by_stage(key, dtype):
+    with stage("draw"):
+        return normal(key, (3,), F32).astype(dtype).astype(F32)
 
 
-def between(change):
-    def step(x, key):
-        return change(summed(x)) + jax.random.normal(key, (3,))
-
-    report = dp.check_precision(step, X, KEY, policy=MIXED)
-    return {(row.stage, row.declared, row.found) for row in report.violations}
+def of_bits(key, dtype):
+    uniform = (jax.random.bits(key, (3,), dtype).astype(F32) + 0.5) / 2.0 ** (8 * dtype(0).nbytes)
+    return jax.scipy.stats.norm.ppf(uniform)
 
 
-def test_no_alarm_on_integers_and_truth_values_that_say_where_a_sum_is_what():
-    assert between(lambda g: jnp.where((g > 0) & jnp.isfinite(g), g, 0.0)) == set()
-    assert between(lambda g: g[jnp.argsort(g)][jnp.arange(3) % 2]) == set()
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda key: 2.0 * normal(key, (3,)), None),
+        (lambda key: normal(key, (3,), BF16).astype(F32), "bfloat16"),
+        (lambda key: (normal(key, (3,)).astype(BF16) * 2).astype(F32), "bfloat16"),
+        (lambda key: by_stage(key, BF16), "bfloat16"),
+        (lambda key: of_bits(key, jnp.uint16), "16 random bits a number"),
+    ],
+)
+def test_ways_to_draw_noise(draw, name):
+    rows = found(lambda x, key: summed(x) + draw(key), X, KEY)
+    assert {row[:2] for row in rows} == ({NOISE} if name else set())
+    assert name is None or (*NOISE, name) in rows
 
 
-# Facts of one operand are no facts of another.
+def product(precision, preferred=None, matrix=None):
+    def apply(g):
+        left, numbers = jnp.eye(3) if matrix is None else matrix, (((1,), (0,)), ((), ()))
+        options = {"precision": precision, "preferred_element_type": preferred}
+        return lax.dot_general(left, g, numbers, **options).astype(F32)
+
+    return apply
+
+
+DEFAULT = "float32 at precision default (bfloat16 on accelerators)"
+HIGH = "float32 at precision high (TensorFloat32 on accelerators)"
+PRODUCTS = {
+    None: DEFAULT,
+    "high": HIGH,
+    ("highest", "high"): HIGH,
+    DotAlgorithmPreset.DEFAULT: DEFAULT,
+    DotAlgorithmPreset.BF16_BF16_F32_X3: "bfloat16 by BF16_BF16_F32_X3",
+    DotAlgorithmPreset.TF32_TF32_F32: "TensorFloat32 by TF32_TF32_F32",
+    DotAlgorithmPreset.ANY_F8_ANY_F8_F32: "float8 by ANY_F8_ANY_F8_F32",
+    DotAlgorithm(F32, F32, F32): DEFAULT,
+    "highest": None,
+    DotAlgorithmPreset.F32_F32_F32: None,
+    DotAlgorithmPreset.BF16_BF16_F32_X6: None,
+}
+
+
+@pytest.mark.parametrize(("precision", "name"), PRODUCTS.items(), ids=str)
+def test_products_that_round_their_operands(precision, name):
+    def over_examples(x, key):
+        with stage("sum"):
+            total = product(precision, matrix=jnp.ones((3, 4)))(x)[0]
+        return total + normal(key, (3,))
+
+    assert between(product(precision)) == ({(*SUM, name)} if name else set())
+    assert of_noise(product(precision)) == ({(*NOISE, name)} if name else set())
+    whole = {("sum over examples", "float32", name)} if name else set()
+    assert found(over_examples, X, KEY) == whole
+
+
+def test_the_default_precision_of_products_counts():
+    with jax.default_matmul_precision("highest"):
+        assert between(lambda g: jnp.eye(3) @ g) == set()
+
+
+def test_a_product_that_is_asked_for_a_narrow_result():
+    assert between(product("highest", BF16)) == {(*SUM, "bfloat16")}
+
+
+def test_a_sum_of_narrow_operands_is_as_wide_as_its_result():
+    def step(x, key, precision):
+        with stage("sum"):
+            total = product(precision, F32, jnp.ones((3, 4), BF16))(x.astype(BF16))[0]
+        return total + normal(key, (3,))
+
+    whole = ("sum over examples", "float32")
+    cast = (*whole, "bfloat16")  # of x, by the step itself
+    assert found(step, X, KEY, precision=None) == {cast}
+    narrow = DotAlgorithmPreset.BF16_BF16_BF16
+    by_algorithm = (*whole, "bfloat16 by BF16_BF16_BF16")
+    assert found(step, X, KEY, precision=narrow) == {cast, by_algorithm}
+
+
+@pytest.mark.parametrize(
+    ("declared", "digits"), [("default", 7), ("tensorfloat32", 10), ("highest", 23)]
+)
+def test_products_of_the_loss_by_algorithms(declared, digits):
+    policy = dp.parse_policy(f"p=f32,c=f32,matmul_precision={declared}")
+
+    def step(x, key, algorithm):
+        with stage("loss"):
+            x = product(algorithm, matrix=jnp.ones((4, 4)))(x)
+        return summed(x) + normal(key, (3,))
+
+    for algorithm, kept in (
+        (DotAlgorithmPreset.ANY_F8_ANY_F8_F32, 3),
+        (DotAlgorithm(BF16, BF16, F32), 7),
+        (DotAlgorithmPreset.TF32_TF32_F32, 10),
+        (DotAlgorithmPreset.BF16_BF16_F32_X3, 7),
+        (DotAlgorithmPreset.BF16_BF16_F32_X6, 23),
+    ):
+        rows = found(step, X, KEY, algorithm=algorithm, policy=policy)
+        violation = {("forward", f"matmul_precision {declared}")} if kept < digits else set()
+        assert {row[:2] for row in rows} == violation
+
+
+# What nothing is known of, and facts that are no facts of another value.
+
+FOREIGN = {
+    "pure_callback": lambda g: jax.pure_callback(lambda g: g, LEAF, g),
+    "io_callback": lambda g: io_callback(lambda g: g, LEAF, g),
+    "ffi_call": lambda g: jax.ffi.ffi_call("somewhere", LEAF)(g),
+}
+
+
+@pytest.mark.parametrize(("name", "foreign"), FOREIGN.items(), ids=FOREIGN)
+def test_what_comes_out_of_a_callback(name, foreign):
+    what = f"result of {name}, of which nothing is known"
+    assert between(foreign) == {(*SUM, what)}
+    assert of_noise(foreign) == {(*NOISE, what)}
+    # After the noise, all is post-processing.
+    assert found(lambda x, key: foreign(summed(x) + normal(key, (3,))), X, KEY) == set()
+
+
+def test_no_alarm_on_callbacks_that_return_nothing():
+    def looked_at(g):
+        jax.debug.print("{}", g)
+        io_callback(lambda g: None, None, g)
+        return g
+
+    assert between(looked_at) == of_noise(looked_at) == set()
 
 
 def in_a_branch(total, noise):
@@ -266,23 +392,13 @@ def in_a_loop(total, noise):
 @pytest.mark.parametrize("added", [in_a_branch, in_a_loop])
 def test_noise_that_comes_in_beside_the_sum(added):
     """Were a program told that all it is given is a clipped sum, noise would be none."""
-
-    def of(dtype):
-        def step(x, key):
-            return added(summed(x), jax.random.normal(key, (3,), dtype).astype(F32))
-
-        return stages(step, X, KEY)
-
-    assert of(F32) == set()
-    assert of(BF16) == {"noise draw"}
+    step = lambda x, key, dtype: added(summed(x), normal(key, (3,), dtype).astype(F32))  # noqa: E731
+    assert stages(step, X, KEY, dtype=F32) == set()
+    assert stages(step, X, KEY, dtype=BF16) == {"noise draw"}
 
 
 def test_noise_on_a_part_is_not_noise_on_all():
-    def step(x, key):
-        total = summed(x)
-        total = total.at[:2].add(jax.random.normal(key, (2,)))
-        return total.astype(BF16)
-
+    step = lambda x, key: summed(x).at[:2].add(normal(key, (2,))).astype(BF16)  # noqa: E731
     assert stages(step, X, KEY) == {"between clip and noise"}
 
 
@@ -290,9 +406,91 @@ def test_a_sum_over_examples_by_scatter_is_counted_whole():
     def step(x, index, key):
         with stage("sum"):
             total = jnp.zeros(5).at[index].add(x)
-        return total + jax.random.normal(key, (5,))
+        return total + normal(key, (5,))
 
-    index = jax.ShapeDtypeStruct((4,), jnp.int32)
-    report = dp.check_precision(step, jax.ShapeDtypeStruct((4,), F32), index, KEY, policy=MIXED)
+    four = jax.ShapeDtypeStruct((4,), F32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    report = dp.check_precision(step, *four, KEY, policy=MIXED)
     (row,) = [use for use in report.summary if use.kind == "sum over examples"]
     assert (row.amount, row.times, row.dtype) == (5, 1, "float32")
+
+
+# Sums that a step keeps without noise, and adds noise to one call later, or two.
+
+
+class State(NamedTuple):
+    weight: Any
+    total: Any
+    before: Any
+
+
+def in_a_tuple(change):
+    step = lambda weight, total, x, key: (weight + change(total) + normal(key, (3,)), summed(x))  # noqa: E731
+    return step, LEAF, LEAF
+
+
+def added_up(change):
+    def step(weight, total, x, key):
+        total = change(total) + summed(x)
+        return weight + normal(key, (3,)) + total, total
+
+    return step, LEAF, LEAF
+
+
+def in_one_tree(change):
+    def step(state, x, key):
+        return State(
+            state.weight + change(state.total) + normal(key, (3,)), summed(x), state.before
+        )
+
+    return step, State(LEAF, LEAF, LEAF)
+
+
+def two_calls_later(change):
+    def step(state, x, key):
+        weight = state.weight + change(state.before) + normal(key, (3,))
+        return State(weight, summed(x), state.total)
+
+    return step, State(LEAF, LEAF, LEAF)
+
+
+def in_a_scan(change):
+    step, state = in_one_tree(change)
+    turn = lambda key: lambda state, x: (step(state, x, key), None)  # noqa: E731
+    return lambda state, x, key: lax.scan(turn(key), state, x[:, None])[0], state
+
+
+def narrow(g):
+    return g.astype(BF16).astype(F32)
+
+
+@pytest.mark.parametrize("held", [in_a_tuple, added_up, in_one_tree, two_calls_later, in_a_scan])
+def test_a_sum_that_goes_narrow_in_a_later_call(held):
+    assert found(*held(lambda g: g), X, KEY) == set()
+    assert found(*held(narrow), X, KEY) == {(*SUM, "bfloat16")}
+    step, *state = held(narrow)
+    notes = dp.check_precision(step, *state, X, KEY, policy=MIXED).notes
+    assert any("returned without noise" in note for note in notes)
+
+
+def test_a_sum_by_name():
+    def step(weight, x, key, *, total):
+        return {"weight": weight + narrow(total) + normal(key, (3,)), "total": summed(x)}
+
+    assert found(step, LEAF, X, KEY, total=LEAF) == {(*SUM, "bfloat16")}
+
+
+def test_other_arguments_are_no_sums():
+    """Neither what stands elsewhere nor what has another dtype is taken for what comes back."""
+    step = lambda weight, total, x, key: (narrow(weight) + total + normal(key, (3,)), summed(x))  # noqa: E731
+    assert found(step, LEAF, LEAF, X, KEY) == set()
+    other = lambda total, x, key: (narrow(total) + normal(key, (3,)), summed(x))  # noqa: E731
+    assert found(other, jax.ShapeDtypeStruct((3,), jnp.float16), X, KEY) == set()
+
+
+def test_no_alarm_on_a_gradient_that_is_returned():
+    """It has the places of the parameters, which the loss computes with in bfloat16."""
+    case = models.mlp()
+    grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=MIXED)
+    step = lambda params, *batch: grad_fn(eqx.combine(params, case.model), *batch)  # noqa: E731
+    params = eqx.filter(case.model, eqx.is_inexact_array)
+    assert dp.check_precision(step, params, *case.batch(8), policy=MIXED).ok

@@ -1,4 +1,4 @@
-"""`check_privacy`: how it is called, what its report holds, and that its bounds are bounds."""
+"""`check_privacy` says of honest steps that they are fine and of none that leaks, and says why."""
 
 import json
 import math
@@ -7,69 +7,139 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from jax import lax
 
 import eqx_dp as dp
-from tests.checks.privacy_steps import (
-    PLAN,
-    SLOTS,
-    STDDEV,
-    WIDTH,
-    by_hand,
-    clipped,
-    data,
-    first_state,
-    made,
-    mlp,
-    next_key,
-    prepared_by,
-    updated,
-    with_noise,
-)
+from eqx_dp.checks import privacy_flow
+from tests.checks import privacy_steps as steps
+from tests.checks.honest_steps import HONEST, UNDECIDED, with_optimizer_named
+from tests.checks.leaking_steps import LEAKING
+from tests.checks.privacy_steps import report_on
+from tests.optimizers import AROUND, offered
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_step_is_fine(name):
+    case = HONEST[name]()
+    report = report_on(case)
+    assert report.ok, str(report)
+    if case.noise_multiplier:
+        least = min(release.noise_multiplier for release in report.releases)
+        assert least == pytest.approx(case.noise_multiplier, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_an_honest_step_may_be_undecided_and_is_no_violation(name):
+    report = report_on(UNDECIDED[name]())
+    assert report.undecided, str(report)
+    assert not report.violations, str(report)
+
+
+# Plain misuses, and a rule that each breaks for certain.
+VIOLATIONS = {
+    "no_noise": "release",
+    "noise_of_half_the_plan": "noise",
+    "for_a_mean_on_a_sum": "noise",
+    "of_another_relation": "noise",
+    "one_noise_for_four_losses": "noise",
+    "two_losses_with_the_noise_of_one": "noise",
+    "one_batch_four_times": "noise",
+    "adam_before_the_noise": "noise",
+    "inner_step_without_noise": "release",
+    "constant_key": "fresh noise",
+    "not_advanced": "fresh noise",
+    "counter_not_advanced": "fresh noise",
+    "one_key_for_two_losses": "fresh noise",
+    "no_mask": "padding",
+    "mean_loss_returned": "release",
+    "aux_returned": "release",
+    "sum_without_noise_returned": "release",
+    "learning_rate_from_the_loss": "release",
+    "loss_printed": "side door",
+    "skipped_by_the_loss": "side door",
+}
+# What is left of the plan's noise multiplier, which is 1.2.
+MULTIPLIERS = {
+    "noise_of_half_the_plan": 0.6,
+    "for_a_mean_on_a_sum": 0.24,
+    "gradient_scaled_before_the_noise": 0.12,
+    "one_noise_for_four_losses": 0.3,
+    "two_losses_with_the_noise_of_one": 1.2 / math.sqrt(2),
+    "one_batch_four_times": 0.6,
+    "copied": 0.6,
+}
+# A step whose findings are of lines in libraries as well: each is told by the user's own line.
+LINES = {"no_noise", "adam_before_the_noise", "multi_steps_before_the_noise", "loss_checked"}
+assert LEAKING.keys() >= {*VIOLATIONS, *MULTIPLIERS, *LINES}
+
+
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_step_that_leaks_is_not_fine(name):
+    report = report_on(LEAKING[name]())
+    findings = *report.violations, *report.undecided
+    assert findings, str(report)
+    assert not any("the check failed" in finding.found for finding in findings), str(report)
+    if name in VIOLATIONS:
+        assert VIOLATIONS[name] in {finding.rule for finding in report.violations}, str(report)
+    if name in MULTIPLIERS:
+        assert report.noise_multiplier == pytest.approx(MULTIPLIERS[name], rel=1e-3), str(report)
+    if name in LINES:
+        lines = {finding.where for finding in findings}
+        lines |= {line for release in report.releases for line in release.where}
+        assert lines != {"the results"}
+        assert all("/tests/checks/" in line for line in lines - {"the results"})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*offered(), *AROUND}))
+def test_every_optimizer_of_optax_behind_the_noise_is_fine(name):
+    report = report_on(with_optimizer_named(name))
+    assert report.ok, str(report)
+
+
+# How it is called.
 
 
 def honest(model, state, x, y, mask):
-    key, state = next_key(state)
-    grads = clipped()(model, x, y, is_padding_example=mask)
-    return updated(model, state, with_noise(grads, key))
+    key, state = steps.next_key(state)
+    return steps.updated(model, state, steps.At(model, state, x, y, mask).noised(key=key))
 
 
 def leaking(model, state, x, y, mask):
     return *honest(model, state, x, y, mask), {"mean": x.mean(), "norm": jnp.ones(())}
 
 
-ARGS = (mlp(), first_state(), *data())
+ARGS = (steps.mlp(), steps.first_state(), *steps.data())
 
 
-@pytest.mark.parametrize("private", [(2, 3, 4), ("x", "y", "mask"), ("2", 3, "mask")])
-def test_private_arguments_are_positions_or_names(private):
-    assert dp.check_privacy(honest, *ARGS, private=private, plan=PLAN).ok
+def check(step=honest, args=ARGS, private=(2, 3, 4), plan=steps.PLAN, **more):
+    return dp.check_privacy(step, *args, private=private, plan=plan, **more)
+
+
+def test_private_arguments_are_positions_or_names():
+    assert check(private=("x", "3", "mask")).ok
 
 
 def test_private_arguments_may_be_parts_of_trees():
     def step(model, state, batch):
         return honest(model, state, batch["x"], batch["y"], batch["mask"])
 
-    batch = dict(zip(("x", "y", "mask"), ARGS[2:], strict=True))
+    args = *ARGS[:2], dict(zip(("x", "y", "mask"), ARGS[2:], strict=True))
     for private in ("batch", ("batch.x", "batch.y", "2.mask")):
-        assert dp.check_privacy(step, *ARGS[:2], batch, private=private, plan=PLAN).ok
-    only_x = {"private": ("batch.x",), "plan": PLAN}
-    report = dp.check_privacy(step, *ARGS[:2], batch, **only_x)
+        assert check(step, args, private).ok
+    report = check(step, args, ("batch.x",))
     assert not report.ok, str(report)
     assert "public_rows=" in str(report)
-    rest = ("batch.y", "batch.mask")
-    report = dp.check_privacy(step, *ARGS[:2], batch, public_rows=rest, **only_x)
+    report = check(step, args, ("batch.x",), public_rows=("batch.y", "batch.mask"))
     assert report.ok, str(report)
 
 
 def test_private_arguments_may_be_shapes_and_numpy_arrays():
-    shapes = eqx.filter_eval_shape(lambda: ARGS)
-    assert dp.check_privacy(honest, *shapes, private=(2, 3, 4), plan=PLAN).ok
+    assert check(args=eqx.filter_eval_shape(lambda: ARGS)).ok
     arrays = [*ARGS[:2], *map(np.asarray, ARGS[2:])]
-    assert dp.check_privacy(honest, *arrays, private=(2, 3, 4), plan=PLAN).ok
-    leak = dp.check_privacy(leaking, *arrays, private=(2, 3, 4), plan=PLAN)
-    assert [finding.rule for finding in leak.violations] == ["release"]
+    assert [finding.rule for finding in check(leaking, arrays).violations] == ["release"]
 
 
 @pytest.mark.parametrize(
@@ -85,16 +155,19 @@ def test_private_arguments_may_be_shapes_and_numpy_arrays():
 )
 def test_what_is_private_has_to_be_said(private, says):
     with pytest.raises(ValueError, match=says):
-        dp.check_privacy(honest, *ARGS, private=private, plan=PLAN)
+        check(private=private)
 
 
 def test_what_is_disclosed_has_to_be_there():
     with pytest.raises(ValueError, match=r"disclose names 'loss'.*0\.layers"):
-        dp.check_privacy(honest, *ARGS, private=(2, 3, 4), plan=PLAN, disclose=("loss",))
+        check(disclose=("loss",))
+
+
+# What the report holds.
 
 
 def test_a_report_tells_everything():
-    report = dp.check_privacy(leaking, *ARGS, private=(2, 3, 4), plan=PLAN)
+    report = check(leaking)
     assert not report.ok
     (finding,) = report.violations
     assert finding.rule == "release"
@@ -102,52 +175,53 @@ def test_a_report_tells_everything():
     assert "norm" not in finding.found
     with pytest.raises(ValueError, match=r"2\.mean"):
         report.raise_if_violated()
-    disclosed = dp.check_privacy(leaking, *ARGS, private=(2, 3, 4), plan=PLAN, disclose="mean")
+    read = json.loads(report.to_json())
+    assert read["ok"] is False
+    assert read["noise_multiplier"] == pytest.approx(1.2)
+    assert read["violations"][0]["rule"] == "release"
+    assert read["releases"][0]["stddev"] == pytest.approx(steps.STDDEV)
+    assert read["plan"] == json.loads(steps.PLAN.to_json())
+    assert report._repr_html_().startswith("<pre>")
+    disclosed = check(leaking, disclose="mean")
     disclosed.raise_if_violated()
     assert disclosed.disclosed == ("2.mean",)
     assert "disclosed, without noise: 2.mean" in str(disclosed)
 
 
-def test_a_report_is_json_and_html():
-    report = dp.check_privacy(leaking, *ARGS, private=(2, 3, 4), plan=PLAN)
-    found = json.loads(report.to_json())
-    assert found["ok"] is False
-    assert found["noise_multiplier"] == pytest.approx(1.2)
-    assert found["violations"][0]["rule"] == "release"
-    assert found["releases"][0]["stddev"] == pytest.approx(STDDEV)
-    assert found["plan"] == json.loads(PLAN.to_json())
-    assert "2.mean" in report._repr_html_()
-    assert report._repr_html_().startswith("<pre>")
-    nothing = dp.check_privacy(lambda x: jnp.ones(3), jnp.ones(2), private=0)
-    assert nothing.ok
-    assert json.loads(nothing.to_json())["noise_multiplier"] == "inf"
-
-
-def test_names_with_signs_are_escaped_in_html():
+def test_a_step_without_releases():
     report = dp.check_privacy(lambda x: {"<b>": x.sum()}, jnp.ones(2), private=0)
+    assert not report.ok
     assert "<b>" in str(report)
     assert "<b>" not in report._repr_html_()
+    assert json.loads(report.to_json())["noise_multiplier"] == "inf"
+    assert dp.check_privacy(lambda x: jnp.ones(3), jnp.ones(2), private=0).ok
 
 
 def test_a_step_of_make_step_knows_its_plan_and_its_examples():
-    case = made()
-    report = dp.check_privacy(case.fn, *case.args, **case.kwargs)
-    report.raise_if_violated()
-    assert report.plan == case.fn.plan
+    report = report_on(steps.made())
+    assert report.plan == steps.PLAN
     assert report.steps == 1
     (release,) = report.releases
     assert release.noise_multiplier == pytest.approx(1.2)
+    # No line is the user's, and those who call the check are not named.
+    assert all("eqx_dp/" in line for line in release.where)
+    assert "test_privacy.py" not in str(report)
+
+
+def test_a_chain_of_optax_is_read_through_jit():
+    case = steps.chained()
+    (release,) = report_on(case).releases
+    assert ["with_optimizer" in line for line in release.where] == [True]
+    report = report_on(case._replace(plan=dp.PrivacyPlan(0.5, 10, 2.4, 1e-5)))
+    assert "noise multiplier is 1.2, and the plan accounts for 2.4" in str(report)
+    unplanned = report_on(case._replace(plan=None))
+    assert unplanned.ok
+    assert unplanned.noise_multiplier == pytest.approx(1.2)
+    assert str(unplanned).startswith("no violation; no plan")
 
 
 def test_an_infinite_clip_norm_bounds_nothing():
-    grad_fn = clipped(l2_clip_norm=math.inf)
-
-    def step(model, state, x, y, mask):
-        key, state = next_key(state)
-        return updated(model, state, with_noise(grad_fn(model, x, y, is_padding_example=mask), key))
-
-    case = by_hand(step)
-    report = dp.check_privacy(case.fn, *case.args, private=case.private, plan=PLAN)
+    report = report_on(steps.noised_by(steps.with_noise, steps.clipped(l2_clip_norm=math.inf)))
     assert report.noise_multiplier == 0
     assert "unbounded" in str(report)
 
@@ -156,87 +230,110 @@ def test_private_data_in_a_shape_is_not_fine():
     def step(model, state, x, y, mask):
         return honest(model, state, x[~mask], y[~mask], mask[~mask])
 
-    report = dp.check_privacy(step, *ARGS, private=(2, 3, 4), plan=PLAN)
+    report = check(step)
     assert not report.ok
     assert "shape" in str(report)
 
 
-def test_a_chain_of_optax_is_read_through_jit():
-    grad_fn = clipped()
-    optimizer = optax.chain(PLAN.privatizer(grad_fn, key=3), optax.adamw(1e-3))
+def looked_at(look):
+    """The findings on a loss that looks at its value."""
 
-    @eqx.filter_jit
-    def step(model, state, x, y, mask):
-        grads = grad_fn(model, x, y, is_padding_example=mask)
-        updates, state = optimizer.update(grads, state, grad_fn.trainable(model))
-        return eqx.apply_updates(model, updates), state
+    def loss(model, x, y):
+        return look(steps.squared_error(model, x, y))
 
-    args = (mlp(), optimizer.init(grad_fn.trainable(mlp())), *data())
-    dp.check_privacy(step, *args, private=(2, 3, 4), plan=PLAN).raise_if_violated()
-    other = dp.PrivacyPlan(0.5, 10, 2.4, 1e-5)
-    report = dp.check_privacy(step, *args, private=(2, 3, 4), plan=other)
-    assert "noise multiplier is 1.2, and the plan accounts for 2.4" in str(report)
-    unplanned = dp.check_privacy(step, *args, private=(2, 3, 4))
-    assert unplanned.ok
-    assert unplanned.noise_multiplier == pytest.approx(1.2)
+    report = report_on(steps.chained(loss=loss, method="per_example"))
+    assert {finding.rule for finding in report.violations} == {"side door"}
+    assert all("test_privacy.py" in finding.where for finding in report.violations)
+    return [finding.found + finding.advice for finding in report.violations]
+
+
+def test_a_solver_that_throws_is_told_not_to_and_a_print_is_not_taken_for_it():
+    for text in looked_at(lambda value: eqx.error_if(value, value > 10, "too large")):
+        assert "eqx.error_if" in text
+        assert "throw=False" in text
+    (text,) = looked_at(lambda value: (jax.debug.print("{}", value), value)[1])
+    assert "error_if" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("constant_key", "constant of the program"),
+        (
+            "noise_of_half_the_plan",
+            "standard deviation 0.12, sensitivity of all releases of a step together 0.2",
+        ),
+        ("uniform_noise", "dp.add_noise"),
+    ],
+)
+def test_what_to_do_is_said(name, says):
+    assert says in str(report_on(LEAKING[name]()))
+
+
+def test_an_error_of_the_check_is_undecided_with_its_line(monkeypatch):
+    def fails(*args):
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(privacy_flow, "dimensions", fails)
+    report = report_on(steps.chained())
+    assert not report.violations
+    assert any("IndexError" in finding.found for finding in report.undecided)
+    assert any("/tests/checks/" in finding.where for finding in report.undecided)
+
+
+# Loops.
 
 
 @pytest.mark.parametrize(
     "turns_none",
     [
-        lambda x, n: jax.lax.while_loop(lambda c: c[1] < 0, lambda c: (0 * c[0], c[1]), (x, n))[0],
-        lambda x, n: jax.lax.fori_loop(0, n, lambda i, c: jnp.zeros_like(c), x),
-        lambda x, n: jax.lax.scan(lambda c, _: (jnp.zeros_like(c), None), x, None, length=0)[0],
+        lambda x, n: lax.while_loop(lambda c: c[1] < 0, lambda c: (0 * c[0], c[1]), (x, n))[0],
+        lambda x, n: lax.fori_loop(0, n, lambda i, c: jnp.zeros_like(c), x),
+        lambda x, n: lax.scan(lambda c, _: (jnp.zeros_like(c), None), x, None, length=0)[0],
     ],
 )
 def test_a_loop_may_take_no_turn(turns_none):
-    def step(model, state, x, y, mask):
-        return *honest(model, state, x, y, mask), turns_none(x, state.step)
-
-    report = dp.check_privacy(step, *ARGS, private=(2, 3, 4), plan=PLAN)
+    report = report_on(steps.beside(lambda at: turns_none(at.x, at.state.step)))
     assert [finding.rule for finding in report.violations] == ["release"]
 
 
 @pytest.mark.parametrize(
     "prepared",
     [
-        lambda x, key: jax.lax.scan(lambda c, r: (c + r.sum(), r + c), 0.0, x)[1],
-        lambda x, key: jax.lax.scan(lambda c, r: (c + 1, r * c), 0.0, x)[1],
-        lambda x, key: jax.lax.scan(lambda c, r: (r, r + c), jnp.zeros(WIDTH), x)[1],
-        lambda x, key: jax.lax.map(lambda i: x[i] * i, jnp.arange(SLOTS)),
+        lambda x: lax.scan(lambda c, r: (c + r.sum(), r + c), 0.0, x)[1],
+        lambda x: lax.scan(lambda c, r: (c + 1, r * c), 0.0, x)[1],
+        lambda x: lax.scan(lambda c, r: (r, r + c), jnp.zeros(steps.WIDTH), x)[1],
+        lambda x: lax.map(lambda i: x[i] * i, jnp.arange(steps.SLOTS)),
     ],
     ids=["running sum", "counter", "row before", "number of the row"],
 )
 def test_rows_that_a_loop_goes_over_meet(prepared):
-    case = prepared_by(lambda x, y, mask, key: (prepared(x, key), y, mask))
-    report = dp.check_privacy(case.fn, *case.args, private=case.private, plan=PLAN)
+    report = report_on(steps.prepared_by(lambda at: at.use(x=prepared(at.x))))
     assert any(finding.rule == "examples apart" for finding in report.undecided), str(report)
 
 
 def test_batches_of_two_turns_meet():
-    grad_fn = clipped()
-    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+    params, static = eqx.partition(steps.mlp(), eqx.is_inexact_array)
 
-    def epoch(params, state, xs, ys, masks):
-        def turn(carry, batch):
-            params, state, before = carry
-            x, y, mask = batch
-            key, state = next_key(state)
-            model = eqx.combine(params, static)
-            grads = grad_fn(model, x + before, y, is_padding_example=mask)
-            return (*updated(params, state, with_noise(grads, key)), x), None
+    def turn(carry, batch):
+        params, state, before = carry
+        x, y, mask = batch
+        key, state = steps.next_key(state)
+        at = steps.At(eqx.combine(params, static), state, x + before, y, mask)
+        return (*steps.updated(params, state, at.noised(key=key)), x), None
 
-        carry = params, state, jnp.zeros(xs.shape[1:])
-        return jax.lax.scan(turn, carry, (xs, ys, masks))[0][:2]
+    def epoch(params, state, *batches):
+        return lax.scan(turn, (params, state, jnp.zeros((steps.SLOTS, steps.WIDTH))), batches)[0][
+            :2
+        ]
 
-    batches = [jnp.stack([leaf] * 3) for leaf in data()]
-    args = params, first_state(params), *batches
-    report = dp.check_privacy(epoch, *args, private=(2, 3, 4), plan=PLAN)
+    report = check(
+        epoch, (params, steps.first_state(), *(jnp.stack([leaf] * 3) for leaf in steps.data()))
+    )
     assert not report.ok, str(report)
 
 
 # Sums through random linear programs: how far they really move, against what is said.
-
 
 OPERATIONS = (
     lambda a, b, factor: factor * a,
@@ -263,7 +360,7 @@ def linear_program(random, grads):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_sum_moves_no_further_than_is_said(seed):
-    grad_fn, model, (x, y, mask) = clipped(normalize_by=1.0), mlp(), data()
+    grad_fn, model, (x, y, mask) = steps.clipped(normalize_by=1.0), steps.mlp(), steps.data()
 
     @jax.jit
     def sums(x, y, mask):
@@ -282,3 +379,17 @@ def test_a_sum_moves_no_further_than_is_said(seed):
     assert report.releases
     assert max(moved) > 0
     assert max(moved) <= (1 + 1e-5) / report.noise_multiplier
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": {"b": 8}, "a.b": 8, "['a']['b']": 8, "a/b": 8, "": [8]},
+        {"a": 8, "b": (2, 4), "c": (8, 1)},
+    ],
+)
+def test_leaves_have_noise_of_their_own(tree):
+    zeros = jax.tree.map(jnp.zeros, tree, is_leaf=lambda x: isinstance(x, tuple))
+    noises = [np.ravel(leaf) for leaf in jax.tree.leaves(dp.add_noise(zeros, jax.random.key(0), 1))]
+    # Single numbers coincide, on the grid of certified noise.
+    assert len({tuple(noise) for noise in noises}) == len(noises)

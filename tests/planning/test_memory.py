@@ -12,7 +12,7 @@ import eqx_dp as dp
 from eqx_dp import plan_memory
 from tests import models
 
-pytestmark = [pytest.mark.optimized, pytest.mark.sampled(4)]
+pytestmark = pytest.mark.optimized
 
 
 def array(*shape, dtype=jnp.float32):
@@ -55,14 +55,14 @@ def test_a_plan_adds_up():
         assert word in str(plan)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_largest_microbatch_within_a_limit(compiled):
     grad_fn, model, batch = mlp(method="per_example")
 
     def total(size):
         return plan_memory(grad_fn, model, *batch, microbatch_size=size, compiled=compiled).total
 
-    for size in (1, 5, 16) if not compiled else (5,):
+    for size in (5,) if compiled else (1, 5, 16):
         limit = total(size)
         found = plan_memory(grad_fn, model, *batch, limit=limit, compiled=compiled)
         assert found.total <= limit
@@ -103,17 +103,6 @@ def test_nothing_is_allocated():
     assert plan.total == plan.parts.total
 
 
-def test_copies_in_another_dtype_count():
-    model, batch = layers(64, 2)
-    weights = 2 * 64**2
-    policy = dp.load_policy("mixed_bfloat16")
-    grad_fn = dp.filter_clipped_grad(layers_loss, l2_clip_norm=1.0, policy=policy)
-    parts = plan_memory(grad_fn, model, batch, compiled=False).parts
-    assert parts.parameters == (4 + 2) * weights
-    assert parts.gradients == 4 * weights
-    assert parts.noise == 4 * 64**2
-
-
 def test_what_is_held_grows_with_the_microbatch():
     model, batch = layers(512, 3, batch=64)
     grad_fn = dp.filter_clipped_grad(layers_loss, l2_clip_norm=1.0, method="per_example")
@@ -145,23 +134,8 @@ def test_what_is_spread_counts_by_its_part(axis_type):
     assert 0 <= plan.parts.optimizer - 2 * (weight / 8 + weight / 4) < 64
     assert plan.parts.batch == 4 * 256 * 4 + 4
     assert plan.num_devices == 8
-    assert plan.parts.parameters == weight * 1.5  # whole over the axis of examples as they are
-    assert plan.parts.gradients == weight * 1.5
-    assert plan.parts.noise == weight / 4
     given = plan.parts.parameters + plan.parts.optimizer + plan.parts.batch
     assert abs(plan.compiled.arguments - given) < 64
-
-
-def test_parameters_over_example_axes_are_gathered():
-    model, batch = layers(256, 2)
-    mesh = jax.make_mesh((8,), ("data",))
-    rules = dp.ShardingRules(mesh, params=(("weights.0", P("data")),), accumulators="examples")
-    grad_fn = dp.filter_clipped_grad(layers_loss, l2_clip_norm=1.0, sharding=rules)
-    parts = plan_memory(grad_fn, model, batch, compiled=False).parts
-    weight = 256**2 * 4
-    assert parts.parameters == weight / 8 + weight + weight  # a part, gathered; and one whole
-    assert parts.gradients == weight / 8 + weight + weight  # a part; whole until it is scattered
-    assert parts.noise == weight / 8
 
 
 class Stacked(eqx.Module):
@@ -177,50 +151,20 @@ def test_a_scan_over_what_is_spread_takes_a_slice_at_a_time():
     model, batch = Stacked(array(16, 64, 64)), array(16, 4, 64)
     mesh = jax.make_mesh((8,), ("data",))
 
-    def parts(method, spec=(None, "data"), accumulators="params", **options):
-        params = (("weights", P(*spec)),)
-        rules = dp.ShardingRules(mesh, params=params, accumulators=accumulators)
+    def parts(method, spec=(None, "data")):
+        rules = dp.ShardingRules(mesh, params=(("weights", P(*spec)),))
         grad_fn = dp.filter_clipped_grad(
-            layers_loss, l2_clip_norm=1.0, sharding=rules, method=method, **options
+            layers_loss, l2_clip_norm=1.0, sharding=rules, method=method
         )
         return plan_memory(grad_fn, model, batch, compiled=False).parts
 
     for method in ("ghost", "book_keeping"):
         found = parts(method)
         assert found.parameters == found.gradients == weight / 8 + layer
-    assert parts("ghost", microbatch_size=1).gradients == 2 * weight / 8 + layer
-    # By another policy, its part in that dtype too.
-    mixed = parts("ghost", policy=dp.load_policy("mixed_bfloat16"))
-    assert mixed.parameters == (weight / 8) * 1.5 + layer / 2
     # All of it at once: where each example's gradient is formed, where steps have no part on every
     # device, and the sum where it stays whole.
     for whole in (parts("per_example"), parts("ghost", ("data",))):
         assert whole.parameters == whole.gradients == weight / 8 + weight
-    assert parts("ghost", accumulators="params_once").gradients == weight
-
-
-def test_frozen_parts_come_slice_by_slice_too():
-    model, mesh = (Stacked(array(16, 64, 64)), array(64, 64)), jax.make_mesh((8,), ("data",))
-    rules = dp.ShardingRules(mesh, params=(("0.weights", P(None, "data")),))
-    grad_fn = dp.filter_clipped_grad(
-        lambda model, x: jnp.sum((model[0](x) @ model[1]) ** 2),
-        l2_clip_norm=1.0,
-        sharding=rules,
-        filter_spec=(False, True),
-        method="ghost",
-    )
-    found = plan_memory(grad_fn, model, array(16, 4, 64), compiled=False).parts
-    weight, layer = 4 * 16 * 64**2, 4 * 64**2
-    assert found.parameters == weight / 8 + layer + layer
-    assert found.gradients == layer
-
-
-def test_frozen_leaves_have_no_optimizer_state():
-    model, batch = layers(64, 2)
-    trained = Layers([False, True])
-    grad_fn = dp.filter_clipped_grad(layers_loss, l2_clip_norm=1.0, filter_spec=trained)
-    plan = plan_memory(grad_fn, model, batch, optimizer=optax.adam(1e-3), compiled=False)
-    assert 0 <= plan.parts.optimizer - 2 * 64**2 * 4 < 64
 
 
 def test_refuses_what_is_no_clipped_gradient():

@@ -180,34 +180,22 @@ def scaled(value: str) -> str:
 REFUSED = {
     # Unknown entries.
     "key": ("x = 1" + DTYPES, "x: found an unknown key; allowed: description, .*dtypes"),
-    "dtypes key": (DTYPES + "acc = 1", "dtypes.acc: found an unknown key; allowed: params"),
     "rule key": (DTYPES + RULE + RULE + "x = 1", r"modules\[1\].x: found an unknown key"),
-    "empty key": ('"" = 1' + DTYPES, ": found an unknown key"),
     "table": (DTYPES + "[sharding]", "sharding: found an unknown table; allowed: .*dtypes"),
-    "tables": (DTYPES + "[[rules]]", "rules: found an unknown table; allowed: .*modules"),
-    "nested table": (DTYPES + "[dtypes.x]", "dtypes.x: found an unknown table; allowed: params"),
     "typo": (DTYPES.replace("noise", "niose"), "dtypes.niose: found an unknown key; .*noise"),
     # Missing entries.
     "empty file": ("", "dtypes: found nothing; allowed: a table, which is required"),
     **{key: (without(key), f"dtypes.{key}: found nothing") for key in ("compute", "noise")},
     "no kind": (DTYPES + "[loss_scale]\nvalue = 2", "loss_scale.kind: found nothing"),
-    "no value": (DTYPES + '[loss_scale]\nkind = "static"', "loss_scale.value: found nothing"),
     "no match": (DTYPES + '[[modules]]\ncompute = "float32"', r"modules\[0\].match: found nothing"),
-    "no dtype": (DTYPES + '[[modules]]\nmatch = "a"', r"modules\[0\].compute: found no.*wide"),
-    "no forward": (DTYPES + '[matmul]\nscaling = "none"', "matmul.forward: found nothing.*float8_"),
     # Values of the wrong type.
     "number for dtype": (having("output", "32"), "dtypes.output: found 32; allowed: a string"),
-    "list for dtype": (having("output", '["a"]'), r"dtypes.output: found \['a'\]; .*a string"),
-    "date for dtype": (having("output", "2020-01-01"), "dtypes.output: found .*; .*a string"),
     "string for table": ('dtypes = "float32"', "dtypes: found 'float32'; allowed: a table"),
     "tables for table": ("[[dtypes]]", r"dtypes: found \[{}\]; allowed: a table"),
     "table for tables": (DTYPES + "[modules]", r"modules: found {}; .* written as \[\[modules\]\]"),
-    "strings for tables": ('modules = ["a"]' + DTYPES, r"modules\[0\]: found 'a'; .*a table"),
     "bool for value": (scaled("true"), "loss_scale.value: found True; allowed: a number"),
-    "string for value": (scaled('"2"'), "loss_scale.value: found '2'; allowed: a number"),
     "string for unsafe": ('unsafe = "true"' + DTYPES, "unsafe: found 'true'; allowed: true, false"),
     "number for bool": (DTYPES + RULE + "optional = 1", r"modules\[0\].optional: found 1; .*true"),
-    "number for text": ("description = 1" + DTYPES, "description: found 1; allowed: a string"),
     # Values that are not allowed.
     "dtype": (having("noise", '"bf16"'), "dtypes.noise: found 'bf16'; allowed: bfloat16, float16"),
     "rule's dtype": (
@@ -216,17 +204,8 @@ REFUSED = {
     ),
     "optimizer": (DTYPES + 'optimizer = "int8"', "optimizer: found 'int8'; .*second moment under"),
     "matmul": (DTYPES + MATMUL.replace("16", "32"), "matmul.forward: found 'float32'; .*float8_e4"),
-    "scaling": (
-        DTYPES + MATMUL + 'scaling = "delayed"',
-        "scaling: found 'delayed'; .*privacy guar",
-    ),
-    "rule's matmul": (
-        DTYPES + RULE + 'matmul = "no"',
-        r"modules\[0\].matmul: found 'no'; .*: wide",
-    ),
     "rounding": (DTYPES + '[params]\nrounding = "up"', "params.rounding: found 'up'; .*stochastic"),
     "precision": ('matmul_precision = "hi"' + DTYPES, "matmul_precision: found 'hi'; .*highest"),
-    "kind": (DTYPES + SCALE.replace("static", "dynamic"), "kind: found 'dynamic'; .*none, static"),
 }
 # What follows from several entries together, or from numbers: the schema does not know.
 BEYOND_A_SCHEMA = {
@@ -239,15 +218,8 @@ BEYOND_A_SCHEMA = {
         r"modules\[0\].compute: found float64 while jax_enable_x64 is off; .*JAX_ENABLE_X64=1",
     ),
     "accumulate": (having("accumulate", '"bfloat16"'), "found bfloat16, narrower.*unsafe = true"),
-    "noise's width": (
-        having("noise", '"float16"'),
-        "dtypes.noise: found float16, narrower.*unsafe",
-    ),
     "value": (scaled("3"), "loss_scale.value: found 3; allowed: a power of two"),
-    "negative": (scaled("-2"), "loss_scale.value: found -2; allowed: a power of two"),
-    "infinite": (scaled("inf"), "loss_scale.value: found inf; allowed: a power of two"),
     "huge": (scaled("1" + "0" * 400), "found a whole number beyond 2.64; allowed: a power of two"),
-    "out of range": (scaled(str(2**128)), "loss_scale.value: .*out of range"),
     "none and value": (
         DTYPES + SCALE.replace("static", "none"),
         "value: found 2; allowed: 1 where",
@@ -317,25 +289,13 @@ EXTENDING = {
     "no file": (BASE, None, "extends .*base.toml: file: found nothing to read"),
     "itself": ('extends = "top.toml"', "", "extends: found 'top.toml', which closes a circle"),
     "a circle": (BASE, 'extends = "./top.toml"', r"\(top.toml -> base.toml -> top.toml\); allowed"),
-    "number": ("extends = 3", "", "extends: found 3; allowed: a string"),
     "its own error": (BASE + '[dtypes]\nnoise = "f31"', DTYPES, "toml: dtypes.noise: found 'f31'"),
     "its own key": (BASE + "x = 1", DTYPES, "x: found an unknown key"),
-    "error of the base": (
-        BASE,
-        DTYPES + "x = 1",
-        r"extends .*base.toml: dtypes.x: found an unknown",
-    ),
     "base is not whole": (
         BASE,
         without("noise"),
         "extends .*base.toml: dtypes.noise: found nothing",
     ),
-    "rule without a dtype": (
-        BASE + '[[modules]]\nmatch = "a"',
-        DTYPES,
-        r"modules\[0\].compute: fou",
-    ),
-    "no kind": (BASE + "[loss_scale]\nvalue = 2", DTYPES, "loss_scale.kind: found nothing"),
     "unsafe is not inherited": (
         BASE,
         UNSAFE,
@@ -386,10 +346,3 @@ def test_the_schema_takes_what_is_read():
 def test_the_schema_refuses_what_is_refused(case):
     content = tomllib.loads({**REFUSED, **BEYOND_A_SCHEMA}[case][0])
     assert VALIDATOR.is_valid(content) == (case in BEYOND_A_SCHEMA)
-
-
-@pytest.mark.parametrize(
-    "case", ["number", "its own error", "its own key", "rule without a dtype", "no kind"]
-)
-def test_the_same_of_a_file_that_extends(case):
-    assert not VALIDATOR.is_valid(tomllib.loads(EXTENDING[case][0]))

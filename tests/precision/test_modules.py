@@ -3,19 +3,16 @@
 import copy
 import functools
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex_core
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from eqx_dp import paths
 from tests import models, oracle
 from tests.gradients import jitted
 
@@ -24,15 +21,11 @@ BF16, F16, F32 = map(jnp.dtype, ("bfloat16", "float16", "float32"))
 MIXED = "params=float32,compute=bfloat16,output=float32,accumulate=float32,noise=float32"
 
 
-def policy_of(*rules: str, base: str = MIXED) -> dp.Policy:
+def policy_of(*rules, base=MIXED):
     return dp.parse_policy(",".join([base, *(f"module:{rule}" for rule in rules)]))
 
 
-class Seen(dict):
-    """What the layers met in their last call, by name: dtypes of the weight and of the input."""
-
-
-SEEN = Seen()
+SEEN = {}  # what the layers met in their last call, by name: dtypes of the weight and of the input
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +68,10 @@ class Net(eqx.Module):
     groups: list[Group]
     heads: dict[str, Head]
     steps: jax.Array
-    act: Callable[..., Any]
 
     def __call__(self, x, *, which="a", shift=None):
         y = self.features(x, shift=shift)
-        return self.act(self.heads[which](y)), self.steps
+        return jnp.abs(self.heads[which](y)), self.steps
 
     def features(self, x, shift=None):
         y = self.first(x, shift=shift)
@@ -89,21 +81,21 @@ class Net(eqx.Module):
         return y
 
     def upcast(self, x):
-        return self.take_wide(x.astype(jnp.float32))
+        return self.take(x.astype(jnp.float32))
 
-    def take_wide(self, x):
-        SEEN["wide"] = x.dtype
+    def take(self, x):
+        SEEN["taken"] = x.dtype
         return x
 
 
-def eye(name: str, kind: type[Layer] = Layer) -> Layer:
+def eye(name, kind=Layer):
     return kind(0.5 * jnp.eye(3), name)
 
 
-def net() -> Net:
+def net():
     groups = [Group(eye(f"{i}.inner"), eye(f"{i}.head", Head)) for i in range(2)]
     heads = {name: eye(name, Head) for name in "ab"}
-    return Net(eye("first"), groups, heads, jnp.arange(2), jnp.abs)
+    return Net(eye("first"), groups, heads, jnp.arange(2))
 
 
 X = jnp.arange(1.0, 4.0)
@@ -124,39 +116,24 @@ def test_parameters_and_inputs_enter_in_the_compute_dtype_and_outputs_leave_in_t
     np.testing.assert_array_equal(y, by_hand.astype(F32))
 
 
-def test_keyword_inputs_are_cast_and_what_is_no_float_is_not():
-    class Echo(eqx.Module):
-        def __call__(self, x, *, tree):
-            return x, tree
-
-    tree = {"float": np.ones(2), "int": jnp.arange(2), "key": jax.random.key(0), "text": "t"}
-    policy = policy_of(base=MIXED.replace("output=float32", "output=float16"))
-    x, out = dp.apply_policy(Echo(), policy)(X, tree=tree)
-    assert (x.dtype, out["float"].dtype, out["int"].dtype) == (F16, F16, jnp.int32)
-    assert (out["key"].dtype, out["text"]) == (tree["key"].dtype, "t")
-
-
 def test_public_methods_cast_and_self_calls_do_not_cast_again():
     model = dp.apply_policy(net(), policy_of())
     assert model.features(X).dtype == F32
     # Inside, the model's own widening stays: it is cast where it enters, and nowhere else.
     model.upcast(X.astype(F16))
-    assert SEEN["wide"] == F32
-    model.take_wide(X)
-    assert SEEN["wide"] == BF16
+    assert SEEN["taken"] == F32
+    model.take(X)
+    assert SEEN["taken"] == BF16
 
 
 def test_a_module_of_a_paired_model_keeps_to_the_policy_when_it_is_called_alone():
-    model = dp.apply_policy(net(), policy_of("**.head=float16"))
-    assert model.groups[0](X).dtype == BF16
-    assert SEEN["0.inner"] == (BF16, BF16)
-    assert SEEN["0.head"] == (F16, F16)
-    assert model.groups[0].head(X).dtype == BF16
-    assert model.groups[0].inner(X).dtype == BF16
-    assert SEEN["0.head"] == (F16, F16)
+    group = dp.apply_policy(net(), policy_of("**.head=float16")).groups[0]
+    assert group(X).dtype == group.head(X).dtype == group.inner(X).dtype == BF16
+    assert (SEEN["0.inner"], SEEN["0.head"]) == ((BF16, BF16), (F16, F16))
 
 
-def decorated(decorator):
+@pytest.mark.parametrize("decorator", [eqx.filter_jit, jax.checkpoint, jax.named_scope("name")])
+def test_decorated_methods_cast(decorator):
     class Decorated(eqx.Module):
         weight: jax.Array
 
@@ -165,13 +142,7 @@ def decorated(decorator):
             SEEN["decorated"] = (self.weight.dtype, x.dtype)
             return self.weight * x
 
-    return Decorated(jnp.ones(3))
-
-
-@pytest.mark.parametrize("decorator", [eqx.filter_jit, jax.checkpoint, jax.named_scope("name")])
-def test_decorated_methods_cast(decorator):
-    model = dp.apply_policy(decorated(decorator), policy_of("Decorated=float16"))
-    assert model(X).dtype == F32
+    assert dp.apply_policy(Decorated(jnp.ones(3)), policy_of("Decorated=float16"))(X).dtype == F32
     assert SEEN["decorated"] == (F16, F16)
 
 
@@ -189,25 +160,18 @@ def test_a_method_that_would_return_parameters_that_were_cast_is_refused():
         model.grown()
 
 
-def dots(fun: Callable[..., Any], *args: Any) -> list[tuple[Any, str]]:
+def dots(fun, *args):
     """The operands' dtype and the precision of every matrix product of a traced function."""
-
-    arrays, static = eqx.partition((fun, args), eqx.is_array)
-
-    def run(arrays):
-        fun, args = eqx.combine(arrays, static)
-        return eqx.filter(fun(*args), eqx.is_array)
-
-    return dots_of(jax.make_jaxpr(run)(arrays).jaxpr)
+    return dots_of(eqx.filter_make_jaxpr(fun)(*args)[0].jaxpr)
 
 
-def dots_of(jaxpr: jex_core.Jaxpr) -> list[tuple[Any, str]]:
+def dots_of(jaxpr):
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (dtype,) = {v.aval.dtype for v in equation.invars}
             found.append((dtype, str(equation.params["precision"])))
-        for sub in jex_core.jaxprs_in_params(equation.params):
+        for sub in jax.extend.core.jaxprs_in_params(equation.params):
             found += dots_of(sub)
     return found
 
@@ -278,9 +242,7 @@ def test_a_rule_without_effect_is_refused(rules, message):
 
 
 def test_an_optional_rule_may_match_nothing():
-    dp.apply_policy(
-        net(), policy_of("nothing=bf16:wide:optional", "first=f32", "**.first=f32:optional")
-    )
+    dp.apply_policy(net(), policy_of("nothing=bf16:wide:optional", "first=f32"))
 
 
 # Pairing
@@ -316,7 +278,6 @@ def test_a_paired_model_looks_as_before():
     plain = net()
     model = dp.apply_policy(plain, policy_of("Head=float16"))
     assert isinstance(model, Net)
-    assert isinstance(model.heads["a"], Head)
     assert (type(model).__name__, type(model).__module__) == ("Net", Net.__module__)
     assert repr(model) == f"{plain!r} with policy {policy_of('Head=float16')}"
     assert repr(model.heads) == repr(plain.heads)
@@ -324,12 +285,6 @@ def test_a_paired_model_looks_as_before():
     assert [path for path, _ in before] == [path for path, _ in after]
     for (_, one), (_, other) in zip(before, after, strict=True):
         assert one is other
-    assert model.groups[1].head.weight is plain.groups[1].head.weight
-    assert model.heads["a"].name == "a"
-    assert [paths.dotted(path) for path, _ in after][:2] == [
-        "first.weight",
-        "groups.0.inner.weight",
-    ]
 
 
 def test_tree_at_and_modules_that_it_puts_in_fall_under_the_rules():
@@ -391,54 +346,20 @@ def test_a_module_used_twice():
     class Tied(eqx.Module):
         shared: eqx.nn.Shared
 
-        def __init__(self):
-            pair = (eqx.nn.Embedding(4, 3, key=jax.random.key(0)), eye_linear())
-            self.shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
-
         def __call__(self, token):
             embedding, linear = self.shared()
             hidden = embedding(token)
             y = linear(hidden)
-            SEEN.update(hidden=hidden.dtype, y=y.dtype, weight=linear.weight.dtype)
+            SEEN.update(hidden=hidden.dtype, y=y.dtype)
             return y
 
-    def eye_linear():
-        return eqx.nn.Linear(3, 4, use_bias=False, key=jax.random.key(1))
-
-    model = dp.apply_policy(Tied(), policy_of("Linear=float32"))
+    embedding, key = eqx.nn.Embedding(4, 3, key=jax.random.key(0)), jax.random.key(1)
+    pair = embedding, eqx.nn.Linear(3, 4, use_bias=False, key=key)
+    tied = Tied(eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight))
+    model = dp.apply_policy(tied, policy_of("Linear=float32"))
     assert model(jnp.array(1)).dtype == F32
     assert (SEEN["hidden"], SEEN["y"]) == (BF16, BF16)
     assert dots(model, jnp.array(1)) == [(F32, "None")]
-    embedding, linear = dp.apply_policy(Tied(), policy_of()).shared()
-    assert linear(embedding(jnp.array(1))).dtype == BF16
-
-
-class Stack(eqx.Module):
-    layers: eqx.nn.Linear
-    head: eqx.nn.Linear
-
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0), 3)
-        self.layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(keys)
-        self.head = eqx.nn.Linear(3, 3, key=jax.random.key(1))
-
-    def __call__(self, x):
-        arrays, static = eqx.partition(self.layers, eqx.is_array)
-
-        @jax.checkpoint
-        def step(x, layer):
-            return jnp.tanh(eqx.combine(layer, static)(x)), None
-
-        return self.head(jax.lax.scan(step, x, arrays)[0])
-
-
-def test_scan_over_stacked_layers():
-    model = dp.apply_policy(Stack(), policy_of("layers=float16"))
-    assert dots(model, X) == [(F16, "None"), (BF16, "None")]
-    assert model(X).dtype == F32
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[dp.apply_policy(Stack(), policy_of())] * 2)
-    rows = eqx.filter_vmap(lambda model: model(X))(stacked)
-    assert rows.shape == (2, 3)
 
 
 def test_stateful_models():
@@ -446,15 +367,13 @@ def test_stateful_models():
         linear: eqx.nn.Linear
         norm: eqx.nn.BatchNorm
 
-        def __init__(self):
-            self.linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
-            self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
-
         def __call__(self, x, state):
             SEEN["state"] = {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim}
             return self.norm(self.linear(x), state)
 
-    plain, state = eqx.nn.make_with_state(Normed)()
+    norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
+    linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    plain, state = eqx.nn.make_with_state(lambda: Normed(linear, norm))()
     for rules in (["BatchNorm=float32"], ["**=float16"]):
         model = dp.apply_policy(plain, policy_of(*rules))
         run = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
@@ -477,15 +396,10 @@ def reference():
     batch = case.batch(5)
     norms = oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=np.inf).grad_norm
     clip = float(np.median(norms))
-    return (
-        case,
-        batch,
-        clip,
-        oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=clip),
-    )
+    truth = oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=clip)
+    return case, batch, clip, truth
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
 def test_every_method_agrees_with_the_oracle(policy, method):
@@ -501,22 +415,19 @@ def test_every_method_agrees_with_the_oracle(policy, method):
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
 
 
-def program_of(grad_fn: Any, model: Any, batch: tuple[Any, ...]) -> jex_core.Jaxpr:
-    return grad_fn._prepare(model, batch, None, None).traced.program.jaxpr.jaxpr
-
-
 @pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
-def test_a_paired_model_and_a_policy_beside_the_model_make_one_program(policy):
+def test_a_paired_model_and_a_policy_beside_the_model_are_one(policy):
     case, batch, clip, _ = reference()
-    alone = dp.filter_clipped_grad(case.loss, l2_clip_norm=clip)
-    beside = dp.filter_clipped_grad(case.loss, l2_clip_norm=clip, policy=policy)
+    alone = jitted.grad(case.loss, l2_clip_norm=clip)
+    beside = jitted.grad(case.loss, l2_clip_norm=clip, policy=policy)
     paired = dp.apply_policy(case.model, policy)
-    programs = [
-        str(program_of(grad_fn, model, batch))
+    grads = [
+        oracle.vector(dp.apply_policy(grad_fn(model, *batch), None))
         for grad_fn, model in ((beside, case.model), (alone, paired), (beside, paired))
     ]
-    assert len(set(programs)) == 1
-    assert programs[0] != str(program_of(alone, case.model, batch))
+    np.testing.assert_array_equal(grads[0], grads[1])
+    np.testing.assert_array_equal(grads[0], grads[2])
+    assert (grads[0] != oracle.vector(alone(case.model, *batch))).any()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -527,17 +438,6 @@ def test_no_example_passes_the_clip_norm(method):
     for i in range(5):
         grads = grad_fn(case.model, *(leaf[i : i + 1] for leaf in batch))
         assert np.linalg.norm(oracle.vector(grads)) <= clip / 3
-
-
-def test_the_program_runs_the_matched_module_in_the_rules_dtype_and_the_others_in_the_policys():
-    case, batch, clip, _ = reference()
-    for policy, others, head in zip(RULED, (BF16, F32), (F32, BF16), strict=True):
-        grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=clip, policy=policy)
-        program = program_of(grad_fn, case.model, batch)
-        # Each parameter arrives in its own dtype: not rounded to the policy's on the way.
-        weights = [v.aval.dtype for v in program.invars if v.aval.ndim == 2]
-        assert weights == [others, others, head]
-        assert [dtype for dtype, _ in dots_of(program)] == [others, others, head]
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -581,20 +481,18 @@ def pair_loss(model, x):
 def test_two_policies_that_differ_are_refused():
     policy, other = policy_of("Head=float16"), dp.load_policy("mixed_bfloat16")
     model = dp.apply_policy(net(), policy)
-    options: dict[str, Any] = {"l2_clip_norm": 1.0}
+    options = {"l2_clip_norm": 1.0}
     message = r"paired with params=.*module:Head=float16, and mixed_bfloat16 \(params=.*\) was"
     with pytest.raises(ValueError, match=message):
         dp.filter_clipped_grad(pair_loss, policy=other, **options)(model, X[None])
-    same = dp.filter_clipped_grad(pair_loss, policy=policy_of("Head=float16"), **options)
-    assert program_of(same, model, (X[None],))
+    jitted.grad(pair_loss, policy=policy_of("Head=float16"), **options)(model, X[None])
     grad_fn = dp.filter_clipped_grad(lambda m, x: pair_loss(m["net"], x), **options)
     with pytest.raises(ValueError, match=r"model.net is paired with a policy of its own"):
         grad_fn({"net": model}, X[None])
     grad_fn = dp.filter_clipped_grad(lambda m, x: jnp.sum(m(x)), **options)
     with pytest.raises(ValueError, match="model is a part of a paired model"):
         grad_fn(model.groups[0], X[None])
-    grad_fn = dp.filter_clipped_grad(lambda m, x: jnp.sum(m(x)), policy=policy, **options)
-    assert program_of(grad_fn, model.groups[0], (X[None],))
+    jitted.grad(lambda m, x: jnp.sum(m(x)), policy=policy, **options)(model.groups[0], X[None])
 
 
 def test_filter_specs_clip_trees_explanations_and_sharding_take_paired_models():

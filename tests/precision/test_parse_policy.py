@@ -63,9 +63,7 @@ def test_half_is_what_jmp_takes_it_for(monkeypatch):
 
 def test_plain_policies_print_plainly():
     text = "params=float32,compute=bfloat16,output=float32,accumulate=float32,noise=float32"
-    assert str(parse_policy(text)) == text
-    assert str(parse_policy("c=bf16,o=f32")) == text
-    assert parse_policy(" c = bf16 , o = f32 ") == parse_policy(text)
+    assert str(parse_policy(text)) == str(parse_policy(" c = bf16 , o = f32 ")) == text
 
 
 def test_every_key():
@@ -128,45 +126,27 @@ def test_str_parses_back_to_an_equal_policy(settings, rules):
         assert str(again) == str(policy)
 
 
-@pytest.mark.parametrize("power", [-126, -60, 17, 53, 100, 126])
-def test_extreme_loss_scales_parse_back(power):
-    policy = Policy("float32", "float32", "float32", loss_scale=LossScale("static", 2.0**power))
-    assert parse_policy(str(policy)) == policy
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "dtype: found ''; allowed: .*bfloat16.*half"),
         ("banana", "dtype: found 'banana'; allowed: .*bfloat16.*half"),
         ("mixed_bfloat16", "dtype: found 'mixed_bfloat16'; allowed: .*presets: load_policy"),
-        ("int32", "dtype: found 'int32'; allowed: "),
-        ("f32,f16", "dtype: found 'f32,f16'; allowed: "),
         ("c=", "part: found 'c='; allowed: key=value"),
-        ("=f32", "part: found '=f32'; allowed: key=value"),
-        ("p=f32,,c=f16", "part: found ''; allowed: key=value"),
         ("p=f32,", "part: found ''; allowed: key=value"),
         ("f16,c=f32", "part: found 'f16'; allowed: key=value"),
         ("c=f16=f32", "compute: found 'f16=f32'; allowed: "),
         ("c=int8", "dtypes.compute: found 'int8'; allowed: .*bfloat16"),
-        ("c=F32", "compute: found 'F32'; allowed: "),
         ("x=f32", r"key: found 'x'; allowed: params \(p\), compute \(c\), output \(o\), .*module"),
-        ("P=f32", "key: found 'P'; allowed: "),
-        ("param_dtype=f32", "key: found 'param_dtype'; allowed: "),
         ("p=f32,p=f32", "params: found a second value, 'f32'; allowed: each key once"),
-        ("p=f32,params=f16", "params: found a second value, 'f16'; allowed: each key once"),
-        ("a=f32,accumulate=f32", "accumulate: found a second value"),
         ("module:x=f32,module:x=f16", "module:x: found a second value"),
-        ("module:=f32", r"modules\[0\].match: found ''; allowed: "),
         ("module:a b=f32", r"modules\[0\].match: found 'a b'; allowed: "),
         *(
             (f"module:x=f32:{x}", "module:x: .*:wide")
             for x in ("narrow", "wide:wide", "optional:wide")
         ),
-        ("module:x=f31", "module:x: found 'f31'; allowed: "),
         ("matmul=f32", "matmul.forward: found 'float32'; allowed: float8_e4m3fn"),
         ("matmul=f16:", "matmul.backward: found ''; allowed: "),
-        ("matmul=f16:f16:none:f16", "matmul.more: found an unknown key; allowed: forward, "),
         ("matmul=f16:f16:batch", "matmul.scaling: found 'batch'; .*privacy guarantee"),
         (
             "optimizer=bf16",
@@ -174,22 +154,16 @@ def test_extreme_loss_scales_parse_back(power):
         ),
         ("optimizer=int8", "dtypes.optimizer: found 'int8'; .*second moment underflows"),
         ("rounding=up", "params.rounding: found 'up'; allowed: nearest, stochastic"),
-        ("narrow_optimizer=yes", "narrow_optimizer: found 'yes'; allowed: true, false"),
         ("loss_scale=big", "loss_scale.value: found 'big'; allowed: a number: .*power of two"),
         ("loss_scale=1000", "loss_scale.value: found 1000.0; allowed: a power of two"),
-        ("loss_scale=nan", "loss_scale.value: found nan; allowed: a power of two"),
-        ("loss_scale=inf", "loss_scale.value: found inf; allowed: a power of two"),
         (
             "matmul_precision=high",
             "matmul_precision: found 'high'; allowed: default, tensorfloat32",
         ),
         ("unsafe=yes", "unsafe: found 'yes'; allowed: true, false"),
-        ("unsafe=True", "unsafe: found 'True'; allowed: true, false"),
         ("a=bf16", "dtypes.accumulate: found bfloat16, narrower than float32; .*unsafe"),
-        ("a=bf16,unsafe=false", "dtypes.accumulate: found bfloat16, narrower than float32"),
         ("n=f16", "dtypes.noise: found float16, narrower than float32; .*unsafe"),
         ("f64", "dtypes.compute: found float64 while jax_enable_x64 is off; .*JAX_ENABLE_X64=1"),
-        ("n=f64", "dtypes.noise: found float64 while jax_enable_x64 is off"),
         ("module:x=f64", "module:x: found float64 while jax_enable_x64 is off"),
     ],
 )
