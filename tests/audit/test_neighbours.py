@@ -27,7 +27,7 @@ from tests.audit.by_hand import (
     rules_of,
     stepped,
 )
-from tests.gradients.engine import models as documented
+from tests.gradients.cases import models as documented
 from tests.sharding.losses import mesh_of
 from tests.training import runs
 

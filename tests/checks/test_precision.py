@@ -15,7 +15,7 @@ import eqx_dp as dp
 from eqx_dp.gradients import clip, leaves
 from eqx_dp.precision import stage
 from tests import models
-from tests.gradients.engine.models import VOCABULARY, StackedGPT, language_loss
+from tests.gradients.cases.models import VOCABULARY, StackedGPT, language_loss
 from tests.sharding.losses import mesh_of
 
 pytestmark = pytest.mark.sampled(6)

@@ -10,7 +10,7 @@ import eqx_dp as dp
 from eqx_dp.gradients import clip, methods, narrow_products
 from tests import models
 from tests.checks.test_precision import check, training_step
-from tests.gradients.engine import layers
+from tests.gradients.cases import layers
 
 pytestmark = pytest.mark.sampled(2)
 
