@@ -16,6 +16,8 @@ from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms, sum_of_p
 from eqx_dp.gradients.norms import norm_error, norms_of_parts
 from tests.gradients.arithmetic import Machine, U
 
+pytestmark = pytest.mark.optimized
+
 TINY = float(np.finfo(np.float32).tiny)
 PLATFORMS = {"cuda": U, "tpu": 16 * U}
 BOTH_WAYS = pytest.mark.parametrize("up", [True, False], ids=["too large", "too small"])

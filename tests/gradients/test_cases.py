@@ -24,7 +24,6 @@ from tests.gradients.cases.tables import Table, joined, of_leaf
 
 pytestmark = pytest.mark.optimized
 
-METHODS = ("book_keeping", "ghost", "per_example")
 SHARED: Table = {case.name: lambda name, case=case: case for case in models.all_cases()[:-1]}
 TABLES: dict[str, Table] = {
     **uses.FACTORED,
@@ -146,17 +145,29 @@ def near(found: Any, expected: np.ndarray, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", TABLES)
+QUICK = {
+    "book_keeping": {*uses.FACTORED, *uses.FORMED, "layers", "shared models", "branches", "rules"},
+    "ghost": {"contractions", "convolutions", "lookups", "scans", "several uses"},
+    "per_example": {"shared models"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=[] if name in QUICK[method] else [pytest.mark.slow])
+        for name in TABLES
+        for method in QUICK
+    ],
+)
 def test_in_microbatches(name, method):
     check(known(name), method, microbatch_size=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", TABLES)
-def test_all_at_once(name, method):
-    check(known(name), method)
+def test_all_at_once(name):
+    check(known(name), "book_keeping")
 
 
 @pytest.mark.parametrize("name", [*uses.FACTORED, *uses.FORMED])

@@ -11,6 +11,8 @@ import eqx_dp as dp
 from tests import models, oracle
 from tests.gradients import jitted
 
+pytestmark = pytest.mark.optimized
+
 BOTH = pytest.mark.parametrize(
     "make", [dp.filter_clipped_grad, dp.filter_value_and_clipped_grad], ids=["grad", "value_and"]
 )

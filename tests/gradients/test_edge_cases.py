@@ -142,15 +142,14 @@ def poisoned_loss(model, x, kind):
 
 
 @functools.cache
-def poisoned_engine(per_group):
-    return jitted.value_and_grad(
-        poisoned_loss,
-        l2_clip_norm={"a": np.inf, "b": 2.0} if per_group else 1.0,
-        microbatch_size=2 if per_group else None,
-    )
+def poisoned_engine(method):
+    options = {"l2_clip_norm": 1.0}
+    if method == "book_keeping":
+        options = {"l2_clip_norm": {"a": np.inf, "b": 2.0}, "microbatch_size": 2}
+    return jitted.value_and_grad(poisoned_loss, method=method, **options)
 
 
-@pytest.mark.parametrize("per_group", [False, True])
+@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
 @pytest.mark.parametrize(
     ("kind", "first", "loss_is_finite", "gradient_is_finite"),
     [
@@ -164,13 +163,13 @@ def poisoned_engine(per_group):
     ],
 )
 def test_an_example_that_is_not_finite_is_as_good_as_padding(
-    kind, first, loss_is_finite, gradient_is_finite, per_group
+    kind, first, loss_is_finite, gradient_is_finite, method
 ):
     model = {"a": jnp.array([1.0, -1.0, 0.5]), "b": jnp.array(2.0)}
     # The last one: padding before others would change the order in which they are added up.
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), jnp.float32).at[4, 0].set(first)
     kinds = jnp.full(5, HEALTHY).at[4].set(kind)
-    grad_fn, nobody = poisoned_engine(per_group), jnp.zeros(5, bool)
+    grad_fn, nobody = poisoned_engine(method), jnp.zeros(5, bool)
     reported, grads = grad_fn(model, x, kinds, is_padding_example=nobody)
     masked, expected = grad_fn(model, x, kinds, is_padding_example=nobody.at[4].set(True))
     assert bits(grads) == bits(expected)

@@ -71,21 +71,6 @@ def compiled(method, size):
 
 
 @pytest.mark.parametrize("size", [1, 3, None])
-def test_the_order_of_slots_does_not_matter(size):
-    case = models.linear_regression()
-    batch, padding = case.batch(NUM), padding_of(MASKS["one more"])
-    grad_fn = compiled("book_keeping", size)
-    per_example, grads = grad_fn(case.model, *batch, is_padding_example=padding)
-    for seed in range(5):
-        order = np.random.default_rng(seed).permutation(NUM)
-        shuffled = [leaf[order] for leaf in batch]
-        other, same = grad_fn(case.model, *shuffled, is_padding_example=padding[order])
-        assert oracle.relative_error(same, grads) < 1e-6
-        in_order = jax.tree.map(lambda leaf, order=order: leaf[order], per_example)
-        assert oracle.relative_error(other, in_order) < 1e-6
-
-
-@pytest.mark.parametrize("size", [1, 3, None])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -7.0, 1e38])
 def test_padding_stops_nothing_and_changes_no_bit(garbage, size):
     """The loss refuses such numbers: no slot that is padding is looked at."""

@@ -11,6 +11,8 @@ from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.cases import models as networks
 
+pytestmark = pytest.mark.optimized
+
 TOLERANCE = 1e-5
 METHODS = pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 PADDING = np.array([False, True, False, False, True])

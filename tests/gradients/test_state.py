@@ -94,15 +94,6 @@ def test_state_that_comes_with_the_model_is_not_trained(kind):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_initial_value_that_a_model_keeps_is_not_trained():
-    model = RunningMean()
-    grads = jitted.grad(lambda model, x: loss((model, eqx.nn.State(model)), x), l2_clip_norm=1.0)(
-        model, X
-    )
-    assert grads.index.init is None
-    assert grads.linear.weight.shape == (3, 3)
-
-
 @pytest.mark.parametrize(
     "spec", [eqx.is_inexact_array, eqx.is_array, lambda leaf: leaf is not None]
 )

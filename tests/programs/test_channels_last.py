@@ -93,17 +93,6 @@ def test_every_dtype(given, result):
     check(lambda x, w: conv(x, w, preferred_element_type=result), x, w)
 
 
-@pytest.mark.parametrize("kind", ["2-D", "dilated"])
-def test_gradients_of_each_example(kind):
-    images, kernel, options, _ = KINDS[kind]
-
-    def gradients(kernel, x):
-        loss = lambda kernel, x: jnp.sum(conv(x[None], kernel, **options) ** 2)  # noqa: E731
-        return jax.vmap(jax.grad(loss, argnums=(0, 1)), in_axes=(None, 0))(kernel, x)
-
-    check(gradients, numbers(*kernel, seed=1), numbers(*images))
-
-
 def same(x):
     """A convolution from an array to one of its shape."""
     return jnp.sign(conv(x, numbers(3, 3, 3, 3, seed=1)))

@@ -4,20 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec as P
 
 from eqx_dp.programs import (
-    Call,
-    Scan,
-    equations,
     evaluated,
-    inside,
     interpret,
     literal_value,
     matmul_flops,
-    rematerialised,
-    scanned,
 )
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)
@@ -85,40 +78,6 @@ def test_a_program_gives_the_same_equation_by_equation(name):
     np.testing.assert_array_equal(found, HOLDING[name](X))
 
 
-def rebuilt(equation, inputs):
-    """Every loop, branch and remat is put together again, and what it holds gone through."""
-    count = jnp.zeros((), jnp.int32)
-
-    def inner(program, inputs):
-        outputs = run(program, inputs, lambda e, xs: rebuilt(e, xs))
-        return outputs, count + len(program.jaxpr.eqns)
-
-    match inside(equation):
-        case Call("remat", body):
-            return rematerialised(equation, lambda xs, _: inner(body, xs), inputs, None)[0]
-        case Call(body=body):
-            return inner(body, inputs)[0]
-        case Scan() as scan:
-            outputs, counts = scanned(
-                equation, scan, lambda xs, given: inner(scan.body, xs), inputs, jnp.arange(3)
-            )
-            assert counts.shape == (scan.length,)
-            return outputs
-        case _:
-            return evaluated(equation, inputs)
-
-
-@pytest.mark.parametrize("name", HOLDING)
-def test_loops_branches_and_remats_are_put_together_again(name):
-    function = HOLDING[name]
-    program = jax.make_jaxpr(function)(X)
-    np.testing.assert_allclose(run(program, [X], rebuilt)[0], function(X), rtol=1e-6)
-    if name not in ("while", "custom_vmap"):
-        gradient = jax.grad(lambda x: jnp.sum(run(program, [x], rebuilt)[0] ** 2))(X)
-        expected = jax.grad(lambda x: jnp.sum(function(x) ** 2))(X)
-        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
-
-
 def test_scopes_and_lines_of_an_equation_stay():
     def named(x):
         with jax.named_scope("inner"):
@@ -147,17 +106,3 @@ def test_flops_of_every_holder():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     assert flops(spread) == 2 * once  # each device does it
-
-
-def test_a_literal_is_of_the_mesh_at_hand():
-    mesh = jax.make_mesh((2,), ("model",))
-    with jax.set_mesh(mesh):
-        program = jax.make_jaxpr(jax.nn.softplus)(jnp.ones(3))
-    literals = [
-        literal_value(v)
-        for equation in equations(program)
-        for v in equation.invars
-        if isinstance(v, jex_core.Literal)
-    ]
-    assert literals
-    assert all(jax.typeof(value).sharding.mesh.empty for value in literals)

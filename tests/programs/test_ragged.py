@@ -66,13 +66,6 @@ def test_nothing_of_another_group_comes_in():
     np.testing.assert_array_equal(np.isnan(gradient).any((1, 2)), np.arange(3) == 0)
 
 
-def test_what_is_left_as_it_is():
-    numbers = general(((0,), (0,)), [0], [])
-    function = lambda x, y: lax.ragged_dot_general(x, y, jnp.array([2, 1, 3]), numbers)  # noqa: E731
-    program = jax.make_jaxpr(function)(ROWS, ROWS)
-    assert with_masked_products(program) is program
-
-
 def experts(model, x):
     """Every row goes to the expert that it likes best."""
     liked = x @ model["r"]

@@ -1,6 +1,5 @@
 """Parameters inside of branches, loops, checkpoints, derivative rules and solvers."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -64,23 +63,6 @@ def _(kept: Array, g: Array, perturbed: Any, m: Any, x: Array) -> Any:
     return {"w": x.T @ (g * (1 - kept**2)), "b": g.sum(0)}
 
 
-@eqx.filter_custom_jvp
-def filtered_jvp(m: Any, x: Array) -> Array:
-    return jnp.sin(x @ m["w"])
-
-
-@filtered_jvp.def_jvp
-def _(at: Any, d: Any) -> Any:
-    (m, x), (dm, dx) = at, d
-    y = x @ m["w"]
-    d = jnp.zeros_like(y)
-    if dm["w"] is not None:
-        d += x @ dm["w"]
-    if dx is not None:
-        d += dx @ m["w"]
-    return jnp.sin(y), jnp.cos(y) * d
-
-
 def layers_by_index(m: Any, x: Array) -> Array:
     return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ m["e"][i]), x)
 
@@ -112,28 +94,6 @@ def stopped_while(m: Any, x: Array) -> Array:
     y = lax.fori_loop(0, 5, lambda _, y: jnp.tanh(y @ m["w"] * 0.3 + x), x)
     y = lax.stop_gradient(y)
     return jnp.tanh(y @ m["w"] * 0.3 + x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fixed_point(f: Any, m: Any, x: Array) -> Array:
-    return lax.while_loop(
-        lambda s: s[0] < 30, lambda s: (s[0] + 1, f(m, x, s[1])), (0, jnp.zeros_like(x))
-    )[1]
-
-
-def _fixed_forward(f: Any, m: Any, x: Array) -> Any:
-    y = fixed_point(f, m, x)
-    return y, (m, x, y)
-
-
-def _fixed_backward(f: Any, kept: Any, g: Array) -> Any:
-    m, x, y = kept
-    back = jax.vjp(lambda y: f(m, x, y), y)[1]
-    u = lax.fori_loop(0, 30, lambda _, u: g + back(u)[0], g)
-    return jax.vjp(lambda m, x: f(m, x, y), m, x)[1](u)
-
-
-fixed_point.defvjp(_fixed_forward, _fixed_backward)
 
 
 def energy(m: Any, x: Array) -> Array:
@@ -171,9 +131,6 @@ BRANCHES: Table = {
     "cond by data": of_arrays(lambda m, x: lax.cond(
         x[0, 0] > 0, lambda x: jnp.tanh(x @ m["w"]), lambda x: jnp.sin(x @ m["v"]), x),
             "w44 v44"),
-    "cond with one in both": of_arrays(lambda m, x: lax.cond(
-        x[0, 0] > 0, lambda x: jnp.tanh(x @ m["w"]), lambda x: jnp.sin(x @ m["w"].T), x),
-            "w44"),
     "cond that returns parameters": of_arrays(lambda m, x: x @ lax.cond(
         x[0, 0] > 0, lambda: m["w"], lambda: m["v"]), "w44 v44"),
     "cond that returns a view": of_arrays(lambda m, x: x @ lax.cond(
@@ -192,8 +149,6 @@ BRANCHES: Table = {
     "scan in a cond": of_arrays(lambda m, x: lax.cond(x[0, 0] > 0, lambda x: lax.scan(
         lambda h, x: (jnp.tanh(h @ m["w"] + x), h), x[0], x)[1], lambda x: x * m["b"], x),
             "w44 b4"),
-    "cond in remat": of_arrays(jax.checkpoint(lambda m, x: lax.cond(
-        x[0, 0] > 0, lambda x: jnp.tanh(x @ m["w"]), jnp.sin, x)), "w44"),
     "carried": of_arrays(lambda m, x: lax.scan(
         lambda c, x: ((jnp.tanh(c[0] @ m["w"] + x), c[1]), c[0] @ c[1]), (x[0], m["v"]), x)[1],
         "w44 v44"),
@@ -202,17 +157,11 @@ BRANCHES: Table = {
     "layers by index": of_arrays(layers_by_index, "e344"),
     "layers returned": of_arrays(lambda m, x: (lambda h, ws: h @ ws[0])(*lax.scan(
         lambda h, w: (jnp.tanh(h @ w), w.T), x, m["e"])), "e344"),
-    "layers, every other": of_arrays(lambda m, x: lax.scan(
-        lambda h, w: (jnp.tanh(jnp.sin(h @ w[0]) @ w[1]), None), x, m["e"].reshape(2, 2, 4,
-            4))[0],
-        "e444"),
     "while without gradient": of_arrays(lambda m, x: x @ m["w"] + lax.stop_gradient(lax.while_loop(
         lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ m["w"])), (0, x))[1]), "w44"),
     "checkpointed loop": of_arrays(by_equinox, "w44"),
     "loop as long as data takes": of_arrays(until_small, "w44"),
     "stopped iteration": of_arrays(stopped_while, "w44"),
-    "fixed point": of_arrays(lambda m, x: fixed_point(
-        lambda m, x, y: jnp.tanh(0.3 * y @ m["w"] + x + m["b"]), m, x), "w44 b4"),
     "solved by iteration": of_arrays(solved, "w44"),
     "vmapped cond": of_arrays(lambda m, x: jax.vmap(lambda x: lax.cond(
         x[0] > 0, lambda x: x @ m["w"], lambda x: x @ m["v"], x))(x), "w44 v44"),
@@ -227,7 +176,6 @@ RULES: Table = {
     "reversed gradient of parameters": of_arrays(
         lambda m, x: x @ reverses(m["w"]) + x @ m["w"] ** 2, "w44"),
     "filtered custom vjp": of_arrays(lambda m, x: filtered(m, lax.stop_gradient(x)), "w44 b4"),
-    "filtered custom jvp": of_arrays(filtered_jvp, "w44"),
     "named, saved": of_arrays(jax.checkpoint(lambda m, x: jnp.sin(checkpoint_name(
         jnp.tanh(x @ m["w"]), "kept") @ checkpoint_name(m["v"], "kept")), policy=SAVE_NAMED),
         "w44 v44"),
@@ -235,16 +183,11 @@ RULES: Table = {
         jnp.tanh(checkpoint_name(h, "kept") @ checkpoint_name(w, "kept")), None),
         policy=SAVE_NAMED), x, m["e"])[0], "e344"),
     "leaves a checkpoint": of_arrays(lambda m, x: x @ jax.checkpoint(lambda w: w.T)(m["w"]), "w44"),
-    "checkpoints in checkpoints": of_arrays(jax.checkpoint(lambda m, x: jax.checkpoint(
-        lambda w, x: jnp.tanh(x @ w))(m["w"], x) @ m["w"].T), "w44"),
 }  # fmt: skip
 
 OTHERS: Table = {
     "attention": of_arrays(lambda m, x: jax.nn.dot_product_attention(*(
         (x @ m["e"][i]).reshape(3, 2, 2) for i in range(3)), is_causal=True), "e344"),
-    "attention to parameters": of_arrays(lambda m, x: jax.nn.dot_product_attention(
-        (x @ m["w"]).reshape(3, 2, 2), m["a"].reshape(3, 2, 2), m["c"].reshape(3, 2, 2)),
-        "w44 a34 c34"),
     "tuned inside": of_arrays(tuned_inside, "w44 b4"),
     "gradient of inputs": of_arrays(lambda m, x: jax.grad(lambda x: energy(m, x))(x), "w44 b4"),
     "score": of_arrays(score, "w44 b4"),

@@ -31,8 +31,8 @@ class Block(eqx.Module):
         self.after = nn.RMSNorm(WIDTH)
         self.mix = nn.MLP(WIDTH, WIDTH, 6, 1, activation=jax.nn.gelu, key=key)
 
-    def __call__(self, hidden: Array, causal: bool = True) -> Array:
-        mask = jnp.tril(jnp.ones((len(hidden), len(hidden)), bool)) if causal else None
+    def __call__(self, hidden: Array) -> Array:
+        mask = jnp.tril(jnp.ones((len(hidden), len(hidden)), bool))
         normed = jax.vmap(self.before)(hidden)
         hidden = hidden + self.attention(normed, normed, normed, mask)
         return hidden + jax.vmap(self.mix)(jax.vmap(self.after)(hidden))
@@ -166,46 +166,7 @@ def low_rank_gpt() -> Case:
     return Case("low_rank_gpt", model, language_loss, _draw_tokens, spec)
 
 
-class VisionTransformer(eqx.Module):
-    """Patches by a strided convolution, a class token, positions, a block, a head."""
-
-    patches: nn.Conv2d
-    token: Array
-    positions: Array
-    block: Block
-    head: nn.Linear
-
-    def __init__(self, key: Array) -> None:
-        keys = jax.random.split(key, 4)
-        self.patches = nn.Conv2d(1, WIDTH, 2, stride=2, key=keys[0])
-        self.token, self.positions = jnp.full((1, WIDTH), 0.3), jnp.full((5, WIDTH), 0.1)
-        self.block = Block(keys[1])
-        self.head = nn.Linear(WIDTH, 3, key=keys[2])
-
-    def __call__(self, image: Array) -> Array:
-        hidden = self.patches(image).reshape(WIDTH, -1).T
-        hidden = jnp.concatenate([self.token.astype(hidden.dtype), hidden]) + self.positions
-        return self.head(self.block(hidden, causal=False)[0])
-
-
-def image_loss(model: Callable[[Array], Array], image: Array, label: Array) -> Array:
-    return cross_entropy(model(image), label)
-
-
-def _draw_images(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
-    return (
-        jnp.asarray(rng.normal(size=(size, 1, 4, 4)), jnp.float32),
-        jnp.asarray(rng.integers(0, 3, size), jnp.int32),
-    )
-
-
-@functools.cache
-def vision_transformer() -> Case:
-    model = random_like(VisionTransformer(jax.random.key(5)))
-    return Case("vision_transformer", model, image_loss, _draw_images)
-
-
 TABLE: Table = {
     make.__name__: lambda name, make=make: make()
-    for make in (cnn, list_gpt, stacked_gpt, gru, low_rank_gpt, vision_transformer)
+    for make in (cnn, list_gpt, stacked_gpt, gru, low_rank_gpt)
 }

@@ -88,13 +88,6 @@ def stack_of_blocks(m: Any, tokens: Array) -> Array:
     return x @ m["embedding"].weight.T
 
 
-def rotary(m: Any, x: Array) -> Array:
-    embedding = nn.RotaryPositionalEmbedding(4)
-    q, k, v = (on_all(m[name], x) for name in "qkv")
-    scores = embedding(q) @ embedding(k).T
-    return jax.nn.softmax(scores * jnp.exp(m["temperature"])) @ v
-
-
 # What meets in a loss.
 
 
@@ -129,12 +122,6 @@ LOSSES = {
 # Others.
 
 
-def fourier_layer(m: Any, x: Array) -> Array:
-    spectrum = jnp.fft.rfft(x, axis=1)[:, :2]
-    spectrum = jnp.einsum("im,iom->om", spectrum, lax.complex(m["real"], m["imaginary"]))
-    return jnp.fft.irfft(spectrum, 6, axis=1) + m["local"](x)
-
-
 def graph(m: Any, x: Array, edges: Array) -> Array:
     messages = on_all(m["message"], jnp.concatenate([x[edges[:, 0]], x[edges[:, 1]]], 1))
     summed = jax.ops.segment_sum(messages, edges[:, 1], 3)
@@ -146,11 +133,6 @@ def chosen_expert(m: Any, x: Array) -> Array:
     best = jnp.argmax(gates)
     expert = jax.tree.map(lambda leaf: leaf[best], eqx.filter(m["experts"], eqx.is_array))
     return gates[best] * jnp.tanh(expert.weight @ x + expert.bias)
-
-
-def hyper_by_data(m: Any, x: Array, condition: Array) -> Array:
-    weights = m["of_weights"](condition)
-    return jnp.tanh((m["base"].weight + weights.reshape(3, 4)) @ x)
 
 
 def shared_module(key: Array) -> Any:
@@ -196,14 +178,6 @@ def masked(inside: Any, outside: Any, is_last: bool = False) -> Callable[[Array]
 def autoregressive(m: Any, x: Array) -> Array:
     shift, scale = m["out"](jnp.tanh(m["in"](x))).reshape(2, -1)
     return jnp.sum((x - shift) ** 2 * jnp.exp(-jnp.tanh(scale))) + jnp.sum(jnp.tanh(scale))
-
-
-def block_neural(m: Any, x: Array) -> Array:
-    """Blocks on the diagonal are positive, those below it free, those above it zero."""
-    diagonal = np.kron(np.eye(3), np.ones((2, 2))).astype(np.float32)
-    below = np.kron(np.tril(np.ones((3, 3)), -1), np.ones((2, 2))).astype(np.float32)
-    weight = jnp.exp(m["w"]) * diagonal + m["w"] * below
-    return jnp.tanh(weight @ jnp.repeat(x, 2)) + jnp.log(jnp.sum(jnp.exp(m["w"]) * diagonal, 1))
 
 
 MADE = made(
@@ -252,20 +226,13 @@ NETWORKS: Table = {
             c=linear(4, 3), decay=array(4, 3), skip=array(4)), (3, 4)),
         "blocks with names": (made(stack_of_blocks, embedding=lambda k: nn.Embedding(7, 4, key=k),
             positions=array(6, 4), blocks=stacked(Block, 2)), Rows(7, (4,))),
-        "attention, rotary": (made(rotary, q=linear(4, 4), k=linear(4, 4), v=linear(4, 4),
-            temperature=array()), (3, 4)),
-        "fourier operator": (made(fourier_layer, real=array(2, 3, 2), imaginary=array(2, 3, 2),
-            local=lambda k: nn.Conv1d(2, 3, 1, key=k)), (2, 6)),
         "graph": (made(graph, message=linear(6, 4), update=linear(7, 2)), (3, 3), Rows(3, (4, 2))),
         "expert chosen": (made(chosen_expert, gate=linear(3, 3),
             experts=stacked(linear(3, 2), 3)), (3,)),
-        "hypernetwork by data": (made(hyper_by_data, of_weights=mlp(2, 12, 4, 1),
-            base=linear(4, 3)), (4,), (2,)),
         "prelu and group norm": (made(lambda m, x: m["norm"](m["bend"](m["conv"](x))),
             conv=lambda k: nn.Conv1d(2, 4, 2, key=k), bend=lambda k: nn.PReLU(),
                 norm=lambda k: nn.GroupNorm(2, 4)), (2, 5)),
         "flow, masked autoregressive": (MADE, (3,)),
-        "flow, block neural": (made(block_neural, w=array(6, 6)), (3,)),
     }.items()
 }  # fmt: skip
 

@@ -87,9 +87,6 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
     "contractions": {
         "matrix, vector": (lambda w, x: w @ x, (3, 4), (4,)),
         "tokens": (lambda w, x: x @ w.T, (3, 4), (5, 4)),
-        "two dimensions": (
-            lambda w, x: lax.dot_general(w, x, (((2, 1), (0, 2)), ((), ()))), (2, 3, 4), (4, 5, 3),
-        ),
         "batched": (
             lambda w, x: lax.dot_general(x, w, (((2,), (2,)), ((1,), (0,)))), (2, 3, 4), (5, 2, 4),
         ),
@@ -98,9 +95,6 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
             (2, 3, 4, 2), (3, 2, 2, 4, 2),
         ),
         "all contracted": (lambda w, x: jnp.vdot(w, x), (2, 3), (2, 3)),
-        "outer product": (
-            lambda w, x: lax.dot_general(w, x, (((), ()), ((), ()))), (3,), (2,),
-        ),
         "more dimensions than the data": (
             lambda w, x: lax.dot_general(w, x, (((2,), (1,)), ((), ()))), (4, 4, 3), (4, 3),
         ),
@@ -112,11 +106,6 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
                 w, x, (1, 2), rhs_dilation=(2, 1), dimension_numbers=("NHWC", "HWIO", "NHWC")
             ), (2, 2, 2, 3), (1, 4, 3, 2),
         ),
-        "HWNC": (
-            lambda w, x: convolve(
-                w, x, (1, 2), rhs_dilation=(2, 1), dimension_numbers=("HWNC", "OHWI", "CNWH")
-            ), (3, 2, 2, 2), (4, 3, 1, 2),
-        ),
         "three dimensions": (
             lambda w, x: lax.conv_general_dilated(
                 x, w, (1, 2, 1), [(1, 0), (0, 2), (-1, 1)], (2, 1, 1), (1, 1, 2),
@@ -126,11 +115,6 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         "transposed": (
             lambda w, x: lax.conv_transpose(x, w, (2, 1), "SAME", transpose_kernel=True),
             (2, 3, 3, 2), (1, 3, 2, 2),
-        ),
-        "enlarging": (
-            lambda w, x: convolve(
-                w, x, padding=[(1, 0), (1, 0)], lhs_dilation=(2, 1), feature_group_count=2
-            ), (4, 1, 2, 2), (1, 2, 2, 2),
         ),
         "many images": (
             lambda w, x: jax.vmap(lambda x: convolve(w, x))(x), (3, 2, 2), (2, 1, 2, 4),
@@ -155,7 +139,6 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
             lambda w, t: w.at[7 + 0 * t].get(mode="fill", fill_value=2.0) * w[t], (4, 3), FOUND,
         ),
         "promised to be there": (lambda w, t: w[t], (4, 3), ROWS),
-        "a vector": (lambda w, t: w[t], (4,), FOUND),
         "vmap": (lambda w, t: jax.vmap(lambda t: w[t])(t), (4, 3), FOUND),
         "offset in front": (
             lambda w, t: lax.gather(w, t[:, None], OFFSET_IN_FRONT, (1, 2, 3), mode="clip"),
@@ -189,15 +172,8 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         ),
         "time, reversed": (over_time(contract, reverse=True), (4, 4), (3, 2, 4)),
         "time of slices": (over_time(over_slices(contract, reverse=True)), (2, 4, 4), (3, 4)),
-        "slices, time, slices": (
-            over_slices(over_time(over_slices(contract))), (2, 2, 4, 4), (3, 4),
-        ),
         "time in time": (over_time(over_time(contract)), (3, 3), (2, 2, 3)),
         "blocks": (blocks, (5, 16), (4,)),
-        "data beside the slices": (
-            lambda w, x: lax.scan(lambda c, wx: (c + jnp.sin(wx[0] @ wx[1]), c), x[0], (w, x))[1],
-            (3, 4, 4), (3, 4),
-        ),
         "checkpoints": (
             jax.checkpoint(over_slices(jax.checkpoint(
                 contract, policy=jax.checkpoint_policies.dots_saveable))), (3, 4, 4), (2, 4),
@@ -262,11 +238,6 @@ _FORMED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         "negative": (lambda w, x: x @ -w, (3, 4), (2, 3)),
         "broadcast": (lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), (4,), (2, 3)),
         "scalar": (lambda w, x: x @ jnp.full((3, 4), w), (), (2, 3)),
-        "out of a scan": (lambda w, x: x @ out_of_a_scan(w), (3, 4), (2, 3)),
-        "irregular": (
-            lambda w, x: x @ jnp.split(w.reshape(2, 18).T[::-1], 3)[2].reshape(3, 4),
-            (4, 9), (2, 3),
-        ),
         "scanned over and closed over": (
             lambda w, x: lax.scan(lambda x, row: (jnp.sin(w @ x) * row, None), x, w)[0],
             (4, 4), (4,),
@@ -284,12 +255,8 @@ _FORMED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         ),
         "complex": (lambda w, x: jnp.real((x + 1j * x**2) * w) ** 2, (3,), (3,)),
         "complex product": (lambda w, x: jnp.imag(w[None] @ (x + 1j * jnp.cos(x))), (3,), (3,)),
-        "integers": (lambda w, x: w * x + w.astype(jnp.int32) * x, (3,), (3,)),
         "carried": (lambda w, x: lax.scan(lambda c, x: (jnp.sin(c + x), c * x), w, x)[1],
                     (3,), (2, 3)),
-        "given on": (lambda w, x: lax.scan(lambda c, x: (-w, jnp.sin(c * x)), x[0], x)[1],
-                     (3,), (3, 3)),
-        "branch in slices": (over_slices(step), (2, 3, 3), (3,)),
         "branch in time": (jax.checkpoint(over_time(jax.jit(step))), (3, 3), (4, 3)),
         "branch in time of slices": (over_time(over_slices(step)), (2, 3, 3), (3, 3)),
     },
