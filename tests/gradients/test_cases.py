@@ -5,6 +5,7 @@ ordinary examples, one of zeros, one that is not finite, and padding.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,9 +22,11 @@ from tests import models, oracle
 from tests.gradients.cases import branches, layers, networks, uses, weights
 from tests.gradients.cases import models as whole
 from tests.gradients.cases.tables import Table, joined, of_leaf
+from tests.gradients.tiers import by_method
 
 pytestmark = pytest.mark.optimized
 
+METHODS = ("book_keeping", "ghost", "per_example")
 SHARED: Table = {case.name: lambda name, case=case: case for case in models.all_cases()[:-1]}
 TABLES: dict[str, Table] = {
     **uses.FACTORED,
@@ -145,19 +148,15 @@ def near(found: Any, expected: np.ndarray, name: str) -> None:
     )
 
 
-QUICK = {
-    "book_keeping": {*uses.FACTORED, *uses.FORMED, "layers", "shared models", "branches", "rules"},
-    "ghost": {"contractions", "convolutions", "lookups", "scans", "several uses"},
-    "per_example": {"shared models"},
-}
+CURATED = [*uses.FACTORED, *uses.FORMED, "layers", "branches"]
+LATER = [name for name in TABLES if name not in CURATED]
 
 
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param(name, method, marks=[] if name in QUICK[method] else [pytest.mark.slow])
-        for name in TABLES
-        for method in QUICK
+        *by_method(CURATED, ghost=("scans", "lookups"), per_example=("views",)),
+        *(pytest.param(*its, marks=pytest.mark.slow) for its in itertools.product(LATER, METHODS)),
     ],
 )
 def test_in_microbatches(name, method):

@@ -193,7 +193,7 @@ def test_a_plans_samples_in_two_lines(size):
     assert float(told[2]) == pytest.approx(50, abs=0.7)
     drawn = np.arange(SLOTS + 1)
     weights = stats.binom.pmf(drawn, 1000, PLAN.sampling_prob)
-    assert float(told[3]) == pytest.approx(weights @ np.ceil(drawn / at_once), abs=0.05)
+    assert float(told[3]) == pytest.approx(weights @ np.ceil(drawn / at_once), abs=0.5)
     assert sum(int(told[part]) for part in (5, 6, 7, 8)) == pytest.approx(100, abs=2)
     assert int(told[6]) == 0 or size != 1
 

@@ -40,9 +40,8 @@ def flops(loss, model, filter_spec, microbatch_size=None):
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("first", [1, 2, 3])
-def test_frozen_layers_cost_what_constants_cost(first, microbatch_size):
-    spec = trained_from(first)
+def test_frozen_layers_cost_what_constants_cost(microbatch_size):
+    spec = trained_from(2)
     trained, frozen = eqx.partition(CASE.model, spec)
 
     def with_constants(trained, *example):

@@ -291,6 +291,7 @@ def test_linear_solves_go_on_working(method):
     neighbours_differ_by_one(loss, method=method)
 
 
+@pytest.mark.slow
 def test_root_finds_go_on_working():
     def loss(params, x):
         found = optx.root_find(

@@ -17,7 +17,8 @@ from tests.gradients.rounded import rounded_loss
 
 pytestmark = pytest.mark.optimized
 
-METHODS = pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+ALL = ("book_keeping", "ghost", "per_example")
+METHODS = pytest.mark.parametrize("method", ALL)
 FLOAT8 = dp.Matmul("float8_e4m3fn", "float8_e5m2")
 # All else is as wide as it can be, so that what is seen is the products.
 PRODUCTS = dp.Policy("float32", "float32", "float32", matmul=FLOAT8)
@@ -44,15 +45,12 @@ CASES = {
     },
     "stacked_gpt": networks.stacked_gpt,  # under scan and remat
 }
+EACH = [("linear_tokens", "ghost"), ("conv1d_all", "book_keeping"), ("weight_norm", "per_example")]
+OTHERS = [(name, method) for name in CASES for method in ALL if (name, method) not in EACH]
 
 
-@METHODS
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("gru_scan", "stacked_gpt") else [])
-        for name in CASES
-    ],
+    ("name", "method"), [*EACH, *(pytest.param(*its, marks=pytest.mark.slow) for its in OTHERS)]
 )
 def test_the_gradient_is_that_of_rounded_operands(name, method):
     case = CASES[name]()

@@ -10,11 +10,11 @@ import eqx_dp as dp
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.cases import models as networks
+from tests.gradients.tiers import by_method
 
 pytestmark = pytest.mark.optimized
 
 TOLERANCE = 1e-5
-METHODS = pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 PADDING = np.array([False, True, False, False, True])
 KEY = jax.random.key(3)
 
@@ -69,8 +69,14 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@METHODS
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    by_method(
+        OPTIONS,
+        ghost=("padding", "clip norms of layers", "key and padding", "aux"),
+        per_example=("rescaled", "clip norms of layers, rescaled", "frozen"),
+    ),
+)
 def test_agrees_with_the_oracle(name, method):
     case, options, given = OPTIONS[name]
     options = {"l2_clip_norm": 0.3, "filter_spec": case.filter_spec, **options}

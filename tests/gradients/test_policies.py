@@ -28,7 +28,7 @@ PRESETS = {
 AGREEING = [
     *((preset, models.mlp(), "auto") for preset in PRESETS),
     ("mixed_float16", models.cnn(), "book_keeping"),
-    ("mixed_float16", models.cnn(), "ghost"),
+    pytest.param("mixed_float16", models.cnn(), "ghost", marks=pytest.mark.slow),
     pytest.param("bfloat16", networks.gru(), "ghost", marks=pytest.mark.slow),
     pytest.param("mixed_bfloat16", networks.stacked_gpt(), "ghost", marks=pytest.mark.slow),
 ]

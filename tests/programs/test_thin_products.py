@@ -85,6 +85,7 @@ for weight in (
 """
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_that_are_transposed_in_a_checkpoint():
     """In a process of its own, which XLA would end."""
     program = [sys.executable, "-c", PROGRAM]
