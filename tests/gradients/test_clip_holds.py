@@ -189,7 +189,7 @@ def shares(name, method, attacks=ATTACKS, policy=None):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    by_method(USES, ghost=("tokens", "lookups", "tied"), per_example=("tokens",)),
+    by_method(USES, ghost=("tokens", "lookups"), per_example=("tokens",)),
 )
 def test_uses(name, method):
     share = shares(name, method)

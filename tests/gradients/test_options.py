@@ -93,15 +93,6 @@ def test_agrees_with_the_oracle(name, method):
     ]
 
 
-def test_float64():
-    with jax.enable_x64(True):
-        case = models.cnn.__wrapped__()  # one that no other test is given
-        options = {"l2_clip_norm": 0.3, "policy": dp.load_policy("float64")}
-        _, grads = jitted.value_and_grad(case.loss, **options)(case.model, *case.batch(3))
-        truth = oracle.clipped_gradients(case.loss, case.model, *case.batch(3), l2_clip_norm=0.3)
-        assert oracle.relative_error(grads, truth.grads) < 1e-7
-
-
 # What comes back
 
 

@@ -100,18 +100,6 @@ def test_inside_scan(clip_norm):
     assert oracle.relative_error(final, model) < 1e-5
 
 
-def test_inside_vmap_over_models():
-    """An ensemble, each member with its own clipped gradient."""
-    grad_fn = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=1.0, microbatch_size=2)
-    other = jax.tree.map(jnp.cos, CASE.model)
-    ensemble = jax.tree.map(lambda *leaves: jnp.stack(leaves), CASE.model, other)
-    grads = jax.vmap(lambda model: grad_fn(model, *BATCH))(ensemble)
-    for i, member in enumerate((CASE.model, other)):
-        truth = oracle.clipped_gradients(CASE.loss, member, *BATCH, l2_clip_norm=1.0)
-        found = jax.tree.map(lambda leaf, i=i: leaf[i], grads)
-        assert oracle.relative_error(found, truth.grads) < 1e-5
-
-
 @pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 def test_forward_mode(method):
     """How the sum changes with the model, which a search for settings may ask for."""

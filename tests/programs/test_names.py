@@ -5,14 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from eqx_dp.programs import SUMS_OF_DEVICES, named
+from eqx_dp.programs import SUMS_OF_DEVICES
 from tests.sharding.losses import mesh_of
-
-
-def test_a_name_that_jax_does_not_know_fails():
-    assert named("add scatter-add unvmap_any") == {"add", "scatter-add", "unvmap_any"}
-    with pytest.raises(ImportError, match="'scatter_add'"):
-        named("add scatter_add")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

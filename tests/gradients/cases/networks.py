@@ -31,16 +31,6 @@ from tests.gradients.cases.tables import (
 # Sequences.
 
 
-def remembering(m: Any, x: Array) -> Array:
-    """A recurrent cell with a start that is learned."""
-
-    def step(h: Array, x: Array) -> tuple[Array, Array]:
-        h = m["cell"](x, h)
-        return h, m["head"](h)
-
-    return lax.scan(step, m["start"], x)[1]
-
-
 def selective_state_space(m: Any, x: Array) -> Array:
     step = jax.nn.softplus(on_all(m["step"], x))
     b, c = on_all(m["b"], x), on_all(m["c"], x)
@@ -122,19 +112,6 @@ LOSSES = {
 # Others.
 
 
-def graph(m: Any, x: Array, edges: Array) -> Array:
-    messages = on_all(m["message"], jnp.concatenate([x[edges[:, 0]], x[edges[:, 1]]], 1))
-    summed = jax.ops.segment_sum(messages, edges[:, 1], 3)
-    return on_all(m["update"], jnp.concatenate([x, jnp.tanh(summed)], 1))
-
-
-def chosen_expert(m: Any, x: Array) -> Array:
-    gates = jax.nn.softmax(m["gate"](x))
-    best = jnp.argmax(gates)
-    expert = jax.tree.map(lambda leaf: leaf[best], eqx.filter(m["experts"], eqx.is_array))
-    return gates[best] * jnp.tanh(expert.weight @ x + expert.bias)
-
-
 def shared_module(key: Array) -> Any:
     """An embedding that is the head as well, by Equinox' own means."""
     pair = (nn.Embedding(5, 4, key=key), nn.Linear(4, 5, use_bias=False, key=key))
@@ -207,31 +184,13 @@ def differential(adjoint: Any, solver: Any = None, steps: Any = None) -> Callabl
 ODE = {"start": linear(2, 3), "field": mlp(3, 3, 4, 1), "end": linear(3, 2)}
 
 
-def controlled(m: Any, x: Array) -> Array:
-    times = jnp.arange(4, dtype=x.dtype)
-    path = diffrax.LinearInterpolation(times, x)
-    term = diffrax.ControlTerm(lambda t, y, _: m["field"](y).reshape(3, 2), path)
-    solution = diffrax.diffeqsolve(
-        term, diffrax.Euler(), 0.0, 3.0, 1.0, m["start"](x[0]), max_steps=4
-    )
-    return m["end"](solution.ys[-1])
-
-
 NETWORKS: Table = {
     name: of_module(make, *data)
     for name, (make, *data) in {
-        "gru, learned start": (made(remembering, cell=lambda k: nn.GRUCell(3, 4, key=k),
-            start=array(4), head=linear(4, 2)), (3, 3)),
         "state space, selective": (made(selective_state_space, step=linear(4, 4), b=linear(4, 3),
             c=linear(4, 3), decay=array(4, 3), skip=array(4)), (3, 4)),
         "blocks with names": (made(stack_of_blocks, embedding=lambda k: nn.Embedding(7, 4, key=k),
             positions=array(6, 4), blocks=stacked(Block, 2)), Rows(7, (4,))),
-        "graph": (made(graph, message=linear(6, 4), update=linear(7, 2)), (3, 3), Rows(3, (4, 2))),
-        "expert chosen": (made(chosen_expert, gate=linear(3, 3),
-            experts=stacked(linear(3, 2), 3)), (3,)),
-        "prelu and group norm": (made(lambda m, x: m["norm"](m["bend"](m["conv"](x))),
-            conv=lambda k: nn.Conv1d(2, 4, 2, key=k), bend=lambda k: nn.PReLU(),
-                norm=lambda k: nn.GroupNorm(2, 4)), (2, 5)),
         "flow, masked autoregressive": (MADE, (3,)),
     }.items()
 }  # fmt: skip
@@ -255,7 +214,5 @@ EQUATIONS: Table = {
         "backwards": (made(differential(diffrax.BacksolveAdjoint()), **ODE), (2,)),
         "adaptive": (made(differential(diffrax.RecursiveCheckpointAdjoint(), diffrax.Bosh3(),
             diffrax.PIDController(rtol=1e-2, atol=1e-2)), **ODE), (2,)),
-        "controlled": (
-            made(controlled, start=linear(2, 3), field=mlp(3, 6, 4, 1), end=linear(3, 2)), (4, 2)),
     }.items()
 }  # fmt: skip

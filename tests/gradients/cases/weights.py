@@ -24,22 +24,6 @@ def norm(w, axis=None):
     return jnp.sqrt(jnp.sum(w**2, axis, keepdims=True))
 
 
-def spectral_in_a_loop(w):
-    def step(_, u):
-        v = w.T @ (w @ u)
-        return v / norm(v)
-
-    u = lax.fori_loop(0, 3, step, jnp.ones_like(w[0]))
-    return w / norm(w @ u)
-
-
-def spline(w, x):
-    """A piecewise linear map whose knots and slopes are a parameter's softmax and softplus."""
-    knots = jnp.cumsum(jax.nn.softmax(w[0])) * 4 - 2
-    slopes = jax.nn.softplus(w[1])
-    return jnp.sum(slopes * jax.nn.relu(x[..., None] - knots), -1)
-
-
 # From two matrices, a vector and a number to a matrix that tokens are multiplied with.
 _WEIGHTS = {
     "mask": lambda m: m["w"] * MASK,
@@ -47,20 +31,16 @@ _WEIGHTS = {
     "triangular and diagonal": lambda m: jnp.triu(m["w"], 1) + jnp.diag(jnp.exp(m["b"])),
     "set": lambda m: m["w"].at[jnp.arange(4), jnp.arange(4)].set(0),
     "concatenate": lambda m: jnp.concatenate([m["w"], m["v"]], 1),
-    "stack": lambda m: jnp.stack([m["w"], m["v"]], 1).reshape(4, 8),
     "padded": lambda m: jnp.pad(m["w"][1:], ((0, 1), (2, 0))),
     "with itself": lambda m: jnp.concatenate([m["w"], m["w"].T], 1),
     "with constants": lambda m: jnp.concatenate([m["w"][:3], jnp.ones((1, 4), m["w"].dtype)]),
-    "rolled": lambda m: jnp.roll(m["w"], 1, 0) + jnp.flip(m["w"], 1),
     "circulant": lambda m: m["b"][(np.arange(4)[:, None] - np.arange(4)) % 4],
     "exp, masked": lambda m: jnp.exp(m["w"]) * MASK + m["v"] * (1 - MASK),
     "product with itself": lambda m: m["w"] * m["w"],
     "quotient": lambda m: m["w"] / (2 + jnp.cos(m["v"])),
-    "maximum": lambda m: jnp.maximum(m["w"], m["v"]),
     "scaled by exp": lambda m: m["w"] * jnp.exp(m["s"]),
     "centred": lambda m: m["w"] - jnp.mean(m["w"], 0),
     "weight norm": lambda m: m["b"] * m["w"] / norm(m["w"], 0),
-    "spectral in a loop": lambda m: spectral_in_a_loop(m["w"]),
     "low rank and diagonal": lambda m: m["w"][:, :1] @ m["v"][:1] + jnp.diag(m["b"]),
     "merged": lambda m: m["w"] + 0.5 * (m["v"][:, :2] @ m["v"][2:]),
     "gram": lambda m: m["w"].T @ m["w"],
@@ -112,7 +92,6 @@ MET: Table = {
         (jnp.broadcast_to(jnp.exp(-jnp.exp(m["b"]) + 1j * m["c"]), x.shape), x + 0j))[1]), "b4 c4"),
     "learned start, tied": of_arrays(lambda m, x: lax.scan(
         lambda h, x: (jnp.tanh(h @ m["w"] + x), h), m["w"][0], x)[1], "w44"),
-    "spline": of_arrays(lambda m, x: spline(m["a"], x), "a25"),
     "snake": of_arrays(lambda m, x: x + jnp.sin(m["b"] * x) ** 2 / (m["b"] ** 2 + 1), "b4"),
     "prelu": of_arrays(lambda m, x: jnp.where(x > 0, x, m["s"] * x), "s"),
     "chosen by data": of_arrays(lambda m, x: jnp.where(x[:, :1] > 0, m["b"], m["c"]) * x, "b4 c4"),
@@ -187,9 +166,7 @@ def posterior(m, x):
 _TERMS = {
     "squares": lambda m, x: fit(m, x) + 0.1 * squares(m),
     "norms": lambda m, x: fit(m, x) + sum(jnp.linalg.norm(leaf) for leaf in jax.tree.leaves(m)),
-    "absolutes": lambda m, x: fit(m, x) + 0.1 * jnp.sum(jnp.abs(m["w"])),
     "log determinant": lambda m, x: fit(m, x) + jnp.linalg.slogdet(m["w"])[1],
-    "largest": lambda m, x: fit(m, x) + jnp.max(jnp.abs(m["w"])),
     "two that meet": lambda m, x: fit(m, x) + jnp.sum(m["w"] * m["v"]),
     "huge": lambda m, x: fit(m, x) + 1e6 * squares(m),
     "in a loop": lambda m, x: fit(m, x) + lax.fori_loop(
