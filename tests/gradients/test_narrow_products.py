@@ -18,7 +18,9 @@ from tests.gradients.rounded import rounded_loss
 pytestmark = pytest.mark.optimized
 
 ALL = ("book_keeping", "ghost", "per_example")
-METHODS = pytest.mark.parametrize("method", ALL)
+METHODS = pytest.mark.parametrize(
+    "method", ["book_keeping", *(pytest.param(its, marks=pytest.mark.slow) for its in ALL[1:])]
+)
 FLOAT8 = dp.Matmul("float8_e4m3fn", "float8_e5m2")
 # All else is as wide as it can be, so that what is seen is the products.
 PRODUCTS = dp.Policy("float32", "float32", "float32", matmul=FLOAT8)

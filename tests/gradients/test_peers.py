@@ -24,9 +24,7 @@ SETTINGS = [
     {"l2_clip_norm": 1.0},
     {"l2_clip_norm": 0.7, "rescale_to_unit_norm": True, "normalize_by": 3.0},
     {"l2_clip_norm": 1.0, "microbatch_size": 3, "normalize_by": 32.0},
-    {"l2_clip_norm": 0.0},
     {"l2_clip_norm": 0.0, "rescale_to_unit_norm": True},
-    {"l2_clip_norm": np.inf},
     {"l2_clip_norm": np.inf, "rescale_to_unit_norm": True},
 ]
 
