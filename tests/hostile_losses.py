@@ -339,8 +339,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for (method, policy), its in found.items():
         worst, _, program = max(its)
         zeros, count = sum(zero for _, zero, _ in its), len({program for *_, program in its})
-        told = f"{worst:.9f} (program {program})"
-        print(f"| {method} | {policy} | {count} | {len(its)} | {told} | {zeros} |")
+        share = f"{worst:.9f} (program {program})"
+        print(f"| {method} | {policy} | {count} | {len(its)} | {share} | {zeros} |")
     print(f"seed {options.seed}, {time.monotonic() - start:.0f} s")
     return int(any(share > 1 for its in found.values() for share, _, _ in its))
 

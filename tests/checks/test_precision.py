@@ -15,8 +15,8 @@ from jaxtyping import TypeCheckError
 
 import eqx_dp as dp
 from tests import models
-from tests.gradients.engine import layers
-from tests.gradients.engine.models import VOCABULARY, StackedGPT, language_loss
+from tests.gradients.cases import layers
+from tests.gradients.cases.models import VOCABULARY, StackedGPT, language_loss
 from tests.sharding.losses import mesh_of
 
 FLOAT8, MIXED, WIDE = map(dp.load_policy, ("mixed_float8", "mixed_bfloat16", "float32"))

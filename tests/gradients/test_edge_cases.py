@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,16 +57,6 @@ def test_padding_reports_zero(microbatch_size):
         assert (rows[[0, 2, 3]] != 0).any(axis=1).all()
 
 
-def test_padding_is_the_same_as_not_being_there():
-    case = models.linear_regression()
-    batch = case.batch(6)
-    padding = np.array([True, False, False, True, False, False])
-    grad_fn = jitted.grad(case.loss, l2_clip_norm=0.5)
-    padded = grad_fn(case.model, *batch, is_padding_example=padding)
-    without = grad_fn(case.model, *(leaf[~padding] for leaf in batch))
-    assert oracle.relative_error(padded, without) < 1e-6
-
-
 def test_padding_does_not_shift_the_keys():
     def loss(model, x, *, key):
         return model * x, jax.random.key_data(key)
@@ -92,34 +81,19 @@ def test_a_batch_of_padding_gives_zeros(microbatch_size):
     assert grads["weight"].shape == (5,)
 
 
-@pytest.mark.parametrize("microbatch_size", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_empty_batch_gives_zeros(microbatch_size):
-    case = models.mlp()
-    per_example, grads = jitted.value_and_grad(
-        loss_and_logits, l2_clip_norm=0.5, has_aux=True, microbatch_size=microbatch_size
-    )(case.model, jnp.zeros((0, 6)), jnp.zeros(0, jnp.int32))
-    assert jax.tree.structure(grads) == jax.tree.structure(
-        eqx.filter(case.model, eqx.is_inexact_array)
-    )
-    assert not oracle.vector(grads).any()
-    assert grads.layers[0].weight.shape == (8, 6)
-    assert per_example.loss.shape == per_example.grad_norm.shape == (0,)
-    assert per_example.aux.shape == (0, 3)
+@pytest.mark.parametrize("clip_norm", [0.5, {"weight": 1.0, "bias": 2.0}], ids=str)
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_an_empty_batch_gives_zeros(microbatch_size, clip_norm):
+    def loss(model, x, y):
+        return models.squared_error(model, x, y), 2 * x
 
-
-def loss_and_logits(model, x, label):
-    logits = model(x)
-    return models.cross_entropy(logits, label), logits
-
-
-def test_an_empty_batch_with_a_tree_of_clip_norms():
-    clip = {"weight": 1.0, "bias": 2.0}
     case = models.linear_regression()
-    per_example, grads = jitted.value_and_grad(case.loss, l2_clip_norm=clip)(
-        case.model, jnp.zeros((0, 5)), jnp.zeros(0)
-    )
+    per_example, grads = jitted.value_and_grad(
+        loss, l2_clip_norm=clip_norm, has_aux=True, microbatch_size=microbatch_size
+    )(case.model, jnp.zeros((0, 5)), jnp.zeros(0))
+    assert jax.tree.map(jnp.shape, grads) == {"weight": (5,), "bias": ()}
     assert not oracle.vector(grads).any()
-    assert jax.tree.map(jnp.shape, per_example.grad_norm) == {"weight": (0,), "bias": (0,)}
+    assert {x.shape for x in jax.tree.leaves(per_example)} == {(0,), (0, 5)}
 
 
 @pytest.mark.parametrize(
@@ -168,16 +142,14 @@ def poisoned_loss(model, x, kind):
 
 
 @functools.cache
-def poisoned_engine(per_group):
-    return jitted.value_and_grad(
-        poisoned_loss,
-        l2_clip_norm={"a": np.inf, "b": 2.0} if per_group else 1.0,
-        microbatch_size=2 if per_group else None,
-    )
+def poisoned_engine(method):
+    options = {"l2_clip_norm": 1.0}
+    if method == "book_keeping":
+        options = {"l2_clip_norm": {"a": np.inf, "b": 2.0}, "microbatch_size": 2}
+    return jitted.value_and_grad(poisoned_loss, method=method, **options)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("per_group", [False, True])
+@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
 @pytest.mark.parametrize(
     ("kind", "first", "loss_is_finite", "gradient_is_finite"),
     [
@@ -191,13 +163,13 @@ def poisoned_engine(per_group):
     ],
 )
 def test_an_example_that_is_not_finite_is_as_good_as_padding(
-    kind, first, loss_is_finite, gradient_is_finite, per_group
+    kind, first, loss_is_finite, gradient_is_finite, method
 ):
     model = {"a": jnp.array([1.0, -1.0, 0.5]), "b": jnp.array(2.0)}
     # The last one: padding before others would change the order in which they are added up.
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), jnp.float32).at[4, 0].set(first)
     kinds = jnp.full(5, HEALTHY).at[4].set(kind)
-    grad_fn, nobody = poisoned_engine(per_group), jnp.zeros(5, bool)
+    grad_fn, nobody = poisoned_engine(method), jnp.zeros(5, bool)
     reported, grads = grad_fn(model, x, kinds, is_padding_example=nobody)
     masked, expected = grad_fn(model, x, kinds, is_padding_example=nobody.at[4].set(True))
     assert bits(grads) == bits(expected)
@@ -250,7 +222,6 @@ def test_rescaling_by_a_tiny_norm_never_makes_an_infinity():
 SCALES = [1e-30, 1e-22, 1e-10, 1.0, 1e10, 1e19, 1e22, 1e30]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("clip_norm", "rescale"),
     [(1e-3, False), (1.0, False), (1e3, False), (1e-3, True), (1e3, True), (0.0, True)],
@@ -273,13 +244,6 @@ def test_gradients_of_any_scale_are_clipped(clip_norm, rescale):
     np.testing.assert_allclose(grads, truth.grads, rtol=5e-6, atol=1e-36)
 
 
-@pytest.mark.parametrize(("scale", "clip_norm"), [(1e-30, 1e-31), (1.0, 1.0), (1e30, 1.0)])
-def test_a_clipped_example_has_the_clip_norm(scale, clip_norm):
-    x = scale * np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32)
-    grads = jitted.grad(models.dot, l2_clip_norm=clip_norm)(jnp.zeros(1000), jnp.asarray(x))
-    assert np.linalg.norm(oracle.vector(grads)) / clip_norm == pytest.approx(1, rel=5e-6)
-
-
 def test_a_norm_at_the_end_of_float32_is_clipped_and_one_beyond_it_adds_zero():
     largest = np.finfo(np.float32).max
     x = jnp.stack([jnp.full(16, 0.249 * largest), jnp.full(16, largest)])
@@ -289,17 +253,6 @@ def test_a_norm_at_the_end_of_float32_is_clipped_and_one_beyond_it_adds_zero():
     np.testing.assert_allclose(grads, np.full(16, 25.0), rtol=5e-6)
 
 
-def test_a_zero_gradient_adds_zero():
-    x = jnp.zeros((3, 2)).at[1].set(jnp.array([0.3, 0.4]))
-    for rescale, expected in ((False, [0.3, 0.4]), (True, [0.3, 0.4])):
-        per_example, grads = jitted.value_and_grad(
-            models.dot, l2_clip_norm=1.0, rescale_to_unit_norm=rescale
-        )(jnp.ones(2), x)
-        np.testing.assert_allclose(grads, expected, rtol=5e-6)
-        np.testing.assert_array_equal(per_example.grad_norm == 0, [True, False, True])
-
-
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
 def test_terms_that_overflow_and_cancel_leave_the_others_alone(method):
     """A row looked up twice with cotangents whose squares overflow: a gradient of exactly zero."""
@@ -331,3 +284,15 @@ def test_leaves_without_entries_in_microbatches():
     grads, aux = grad_fn(jnp.ones(2), x, np.zeros((3, 0), np.float32))
     np.testing.assert_allclose(grads, x.sum(0), rtol=1e-5)
     assert [leaf.shape for leaf in aux] == [(3, 0), (3, 0)]
+
+
+@pytest.mark.parametrize("batch", [1, 8, 9, 65])
+@pytest.mark.parametrize("size", [3, 2**15])
+def test_what_does_not_contribute_is_selected_away(batch, size):
+    """Of few examples and many, small gradients and large: each is added up in its own way."""
+    x = np.random.default_rng(batch).normal(size=(batch, size)).astype(np.float32)
+    lost = np.arange(batch) % 3 == 0
+    x[lost] = np.nan
+    expected = sum(np.float64(row) / max(1, np.linalg.norm(row)) for row in x[~lost])
+    found = jitted.grad(models.dot, l2_clip_norm=1.0)(jnp.zeros(size), x)
+    np.testing.assert_allclose(found, expected + np.zeros(size), rtol=1e-4, atol=1e-6)

@@ -24,9 +24,7 @@ SETTINGS = [
     {"l2_clip_norm": 1.0},
     {"l2_clip_norm": 0.7, "rescale_to_unit_norm": True, "normalize_by": 3.0},
     {"l2_clip_norm": 1.0, "microbatch_size": 3, "normalize_by": 32.0},
-    {"l2_clip_norm": 0.0},
     {"l2_clip_norm": 0.0, "rescale_to_unit_norm": True},
-    {"l2_clip_norm": np.inf},
     {"l2_clip_norm": np.inf, "rescale_to_unit_norm": True},
 ]
 
@@ -61,18 +59,3 @@ def test_sensitivities(settings, relation):
     ours = dp.filter_clipped_grad(CASE.loss, **settings).sensitivity(relation)
     theirs = of_jax_privacy(CASE.loss, **settings).sensitivity(relation)
     assert ours == pytest.approx(theirs, rel=1e-12)
-
-
-def test_a_convolutional_network():
-    case = models.cnn()
-    batch = case.batch(4)
-    arrays, static = eqx.partition(case.model, eqx.is_inexact_array)
-    ours = jitted.grad(case.loss, l2_clip_norm=0.5)(case.model, *batch)
-
-    def loss(arrays, *example):
-        return case.loss(eqx.combine(arrays, static), *example)
-
-    theirs = jax.jit(
-        clipped_grad(loss, l2_clip_norm=0.5, batch_argnums=(1, 2), keep_batch_dim=False)
-    )(arrays, *batch)
-    assert oracle.relative_error(ours, theirs) < 1e-5

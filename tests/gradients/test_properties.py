@@ -189,20 +189,6 @@ def over(mask, leaf):
 
 
 @PROPERTIES
-@given(setups())
-def test_reports_are_of_each_example_alone(setup):
-    """Each example's loss and norm are those it has in a batch of its own, to the last bits."""
-    index, size, microbatch_size, x, padding = setup
-    _, jitted = engine(index, microbatch_size)
-    reported, _ = jitted(x, padding)
-    _, alone = engine(index, None)
-    for i in range(size):
-        single, _ = alone(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], x), padding[i : i + 1])
-        for many, one in zip(jax.tree.leaves(reported), jax.tree.leaves(single), strict=True):
-            np.testing.assert_allclose(many[i], one[0], rtol=1e-6)
-
-
-@PROPERTIES
 @given(setups(NUMBERS), st.randoms(use_true_random=False))
 def test_the_order_of_examples_does_not_matter(setup, random):
     index, size, microbatch_size, x, padding = setup

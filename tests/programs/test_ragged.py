@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+import eqx_dp as dp
 from eqx_dp.programs import equations, with_masked_products
-from tests import models
-from tests.gradients.engine import agreement, uses
+from tests import oracle
+from tests.gradients.cases.tables import of_arrays
 
 RAGGED = "ragged_dot_general"
 ROWS, MATRICES = (
@@ -33,16 +34,6 @@ def test_dimensions():
     sizes = jnp.array([2, 1, 3])
     function = lambda x, w: lax.ragged_dot_general(x, w, sizes, numbers)  # noqa: E731
     check(function, ROWS.T, MATRICES.transpose(2, 0, 1))
-
-
-def test_in_loops_and_branches():
-    def function(x, w):
-        def step(x, _):
-            return jnp.tanh(lax.ragged_dot(x, w @ w.mT, jnp.array([2, 1, 3]))), None
-
-        return lax.cond(x[0, 0] > 0, lambda x: x, lambda x: lax.scan(step, x, None, 2)[0], x)
-
-    check(function, ROWS - 3, MATRICES)
 
 
 def primitives(program):
@@ -75,43 +66,26 @@ def test_nothing_of_another_group_comes_in():
     np.testing.assert_array_equal(np.isnan(gradient).any((1, 2)), np.arange(3) == 0)
 
 
-def test_what_is_left_as_it_is():
-    numbers = general(((0,), (0,)), [0], [])
-    function = lambda x, y: lax.ragged_dot_general(x, y, jnp.array([2, 1, 3]), numbers)  # noqa: E731
-    program = jax.make_jaxpr(function)(ROWS, ROWS)
-    assert with_masked_products(program) is program
-
-
 def experts(model, x):
     """Every row goes to the expert that it likes best."""
-    liked = x @ model["router"]
+    liked = x @ model["r"]
     expert = jnp.argmax(liked, -1)
     x, sizes = x[jnp.argsort(expert)], jnp.bincount(expert, length=3)
-    hidden = jnp.tanh(lax.ragged_dot(x, model["up"], sizes))
-    y = lax.ragged_dot(hidden, model["down"], sizes)
-    return jnp.sum(jnp.sin(y)) + jnp.sum(jax.nn.softmax(liked)[:, 0] ** 2)
+    hidden = jnp.tanh(lax.ragged_dot(x, model["u"], sizes))
+    return jnp.sin(lax.ragged_dot(hidden, model["d"], sizes)), jax.nn.softmax(liked)[:, 0]
 
 
-def experts_case():
-    rng = np.random.default_rng(0)
-    shapes = {"router": (5, 3), "up": (3, 5, 4), "down": (3, 4, 5)}
-    model = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
-    draw = lambda rng, size: (jnp.asarray(rng.normal(size=(size, 6, 5)), jnp.float32),)  # noqa: E731
-    return models.Case("experts", model, experts, draw)
+def loss(model, x):
+    y, gates = experts(model, x)
+    return jnp.sum(y) + jnp.sum(gates**2)
 
 
-def test_experts_are_contractions():
-    assert set(map(tuple, uses.kinds(experts_case()).values())) == {("contraction",)}
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("way", ["factored", "formed"])
-def test_a_mixture_of_experts(way, monkeypatch):
-    uses.force(monkeypatch, way)
-    agreement.check(experts_case(), size=4, by_leaf=True)
-
-
-def test_a_mixture_of_experts_per_example():
-    for size in (1, 2):
-        agreement.check(experts_case(), size=4, methods=["per_example"], microbatch_size=size)
+@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+def test_a_mixture_of_experts(method):
+    case = of_arrays(loss, "r53 u354 d345", (6, 5), loss=True)("experts")
+    batch = case.batch(4)
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=0.5, method=method)
+    truth = oracle.clipped_gradients(loss, case.model, *batch, l2_clip_norm=0.5)
+    assert oracle.relative_error(jax.jit(grad_fn)(case.model, *batch), truth.grads) < 1e-5
+    rows = dp.explain(grad_fn, case.model, *batch).rows
+    assert {row.uses for row in rows} == {("contraction",)}

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,8 @@ import numpy as np
 from equinox import nn
 from jaxtyping import Array
 
-from tests.gradients.engine.layers import random_like
-from tests.models import Case, cnn, cross_entropy, frozen_mlp
+from tests.gradients.cases.tables import Table, random_like
+from tests.models import Case, cnn, cross_entropy
 
 WIDTH, VOCABULARY, LENGTH = 4, 7, 5
 
@@ -32,8 +31,8 @@ class Block(eqx.Module):
         self.after = nn.RMSNorm(WIDTH)
         self.mix = nn.MLP(WIDTH, WIDTH, 6, 1, activation=jax.nn.gelu, key=key)
 
-    def __call__(self, hidden: Array, causal: bool = True) -> Array:
-        mask = jnp.tril(jnp.ones((len(hidden), len(hidden)), bool)) if causal else None
+    def __call__(self, hidden: Array) -> Array:
+        mask = jnp.tril(jnp.ones((len(hidden), len(hidden)), bool))
         normed = jax.vmap(self.before)(hidden)
         hidden = hidden + self.attention(normed, normed, normed, mask)
         return hidden + jax.vmap(self.mix)(jax.vmap(self.after)(hidden))
@@ -110,36 +109,29 @@ class Recurrent(eqx.Module):
     """Tokens through a recurrent cell, read out at every step."""
 
     embedding: nn.Embedding
-    cell: nn.GRUCell | nn.LSTMCell
+    cell: nn.GRUCell
     head: nn.Linear
 
-    def __init__(self, make_cell: Callable[..., Any], key: Array) -> None:
+    def __init__(self, key: Array) -> None:
         keys = jax.random.split(key, 3)
         self.embedding = nn.Embedding(VOCABULARY, 3, key=keys[0])
-        self.cell = make_cell(3, WIDTH, key=keys[1])
+        self.cell = nn.GRUCell(3, WIDTH, key=keys[1])
         self.head = nn.Linear(WIDTH, VOCABULARY, key=keys[2])
 
     def __call__(self, tokens: Array) -> Array:
-        zero = jnp.zeros(WIDTH, self.head.weight.dtype)
-        start = (zero, zero) if isinstance(self.cell, nn.LSTMCell) else zero
+        start = jnp.zeros(WIDTH, self.head.weight.dtype)
 
-        def step(state: Any, token: Array) -> tuple[Any, Array]:
+        def step(state: Array, token: Array) -> tuple[Array, Array]:
             state = self.cell(self.embedding(token), state)
-            return state, self.head(jax.tree.leaves(state)[0])
+            return state, self.head(state)
 
         return jax.lax.scan(step, start, tokens)[1]
 
 
 @functools.cache
 def gru() -> Case:
-    model = Recurrent(nn.GRUCell, jax.random.key(3))
+    model = Recurrent(jax.random.key(3))
     return Case("gru", model, language_loss, _draw_tokens)
-
-
-@functools.cache
-def lstm() -> Case:
-    model = Recurrent(nn.LSTMCell, jax.random.key(4))
-    return Case("lstm", model, language_loss, _draw_tokens)
 
 
 class LowRankLinear(eqx.Module):
@@ -174,89 +166,7 @@ def low_rank_gpt() -> Case:
     return Case("low_rank_gpt", model, language_loss, _draw_tokens, spec)
 
 
-class VisionTransformer(eqx.Module):
-    """Patches by a strided convolution, a class token, positions, a block, a head."""
-
-    patches: nn.Conv2d
-    token: Array
-    positions: Array
-    block: Block
-    head: nn.Linear
-
-    def __init__(self, key: Array) -> None:
-        keys = jax.random.split(key, 4)
-        self.patches = nn.Conv2d(1, WIDTH, 2, stride=2, key=keys[0])
-        self.token, self.positions = jnp.full((1, WIDTH), 0.3), jnp.full((5, WIDTH), 0.1)
-        self.block = Block(keys[1])
-        self.head = nn.Linear(WIDTH, 3, key=keys[2])
-
-    def __call__(self, image: Array) -> Array:
-        hidden = self.patches(image).reshape(WIDTH, -1).T
-        hidden = jnp.concatenate([self.token.astype(hidden.dtype), hidden]) + self.positions
-        return self.head(self.block(hidden, causal=False)[0])
-
-
-def image_loss(model: Callable[[Array], Array], image: Array, label: Array) -> Array:
-    return cross_entropy(model(image), label)
-
-
-def _draw_images(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
-    return (
-        jnp.asarray(rng.normal(size=(size, 1, 4, 4)), jnp.float32),
-        jnp.asarray(rng.integers(0, 3, size), jnp.int32),
-    )
-
-
-@functools.cache
-def vision_transformer() -> Case:
-    model = random_like(VisionTransformer(jax.random.key(5)))
-    return Case("vision_transformer", model, image_loss, _draw_images)
-
-
-class NeuralODE(eqx.Module):
-    """A vector field between an input and an output layer."""
-
-    inputs: nn.Linear
-    field: nn.MLP
-    head: nn.Linear
-
-    def __init__(self, key: Array) -> None:
-        keys = jax.random.split(key, 3)
-        self.inputs = nn.Linear(2, 3, key=keys[0])
-        self.field = nn.MLP(3, 3, 4, 1, activation=jax.nn.tanh, key=keys[1])
-        self.head = nn.Linear(3, 3, key=keys[2])
-
-    def __call__(self, x: Array) -> Array:
-        term = diffrax.ODETerm(lambda t, y, field: field(y))
-        start = self.inputs(x)
-        solution = diffrax.diffeqsolve(
-            term, diffrax.Heun(), 0.0, 1.0, 0.25, start, args=self.field, max_steps=8
-        )
-        assert solution.ys is not None
-        return self.head(solution.ys[-1])
-
-
-def _draw_points(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
-    return (
-        jnp.asarray(rng.normal(size=(size, 2)), jnp.float32),
-        jnp.asarray(rng.integers(0, 3, size), jnp.int32),
-    )
-
-
-@functools.cache
-def neural_ode() -> Case:
-    model = random_like(NeuralODE(jax.random.key(6)))
-    return Case("neural_ode", model, image_loss, _draw_points)
-
-
-MODELS = (
-    cnn,
-    frozen_mlp,
-    list_gpt,
-    stacked_gpt,
-    gru,
-    lstm,
-    low_rank_gpt,
-    vision_transformer,
-    neural_ode,
-)
+TABLE: Table = {
+    make.__name__: lambda name, make=make: make()
+    for make in (cnn, list_gpt, stacked_gpt, gru, low_rank_gpt)
+}

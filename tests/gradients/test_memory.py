@@ -1,0 +1,48 @@
+"""Sizes of compiled programs: what each method needs of memory."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_dp as dp
+from tests.benchmarks.rows import gpt_stacked
+
+pytestmark = [pytest.mark.optimized, pytest.mark.slow]
+
+SIZES = {"batch": 8, "length": 32, "width": 32, "depth": 3, "vocabulary": 64}
+
+
+def ordinary(row):
+    return eqx.filter_grad(
+        lambda model, *batch: jnp.sum(jax.vmap(row.loss, (None, 0, 0))(model, *batch))
+    )
+
+
+def private(row, method):
+    return dp.filter_clipped_grad(row.loss, l2_clip_norm=1.0, method=method)
+
+
+def temporary_bytes(grad, row):
+    params, static = eqx.partition(row.model, eqx.is_array)
+    of_params = jax.jit(lambda params, *batch: grad(eqx.combine(params, static), *batch))
+    compiled = of_params.lower(params, *row.batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_book_keeping_holds_no_more_than_it_needs():
+    """Cotangents of biases and norm layers, stacked by the scan, would make it 3.7 x.
+
+    The goal is 2 x. It is 1.8 x without the conditional that keeps the compiler from computing
+    values twice (`computed_once`), which the clip bound needs, and 2.7 x with it.
+    """
+    row = gpt_stacked(**SIZES)
+    book_keeping = temporary_bytes(private(row, "book_keeping"), row)
+    assert book_keeping <= 2.8 * temporary_bytes(ordinary(row), row)
+
+
+def test_ghost_has_little_more_than_the_memory_of_ordinary_training():
+    """With its layers under scan and rematerialised."""
+    row = gpt_stacked(**SIZES)
+    ghost = temporary_bytes(private(row, "ghost"), row)
+    assert ghost <= 1.5 * temporary_bytes(ordinary(row), row)

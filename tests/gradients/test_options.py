@@ -1,0 +1,163 @@
+"""Every option of the clipped gradient, by every method, against the float64 oracle."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from tests import models, oracle
+from tests.gradients import jitted
+from tests.gradients.cases import models as networks
+from tests.gradients.tiers import by_method
+
+pytestmark = pytest.mark.optimized
+
+TOLERANCE = 1e-5
+PADDING = np.array([False, True, False, False, True])
+KEY = jax.random.key(3)
+
+
+def with_aux(model, x, label):
+    logits = model(x)
+    aux = {"logits": logits, "right": jnp.argmax(logits) == label, "label": label}
+    return models.cross_entropy(logits, label), aux
+
+
+def of_a_batch(model, x, label):
+    """For a whole batch: mean loss, with something of every rank on the side."""
+    assert x.ndim == 2
+    logits = jax.vmap(model)(x)
+    losses = jax.vmap(models.cross_entropy)(logits, label)
+    aux = {"losses": losses, "logits": logits, "mean": losses.mean(), "column": logits.T}
+    return losses.mean(), aux
+
+
+def by_layer(case):
+    """The activation, the sizes and so on stand in the clip tree as they do in the model."""
+    return eqx.tree_at(lambda m: m.layers, case.model, (0.1, jnp.array(0.71), 5.0))
+
+
+def by_leaf(case):
+    return jax.tree.map(lambda _: 0.05, eqx.filter(case.model, eqx.is_inexact_array))
+
+
+# A case, what the gradient is made with, and what it is called with.
+MLP, LINEAR = models.mlp(), models.linear_regression()
+RESCALED = {"rescale_to_unit_norm": True, "normalize_by": 12.5, "microbatch_size": 2}
+OPTIONS = {
+    "no options": (LINEAR, {}, {}),
+    "microbatches of one": (LINEAR, {"microbatch_size": 1}, {}),
+    "one microbatch, larger": (LINEAR, {"microbatch_size": 100}, {}),
+    "clip norm 0": (LINEAR, {"l2_clip_norm": 0.0, "normalize_by": 3}, {}),
+    "clip norm inf": (LINEAR, {"l2_clip_norm": np.inf}, {}),
+    "rescaled": (LINEAR, {"l2_clip_norm": 0.4, **RESCALED}, {}),
+    "rescaled, clip norm 0": (LINEAR, {"l2_clip_norm": 0.0, **RESCALED}, {}),
+    "rescaled, clip norm inf": (LINEAR, {"l2_clip_norm": np.inf, **RESCALED}, {}),
+    "clip norms of layers": (MLP, {"l2_clip_norm": by_layer(MLP), "normalize_by": 2.0}, {}),
+    "clip norms of layers, rescaled": (MLP, {"l2_clip_norm": by_layer(MLP), **RESCALED}, {}),
+    "clip norms of leaves": (models.cnn(), {"l2_clip_norm": by_leaf(models.cnn())}, {}),
+    "padding": (networks.gru(), {}, {"is_padding_example": PADDING}),
+    "frozen": (models.frozen_mlp(), {}, {"is_padding_example": PADDING}),
+    "key": (models.dropout(), {"microbatch_size": 3}, {"key": KEY}),
+    "key and padding": (models.dropout(), {}, {"key": KEY, "is_padding_example": PADDING}),
+    "aux": (MLP._replace(loss=with_aux), {"has_aux": True, "microbatch_size": 2},
+        {"is_padding_example": PADDING}),
+    "batch": (MLP._replace(loss=of_a_batch),
+        {"has_aux": True, "keep_batch_dim": True, "microbatch_size": 3}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    by_method(
+        OPTIONS,
+        ghost=("padding", "clip norms of layers", "key and padding", "aux"),
+        per_example=("rescaled", "clip norms of layers, rescaled", "frozen"),
+    ),
+)
+def test_agrees_with_the_oracle(name, method):
+    case, options, given = OPTIONS[name]
+    options = {"l2_clip_norm": 0.3, "filter_spec": case.filter_spec, **options}
+    grad_fn = jitted.value_and_grad(case.loss, method=method, **options)
+    per_example, grads = grad_fn(case.model, *case.batch(5), **given)
+    options.pop("microbatch_size", None)
+    truth = oracle.clipped_gradients(case.loss, case.model, *case.batch(5), **options, **given)
+    assert oracle.relative_error(grads, truth.grads) < TOLERANCE
+    for found, expected in zip(per_example, truth[1:4], strict=True):
+        assert oracle.relative_error(found, expected) < TOLERANCE
+    assert [leaf.dtype for leaf in jax.tree.leaves(per_example.aux)] == [
+        leaf.dtype if leaf.dtype != np.float64 else np.float32
+        for leaf in jax.tree.leaves(truth.aux)
+    ]
+
+
+# What comes back
+
+
+def test_plain_returns_the_same_gradients_as_value_and():
+    batch = LINEAR.batch(4)
+    grads = jitted.grad(LINEAR.loss, l2_clip_norm=0.5)(LINEAR.model, *batch)
+    per_example, same = jitted.value_and_grad(LINEAR.loss, l2_clip_norm=0.5)(LINEAR.model, *batch)
+    np.testing.assert_array_equal(oracle.vector(grads), oracle.vector(same))
+    assert isinstance(per_example, dp.PerExample)
+    assert per_example._fields == ("loss", "grad_norm", "aux")
+
+
+def test_gradients_have_the_models_tree_with_none_where_not_trained():
+    case = models.frozen_mlp()
+    grads = jitted.grad(case.loss, l2_clip_norm=1.0, filter_spec=case.filter_spec)(
+        case.model, *case.batch(3)
+    )
+    trained = eqx.filter(case.model, case.filter_spec)
+    assert jax.tree.structure(grads) == jax.tree.structure(trained)
+    assert eqx.apply_updates(case.model, grads).layers[1] == case.model.layers[1]
+
+
+def test_norms_are_those_before_clipping():
+    x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+    grad_fn = jitted.value_and_grad(models.dot, l2_clip_norm=1.0)
+    per_example, grads = grad_fn(jnp.zeros(2), x)
+    np.testing.assert_allclose(per_example.grad_norm, [5.0, 10.0], rtol=1e-6)
+    np.testing.assert_allclose(grads, [1.2, 1.6], rtol=5e-6)
+
+
+def test_an_axis_of_length_one_at_the_front_is_taken_away():
+    """One elsewhere, or longer, stays."""
+    grad_fn = jitted.grad(of_a_batch, l2_clip_norm=1.0, has_aux=True, keep_batch_dim=True)
+    _, aux = grad_fn(MLP.model, *MLP.batch(4))
+    shapes = {"losses": (4,), "logits": (4, 3), "mean": (4,), "column": (4, 3, 1)}
+    assert jax.tree.map(jnp.shape, aux) == shapes
+
+
+# Keys
+
+
+def draws(model, x, *, key):
+    """The gradient of an example is its input times a number drawn from its key."""
+    number = jax.random.uniform(key, (), jnp.float32)
+    return jnp.sum(model * x * number), (jax.random.key_data(key), number)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"keep_batch_dim": True}], ids=str)
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_example_i_gets_the_ith_key(make_key, options):
+    key, x = make_key(5), jnp.arange(1.0, 6.0)
+    grad_fn = jitted.grad(draws, l2_clip_norm=np.inf, has_aux=True, **options)
+    grads, (seen, numbers) = grad_fn(jnp.zeros(()), x, key=key)
+    np.testing.assert_array_equal(seen, jax.random.key_data(jax.random.split(key, 5)))
+    np.testing.assert_allclose(grads, np.sum(numbers * x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_key_that_may_be_left_out(key):
+    def loss(model, x, key=None):
+        return models.dot(model, x), jnp.zeros(()) if key is None else jnp.ones(())
+
+    given = {} if key is None else {"key": key}
+    grads, had_key = jitted.grad(loss, l2_clip_norm=np.inf, has_aux=True)(
+        jnp.zeros(()), jnp.ones(3), **given
+    )
+    np.testing.assert_allclose(grads, 3.0)
+    assert (had_key == (key is not None)).all()
