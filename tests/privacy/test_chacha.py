@@ -8,12 +8,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_dp.privacy import key_from_secret
-from eqx_dp.privacy.chacha import GENERATORS, block, positions
+from eqx_dp.privacy.chacha import GENERATORS, block
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
 
 KEY = key_from_secret(20240607, "test")
-HIGHEST = "ff" * 32
 
 
 def words_of(text):
@@ -84,12 +83,6 @@ def test_other_keys_are_half_a_block(rounds):
     assert split.shape == (2, 3, 8)
     for i in range(6):
         assert (split.reshape(6, 8)[i] == jax.random.key_data(jax.random.fold_in(key, i))).all()
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (1, 4), (3, 1, 2), (2, 1, 3, 1, 2)])
-def test_positions_count_row_by_row(shape):
-    expected = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
-    np.testing.assert_array_equal(positions(shape), expected)
 
 
 def test_more_than_32_bits_of_positions_do_not_repeat():
