@@ -51,17 +51,6 @@ def test_epsilon_is_that_of_dp_accounting(relation):
         assert composed.get_epsilon(left) == pytest.approx(found, rel=1e-9)
 
 
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize(("noise_multiplier", "steps"), [(1.5, 1), (6.0, 20)])
-def test_without_sampling_every_relation_is_the_gaussian_mechanism(
-    relation, noise_multiplier, steps
-):
-    plan = PrivacyPlan(1, steps, noise_multiplier, 1e-5, relation)
-    exact = dp_accounting.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), 1e-5)
-    assert plan.epsilon() == pytest.approx(exact, rel=1e-3)
-    assert plan.epsilon() >= exact
-
-
 def hockey_stick(upper, lower, epsilon):
     """The divergence of two mixtures, each a list of (probability, mean), of deviation 1."""
 
@@ -112,6 +101,8 @@ ACCOUNTANTS = {
 def test_the_event_without_sampling_means_one_thing(accountant, relation, noise_multiplier, steps):
     plan = PrivacyPlan(1, steps, noise_multiplier, 1e-5, relation)
     counted = ACCOUNTANTS[accountant](relation)
+    exact = dp_accounting.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), 1e-5)
+    assert exact <= plan.epsilon() == pytest.approx(exact, rel=1e-3)
     if accountant == "RDP" and relation is REPLACE_ONE:
         assert not counted.supports(plan.event())
         return
@@ -341,14 +332,6 @@ def test_the_same_run_is_the_same_sample_and_noise(secret):
     np.testing.assert_array_equal(np.sort(sample_of(SPARSE, secret)), found)
 
 
-def test_sample_and_noise_of_a_plan_stay_what_they_are():
-    # An experiment with secrets of its own repeats under a later release.
-    assert sample_of(SPARSE, 7, 40_000).tolist() == [4243, 11161, 18019, 38005, 39326]
-    np.testing.assert_allclose(
-        noise_of(SPARSE)[:3], [1.62486184, -0.25488028, 0.28674030], rtol=1e-4
-    )
-
-
 # A mask that is forgotten.
 
 
@@ -373,26 +356,6 @@ def test_a_gradient_of_samples_wants_a_mask(wrap):
         jnp.ones(()), batch
     )
     assert found == pytest.approx(4.0, rel=1e-5)
-
-
-@pytest.mark.parametrize("is_compiled_before", [False, True])
-def test_a_step_without_the_mask_is_found_whenever_it_was_compiled(is_compiled_before):
-    """What was wrong: the gradient was told by the privatizer, too late for compiled programs."""
-    grad_fn, batch = gradient(), jnp.ones(4)
-    compiled = jax.jit(lambda w, x, mask: grad_fn(w, x, is_padding_example=mask))
-    if is_compiled_before:
-        compiled(jnp.ones(()), batch, None)
-    noise = PLAN.privatizer(grad_fn, 7)
-
-    def step(w, state, x, mask=None):
-        update, state = noise.update(compiled(w, x, mask), state)
-        return w - update, state
-
-    arguments = jnp.ones(()), noise.init(jnp.ones(())), batch
-    found = dp.check_privacy(step, *arguments, private=(2,), plan=PLAN)
-    assert "padding" in [violation.rule for violation in found.violations]
-    with_mask = dp.check_privacy(step, *arguments, np.zeros(4, bool), private=(2, 3), plan=PLAN)
-    with_mask.raise_if_violated()
 
 
 def test_the_last_example_never_counts_for_padding():
@@ -435,6 +398,18 @@ def test_json_gives_an_equal_plan_back(sampling_prob, steps, noise_multiplier, d
     assert PrivacyPlan.from_json(plan.to_json()) == plan
 
 
+def test_noise_follows_the_policy_of_the_gradients():
+    with jax.enable_x64(True):
+        wide = dp.parse_policy("params=float32,noise=float64")
+        grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0, policy=wide)
+        privatizer = PLAN.privatizer(grad_fn, key=jax.random.key(0))
+        noisy, _ = privatizer.update(jnp.zeros(3, jnp.float32), privatizer.init(None))
+        assert noisy.dtype == np.float64
+    other = dp.parse_policy("a=bf16,n=bf16,unsafe=true")
+    with pytest.raises(ValueError, match="give both the same"):
+        PLAN.privatizer(grad_fn, key=jax.random.key(0), policy=other)
+
+
 def test_json_of_earlier_releases_is_read():
     text = """{
       "format": "eqx_dp.PrivacyPlan", "version": 1, "sampling_prob": 0.02, "steps": 500,
@@ -472,21 +447,3 @@ def test_json_that_is_no_plan_is_refused(change, reason):
         text = json.dumps({key: value for key, value in fields.items() if value is not ...})
     with pytest.raises(ValueError, match=reason):
         PrivacyPlan.from_json(text)
-
-
-def test_noise_follows_the_policy_of_the_gradients():
-    policy = dp.parse_policy("params=float32,accumulate=float32,noise=float32")
-    grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0, policy=policy)
-    plan = PrivacyPlan(0.1, 10, 1.0, 1e-5)
-    other = dp.parse_policy("a=bf16,n=bf16,unsafe=true")
-    with pytest.raises(ValueError, match="give both the same"):
-        plan.privatizer(grad_fn, key=jax.random.key(0), policy=other)
-    same = plan.privatizer(grad_fn, key=jax.random.key(0), policy=policy)
-    assert isinstance(same, optax.GradientTransformation)
-    with jax.enable_x64(True):
-        wide = dp.parse_policy("params=float32,noise=float64")
-        grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0, policy=wide)
-        privatizer = plan.privatizer(grad_fn, key=jax.random.key(0))
-        gradient = jnp.zeros(3, jnp.float32)
-        noisy, _ = privatizer.update(gradient, privatizer.init(gradient))
-        assert noisy.dtype == np.float64

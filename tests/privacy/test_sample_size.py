@@ -34,16 +34,6 @@ def test_microbatches_of_the_first_device(sample, size, devices):
     assert sample.mean == pytest.approx(math.fsum(sizes * weights), rel=1e-9)
 
 
-@pytest.mark.parametrize(("num_examples", "prob"), [(300, 0.1), (2000, 1e-3)])
-def test_what_the_sampler_draws(num_examples, prob):
-    sampler = PoissonSampler(num_examples, prob, seed=5)
-    sample = SampleSize(sampler.capacity, num_examples, prob)
-    counts = np.array([np.sum(~sampler.batch(step)[1]) for step in range(2000)])
-    for size in (1, 4):
-        drawn = -(-counts // size)
-        assert abs(drawn.mean() - sample.microbatches(size)) < 5 * drawn.std() / math.sqrt(2000)
-
-
 @pytest.mark.parametrize("tau", [1e-12, 1e-15])
 @pytest.mark.parametrize(
     ("num_examples", "prob"), [(60_000, 1 / 60), (1000, 0.5), (100, 0.99), (10**9, 1e-7)]
