@@ -196,9 +196,10 @@ class Prepared(NamedTuple):
         together = devices if self.specs is not None and any(self.specs.cuts) else 1
         # On each host one example takes the place of another, which becomes the last.
         changed = min(2 * jax.process_count(), count * devices // together) * size * together
-        in_microbatches = changed * (size * product_roundoff(dtype) + (together - 1) * u)
-        of_all = self.of_device * devices * u * (devices + 3 * count * u + 4 * is_divided)
-        return 2.002 * (in_microbatches + of_all)
+        in_microbatches = changed * (size * product_roundoff(dtype) + (together - 2) * u)
+        to_one_float = 0 if count == 1 else 1 + 3 * count * u
+        roundings = to_one_float + devices - 1 + 4 * is_divided
+        return 2.002 * (in_microbatches + self.of_device * devices * roundings * u)
 
 
 def specs_of(

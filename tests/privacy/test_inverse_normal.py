@@ -11,6 +11,7 @@ from eqx_dp.privacy.inverse_normal import (
     FAR,
     MIDDLE,
     WORDS,
+    minus_log,
     tail_probability,
     tail_quantile,
 )
@@ -80,6 +81,15 @@ def test_normal_numbers_are_as_exact_as_the_proof_says(computed):
         error = abs(mp.mpf(float(found)) - exact)
         # The proof says 46 |z| + 7. Far less is seen.
         assert error <= (6 * exact + 7) * U
+
+
+def test_logarithm():
+    middle = np.array([0.5, 0.075, 1e-10, 2.0**-256, np.sqrt(0.5), 0.7071067811865477])
+    with jax.enable_x64(True):
+        values = np.concatenate([middle, np.nextafter(middle, 0), np.nextafter(middle, 1)])
+        found = np.asarray(jax.jit(minus_log)(values))
+    for value, one in zip(values, found, strict=True):
+        assert abs(mp.mpf(float(one)) / -mp.log(mp.mpf(float(value))) - 1) <= 5 * U
 
 
 REGIONS = [
