@@ -270,7 +270,7 @@ class PoissonSampler:
         parts = [np.full(1, -1)]
         while parts[-1][-1] < total:
             uniform = (self._numbers(step, f"gaps {len(parts)}", at_once) + 0.5) * 2.0**-64
-            with np.errstate(divide="ignore"):  # where every example is drawn
+            with np.errstate(divide="ignore", over="ignore"):  # a probability of 1, or next to 0
                 skipped = np.minimum(np.log(uniform) / np.log1p(-q), total).astype(np.int64)
             parts.append(parts[-1][-1] + np.cumsum(skipped + 1))
         drawn = np.concatenate(parts[1:])
