@@ -340,4 +340,5 @@ def _on_device(
     shared = (*traced.params, *traced.frozen)
     is_meeting = any(traced.cuts) or any(isinstance(x, Shard) for x in shared)
     agree = agreement(configuration.sharding, is_meeting)
-    return over_microbatches(step, leaves, is_padding_example, slots, choice.microbatch_size, agree)
+    size = choice.microbatch_size
+    return over_microbatches(step, leaves, is_padding_example, len(leaves[0]), size, agree)
