@@ -75,14 +75,14 @@ def models_beyond(certified: bool, has_example: bool, models: int) -> int:
     """Of many models released after one step, how many hold an entry beyond the largest normal."""
     optimizer = optax.chain(privatizer(certified, seed=1), optax.sgd(1.0))
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
-    batch = jnp.full((1, ENTRIES), -1 / np.sqrt(ENTRIES), jnp.float32)
+    batch = jnp.full((1, ENTRIES), 1 / np.sqrt(ENTRIES), jnp.float32)
 
     @eqx.filter_jit
     def step(state: Any) -> Any:
         model = jnp.zeros(ENTRIES)
         grads = grad_fn(model, batch, is_padding_example=np.array([not has_example]))
         updates, state = optimizer.update(grads, state)
-        return jnp.max(optax.apply_updates(model, updates)), state
+        return jnp.max(-optax.apply_updates(model, updates)), state
 
     state, found = optimizer.init(jnp.zeros(ENTRIES)), 0
     for _ in range(models):

@@ -231,20 +231,19 @@ def test_the_key_is_not_shown(show):
     ("chosen", "gradient", "drawn", "result"),
     [
         (None, "float32", "float32", "float32"),
-        (policy(noise="float64"), "float32", "float64", "float64"),
-        (policy(), "float64", "float32", "float64"),
-        (policy(noise="bfloat16", unsafe=True), "float32", "bfloat16", "float32"),
-        (policy(unsafe=True), "bfloat16", "float32", "float32"),
-        (policy("bfloat16", "bfloat16", unsafe=True), "bfloat16", "bfloat16", "bfloat16"),
+        (("float32", "float64"), "float32", "float64", "float64"),
+        (("float32", "float32"), "float64", "float32", "float64"),
+        (("float32", "bfloat16", True), "float32", "bfloat16", "float32"),
+        (("float32", "float32", True), "bfloat16", "float32", "float32"),
+        (("bfloat16", "bfloat16", True), "bfloat16", "bfloat16", "bfloat16"),
     ],
 )
 def test_dtypes(chosen, gradient, drawn, result):
     """JAX draws in the noise dtype and adds in the wider; certified noise is on its grid."""
     with jax.enable_x64(True):
+        given = None if chosen is None else policy(*chosen)
         for certified in (True, False):
-            privatizer = gaussian_privatizer(
-                stddev=1.0, key=KEY, policy=chosen, certified=certified
-            )
+            privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=given, certified=certified)
             noisy, _ = privatizer.update(jnp.zeros(4000, gradient), privatizer.init(None))
             assert noisy.dtype == result
             assert bool(jnp.all(noisy == noisy.astype(drawn)))
@@ -289,14 +288,15 @@ def test_what_is_not_finite_stays_so_and_stays_alone(value):
     ("chosen", "dtype", "declared"),
     [
         (None, "bfloat16", "float32"),
-        (policy(), "float16", "float32"),
-        (policy(), "float8_e4m3fn", "float32"),
-        (policy("float64", "float64"), "float32", "float64"),
+        (("float32", "float32"), "float16", "float32"),
+        (("float32", "float32"), "float8_e4m3fn", "float32"),
+        (("float64", "float64"), "float32", "float64"),
     ],
 )
 def test_gradient_narrower_than_accumulate_dtype_is_refused(chosen, dtype, declared):
     with jax.enable_x64(True):
-        privatizer = gaussian_privatizer(stddev=0.0, key=KEY, policy=chosen)
+        given = None if chosen is None else policy(*chosen)
+        privatizer = gaussian_privatizer(stddev=0.0, key=KEY, policy=given)
         grads = {"layers": [jnp.ones(3, declared), jnp.ones(3, dtype)]}
         reason = rf"layers\.1.*{dtype}, narrower than the accumulate dtype {declared}"
         with pytest.raises(ValueError, match=reason):
