@@ -82,7 +82,7 @@ def models_beyond(certified: bool, has_example: bool, models: int) -> int:
         model = jnp.zeros(ENTRIES)
         grads = grad_fn(model, batch, is_padding_example=np.array([not has_example]))
         updates, state = optimizer.update(grads, state)
-        return jnp.max(-optax.apply_updates(model, updates)), state
+        return jnp.max(-eqx.apply_updates(model, updates)), state
 
     state, found = optimizer.init(jnp.zeros(ENTRIES)), 0
     for _ in range(models):

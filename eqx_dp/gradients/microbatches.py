@@ -86,7 +86,7 @@ def over_microbatches(
             chosen = [_zero_unless(num_real > 0, x) for x in chosen]
         sums, values = step(chosen, is_padding)
         with stage("microbatches"):
-            totals = jax.tree.map(lambda x, so_far: _added(*so_far, x), sums, totals)
+            totals = jax.tree.map(lambda x, total: _added(total, x), sums, totals)
         blank = jax.tree.map(lambda x: _blank_where(is_padding, x), values)
         return totals, jax.tree.map(lambda x, its: x.at[index].set(its), slots, blank)
 
@@ -98,11 +98,12 @@ def over_microbatches(
     return totals, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[as_given], slots)
 
 
-def _added(high: Array, low: Array, x: Array) -> tuple[Array, Array]:
+def _added(so_far: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
     """A sum in two floats and one more number (TwoSum: Knuth; then Dekker's FastTwoSum).
 
     Of the result the first float is the whole sum, rounded once.
     """
+    high, low = so_far
     total = high + x
     of_x = total - high
     low = low + ((high - (total - of_x)) + (x - of_x))
