@@ -145,7 +145,7 @@ def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks, draws,
         assert is_likely(count, draws, stats.norm.sf((edge - example) / sigma))
     # The grid (Mironov 2012).
     assert old.impossible > 0.5
-    assert new.impossible < 1e-4  # values that are rare without the example, too
+    assert new.impossible < 1e-3  # values that are rare without the example, too
     # The model: one of nine gives it away.
     assert old.models[0] == 0
     assert is_likely(old.models[1], models, 0.11)
