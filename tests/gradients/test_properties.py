@@ -126,15 +126,13 @@ def test_the_sum_is_the_closed_form(setup):
     index, size, microbatch_size, x, padding = setup
     _, jitted = engine(index, microbatch_size)
     _, grads = jitted(x, padding)
-    # Examples are clipped to a little less, which leaves room for what rounding moves.
-    room = 2.1 * 2.0**-24 * 2 * size * (size + 3)
     parts = closed_form(x, index, padding)
     # Each leaf may be off by its float32 roundings, a few for every example: a part of what the
     # examples add in absolute value, not of the sum, in which they may cancel.
     for found, part in zip(jax.tree.leaves(grads), jax.tree.leaves(parts), strict=True):
         assert np.isfinite(found).all()
         error = np.abs(np.asarray(found, np.float64) - part.sum(0))
-        assert (error <= (4e-6 + room) * np.abs(part).sum(0) + 1e-37).all()
+        assert (error <= (4e-6 + oracle.room(size)) * np.abs(part).sum(0) + 1e-37).all()
 
 
 @PROPERTIES
@@ -217,4 +215,4 @@ def test_the_order_of_examples_does_not_matter(setup, random):
     leaves = zip(*map(jax.tree.leaves, (grads, shuffled, parts)), strict=True)
     for one, other, part in leaves:
         error = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
-        assert (error <= (4e-6 + room) * np.abs(part).sum(0) + 1e-37).all()
+        assert (error <= (4e-6 + oracle.room(size)) * np.abs(part).sum(0) + 1e-37).all()
