@@ -83,6 +83,14 @@ def clipped_gradients(
     )
 
 
+def room(size: int) -> float:
+    """How much shorter clipped gradients of so many slots are at most, in float32.
+
+    It leaves room for what rounding moves: `eqx_dp/privacy/finite_precision.md`.
+    """
+    return 2.1 * 2.0**-24 * 2 * size * (size + 3)
+
+
 @eqx.filter_jit
 def _value_and_grad(
     fun: Callable[..., Any], has_aux: bool, trained: Tree, frozen: Tree, example: Tree, key: Any

@@ -1,31 +1,21 @@
 """The per-example gradient engine."""
 
-from .api import filter_clipped_grad, filter_value_and_clipped_grad
-from .arguments import FilterSpec, checked_trainable, split_trainable
-from .calls import Mark, PerExample, Prepared, mark_of
-from .clipped_grad import ClippedGrad
-from .configuration import METHODS, MethodName
-from .explain import Explanation, Slices, checked_grad_fn, described, explain, slices_of
-from .program import takes_key
-
-__all__ = [
-    "METHODS",
-    "ClippedGrad",
-    "Explanation",
-    "FilterSpec",
-    "Mark",
-    "MethodName",
-    "PerExample",
-    "Prepared",
-    "Slices",
-    "checked_grad_fn",
-    "checked_trainable",
-    "described",
-    "explain",
-    "filter_clipped_grad",
-    "filter_value_and_clipped_grad",
-    "mark_of",
-    "slices_of",
-    "split_trainable",
-    "takes_key",
-]
+from .api import filter_clipped_grad as filter_clipped_grad
+from .api import filter_value_and_clipped_grad as filter_value_and_clipped_grad
+from .arguments import FilterSpec as FilterSpec
+from .arguments import checked_trainable as checked_trainable
+from .arguments import split_trainable as split_trainable
+from .calls import Mark as Mark
+from .calls import PerExample as PerExample
+from .calls import Prepared as Prepared
+from .calls import mark_of as mark_of
+from .clipped_grad import ClippedGrad as ClippedGrad
+from .configuration import METHODS as METHODS
+from .configuration import MethodName as MethodName
+from .explain import Explanation as Explanation
+from .explain import Slices as Slices
+from .explain import checked_grad_fn as checked_grad_fn
+from .explain import described as described
+from .explain import explain as explain
+from .explain import slices_of as slices_of
+from .program import takes_key as takes_key

@@ -33,6 +33,7 @@ from .choice import Choice, LeafCost
 from .clip import ClippedSum, TracedLoss
 from .configuration import Configuration
 from .microbatches import over_microbatches
+from .norms import product_roundoff, unit_roundoff
 
 
 class Mark(NamedTuple):
@@ -68,13 +69,6 @@ class Mark(NamedTuple):
     def num_operands(self) -> int:
         """The number of operands of the engine."""
         return self.num_shared + self.num_batched + self.has_keys + self.has_mask
-
-
-def in_one_equation(
-    mark: Mark, function: Callable[[PyTree[Array]], PyTree[Array]], operands: PyTree[Array]
-) -> PyTree[Array]:
-    """Calls a function; in a traced program, as one equation that carries the mark."""
-    return in_marked_equation("eqx_dp_clipped_sum", mark, function, operands)
 
 
 def mark_of(equation: jex_core.JaxprEqn) -> Mark | None:
@@ -171,7 +165,8 @@ class Prepared(NamedTuple):
     @property
     def sums(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the gradients, in the accumulate dtype."""
-        return [self.traced.accumulated(leaf) for leaf in range(len(self.traced.params))]
+        dtype = self.traced.accumulate_dtype
+        return [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf in self.traced.params]
 
     @property
     def of_device(self) -> int:
@@ -182,6 +177,29 @@ class Prepared(NamedTuple):
     def at_once(self) -> int:
         """The number of examples that a device processes at once."""
         return min(self.choice.microbatch_size or self.of_device, self.of_device)
+
+    def drift(self, is_divided: bool) -> float:
+        """How far rounding moves the sum at most if one example leaves the batch, in clip norms.
+
+        Beyond that example's own gradient. Guarantee, for batches in random order, as those of
+        `PoissonSampler`: `privacy/finite_precision.md`. It is 0 for a dtype narrower than float32,
+        whose policy says that it is unsafe.
+
+        Args:
+            is_divided: whether the sum is divided by a number.
+        """
+        dtype, size, devices = self.traced.accumulate_dtype, self.at_once, self.num_shards
+        if size == 0 or jnp.finfo(dtype).nmant < 23:
+            return 0.0
+        u, count = unit_roundoff(dtype), -(-self.of_device // size)
+        # Devices whose sums are added up in every microbatch.
+        together = devices if self.specs is not None and any(self.specs.cuts) else 1
+        # On each host one example takes the place of another, which becomes the last.
+        changed = min(2 * jax.process_count(), count * devices // together) * size * together
+        in_microbatches = changed * (size * product_roundoff(dtype) + (together - 2) * u)
+        to_one_float = 0 if count == 1 else 1 + 3 * count * u
+        roundings = to_one_float + devices - 1 + 4 * is_divided
+        return 2.002 * (in_microbatches + self.of_device * devices * roundings * u)
 
 
 def specs_of(
@@ -252,7 +270,7 @@ def run(
         return _spread(its, configuration, method)
 
     batch = examples.batch, examples.keys, examples.is_padding_example
-    return in_one_equation(mark, function, (shared, *batch))
+    return in_marked_equation("eqx_dp_clipped_sum", mark, function, (shared, *batch))
 
 
 def _spread(
@@ -261,7 +279,7 @@ def _spread(
     """Applies the method to a batch, one microbatch at a time, on every device to its own part."""
     traced, examples, specs = prepared.traced, prepared.examples, prepared.specs
     rules = configuration.sharding
-    on_device = functools.partial(_on_device, configuration, method, prepared.choice)
+    on_device = functools.partial(_on_device, configuration, method, prepared)
     if rules is None or specs is None:
         return on_device(traced, examples.leaves, examples.is_padding_example)
 
@@ -304,12 +322,14 @@ def parts_that_stay(traced: TracedLoss) -> set[int]:
 def _on_device(
     configuration: Configuration,
     method: Method,
-    choice: Choice,
+    prepared: Prepared,
     traced: TracedLoss,
     leaves: list[Array],
     is_padding_example: Bool[Array, " batch"] | None,
 ) -> tuple[list[Array], PerExample]:
     """The sums of a device's examples, and their per-example values."""
+    choice, drift = prepared.choice, prepared.drift(configuration.normalize_by != 1)
+    traced = traced._replace(clipping=traced.clipping._replace(drift=drift))
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
         result = method(traced, choice.method, leaves, is_padding)
@@ -320,6 +340,5 @@ def _on_device(
     shared = (*traced.params, *traced.frozen)
     is_meeting = any(traced.cuts) or any(isinstance(x, Shard) for x in shared)
     agree = agreement(configuration.sharding, is_meeting)
-    return over_microbatches(
-        step, leaves, is_padding_example, len(leaves[0]), choice.microbatch_size, agree
-    )
+    size = choice.microbatch_size
+    return over_microbatches(step, leaves, is_padding_example, len(leaves[0]), size, agree)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
@@ -70,10 +69,6 @@ class TracedLoss(NamedTuple):
             return None
         return jnp.full(num_examples, self.loss_scale, self.accumulate_dtype)
 
-    def accumulated(self, leaf: int) -> jax.ShapeDtypeStruct:
-        """Shape of a trainable leaf, with the accumulate dtype."""
-        return jax.ShapeDtypeStruct(self.params[leaf].shape, self.accumulate_dtype)
-
     def cut(self, leaf: int) -> Cut | None:
         """How the sum of a trainable leaf is scattered over devices as soon as it is known."""
         return self.cuts[leaf] if self.cuts else None
@@ -129,8 +124,9 @@ def clip_factors(
     clip_norm: float,
     rescale_to_unit_norm: bool,
     contributes: Bool[Array, " batch"],
+    drift: float = 0.0,
 ) -> Float[Array, " batch"]:
-    """The factor that brings each gradient to a norm of at most `clip_norm`.
+    """The factor that brings each gradient to a norm of at most `clip_norm` / (1 + `drift`).
 
     It is zero for an example that does not contribute.
 
@@ -143,8 +139,9 @@ def clip_factors(
     Proof: with p u the error of a product (`product_roundoff`), the quotient is off by 4 u, the
     product by p u, the division by `normalize_by` by 4 u: 8 + p in all. Room of at least 8 + p is
     added to the bound (of which its own rounding takes 1), and as much is taken off C. Products of
-    errors take less than one more. Factors are zero or normal numbers, whose relative error is as
-    said whether or not a machine keeps smaller numbers.
+    errors take less than one more. With `drift`, C / (1 + drift) stands for C everywhere. Factors
+    are zero or normal numbers, whose relative error is as said whether or not a machine keeps
+    smaller numbers.
 
     No comparison of bounds chooses between numerators or denominators: a compiler may compute a
     bound twice, rounded in two ways, and two comparisons may then disagree. Here they would only
@@ -162,7 +159,7 @@ def clip_factors(
     roundoff, tiny = unit_roundoff(bounds.dtype), float(jnp.finfo(bounds.dtype).tiny)
     # An even number, so that 1 + room is a number of the dtype.
     room = 2 * math.ceil((9 + product_roundoff(bounds.dtype) / roundoff) / 2) * roundoff
-    margin = 1 - room
+    margin = _round_down((1 - room) / (1 + drift), bounds.dtype)
     bounds = bounds * (1 + room)
     clip, less = (_round_down(c, bounds.dtype) for c in (clip_norm, clip_norm * margin))
     if rescale_to_unit_norm:
@@ -212,7 +209,7 @@ def clip(
     for size in (*of_groups, *of_sums):
         contributes &= jnp.isfinite(size)
     factors = [
-        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm, contributes)
+        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm, contributes, clipping.drift)
         for bound, clip_norm in zip(of_sums, clipping.clip_norms, strict=True)
     ]
     if scales is not None:
@@ -232,7 +229,8 @@ def clip_and_sum(
     """Clips every example's gradient, group by group, and sums; also returns the clip factors.
 
     Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
-    the clip norm (`clip_factors` has the proof, from the bounds that `leaves` gives), and
+    the clip norm / (1 + drift) (`clip_factors` has the proof, from the bounds that `leaves` gives),
+    and
     exactly zero if it is padding or if its loss or the norm of its gradient in any group is not
     finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf is factored:
     nearer to the end of the range products lose digits to underflow, which no relative bound makes

@@ -31,11 +31,14 @@ class Clipping(NamedTuple):
         clip_norms: the L2 bound of each group's clipped gradient.
         structure: the tree that the user gave, with one leaf a group.
         rescale_to_unit_norm: whether each clipped group is divided by its clip norm.
+        drift: see `Prepared.drift`. Clipped gradients are so much shorter, and the bounds hold
+            with it.
     """
 
     clip_norms: tuple[float, ...]
     structure: Any
     rescale_to_unit_norm: bool
+    drift: float = 0.0
 
     @property
     def l2_norm_bound(self) -> float:

@@ -1,4 +1,9 @@
-"""A batch processed a microbatch at a time, its results put together again."""
+"""A batch processed a microbatch at a time, its results put together again.
+
+The sum over microbatches is kept in two floats, so that it hardly depends on where microbatches
+begin: when one example leaves a batch, others may change slots. `Prepared.drift` bounds what
+rounding may still move. `privacy/finite_precision.md` has the proof.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -66,10 +71,11 @@ def over_microbatches(
         num_real = jnp.sum(~is_padding_example)
     count = -(-num_examples // size)
     shapes = jax.eval_shape(step, [x[:size] for x in examples], jnp.zeros(size, bool))
-    totals, of_one = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sums, of_one = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    totals = jax.tree.map(lambda x: (x, x), sums)
     slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), of_one)
 
-    def body(index: Any, found: tuple[_Sums, _PerExample]) -> tuple[_Sums, _PerExample]:
+    def body(index: Any, found: tuple[Any, _PerExample]) -> tuple[Any, _PerExample]:
         totals, slots = found
         rank = index * size + jnp.arange(size)
         is_padding = rank >= num_real
@@ -80,7 +86,7 @@ def over_microbatches(
             chosen = [_zero_unless(num_real > 0, x) for x in chosen]
         sums, values = step(chosen, is_padding)
         with stage("microbatches"):
-            totals = jax.tree.map(jnp.add, totals, sums)
+            totals = jax.tree.map(lambda x, total: _added(total, x), sums, totals)
         blank = jax.tree.map(lambda x: _blank_where(is_padding, x), values)
         return totals, jax.tree.map(lambda x, its: x.at[index].set(its), slots, blank)
 
@@ -88,7 +94,21 @@ def over_microbatches(
     trips = trips if order is None or agree is None else agree(trips)
     totals, slots = jax.lax.fori_loop(0, trips, body, (totals, slots))
     as_given = slice(num_examples) if order is None else jnp.argsort(order)
+    totals = jax.tree.map(lambda _, total: total[0], sums, totals)
     return totals, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[as_given], slots)
+
+
+def _added(so_far: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
+    """A sum in two floats and one more number (TwoSum: Knuth; then Dekker's FastTwoSum).
+
+    Of the result the first float is the whole sum, rounded once.
+    """
+    high, low = so_far
+    total = high + x
+    of_x = total - high
+    low = low + ((high - (total - of_x)) + (x - of_x))
+    high = total + low
+    return high, low - (high - total)
 
 
 def _of_no_examples(

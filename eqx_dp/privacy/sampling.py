@@ -3,13 +3,14 @@
 import bisect
 import dataclasses
 import functools
+import hashlib
 import math
 from typing import Any, SupportsFloat, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int64, UInt64
 
 from ..expected import expect, real_number, whole_number
 from ..paths import below
@@ -34,12 +35,16 @@ class PoissonSampler:
 
     Without `seed` the sampler draws 256 random bits from the operating system, and stores them
     nowhere else. A batch is a pure function of `(seed, num_examples, sampling_prob, step)`, by
-    BLAKE2b, so step 1,000 is drawn without the 999 before it. Where any of the four differs,
-    batches are independent, as far as Philox's streams for different keys are.
+    SHAKE256 (FIPS 202), so step 1,000 is drawn without the 999 before it. Without the seed nobody
+    can tell the numbers behind a batch from random ones, as far as anybody knows.
 
-    The draw is exact Poisson sampling in two parts: how many examples, binomially distributed, and
-    then that many different examples, uniformly. Time and memory are those of a batch, whatever the
-    size of the data set.
+    From one example drawn to the next it is a geometrically distributed number of places. Time and
+    memory are those of a batch, whatever the size of the data set. (Logarithms are rounded: the
+    probability with which an example is drawn is off by less than 1e-8 of itself.)
+
+    A batch holds its examples in random order. If one more example is drawn, it takes any place,
+    and what was there becomes the last: all others keep their slots. So the sum of their gradients
+    is rounded as before, but for two microbatches (`finite_precision.md`).
 
     Batches have one static shape, `capacity`, so that a compiled step is compiled once. It is the
     smallest multiple of `pad_to` that a step overflows with probability at most
@@ -67,7 +72,7 @@ class PoissonSampler:
     probability of a cut, as that of `PrivacyPlan` does. It holds only as long as **the seed is
     secret** and hard to guess: with the seed, anyone can tell which examples were in which batch.
     A fresh one is. One that is given must come from the system (`secrets.token_bytes(32)`) and be
-    kept like the data. Philox is a good generator of numbers, not a cryptographic one.
+    kept like the data.
 
     **Not private.** Batches, and the number of examples in them, are drawn without noise. Use them
     in the training step alone; do not publish or log them.
@@ -192,9 +197,10 @@ class PoissonSampler:
 
         Returns:
             `(indices, is_padding_example)`, both on the host and of length `capacity`. First come
-            the positions of the examples drawn, distinct and in increasing order (a data set on
-            disk is then read forward), then padding, with index -1. With `devices`, each slice has
-            its part of the examples first, and then its padding. **Not private.** Indexing with
+            the positions of the examples drawn, distinct and in random order, then padding, with
+            index -1. With `devices`, each slice has its part of the examples first, and then its
+            padding. (`take` and the Trainer read a data set on disk forward, in the order of
+            positions, and then put examples into their slots.) **Not private.** Indexing with
             -1 picks the last example: pass the mask on, as `is_padding_example`, or that example
             counts in every padding slot and its privacy is lost. Positions are those in the whole
             data set on several hosts, too, all of them in `owned`; a host that holds these examples
@@ -210,9 +216,9 @@ class PoissonSampler:
                 f"(they are counted from 0); found {step}. Make a plan of more steps."
             )
         indices = np.full((self.devices, self.capacity // self.devices), -1, dtype=np.int64)
-        for of_device, mine in zip(
-            indices, np.array_split(self._drawn(step), self.devices), strict=True
-        ):
+        drawn = self._drawn(step)
+        for device, of_device in enumerate(indices):
+            mine = drawn[device :: self.devices]
             of_device[: len(mine)] = mine
         return indices.ravel(), indices.ravel() < 0
 
@@ -249,35 +255,33 @@ class PoissonSampler:
         return examples, is_padding_example
 
     def _drawn(self, step: int) -> Int64[np.ndarray, "drawn"]:
-        """What this host's batch of a step holds, in increasing order."""
-        generator, owned = self._generator(step), self.owned
-        number = int(generator.binomial(self.num_examples, self.sampling_prob))
-        # Floyd's algorithm up to a fiftieth of the examples, a partial shuffle of them all beyond:
-        # either way no more than a constant a slot.
-        drawn = np.sort(
-            generator.choice(self.num_examples, size=number, replace=False, shuffle=False)
-        )
-        drawn = drawn[(drawn >= owned.start) & (drawn < owned.stop)]
+        """What this host's batch of a step holds, in random order: a cut keeps the first."""
+        drawn = self._drawn_by_all(step)
         if self.shared:
-            kept = self._cut(drawn, self.hosts * self.capacity, step)
-            return np.array_split(kept, self.hosts)[self.host]
-        # Hosts cut independently of each other.
-        return self._cut(drawn, self.capacity, step, str(self.host), str(self.hosts))
+            return drawn[: self.hosts * self.capacity][self.host :: self.hosts]
+        # Parts of one random order are random orders, independent of each other.
+        own = drawn[(drawn >= self.owned.start) & (drawn < self.owned.stop)]
+        return own[: self.capacity]
 
-    def _cut(
-        self, drawn: Int64[np.ndarray, "drawn"], most: int, step: int, *whose: str
-    ) -> Int64[np.ndarray, "kept"]:
-        """A uniformly random subset of what is drawn, if there is no room for all."""
-        if len(drawn) <= most:
-            return drawn
-        generator = self._generator(step, "cut", *whose)
-        return np.sort(generator.choice(drawn, size=most, replace=False, shuffle=False))
+    def _drawn_by_all(self, step: int) -> Int64[np.ndarray, "drawn"]:
+        """All examples of a step. From one drawn to the next it is a geometric number of places."""
+        total, q = self.num_examples, self.sampling_prob
+        at_once = int(total * q + 10 * math.sqrt(total * q)) + 40
+        parts = [np.full(1, -1)]
+        while parts[-1][-1] < total:
+            uniform = (self._numbers(step, f"gaps {len(parts)}", at_once) + 0.5) * 2.0**-64
+            with np.errstate(divide="ignore", over="ignore"):  # a probability of 1, or next to 0
+                skipped = np.minimum(np.log(uniform) / np.log1p(-q), total).astype(np.int64)
+            parts.append(parts[-1][-1] + np.cumsum(skipped + 1))
+        drawn = np.concatenate(parts[1:])
+        drawn = drawn[drawn < total]
+        return drawn[np.argsort(self._numbers(step, "order", len(drawn)))]
 
-    def _generator(self, step: int, *what: str) -> np.random.Generator:
+    def _numbers(self, step: int, what: str, count: int) -> UInt64[np.ndarray, "count"]:
+        """Random numbers of 64 bits, by SHAKE256 (FIPS 202)."""
         numbers = str(self.num_examples), self.sampling_prob.hex(), str(step)
-        what_for = ("eqx_dp sample", *numbers, *what)
-        key = int.from_bytes(digest(self.seed, what_for, size=16), "little")
-        return np.random.Generator(np.random.Philox(key=key))
+        key = digest(self.seed, ("eqx_dp sample", *numbers, what), size=64)
+        return np.frombuffer(hashlib.shake_256(key).digest(8 * count), np.dtype("<u8"))
 
 
 def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:
@@ -322,7 +326,8 @@ def _drawn_from(
             beyond = np.where(is_padding_example, leaf.shape[0], indices)
             return jnp.take(leaf, beyond, axis=0, mode="fill", fill_value=0)
         batch = np.zeros((len(indices), *leaf.shape[1:]), leaf.dtype)
-        batch[~is_padding_example] = leaf[indices[~is_padding_example]]
+        slots = np.argsort(indices)[np.sum(is_padding_example) :]  # a file is read forward
+        batch[slots] = leaf[indices[slots]]
         return batch
 
     return jax.tree.map(of_leaf, source)

@@ -152,7 +152,7 @@ class Batches:
 
     def zeros(self) -> MaskedBatch:
         """A batch that is made up, without a padding example."""
-        empty = [_padded(None, example, np.ones(self._slots, bool)) for example in self._example]
+        empty = [_padded(None, example, self._slots) for example in self._example]
         return MaskedBatch(_arguments(empty), np.zeros(self._slots, bool))
 
     def drawn_by(self, sampler: PoissonSampler, steps: int) -> Generator[MaskedBatch]:
@@ -181,11 +181,11 @@ class Batches:
 
     def _batch(self, sampler: PoissonSampler, step: int) -> MaskedBatch:
         indices, is_padding_example = sampler.batch(step)
-        drawn = indices[~is_padding_example]
+        slots = np.argsort(indices)[np.sum(is_padding_example) :]  # a source is read forward
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
-            found = _read(name, source, drawn, example) if len(drawn) else None
-            parts.append(_padded(found, example, is_padding_example))
+            found = _read(name, source, indices[slots], example) if len(slots) else None
+            parts.append(_padded(found, example, self._slots, slots))
         return MaskedBatch(_arguments(parts), is_padding_example)
 
 
@@ -235,13 +235,13 @@ def _form(leaf: np.ndarray) -> str:
     return f"{leaf.dtype}{list(leaf.shape[1:])}"
 
 
-def _padded(found: Any, like: Any, is_padding_example: Mask) -> Any:
-    """A batch: the examples found (None where there are none), and zeros in padding slots."""
+def _padded(found: Any, like: Any, capacity: int, slots: Any = ()) -> Any:
+    """A batch: the examples found, in their slots (None where there are none), and zeros."""
 
     def fill(example: np.ndarray, leaf: np.ndarray | None = None) -> np.ndarray:
-        filled = np.zeros((len(is_padding_example), *example.shape[1:]), example.dtype)
+        filled = np.zeros((capacity, *example.shape[1:]), example.dtype)
         if leaf is not None:
-            filled[~is_padding_example] = leaf
+            filled[slots] = leaf
         return filled
 
     return jax.tree.map(fill, like, *([] if found is None else [found]))

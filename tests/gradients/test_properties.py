@@ -123,7 +123,7 @@ PROPERTIES = settings(max_examples=20, deadline=None)
 @PROPERTIES
 @given(setups())
 def test_the_sum_is_the_closed_form(setup):
-    index, _, microbatch_size, x, padding = setup
+    index, size, microbatch_size, x, padding = setup
     _, jitted = engine(index, microbatch_size)
     _, grads = jitted(x, padding)
     parts = closed_form(x, index, padding)
@@ -132,7 +132,7 @@ def test_the_sum_is_the_closed_form(setup):
     for found, part in zip(jax.tree.leaves(grads), jax.tree.leaves(parts), strict=True):
         assert np.isfinite(found).all()
         error = np.abs(np.asarray(found, np.float64) - part.sum(0))
-        assert (error <= 4e-6 * np.abs(part).sum(0) + 1e-37).all()
+        assert (error <= (4e-6 + oracle.room(size)) * np.abs(part).sum(0) + 1e-37).all()
 
 
 @PROPERTIES
@@ -201,4 +201,4 @@ def test_the_order_of_examples_does_not_matter(setup, random):
     leaves = zip(*map(jax.tree.leaves, (grads, shuffled, parts)), strict=True)
     for one, other, part in leaves:
         error = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
-        assert (error <= 4e-6 * np.abs(part).sum(0) + 1e-37).all()
+        assert (error <= (4e-6 + oracle.room(size)) * np.abs(part).sum(0) + 1e-37).all()

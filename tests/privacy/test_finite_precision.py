@@ -1,6 +1,8 @@
 """The constants of `eqx_dp/privacy/finite_precision.md`."""
 
+import importlib
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,6 @@ import pytest
 from scipy import stats
 
 import eqx_dp as dp
-from eqx_dp.privacy import finite_precision
 from eqx_dp.privacy.finite_precision import (
     MOST_EPSILON,
     PRECISION_EPSILON,
@@ -100,18 +101,21 @@ def test_what_is_charged():
         dp.PrivacyPlan.calibrate(epsilon=1e-5, delta=1e-5, sampling_prob=0.01, steps=1)
 
 
-# Noise that is not certified.
+# Noise that is not certified, and the attacks of examples/finite_precision.py.
 
 
-def test_what_jax_draws():
+@pytest.fixture(scope="module")
+def attacks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "examples")
+        yield importlib.import_module("finite_precision")
+
+
+def test_what_jax_draws(attacks):
     """All that a float32 normal can be: its ends, and how many values there are beyond a limit."""
-    fraction = np.arange(2**23, dtype=np.uint32) | np.float32(1).view(np.uint32)
-    uniform = fraction.view(np.float32) - np.float32(1)
-    lowest = np.nextafter(np.float32(-1), np.float32(0))
-    uniform = np.maximum(lowest, uniform * (np.float32(1) - lowest) + lowest)
-    drawn = np.asarray(np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.asarray(uniform)))
-    assert drawn.max() <= finite_precision._LARGEST_OF_JAX + 1e-4
-    assert drawn.min() > -5.43
+    drawn = attacks.all_of_jax() / np.float32(PLAN.noise_multiplier)
+    assert -5.43 < drawn.min() < -5.4
+    assert 5.22 < drawn.max() * PLAN.noise_multiplier / attacks.LARGEST * 5.2202 <= 5.2202
     for entries in (1, 10**4, 10**6):
         shift = 1 / (PLAN.noise_multiplier * math.sqrt(entries))
         beyond = np.mean(drawn.astype(float) + shift > drawn.max())
@@ -120,57 +124,39 @@ def test_what_jax_draws():
         assert PLAN.uncertified_delta(entries) == pytest.approx(exact, rel=0.1)
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("draws", "models"), [(4 * 10**6, 15), pytest.param(10**8, 240, marks=pytest.mark.slow)]
+)
+def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks, draws, models):
+    old, new = (attacks.attack(certified, draws, models) for certified in (False, True))
+    sigma = PLAN.noise_multiplier
+
+    def is_likely(count, total, probability):
+        low, high = stats.binom(total, probability).interval(1 - 1e-5)
+        return low <= count <= high
+
+    # The tail: of JAX's normals, what is beyond the largest is there with the example alone.
+    assert old.beyond[0] == 0
+    assert is_likely(old.beyond[1], draws, stats.norm.sf((attacks.LARGEST - 1) / sigma))
+    # Of certified noise both are what a Gaussian gives, of sums that are rounded to the grid.
+    edge = (math.floor(attacks.LARGEST / grid_of(sigma)) + 0.5) * grid_of(sigma)
+    for example, count in enumerate(new.beyond):
+        assert is_likely(count, draws, stats.norm.sf((edge - example) / sigma))
+    # The grid (Mironov 2012).
+    assert old.impossible > 0.5
+    assert new.impossible < 1e-3  # values that are rare without the example, too
+    # The model: one of nine gives it away.
+    assert old.models[0] == 0
+    assert is_likely(old.models[1], models, 0.11)
+    for count in new.models:
+        beyond = -math.expm1(attacks.ENTRIES * math.log1p(-stats.norm.sf(edge / sigma)))
+        assert is_likely(count, models, beyond + 0.005)
+
+
 @pytest.mark.parametrize(
     ("entries", "least"),
     [(1, 3.2e-4), (10**4, 0.011), (10**5, 0.11), (10**6, 0.67), (10**7, 0.998)],
 )
 def test_true_delta_without_a_certificate(entries, least):
     assert least < PLAN.uncertified_delta(entries) < 1.1 * least
-
-
-SHIFT = 1.0 / 0.8136  # of one entry, in standard deviations
-
-
-def outputs(shift, certified, draws):
-    privatizer = dp.gaussian_privatizer(stddev=1.0, key=11, certified=certified)
-    state = privatizer.init(None)
-    update = jax.jit(lambda x, state: privatizer.update(x, state))
-    found = []
-    for _ in range(draws):
-        noisy, state = update(jnp.full(4 * 10**6, shift, jnp.float32), state)
-        found.append(np.asarray(noisy))
-    return np.concatenate(found)
-
-
-@pytest.mark.parametrize("draws", [1, pytest.param(25, marks=pytest.mark.slow)])
-def test_the_tail_gives_the_example_away_and_certified_noise_does_not(draws):
-    """Outputs that only a shifted sum can have: of JAX's normals, and of the new noise none."""
-    limit = finite_precision._LARGEST_OF_JAX + 1e-4
-    old, shifted = (outputs(x, False, draws) for x in (0.0, SHIFT))
-    assert not np.any(old > limit)
-    expected = old.size * stats.norm.sf(limit - SHIFT)
-    assert abs(np.sum(shifted > limit) - expected) < 6 * math.sqrt(expected)
-    # Of certified noise the same event has the probability that a Gaussian gives it.
-    limit = 4.5
-    for shift in (0.0, SHIFT):
-        new = outputs(shift, True, draws)
-        edge = (math.floor(limit * 32) + 0.5) / 32
-        expected = new.size * stats.norm.sf(edge - float(np.float32(shift)))
-        assert abs(np.sum(new > edge) - expected) < 6 * math.sqrt(expected)
-
-
-def test_the_grid_gives_the_example_away_and_certified_noise_does_not():
-    """Mironov 2012: how much of what comes with the example cannot come without it."""
-
-    def impossible(certified):
-        without = np.unique(outputs(0.0, certified, 2)) if certified else None
-        if without is None:  # every value that JAX's normal can take
-            bits = np.arange(2**23, dtype=np.uint32) | np.float32(1).view(np.uint32)
-            lowest = np.nextafter(np.float32(-1), np.float32(0))
-            u = bits.view(np.float32) - np.float32(1)
-            u = np.maximum(lowest, u * (np.float32(1) - lowest) + lowest)
-            without = np.asarray(np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.asarray(u)))
-        return np.mean(~np.isin(outputs(SHIFT, certified, 1), without))
-
-    assert impossible(certified=False) > 0.5
-    assert impossible(certified=True) < 1e-3  # values that are rare without it, too

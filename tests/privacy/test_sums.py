@@ -1,0 +1,96 @@
+"""Sums that rounding cannot move: part 2 of `eqx_dp/privacy/finite_precision.md`."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from tests.sharding.losses import mesh_of
+
+pytestmark = pytest.mark.optimized
+
+U = 2.0**-24
+NUM, SIZE = 65_536, 64
+
+
+def loss(w, x):
+    return jnp.sum(w * x)
+
+
+def clipped_sum(values, size, **options):
+    """The clipped sum of some numbers, the examples, behind which there is padding."""
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=size, **options)
+    slots = -(-len(values) // (8 * size)) * 8 * size
+    x = np.zeros((slots, 1), np.float32)
+    x[: len(values), 0] = values
+    mask = np.arange(slots) >= len(values)
+    return float(eqx.filter_jit(grad_fn)(jnp.zeros(1), x, is_padding_example=mask)[0])
+
+
+def hostile_numbers():
+    """Examples whose sums of microbatches are rounded up, and down if one comes before them all."""
+    found = np.full((NUM // SIZE, SIZE), 0.9)
+    between, total, last = 0.9 * (SIZE - 2), 0.0, 0.9
+    for row in found:
+        ulp = float(np.spacing(np.float32(total + 0.9 * SIZE)))
+        for place, share, other in ((0, 0.49, last), (-1, 0.51, None)):
+            rest = between + (row[0] if other is None else other)
+            row[place] = (np.floor((rest + 0.9) / ulp) + share) * ulp - rest
+        total, last = total + between + row[0] + row[-1], row[-1]
+    return found.ravel().astype(np.float32)
+
+
+def test_one_example_moves_the_sum_by_no_more_than_the_sensitivity():
+    values = hostile_numbers()
+    assert 0 < values.min() < values.max() < 0.99  # so that none is clipped
+    without, there = values[: NUM - 1], np.concatenate([[0], values[: NUM - 1]])
+    # Added up as they come, in float32, they move by more, though the one more adds nothing.
+    plain = [
+        np.add.accumulate(np.resize(x, (NUM // SIZE, SIZE)).sum(axis=1, dtype=np.float32))[-1]
+        for x in (np.append(without, 0), there)
+    ]
+    assert abs(float(plain[0]) - float(plain[1])) > 2
+    moved = clipped_sum(there, SIZE) - clipped_sum(without, SIZE)
+    assert abs(moved) <= 2.002 * U * NUM
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_a_sum_over_microbatches_is_rounded_once(size):
+    values = np.random.default_rng(0).uniform(-0.9, 0.9, NUM).astype(np.float32)
+    values[:100] = 0.95
+    parts = np.add.reduceat(values.astype(float), np.arange(0, NUM, size))
+    exact = math.fsum(parts)
+    in_parts = size * U * np.abs(values).astype(float).sum() if size > 1 else 0
+    count = NUM // size
+    error = abs(clipped_sum(values, size) - exact)
+    assert error <= in_parts + U * abs(exact) + 3 * count * U**2 * np.abs(parts).sum()
+
+
+@pytest.mark.parametrize(
+    ("num", "size", "options", "rho"),
+    [
+        (64, 8, {}, 2.10e-5),
+        (4096, 128, {}, 4.37e-3),
+        (65_536, 64, {}, 8.78e-3),
+        (65_536, 1024, {}, 0.258),
+        (4096, 128, {"normalize_by": 3.0}, 6.32e-3),
+        (4608, 64, {"sharding": 8}, 5.36e-3),
+    ],
+)
+def test_clip_norms_leave_room_for_what_rounding_moves(num, size, options, rho):
+    """The figures of the table, and on devices."""
+    if "sharding" in options:
+        options = {"sharding": dp.ShardingRules(mesh_of("auto", data=8), examples=("data",))}
+    values = np.zeros(num)
+    values[3] = 1e3
+    adds = clipped_sum(values, size, **options) * options.get("normalize_by", 1)
+    assert 1 / adds - 1 == pytest.approx(rho, rel=0.02, abs=3e-6)
+    # In float64 there is nothing to leave room for.
+    with jax.enable_x64(True):
+        wide = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=size)
+        adds = wide(jnp.zeros(1, jnp.float64), values[:, None])[0]
+    assert 1 - 1e-8 < float(adds) <= 1
