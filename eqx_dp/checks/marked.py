@@ -291,8 +291,7 @@ class _Doors(Flow[bool]):
         if (isinstance(held, Cond) and inputs[0]) or (isinstance(held, While) and any(inputs)):
             for inner in (one for body in programs_of(equation) for one in equations(body)):
                 # A solver's check of what is public stops a run or does not, however often.
-                if inner.primitive.name not in DOORS:
-                    continue
-                if not (isinstance(held, While) and is_error_if(inner)):
+                is_public = isinstance(held, While) and is_error_if(inner)
+                if inner.primitive.name in DOORS and not is_public:
                     self.record.door(context.at(inner), inner)
         return super().holder(context, equation, inputs)

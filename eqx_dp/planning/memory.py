@@ -194,11 +194,10 @@ def plan_memory(
     if fits:
         return planned(fits)
     raise ValueError(
-        f"Not even one example at a time fits: it takes {format_bytes(planned(1).total)} a device, "
-        f"of {format_bytes(limit)}. Take method='ghost' with jax.checkpoint around the model's "
-        "layers, which need the least memory; spread parameters and sums over more devices "
-        "(ShardingRules(params=..., accumulators='examples')); or compute in a narrower dtype "
-        "(policy=dp.load_policy('mixed_bfloat16'))."
+        f"Not even one example at a time fits: it takes {format_bytes(planned(1).total)} of "
+        f"{format_bytes(limit)}. Take method='ghost' and jax.checkpoint around layers (least memory"
+        "), spread parameters and sums (ShardingRules(params=..., accumulators='examples')), or "
+        "compute in a narrower dtype (policy=dp.load_policy('mixed_bfloat16'))."
     )
 
 

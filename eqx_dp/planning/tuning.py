@@ -37,6 +37,11 @@ class Trial(NamedTuple):
     bytes: int = 0
     problem: str = ""
 
+    def row(self) -> tuple[str, ...]:
+        """The cells of the table."""
+        time = self.problem or f"{1e3 * self.seconds:.3g}"
+        return self.method, str(self.microbatch_size), time, format_bytes(self.bytes)
+
 
 @tabular
 class Tuning(NamedTuple):
@@ -53,15 +58,7 @@ class Tuning(NamedTuple):
     trials: tuple[Trial, ...]
 
     def _parts(self) -> Iterator[Part]:
-        rows = [
-            (
-                x.method,
-                str(x.microbatch_size),
-                x.problem or f"{1e3 * x.seconds:.3g}",
-                format_bytes(x.bytes),
-            )
-            for x in self.trials
-        ]
+        rows = [trial.row() for trial in self.trials]
         yield [("method", "microbatch", "ms", "of a device"), *rows]
 
 

@@ -101,8 +101,7 @@ class Step(Generic[Model]):
         Args:
             batch: arrays with examples in front.
         """
-        rules = self.grad_fn.sharding
-        if rules is None:
+        if (rules := self.grad_fn.sharding) is None:
             return jax.tree.map(jnp.asarray, batch)
         with self._mesh():
             return rules.shard_batch(batch)
