@@ -33,7 +33,7 @@ from .choice import Choice, LeafCost
 from .clip import ClippedSum, TracedLoss
 from .configuration import Configuration
 from .microbatches import over_microbatches
-from .norms import product_roundoff, unit_roundoff
+from .norms import has_wide, product_roundoff, unit_roundoff
 
 
 class Mark(NamedTuple):
@@ -178,6 +178,16 @@ class Prepared(NamedTuple):
         """The number of examples that a device processes at once."""
         return min(self.choice.microbatch_size or self.of_device, self.of_device)
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether devices' sums are added in float64: in float32 that would cost 1 % or more.
+
+        Not the parts that are scattered in every microbatch.
+        """
+        dtype, devices = self.traced.accumulate_dtype, self.num_shards
+        moved = 2 * self.of_device * devices * (devices - 1) * unit_roundoff(dtype)
+        return moved > 0.01 and dtype == jnp.float32 and has_wide(dtype)
+
     def drift(self, is_divided: bool) -> float:
         """How far rounding moves the sum at most if one example leaves the batch, in clip norms.
 
@@ -198,7 +208,7 @@ class Prepared(NamedTuple):
         changed = min(2 * jax.process_count(), count * devices // together) * size * together
         in_microbatches = changed * (size * product_roundoff(dtype) + (together - 2) * u)
         to_one_float = 0 if count == 1 else 1 + 3 * count * u
-        roundings = to_one_float + devices - 1 + 4 * is_divided
+        roundings = to_one_float + (1 if self.is_wide else devices - 1) + 4 * is_divided
         return 2.002 * (in_microbatches + self.of_device * devices * roundings * u)
 
 
@@ -307,6 +317,7 @@ def _spread(
         [*examples.leaves, *mask],
         specs.sums,
         specs.cuts,
+        prepared.is_wide,
     )
 
 

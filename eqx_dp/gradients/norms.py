@@ -53,7 +53,7 @@ def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, "
     flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
     if len(flat) == 1 and flat[0].shape[1] == 1:
         return jnp.abs(flat[0][:, 0])
-    if _has_wide(flat[0].dtype):
+    if has_wide(flat[0].dtype):
         with jax.enable_x64(True):
             squares = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=1) for x in flat]
             return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(flat[0].dtype)
@@ -64,7 +64,7 @@ def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, "
     return jnp.sqrt(sum_in_blocks(jnp.stack(sums, axis=1))) * scale
 
 
-def _has_wide(dtype: np.dtype[Any]) -> bool:
+def has_wide(dtype: np.dtype[Any]) -> bool:
     """Whether squares of numbers of this dtype are exact in float64, and the machine computes it.
 
     None of them overflows there, or vanishes.
@@ -120,7 +120,7 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     The root costs 4; two more make up for products of errors, and for squares that vanish beside
     the largest.
     """
-    if _has_wide(np.dtype(dtype)):
+    if has_wide(np.dtype(dtype)):
         return 4 * unit_roundoff(dtype) + (size * parts + 10) / 2 * unit_roundoff(np.dtype("f8"))
     roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
     return (roundings / 2 + 6) * unit_roundoff(dtype)

@@ -230,11 +230,13 @@ def over_devices(
     examples: list[Array],
     sum_specs: list[PartitionSpec],
     sum_cuts: Sequence[Cut | None],
+    is_wide: bool = False,
 ) -> tuple[list[Array], PyTree[Array]]:
     """Runs a function on every device's own examples, and sums over devices.
 
     Guarantee: only the results of `function` on an example leave its device. Sums are reduced in
-        their own dtype; those that `function` has not scattered, in one reduction each, at the end.
+        their own dtype, or in float64 and rounded once. Those that `function` has not scattered
+        take one reduction each, at the end.
 
     Args:
         function: from the shared arrays and a device's examples to `(sums, per_example)`.
@@ -245,6 +247,7 @@ def over_devices(
         examples: arrays with examples in front.
         sum_specs: where each sum will live.
         sum_cuts: how `function` has scattered sums.
+        is_wide: whether sums are reduced in float64.
 
     Returns:
         The sums over all examples, and the per-example values, examples in front.
@@ -261,7 +264,7 @@ def over_devices(
         sums, per_example = function(there, examples)
         sums = [over_others(x, spec, rules) for x, spec in zip(sums, sum_specs, strict=True)]
         with stage("devices"):
-            return _reduced(sums, sum_specs, sum_cuts, rules), per_example
+            return _reduced(sums, sum_specs, sum_cuts, rules, is_wide), per_example
 
     mapped = jax.shard_map(
         on_device,
@@ -311,6 +314,7 @@ def _reduced(
     specs: list[PartitionSpec],
     cuts: Sequence[Cut | None],
     rules: ShardingRules,
+    is_wide: bool,
 ) -> list[Array]:
     """Sums over the example axes; if a sum is spread over them, each device gets its part."""
     longer, parts, left = longer_than_one(rules), list[Array](), list[tuple[str, ...]]()
@@ -322,6 +326,8 @@ def _reduced(
     # The remaining axes, with one reduction for all sums that share them.
     for axes in dict.fromkeys(filter(None, left)):
         its = [i for i, own in enumerate(left) if own == axes]
-        for i, x in zip(its, jax.lax.psum([parts[i] for i in its], axes), strict=True):
-            parts[i] = x
+        with jax.enable_x64(True):
+            terms = [parts[i].astype("float64" if is_wide else parts[i].dtype) for i in its]
+            for i, x in zip(its, jax.lax.psum(terms, axes), strict=True):
+                parts[i] = x.astype(parts[i].dtype)
     return parts
