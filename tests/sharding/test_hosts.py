@@ -99,6 +99,7 @@ def on_two_hosts(tmp_path):
 
         def run(function, devices):
             started = fleet.hosts(2, function, Place(tmp_path / "run"), devices=devices)
+            assert not any(one.until_step(1) for one in started)  # each waits until it is heard
             assert [one.result() for one in started] == [0, 0], [one.found for one in started]
             return [one.found[0] for one in started]
 
