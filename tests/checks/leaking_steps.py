@@ -339,6 +339,7 @@ PREPARED = {
     "columns": (columns_of, {"batch": (jnp.ones((SLOTS, SLOTS)), YS, MASK)}),
     # The weights are not named private, but a slot's is that of whoever stands there.
     "weights_as_an_argument": (lambda at: at.times(at.more[0]), jnp.ones(SLOTS)),
+    "diffusion_times": (lambda at: at.times(jnp.cos(at.more[0])), jnp.ones(SLOTS)),
     "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, CLASSES))),
     # Rows are taken by halves of public numbers: each row that is taken counts twice.
     "order_that_repeats": (lambda at: at.rows(at.more[0] // 2), NUMBERS),
