@@ -257,7 +257,6 @@ INSTEAD = "batch of one.*with_sharding_constraint instead"
 NO_EXAMPLES_THERE = "with spec.*test_constraints.*carries no examples"
 REFUSED = {
     "an axis that the rules lack": ("auto", constrained("model"), UNNAMED),
-    "two axes": ("auto", constrained(("data", "model")), "rules do not name"),
     "time": ("auto", constrained(None, "data"), NO_EXAMPLES),
     "a parameter": ("auto", constrained("data", value=lambda w, x: w), NO_EXAMPLES),
     "a sum": ("auto", constrained("data", value=lambda w, x: jnp.sum(x, 0)), NO_EXAMPLES),
