@@ -294,6 +294,8 @@ PREPARED = {
     "running_sum_of_examples": lambda at: at.use(x=jnp.cumsum(at.x, axis=0)),
     # The first half is doubled and put before the second.
     "first_half_doubled": lambda at: at.use(x=jnp.concatenate([2 * at.x[:4], at.x[4:]])),
+    # If one of the first four is left out, the fifth moves up: two change.
+    "first_half_alone": lambda at: at.rows(slice(4)),
     # Slot 0 is set to zero: an example that is left out puts another one there.
     "the_first_slot_overwritten": lambda at: at.use(x=at.x.at[0].set(0.0)),
     # Every second slot is padding: an example that is left out brings four others back.
