@@ -289,9 +289,9 @@ class _Doors(Flow[bool]):
         """What stands in a branch or a loop that a private value steers tells of it."""
         held = inside(equation)
         if (isinstance(held, Cond) and inputs[0]) or (isinstance(held, While) and any(inputs)):
+            is_loop = isinstance(held, While)
             for inner in (one for body in programs_of(equation) for one in equations(body)):
                 # A solver's check of what is public stops a run or does not, however often.
-                is_public = isinstance(held, While) and is_error_if(inner)
-                if inner.primitive.name in DOORS and not is_public:
+                if inner.primitive.name in DOORS and not (is_loop and is_error_if(inner)):
                     self.record.door(context.at(inner), inner)
         return super().holder(context, equation, inputs)
