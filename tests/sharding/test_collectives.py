@@ -11,13 +11,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from tests import oracle
 from tests.sharding import fully_sharded_net, losses
 from tests.sharding.compiled import compiled
 from tests.sharding.losses import mesh_of
 
 pytestmark = pytest.mark.optimized
 
-assert_like_one_device = functools.partial(losses.assert_like_one_device, rtol=1e-5)
+assert_like_one_device = functools.partial(
+    losses.assert_like_one_device, rtol=1e-5 + oracle.room(64)
+)
 
 MODEL = eqx.nn.MLP(16, 8, 24, 1, key=jax.random.key(0))
 BATCH = (
