@@ -111,7 +111,9 @@ def test_two_hosts_do_what_one_does(on_two_hosts):
     (params, noise, indices), both = train(), on_two_hosts(train, devices=4)
     for a, b, alone in zip(both[0][0], both[1][0], params, strict=True):
         np.testing.assert_array_equal(a, b)
-        np.testing.assert_allclose(a, alone, rtol=1e-5, atol=1e-6)
+        # Sums that differ in their last digits may be rounded to neighbours of the noise's grid.
+        np.testing.assert_allclose(a, alone, rtol=1e-5, atol=2.5e-4)
+        assert np.mean(abs(a - alone) > 1e-5) < 0.01
     for _, found, _ in both:  # noise, bit for bit
         for a, alone in zip(found, noise, strict=True):
             assert np.any(a != 0)
