@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from tests import oracle
 from tests.sharding.compiled import compiled
 from tests.sharding.losses import (
     GPT,
@@ -109,7 +110,7 @@ def test_a_gpt(name):
         on_mesh = dp.filter_value_and_clipped_grad(language_loss, sharding=rules, **options)
         found = eqx.filter_jit(on_mesh)(model, *rules.shard_batch(batch))
     # A sum over devices may round an operand in 8 bits the other way.
-    tolerance = 1e-3 if "policy" in options else 1e-5
+    tolerance = 1e-3 if "policy" in options else 1e-5 + oracle.room(16)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
     assert found[0].loss.sharding.spec[0] == "data"
