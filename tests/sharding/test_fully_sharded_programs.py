@@ -28,7 +28,9 @@ def test_memory_falls_with_the_number_of_devices(method, remat):
     case, found = fully_sharded.layers(256, remat=remat), []
     for devices in (2, 8):
         plain, private = (fully_sharded.measure(case, x, devices) for x in ("non-private", method))
-        assert private.temporary <= 2 * plain.temporary + 2 * case.layer_bytes
+        # A device's part of the sums in two floats, and what a microbatch adds to them.
+        sums = 3 * plain.outputs
+        assert private.temporary <= 2 * plain.temporary + 2 * case.layer_bytes + sums
         assert private.arguments == plain.arguments
         assert private.outputs == plain.outputs
         found.append(private.total)
