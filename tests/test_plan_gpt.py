@@ -29,14 +29,11 @@ def printed(example, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ghost", "book_keeping"])
-def test_the_sum_of_parts_is_near_the_compiled_bytes(example, method):
-    rows, text = printed(example, *SMALL, "--mesh", "8", "4x2", "--methods", method)
+def test_the_sum_of_parts_is_near_the_compiled_bytes(example):
+    rows, text = printed(example, *SMALL, "--mesh", "8", "4x2", "--methods", "ghost")
     for row in rows:
-        # Memory is reused between parts, and the compiler adds workspace. Of what `book_keeping`
-        # holds the estimate is crude.
-        least = {"ghost": 3, "book_keeping": 6}[method]
-        assert row.compiled / least < row.parts.total < 3 * row.compiled
+        # Memory is reused between parts, and the compiler adds workspace: no more than an order.
+        assert row.compiled / 3 < row.parts.total < 3 * row.compiled
     assert "peak host memory" in text
     whole, halved = rows
     assert halved.compiled < whole.compiled
