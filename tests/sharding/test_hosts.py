@@ -113,7 +113,7 @@ def test_two_hosts_do_what_one_does(on_two_hosts):
         np.testing.assert_array_equal(a, b)
         # Sums that differ in their last digits may be rounded to neighbours of the noise's grid.
         np.testing.assert_allclose(a, alone, rtol=1e-5, atol=2.5e-4)
-        assert np.mean(abs(a - alone) > 1e-5) < 0.01
+        assert np.sum(abs(a - alone) > 1e-5) <= 1 + a.size // 100
     for _, found, _ in both:  # noise, bit for bit
         for a, alone in zip(found, noise, strict=True):
             assert np.any(a != 0)
