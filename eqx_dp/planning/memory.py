@@ -29,10 +29,10 @@ class DeviceBytes(NamedTuple):
             gathered from other devices. For parameters that are spread over example axes: a
             device's parts, and the arrays that are gathered at a time: the slices of one step of a
             scan over them, or the largest.
-        gradients: the sum of clipped gradients, and with microbatches the sum of one of them. Each
-            device holds a whole sum until the devices' sums are added (divided over axes without
-            examples). If the parameter is spread over example axes: its part of the sum, and the
-            sums that are whole at a time before they are scattered.
+        gradients: the sum of clipped gradients; with microbatches, that sum in two floats, and the
+            sum of one microbatch. Each device holds a whole sum until the devices' sums are added
+            (divided over axes without examples). If the parameter is spread over example axes: its
+            part of the sum, and the sums that are whole at a time before they are scattered.
         optimizer: the optimizer's state.
         batch: the examples and the mask.
         per_example: what the engine holds for the examples of one microbatch, by the estimate of
@@ -190,14 +190,14 @@ def plan_memory(
     limit = whole_number("limit", limit, least=1, most=2**60)
     most = planned_step(grad_fn, model, batch, optimizer, key).call.of_device
     most = min(most, microbatch_size or most)
-    fits = bisect.bisect_right(range(1, most + 1), limit, key=lambda size: planned(size).total)
-    if fits:
+    if planned(most).total <= limit:  # all at once there is one sum; in microbatches there are more
+        return planned(most)
+    if fits := bisect.bisect_right(range(1, most), limit, key=lambda size: planned(size).total):
         return planned(fits)
     raise ValueError(
         f"Not even one example at a time fits: it takes {format_bytes(planned(1).total)} of "
-        f"{format_bytes(limit)}. Take method='ghost' and jax.checkpoint around layers (least memory"
-        "), spread parameters and sums (ShardingRules(params=..., accumulators='examples')), or "
-        "compute in a narrower dtype (policy=dp.load_policy('mixed_bfloat16'))."
+        f"{format_bytes(limit)}. Take method='ghost' and jax.checkpoint around layers, spread sums "
+        "(ShardingRules(accumulators='examples')), or pass policy=dp.load_policy('mixed_bfloat16')."
     )
 
 
@@ -237,7 +237,7 @@ def _device_bytes(step: PlannedStep) -> DeviceBytes:
     of_optimizer, of_batch = (sum(map(_local, jax.tree.leaves(x))) for x in step.arguments[1:])
     return DeviceBytes(
         parameters + _at_a_time(copies, gathered),
-        sums * (1 + (call.at_once < call.of_device)) + _at_a_time(wholes, scattered),
+        sums * (1 + 2 * (call.at_once < call.of_device)) + _at_a_time(wholes, scattered),
         of_optimizer,
         of_batch,
         call.choice.held * call.at_once,

@@ -318,16 +318,15 @@ def _reduced(
 ) -> list[Array]:
     """Sums over the example axes; if a sum is spread over them, each device gets its part."""
     longer, parts, left = longer_than_one(rules), list[Array](), list[tuple[str, ...]]()
-    for x, spec, done in zip(sums, specs, cuts, strict=True):
-        cut = cut_of(rules, spec, x.ndim)
-        taken = {axis for _, axes in ([] if cut is None else cut.over(x.ndim)) for axis in axes}
-        parts.append(x if cut is None or done is not None else cut.scattered(x))
-        left.append(tuple(axis for axis in longer if axis not in taken))
-    # The remaining axes, with one reduction for all sums that share them.
-    for axes in dict.fromkeys(filter(None, left)):
-        its = [i for i, own in enumerate(left) if own == axes]
-        with jax.enable_x64(True):
-            terms = [parts[i].astype("float64" if is_wide else parts[i].dtype) for i in its]
-            for i, x in zip(its, jax.lax.psum(terms, axes), strict=True):
-                parts[i] = x.astype(parts[i].dtype)
-    return parts
+    with jax.enable_x64(True):
+        for x, spec, done in zip(sums, specs, cuts, strict=True):
+            cut, x = cut_of(rules, spec, x.ndim), x.astype("float64") if is_wide else x
+            taken = {axis for _, axes in ([] if cut is None else cut.over(x.ndim)) for axis in axes}
+            parts.append(x if cut is None or done is not None else cut.scattered(x))
+            left.append(tuple(axis for axis in longer if axis not in taken))
+        # The remaining axes, with one reduction for all sums that share them.
+        for axes in dict.fromkeys(filter(None, left)):
+            its = [i for i, own in enumerate(left) if own == axes]
+            for i, x in zip(its, jax.lax.psum([parts[i] for i in its], axes), strict=True):
+                parts[i] = x
+        return [part.astype(x.dtype) for part, x in zip(parts, sums, strict=True)]

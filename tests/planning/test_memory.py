@@ -38,7 +38,7 @@ def test_a_plan_adds_up():
     parts, compiled = plan.parts, plan.compiled
     assert parts.total == sum(parts)
     assert parts.parameters == sizes(model)  # float32 is given to the loss as it is
-    assert parts.gradients == 2 * sizes(model)  # of all, and of a microbatch
+    assert parts.gradients == 3 * sizes(model)  # of all, in two floats, and of a microbatch
     assert 0 <= parts.optimizer - 2 * sizes(model) < 64  # mu and nu, and counters
     assert parts.batch == sizes(batch) + 16  # and the mask
     assert parts.per_example >= 4 * sizes(model)  # four gradients at once

@@ -271,19 +271,18 @@ def test_two_starts_at_the_same_moment(count, after, tmp_path, monkeypatch, reco
         assert recording.taken == released(bucket.at(url)) == 4
 
 
-def test_two_seeded_starts_at_once_are_refused(tmp_path, recording):
-    step = recording.step(seed=1)
-    options = {"step": step, "data": recording}
+def test_two_seeded_starts_at_once_are_refused(tmp_path, monkeypatch, recording):
+    """Both have read that they are the first start: the second announcement is taken back."""
+    url, step = "gs://bucket/run", recording.step(plan_of(4), seed=1)
+    options = {"step": step, "data": recording, "callbacks": [recording.note]}
 
-    def begin_another(event):
-        recording.note(event)
-        if event.step == 1:
-            runs.trainer(tmp_path / "run", callbacks=[recording.note], **options).run(small_model())
+    def another():
+        runs.trainer(url, **options).run(small_model(), steps=1)
 
-    with pytest.warns() as _, pytest.raises(dp.CheckpointError):
-        runs.trainer(tmp_path / "run", callbacks=[begin_another], **options).run(small_model())
-    recording.assert_fresh()
-    assert recording.taken <= released(tmp_path / "run")
+    bucket = store.opened(Hooked(tmp_path / "store", 1, False, another), monkeypatch)
+    with pytest.raises(dp.CheckpointError, match="both have one seed"):
+        runs.trainer(url, **options).run(small_model())
+    assert len(recording.noises) == recording.taken == released(bucket.at(url)) == 1
 
 
 # Damage.
