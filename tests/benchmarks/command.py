@@ -94,7 +94,7 @@ def _all(argv: Sequence[str]) -> None:
 
 def _one(name: str, argv: Sequence[str]) -> None:
     """One part: its tables in the terminal, and with `--write` on the page."""
-    if _DEVICES.get(name, 0) > jax.config.jax_num_cpu_devices:
+    if name in _DEVICES and _DEVICES[name] > jax.config.jax_num_cpu_devices:
         jax.config.update("jax_num_cpu_devices", _DEVICES[name])
     part: Part = importlib.import_module(f"{__package__}.{name}").PART
     parser = _parser(name, part.explanation or "")
