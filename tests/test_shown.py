@@ -42,7 +42,7 @@ OBJECTS = {
     "per example": lambda: PER_EXAMPLE,
     "plan": lambda: PLAN,
     "sampler": lambda: PLAN.sampler(8, seed=SEED),
-    "noise": lambda: PLAN.privatizer(GRAD_FN.of_samples(PLAN.sampling), key=SEED).init(MODEL),
+    "noise": lambda: PLAN.privatizer(GRAD_FN.of_samples(PLAN.batches), key=SEED).init(MODEL),
 }
 TABLES = {
     "explain": lambda: dp.explain(GRAD_FN.of_samples(None), MODEL, X, Y),

@@ -195,7 +195,7 @@ def noise(
         is_exact = all(fact.is_exact for fact in sums)
         batches = {record.sources[term.leaf[0]].loops for row in rows for term in row}
         loops = batches.pop() if len(batches) == 1 else frozenset[Hashable]()
-        record.releases[used] = Release(rows, mark.stddev, is_exact, loops, context)
+        record.releases[used] = Release(rows, mark.stddev, mark.noising, is_exact, loops, context)
     return found
 
 

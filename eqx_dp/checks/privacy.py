@@ -11,7 +11,7 @@ import numpy as np
 
 from ..expected import expect, function
 from ..paths import dotted
-from ..privacy import PrivacyPlan
+from ..privacy import PrivacyPlan, Sampler
 from ..programs import users_line
 from ..shown import shown, some
 from ..trees import is_key
@@ -29,6 +29,7 @@ def check_privacy(
     *args: Any,
     private: Any = None,
     plan: PrivacyPlan | None = None,
+    sampler: Sampler | None = None,
     disclose: Iterable[str] = (),
     kept: Iterable[str] = (),
     public_rows: Iterable[int | str] = (),
@@ -64,6 +65,7 @@ in each call; so has the key that the loss draws with, of which nothing may be s
     | examples apart | examples of the engine are rows of the private arguments, each once, and \
 what they meet slot by slot is the same for all |
     | padding | the engine is given a mask, if the plan samples |
+    | sampling | a `sampler` that is given draws as the plan accounts for |
 
     **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
     private arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
@@ -117,6 +119,8 @@ call's model is made of it |
             (`("xs", "batch.label")`). The mask and the indices of a sample are private, too. A step
             of `make_step` knows them.
         plan: what the noise is compared with; a step of `make_step` knows it.
+        sampler: what draws the step's batches, to be compared with the plan. (A step of
+            `make_step` makes its own.)
         disclose: patterns of dotted paths of results, or of their ends (`"2"`, `"loss"`), that you
             release without noise on purpose.
         kept: patterns of results that come back in the next call and that may hold private data.
@@ -187,6 +191,9 @@ call's model is made of it |
     _check_constants(flow, lengths | {getattr(fn, "_num_examples", None)})
     known = [*map(Result, names, found, returns, in_state, is_disclosed, is_kept)]
     last = [argument.names[-1] for argument in arguments]
+    if plan is not None and sampler is not None and not plan.draws_as(sampler):
+        drawn = f"batches are drawn by {sampler}, and the plan accounts for {plan.sampling}"
+        flow.record.note(Context(line="sampler"), "sampling", drawn, "Take plan.sampler(num_examples).")
     step = TracedStep(flow.record, last, _same_keys(args, kwargs), known, reaches)
     return report_on(step, plan)
 

@@ -34,7 +34,8 @@ class Release(NamedTuple):
 
     Attributes:
         rows: the sums that the noise was added to, leaf by leaf.
-        stddev: of the noise.
+        stddev: of the noise; of correlated noise, what a step adds to that of steps before.
+        noising: how noise is correlated.
         is_exact: whether the bounds of the rows are reached.
         loops: in whose turns it is of other batches.
         context: where.
@@ -42,6 +43,7 @@ class Release(NamedTuple):
 
     rows: tuple[Row, ...]
     stddev: float
+    noising: tuple[float, ...]
     is_exact: bool
     loops: frozenset[Hashable]
     context: Context

@@ -179,6 +179,10 @@ def _against_plan(
             f"releases of a step together {most}{sensitivity})"
         )
         found.append(Finding("noise", text, lines, _MORE_NOISE, is_tight))
+    noising = (1.0,) if plan.noise is None else plan.noise.noising
+    if others := {release.noising for release in releases} - {noising}:
+        text = f"noise of steps is added as {others.pop()}, and the plan accounts for {noising}"
+        found.append(Finding("noise", text, lines, "Take the noise of plan.privatizer."))
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
         found.append(Finding("noise", text, lines, "Make a plan with as many steps."))

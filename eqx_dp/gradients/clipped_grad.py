@@ -129,7 +129,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             traced. The function itself does not change.
 
         Args:
-            sampling: how batches are drawn (`plan.sampling`). It also gives the expected number of
+            sampling: how batches are drawn (`plan.batches`). It also gives the expected number of
                 slots that hold an example, by which `"auto"` chooses the microbatch. None for
                 batches without padding.
         """

@@ -191,7 +191,7 @@ def explain(
     """
     if plan is not None:
         expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan, or None")
-        grad_fn = checked_grad_fn(grad_fn).of_samples(plan.sampling)
+        grad_fn = checked_grad_fn(grad_fn).of_samples(plan.batches)
     found = described(grad_fn, model, batch, key, is_padding_example)
     choice, num_examples = found.choice, found.examples.num_examples
     accumulate = str(found.traced.accumulate_dtype)

@@ -129,7 +129,7 @@ def tune(
     rules = checked_grad_fn(grad_fn).sharding
     if plan is not None:
         expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan, or None")
-        grad_fn = grad_fn.of_samples(plan.sampling)
+        grad_fn = grad_fn.of_samples(plan.batches)
     if jax.process_count() > 1:
         raise ValueError("Tune in one process: several would each choose by their own clock.")
     with on_mesh(rules):

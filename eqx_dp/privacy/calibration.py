@@ -24,11 +24,6 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
     result keeps to the budget at the plan's own discretization.
     """
 
-    def excess(log_noise: float, epsilon: Callable[[float], float]) -> float:
-        found = epsilon(max(math.exp(log_noise), LEAST_NOISE))
-        log_epsilon = math.log(found) if found > 0 else _ZERO
-        return min(log_epsilon, _INFINITE) - math.log(budget - PRECISION_EPSILON)
-
     def roughly(noise: float) -> float:
         own = discretization(run, noise)
         wide = max(own, min(_COARSE * own, budget / 50))
@@ -37,14 +32,31 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
     def exactly(noise: float) -> float:
         return epsilon_of(run, noise, delta)
 
+    exceeds = functools.partial(_excess, exactly, budget)
     # If delta is close to what float64 may lose, rounding makes epsilon jump up and down.
     tolerance = 1e-4 if delta_left(run, delta) > 0.9 * delta else 5e-3
     guess = math.log(_guess(run, delta, budget))
-    rough = _root(functools.partial(excess, epsilon=roughly), guess, 1e-3, budget)
-    best = _root(functools.partial(excess, epsilon=exactly), rough, tolerance / 2, budget)
-    while excess(best, exactly) > 0:
+    rough = _root(functools.partial(_excess, roughly, budget), guess, 1e-3, budget)
+    best = _root(exceeds, rough, tolerance / 2, budget)
+    while exceeds(best) > 0:
         best += tolerance / 2
     return max(math.exp(best), LEAST_NOISE)
+
+
+def least_noise_by(epsilon: Callable[[float], float], budget: float) -> float:
+    """The least noise multiplier, to 1e-3 of it, by any falling function of it."""
+    exceeds = functools.partial(_excess, epsilon, budget)
+    best = _root(exceeds, 0.0, 5e-4, budget)
+    while exceeds(best) > 0:
+        best += 5e-4
+    return math.exp(best)
+
+
+def _excess(epsilon: Callable[[float], float], budget: float, log_noise: float) -> float:
+    """By how much the logarithm of epsilon exceeds that of a budget."""
+    found = epsilon(max(math.exp(log_noise), LEAST_NOISE))
+    log_epsilon = math.log(found) if found > 0 else _ZERO
+    return min(log_epsilon, _INFINITE) - math.log(budget - PRECISION_EPSILON)
 
 
 def _root(

@@ -49,10 +49,13 @@ def entries_covered(delta: SupportsFloat) -> float:
 
 
 def within_charge(
-    privatizer: optax.GradientTransformation, steps: int, delta: float
+    privatizer: optax.GradientTransformation, steps: int, delta: float, growth: float = 1.0
 ) -> optax.GradientTransformation:
-    """The same noise for at most as many entries as a plan has paid for; a ValueError for more."""
-    most = entries_covered(delta) / steps
+    """The same noise for at most as many entries as a plan has paid for; a ValueError for more.
+
+    `growth` is that of the errors, by `Banded.error_growth`.
+    """
+    most = entries_covered(delta) / steps / growth**2
 
     def check(tree: Any) -> None:
         entries = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(tree))

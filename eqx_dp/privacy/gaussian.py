@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -56,9 +56,14 @@ def grid_of(stddev: float) -> float:
 
 
 def with_certified_noise(
-    leaves: Sequence[Leaf], key: PRNGKeyArray, step: Any, stddev: float, is_apart: bool
+    leaves: Sequence[Leaf],
+    key: PRNGKeyArray,
+    step: Any,
+    stddev: float,
+    is_apart: bool,
+    noising: tuple[float, ...] = (1.0,),
 ) -> list[Float[Array, "..."]]:
-    """Adds noise whose distribution is known: `finite_precision.md`.
+    """Adds noise whose distribution is known: `finite_precision.md`, `correlated_noise.md`.
 
     Each entry takes 257 bits of a block of ChaCha under the key. Its counter is the position in the
     leaf; its nonce is the step, and 63 bits of the leaf's words.
@@ -69,6 +74,8 @@ def with_certified_noise(
         step: its number.
         stddev: of the noise.
         is_apart: whether small leaves may be on other devices than each other.
+        noising: the weights of the draws of this step, of the step before, and so on. Before step
+            0 there is none.
     """
     with jax.enable_x64(True):
         words, rounds = chacha_key(key)
@@ -83,7 +90,11 @@ def with_certified_noise(
             nonces = np.array([leaves[i].words for i in group], np.uint32)
             nonces[:, 0] |= NOISE
             noised = functools.partial(
-                _noised, stddev=stddev, result=np.dtype(first.result), rounds=rounds
+                _noised,
+                stddev=stddev,
+                noising=noising,
+                result=np.dtype(first.result),
+                rounds=rounds,
             )
             if first.sharding is not None:
                 axes, where = first.sharding.mesh.explicit_axes, [first.sharding]
@@ -93,7 +104,7 @@ def with_certified_noise(
         return [results[i] for i in range(len(leaves))]
 
 
-@functools.partial(jax.jit, static_argnames=("stddev", "result", "rounds"))
+@functools.partial(jax.jit, static_argnames=("stddev", "noising", "result", "rounds"))
 def _noised(
     key: UInt32[Array, " 8"],
     step: UInt32[Array, ""],
@@ -101,6 +112,7 @@ def _noised(
     gradients: list[Float[Array, "..."]],
     *,
     stddev: float,
+    noising: tuple[float, ...],
     result: Any,
     rounds: int,
 ) -> list[Float[Array, "..."]]:
@@ -117,7 +129,14 @@ def _noised(
             _side_by_side([jnp.full(size, word) for size, word in zip(sizes, row, strict=True)])
             for row in nonces.T
         ]
-    noisy = _on_grid(key, (step, *nonce), gradient, position, stddev, rounds)
+
+    def draw(step: Any) -> Float[Array, "..."]:
+        with stage("bits"):
+            sign, *words = block([*key], position, (step, *nonce), rounds)[: 1 + WORDS]
+            size = tail_quantile(tail_probability(words))
+        return jnp.where(sign >> 31 == 0, size, -size)
+
+    noisy = _on_grid(gradient, _weighted(draw, step, noising, gradient.shape), stddev)
     noisy = computed_once(noisy.astype(result))
     if len(gradients) == 1:
         return [noisy]
@@ -130,17 +149,32 @@ def _side_by_side(arrays: list[Shaped[Array, " _"]]) -> Shaped[Array, " _"]:
     return computed_once(jnp.concatenate(arrays))
 
 
+def _weighted(
+    draw: Callable[[Any], Float[Array, "*shape"]],
+    step: UInt32[Array, ""],
+    noising: tuple[float, ...],
+    shape: tuple[int, ...],
+) -> Float[Array, "*shape"]:
+    """The weighted sum of the draws of this step and of those before."""
+    if len(noising) == 1:
+        return draw(step)
+    weights = jnp.asarray(noising, jnp.float64)
+
+    def body(back: Any, total: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        before = back.astype(jnp.uint32)
+        weight = jnp.where(before <= step, weights[back], 0)
+        return total + weight * draw(step - before)
+
+    return jax.lax.fori_loop(0, len(noising), body, jnp.zeros(shape, jnp.float64))
+
+
 def _on_grid(
-    key: Any, nonce: Any, gradient: Any, position: Any, stddev: float, rounds: int
-) -> Float[Array, "..."]:
+    gradient: Float[Array, "*shape"], noise: Float[Array, "*shape"], stddev: float
+) -> Float[Array, "*shape"]:
     """The multiple of the grid that is nearest to the sum plus noise, in float64."""
     grid = grid_of(stddev)
-    with stage("bits"):
-        sign, *words = block([*key], position, nonce, rounds)[: 1 + WORDS]
-        size = tail_quantile(tail_probability(words))
-        scale = jnp.where(sign >> 31 == 0, stddev / grid, -stddev / grid)
     with stage("draw"):
-        noise = scale * size
+        noise = (stddev / grid) * noise
     with stage("noise"):
         # In units of the grid, and exactly, the sum is a whole number and a remainder.
         scaled = gradient.astype(jnp.float64) * (1 / grid)

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ..expected import real_number
+from ..expected import expect, real_number
 from ..paths import dotted
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..programs import in_marked_equation
@@ -29,6 +29,7 @@ from .keys import (
     single_key,
     words_of,
 )
+from .strategies import Banded
 
 
 class GaussianPrivatizerState(NamedTuple):
@@ -59,6 +60,7 @@ def gaussian_privatizer(
     policy: Policy | JmpPolicy | None = None,
     sharding: ShardingRules | None = None,
     certified: bool = True,
+    correlation: Banded | None = None,
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
 
@@ -114,6 +116,11 @@ def gaussian_privatizer(
     | a TPU, whose float64 is not that of IEEE 754 | refused, unless `certified=False` |
     | a leaf has more than 2^32 entries | refused |
     | a key of another generator | 256 bits are drawn with it; no harder to guess than it was |
+    | `correlation`, and noise that is not certified | refused |
+
+    With `correlation`, an update takes back part of the noise of updates before, which is drawn
+    again. One update is then no Gaussian mechanism by itself: all together are the matrix mechanism
+    that `dp.Banded` describes, for as long as the state is that of one `init`.
 
     With sharding rules every device draws its own part of the noise, without communication, and the
     same key gives the same noise on any number of devices and hosts.
@@ -129,6 +136,7 @@ def gaussian_privatizer(
         sharding: The noise is placed where the rules place accumulators. The updates must then
             have the tree of the model that the rules describe.
         certified: Whether the noise is the one that is proven.
+        correlation: How noise of one step depends on that of steps before; None: independent.
 
     Returns:
         An `optax.GradientTransformation`; its state is a `GaussianPrivatizerState`.
@@ -141,6 +149,7 @@ def gaussian_privatizer(
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
+    noising = (1.0,) if correlation is None else _checked(correlation).noising
     root = None if key is None else single_key(key)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
@@ -157,7 +166,7 @@ def gaussian_privatizer(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
-        how = _How(scale, "eqx_dp noise", policy, rules, certified)
+        how = _How(scale, "eqx_dp noise", policy, rules, certified, noising)
         noisy = _noisy(updates, (state.key, state.step), how)
         next_state = GaussianPrivatizerState(state.key, state.step + 1)
         return noisy, next_state
@@ -227,12 +236,14 @@ class NoiseMark(NamedTuple):
         prefix: words of the text that says what the noise is for.
         has_step: whether there is a step.
         leaves: for each leaf the words of that text, its path and its shape.
+        noising: the weights of the draws of this step and of those before.
     """
 
     stddev: float
     prefix: tuple[int, ...]
     has_step: bool
     leaves: tuple[tuple[int, ...], ...]
+    noising: tuple[float, ...]
 
 
 class _How(NamedTuple):
@@ -244,6 +255,7 @@ class _How(NamedTuple):
         policy: as for `gaussian_privatizer`.
         rules: the same.
         certified: the same.
+        noising: as for `NoiseMark`.
     """
 
     stddev: float
@@ -251,6 +263,7 @@ class _How(NamedTuple):
     policy: Policy | None
     rules: ShardingRules | None
     certified: bool
+    noising: tuple[float, ...] = (1.0,)
 
 
 def _noisy(
@@ -269,7 +282,8 @@ def _noisy(
         words(f"{how.text} {x.shape} {jax.tree_util.keystr(path)}")
         for path, x in zip(paths, gradients, strict=True)
     ]
-    mark = NoiseMark(how.stddev, words(how.text), key_and_step[1] is not None, tuple(of_leaves))
+    has_step = key_and_step[1] is not None
+    mark = NoiseMark(how.stddev, words(how.text), has_step, tuple(of_leaves), how.noising)
 
     def function(operands: Any) -> list[Array]:
         gradients, (key, step) = operands
@@ -280,13 +294,24 @@ def _noisy(
         if how.certified and all(is_wide(leaf.dtype) for leaf in placed):
             _check_platform()
             is_apart = how.rules is not None
-            noisy = with_certified_noise(placed, key, step, how.stddev, is_apart)
+            noisy = with_certified_noise(placed, key, step, how.stddev, is_apart, how.noising)
+        elif len(how.noising) > 1:
+            raise ValueError(
+                "correlated noise draws the noise of earlier steps again, which only certified noise "
+                "is made for. Take certified=True and a noise dtype of at least float32, or a plan "
+                "of independent noise (noise=None)."
+            )
         else:
             noisy = with_noise_of_jax(placed, key, (*map(np.uint32, mark.prefix), step), how.stddev)
         return [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
 
     noisy = in_marked_equation("eqx_dp_noise", mark, function, (gradients, key_and_step))
     return jax.tree_util.tree_unflatten(structure, noisy)
+
+
+def _checked(correlation: object) -> Banded:
+    expect("correlation", correlation, Banded, "a dp.Banded, or None for independent noise")
+    return cast(Banded, correlation)
 
 
 def _check_arrays_alone(params: optax.Params) -> None:

@@ -2,18 +2,18 @@
 
 import dataclasses
 import warnings
-from typing import SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import dp_accounting
 import optax
 from dp_accounting import NeighboringRelation
 from jaxtyping import PRNGKeyArray
 
-from ..expected import real_number, whole_number
+from ..expected import expect, real_number, whole_number
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..sharding import ShardingRules
-from .accounting import ROUNDING_DELTA, Run, check_relation, epsilon_of, event_of
-from .calibration import least_noise
+from ..shown import shown
+from .accounting import ROUNDING_DELTA, check_relation
 from .finite_precision import (
     PRECISION_EPSILON,
     PRECISION_SHARE,
@@ -21,11 +21,14 @@ from .finite_precision import (
     within_charge,
 )
 from .keys import Secret
+from .mechanism import Mechanism
 from .noise import gaussian_privatizer
 from .plan_json import fields_of, written
 from .sample_size import Sampling
-from .sampling import OVERFLOW_PROBABILITY, PoissonSampler, sampling_probability
+from .sampling import OVERFLOW_PROBABILITY, Sampler
+from .sampling_kinds import FixedSize, Kind, Poisson
 from .sensitivity import HasSensitivity, agreed_with, checked_sensitivity
+from .strategies import Banded
 
 _MOST_STEPS = 2**53
 _DELTA_WANTED = (
@@ -39,10 +42,24 @@ class PrivacyPlan:
 
     A plan keeps sampling, noise and accounting consistent. `sampler` and `privatizer` take their
     numbers from it, and `epsilon` accounts for exactly those: `steps` steps, each of which draws
-    examples by Poisson sampling and releases the sum of their clipped gradients plus Gaussian
-    noise. All accounting is that of dp_accounting, by privacy loss distributions (Koskela et al.
-    2020; Doroshenko et al. 2022), rounded so that epsilon is never too small. float64 may round the
-    other way, by at most 2^-51 of delta a step; that much is subtracted from delta first.
+    examples and releases the sum of their clipped gradients plus Gaussian noise.
+
+    `sampling_prob` stands for Poisson sampling. Another kind is `sampling=dp.sampling.BallsInBins(
+    cycle=100)` in its place, and noise that is correlated over steps `noise=dp.Banded.bisr(4)`.
+    Sampling and noise that nothing accounts for together are refused.
+
+    | sampling | noise | accounted for by |
+    |---|---|---|
+    | `Poisson` | independent | privacy loss distributions |
+    | `CyclicPoisson` | independent, `Banded` | privacy loss distributions |
+    | `BallsInBins`, `MinSeparation` | independent, `Banded` | Monte Carlo; a run has one start |
+    | `RandomAllocation` | independent | Monte Carlo |
+    | `FixedSize`, `REPLACE_ONE` | independent | Renyi divergences |
+
+    Privacy loss distributions are those of dp_accounting (Koskela et al. 2020; Doroshenko et al.
+    2022), rounded so that epsilon is never too small. float64 may round the other way, by at most
+    2^-51 of delta a step; that much is subtracted from delta first. An epsilon by Monte Carlo
+    holds with confidence 1 - 1e-6 over the draws of the accounting (`accounting_confidence`).
 
     **Noise multiplier** is standard deviation / sensitivity. The sensitivity is `l2_norm_bound`
     of the gradients where an example is added, removed or zeroed out, and twice that where it is
@@ -76,10 +93,14 @@ class PrivacyPlan:
         delta: Total delta of the run, in (0, 1). Choose it well below 1 / number of examples.
         neighboring_relation: Which data sets are neighbors: `ADD_OR_REMOVE_ONE`, `REPLACE_ONE`,
             or `REPLACE_SPECIAL` (an example is zeroed out).
+        sampling: How batches are drawn, one of `dp.sampling`, in place of `sampling_prob` (which
+            is then the probability that a given example is in a given step).
+        noise: How noise is correlated over steps, a `dp.Banded`; None: independent.
 
     Raises:
         ValueError: If a number has the wrong type or is out of its range, the relation is none of
-            the three, or `delta` is too small for that many steps.
+            the three, `delta` is too small for that many steps, or nothing accounts for sampling
+            and noise together.
     """
 
     sampling_prob: float
@@ -87,28 +108,39 @@ class PrivacyPlan:
     noise_multiplier: float
     delta: float
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    sampling: Kind = dataclasses.field(kw_only=True)
+    noise: Banded | None = dataclasses.field(default=None, kw_only=True)
 
     # Written out for its types: any number is accepted, floats and ints are stored.
     def __init__(
         self,
-        sampling_prob: SupportsFloat,
-        steps: SupportsIndex,
-        noise_multiplier: SupportsFloat,
-        delta: SupportsFloat,
+        sampling_prob: SupportsFloat | None = None,
+        steps: SupportsIndex = 0,
+        noise_multiplier: SupportsFloat = -1,
+        delta: SupportsFloat = 0,
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
+        *,
+        sampling: Kind | None = None,
+        noise: Banded | None = None,
     ):
         check_relation(neighboring_relation)
+        kind = _kind(sampling_prob, sampling)
+        if noise is not None:
+            expect("noise", noise, Banded, "a dp.Banded, or None for independent noise")
         checked = {
-            "sampling_prob": sampling_probability(sampling_prob),
+            "sampling_prob": kind.step_prob,
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
             "noise_multiplier": real_number(
                 "noise_multiplier", noise_multiplier, lambda real: real >= 0, "at least 0"
             ),
             "delta": real_number("delta", delta, lambda real: 0 < real < 1, _DELTA_WANTED),
             "neighboring_relation": neighboring_relation,
+            "sampling": kind,
+            "noise": noise,
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        self._mechanism(self.steps).check()
         rounding = self.steps * ROUNDING_DELTA
         if self._delta_left(self.steps) <= rounding:
             raise ValueError(
@@ -123,37 +155,44 @@ class PrivacyPlan:
         *,
         epsilon: SupportsFloat,
         delta: SupportsFloat,
-        sampling_prob: SupportsFloat,
         steps: SupportsIndex,
+        sampling_prob: SupportsFloat | None = None,
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
+        sampling: Kind | None = None,
+        noise: Banded | None = None,
     ) -> "PrivacyPlan":
         """Finds the plan with the least noise that stays within a privacy budget.
 
         Args:
             epsilon: The budget: `plan.epsilon()` is at most this.
             delta: As for the plan.
-            sampling_prob: As for the plan.
             steps: As for the plan.
+            sampling_prob: As for the plan.
             neighboring_relation: As for the plan.
+            sampling: As for the plan.
+            noise: As for the plan.
 
         Returns:
             The plan. Its noise multiplier is at most 1.0002 times the least that keeps to the
-            budget; 1.01 times where delta is less than some 10 times what float64 may lose of it.
+            budget; 1.01 times where delta is less than some 10 times what float64 may lose of it,
+            and 1.001 times where epsilon is no privacy loss distribution's.
 
         Raises:
             ValueError: If epsilon is not a finite number above 0, another argument is refused as
                 for the plan itself, the budget cannot be met, or hardly any noise meets it.
         """
         budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
-        draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation)
+        draft = cls(
+            sampling_prob, steps, 1.0, delta, neighboring_relation, sampling=sampling, noise=noise
+        )
         left = draft._delta_left(draft.steps)
         if budget <= PRECISION_EPSILON:
             raise ValueError(
                 f"epsilon {budget:g} is out of reach: finite precision alone is charged "
                 f"{PRECISION_EPSILON:g}. Take a larger epsilon."
             )
-        noise = least_noise(draft._run(draft.steps), left, budget)
-        return dataclasses.replace(draft, noise_multiplier=noise)
+        multiplier = draft._mechanism(draft.steps).least_noise(left, budget)
+        return dataclasses.replace(draft, noise_multiplier=multiplier)
 
     def epsilon(self, steps: SupportsIndex | None = None) -> float:
         """Epsilon of the first steps of the run, at the plan's delta.
@@ -170,9 +209,9 @@ class PrivacyPlan:
         Raises:
             ValueError: If `steps` is not a whole number in that range.
         """
-        run = self._run(self._steps_taken(steps))
-        found = epsilon_of(run, self.noise_multiplier, self._delta_left(run.steps))
-        return found + PRECISION_EPSILON if run.steps else 0.0
+        taken = self._steps_taken(steps)
+        found = self._mechanism(taken).epsilon(self.noise_multiplier, self._delta_left(taken))
+        return found + PRECISION_EPSILON if taken else 0.0
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
         """The event that `epsilon` accounts for, for dp_accounting.
@@ -190,12 +229,48 @@ class PrivacyPlan:
         Raises:
             ValueError: As for `epsilon`.
         """
-        return event_of(self._run(self._steps_taken(steps)), self.noise_multiplier)
+        return self._mechanism(self._steps_taken(steps)).event(self.noise_multiplier)
 
     @property
-    def sampling(self) -> Sampling:
-        """How batches are drawn."""
-        return Sampling(self.sampling_prob, self._overflow_probability)
+    def charged(self) -> float:
+        """The part of delta that overflow, finite precision and float64 accounting may cost."""
+        rounding = self.steps * ROUNDING_DELTA
+        return self.delta - self._delta_left(self.steps) + rounding
+
+    @property
+    def discretization(self) -> float:
+        """The width of the intervals in which dp_accounting should count privacy losses."""
+        return self._mechanism(self.steps).discretization(self.noise_multiplier)
+
+    @property
+    def accounting_confidence(self) -> float:
+        """The confidence in `epsilon`: 1, or 1 - 1e-6 where Monte Carlo accounts for the plan."""
+        return self._mechanism(self.steps).confidence
+
+    @property
+    def is_one_start(self) -> bool:
+        """Whether all steps must be taken by one start.
+
+        Accounting for `BallsInBins` and `MinSeparation` knows a run of one start alone: each start
+        draws the bins of examples anew.
+        """
+        return self._mechanism(self.steps).is_one_start
+
+    def counted(self, steps: int) -> int:
+        """The steps that a start of so many counts for: whole cycles, where sampling has cycles."""
+        cycle = self._mechanism(self.steps).cycle
+        return -(-steps // cycle) * cycle
+
+    def draws_as(self, sampler: Sampler) -> bool:
+        """Whether a sampler draws the batches that this plan accounts for."""
+        own = (self.sampling, self._overflow_probability)
+        return own == (sampler.kind, sampler.overflow_probability)
+
+    @property
+    def batches(self) -> Sampling:
+        """How many examples batches hold, for `grad_fn.of_samples`."""
+        probability = 1.0 if isinstance(self.sampling, FixedSize) else self.sampling_prob
+        return Sampling(probability, self._overflow_probability)
 
     @property
     def _overflow_probability(self) -> float:
@@ -234,7 +309,7 @@ class PrivacyPlan:
         host: SupportsIndex = 0,
         devices: SupportsIndex = 1,
         shared: bool = False,
-    ) -> PoissonSampler:
+    ) -> Sampler:
         """The sampler that draws this plan's batches, or one host's part of them.
 
         Epsilon is the same for any number of hosts. Without a seed the sampler draws fresh
@@ -252,7 +327,7 @@ class PrivacyPlan:
             shared: Whether every host can read every example; examples are then dealt out to hosts.
 
         Returns:
-            A `PoissonSampler` with the plan's `sampling_prob` and `overflow_probability`. It raises
+            A `Sampler` with the plan's `sampling` and `overflow_probability`. It raises
             an error for steps beyond the plan's.
 
         Raises:
@@ -261,9 +336,9 @@ class PrivacyPlan:
         Warns:
             UserWarning: If `delta` is at least 1 / `num_examples`.
         """
-        sampler = PoissonSampler(
-            num_examples=num_examples,
-            sampling_prob=self.sampling_prob,
+        sampler = Sampler(
+            num_examples,
+            self.sampling,
             seed=seed,
             pad_to=pad_to,
             steps=self.steps,
@@ -326,11 +401,17 @@ class PrivacyPlan:
         sharding = agreed_with(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
         privatizer = gaussian_privatizer(
-            stddev=stddev, key=key, policy=policy, sharding=sharding, certified=certified
+            stddev=stddev,
+            key=key,
+            policy=policy,
+            sharding=sharding,
+            certified=certified,
+            correlation=self.noise,
         )
         if not certified or stddev == 0:
             return privatizer
-        return within_charge(privatizer, self.steps, self.delta)
+        growth = 1.0 if self.noise is None else self.noise.error_growth(self.steps)
+        return within_charge(privatizer, self.steps, self.delta, growth)
 
     def uncertified_delta(self, entries: SupportsIndex = 1) -> float:
         """A lower bound on the true delta, for every epsilon, if noise is not certified.
@@ -346,7 +427,7 @@ class PrivacyPlan:
 
     def to_json(self) -> str:
         """Writes the plan as JSON; `from_json` reads an equal plan from it."""
-        return written(dataclasses.asdict(self))
+        return written({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
     def from_json(cls, text: str) -> "PrivacyPlan":
@@ -362,14 +443,14 @@ class PrivacyPlan:
             ValueError: If the text is not JSON of this format and version, a key is unknown,
                 missing or there twice, or a value is refused as for the plan itself.
         """
-        return cls(**fields_of(text, [field.name for field in dataclasses.fields(cls)]))
+        return cls(**fields_of(text))
 
     def _delta_left(self, steps: int) -> float:
         """What is left of delta for accounting."""
         return self.delta * (1 - PRECISION_SHARE) - self._overflow_delta(steps)
 
-    def _run(self, steps: int) -> Run:
-        return Run(self.sampling_prob, steps, self.neighboring_relation)
+    def _mechanism(self, steps: int) -> Mechanism:
+        return Mechanism(self.sampling, self.noise, steps, self.neighboring_relation)
 
     def _steps_taken(self, steps: SupportsIndex | None) -> int:
         if steps is None:
@@ -381,6 +462,24 @@ class PrivacyPlan:
             most=self.steps,
             advice=" For a longer run make a new plan, before the run starts.",
         )
+
+
+def _kind(sampling_prob: SupportsFloat | None, sampling: Kind | None) -> Kind:
+    """How batches are drawn; a ValueError unless one of the two says so, or both agree."""
+    if sampling is None:
+        if sampling_prob is None:
+            raise ValueError(
+                "a plan needs to know how batches are drawn: sampling_prob=0.01 for Poisson "
+                "sampling, or sampling=, one of dp.sampling."
+            )
+        return Poisson(sampling_prob)
+    if not isinstance(cast(object, sampling), Kind):
+        raise ValueError(f"sampling must be one of dp.sampling; found {shown(sampling)}.")
+    if sampling_prob not in (None, sampling.step_prob):
+        raise ValueError(
+            f"sampling_prob={sampling_prob} and sampling={sampling} disagree: give one of them."
+        )
+    return sampling
 
 
 def _warn_of_large_delta(delta: float, num_examples: int) -> None:

@@ -7,18 +7,28 @@ from typing import Any, cast
 from dp_accounting import NeighboringRelation
 
 from ..expected import expect
+from .sampling_kinds import Poisson, from_fields
+from .strategies import Banded
 
 _FORMAT = "eqx_dp.PrivacyPlan"
 _VERSION = 1
+_NEEDED = {"sampling_prob", "steps", "noise_multiplier", "delta", "neighboring_relation"}
+_OPTIONAL = {"sampling", "noise"}
 
 
 def written(fields: Mapping[str, Any]) -> str:
-    """Writes a plan's fields as JSON."""
-    named = {"neighboring_relation": fields["neighboring_relation"].name}
-    return json.dumps({"format": _FORMAT, "version": _VERSION} | dict(fields) | named, indent=2)
+    """Writes a plan's fields as JSON. What is left out is Poisson sampling, and independent noise."""
+    found = {"format": _FORMAT, "version": _VERSION} | dict(fields)
+    found["neighboring_relation"] = fields["neighboring_relation"].name
+    sampling, noise = found.pop("sampling"), found.pop("noise")
+    if not isinstance(sampling, Poisson):
+        found["sampling"] = sampling.fields()
+    if noise is not None:
+        found["noise"] = {"noising": list(noise.noising)}
+    return json.dumps(found, indent=2)
 
 
-def fields_of(text: str, names: list[str]) -> dict[str, Any]:
+def fields_of(text: str) -> dict[str, Any]:
     """Reads the fields of a plan, or raises a ValueError unless there are just those."""
     fields = _json_object(text)
     if fields.pop("format", None) != _FORMAT:
@@ -26,11 +36,12 @@ def fields_of(text: str, names: list[str]) -> dict[str, Any]:
     version = fields.pop("version", None)
     if isinstance(version, bool) or version != _VERSION:
         raise ValueError(f"this release reads version {_VERSION} of a plan; found {version!r}.")
-    for problem, keys in (("unknown", fields.keys() - names), ("missing", names - fields.keys())):
+    unknown = fields.keys() - {*_NEEDED, *_OPTIONAL}
+    for problem, keys in (("unknown", unknown), ("missing", _NEEDED - fields.keys())):
         if keys:
             raise ValueError(
                 f"{problem} in a plan in JSON: {', '.join(sorted(keys))}; its keys are "
-                f"format, version, {', '.join(names)}."
+                f"format, version, {', '.join(sorted(_NEEDED))}, and perhaps sampling and noise."
             )
     relation = fields["neighboring_relation"]
     known = NeighboringRelation.__members__
@@ -38,7 +49,19 @@ def fields_of(text: str, names: list[str]) -> dict[str, Any]:
         raise ValueError(
             f"neighboring_relation must be one of {', '.join(known)}; found {relation!r}."
         )
-    return fields | {"neighboring_relation": known[relation]}
+    fields["neighboring_relation"] = known[relation]
+    if "sampling" in fields:
+        fields["sampling"] = from_fields(fields["sampling"])
+    if "noise" in fields:
+        fields["noise"] = _noise_from(fields["noise"])
+    return fields
+
+
+def _noise_from(found: Any) -> Banded:
+    noising = found.get("noising") if isinstance(found, dict) else None
+    if not isinstance(noising, list) or len(found) > 1:
+        raise ValueError(f'noise must be an object {{"noising": [1.0, ...]}}; found {found!r}.')
+    return Banded(cast(list[float], noising))
 
 
 def _json_object(text: str) -> dict[str, Any]:

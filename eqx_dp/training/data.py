@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from ..expected import function
-from ..privacy import PoissonSampler
+from ..privacy import Sampler
 from ..shown import shown
 from ..trees import PyTree
 
@@ -144,7 +144,7 @@ class Batches:
         DataError: a source cannot be read.
     """
 
-    def __init__(self, data: Any, shape: PoissonSampler, ahead: int = 1):
+    def __init__(self, data: Any, shape: Sampler, ahead: int = 1):
         self._ahead, self._slots = ahead, shape.capacity
         self._sources = checked_sources(data, shape.num_examples)
         first = np.array([shape.owned.start if shape.owned else 0])
@@ -155,7 +155,7 @@ class Batches:
         empty = [_padded(None, example, self._slots) for example in self._example]
         return MaskedBatch(_arguments(empty), np.zeros(self._slots, bool))
 
-    def drawn_by(self, sampler: PoissonSampler, steps: int) -> Generator[MaskedBatch]:
+    def drawn_by(self, sampler: Sampler, steps: int) -> Generator[MaskedBatch]:
         """The batches of a sampler's first steps, in their order, read while steps run.
 
         Raises:
@@ -179,7 +179,7 @@ class Batches:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _batch(self, sampler: PoissonSampler, step: int) -> MaskedBatch:
+    def _batch(self, sampler: Sampler, step: int) -> MaskedBatch:
         indices, is_padding_example = sampler.batch(step)
         slots = np.argsort(indices)[np.sum(is_padding_example) :]  # a source is read forward
         parts: list[Any] = []

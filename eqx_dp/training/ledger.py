@@ -269,6 +269,13 @@ class Ledger(Tally):
                         f"there, {self._entry[fact]} here. Epsilon holds for one plan and one data "
                         "set: go on with those, or start another run, in another directory."
                     )
+        if self._plan.is_one_start and any(entry["steps"] for entry in entries.values()):
+            raise ValueError(
+                f"The run in {self._directory} has taken steps, and its plan accounts for one start "
+                f"alone: {self._plan.sampling} draws for the whole run. Go on with a plan for the "
+                "rest, in another directory (dp.compose gives the epsilon of both), or take "
+                "dp.sampling.CyclicPoisson or Poisson, whose runs may start again."
+            )
         numbers = [entry["start"] for entry in entries.values()]
         seeded = [x["start"] for x in entries.values() if x["randomness"] == "seeded"]
         is_repeated = self._entry["randomness"] == "seeded" and self._entry["start"] in seeded
@@ -278,7 +285,7 @@ class Ledger(Tally):
         try:
             self._write(self.taken + steps)
             others, _, is_repeated = self._read_others()
-            excess = others + self.taken + steps - self._plan.steps
+            excess = others + self._plan.counted(self.taken + steps) - self._plan.steps
             if excess <= 0 and not is_repeated:
                 self._state(epsilon)
                 return others
@@ -298,7 +305,7 @@ class Ledger(Tally):
         )
 
     def _write(self, steps: int, *, ended: bool = False) -> None:
-        self._entry |= {"steps": steps, "ended": ended}
+        self._entry |= {"steps": self._plan.counted(steps), "ended": ended}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._file, self._entry)
         self._is_written = True

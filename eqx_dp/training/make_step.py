@@ -140,7 +140,7 @@ def make_step(
     return Step(
         plan=plan,
         _num_examples=num_examples,
-        grad_fn=grad_fn.of_samples(plan.sampling),
+        grad_fn=grad_fn.of_samples(plan.batches),
         _ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
         _shared=flag("shared", shared),
         _update=optimizer,

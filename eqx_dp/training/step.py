@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool
 from ..gradients import ClippedGrad, FilterSpec, takes_key
 from ..privacy import (
     GaussianPrivatizerState,
-    PoissonSampler,
     PrivacyPlan,
+    Sampler,
     can_certify,
     digest,
     fold_text,
@@ -114,14 +114,14 @@ class Step(Generic[Model]):
             return fresh_secret()
         return digest(self._seed, ("eqx_dp start", str(start)), size=32)
 
-    def sampler(self) -> PoissonSampler:
+    def sampler(self) -> Sampler:
         """The sampler of the plan's batches; with sharding rules, of this host's part of them.
 
         Each call draws fresh randomness. With a seed it is that of the first start.
         """
         return self._sampler_of(self._secret_of(0))
 
-    def _sampler_of(self, secret: bytes) -> PoissonSampler:
+    def _sampler_of(self, secret: bytes) -> Sampler:
         rules, parts, hosts, host = self.grad_fn.sharding, 1, 1, 0
         if rules is not None:
             parts, hosts, host = rules.local_shards(), jax.process_count(), jax.process_index()

@@ -158,7 +158,7 @@ def test_everyone_who_asks_with_a_plan_is_told_the_same():
     )
     batch, grad_fn = CASE.batch(SLOTS), clipped()
     asked = dp.explain(grad_fn, CASE.model, *batch, plan=PLAN)
-    for told in (grad_fn.of_samples(PLAN.sampling), step.grad_fn):
+    for told in (grad_fn.of_samples(PLAN.batches), step.grad_fn):
         found = dp.explain(told, CASE.model, *batch)
         assert found == asked
         assert str(found) == str(asked)
@@ -192,7 +192,7 @@ def test_a_plans_samples_in_two_lines(size):
     assert (int(told[1]), int(told[4])) == (SLOTS, at_once)
     assert float(told[2]) == pytest.approx(50, abs=0.7)
     drawn = np.arange(SLOTS + 1)
-    weights = stats.binom.pmf(drawn, 1000, PLAN.sampling_prob)
+    weights = stats.binom.pmf(drawn, 1000, PLAN.batches_prob)
     assert float(told[3]) == pytest.approx(weights @ np.ceil(drawn / at_once), abs=0.5)
     assert sum(int(told[part]) for part in (5, 6, 7, 8)) == pytest.approx(100, abs=2)
     assert int(told[6]) == 0 or size != 1

@@ -340,13 +340,13 @@ def gradient():
 
 
 def of_samples(plan):
-    return gradient().of_samples(plan.sampling)
+    return gradient().of_samples(plan.batches)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, eqx.filter_jit])
 def test_a_gradient_of_samples_wants_a_mask(wrap):
     plain, batch = gradient(), jnp.ones(4)
-    grad_fn = plain.of_samples(PLAN.sampling)
+    grad_fn = plain.of_samples(PLAN.batches)
     assert wrap(lambda *args: plain(*args))(jnp.ones(()), batch) == pytest.approx(4.0, rel=1e-5)
     with pytest.raises(ValueError, match="is_padding_example is missing"):
         jax.tree.map(lambda x: x, grad_fn)(jnp.ones(()), batch)

@@ -1,0 +1,94 @@
+"""One budget for several releases: plans whose runs are seen together."""
+
+import dataclasses
+import math
+from typing import SupportsFloat
+
+import dp_accounting
+from dp_accounting.pld import PLDAccountant
+
+from ..expected import expect, real_number
+from .finite_precision import PRECISION_EPSILON
+from .plan import PrivacyPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """Several plans under one epsilon, made by `compose` or `plan.and_then`.
+
+    Each plan's sampler and privatizer are used as without the others: training by one plan, a mean
+    of features by another, a quantile or an evaluation by a third (`filter_clipped_sum`).
+
+    **Guarantee.** The releases of all plans, seen together, are (`epsilon()`, `delta`)-differentially
+    private, in any order, also if a later one depends on what an earlier one released (which data
+    it reads, how often it steps within its plan, its clip norm). Each must have fresh randomness.
+
+    Attributes:
+        plans: of the releases.
+        delta: of all together.
+    """
+
+    plans: tuple[PrivacyPlan, ...]
+    delta: float
+
+    def __post_init__(self) -> None:
+        relations = {plan.neighboring_relation.name for plan in self.plans}
+        if len(relations) != 1:
+            raise ValueError(
+                "plans that are composed must have one neighboring_relation; found "
+                f"{', '.join(sorted(relations)) or 'no plan'}."
+            )
+        if self._left <= 0:
+            raise ValueError(
+                f"delta must exceed {self.delta - self._left:.3g}, what overflow and finite "
+                f"precision of these plans may cost; found {self.delta:g}."
+            )
+        self.event()
+
+    @property
+    def _left(self) -> float:
+        """What is left of delta for accounting."""
+        return self.delta - math.fsum(plan.charged for plan in self.plans)
+
+    def event(self) -> dp_accounting.DpEvent:
+        """All releases, for dp_accounting; as `PrivacyPlan.event`."""
+        return dp_accounting.ComposedDpEvent([plan.event() for plan in self.plans])
+
+    def epsilon(self) -> float:
+        """Epsilon of all releases together, at `delta`; infinite if one has no noise."""
+        if any(plan.noise_multiplier == 0 for plan in self.plans):
+            return math.inf
+        interval = max(plan.discretization for plan in self.plans)
+        relation = self.plans[0].neighboring_relation
+        accountant = PLDAccountant(relation, value_discretization_interval=interval)
+        found = float(accountant.compose(self.event()).get_epsilon(self._left))
+        return found + len(self.plans) * PRECISION_EPSILON
+
+
+def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composition:
+    """One epsilon for the releases of several plans.
+
+    ```python
+    both = dp.compose(statistics, training, delta=1e-5)
+    both.epsilon()
+    ```
+
+    Args:
+        *plans: two or more, with one neighboring relation, of kinds that dp_accounting has events
+            for: not those that Monte Carlo accounts for.
+        delta: of all together; by default the sum of theirs.
+
+    Returns:
+        A [`Composition`][].
+
+    Raises:
+        ValueError: `plans` holds something else, plans of several relations, or one without an
+            event; `delta` is out of its range, or less than overflow and precision cost.
+    """
+    for plan in plans:
+        expect("plans", plan, PrivacyPlan, "dp.PrivacyPlan objects")
+    total = math.fsum(plan.delta for plan in plans) if delta is None else delta
+    known = real_number("delta", total, lambda real: 0 < real < 1, "between 0 and 1, both excluded")
+    return Composition(plans, known)
+
+

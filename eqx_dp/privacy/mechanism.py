@@ -1,0 +1,165 @@
+"""The mechanism of a plan: its sampling and its noise, and what accounts for the two together."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from . import monte_carlo
+from .accounting import Run, discretization, epsilon_of, event_of
+from .calibration import least_noise, least_noise_by
+from .sampling_kinds import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Kind,
+    MinSeparation,
+    Poisson,
+    RandomAllocation,
+)
+from .strategies import Banded
+
+
+class Mechanism(NamedTuple):
+    """So many steps of a run.
+
+    | sampling | noise | accounted for |
+    |---|---|---|
+    | `Poisson` | independent | privacy loss distribution of a step, composed |
+    | `CyclicPoisson`, C with at most `cycle` bands | any | the same, of a cycle (arXiv 2306.08153) |
+    | `CyclicPoisson`, C with more | `Banded` | one Gaussian mechanism of `Banded.sensitivity` |
+    | `FixedSize` | independent | Renyi divergences (`REPLACE_ONE` alone) |
+    | `BallsInBins`, `MinSeparation` | any | Monte Carlo, for one start |
+    | `RandomAllocation` | independent | Monte Carlo |
+
+    Attributes:
+        sampling: how batches are drawn.
+        noise: how noise is correlated; None: independent.
+        steps: how many are taken.
+        relation: which data sets are neighbors.
+    """
+
+    sampling: Kind
+    noise: Banded | None
+    steps: int
+    relation: NeighboringRelation
+
+    @property
+    def cycle(self) -> int:
+        """Steps are counted in multiples of this: a cycle that was begun counts as a whole."""
+        match self.sampling:
+            case CyclicPoisson(cycle=cycle) | RandomAllocation(cycle=cycle):
+                return cycle
+            case _:
+                return 1
+
+    @property
+    def is_one_start(self) -> bool:
+        """Whether accounting knows a run of one start alone.
+
+        Examples keep a bin, or a distance, over the whole run; another start draws others.
+        """
+        return isinstance(self.sampling, BallsInBins | MinSeparation)
+
+    @property
+    def confidence(self) -> float:
+        """In `epsilon`: below 1 where it comes from random draws."""
+        is_drawn = self.is_one_start or isinstance(self.sampling, RandomAllocation)
+        return monte_carlo.CONFIDENCE if is_drawn else 1.0
+
+    def check(self) -> None:
+        """Raises a ValueError unless something accounts for sampling and noise together."""
+        sampling, is_correlated = self.sampling, self.noise is not None and self.noise.bands > 1
+        name = type(sampling).__name__
+        if is_correlated and isinstance(sampling, Poisson | FixedSize | RandomAllocation):
+            raise ValueError(
+                f"nothing accounts for correlated noise with {name}: an example may take part in "
+                "steps that follow each other, and how much of its noise is taken back is not "
+                "bounded. Take dp.sampling.CyclicPoisson, BallsInBins or MinSeparation."
+            )
+        if self.steps % self.cycle:
+            raise ValueError(
+                f"steps must be a multiple of the cycle of {name}, {self.cycle}: a cycle that was "
+                f"begun counts as a whole. Found {self.steps}; take "
+                f"{-(-self.steps // self.cycle) * self.cycle}."
+            )
+        is_replaced = self.relation is NeighboringRelation.REPLACE_ONE
+        if isinstance(sampling, FixedSize) != is_replaced and not isinstance(
+            sampling, Poisson | CyclicPoisson
+        ):
+            known = "REPLACE_ONE alone" if isinstance(sampling, FixedSize) else "no REPLACE_ONE"
+            raise ValueError(
+                f"accounting for {name} knows {known}; found {self.relation.name}. Give another "
+                "neighboring_relation, or take Poisson or CyclicPoisson."
+            )
+        self.column()
+
+    def column(self) -> tuple[float, ...]:
+        """First column of the strategy matrix, up to its last entry that is not 0."""
+        if self.noise is None or self.noise.bands == 1:
+            return (1.0,)
+        found = self.noise.column(self.steps)
+        return tuple(found[: int(np.flatnonzero(found)[-1]) + 1].tolist())
+
+    def reduced(self) -> tuple[Run, float] | None:
+        """A run of sampled Gaussian mechanisms that costs as much, and its share of the noise.
+
+        None where there is none. Its noise multiplier is that of the plan times the share.
+        """
+        column = self.column()
+        match self.sampling:
+            case Poisson(sampling_prob=probability):
+                return Run(probability, self.steps, self.relation), 1.0
+            case CyclicPoisson(sampling_prob=probability, cycle=cycle):
+                rounds = -(-self.steps // cycle)
+                if len(column) <= cycle:
+                    # An example touches at most `cycle` rows of C G each time, and never one twice.
+                    run = Run(probability, rounds, self.relation)
+                    return run, 1 / math.hypot(*column)
+                assert self.noise is not None
+                sensitivity = self.noise.sensitivity(rounds * cycle, cycle)
+                return Run(1.0, min(rounds, 1), self.relation), 1 / sensitivity
+            case _:
+                return None
+
+    def discretization(self, noise_multiplier: float) -> float:
+        """The width of the intervals of privacy losses."""
+        reduced = self.reduced()
+        return 1e-4 if reduced is None else discretization(reduced[0], noise_multiplier * reduced[1])
+
+    def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """The event for dp_accounting; a ValueError where it has none."""
+        if (reduced := self.reduced()) is not None:
+            return event_of(reduced[0], noise_multiplier * reduced[1])
+        if not isinstance(self.sampling, FixedSize):
+            raise ValueError(
+                f"dp_accounting has no event for {type(self.sampling).__name__}: epsilon comes from "
+                "Monte Carlo accounting. For several releases together take CyclicPoisson."
+            )
+        return monte_carlo.fixed_size_event(self.sampling, self.steps, noise_multiplier)
+
+    def epsilon(self, noise_multiplier: float, delta: float) -> float:
+        """Epsilon at a delta."""
+        if self.steps == 0:
+            return 0.0
+        if (reduced := self.reduced()) is not None:
+            return epsilon_of(reduced[0], noise_multiplier * reduced[1], delta)
+        if noise_multiplier == 0:
+            return math.inf
+        if isinstance(self.sampling, FixedSize):
+            return monte_carlo.fixed_size_epsilon(
+                self.sampling, self.steps, noise_multiplier, delta
+            )
+        return monte_carlo.epsilon(
+            self.sampling, self.column(), self.steps, noise_multiplier, delta
+        )
+
+    def least_noise(self, delta: float, budget: float) -> float:
+        """The least noise multiplier that keeps to a budget of epsilon: see `calibrate`."""
+        if (reduced := self.reduced()) is not None:
+            return least_noise(reduced[0], delta, budget) / reduced[1]
+        return least_noise_by(functools.partial(self.epsilon, delta=delta), budget)
+

@@ -1,0 +1,253 @@
+"""Correlated noise against dense matrices: strategies, draws, plans, starts."""
+
+import itertools
+import math
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting.pld import PLDAccountant
+
+import eqx_dp as dp
+from eqx_dp.privacy.strategies import Banded
+
+STRATEGIES = {
+    "lambda": Banded.lambda_cgd(0.7),
+    "bisr": Banded.bisr(4),
+    "two": Banded((1.0, -0.4, -0.2)),
+    "independent": Banded((1.0,)),
+}
+
+
+def dense(strategy: Banded, steps: int) -> np.ndarray:
+    """C^-1."""
+    return sum(d * np.eye(steps, k=-lag) for lag, d in enumerate(strategy.noising))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("steps", "apart"), [(1, 1), (6, 2), (7, 3), (8, 20)])
+def test_sensitivity_and_error_are_those_of_matrices(name: str, steps: int, apart: int) -> None:
+    strategy, inverse = STRATEGIES[name], dense(STRATEGIES[name], steps)
+    c = np.linalg.inv(inverse)
+    np.testing.assert_allclose(strategy.column(steps), c[:, 0], atol=1e-12)
+    patterns = (
+        np.array(pattern)
+        for pattern in itertools.product((0, 1), repeat=steps)
+        if all(b - a >= apart for a, b in itertools.pairwise(np.flatnonzero(pattern)))
+    )
+    worst = max(float(np.linalg.norm(c @ pattern)) for pattern in patterns)
+    assert strategy.sensitivity(steps, apart) == pytest.approx(worst, rel=1e-12)
+    error = np.linalg.norm(np.tril(np.ones((steps, steps))) @ inverse) / math.sqrt(steps)
+    assert strategy.rmse(steps, apart) == pytest.approx(error * worst, rel=1e-12)
+
+
+def test_sensitivity_and_error_are_jax_privacys() -> None:
+    toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
+    strategy = Banded.bisr(8)
+    with jax.enable_x64(True):
+        squared = toeplitz.minsep_sensitivity_squared(jnp.asarray(strategy.column(500)), 50)
+        padded = jnp.pad(jnp.asarray(strategy.noising), (0, 492))
+        error = toeplitz.per_query_error(noising_coef=padded).mean()
+    assert strategy.sensitivity(500, 50) == pytest.approx(math.sqrt(squared), rel=1e-9)
+    assert strategy.rmse(500, 50) == pytest.approx(math.sqrt(error * squared), rel=1e-9)
+    searched = Banded.band_inv_mf(4, 500, 50)
+    assert searched.rmse(500, 50) < Banded.bisr(4).rmse(500, 50) < Banded((1.0,)).rmse(500, 50)
+
+
+BAD = {
+    "no first 1": ((0.5, -0.1), "noising must be 1"),
+    "above 0": ((1.0, 0.1), "noising must be 1"),
+    "not a number": ((1.0, "x"), r"noising\[1\]"),
+    "NaN": ((1.0, math.nan), r"noising\[1\]"),
+    "none": ((), "noising must be 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_strategy_is_refused(name: str) -> None:
+    noising, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        Banded(noising)
+
+
+def test_a_strategy_that_rises_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative or rise"):
+        Banded((1.0, -0.1, -0.9)).column(10)
+
+
+# Draws.
+
+SHAPES = {"w": (300,), "more": (7, 11), "large": (2**16 + 1,)}
+ZEROS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def noise_of(strategy: Banded | None, steps: int, stddev: float = 32.0) -> list[dict[str, np.ndarray]]:
+    """The noise of some steps, in multiples of a grid of 1."""
+    privatizer = dp.gaussian_privatizer(stddev=stddev, key=b"k" * 32, correlation=strategy)
+    state, found = privatizer.init(ZEROS), []
+    for _ in range(steps):
+        noise, state = privatizer.update(ZEROS, state)
+        found.append(jax.tree.map(np.asarray, noise))
+    return found
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", ["lambda", "bisr"])
+def test_noise_is_the_matrix_times_independent_noise(name: str) -> None:
+    strategy = STRATEGIES[name]
+    fresh, found = noise_of(None, 6), noise_of(strategy, 6)
+    for t, leaf in itertools.product(range(6), SHAPES):
+        wanted = sum(d * fresh[t - lag][leaf] for lag, d in enumerate(strategy.noising) if lag <= t)
+        # Both are rounded to the grid, of which each fresh draw is a multiple, too.
+        assert np.abs(found[t][leaf] - wanted).max() <= 0.5 * (1 + strategy.gross)
+    covariance = np.cov([noise["large"] / 32 for noise in found])
+    np.testing.assert_allclose(covariance, (d := dense(strategy, 6)) @ d.T, atol=0.03)
+
+
+def test_correlated_noise_is_certified_or_refused() -> None:
+    loose = dp.gaussian_privatizer(stddev=1.0, correlation=Banded.bisr(2), certified=False)
+    with pytest.raises(ValueError, match="only certified noise"):
+        loose.update(ZEROS, loose.init(ZEROS))
+
+
+# Plans.
+
+
+def plan_of(**changed: object) -> dp.PrivacyPlan:
+    fields = {"steps": 60, "noise_multiplier": 1.2, "delta": 1e-5}
+    return dp.PrivacyPlan(**(fields | changed))
+
+
+def by_events(event: dp_accounting.DpEvent, relation: dp.NeighboringRelation) -> float:
+    return PLDAccountant(relation).compose(event).get_epsilon(1e-5)
+
+
+RELATIONS = list(dp.NeighboringRelation)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_cycles_are_accounted_for_as_the_library_does(relation: dp.NeighboringRelation) -> None:
+    cyclic, times = dp.sampling.CyclicPoisson(0.2, cycle=6), 1 + (relation.name == "REPLACE_ONE")
+    plan = plan_of(sampling=cyclic, neighboring_relation=relation)
+    gaussian = dp_accounting.GaussianDpEvent(1.2 * times)
+    sampled = dp_accounting.PoissonSampledDpEvent(0.2, gaussian)
+    wanted = by_events(dp_accounting.SelfComposedDpEvent(sampled, 10), relation)
+    assert plan.epsilon() == pytest.approx(wanted, rel=3e-3)
+    assert plan.epsilon(7) == plan.epsilon(12)  # a cycle that was begun counts
+    strategy = Banded.bisr(3)
+    plan = plan_of(sampling=cyclic, noise=strategy, neighboring_relation=relation)
+    sensitivity = strategy.sensitivity(60, 6)
+    gaussian = dp_accounting.PoissonSampledDpEvent(
+        1.0, dp_accounting.GaussianDpEvent(1.2 * times / sensitivity)
+    )
+    assert plan.epsilon() == pytest.approx(by_events(gaussian, relation), rel=3e-3)
+
+
+def test_a_calibrated_plan_keeps_to_its_budget_and_is_read_back() -> None:
+    sampling, noise = dp.sampling.CyclicPoisson(1.0, cycle=6), Banded.bisr(3)
+    plan = dp.PrivacyPlan.calibrate(
+        epsilon=2.0, delta=1e-5, steps=60, sampling=sampling, noise=noise
+    )
+    assert 1.99 < plan.epsilon() <= 2.0
+    assert dp.PrivacyPlan.from_json(plan.to_json()) == plan
+    assert plan != plan_of(sampling=sampling, noise_multiplier=plan.noise_multiplier)
+    assert plan.sampler(600, seed=b"s" * 32).kind == sampling
+
+
+REFUSED = {
+    "poisson": (dict(sampling_prob=0.1, noise=Banded.bisr(2)), "nothing accounts"),
+    "half a cycle": (dict(sampling=dp.sampling.CyclicPoisson(0.1, 7)), "multiple of the cycle"),
+    "two probabilities": (
+        dict(sampling_prob=0.1, sampling=dp.sampling.Poisson(0.2)),
+        "disagree",
+    ),
+    "none": ({}, "how batches are drawn"),
+    "not a kind": (dict(sampling="poisson"), "one of dp.sampling"),
+    "not a strategy": (dict(sampling_prob=0.1, noise=(1.0, -0.5)), "a dp.Banded"),
+    "fixed size": (dict(sampling=dp.sampling.FixedSize(10, 100)), "REPLACE_ONE alone"),
+    "bins and replacement": (
+        dict(sampling=dp.sampling.BallsInBins(6), neighboring_relation=RELATIONS[1]),
+        "no REPLACE_ONE",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_plans_that_nothing_accounts_for_are_refused(name: str) -> None:
+    fields, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        plan_of(**fields)
+
+
+@pytest.mark.parametrize("parts", [(6, 54), (12, 24, 24), (6,) * 10])
+def test_several_starts_cost_at_most_one_run(parts: tuple[int, ...]) -> None:
+    strategy = Banded.bisr(8)
+    squares = sum(strategy.sensitivity(steps, 6) ** 2 for steps in parts)
+    assert squares <= strategy.sensitivity(60, 6) ** 2 * (1 + 1e-12)
+
+
+# Composition.
+
+
+def test_plans_compose_to_one_epsilon() -> None:
+    half = dp.PrivacyPlan(0.05, 500, 1.0, 5e-6)
+    both, whole = dp.compose(half, half), dp.PrivacyPlan(0.05, 1000, 1.0, 1e-5)
+    assert both.delta == 1e-5
+    assert both.epsilon() == pytest.approx(whole.epsilon(), rel=1e-3)
+    alone = dp.PrivacyPlan(1.0, 1, 40.0, 1e-6)
+    assert half.epsilon() < dp.compose(half, alone, delta=5e-6).epsilon() < 1.1 * half.epsilon()
+    assert dp.compose(half, dp.PrivacyPlan(1.0, 1, 0.0, 1e-6)).epsilon() == math.inf
+    for plans, delta, message in (
+        ((half, dp.PrivacyPlan(0.1, 1, 1.0, 1e-6, RELATIONS[1])), None, "one neighboring_relation"),
+        ((), 1e-5, "no plan"),
+        ((half,), 1e-9, "delta must exceed"),
+        ((half, plan_of(sampling=dp.sampling.BallsInBins(6))), None, "no event"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dp.compose(*plans, delta=delta)
+
+
+# The check of a traced step.
+
+
+def loss(model: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(model * x)
+
+
+CYCLIC = plan_of(sampling=dp.sampling.CyclicPoisson(1.0, 6), noise=Banded.bisr(3))
+
+
+@pytest.mark.parametrize(
+    ("noise", "times", "sampler", "message"),
+    [
+        (CYCLIC.noise, 1.0, CYCLIC.sampler(60), None),
+        (CYCLIC.noise, 0.9, CYCLIC.sampler(60), "noise multiplier is 1.08"),
+        (Banded.lambda_cgd(0.5), 1.0, None, r"added as \(1.0, -0.5\)"),
+        (None, 1.0, None, r"added as \(1.0,\)"),
+        (CYCLIC.noise, 1.0, dp.PoissonSampler(60, 1 / 6), "batches are drawn by Poisson"),
+    ],
+    ids=["as planned", "too little", "another", "independent", "sampler"],
+)
+def test_check_privacy_knows_the_strategy_and_the_sampler(
+    noise: Banded | None, times: float, sampler: object, message: str | None
+) -> None:
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
+    privatizer = dp.gaussian_privatizer(stddev=1.2 * times, correlation=noise)
+    optimizer = optax.chain(privatizer, optax.sgd(0.1))
+
+    def step(model: jax.Array, state: object, x: jax.Array, mask: jax.Array) -> object:
+        grads = grad_fn(model, x, is_padding_example=mask)
+        updates, state = optimizer.update(grads, state)
+        return model + updates, state
+
+    model, x = jnp.zeros(3), jnp.ones((12, 3))
+    args = (model, optimizer.init(model), x, jnp.zeros(12, bool))
+    report = dp.check_privacy(step, *args, private=(2, 3), plan=CYCLIC, sampler=sampler)
+    if message is None:
+        assert report.ok, report
+    else:
+        with pytest.raises(Exception, match=message):
+            report.raise_if_violated()
