@@ -170,8 +170,10 @@ def noise(
     """What noise makes of each leaf: of a clipped sum, a release."""
     leaves, rest = inputs[: len(mark.leaves)], inputs[len(mark.leaves) :]
     if not mark.leaves or mark.stddev == 0:
-        return leaves
-    counts = len(rest), len(equation.outvars)
+        return leaves + [Fact()] * (len(equation.outvars) - len(leaves))
+    pairs = 2 * len(mark.leaves)  # of the noise of one step, where it is kept
+    kept = pairs * (len(mark.correlation.strategy) - 1)
+    counts = len(rest) - kept, len(equation.outvars) - (pairs if kept else 0)
     is_plain = is_as_marked(equation) and counts == (1 + mark.has_step, len(mark.leaves))
     if not is_plain or any(not fact.is_public for fact in rest):
         found = "noise is mapped (vmap), is another one on each device, or has a private key"
@@ -195,8 +197,10 @@ def noise(
         is_exact = all(fact.is_exact for fact in sums)
         batches = {record.sources[term.leaf[0]].loops for row in rows for term in row}
         loops = batches.pop() if len(batches) == 1 else frozenset[Hashable]()
-        record.releases[used] = Release(rows, mark.stddev, mark.noising, is_exact, loops, context)
-    return found
+        record.releases[used] = Release(
+            rows, mark.stddev, mark.correlation, is_exact, loops, context
+        )
+    return found + [Fact(is_random=True)] * (len(equation.outvars) - len(found))
 
 
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:

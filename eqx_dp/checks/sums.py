@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ..privacy import Banded
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
 from .facts import Fact, Kind, Row, Term, made_of, value_of
 from .flow import Context, dtype_of, size_of
@@ -35,7 +36,7 @@ class Release(NamedTuple):
     Attributes:
         rows: the sums that the noise was added to, leaf by leaf.
         stddev: of the noise; of correlated noise, what a step adds to that of steps before.
-        noising: how noise is correlated.
+        correlation: how noise depends on that of steps before.
         is_exact: whether the bounds of the rows are reached.
         loops: in whose turns it is of other batches.
         context: where.
@@ -43,7 +44,7 @@ class Release(NamedTuple):
 
     rows: tuple[Row, ...]
     stddev: float
-    noising: tuple[float, ...]
+    correlation: Banded
     is_exact: bool
     loops: frozenset[Hashable]
     context: Context

@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from ..paths import matches
-from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, PrivacyPlan
+from ..privacy import SENSITIVITY_OF_UNIT_NORM, Banded, NeighboringRelation, PrivacyPlan
 from ..shown import some
 from .facts import Fact, Kind
 from .keys import CALLS, Calls, Use, is_new, parted
@@ -179,9 +179,9 @@ def _against_plan(
             f"releases of a step together {most}{sensitivity})"
         )
         found.append(Finding("noise", text, lines, _MORE_NOISE, is_tight))
-    noising = (1.0,) if plan.noise is None else plan.noise.noising
-    if others := {release.noising for release in releases} - {noising}:
-        text = f"noise of steps is added as {others.pop()}, and the plan accounts for {noising}"
+    correlation = Banded() if plan.noise is None else plan.noise
+    if others := {release.correlation for release in releases} - {correlation}:
+        text = f"noise is correlated by {others.pop()}, and the plan accounts for {correlation}"
         found.append(Finding("noise", text, lines, "Take the noise of plan.privatizer."))
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"

@@ -1,6 +1,8 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
+from .composition import Composition as Composition
+from .composition import compose as compose
 from .gaussian import can_certify as can_certify
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret
@@ -17,10 +19,12 @@ from .noise import GaussianPrivatizerState as GaussianPrivatizerState
 from .noise import NoiseMark as NoiseMark
 from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
+from .noise import no_past as no_past
 from .plan import NeighboringRelation as NeighboringRelation
 from .plan import PrivacyPlan as PrivacyPlan
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
 from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
+from .sampling import Sampler as Sampler
 from .strategies import Banded as Banded

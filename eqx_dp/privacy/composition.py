@@ -19,9 +19,10 @@ class Composition:
     Each plan's sampler and privatizer are used as without the others: training by one plan, a mean
     of features by another, a quantile or an evaluation by a third (`filter_clipped_sum`).
 
-    **Guarantee.** The releases of all plans, seen together, are (`epsilon()`, `delta`)-differentially
-    private, in any order, also if a later one depends on what an earlier one released (which data
-    it reads, how often it steps within its plan, its clip norm). Each must have fresh randomness.
+    **Guarantee.** The releases of all plans, seen together, are (`epsilon()`, `delta`)-
+    differentially private, in any order, also if a later one depends on what an earlier one
+    released (which features it reads, how many of its plan's steps it takes, its clip norm). Each
+    must have fresh randomness.
 
     Attributes:
         plans: of the releases.
@@ -90,5 +91,3 @@ def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composit
     total = math.fsum(plan.delta for plan in plans) if delta is None else delta
     known = real_number("delta", total, lambda real: 0 < real < 1, "between 0 and 1, both excluded")
     return Composition(plans, known)
-
-

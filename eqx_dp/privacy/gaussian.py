@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,13 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32
 from ..precision import Policy, stage
 from .chacha import NOISE, block, chacha_key, positions
 from .inverse_normal import WORDS, tail_probability, tail_quantile
+from .strategies import Banded
 
 GRID_BITS = 5
 """The grid is 2^-5 to 2^-6 of the standard deviation."""
+
+Past: TypeAlias = Sequence[tuple[Float[Array, "..."], Float[Array, "..."]]]
+"""The noise of one step, of each leaf in two floats, in units of the standard deviation."""
 
 _TOGETHER = 2**16
 """Leaves of at most this many entries share a kernel, because each kernel takes time to compile."""
@@ -61,8 +65,9 @@ def with_certified_noise(
     step: Any,
     stddev: float,
     is_apart: bool,
-    noising: tuple[float, ...] = (1.0,),
-) -> list[Float[Array, "..."]]:
+    correlation: Banded,
+    past: Sequence[Past],
+) -> tuple[list[Float[Array, "..."]], Past]:
     """Adds noise whose distribution is known: `finite_precision.md`, `correlated_noise.md`.
 
     Each entry takes 257 bits of a block of ChaCha under the key. Its counter is the position in the
@@ -74,13 +79,26 @@ def with_certified_noise(
         step: its number.
         stddev: of the noise.
         is_apart: whether small leaves may be on other devices than each other.
-        noising: the weights of the draws of this step, of the step before, and so on. Before step
-            0 there is none.
+        correlation: how noise depends on that of steps before. Before step 0 there is none.
+        past: the noise of the last steps, latest first, as this returned it; as many as
+            `correlation.strategy` has further numbers.
+
+    Returns:
+        The noisy sums, and the noise of each leaf in units of `stddev` (none if nothing is kept).
     """
     with jax.enable_x64(True):
         words, rounds = chacha_key(key)
         counted = jnp.asarray(step).astype(jnp.uint32)
         results: dict[int, Any] = {}
+        drawn: dict[int, Any] = {}
+        taken_back = [
+            jnp.zeros(leaf.gradient.shape, jnp.float64) if past else None for leaf in leaves
+        ]
+        for weight, noise in zip(correlation.strategy[1:], past, strict=True):
+            taken_back = [
+                total - weight * (high.astype(jnp.float64) + low)
+                for total, (high, low) in zip(taken_back, noise, strict=True)
+            ]
         alike: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             is_small = leaf.gradient.size <= _TOGETHER and not is_apart and leaf.sharding is None
@@ -92,16 +110,29 @@ def with_certified_noise(
             noised = functools.partial(
                 _noised,
                 stddev=stddev,
-                noising=noising,
+                noising=correlation.noising,
                 result=np.dtype(first.result),
                 rounds=rounds,
             )
             if first.sharding is not None:
                 axes, where = first.sharding.mesh.explicit_axes, [first.sharding]
-                noised = cast(Any, jax.sharding).auto_axes(noised, axes=axes, out_sharding=where)
-            found = noised(words, counted, nonces, [leaves[i].gradient for i in group])
+                kept = where if past else []
+                noised = cast(Any, jax.sharding).auto_axes(
+                    noised, axes=axes, out_sharding=(where, kept)
+                )
+            gradients = [leaves[i].gradient for i in group]
+            found, fresh = noised(
+                words, counted, nonces, gradients, [taken_back[i] for i in group if past]
+            )
             results |= dict(zip(group, found, strict=True))
-        return [results[i] for i in range(len(leaves))]
+            drawn |= dict(zip(group, fresh, strict=False))
+        return [results[i] for i in range(len(leaves))], [_in_two(drawn[i]) for i in sorted(drawn)]
+
+
+def _in_two(noise: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """A float64 as the sum of two floats, to 2^-48 of it: states hold no float64."""
+    high = noise.astype(jnp.float32)
+    return high, (noise - high).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("stddev", "noising", "result", "rounds"))
@@ -110,13 +141,14 @@ def _noised(
     step: UInt32[Array, ""],
     nonces: UInt32[Array, "leaves 2"],
     gradients: list[Float[Array, "..."]],
+    taken_back: list[Float[Array, "..."]],
     *,
     stddev: float,
     noising: tuple[float, ...],
     result: Any,
     rounds: int,
-) -> list[Float[Array, "..."]]:
-    """Adds noise to one leaf, or to several side by side."""
+) -> tuple[list[Float[Array, "..."]], list[Float[Array, "..."]]]:
+    """Adds noise to one leaf, or to several side by side; with what is taken back, returns both."""
     shapes = [gradient.shape for gradient in gradients]
     if len(gradients) == 1:
         gradient, position, nonce = gradients[0], positions(shapes[0]), nonces[0]
@@ -136,12 +168,21 @@ def _noised(
             size = tail_quantile(tail_probability(words))
         return jnp.where(sign >> 31 == 0, size, -size)
 
-    noisy = _on_grid(gradient, _weighted(draw, step, noising, gradient.shape), stddev)
-    noisy = computed_once(noisy.astype(result))
-    if len(gradients) == 1:
-        return [noisy]
-    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-    return [x.reshape(shape) for x, shape in zip(jnp.split(noisy, ends), shapes, strict=True)]
+    noise = _weighted(draw, step, noising, gradient.shape)
+    if taken_back:
+        back = (
+            taken_back[0] if len(gradients) == 1 else _side_by_side([x.ravel() for x in taken_back])
+        )
+        noise = computed_once(noise + back)
+    noisy = computed_once(_on_grid(gradient, noise, stddev).astype(result))
+
+    def apart(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
+        if len(gradients) == 1:
+            return [x]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+        return [part.reshape(shape) for part, shape in zip(jnp.split(x, ends), shapes, strict=True)]
+
+    return apart(noisy), apart(noise) if taken_back else []
 
 
 def _side_by_side(arrays: list[Shaped[Array, " _"]]) -> Shaped[Array, " _"]:

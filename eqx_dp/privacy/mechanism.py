@@ -29,7 +29,7 @@ class Mechanism(NamedTuple):
     | sampling | noise | accounted for |
     |---|---|---|
     | `Poisson` | independent | privacy loss distribution of a step, composed |
-    | `CyclicPoisson`, C with at most `cycle` bands | any | the same, of a cycle (arXiv 2306.08153) |
+    | `CyclicPoisson`, C of at most `cycle` bands | any | the same, of a cycle (arXiv 2306.08153) |
     | `CyclicPoisson`, C with more | `Banded` | one Gaussian mechanism of `Banded.sensitivity` |
     | `FixedSize` | independent | Renyi divergences (`REPLACE_ONE` alone) |
     | `BallsInBins`, `MinSeparation` | any | Monte Carlo, for one start |
@@ -72,7 +72,7 @@ class Mechanism(NamedTuple):
 
     def check(self) -> None:
         """Raises a ValueError unless something accounts for sampling and noise together."""
-        sampling, is_correlated = self.sampling, self.noise is not None and self.noise.bands > 1
+        sampling, is_correlated = self.sampling, self.noise is not None and self.noise.is_correlated
         name = type(sampling).__name__
         if is_correlated and isinstance(sampling, Poisson | FixedSize | RandomAllocation):
             raise ValueError(
@@ -99,7 +99,7 @@ class Mechanism(NamedTuple):
 
     def column(self) -> tuple[float, ...]:
         """First column of the strategy matrix, up to its last entry that is not 0."""
-        if self.noise is None or self.noise.bands == 1:
+        if self.noise is None or not self.noise.is_correlated:
             return (1.0,)
         found = self.noise.column(self.steps)
         return tuple(found[: int(np.flatnonzero(found)[-1]) + 1].tolist())
@@ -128,7 +128,9 @@ class Mechanism(NamedTuple):
     def discretization(self, noise_multiplier: float) -> float:
         """The width of the intervals of privacy losses."""
         reduced = self.reduced()
-        return 1e-4 if reduced is None else discretization(reduced[0], noise_multiplier * reduced[1])
+        return (
+            1e-4 if reduced is None else discretization(reduced[0], noise_multiplier * reduced[1])
+        )
 
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """The event for dp_accounting; a ValueError where it has none."""
@@ -136,7 +138,7 @@ class Mechanism(NamedTuple):
             return event_of(reduced[0], noise_multiplier * reduced[1])
         if not isinstance(self.sampling, FixedSize):
             raise ValueError(
-                f"dp_accounting has no event for {type(self.sampling).__name__}: epsilon comes from "
+                f"dp_accounting has no event for {type(self.sampling).__name__}: its epsilon is by "
                 "Monte Carlo accounting. For several releases together take CyclicPoisson."
             )
         return monte_carlo.fixed_size_event(self.sampling, self.steps, noise_multiplier)
@@ -162,4 +164,3 @@ class Mechanism(NamedTuple):
         if (reduced := self.reduced()) is not None:
             return least_noise(reduced[0], delta, budget) / reduced[1]
         return least_noise_by(functools.partial(self.epsilon, delta=delta), budget)
-

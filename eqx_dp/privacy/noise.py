@@ -18,7 +18,7 @@ from ..precision import JmpPolicy, Policy, checked_policy
 from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..trees import PyTree
-from .gaussian import Leaf, is_wide, with_certified_noise, with_noise_of_jax
+from .gaussian import Leaf, Past, is_wide, with_certified_noise, with_noise_of_jax
 from .keys import (
     Secret,
     fresh_noise_key,
@@ -39,10 +39,13 @@ class GaussianPrivatizerState(NamedTuple):
         key: A fresh key, or the one handed in, or one made from the secret handed in; never
             changed. Secret: do not save it, and let `init` draw another one at the next start.
         step: How many updates have been made; a scalar int32.
+        past: The noise of the last updates, latest first, where a strategy keeps it; as secret as
+            the key.
     """
 
     key: PRNGKeyArray
     step: Int[Array, ""]
+    past: tuple[Past, ...] = ()
 
     def __repr__(self) -> str:
         # JAX would print the bits of the key, and cannot print arrays that a step has used up.
@@ -149,7 +152,7 @@ def gaussian_privatizer(
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = _static_stddev(stddev)
-    noising = (1.0,) if correlation is None else _checked(correlation).noising
+    known = Banded() if correlation is None else _checked(correlation)
     root = None if key is None else single_key(key)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
@@ -158,7 +161,7 @@ def gaussian_privatizer(
             of_one_model(params)
         # A copy, because a step that donates its state would delete the caller's key.
         own = fresh_noise_key() if root is None else jnp.copy(root)
-        return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32))
+        return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32), no_past(params, known, rules))
 
     def update(
         updates: optax.Updates,
@@ -166,10 +169,10 @@ def gaussian_privatizer(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
-        how = _How(scale, "eqx_dp noise", policy, rules, certified, noising)
-        noisy = _noisy(updates, (state.key, state.step), how)
-        next_state = GaussianPrivatizerState(state.key, state.step + 1)
-        return noisy, next_state
+        how = _How(scale, "eqx_dp noise", policy, rules, certified, known)
+        noisy, noise = _noisy(updates, (state.key, state.step), how, state.past)
+        past = (noise, *state.past[:-1]) if state.past else ()
+        return noisy, GaussianPrivatizerState(state.key, state.step + 1, past)
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
@@ -221,29 +224,30 @@ def add_noise(
     if shape_of_keys(key) != ():
         single_key(key)
     how = _How(scale, "eqx_dp add_noise", None, None, certified)
-    return _noisy(tree, (key, None), how)
+    return _noisy(tree, (key, None), how, ())[0]
 
 
 class NoiseMark(NamedTuple):
     """The mark of the equation (a jitted call) that adds noise to the leaves of a tree.
 
-    Operands are the leaves, one key and, where there is one, the number of the step. Results are
-    the noisy leaves. The noise of a leaf follows from the key, as if these words were folded in one
-    after another: the prefix, the step, the leaf's own.
+    Operands are the leaves, one key and, where there is one, the number of the step, and the noise
+    of steps before, if it is kept. Results are the noisy leaves, and this step's noise. The noise
+    of a leaf follows from the key, as if these words were folded in one after another: the prefix,
+    the step, the leaf's own.
 
     Attributes:
         stddev: standard deviation of the noise.
         prefix: words of the text that says what the noise is for.
         has_step: whether there is a step.
         leaves: for each leaf the words of that text, its path and its shape.
-        noising: the weights of the draws of this step and of those before.
+        correlation: how noise depends on that of steps before.
     """
 
     stddev: float
     prefix: tuple[int, ...]
     has_step: bool
     leaves: tuple[tuple[int, ...], ...]
-    noising: tuple[float, ...]
+    correlation: Banded
 
 
 class _How(NamedTuple):
@@ -255,7 +259,7 @@ class _How(NamedTuple):
         policy: as for `gaussian_privatizer`.
         rules: the same.
         certified: the same.
-        noising: as for `NoiseMark`.
+        correlation: as for `NoiseMark`.
     """
 
     stddev: float
@@ -263,13 +267,19 @@ class _How(NamedTuple):
     policy: Policy | None
     rules: ShardingRules | None
     certified: bool
-    noising: tuple[float, ...] = (1.0,)
+    correlation: Banded = Banded()
 
 
 def _noisy(
-    tree: PyTree[Any], key_and_step: tuple[PRNGKeyArray, Int[Array, ""] | None], how: _How
-) -> PyTree[Array]:
-    """Adds noise to the leaves of a tree; in a traced program, in one marked equation."""
+    tree: PyTree[Any],
+    key_and_step: tuple[PRNGKeyArray, Int[Array, ""] | None],
+    how: _How,
+    past: tuple[Past, ...],
+) -> tuple[PyTree[Array], Past]:
+    """Adds noise to the leaves of a tree; in a traced program, in one marked equation.
+
+    Also returns the noise, if noise is kept.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
     _check_distinct(paths)
@@ -283,30 +293,56 @@ def _noisy(
         for path, x in zip(paths, gradients, strict=True)
     ]
     has_step = key_and_step[1] is not None
-    mark = NoiseMark(how.stddev, words(how.text), has_step, tuple(of_leaves), how.noising)
+    mark = NoiseMark(how.stddev, words(how.text), has_step, tuple(of_leaves), how.correlation)
 
-    def function(operands: Any) -> list[Array]:
-        gradients, (key, step) = operands
+    def function(operands: Any) -> tuple[list[Array], Past]:
+        gradients, (key, step), past = operands
         if how.stddev == 0:
-            return gradients
+            return gradients, past[:1] and past[0]
         placed = [_leaf(*leaf, how) for leaf in zip(gradients, paths, of_leaves, strict=True)]
         step = np.uint32(0) if step is None else step
         if how.certified and all(is_wide(leaf.dtype) for leaf in placed):
             _check_platform()
             is_apart = how.rules is not None
-            noisy = with_certified_noise(placed, key, step, how.stddev, is_apart, how.noising)
-        elif len(how.noising) > 1:
+            noisy, noise = with_certified_noise(
+                placed, key, step, how.stddev, is_apart, how.correlation, past
+            )
+        elif how.correlation.is_correlated:
             raise ValueError(
-                "correlated noise draws the noise of earlier steps again, which only certified noise "
+                "correlated noise needs the noise of earlier steps again, which certified noise alone "
                 "is made for. Take certified=True and a noise dtype of at least float32, or a plan "
                 "of independent noise (noise=None)."
             )
         else:
             noisy = with_noise_of_jax(placed, key, (*map(np.uint32, mark.prefix), step), how.stddev)
-        return [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
+            noise = []
+        noisy = [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
+        return noisy, [
+            (_placed(high, path, how.rules), _placed(low, path, how.rules))
+            for (high, low), path in zip(noise, paths, strict=False)
+        ]
 
-    noisy = in_marked_equation("eqx_dp_noise", mark, function, (gradients, key_and_step))
-    return jax.tree_util.tree_unflatten(structure, noisy)
+    operands = (gradients, key_and_step, past)
+    noisy, noise = in_marked_equation("eqx_dp_noise", mark, function, operands)
+    return jax.tree_util.tree_unflatten(structure, noisy), noise
+
+
+def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | None) -> Any:
+    """The noise before step 0: zeros, as much as a strategy keeps.
+
+    Args:
+        params: what is trained; arrays or their shapes.
+        correlation: the strategy.
+        rules: where sums, and so their noise, are placed.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+
+    def zeros(path: tuple[Any, ...], x: Any) -> Array:
+        return _placed(jnp.zeros(x.shape, jnp.float32), path, rules)
+
+    return tuple(
+        [(zeros(path, x), zeros(path, x)) for path, x in leaves] for _ in correlation.strategy[1:]
+    )
 
 
 def _checked(correlation: object) -> Banded:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from typing import Any, SupportsFloat, SupportsIndex, cast
+from typing import SupportsFloat, SupportsIndex, cast
 
 import dp_accounting
 import optax
@@ -427,7 +427,9 @@ class PrivacyPlan:
 
     def to_json(self) -> str:
         """Writes the plan as JSON; `from_json` reads an equal plan from it."""
-        return written({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return written(
+            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "PrivacyPlan":

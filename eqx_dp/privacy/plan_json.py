@@ -1,5 +1,6 @@
 """A plan's fields, read from JSON and written to it."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, cast
@@ -17,14 +18,14 @@ _OPTIONAL = {"sampling", "noise"}
 
 
 def written(fields: Mapping[str, Any]) -> str:
-    """Writes a plan's fields as JSON. What is left out is Poisson sampling, and independent noise."""
+    """Writes a plan's fields as JSON, but for Poisson sampling and independent noise."""
     found = {"format": _FORMAT, "version": _VERSION} | dict(fields)
     found["neighboring_relation"] = fields["neighboring_relation"].name
     sampling, noise = found.pop("sampling"), found.pop("noise")
     if not isinstance(sampling, Poisson):
         found["sampling"] = sampling.fields()
     if noise is not None:
-        found["noise"] = {"noising": list(noise.noising)}
+        found["noise"] = dataclasses.asdict(noise)
     return json.dumps(found, indent=2)
 
 
@@ -58,10 +59,9 @@ def fields_of(text: str) -> dict[str, Any]:
 
 
 def _noise_from(found: Any) -> Banded:
-    noising = found.get("noising") if isinstance(found, dict) else None
-    if not isinstance(noising, list) or len(found) > 1:
-        raise ValueError(f'noise must be an object {{"noising": [1.0, ...]}}; found {found!r}.')
-    return Banded(cast(list[float], noising))
+    if not isinstance(found, dict) or found.keys() != {"noising", "strategy"}:
+        raise ValueError(f"noise must be an object of noising and strategy; found {found!r}.")
+    return Banded(**cast(dict[str, list[float]], found))
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxtyping import Float64
 from scipy import optimize, signal
 
 from ..expected import real_number, whole_number
+from ..extras import extra
 
 _MOST_BANDS = 64
 
@@ -19,53 +20,55 @@ _MOST_BANDS = 64
 class Banded:
     """Correlated noise: each step adds fresh noise and takes back part of that of steps before.
 
-    Step t adds stddev (z_t + d_1 z_(t-1) + ... + d_(b-1) z_(t-b+1)), with z independent standard
-    normals and d = `noising`. An optimizer adds up gradients, so what is taken back disappears from
-    the model: with (1, -0.5) a model after T steps carries half as much noise, and the last.
+    The noise of step t is stddev n_t, with z independent standard normals and
 
-    **Nothing is stored.** Noise is a function of (secret, step, leaf), so z of steps before is
-    drawn again: no memory, and the time of `bands` draws a step.
+        n_t = z_t + d_1 z_(t-1) + d_2 z_(t-2) + ... - c_1 n_(t-1) - c_2 n_(t-2) - ...
+
+    where d = `noising` and c = `strategy`, both 1 at first. An optimizer adds up gradients, so what
+    is taken back disappears from the model: with d = (1, -0.5) a model after T steps carries half
+    as much noise, and that of the last step.
+
+    **What is stored.** Noise is a function of (secret, step, leaf), so the z of steps before are
+    drawn again: `noising` needs no memory, and the time of as many draws a step as it has numbers.
+    The n of steps before are kept instead, 8 bytes an entry for each further number of `strategy`:
+    they follow from all draws before. They are as secret as the key, and are not saved either.
 
     **The matrix mechanism** (Denisov et al. 2022; Choquette-Choo et al. 2023). Let C be the lower
-    triangular Toeplitz matrix with C^-1 = `noising`. The noisy gradients are C^-1 (C G + Z): what
-    is released is C G + Z, independent noise on C G. C has no negative entries here, and they fall
-    with the distance from the diagonal (Fichtenberger et al. 2023; both are checked). So one
-    example moves C G most if all its gradients are alike and it takes part as often, and as
-    early, as its sampling allows: `sensitivity`.
+    triangular Toeplitz matrix of the power series `strategy` / `noising`. The noisy gradients are
+    C^-1 (C G + Z): what is released is C G + Z, independent noise on C G. C has no negative entries
+    here, and they fall with the distance from the diagonal (both are checked). So one example moves
+    C G most if all its gradients are alike and it takes part as often, and as early, as its
+    sampling allows: `sensitivity`.
 
     **A start has noise of its own**: a fresh secret, and step 0 again. Its matrix is a block on the
     diagonal, whose columns are the first entries of those of C. The plan counts each start in whole
     cycles of its sampling, so that all starts together cost at most one long run
     (`correlated_noise.md`).
 
-    | strategy | noising |
+    | strategy | numbers |
     |---|---|
-    | `Banded.lambda_cgd(x)` (arXiv 2601.22334) | 1, -x |
-    | `Banded.bisr(bands)` (arXiv 2505.12128) | of (1 - x)^(1/2): 1, -1/2, -1/8, -1/16 ... |
-    | `Banded.band_inv_mf(bands, steps, separation)` (the same paper) | searched: least error |
+    | `Banded.lambda_cgd(x)` (arXiv 2601.22334) | noising 1, -x |
+    | `Banded.bisr(bands)` (arXiv 2505.12128) | noising (1 - x)^(1/2): 1, -1/2, -1/8, -1/16 ... |
+    | `Banded.band_inv_mf(bands, steps, separation)` (the same) | noising, searched: least error |
+    | `Banded.band_mf(bands, steps)` (arXiv 2405.15913) | strategy, searched by jax_privacy |
     | `Banded((1.0,))` | independent noise |
 
     Args:
-        noising: First column of C^-1, from the diagonal down: 1 first, then at most 0; at most 64
-            numbers, finite.
+        noising: Weights of draws: 1 first, then at most 0; at most 64 numbers, finite.
+        strategy: Weights of earlier noise: 1 first, then at least 0; at most 64 numbers, finite.
 
     Raises:
-        ValueError: If `noising` is not such a sequence.
+        ValueError: If one of them is not such a sequence.
     """
 
     noising: tuple[float, ...]
+    strategy: tuple[float, ...] = (1.0,)
 
-    def __init__(self, noising: Sequence[SupportsFloat]):
-        found = tuple(
-            real_number(f"noising[{i}]", x, lambda real: real <= 1, "at most 0, after a first 1")
-            for i, x in enumerate(noising)
-        )
-        if not 1 <= len(found) <= _MOST_BANDS or found[0] != 1 or max(found[1:], default=0) > 0:
-            raise ValueError(
-                f"noising must be 1 and then at most {_MOST_BANDS - 1} numbers that are at most 0, "
-                f"such as (1.0, -0.5); found {found}."
-            )
-        object.__setattr__(self, "noising", found)
+    def __init__(
+        self, noising: Sequence[SupportsFloat] = (1.0,), strategy: Sequence[SupportsFloat] = (1.0,)
+    ):
+        object.__setattr__(self, "noising", _weights("noising", noising, -1))
+        object.__setattr__(self, "strategy", _weights("strategy", strategy, 1))
 
     @classmethod
     def lambda_cgd(cls, share: SupportsFloat) -> "Banded":
@@ -108,15 +111,33 @@ class Banded:
             cls((1.0, *found.x)) if error(found.x) < error(np.array(start.noising[1:])) else start
         )
 
-    @property
-    def bands(self) -> int:
-        """Draws a step."""
-        return len(self.noising)
+    @classmethod
+    def band_mf(cls, bands: SupportsIndex, steps: SupportsIndex) -> "Banded":
+        """The banded C of least error for so many steps, if an example takes part once.
+
+        With `dp.sampling.CyclicPoisson` of a cycle of at least `bands` an example's participations
+        do not meet in C, and sampling amplifies privacy.
+
+        Raises:
+            MissingExtra: If jax_privacy is not installed.
+        """
+        count = whole_number("steps", steps, least=1, most=2**24)
+        most = min(count, _MOST_BANDS)
+        known = whole_number("bands", bands, least=1, most=most)
+        toeplitz = extra("jax_privacy.matrix_factorization.toeplitz", name="mechanisms")
+        found = np.asarray(toeplitz.optimize_banded_toeplitz(count, known), np.float64)
+        return cls(strategy=np.minimum.accumulate(found / found[0]).tolist())
 
     @property
-    def gross(self) -> float:
-        """The sum of the sizes of `noising`."""
-        return math.fsum(map(abs, self.noising))
+    def is_correlated(self) -> bool:
+        """Whether it is anything else than independent noise."""
+        return len(self.noising) > 1 or len(self.strategy) > 1
+
+    def weights(self, steps: SupportsIndex) -> Float64[np.ndarray, " steps"]:
+        """First column of C^-1: what each draw adds to the noise of its step and of later ones."""
+        return _column(
+            self.strategy, self.noising, whole_number("steps", steps, least=1, most=2**24)
+        )
 
     def column(self, steps: SupportsIndex) -> Float64[np.ndarray, " steps"]:
         """First column of C, for a run of so many steps.
@@ -126,11 +147,11 @@ class Banded:
                 such strategies the sensitivity is not known here.
         """
         count = whole_number("steps", steps, least=1, most=2**24)
-        found = _column(self.noising, count)
+        found = _column(self.noising, self.strategy, count)
         if found.min() < 0 or np.diff(found, prepend=found[0]).max() > 1e-12:
             raise ValueError(
-                f"noising {self.noising} gives a strategy whose entries are negative or rise, for "
-                f"{count} steps: its sensitivity is not known. Take dp.Banded.bisr or lambda_cgd."
+                f"{self} gives a matrix whose entries are negative or rise, for {count} steps: its "
+                "sensitivity is not known. Take dp.Banded.bisr or lambda_cgd."
             )
         return found
 
@@ -139,7 +160,8 @@ class Banded:
 
         `correlated_noise.md` has the proof.
         """
-        return self.gross * (1 + float(np.linalg.norm(self.column(steps))) / 16)
+        gross = float(np.abs(self.weights(steps)).sum()) * math.fsum(self.strategy)
+        return gross * (1 + float(np.linalg.norm(self.column(steps))) / 16)
 
     def sensitivity(self, steps: SupportsIndex, separation: SupportsIndex) -> float:
         """How far one example moves C G, if its gradients are at most 1 in norm.
@@ -160,13 +182,32 @@ class Banded:
         Of all steps, in units of the clip norm; noise multiplier: per unit of `sensitivity`.
         """
         count = whole_number("steps", steps, least=1, most=2**24)
-        kept = np.cumsum(np.pad(self.noising, (0, max(0, count - self.bands)))[:count])
+        kept = np.cumsum(self.weights(count))
         return float(np.sqrt(np.cumsum(kept**2).mean()) * self.sensitivity(count, separation))
 
 
 @functools.lru_cache(maxsize=64)
-def _column(noising: tuple[float, ...], steps: int) -> Float64[np.ndarray, " steps"]:
-    """1 / noising, as power series."""
+def _column(
+    under: tuple[float, ...], over: tuple[float, ...], steps: int
+) -> Float64[np.ndarray, " steps"]:
+    """The first coefficients of a quotient of power series."""
     impulse = np.zeros(steps)
     impulse[0] = 1.0
-    return np.asarray(cast(Any, signal).lfilter([1.0], noising, impulse))
+    return np.asarray(cast(Any, signal).lfilter(over, under, impulse))
+
+
+def _weights(name: str, given: Sequence[SupportsFloat], sign: int) -> tuple[float, ...]:
+    allowed = "at most 0" if sign < 0 else "at least 0"
+    found = tuple(
+        real_number(f"{name}[{i}]", x, math.isfinite, allowed) for i, x in enumerate(given)
+    )
+    if (
+        not 1 <= len(found) <= _MOST_BANDS
+        or found[0] != 1
+        or min(sign * np.array(found[1:]), default=0) < 0
+    ):
+        raise ValueError(
+            f"{name} must be 1 and then at most {_MOST_BANDS - 1} numbers that are {allowed}, such "
+            f"as (1.0, {sign * 0.5}); found {found}."
+        )
+    return found

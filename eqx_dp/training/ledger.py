@@ -271,7 +271,7 @@ class Ledger(Tally):
                     )
         if self._plan.is_one_start and any(entry["steps"] for entry in entries.values()):
             raise ValueError(
-                f"The run in {self._directory} has taken steps, and its plan accounts for one start "
+                f"The run in {self._directory} has taken steps. Its plan accounts for one start "
                 f"alone: {self._plan.sampling} draws for the whole run. Go on with a plan for the "
                 "rest, in another directory (dp.compose gives the epsilon of both), or take "
                 "dp.sampling.CyclicPoisson or Poisson, whose runs may start again."

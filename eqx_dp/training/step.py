@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ from ..privacy import (
     fold_text,
     fresh_secret,
     key_from_secret,
+    no_past,
     printed_without_key,
     refuse_to_pickle,
 )
@@ -181,6 +183,9 @@ class Step(Generic[Model]):
         # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         noise, count, key = jax.device_put(small, where)
+        if self.plan.noise is not None:
+            params = eqx.filter_eval_shape(self.grad_fn.trainable, body.model)
+            noise = noise._replace(past=no_past(params, self.plan.noise, rules))
         return TrainState(body.model, OptState(noise, body.opt_state, body.average, key), count)
 
     # A step.
