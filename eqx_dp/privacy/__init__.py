@@ -1,5 +1,6 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
+from . import sampling_kinds as sampling_kinds
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .gaussian import can_certify as can_certify
 from .keys import Secret as Secret
@@ -23,3 +24,4 @@ from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
 from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
+from .sampling import Sampler as Sampler
