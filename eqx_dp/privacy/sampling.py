@@ -1,11 +1,12 @@
-"""Poisson sampling: which examples take part in a step."""
+"""Samplers: the batches of a run, one step at a time, on one host of some."""
 
 import bisect
 import dataclasses
 import functools
 import hashlib
+import json
 import math
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +24,22 @@ from .keys import (
     refuse_to_pickle,
     warn_of_small,
 )
-from .sample_size import binomial
+from .sampling_kinds import Draw, Kind, Poisson
+from .sampling_kinds import sampling_probability as sampling_probability
 
 OVERFLOW_PROBABILITY = 1e-12
 """The largest probability, a step, that more examples are drawn than a batch has room for."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
-class PoissonSampler:
-    """Draws a fresh batch a step: every example takes part with one probability, independently.
+class Sampler:
+    """Draws a fresh batch a step, by some kind of sampling.
 
     Without `seed` the sampler draws 256 random bits from the operating system, and stores them
-    nowhere else. A batch is a pure function of `(seed, num_examples, sampling_prob, step)`, by
-    SHAKE256 (FIPS 202), so step 1,000 is drawn without the 999 before it. Without the seed nobody
-    can tell the numbers behind a batch from random ones, as far as anybody knows.
-
-    From one example drawn to the next it is a geometrically distributed number of places. Time and
-    memory are those of a batch, whatever the size of the data set. (Logarithms are rounded: the
-    probability with which an example is drawn is off by less than 1e-8 of itself.)
+    nowhere else. A batch is a pure function of `(seed, num_examples, kind, step)`, by SHAKE256
+    (FIPS 202). Without the seed nobody can tell the numbers behind a batch from random ones, as far
+    as anybody knows. Any step is drawn without those before it (`dp.sampling.MinSeparation` draws
+    them again).
 
     A batch holds its examples in random order. If one more example is drawn, it takes any place,
     and what was there becomes the last: all others keep their slots. So the sum of their gradients
@@ -48,7 +47,8 @@ class PoissonSampler:
 
     Batches have one static shape, `capacity`, so that a compiled step is compiled once. It is the
     smallest multiple of `pad_to` that a step overflows with probability at most
-    `overflow_probability`, and at least `pad_to`. Slots left over are padding.
+    `overflow_probability`, and at least `pad_to`. (For kinds other than `Poisson` there is one slot
+    more: `overflow.md`.) Slots left over are padding.
 
     **Several hosts** share a step's work: each owns a stretch of the data set (`owned`), and its
     batch is that part of the draw. Each host makes the whole draw, from the same seed and step, so
@@ -67,12 +67,13 @@ class PoissonSampler:
     **Several devices** of a host share its batch in equal, contiguous slices. With `devices`, the
     examples drawn are dealt out to them: device by device as many, up to one.
 
-    **Guarantee.** Privacy amplification by Poisson sampling (Abadi et al. 2016, section 3; Zhu and
-    Wang 2019) holds for the batches before they are cut to `capacity`; delta has to pay for the
-    probability of a cut, as that of `PrivacyPlan` does. It holds only as long as **the seed is
-    secret** and hard to guess: with the seed, anyone can tell which examples were in which batch.
-    A fresh one is. One that is given must come from the system (`secrets.token_bytes(32)`) and be
-    kept like the data.
+    **Guarantee.** Privacy amplification by the kind of sampling holds for the batches before they
+    are cut to `capacity`; delta has to pay for the probability of a cut, as that of `PrivacyPlan`
+    does. It holds only as long as **the seed is secret** and hard to guess: with the seed, anyone
+    can tell which examples were in which batch. A fresh one is. One that is given must come from
+    the system (`secrets.token_bytes(32)`) and be kept like the data. Kinds other than `Poisson` and
+    `FixedSize` bind the steps of one run together: the guarantee is for the steps of one seed, from
+    step 0.
 
     **Not private.** Batches, and the number of examples in them, are drawn without noise. Use them
     in the training step alone; do not publish or log them.
@@ -83,7 +84,7 @@ class PoissonSampler:
     | more are drawn than there is room for | a uniformly random `capacity` of them is kept |
     | the same on one of several hosts | the same with its part, independently of other hosts |
     | the same with `shared=True` | `hosts * capacity` of the whole draw are kept, then dealt out |
-    | `sampling_prob` is 1 | every batch holds every example (that the host owns) once |
+    | every example is in every step | every batch holds every example (that the host owns) once |
     | `pad_to` exceeds `num_examples` | `capacity` is `pad_to` |
     | `capacity` would be 0 (an example is hardly ever drawn) | it is `pad_to` |
     | `hosts` does not divide `num_examples` | some hosts own one example more than the others |
@@ -92,7 +93,7 @@ class PoissonSampler:
 
     Args:
         num_examples: How many examples the data set holds, from 1 to 2**53.
-        sampling_prob: Probability with which each example takes part in a step, in (0, 1].
+        kind: How examples are drawn: a value of `dp.sampling`.
         seed: None for fresh bits, the same on every host. Or a secret, see above: a number of at
             least 0, or bytes; of any length.
         pad_to: `capacity` is a multiple of this, such as microbatch size times devices (those of
@@ -106,11 +107,12 @@ class PoissonSampler:
         shared: Whether every host can read every example.
 
     Raises:
-        ValueError: If an argument has the wrong type or is out of its range.
+        ValueError: If an argument has the wrong type or is out of its range, or the kind is for a
+            data set of another size.
     """
 
     num_examples: int
-    sampling_prob: float
+    kind: Kind
     seed: int | bytes = dataclasses.field(repr=False)
     pad_to: int = 1
     steps: int | None = None
@@ -124,7 +126,7 @@ class PoissonSampler:
     def __init__(
         self,
         num_examples: SupportsIndex,
-        sampling_prob: SupportsFloat,
+        kind: Kind,
         *,
         seed: Secret | None = None,
         pad_to: SupportsIndex = 1,
@@ -137,9 +139,10 @@ class PoissonSampler:
     ):
         hosts = whole_number("hosts", hosts, least=1, most=2**53)
         expect("shared", shared, bool, "True (every host can read every example) or False")
+        expect("kind", kind, Kind, "a kind of sampling, such as dp.sampling.Poisson(0.01)")
         checked = {
             "num_examples": whole_number("num_examples", num_examples, least=1, most=2**53),
-            "sampling_prob": sampling_probability(sampling_prob),
+            "kind": kind,
             "seed": fresh_secret() if seed is None else checked_secret("seed", seed),
             "pad_to": whole_number("pad_to", pad_to, least=1, most=2**53),
             "steps": None if steps is None else whole_number("steps", steps, least=1, most=2**64),
@@ -158,6 +161,7 @@ class PoissonSampler:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        kind.check(self.num_examples)
         warn_of_small("seed", self.seed)
 
     __reduce__ = refuse_to_pickle
@@ -171,7 +175,7 @@ class PoissonSampler:
         parts = 1 if self.shared else self.hosts
         most_drawn = -(-self.num_examples // parts)
         tau = self.overflow_probability / (1 if parts == 1 else 2 * parts)
-        of_part = _least_capacity(most_drawn, self.sampling_prob, tau)
+        of_part = self._least_slots(most_drawn, tau)
         least = -(-of_part // self.hosts) if self.shared else of_part
         multiple = math.lcm(self.pad_to, self.devices)
         return max(1, -(-least // multiple)) * multiple
@@ -263,32 +267,89 @@ class PoissonSampler:
         own = drawn[(drawn >= self.owned.start) & (drawn < self.owned.stop)]
         return own[: self.capacity]
 
-    def _drawn_by_all(self, step: int) -> Int64[np.ndarray, "drawn"]:
-        """All examples of a step. From one drawn to the next it is a geometric number of places."""
-        total, q = self.num_examples, self.sampling_prob
-        at_once = int(total * q + 10 * math.sqrt(total * q)) + 40
-        parts = [np.full(1, -1)]
-        while parts[-1][-1] < total:
-            uniform = (self._numbers(step, f"gaps {len(parts)}", at_once) + 0.5) * 2.0**-64
-            with np.errstate(divide="ignore", over="ignore"):  # a probability of 1, or next to 0
-                skipped = np.minimum(np.log(uniform) / np.log1p(-q), total).astype(np.int64)
-            parts.append(parts[-1][-1] + np.cumsum(skipped + 1))
-        drawn = np.concatenate(parts[1:])
-        drawn = drawn[drawn < total]
-        return drawn[np.argsort(self._numbers(step, "order", len(drawn)))]
+    @functools.cached_property
+    def _draw(self) -> Draw:
+        return self.kind.draws(self.num_examples, self._numbers)
 
-    def _numbers(self, step: int, what: str, count: int) -> UInt64[np.ndarray, "count"]:
+    def _drawn_by_all(self, step: int) -> Int64[np.ndarray, "drawn"]:
+        """All examples of a step, in random order."""
+        drawn = self._draw(step)
+        return drawn[np.argsort(self._numbers((str(step), "order"), len(drawn)))]
+
+    def _numbers(self, purpose: tuple[str, ...], count: int) -> UInt64[np.ndarray, "count"]:
         """Random numbers of 64 bits, by SHAKE256 (FIPS 202)."""
-        numbers = str(self.num_examples), self.sampling_prob.hex(), str(step)
-        key = digest(self.seed, ("eqx_dp sample", *numbers, what), size=64)
+        key = digest(self.seed, (*self._bound_to(), *purpose), size=64)
         return np.frombuffer(hashlib.shake_256(key).digest(8 * count), np.dtype("<u8"))
 
+    def _bound_to(self) -> tuple[str, ...]:
+        """What random numbers depend on, beside seed and purpose."""
+        if isinstance(self.kind, Poisson):
+            return "eqx_dp sample", str(self.num_examples), self.kind.sampling_prob.hex()
+        return "eqx_dp sample of a kind", str(self.num_examples), json.dumps(self.kind.fields())
 
-def _least_capacity(num_examples: int, sampling_prob: float, tau: float) -> int:
-    def fits(capacity: int) -> bool:
-        return float(binomial().sf(capacity, num_examples, sampling_prob)) <= tau
+    def _least_slots(self, part: int, tau: float) -> int:
+        """Slots for the examples that are drawn from a part of the data set."""
 
-    return bisect.bisect_left(range(num_examples + 1), True, key=fits)
+        def fits(slots: int) -> bool:
+            return self.kind.overflow(slots, part, self.num_examples) <= tau
+
+        most = min(part, self.kind.size(self.num_examples)[0])
+        least = bisect.bisect_left(range(most + 1), True, key=fits)
+        return min(least + self.kind.extra_slots, most)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class PoissonSampler(Sampler):
+    """Draws batches by Poisson sampling: a `Sampler` whose kind is `dp.sampling.Poisson`.
+
+    Every example takes part in a step with one probability, independently. From one example drawn
+    to the next it is a geometrically distributed number of places. Time and memory are those of a
+    batch, whatever the size of the data set. (Logarithms are rounded: the probability with which an
+    example is drawn is off by less than 1e-8 of itself.)
+
+    A batch is a pure function of `(seed, num_examples, sampling_prob, step)`. Privacy amplification
+    is that of Abadi et al. (2016, section 3) and Zhu and Wang (2019). What `Sampler` says of seeds,
+    slots, hosts, devices, edge cases and privacy holds here.
+
+    Args:
+        num_examples: How many examples the data set holds, from 1 to 2**53.
+        sampling_prob: Probability with which each example takes part in a step, in (0, 1].
+        seed: This and what follows as for `Sampler`.
+        pad_to: See there.
+        steps: See there.
+        hosts: See there.
+        host: See there.
+        overflow_probability: See there.
+        devices: See there.
+        shared: See there.
+
+    Raises:
+        ValueError: If an argument has the wrong type or is out of its range.
+    """
+
+    kind: Kind = dataclasses.field(init=False, repr=False)
+    sampling_prob: float
+
+    def __init__(
+        self,
+        num_examples: SupportsIndex,
+        sampling_prob: SupportsFloat,
+        *,
+        seed: Secret | None = None,
+        pad_to: SupportsIndex = 1,
+        steps: SupportsIndex | None = None,
+        hosts: SupportsIndex = 1,
+        host: SupportsIndex = 0,
+        overflow_probability: SupportsFloat = OVERFLOW_PROBABILITY,
+        devices: SupportsIndex = 1,
+        shared: bool = False,
+    ):
+        options = {"seed": seed, "pad_to": pad_to, "steps": steps, "hosts": hosts, "host": host}
+        options |= {"overflow_probability": overflow_probability}
+        options |= {"devices": devices, "shared": shared}
+        prob = sampling_probability(sampling_prob)
+        object.__setattr__(self, "sampling_prob", prob)
+        super().__init__(num_examples, Poisson(prob), **cast(Any, options))
 
 
 def _check_source(source: PyTree[Any], name: str, num_examples: int) -> None:
@@ -331,12 +392,3 @@ def _drawn_from(
         return batch
 
     return jax.tree.map(of_leaf, source)
-
-
-def sampling_probability(value: object) -> float:
-    """Returns `value` as a float in (0, 1], or raises a ValueError that speaks of sampling_prob."""
-    wanted = (
-        "greater than 0 and at most 1 (it is the probability with which each example is drawn in "
-        "a step)"
-    )
-    return real_number("sampling_prob", value, lambda real: 0 < real <= 1, wanted)

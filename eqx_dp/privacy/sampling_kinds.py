@@ -1,0 +1,448 @@
+"""Kinds of sampling: which examples take part in which step.
+
+A kind is data: a frozen value with checked arguments. `Sampler` draws its batches; a plan accounts
+for them. All kinds but `FixedSize` draw examples independently of each other, so that privacy
+amplification holds for one example whatever the others do.
+"""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+from jaxtyping import Int64, UInt64
+from scipy import stats
+
+from ..expected import expect, real_number, whole_number
+from .sample_size import binomial
+
+Numbers = Callable[[tuple[str, ...], int], UInt64[np.ndarray, "count"]]
+"""Secret random numbers of 64 bits: so many of them for a purpose, always the same."""
+
+Draw = Callable[[int], Int64[np.ndarray, "drawn"]]
+"""The examples of a step, each once. Their order means nothing."""
+
+_REMEMBERED = 64  # steps, for threads that do not ask in order
+_AT_ONCE = 2**20  # numbers
+
+
+class Kind:
+    """What all kinds of sampling have; a kind is one of the other classes of this module."""
+
+    extra_slots: int = 1
+    """Slots beyond those that a step overflows with the allowed probability (`overflow.md`)."""
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(cast(Any, self)).items():
+            if name == "sampling_prob":
+                checked = sampling_probability(value)
+            else:
+                checked = whole_number(name, value, least=1, most=2**53)
+            object.__setattr__(self, name, checked)
+
+    @property
+    def step_prob(self) -> float:
+        """The probability that a given example is in a given step.
+
+        A step expects `step_prob * num_examples` examples.
+        """
+        raise NotImplementedError
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """How the steps of one run are drawn.
+
+        Args:
+            num_examples: Of the data set.
+            numbers: Secret random numbers. They must be bound to this kind, its arguments and
+                `num_examples`.
+
+        Returns:
+            A function of the step, from 0. Several threads may call it.
+        """
+        raise NotImplementedError
+
+    def size(self, num_examples: int) -> tuple[int, float]:
+        """The binomial distribution of the number of examples of one step.
+
+        Returns:
+            The population and the probability: (batch_size, 1.0) for `FixedSize`.
+        """
+        return num_examples, self.step_prob
+
+    def overflow(self, slots: int, part: int, num_examples: int) -> float:
+        """The probability that a step draws more than `slots` of `part` given examples."""
+        return float(binomial().sf(slots, part, self.step_prob))
+
+    def check(self, num_examples: int) -> None:
+        """Raises a ValueError if the kind is for a data set of another size."""
+
+    def fields(self) -> dict[str, Any]:
+        """The name of the kind and its arguments, for JSON. `from_fields` reads them back."""
+        name = next(name for name, kind in _KINDS.items() if kind is type(self))
+        return {"kind": name} | dataclasses.asdict(cast(Any, self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson(Kind):
+    """Every example takes part in every step with one probability, independently.
+
+    It buys the best amplification that independent noise can have, accounted for without samples
+    (Abadi et al. 2016, section 3). It costs a number of examples that varies from step to step.
+
+    | case | what happens |
+    |---|---|
+    | `sampling_prob` is 1 | every step takes every example |
+    | no example is drawn | a batch of padding |
+
+    Args:
+        sampling_prob: The probability, in (0, 1].
+
+    Raises:
+        ValueError: If it has the wrong type or is out of its range.
+    """
+
+    sampling_prob: float
+    extra_slots = 0  # its steps are independent
+
+    @property
+    def step_prob(self) -> float:
+        """`sampling_prob`."""
+        return self.sampling_prob
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """See `Kind`."""
+        return functools.partial(_poisson, num_examples, self.sampling_prob, numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclicPoisson(Kind):
+    """Examples are divided into groups; step t draws from group t mod `cycle` by Poisson sampling.
+
+    Each example draws its group once, independently and uniformly, so that neighbors may differ in
+    the number of examples. An example takes part at most once in `cycle` steps in a row. This buys
+    amplification for correlated noise of up to `cycle` bands (BandMF, Choquette-Choo et al. 2023,
+    arXiv 2306.08153). Steps of one group are accounted for like those of Poisson sampling, without
+    samples. It costs amplification: for the same batches, `sampling_prob` is `cycle` times as
+    large as that of `Poisson`.
+
+    | case | what happens |
+    |---|---|
+    | `cycle` is 1 | the same as `Poisson` |
+    | `sampling_prob` is 1 | each example is in one step of each cycle: as `BallsInBins` |
+    | `cycle` exceeds the number of examples | some groups are empty: batches of padding |
+    | `num_examples` is large | the groups take 8 bytes an example on each host |
+
+    Args:
+        sampling_prob: The probability for an example of the group whose turn it is, in (0, 1].
+        cycle: The number of groups, from 1 to 2**53.
+
+    Raises:
+        ValueError: If an argument has the wrong type or is out of its range.
+    """
+
+    sampling_prob: float
+    cycle: int
+
+    @property
+    def step_prob(self) -> float:
+        """`sampling_prob` / `cycle`."""
+        return self.sampling_prob / self.cycle
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """See `Kind`."""
+        in_bin = _bins(num_examples, self.cycle, numbers)
+
+        def draw(step: int) -> Int64[np.ndarray, "drawn"]:
+            group = in_bin(step, 0)
+            return group[_poisson(len(group), self.sampling_prob, numbers, step)]
+
+        return draw
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSize(Kind):
+    """Every step takes the same number of examples: a uniformly random set, without replacement.
+
+    It buys batches without padding (on one host, or where hosts share their examples). It costs
+    noise: dp_accounting knows a bound by Renyi divergences alone (Wang et al. 2019, arXiv
+    1808.00087, theorem 27), and only where one example replaces another, which moves the sum by two
+    clip norms.
+
+    | case | what happens |
+    |---|---|
+    | `batch_size` is `num_examples` | every step takes every example |
+    | the data set has another size | refused: the size is public, and part of the accounting |
+    | each host owns a part of the examples | its part of a batch varies, and is padded |
+
+    Args:
+        batch_size: Examples of a step, from 1 to `num_examples`.
+        num_examples: Of the data set, from 1 to 2**53.
+
+    Raises:
+        ValueError: If an argument has the wrong type or is out of its range.
+    """
+
+    batch_size: int
+    num_examples: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size > self.num_examples:
+            raise ValueError(
+                f"batch_size must be at most num_examples, {self.num_examples}, because a batch "
+                f"holds an example at most once; found {self.batch_size}."
+            )
+
+    @property
+    def step_prob(self) -> float:
+        """`batch_size` / `num_examples`."""
+        return self.batch_size / self.num_examples
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """See `Kind`."""
+        size, last = self.batch_size, 2**64 // num_examples * num_examples - 1
+
+        def draw(step: int) -> Int64[np.ndarray, "drawn"]:
+            # Places drawn with replacement, but only the first time that each is drawn.
+            drawn, rounds = np.empty(0, np.uint64), 0
+            while len(drawn) < size:
+                more = numbers((str(step), f"places {rounds}"), min(2 * size + 40, 2**25))
+                more = more[more <= np.uint64(last)] % np.uint64(num_examples)  # none is likelier
+                drawn, rounds = np.concatenate([drawn, more]), rounds + 1
+                drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
+            return drawn[:size].astype(np.int64)
+
+        return draw
+
+    def size(self, num_examples: int) -> tuple[int, float]:
+        """(`batch_size`, 1.0): every step has that many examples."""
+        return self.batch_size, 1.0
+
+    def overflow(self, slots: int, part: int, num_examples: int) -> float:
+        """See `Kind`; the number of examples of a part is hypergeometric."""
+        hypergeometric = cast(Any, stats.hypergeom)  # scipy is not typed
+        return float(hypergeometric.sf(slots, num_examples, part, self.batch_size))
+
+    def check(self, num_examples: int) -> None:
+        """Raises a ValueError for a data set of another size."""
+        if num_examples != self.num_examples:
+            raise ValueError(
+                f"num_examples must be {self.num_examples}, that of FixedSize, because privacy "
+                f"depends on the share of examples in a batch; found {num_examples}. Make a plan "
+                "for this data set."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BallsInBins(Kind):
+    """Each example draws one of `cycle` bins once; step t takes all examples of bin t mod `cycle`.
+
+    So each example takes part once in every `cycle` steps, in the same place of each cycle. It buys
+    amplification for correlated noise of any number of bands (Choquette-Choo et al. 2024, arXiv
+    2410.06266), and steady use of the data. It costs accounting by Monte Carlo: epsilon is an upper
+    bound with a stated confidence.
+
+    | case | what happens |
+    |---|---|
+    | `cycle` is 1 | every step takes every example |
+    | `cycle` exceeds the number of examples | some bins are empty: batches of padding |
+    | a run ends within a cycle | examples of later bins took part once less |
+    | `num_examples` is large | the bins take 8 bytes an example on each host |
+
+    Args:
+        cycle: The number of bins, from 1 to 2**53.
+
+    Raises:
+        ValueError: If it has the wrong type or is out of its range.
+    """
+
+    cycle: int
+
+    @property
+    def step_prob(self) -> float:
+        """1 / `cycle`."""
+        return 1 / self.cycle
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """See `Kind`."""
+        in_bin = _bins(num_examples, self.cycle, numbers)
+        return lambda step: in_bin(step, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAllocation(Kind):
+    """As `BallsInBins`, but every `cycle` steps all examples draw their bins anew.
+
+    Each example takes part once in each cycle, in a place that is drawn for each cycle. It buys
+    amplification close to that of `Poisson`, with every example in every cycle (Feldman and
+    Shenfeld 2025, arXiv 2502.08202; accounting: arXiv 2602.17284). It costs accounting by Monte
+    Carlo, and noise must be independent.
+
+    | case | what happens |
+    |---|---|
+    | `cycle` is 1 | every step takes every example |
+    | a run ends within a cycle | an example took part in that cycle, or not yet |
+    | noise is correlated | nothing accounts for it: two steps of an example may be neighbors |
+    | `num_examples` is large | the bins take 8 bytes an example on each host |
+
+    Args:
+        cycle: The number of bins, from 1 to 2**53.
+
+    Raises:
+        ValueError: If it has the wrong type or is out of its range.
+    """
+
+    cycle: int
+
+    @property
+    def step_prob(self) -> float:
+        """1 / `cycle`."""
+        return 1 / self.cycle
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """See `Kind`."""
+        in_bin = _bins(num_examples, self.cycle, numbers)
+        return lambda step: in_bin(step, step // self.cycle)
+
+
+@dataclasses.dataclass(frozen=True)
+class MinSeparation(Kind):
+    """Poisson sampling of those examples that took part in none of the last `separation` - 1 steps.
+
+    It buys more amplification for correlated noise of up to `separation` bands than
+    `CyclicPoisson`, because an example may take part in any step (b-min-sep sampling, arXiv
+    2602.09338). It costs accounting by Monte Carlo, which takes minutes.
+
+    The run starts warm: before step 0, each example is in the state that it would have after many
+    steps. It is free with probability 1 / (1 + (`separation` - 1) `sampling_prob`), and else it
+    took part in one of the `separation` - 1 steps before, each as likely as the others. So all
+    batches have one distribution of sizes.
+
+    | case | what happens |
+    |---|---|
+    | `separation` is 1 | the same as `Poisson` |
+    | `sampling_prob` is 1 | each example takes part every `separation` steps: as `BallsInBins` |
+    | an example is cut from a batch that overflows | it waits as if it had taken part |
+    | a step is drawn without those before it | they are drawn again: some 20 us a step |
+    | `num_examples` is large | 8 bytes an example on each host |
+
+    Args:
+        sampling_prob: The probability for an example that is free, in (0, 1].
+        separation: The fewest steps from one step of an example to its next, from 1 to 2**53.
+
+    Raises:
+        ValueError: If an argument has the wrong type or is out of its range.
+    """
+
+    sampling_prob: float
+    separation: int
+
+    @property
+    def step_prob(self) -> float:
+        """`sampling_prob` / (1 + (`separation` - 1) `sampling_prob`)."""
+        return self.sampling_prob / (1 + (self.separation - 1) * self.sampling_prob)
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """See `Kind`."""
+        free_from, following = self._start(num_examples, numbers), 0
+        lock, recent = threading.Lock(), dict[int, Int64[np.ndarray, "drawn"]]()
+
+        def draw(step: int) -> Int64[np.ndarray, "drawn"]:
+            nonlocal free_from, following
+            with lock:
+                if step < following and step not in recent:
+                    free_from, following = self._start(num_examples, numbers), 0
+                    recent.clear()
+                for now in range(following, step + 1):
+                    drawn = _poisson(num_examples, self.sampling_prob, numbers, now)
+                    recent[now] = drawn = drawn[free_from[drawn] <= now]
+                    free_from[drawn] = now + self.separation
+                    recent.pop(now - _REMEMBERED, None)
+                following = max(following, step + 1)
+                return recent[step]
+
+        return draw
+
+    def _start(self, num_examples: int, numbers: Numbers) -> Int64[np.ndarray, "num_examples"]:
+        """The first step in which each example is free."""
+        uniform = _in_blocks(num_examples, ("start",), numbers) * 2.0**-64
+        # Free with probability step_prob / sampling_prob, else step_prob for each number of steps.
+        waits = np.ceil(uniform / self.step_prob - 1 / self.sampling_prob)
+        return np.clip(waits, 0, self.separation - 1).astype(np.int64)
+
+
+_KINDS: dict[str, type[Kind]] = {
+    "poisson": Poisson,
+    "cyclic_poisson": CyclicPoisson,
+    "fixed_size": FixedSize,
+    "balls_in_bins": BallsInBins,
+    "random_allocation": RandomAllocation,
+    "min_separation": MinSeparation,
+}
+
+
+def from_fields(fields: object) -> Kind:
+    """The kind that `Kind.fields` has written.
+
+    Raises:
+        ValueError: If the name is unknown, an argument is missing or unknown, or it is refused as
+            for the kind itself.
+    """
+    expect("sampling", fields, Mapping, 'an object such as {"kind": "balls_in_bins", "cycle": 8}')
+    arguments = dict(cast("Mapping[str, Any]", fields))
+    try:
+        return _KINDS[arguments.pop("kind")](**arguments)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"sampling must have a kind of {', '.join(_KINDS)}, and the arguments of that; found "
+            f"{dict(cast('Mapping[str, Any]', fields))}."
+        ) from error
+
+
+def _poisson(total: int, prob: float, numbers: Numbers, step: int) -> Int64[np.ndarray, "drawn"]:
+    """Which of so many places a step draws. From one to the next it is a geometric number."""
+    at_once = int(total * prob + 10 * math.sqrt(total * prob)) + 40
+    parts = [np.full(1, -1)]
+    while parts[-1][-1] < total:
+        uniform = (numbers((str(step), f"gaps {len(parts)}"), at_once) + 0.5) * 2.0**-64
+        with np.errstate(divide="ignore", over="ignore"):  # a probability of 1, or next to 0
+            skipped = np.minimum(np.log(uniform) / np.log1p(-prob), total).astype(np.int64)
+        parts.append(parts[-1][-1] + np.cumsum(skipped + 1))
+    drawn = np.concatenate(parts[1:])
+    return drawn[drawn < total]
+
+
+def _bins(
+    num_examples: int, cycle: int, numbers: Numbers
+) -> Callable[[int, int], Int64[np.ndarray, "drawn"]]:
+    """The examples in the bin of a step, by the bins of an epoch.
+
+    Bins are uniform, but for cycle x 2^-64 of each probability.
+    """
+
+    @functools.lru_cache(maxsize=1)
+    def bins(epoch: int) -> UInt64[np.ndarray, "num_examples"]:
+        return _in_blocks(num_examples, (f"bins {epoch}",), numbers) % np.uint64(cycle)
+
+    return lambda step, epoch: np.flatnonzero(bins(epoch) == step % cycle)
+
+
+def _in_blocks(
+    count: int, purpose: tuple[str, ...], numbers: Numbers
+) -> UInt64[np.ndarray, "count"]:
+    """Numbers by the block: a hash gives a limited number of them."""
+    firsts = range(0, count, _AT_ONCE)
+    blocks = [numbers((*purpose, str(first)), min(_AT_ONCE, count - first)) for first in firsts]
+    return np.concatenate(blocks)
+
+
+def sampling_probability(value: object) -> float:
+    """Returns `value` as a float in (0, 1], or raises a ValueError that speaks of sampling_prob."""
+    wanted = (
+        "greater than 0 and at most 1 (it is the probability with which each example is drawn in "
+        "a step)"
+    )
+    return real_number("sampling_prob", value, lambda real: 0 < real <= 1, wanted)
