@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
-from ..expected import expect, real_number
+from ..expected import expect
 from ..paths import dotted
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..programs import in_marked_equation
@@ -29,6 +29,7 @@ from .keys import (
     single_key,
     words_of,
 )
+from .noise_checks import check_arrays_alone, check_range, checked_gradient, static_stddev
 from .strategies import Banded
 
 
@@ -151,12 +152,12 @@ def gaussian_privatizer(
             is no array, or it would draw one key for several models under `vmap`.
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
-    scale = _static_stddev(stddev)
+    scale = static_stddev(stddev)
     known = Banded() if correlation is None else _checked(correlation)
     root = None if key is None else single_key(key)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
-        _check_arrays_alone(params)
+        check_arrays_alone(params)
         if root is None:
             of_one_model(params)
         # A copy, because a step that donates its state would delete the caller's key.
@@ -220,7 +221,7 @@ def add_noise(
         ValueError: if `stddev` is negative, not finite or traced, `key` is not one key, or a leaf
             is refused as in the table above.
     """
-    scale = _static_stddev(stddev)
+    scale = static_stddev(stddev)
     if shape_of_keys(key) != ():
         single_key(key)
     how = _How(scale, "eqx_dp add_noise", None, None, certified)
@@ -283,7 +284,7 @@ def _noisy(
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
     _check_distinct(paths)
-    gradients = [_checked_gradient(leaf, path, how.policy) for path, leaf in leaves]
+    gradients = [checked_gradient(leaf, path, how.policy) for path, leaf in leaves]
 
     def words(text: str) -> tuple[int, ...]:
         return tuple(words_of(text).tolist())
@@ -309,9 +310,9 @@ def _noisy(
             )
         elif how.correlation.is_correlated:
             raise ValueError(
-                "correlated noise needs the noise of earlier steps again, which certified noise alone "
-                "is made for. Take certified=True and a noise dtype of at least float32, or a plan "
-                "of independent noise (noise=None)."
+                "correlated noise needs the noise of earlier steps again, which certified noise "
+                "alone is made for. Take certified=True and a noise dtype of at least float32, or "
+                "a plan of independent noise (noise=None)."
             )
         else:
             noisy = with_noise_of_jax(placed, key, (*map(np.uint32, mark.prefix), step), how.stddev)
@@ -350,18 +351,6 @@ def _checked(correlation: object) -> Banded:
     return cast(Banded, correlation)
 
 
-def _check_arrays_alone(params: optax.Params) -> None:
-    """Refuses a whole model, whose functions and numbers fail in the next optimizer of a chain."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(leaf, "dtype"):
-            raise ValueError(
-                f"an optimizer takes only arrays; found a {type(leaf).__name__} at "
-                f"{dotted(path) or 'the root'}. Give it what is trained: "
-                "optimizer.init(grad_fn.trainable(model)), which is eqx.filter(model, "
-                "eqx.is_inexact_array) unless a filter_spec says otherwise."
-            )
-
-
 def _check_distinct(paths: Sequence[tuple[Any, ...]]) -> None:
     times = collections.Counter(jax.tree_util.keystr(path) for path in paths)
     twins = [path for path, count in times.items() if count > 1]
@@ -382,7 +371,7 @@ def _leaf(gradient: Array, path: tuple[Any, ...], words: tuple[int, ...], how: _
     least = jnp.float32 if how.policy is None else how.policy.noise_dtype
     result = jnp.promote_types(gradient.dtype, least)
     dtype = result if how.policy is None else how.policy.noise_dtype
-    _check_range(how.stddev, dtype)
+    check_range(how.stddev, dtype)
     where = jax.typeof(gradient).sharding
     if how.rules is not None and how.rules.is_explicit:
         where = how.rules.on_axes(_spec(gradient, path, how.rules), AxisType.Explicit)
@@ -405,57 +394,4 @@ def _check_platform() -> None:
             "certified noise needs float64 as IEEE 754 has it, and a TPU computes it with fewer "
             "bits. Draw the noise on another device, or take certified=False, which is not "
             "Gaussian (see gaussian_privatizer)."
-        )
-
-
-def _checked_gradient(
-    leaf: object, path: tuple[Any, ...], policy: Policy | None
-) -> Float[Array, "..."]:
-    where = f"the gradient at {dotted(path) or 'the root'}"
-    if not isinstance(leaf, (jax.Array, np.ndarray)):
-        raise ValueError(
-            f"{where} is a {type(leaf).__name__}, not an array; keep what is not trained out of "
-            "the gradients (None in its place), as filter_clipped_grad does."
-        )
-    found = cast("np.dtype[Any]", leaf.dtype)
-    if not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(
-            f"{where} has dtype {found}, and Gaussian noise is for real floating-point numbers; "
-            "keep what is not trained out of the gradients (None in its place)."
-        )
-    declared = np.dtype(np.float32) if policy is None else policy.accumulate_dtype
-    # By significand: a policy that is not unsafe declares float32 or float64.
-    narrower = jnp.finfo(found).nmant < jnp.finfo(declared).nmant
-    if narrower and not (policy is not None and policy.unsafe):
-        raise ValueError(
-            f"{where} has dtype {found}, narrower than the accumulate dtype {declared}: the sum "
-            f"over examples was rounded before the noise. Sum clipped gradients in {declared} (as "
-            "filter_clipped_grad does with the same policy), or give a policy that is unsafe."
-        )
-    return jnp.asarray(leaf)
-
-
-def _static_stddev(stddev: SupportsFloat) -> float:
-    if isinstance(stddev, jax.Array):
-        raise ValueError(
-            "stddev must be a Python or numpy number, known before the step is compiled; found the "
-            f"JAX array of shape {stddev.shape}. Pass float(stddev), outside of jit."
-        )
-    return real_number(
-        "stddev",
-        stddev,
-        lambda real: real >= 0,
-        "at least 0 (no noise)",
-        advice=" It is noise multiplier times sensitivity, and the sensitivity is infinite without "
-        "a finite clip norm: set l2_clip_norm.",
-    )
-
-
-def _check_range(stddev: float, dtype: Any) -> None:
-    limits = jnp.finfo(dtype)
-    if not float(limits.smallest_normal) <= stddev <= float(limits.max):
-        raise ValueError(
-            f"stddev {stddev} is beyond the normal range of the noise dtype {dtype} "
-            f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
-            "infinity. Rescale the gradients, or take a wider noise dtype."
         )
