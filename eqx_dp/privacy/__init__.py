@@ -2,6 +2,7 @@
 
 from . import sampling_kinds as sampling_kinds
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
+from .accounting import NeighboringRelation as NeighboringRelation
 from .composition import Composition as Composition
 from .composition import compose as compose
 from .gaussian import can_certify as can_certify
@@ -21,7 +22,6 @@ from .noise import NoiseMark as NoiseMark
 from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
 from .noise import no_past as no_past
-from .plan import NeighboringRelation as NeighboringRelation
 from .plan import PrivacyPlan as PrivacyPlan
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling

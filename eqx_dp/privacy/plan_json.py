@@ -19,7 +19,7 @@ _OPTIONAL = {"sampling", "noise"}
 
 def written(fields: Mapping[str, Any]) -> str:
     """Writes a plan's fields as JSON, but for Poisson sampling and independent noise."""
-    found = {"format": _FORMAT, "version": _VERSION} | dict(fields)
+    found: dict[str, Any] = {"format": _FORMAT, "version": _VERSION} | dict(fields)
     found["neighboring_relation"] = fields["neighboring_relation"].name
     sampling, noise = found.pop("sampling"), found.pop("noise")
     if not isinstance(sampling, Poisson):

@@ -424,7 +424,7 @@ def test_json_of_earlier_releases_is_read():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"noise": 1.0, "epsilon": 2}, "unknown in a plan in JSON: epsilon, noise"),
+        ({"noises": 1.0, "epsilon": 2}, "unknown in a plan in JSON: epsilon, noises"),
         ({"delta": ...}, "missing in a plan in JSON: delta"),
         ({"format": ...}, '"format": "eqx_dp.PrivacyPlan"'),
         ({"format": "plan"}, '"format": "eqx_dp.PrivacyPlan"'),

@@ -1,0 +1,270 @@
+"""What a plan says, and what it costs: fields, accounting, calibration."""
+
+import dataclasses
+from typing import Self, SupportsFloat, SupportsIndex, cast
+
+import dp_accounting
+from dp_accounting import NeighboringRelation
+
+from ..expected import expect, real_number, whole_number
+from ..shown import shown
+from .accounting import ROUNDING_DELTA, check_relation
+from .finite_precision import PRECISION_EPSILON, PRECISION_SHARE
+from .mechanism import Mechanism
+from .plan_json import fields_of, written
+from .sampling import OVERFLOW_PROBABILITY
+from .sampling_kinds import Kind, Poisson
+from .strategies import Banded
+
+_MOST_STEPS = 2**53
+_DELTA_WANTED = (
+    "between 0 and 1, both excluded (well below 1 / number of examples to mean anything)"
+)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class AccountedPlan:
+    """The fields of `PrivacyPlan`, which documents them, and what follows from them alone."""
+
+    sampling_prob: float
+    steps: int
+    noise_multiplier: float
+    delta: float
+    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    sampling: Kind = dataclasses.field(kw_only=True)
+    noise: Banded | None = dataclasses.field(default=None, kw_only=True)
+
+    # Written out for its types: any number is accepted, floats and ints are stored.
+    def __init__(
+        self,
+        sampling_prob: SupportsFloat | None = None,
+        steps: SupportsIndex | None = None,
+        noise_multiplier: SupportsFloat | None = None,
+        delta: SupportsFloat | None = None,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
+        *,
+        sampling: Kind | None = None,
+        noise: Banded | None = None,
+    ):
+        check_relation(neighboring_relation)
+        kind = _kind(sampling_prob, sampling)
+        if noise is not None:
+            expect("noise", noise, Banded, "a dp.Banded, or None for independent noise")
+        checked = {
+            "sampling_prob": kind.step_prob,
+            "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
+            "noise_multiplier": real_number(
+                "noise_multiplier", noise_multiplier, lambda real: real >= 0, "at least 0"
+            ),
+            "delta": real_number("delta", delta, lambda real: 0 < real < 1, _DELTA_WANTED),
+            "neighboring_relation": neighboring_relation,
+            "sampling": kind,
+            "noise": noise,
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        self._mechanism(self.steps).check()
+        rounding = self.steps * ROUNDING_DELTA
+        if self._delta_left(self.steps) <= rounding:
+            raise ValueError(
+                f"delta must exceed {rounding:g} by more than two thousandths: accounting in "
+                f"float64 may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). "
+                f"Found {self.delta:g}. Take a larger delta or fewer steps."
+            )
+
+    @classmethod
+    def calibrate(
+        cls,
+        *,
+        epsilon: SupportsFloat,
+        delta: SupportsFloat,
+        steps: SupportsIndex,
+        sampling_prob: SupportsFloat | None = None,
+        neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
+        sampling: Kind | None = None,
+        noise: Banded | None = None,
+    ) -> Self:
+        """Finds the plan with the least noise that stays within a privacy budget.
+
+        Args:
+            epsilon: The budget: `plan.epsilon()` is at most this.
+            delta: As for the plan.
+            steps: As for the plan.
+            sampling_prob: As for the plan.
+            neighboring_relation: As for the plan.
+            sampling: As for the plan.
+            noise: As for the plan.
+
+        Returns:
+            The plan. Its noise multiplier is at most 1.0002 times the least that keeps to the
+            budget; 1.01 times where delta is less than some 10 times what float64 may lose of it,
+            and 1.001 times where epsilon is no privacy loss distribution's.
+
+        Raises:
+            ValueError: If epsilon is not a finite number above 0, another argument is refused as
+                for the plan itself, the budget cannot be met, or hardly any noise meets it.
+        """
+        budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
+        draft = cls(
+            sampling_prob, steps, 1.0, delta, neighboring_relation, sampling=sampling, noise=noise
+        )
+        left = draft._delta_left(draft.steps)
+        if budget <= PRECISION_EPSILON:
+            raise ValueError(
+                f"epsilon {budget:g} is out of reach: finite precision alone is charged "
+                f"{PRECISION_EPSILON:g}. Take a larger epsilon."
+            )
+        multiplier = draft._mechanism(draft.steps).least_noise(left, budget)
+        return dataclasses.replace(draft, noise_multiplier=multiplier)
+
+    def epsilon(self, steps: SupportsIndex | None = None) -> float:
+        """Epsilon of the first steps of the run, at the plan's delta.
+
+        It depends on the plan and not on data, so it is public and may be shown while training.
+
+        Args:
+            steps: How many steps have been taken, from 0 to the plan's `steps`; None for all of
+                them.
+
+        Returns:
+            Epsilon: 0 for no steps, infinite without noise.
+
+        Raises:
+            ValueError: If `steps` is not a whole number in that range.
+        """
+        taken = self._steps_taken(steps)
+        found = self._mechanism(taken).epsilon(self.noise_multiplier, self._delta_left(taken))
+        return found + PRECISION_EPSILON if taken else 0.0
+
+    def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
+        """The event that `epsilon` accounts for, for dp_accounting.
+
+        Overflow and finite precision are not in it.
+
+        Args:
+            steps: As for `epsilon`.
+
+        Returns:
+            An event for dp_accounting's accountants, made with the plan's neighboring relation.
+            `PLDAccountant` reads it right. `RdpAccountant` refuses it for `REPLACE_ONE`, under
+            which it knows no Poisson sampling, and else reads it right.
+
+        Raises:
+            ValueError: As for `epsilon`.
+        """
+        return self._mechanism(self._steps_taken(steps)).event(self.noise_multiplier)
+
+    @property
+    def charged(self) -> float:
+        """The part of delta that overflow, finite precision and float64 accounting may cost."""
+        rounding = self.steps * ROUNDING_DELTA
+        return self.delta - self._delta_left(self.steps) + rounding
+
+    @property
+    def discretization(self) -> float:
+        """The width of the intervals in which dp_accounting should count privacy losses."""
+        return self._mechanism(self.steps).discretization(self.noise_multiplier)
+
+    @property
+    def accounting_confidence(self) -> float:
+        """The confidence in `epsilon`: 1, or 1 - 1e-6 where Monte Carlo accounts for the plan."""
+        return self._mechanism(self.steps).confidence
+
+    @property
+    def is_one_start(self) -> bool:
+        """Whether all steps must be taken by one start.
+
+        Accounting for `BallsInBins` and `MinSeparation` knows a run of one start alone: each start
+        draws the bins of examples anew.
+        """
+        return self._mechanism(self.steps).is_one_start
+
+    def counted(self, steps: int) -> int:
+        """The steps that a start of so many counts for: whole cycles, where sampling has cycles."""
+        cycle = self._mechanism(self.steps).cycle
+        return -(-steps // cycle) * cycle
+
+    @property
+    def _overflow_probability(self) -> float:
+        """An upper bound tau on the probability that a batch is cut; the sampler keeps to it.
+
+        It is a thousandth of delta over all steps, and at most 1e-12 a step.
+        """
+        return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
+
+    def _overflow_delta(self, steps: SupportsIndex | None = None) -> float:
+        """The part of delta that pays for batches cut to their capacity.
+
+        It is tau = `_overflow_probability` a step: at most a thousandth of delta in all. Accounting
+        knows sampling without a cut. If k steps without a cut are (epsilon, delta)-differentially
+        private, k steps with it are (epsilon, delta + k tau)-differentially private; `overflow.md`
+        beside this module has the proof.
+
+        Args:
+            steps: As for `epsilon`.
+
+        Returns:
+            steps x tau.
+
+        Raises:
+            ValueError: As for `epsilon`.
+        """
+        return self._steps_taken(steps) * self._overflow_probability
+
+    def to_json(self) -> str:
+        """Writes the plan as JSON; `from_json` reads an equal plan from it."""
+        return written(
+            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads a plan that `to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: If the text is not JSON of this format and version, a key is unknown,
+                missing or there twice, or a value is refused as for the plan itself.
+        """
+        return cls(**fields_of(text))
+
+    def _delta_left(self, steps: int) -> float:
+        """What is left of delta for accounting."""
+        return self.delta * (1 - PRECISION_SHARE) - self._overflow_delta(steps)
+
+    def _mechanism(self, steps: int) -> Mechanism:
+        return Mechanism(self.sampling, self.noise, steps, self.neighboring_relation)
+
+    def _steps_taken(self, steps: SupportsIndex | None) -> int:
+        if steps is None:
+            return self.steps
+        return whole_number(
+            "steps",
+            steps,
+            least=0,
+            most=self.steps,
+            advice=" For a longer run make a new plan, before the run starts.",
+        )
+
+
+def _kind(sampling_prob: SupportsFloat | None, sampling: Kind | None) -> Kind:
+    """How batches are drawn; a ValueError unless one of the two says so, or both agree."""
+    if sampling is None:
+        if sampling_prob is None:
+            raise ValueError(
+                "sampling_prob must be a number in (0, 1], for Poisson sampling, or sampling= one "
+                "of dp.sampling; found neither: None."
+            )
+        return Poisson(sampling_prob)
+    if not isinstance(cast(object, sampling), Kind):
+        raise ValueError(f"sampling must be one of dp.sampling; found {shown(sampling)}.")
+    if sampling_prob not in (None, sampling.step_prob):
+        raise ValueError(
+            f"sampling_prob={sampling_prob} and sampling={sampling} disagree: give one of them."
+        )
+    return sampling
