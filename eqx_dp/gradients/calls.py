@@ -28,10 +28,9 @@ from ..sharding import (
 )
 from ..shown import shapes
 from ..trees import PyTree
-from .arguments import Examples
+from .arguments import Configuration, Examples
 from .choice import Choice, LeafCost
 from .clip import ClippedSum, TracedLoss
-from .configuration import Configuration
 from .microbatches import over_microbatches
 from .norms import has_wide, product_roundoff, unit_roundoff
 

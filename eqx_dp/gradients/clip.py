@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from ..isolation import run_apart
 from ..precision import stage
 from ..sharding import Cut, Shard
-from .configuration import Clipping
+from .clipping import Clipping
 from .leaves import Known, LeafGradient, joined, norm_and_bound
 from .norms import product_roundoff, unit_roundoff
 from .program import Program

@@ -19,11 +19,19 @@ from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..shown import function_name, shown
 from ..trees import PyTree
-from .arguments import FilterSpec, check_mask, checked_trainable, read_examples, split_trainable
+from .arguments import (
+    METHODS,
+    Configuration,
+    FilterSpec,
+    MethodName,
+    check_mask,
+    checked_trainable,
+    read_examples,
+    split_trainable,
+)
 from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import TracedLoss
-from .configuration import METHODS, Configuration, MethodName
 from .methods import clipped_sum
 from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
