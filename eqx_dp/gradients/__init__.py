@@ -1,5 +1,6 @@
 """The per-example gradient engine."""
 
+from . import clipping as clipping
 from .api import filter_clipped_grad as filter_clipped_grad
 from .api import filter_value_and_clipped_grad as filter_value_and_clipped_grad
 from .arguments import METHODS as METHODS
