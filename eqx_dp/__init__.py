@@ -8,7 +8,7 @@ Precision: what dtype each stage uses
     LossScale, apply_policy, apply_updates
 Clipped gradients: one example moves a sum by so much and no more
     filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
-    explain
+    clipping, explain
 Plan, sample, noise: what makes the sum private, and what that costs
     PrivacyPlan, PoissonSampler, sampling, NeighboringRelation, gaussian_privatizer,
     add_noise
@@ -31,6 +31,7 @@ from .checks import check_precision as check_precision
 from .checks import check_privacy as check_privacy
 from .gradients import ClippedGrad as ClippedGrad
 from .gradients import PerExample as PerExample
+from .gradients import clipping as clipping
 from .gradients import explain as explain
 from .gradients import filter_clipped_grad as filter_clipped_grad
 from .gradients import filter_value_and_clipped_grad as filter_value_and_clipped_grad
@@ -75,4 +76,4 @@ __version__ = _version("eqx-dp")
 def __dir__() -> list[str]:
     public = {name: value for name, value in globals().items() if not name.startswith("_")}
     rooms = {name for name, value in public.items() if isinstance(value, _ModuleType)}
-    return sorted({*public, "__version__"} - (rooms - {"audit", "sampling"}))
+    return sorted({*public, "__version__"} - (rooms - {"audit", "clipping", "optimizers", "sampling"}))

@@ -9,8 +9,15 @@ from typing import Any, Protocol, SupportsFloat, TypeAlias
 
 import equinox as eqx
 
-ClipNorms: TypeAlias = SupportsFloat | eqx.Module | dict[str, Any] | list[Any] | tuple[Any, ...]
-"""One clip norm, or a tree of them."""
+
+class ClippingRule:
+    """What stands for the clip norm of a whole model: the values of `dp.clipping`."""
+
+
+ClipNorms: TypeAlias = (
+    ClippingRule | SupportsFloat | eqx.Module | dict[str, Any] | list[Any] | tuple[Any, ...]
+)
+"""One clip norm, a tree of them, or a rule."""
 
 
 class _KeyedLoss1(Protocol):

@@ -67,7 +67,7 @@ def flops_of_step(sizes: plan_gpt.Sizes, method: str) -> float:
     task = plan_gpt.make_task(sizes, 1, plan_gpt.Mesh(2))
     found = dp.explain(plan_gpt.clipped_grad(task), task.model, *task.batch)
     passes = 2 if method == "ghost" else 1
-    return EXPECTED * passes * found.flops.gradient / found.num_examples
+    return EXPECTED * passes * found.flops / found.num_examples
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

@@ -1,8 +1,11 @@
 """The per-example gradient engine."""
 
+from . import clipping as clipping
 from .api import filter_clipped_grad as filter_clipped_grad
 from .api import filter_value_and_clipped_grad as filter_value_and_clipped_grad
+from .arguments import METHODS as METHODS
 from .arguments import FilterSpec as FilterSpec
+from .arguments import MethodName as MethodName
 from .arguments import checked_trainable as checked_trainable
 from .arguments import split_trainable as split_trainable
 from .calls import Mark as Mark
@@ -10,8 +13,7 @@ from .calls import PerExample as PerExample
 from .calls import Prepared as Prepared
 from .calls import mark_of as mark_of
 from .clipped_grad import ClippedGrad as ClippedGrad
-from .configuration import METHODS as METHODS
-from .configuration import MethodName as MethodName
+from .clipping import Quantile as Quantile
 from .explain import Explanation as Explanation
 from .explain import Slices as Slices
 from .explain import checked_grad_fn as checked_grad_fn

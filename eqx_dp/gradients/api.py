@@ -11,10 +11,9 @@ from ..precision import JmpPolicy, Policy
 from ..sharding import ShardingRules
 from ..shown import shown
 from ..trees import PyTree
-from .arguments import FilterSpec
+from .arguments import Configuration, FilterSpec, MethodName, checked_configuration
 from .calls import PerExample
 from .clipped_grad import ClippedGrad, gradients_alone
-from .configuration import Configuration, MethodName, checked_configuration
 
 # Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
 _Aux = TypeVar("_Aux")

@@ -28,10 +28,9 @@ from ..sharding import (
 )
 from ..shown import shapes
 from ..trees import PyTree
-from .arguments import Examples
+from .arguments import Configuration, Examples
 from .choice import Choice, LeafCost
 from .clip import ClippedSum, TracedLoss
-from .configuration import Configuration
 from .microbatches import over_microbatches
 from .norms import has_wide, product_roundoff, unit_roundoff
 
@@ -40,12 +39,14 @@ class Mark(NamedTuple):
     """What the engine states of one equation, a jitted call, that holds all of its work on a batch.
 
     Operands are, in this order and behind what JAX puts in front: arrays that examples share
-    (parameters, other arrays of the model, constants), arrays with examples in front, one key an
-    example, the mask. Results are the clipped sum's leaves, then values with examples in front.
+    (parameters, other arrays of the model, constants, a traced clip norm), arrays with examples in
+    front, one key an example, the mask. Results are the clipped sum's leaves, then values with
+    examples in front.
 
     Attributes:
-        bounds: for each clip norm, the L2 norm that one example adds at most to its leaves' sums.
-        groups: for each leaf the index of its clip norm.
+        bounds: for each clip norm, the L2 norm that one example adds at most to its leaves' sums;
+            then for the count of a quantile, which is a leaf of its own.
+        groups: for each leaf the index of its bound.
         ranks: how many dimensions each leaf has.
         num_shared: how many operands examples share.
         num_batched: how many operands have examples in front, without keys and mask.
@@ -258,16 +259,17 @@ def run(
     closed_over = [const for const in consts if isinstance(const, jax.core.Tracer)]
     shared = traced.params, traced.frozen, closed_over
     clipping = traced.clipping
+    groups = (*traced.groups, *[len(clipping.clip_norms)] * clipping.num_counts)
     mark = Mark(
         clipping.bounds,
-        tuple(traced.groups),
-        tuple(param.ndim for param in traced.params),
+        groups,
+        (*(param.ndim for param in traced.params), *[0] * clipping.num_counts),
         len(jax.tree.leaves(shared)),
         len(jax.tree.leaves(examples.batch)),
         examples.keys is not None,
         examples.is_padding_example is not None,
         examples.num_examples,
-        len(traced.params) + 1 + len(clipping.bounds) + traced.program.aux.num_leaves,
+        len(groups) + 1 + len(clipping.clip_norms) + traced.program.aux.num_leaves,
     )
 
     def function(operands: Any) -> tuple[list[Array], PerExample]:
@@ -297,7 +299,7 @@ def _spread(
     consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
-    may_stay = parts_that_stay(traced)
+    may_stay, num_counts = parts_that_stay(traced), traced.clipping.num_counts
 
     def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
         shared = [
@@ -315,8 +317,8 @@ def _spread(
         [*map(whole, (*traced.params, *traced.frozen)), *consts],
         [*specs.params, *specs.frozen, *[PartitionSpec()] * len(consts)],
         [*examples.leaves, *mask],
-        specs.sums,
-        specs.cuts,
+        [*specs.sums, *[PartitionSpec()] * num_counts],
+        [*specs.cuts, *[None] * num_counts],
         prepared.is_wide,
     )
 
@@ -344,7 +346,7 @@ def _on_device(
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
         result = method(traced, choice.method, leaves, is_padding)
-        grad_norm = configuration.clipping.structure.unflatten(result.grad_norms)
+        grad_norm = traced.clipping.structure.unflatten(result.grad_norms)
         aux = traced.program.aux.unflatten(result.aux)
         return result.grads, PerExample(result.loss, grad_norm, aux)
 

@@ -38,7 +38,7 @@ import jax
 
 from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
-from . import contraction, lookup
+from . import lookup
 from .uses import Member, ParamUse, Uses, overlaps
 
 Way: TypeAlias = Literal["factored", "formed", "unused"]
@@ -65,7 +65,6 @@ class LeafCost(NamedTuple):
         sum_flops: the same for the weighted sum.
         bytes: memory that is held for it until the clip factor is known.
         reason: why this way.
-        steps: see `num_steps`.
     """
 
     uses: tuple[str, ...]
@@ -74,7 +73,6 @@ class LeafCost(NamedTuple):
     sum_flops: float
     bytes: int
     reason: str
-    steps: int = 0
 
     @property
     def flops(self) -> float:
@@ -100,7 +98,6 @@ def leaf_costs(
     """
     leaves = range(len(sizes))
     costs = [_leaf_cost(found, leaf, sizes[leaf], is_spread[leaf], method) for leaf in leaves]
-    costs = [cost._replace(steps=num_steps(found, leaf)) for leaf, cost in enumerate(costs)]
     formed = {leaf: cost.reason for leaf, cost in enumerate(costs) if cost.way == "formed"}
     return found.forming(formed), costs
 
@@ -144,17 +141,6 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
         return factored._replace(reason=f"{count}: no device holds {entries:,} entries")
     reason = f"{count}: forming {entries:,} entries is cheaper than their inner products"
     return formed._replace(reason=reason)
-
-
-def num_steps(found: Uses, leaf: int) -> int:
-    """How many vectors of data, such as tokens, multiply a leaf at most.
-
-    It is 0 if the leaf has uses other than contractions and lookups.
-    """
-    uses = found.of[leaf].values()
-    if any(use.kind is not contraction and use.kind is not lookup for use in uses):
-        return 0
-    return max((use.steps for use in uses), default=0)
 
 
 def _outer_products(use: ParamUse) -> int:

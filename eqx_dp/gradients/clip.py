@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from ..isolation import run_apart
 from ..precision import stage
 from ..sharding import Cut, Shard
-from .configuration import Clipping
+from .clipping import AutoS, Clipping, Quantile
 from .leaves import Known, LeafGradient, joined, norm_and_bound
 from .norms import product_roundoff, unit_roundoff
 from .program import Program
@@ -47,16 +47,18 @@ class TracedLoss(NamedTuple):
 
     @property
     def consts(self) -> list[Any]:
-        """The arrays that the program closes over."""
-        return list(self.program.jaxpr.consts)
+        """The arrays that the program closes over, and clip norms that are operands."""
+        return [*self.program.jaxpr.consts, *self.clipping.arrays]
 
     def with_arrays(
         self, params: list[Array | Shard], frozen: list[Array | Shard], consts: list[Any]
     ) -> "TracedLoss":
         """The same loss with other arrays, such as those on one device."""
-        jaxpr = jex_core.ClosedJaxpr(self.program.jaxpr.jaxpr, consts)
-        program = self.program._replace(jaxpr=jaxpr)
-        return self._replace(params=params, frozen=frozen, program=program)
+        count = len(self.program.jaxpr.consts)
+        jaxpr = jex_core.ClosedJaxpr(self.program.jaxpr.jaxpr, consts[:count])
+        program, clipping = self.program._replace(jaxpr=jaxpr), self.clipping
+        clipping = clipping.with_arrays(consts[count:])
+        return self._replace(params=params, frozen=frozen, program=program, clipping=clipping)
 
     def mapped(self, one: Callable[..., Any], *batch: Any, out_axes: Any = 0) -> Any:
         """Maps a function of one example over a batch, in which examples never meet."""
@@ -80,21 +82,22 @@ class TracedLoss(NamedTuple):
 
         Args:
             sums: of each leaf over this device's examples; those that have the shape of a part
-                already are left as they are.
+                already are left as they are, and so is a count behind them.
         """
         found: list[Array] = []
-        for leaf, total in enumerate(sums):
-            cut, shape = self.cut(leaf), self.params[leaf].shape
+        for leaf, (total, param) in enumerate(zip(sums, self.params, strict=False)):
+            cut, shape = self.cut(leaf), param.shape
             is_part = cut is None or total.shape == cut.local(shape)
             found.append(total if is_part or cut is None else cut.scattered(total))
-        return found
+        return [*found, *sums[len(found) :]]
 
 
 class ClippedSum(NamedTuple):
     """The result of a method for a microbatch.
 
     Attributes:
-        grads: for each trainable leaf the sum of clipped gradients, in the accumulate dtype.
+        grads: for each trainable leaf the sum of clipped gradients, in the accumulate dtype; behind
+            them the count of a quantile.
         loss: one loss an example.
         grad_norms: for each clip norm one norm an example, before clipping.
         aux: the leaves of aux, examples in front.
@@ -113,33 +116,39 @@ class Clip(NamedTuple):
         norms: for each clip norm one norm an example, before clipping.
         factors: for each clip norm what each example's gradient is multiplied by, as it came out of
             the backward pass: the loss scale is undone with it. Zero where an example adds nothing.
+        counts: what each example adds to the count of a quantile, if there is one.
     """
 
     norms: list[Float[Array, " batch"]]
     factors: list[Float[Array, " batch"]]
+    counts: list[Float[Array, " batch"]]
 
 
 def clip_factors(
     bounds: Float[Array, " batch"],
-    clip_norm: float,
-    rescale_to_unit_norm: bool,
+    clip_norm: float | Float[Array, ""],
+    unit: float | None,
     contributes: Bool[Array, " batch"],
     drift: float = 0.0,
+    is_smooth: bool = False,
 ) -> Float[Array, " batch"]:
     """The factor that brings each gradient to a norm of at most `clip_norm` / (1 + `drift`).
 
     It is zero for an example that does not contribute.
 
-    This is min(1, C / norm) of Abadi et al., "Deep Learning with Differential Privacy", 2016; with
-    `rescale_to_unit_norm` it is divided by C (De et al., "Unlocking High-Accuracy
-    Differentially Private Image Classification through Scale", 2022).
+    This is min(1, C / norm) of Abadi et al., "Deep Learning with Differential Privacy", 2016;
+    rescaled, it is divided by C (De et al., "Unlocking High-Accuracy Differentially Private Image
+    Classification through Scale", 2022) and multiplied by `unit`; smooth, it is 1 / (norm + C)
+    (Bu et al., "Automatic Clipping", 2022).
 
     Guarantee: with `bound` an upper bound on the true norm of what is multiplied, factor x gradient
-        has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (1).
+        has, rounded entry by entry and divided by `normalize_by`, a norm of at most C (rescaled or
+        smooth: at most `unit`, for any C >= 0, known or traced).
     Proof: with p u the error of a product (`product_roundoff`), the quotient is off by 4 u, the
     product by p u, the division by `normalize_by` by 4 u: 8 + p in all. Room of at least 8 + p is
     added to the bound (of which its own rounding takes 1), and as much is taken off C. Products of
-    errors take less than one more. With `drift`, C / (1 + drift) stands for C everywhere. Factors
+    errors take less than one more, and the sum of bound and C is off by u. With `drift`,
+    C / (1 + drift) stands for C everywhere, and `unit` likewise. Factors
     are zero or normal numbers, whose relative error is as said whether or not a machine keeps
     smaller numbers.
 
@@ -147,27 +156,39 @@ def clip_factors(
     bound twice, rounded in two ways, and two comparisons may then disagree. Here they would only
     move the factor by what rounding moves the bound.
 
-    | clip norm C | bound | factor (rescaled) |
-    |---|---|---|
-    | 0 | any | 0 (1 / bound, the limit of C to 0; 0 where the bound is 0) |
-    | inf | finite | 1 (0) |
-    | any | <= C, but for the room | 1 (1 / C) |
-    | any | larger | C / bound (1 / bound) |
-    | any | C / bound is below twice the smallest normal number | exactly 0 |
-    | any | NaN or inf | as if finite: such an example must not contribute |
+    | clip norm C | bound | factor | rescaled | smooth |
+    |---|---|---|---|---|
+    | 0 | any | 0 | 1 / bound, the limit of C to 0; 0 where the bound is 0 | the same |
+    | inf | finite | 1 | 0 | 0 |
+    | any | <= C, but for the room | 1 | 1 / C | 1 / (bound + C) |
+    | any | larger | C / bound | 1 / bound | 1 / (bound + C) |
+    | any | the factor is below twice the smallest normal number | exactly 0 | the same | the same |
+    | any | NaN or inf: it must not contribute | as if finite | the same | the same |
+
+    Args:
+        bounds: of each example.
+        clip_norm: C >= 0; gamma if smooth. It may be an array where the factor is rescaled.
+        unit: the bound of what a rescaled or smooth factor makes; None for C.
+        contributes: whether an example does.
+        drift: see `Prepared.drift`.
+        is_smooth: whether this is AUTO-S.
     """
     roundoff, tiny = unit_roundoff(bounds.dtype), float(jnp.finfo(bounds.dtype).tiny)
     # An even number, so that 1 + room is a number of the dtype.
     room = 2 * math.ceil((9 + product_roundoff(bounds.dtype) / roundoff) / 2) * roundoff
     margin = _round_down((1 - room) / (1 + drift), bounds.dtype)
     bounds = bounds * (1 + room)
-    clip, less = (_round_down(c, bounds.dtype) for c in (clip_norm, clip_norm * margin))
-    if rescale_to_unit_norm:
-        denominator = jnp.maximum(bounds, clip)
-        numerator = jnp.where(denominator > 0, margin, 0)
-    elif math.isinf(clip_norm):
+    if unit is not None:
+        clip = clip_norm
+        if not isinstance(clip, Array):
+            clip = _round_down(clip, bounds.dtype)
+        clip = jnp.asarray(clip, bounds.dtype)
+        denominator = bounds + clip if is_smooth else jnp.maximum(bounds, clip)
+        numerator = jnp.where(denominator > 0, _round_down(margin * unit, bounds.dtype), 0)
+    elif clip_norm == math.inf:
         numerator = denominator = jnp.ones_like(bounds)
     else:
+        less = _round_down(float(clip_norm) * margin, bounds.dtype)
         numerator, denominator = jnp.full_like(bounds, less), jnp.maximum(bounds, less)
     # The inverse of a smaller number may overflow.
     denominator = jnp.maximum(denominator, tiny)
@@ -208,14 +229,31 @@ def clip(
     # If terms that overflow cancel, the norm may be finite although the sum is unknown.
     for size in (*of_groups, *of_sums):
         contributes &= jnp.isfinite(size)
+    unit, is_smooth = clipping.unit, isinstance(clipping.rule, AutoS)
     factors = [
-        clip_factors(bound, clip_norm, clipping.rescale_to_unit_norm, contributes, clipping.drift)
+        clip_factors(bound, clip_norm, unit, contributes, clipping.drift, is_smooth)
         for bound, clip_norm in zip(of_sums, clipping.clip_norms, strict=True)
     ]
     if scales is not None:
         unscaled = [factor / scales for factor in factors]
         factors = [jnp.where(factor >= tiny, factor, 0) for factor in unscaled]
-    return Clip(of_groups, factors)
+    return Clip(of_groups, factors, _counts(clipping, of_groups, contributes))
+
+
+def _counts(
+    clipping: Clipping, norms: list[Float[Array, " batch"]], contributes: Bool[Array, " batch"]
+) -> list[Float[Array, " batch"]]:
+    """What each example adds to the count of a quantile; an empty list if there is none.
+
+    Guarantee: its magnitude is at most weight / 2 / (1 + drift), whatever norms and clip norm are,
+        and zero for an example that does not contribute.
+    """
+    if not isinstance(clipping.rule, Quantile):
+        return []
+    (norm,), (clip_norm,) = norms, clipping.clip_norms
+    half = _round_down(clipping.rule.weight / 2 / (1 + clipping.drift), norm.dtype)
+    counts = jnp.where(norm <= clip_norm, half, -half).astype(norm.dtype)
+    return [jnp.where(contributes, counts, 0)]
 
 
 def clip_and_sum(
@@ -250,5 +288,6 @@ def clip_and_sum(
         for its, (together, of_all), factors in zip(members, parts, clipped.factors, strict=True):
             totals = of_all([leaf.sum(factors, factors > 0) for leaf in together])
             sums.update(zip(its, totals, strict=True))
-    found = ClippedSum([sums[index] for index in range(len(leaves))], loss, clipped.norms, aux)
+        totals = [sums[index] for index in range(len(leaves))] + list(map(jnp.sum, clipped.counts))
+    found = ClippedSum(totals, loss, clipped.norms, aux)
     return found, clipped.factors

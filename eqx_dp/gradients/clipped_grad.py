@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, TypedDict, Unpack, overload
+from typing import Any, Generic, SupportsFloat, TypedDict, Unpack, overload
 
 import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 from typing_extensions import TypeVar
 
 from ..losses import Loss1, Loss2
@@ -19,11 +19,19 @@ from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..shown import function_name, shown
 from ..trees import PyTree
-from .arguments import FilterSpec, check_mask, checked_trainable, read_examples, split_trainable
+from .arguments import (
+    METHODS,
+    Configuration,
+    FilterSpec,
+    MethodName,
+    check_mask,
+    checked_trainable,
+    read_examples,
+    split_trainable,
+)
 from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import TracedLoss
-from .configuration import METHODS, Configuration, MethodName
 from .methods import clipped_sum
 from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
@@ -32,6 +40,7 @@ NeighboringRelation = dp_accounting.NeighboringRelation
 
 Key = PRNGKeyArray | UInt32[Array, " words"]
 Mask = Bool[Array | np.ndarray, " batch"]
+ClipNorm = SupportsFloat | Float[Array, ""]
 _Result = TypeVar("_Result")
 _Loss = TypeVar("_Loss", bound=Callable[..., Any], covariant=True, default=Callable[..., Any])
 
@@ -41,6 +50,7 @@ class _Call(TypedDict, total=False):
 
     key: Key | None
     is_padding_example: Mask | None
+    clip_norm: ClipNorm | None
 
 
 class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
@@ -175,6 +185,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         *batch: PyTree[Any],
         key: Key | None = None,
         is_padding_example: Mask | None = None,
+        clip_norm: ClipNorm | None = None,
     ) -> _Result:
         """Computes the sum of clipped gradients of a batch.
 
@@ -187,18 +198,27 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
                 exactly zero, for any content. None means no padding; a function that
                 [`of_samples`][] returned refuses it, and `check_privacy` does in a step whose plan
                 samples.
+            clip_norm: with `dp.clipping.Quantile`, the clip norm of this call: a number, known or
+                traced, that follows from public numbers and released ones. None: the first one.
 
         Raises:
             ValueError: see [`filter_clipped_grad`][].
         """
         check_mask(self._sampling, is_padding_example)
-        prepared = self._prepare(model, batch, key, is_padding_example)
+        prepared = self._prepare(model, batch, key, is_padding_example, clip_norm)
         sums, per_example = run(prepared, self._configuration, clipped_sum)
         grads = [total / self._configuration.normalize_by for total in sums]
-        return self._finish(per_example, prepared.structure.unflatten(grads))
+        leaves = prepared.structure.num_leaves
+        tree = prepared.structure.unflatten(grads[:leaves])
+        return self._finish(per_example, (tree, *grads[leaves:]) if grads[leaves:] else tree)
 
     def _prepare(
-        self, model: PyTree[Any], batch: tuple[PyTree[Any], ...], key: Any, is_padding_example: Any
+        self,
+        model: PyTree[Any],
+        batch: tuple[PyTree[Any], ...],
+        key: Any,
+        is_padding_example: Any,
+        clip_norm: Any = None,
     ) -> Prepared:
         """Checks and casts the arguments of a call, traces the loss, and chooses a method."""
         configuration = self._configuration
@@ -209,7 +229,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         examples = read_examples(batch, key, is_padding_example, policy)
 
         accumulate_dtype = _accumulate_dtype(params, policy)
-        groups = configuration.clipping.groups(params)
+        clipping, groups = configuration.clipping.of_call(params, clip_norm)
         frozen, static = eqx.partition(rest, eqx.is_array)
         specs = None if rules is None else specs_of(rules, model, params, frozen, examples)
         if policy is not None:
@@ -245,7 +265,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             uses,
             leaves,
             others,
-            configuration.clipping,
+            clipping,
             groups,
             accumulate_dtype,
             1.0 if policy is None else policy.loss_scale.value,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import dot_general_p
 from jaxtyping import Array
 
-from .kinds import MatrixAxes, Operation
+from .uses import MatrixAxes, Operation
 
 name = "contraction"
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import conv_general_dilated_p
 from jaxtyping import Array
 
-from .kinds import MatrixAxes, Operation
+from .uses import MatrixAxes, Operation
 
 name = "convolution"
 

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import equinox as eqx
 import jax
 import jax.extend.core as jex_core
-import jax.numpy as jnp
-from jax.extend.core.primitives import conv_general_dilated_p
 
 from ..expected import expect
 from ..privacy import PrivacyPlan, SampleSize
-from ..programs import Call, Scan, equations, inside, matmul_flops
+from ..programs import Call, Scan, inside, matmul_flops
 from ..sharding import Cut, ShardingRules, cut_of, keeps_parts, on_device
 from ..shown import shown
 from ..tables import Part, tabular
@@ -54,37 +52,6 @@ class Row(NamedTuple):
     bytes: int
 
 
-class Flops(NamedTuple):
-    """Floating-point operations of the whole batch, and the textbook's formula.
-
-    Attributes:
-        gradient: of contractions and convolutions in the loss and its gradient, without clipping,
-            from the traced program; `"ghost"` takes all but the forward ones twice.
-        textbook: 6 N D, or 4 N D + 2 N D' where parameters are frozen (Kaplan et al. 2020, section
-            2.1), with N vectors of data that matrices meet; 0 with convolutions, or where
-            parameters are used in other ways. Attention has no parameters and is not in it.
-        sums: B D', an addition for each of B examples and D' trained parameters.
-        num_tokens: N.
-        num_params: D, the model's floating-point entries.
-        num_trained: D'.
-    """
-
-    gradient: float
-    textbook: float
-    sums: float
-    num_tokens: int
-    num_params: int
-    num_trained: int
-
-    def __str__(self) -> str:
-        is_all = self.num_trained == self.num_params
-        of = "6 N D" if is_all else "4 N D + 2 N D'"
-        return (
-            f"gradient without clipping: {self.gradient:.3e} FLOPs; {of} = {self.textbook:.3e} "
-            f"(N = {self.num_tokens:,}, D = {self.num_params:,}); B D' = {self.sums:.3e}"
-        )
-
-
 @tabular
 class Explanation(NamedTuple):
     """What [`explain`][] returns; `str()` is a table.
@@ -98,7 +65,9 @@ class Explanation(NamedTuple):
         reason: why.
         sample: how many slots are expected to hold an example; None without a plan.
         work: the work that a device is expected to do in a step.
-        flops: of the whole batch, beside 6 N D and B D'.
+        flops: floating-point operations of the whole batch: of contractions and convolutions in
+            the loss and its gradient, without clipping, from the traced program; `"ghost"` takes
+            all but the forward ones twice.
     """
 
     rows: tuple[Row, ...]
@@ -109,7 +78,7 @@ class Explanation(NamedTuple):
     reason: str
     sample: SampleSize | None
     work: Work
-    flops: Flops
+    flops: float
 
     def _parts(self) -> Iterator[Part]:
         total = Row(
@@ -123,7 +92,7 @@ class Explanation(NamedTuple):
             sum(row.bytes for row in self.rows),
         )
         yield [_HEAD, *map(_cells, (*self.rows, total))]
-        yield str(self.flops)
+        yield f"gradient without clipping: {self.flops:.3e} FLOPs"
         yield from self._expected()
 
     def _expected(self) -> Iterator[str]:
@@ -182,9 +151,9 @@ def explain(
     Returns:
         An [`Explanation`][]: `rows`, each with `path`, `uses`, `way`, `reason`, `compute_dtype`,
         `accumulate_dtype`, `flops`, `bytes`; `str()` prints them, with the totals, the chosen
-        method and the reason, and `flops` of the step beside 6 N D and B D'. With a plan it also
-        prints the expected numbers of slots that hold an example and of microbatches that are
-        computed, and the expected parts of a step's time, by formula.
+        method and the reason, and the `flops` of the gradient. With a plan it also prints the
+        expected numbers of slots that hold an example and of microbatches that are computed, and
+        the expected parts of a step's time, by formula.
 
     Raises:
         ValueError: `grad_fn` is something else; and as for `grad_fn`.
@@ -222,29 +191,13 @@ def explain(
     )
 
 
-def _flops(call: Prepared, rules: ShardingRules | None) -> Flops:
-    program, leaves, num_examples = call.traced.program, call.sums, call.examples.num_examples
+def _flops(call: Prepared, rules: ShardingRules | None) -> float:
+    program, count = call.traced.program, len(call.sums)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
     of_one = jax.grad(lambda params, rest: program(params, [], rest)[0])
     with on_device(rules):
-        gradient = jax.make_jaxpr(of_one)(shapes[: len(leaves)], shapes[len(leaves) :])
-    trained, frozen = sum(x.size for x in leaves), call.traced.frozen
-    params = trained + sum(
-        math.prod(x.shape) for x in frozen if jnp.issubdtype(x.dtype, jnp.floating)
-    )
-    # The textbook's formula is for matrices that multiply one vector, or those of a sequence.
-    is_conv = any(
-        equation.primitive is conv_general_dilated_p for equation in equations(program.jaxpr)
-    )
-    tokens = 0 if is_conv else num_examples * max(cost.steps for cost in call.costs)
-    return Flops(
-        float(num_examples * matmul_flops(gradient)),
-        tokens * (4.0 * params + 2.0 * trained),
-        float(num_examples * trained),
-        tokens,
-        params,
-        trained,
-    )
+        gradient = jax.make_jaxpr(of_one)(shapes[:count], shapes[count:])
+    return float(call.examples.num_examples * matmul_flops(gradient))
 
 
 def described(

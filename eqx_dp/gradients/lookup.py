@@ -9,7 +9,7 @@ from jax.extend.core.primitives import dynamic_slice_p, gather_p
 from jax.lax import GatherScatterMode
 from jaxtyping import Array
 
-from .kinds import MatrixAxes, Operation, shape_of
+from .uses import MatrixAxes, Operation, shape_of
 
 name = "lookup"
 

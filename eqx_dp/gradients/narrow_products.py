@@ -1,9 +1,8 @@
 """Products of a loss in a narrow dtype: which ones, and the program that computes them."""
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -30,6 +29,7 @@ from ..programs import (
     literal_value,
     with_programs,
 )
+from ..programs.rewriting import rewritten
 
 # The largest entry of a scaled operand is below twice this power of two. The product of two such
 # operands keeps its sum over 2^90 entries below the end of float32.
@@ -273,11 +273,25 @@ class Narrow(NamedTuple):
         Products inside functions with custom derivative rules do not change, nor do those in a
         `shard_map`.
         """
+        return self._program(program, False)
 
-        def product(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
-            return inlined(scaled_product(equation, self.matmul), equation)
+    def _program(self, program: Any, around: bool) -> Any:
+        """The same of an open or closed program, in wide or narrow surroundings."""
 
-        return _Rewriting(self, product).program(program, False)
+        def of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | None:
+            is_wide = self.is_wide(str(equation.source_info.name_stack), around)
+            match inside(equation):
+                case None if not is_wide and _is_product(equation):
+                    return inlined(scaled_product(equation, self.matmul), equation)
+                case Call("jit" | "remat") | Scan() | Cond() | While():
+                    if is_wide == around:
+                        return None
+                    its = with_programs(equation, lambda its: self._program(its, is_wide))
+                    return [equation.replace(params=its)]
+                case _:
+                    return [equation]
+
+        return rewritten(program, of_equation)
 
     def addresses(self, program: jex_core.ClosedJaxpr) -> Iterator[Address]:
         """The addresses of narrow products, except those in branches and while loops."""
@@ -300,44 +314,6 @@ def narrow_products(policy: Policy | None) -> Narrow | None:
     if policy is None or policy.matmul is None:
         return None
     return Narrow(policy.matmul, tuple((r.match, r.matmul is not None) for r in policy.modules))
-
-
-@dataclasses.dataclass
-class _Rewriting:
-    """Rewrites each program once for wide and once for narrow surroundings."""
-
-    narrow: Narrow
-    product: Callable[[jex_core.JaxprEqn], list[jex_core.JaxprEqn]]
-    done: dict[tuple[Any, bool], Any] = dataclasses.field(default_factory=dict[Any, Any])
-
-    def program(self, program: Any, is_wide: bool) -> Any:
-        """The rewritten program, open or closed; itself if nothing changes."""
-        key = program, is_wide
-        if key not in self.done:
-            self.done[key] = self._rewritten(program, is_wide)
-        return self.done[key]
-
-    def _rewritten(self, program: Any, is_wide: bool) -> Any:
-        jaxpr = getattr(program, "jaxpr", program)
-        if jaxpr is not program:
-            new = self.program(jaxpr, is_wide)
-            return program if new is jaxpr else jex_core.ClosedJaxpr(new, program.consts)
-        new = [one for equation in jaxpr.eqns for one in self._of_equation(equation, is_wide)]
-        is_same = len(new) == len(jaxpr.eqns) and all(map(lambda a, b: a is b, new, jaxpr.eqns))
-        return jaxpr if is_same else jaxpr.replace(eqns=new)
-
-    def _of_equation(self, equation: jex_core.JaxprEqn, around: bool) -> list[jex_core.JaxprEqn]:
-        is_wide = self.narrow.is_wide(str(equation.source_info.name_stack), around)
-        match inside(equation):
-            case None if not is_wide and _is_product(equation):
-                return self.product(equation)
-            case Call("jit" | "remat") | Scan() | Cond() | While():
-                params = with_programs(equation, lambda program: self.program(program, is_wide))
-            case _:
-                return [equation]
-        if all(params[name] is value for name, value in equation.params.items()):
-            return [equation]
-        return [equation.replace(params=params)]
 
 
 def _is_product(equation: jex_core.JaxprEqn) -> bool:

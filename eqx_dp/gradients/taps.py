@@ -20,9 +20,8 @@ from ..programs import Call, Scan, inside, interpret, literal_value, remateriali
 from ..programs import at as named
 from ..sharding import Shard, evaluated_whole, rearranged, whole
 from . import contraction, convolution, lookup
-from .kinds import Kind, Operation, operation_of, shape_of
 from .program import Program
-from .uses import Address, ParamUse, Uses
+from .uses import Address, Kind, Operation, ParamUse, Uses, operation_of, shape_of
 from .views import Steps, is_regular, steps_of
 
 KINDS: tuple[Kind, ...] = (contraction, convolution, lookup)

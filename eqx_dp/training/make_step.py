@@ -12,11 +12,12 @@ import optax
 
 from ..expected import expect, flag, function, real_number
 from ..expected import optimizer as checked_optimizer
-from ..gradients import FilterSpec, MethodName, filter_clipped_grad
+from ..gradients import FilterSpec, MethodName, Quantile, filter_clipped_grad
 from ..losses import ClipNorms
 from ..precision import JmpPolicy, Policy
 from ..privacy import PrivacyPlan, Secret, checked_secret, warn_of_small
 from ..sharding import ShardingRules
+from .adaptive import with_clip_norm
 from .step import Step
 
 Model = TypeVar("Model")
@@ -143,10 +144,25 @@ def make_step(
         grad_fn=grad_fn.of_samples(plan.batches),
         _ema=None if ema is None else real_number("ema", ema, lambda x: 0 <= x < 1, "in [0, 1)"),
         _shared=flag("shared", shared),
-        _update=optimizer,
+        _update=_adapted(optimizer, plan, l2_clip_norm),
         _filter_spec=filter_spec,
         _seed=seed,
     )
+
+
+def _adapted(
+    optimizer: optax.GradientTransformation, plan: PrivacyPlan, l2_clip_norm: Any
+) -> optax.GradientTransformation:
+    """The optimizer; with a clip norm in its state, if that follows a quantile."""
+    if not isinstance(l2_clip_norm, Quantile):
+        return optimizer
+    if plan.noise is not None:
+        raise ValueError(
+            "nothing accounts for a clip norm that changes with correlated noise: what a step takes "
+            "back is scaled by another clip norm than it was added with. Take a fixed clip norm, "
+            "dp.clipping.AutoS(), or a plan of independent noise."
+        )
+    return with_clip_norm(optimizer, l2_clip_norm)
 
 
 def _refuse_noise(optimizer: optax.GradientTransformation) -> None:

@@ -33,6 +33,7 @@ from ..privacy import (
 from ..shown import function_name
 from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
+from .adaptive import AdaptiveState
 from .dispatch import Carry, Dispatch, FlatState
 from .first_state import Body, FirstModel, Recipe
 from .state import OptState, TrainState, is_gone, moved, refuse_used_up, strong
@@ -272,10 +273,16 @@ class Step(Generic[Model]):
         has_key, _ = takes_key(loss, 1 + len(batch))
         _check_arguments(loss, batch, has_key)
         key = key_for("loss") if has_key else None
-        grads = self.grad_fn(state.model, *batch, key=key, is_padding_example=mask)
         noise_state, opt_state, average, root = state.opt_state
+        clip_norm = opt_state.clip_norm if isinstance(opt_state, AdaptiveState) else None
+        grads = self.grad_fn(
+            state.model, *batch, key=key, is_padding_example=mask, clip_norm=clip_norm
+        )
         if self._noise is not None:
-            grads, noise_state = cast(Any, self._noise.update(grads, noise_state))
+            parts = (grads,) if clip_norm is None else grads
+            noised = [cast(Any, self._noise.update(part, noise_state)) for part in parts]
+            noise_state = noised[0][1]
+            grads = noised[0][0] if clip_norm is None else tuple(part for part, _ in noised)
         params = self._wide(state.model)
         parameters, policy = self._recipe.parameters, self.grad_fn.policy
         grads, opt_state = widened((grads, opt_state), policy)

@@ -1,6 +1,5 @@
 """What the engine says of its choices, and that everyone who asks is told the same."""
 
-import contextlib
 import itertools
 import re
 
@@ -124,29 +123,12 @@ def test_what_filter_clipped_grad_did_not_return():
         dp.explain(CASE.loss, CASE.model, *CASE.batch(4))
 
 
-# Operations
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_operations_of_an_mlp_are_counted_exactly(sharded):
+def test_operations_of_an_mlp_are_counted_exactly():
     """Forward through all layers; back to every weight, and to all inputs but the first."""
-    rules = dp.ShardingRules(jax.make_mesh((8,), ("data",))) if sharded else None
-    with jax.set_mesh(rules.mesh) if rules else contextlib.nullcontext():
-        found = explained(CASE, size=16, sharding=rules).flops
-    pairs = tuple(itertools.pairwise((6, 8, 8, 3)))
-    products = sum(2 * i * o for i, o in pairs)
-    trained = sum(i * o + o for i, o in pairs)
-    assert found.gradient == 16 * (3 * products - 2 * 6 * 8)
-    assert found.sums == 16 * trained
-    assert (found.num_params, found.num_trained, found.num_tokens) == (trained, trained, 16)
-    assert found.textbook == 6 * 16 * trained
-    assert "6 N D = " in str(found)
-
-
-def test_convolutions_have_no_tokens():
-    found = explained(models.cnn()).flops
-    assert (found.num_tokens, found.textbook) == (0, 0)
-    assert found.gradient > 0
+    rules = dp.ShardingRules(jax.make_mesh((8,), ("data",)))
+    products = sum(2 * i * o for i, o in itertools.pairwise((6, 8, 8, 3)))
+    with jax.set_mesh(rules.mesh):
+        assert explained(CASE, 16, sharding=rules).flops == 16 * (3 * products - 2 * 6 * 8)
 
 
 # With a plan
