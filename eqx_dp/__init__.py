@@ -10,7 +10,8 @@ Clipped gradients: one example moves a sum by so much and no more
     filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
     explain
 Plan, sample, noise: what makes the sum private, and what that costs
-    PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, add_noise
+    PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, add_noise,
+    optimizers
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
@@ -48,6 +49,7 @@ from .privacy import PoissonSampler as PoissonSampler
 from .privacy import PrivacyPlan as PrivacyPlan
 from .privacy import add_noise as add_noise
 from .privacy import gaussian_privatizer as gaussian_privatizer
+from .privacy import optimizers as optimizers
 from .sharding import ShardingRules as ShardingRules
 from .training import CheckpointError as CheckpointError
 from .training import DataError as DataError
@@ -68,4 +70,4 @@ __version__ = _version("eqx-dp")
 def __dir__() -> list[str]:
     public = {name: value for name, value in globals().items() if not name.startswith("_")}
     rooms = {name for name, value in public.items() if isinstance(value, _ModuleType)}
-    return sorted({*public, "__version__"} - (rooms - {"audit"}))
+    return sorted({*public, "__version__"} - (rooms - {"audit", "optimizers"}))

@@ -1,5 +1,6 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
+from . import optimizers as optimizers
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .gaussian import can_certify as can_certify
 from .keys import Secret as Secret
