@@ -11,7 +11,7 @@ Clipped gradients: one example moves a sum by so much and no more
     explain
 Plan, sample, noise: what makes the sum private, and what that costs
     PrivacyPlan, PoissonSampler, NeighboringRelation, gaussian_privatizer, add_noise,
-    optimizers
+    Users, optimizers
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
@@ -47,6 +47,7 @@ from .precision import parse_policy as parse_policy
 from .privacy import NeighboringRelation as NeighboringRelation
 from .privacy import PoissonSampler as PoissonSampler
 from .privacy import PrivacyPlan as PrivacyPlan
+from .privacy import Users as Users
 from .privacy import add_noise as add_noise
 from .privacy import gaussian_privatizer as gaussian_privatizer
 from .privacy import optimizers as optimizers

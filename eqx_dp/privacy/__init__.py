@@ -24,3 +24,4 @@ from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
 from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
+from .users import Users as Users

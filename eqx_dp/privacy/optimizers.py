@@ -59,8 +59,8 @@ def adam_corrected(
             0 and public: noise multiplier x sensitivity, if nothing stands between.
         b1: the decay of m, in [0, 1).
         b2: the decay of v, in [0, 1).
-        floor: the least v, at least 0; the paper tunes it. None for the standard deviation of v
-            where there is only noise, s^2 sqrt(2 (1 - b2) / (1 + b2)).
+        floor: the least v, at least 0; the paper tunes it. None for three standard deviations of v
+            where there is only noise, 3 s^2 sqrt(2 (1 - b2) / (1 + b2)).
 
     Raises:
         ValueError: a number is out of its range.
@@ -68,7 +68,7 @@ def adam_corrected(
     b1, b2 = _decay("b1", b1), _decay("b2", b2)
     variance = _at_least_0("noise_stddev", noise_stddev) ** 2
     spread = variance * math.sqrt(2 * (1 - b2) / (1 + b2))
-    least = spread if floor is None else _at_least_0("floor", floor)
+    least = 3 * spread if floor is None else _at_least_0("floor", floor)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
