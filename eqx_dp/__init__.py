@@ -10,8 +10,8 @@ Clipped gradients: one example moves a sum by so much and no more
     filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
     clipping, explain
 Plan, sample, noise: what makes the sum private, and what that costs
-    PrivacyPlan, PoissonSampler, sampling, NeighboringRelation, gaussian_privatizer,
-    add_noise
+    PrivacyPlan, sampling, PoissonSampler, Banded, Users, NeighboringRelation, compose,
+    gaussian_privatizer, add_noise, optimizers
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
@@ -49,9 +49,11 @@ from .privacy import Banded as Banded
 from .privacy import NeighboringRelation as NeighboringRelation
 from .privacy import PoissonSampler as PoissonSampler
 from .privacy import PrivacyPlan as PrivacyPlan
+from .privacy import Users as Users
 from .privacy import add_noise as add_noise
 from .privacy import compose as compose
 from .privacy import gaussian_privatizer as gaussian_privatizer
+from .privacy import optimizers as optimizers
 from .privacy import sampling_kinds as _sampling_kinds
 from .sharding import ShardingRules as ShardingRules
 from .training import CheckpointError as CheckpointError
@@ -76,4 +78,6 @@ __version__ = _version("eqx-dp")
 def __dir__() -> list[str]:
     public = {name: value for name, value in globals().items() if not name.startswith("_")}
     rooms = {name for name, value in public.items() if isinstance(value, _ModuleType)}
-    return sorted({*public, "__version__"} - (rooms - {"audit", "clipping", "optimizers", "sampling"}))
+    return sorted(
+        {*public, "__version__"} - (rooms - {"audit", "clipping", "optimizers", "sampling"})
+    )

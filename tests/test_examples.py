@@ -202,6 +202,15 @@ def test_layers_that_cost_most_are_kept_wide():
     assert dp.parse_policy(str(found.recommended)) == found.recommended
 
 
+@pytest.mark.slow
+def test_optimizers_that_know_of_noise_reach_lower_losses():
+    example = load("optimizers")
+    plan = dp.PrivacyPlan(0.5, 300, noise_multiplier=4.0, delta=1e-5)
+    loss = {name: found for name, (found, _) in example.compare(plan, seeds=16).items()}
+    assert max(loss["adam_corrected"], loss["adam_scaled"]) < loss["adam"] - 0.001
+    assert loss["disk(sgd)"] < loss["sgd"] - 0.01
+
+
 # Language models: the text is cut, so that a run takes seconds.
 
 TINY = ["--steps", "4", "--width", "16", "--depth", "1", "--length", "8", "--batch", "128"]

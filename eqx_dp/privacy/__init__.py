@@ -1,5 +1,6 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
+from . import optimizers as optimizers
 from . import sampling_kinds as sampling_kinds
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .accounting import NeighboringRelation as NeighboringRelation
@@ -29,3 +30,4 @@ from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
 from .sampling import Sampler as Sampler
 from .strategies import Banded as Banded
+from .users import Users as Users

@@ -158,8 +158,8 @@ def _adapted(
         return optimizer
     if plan.noise is not None:
         raise ValueError(
-            "nothing accounts for a clip norm that changes with correlated noise: what a step takes "
-            "back is scaled by another clip norm than it was added with. Take a fixed clip norm, "
+            "nothing accounts for a clip norm that changes with correlated noise: what a step "
+            "takes back has another scale than it was added with. Take a fixed clip norm, "
             "dp.clipping.AutoS(), or a plan of independent noise."
         )
     return with_clip_norm(optimizer, l2_clip_norm)

@@ -1,0 +1,225 @@
+"""Users as the unit of privacy: the rows of one user are one example."""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Int64
+
+from ..expected import expect, function, whole_number
+from ..paths import below
+from ..shown import shown
+from ..trees import PyTree
+from .keys import digest
+from .sampling import Sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Users:
+    """Who owns which row, and how many rows of a user a step takes.
+
+    A plan with `unit=dp.Users(...)` protects all rows of a user together (user-level sampling,
+    Charles et al., arXiv 2407.07737): a step draws users by the plan's sampling, takes at most
+    `per_step` rows of each, and clips the gradient of the mean loss of these rows.
+
+    **Guarantee.** What a user adds to a sum of clipped gradients depends on the model, the user's
+    own rows and the secret of the sampler, and its norm is at most `l2_norm_bound`, however many
+    rows there are and whatever they hold. So the plan's epsilon is that for users: of data sets
+    that differ by a user with all rows, added, removed, zeroed out or replaced. `num_users` is
+    public, as the number of examples is.
+
+    Rows are chosen uniformly at random, without replacement, anew in each step: a function of the
+    sampler's seed, the step and the user, by SHAKE256. Epsilon does not rest on that.
+
+    | case | what happens |
+    |---|---|
+    | a user has more than `per_step` rows | so many are chosen at random |
+    | a user has fewer | all are taken; the mean is over those, and the rest is padding |
+    | a user has no row | is_padding_example is True: the user adds exactly zero |
+    | a row's loss or gradient is not finite | the user adds exactly zero in this step |
+    | a row has several owners (arXiv 2503.03622) | refused: see below |
+
+    **Several owners.** Give each row to one user only if the other owners need no protection; or
+    leave out rows of several owners. To bound contributions in such a graph, which rows a user
+    keeps depends on other users. The guarantee above does not hold then, but one for a fixed graph,
+    and no library that this package rests on has a function for it.
+
+    Args:
+        user_of_example: for each row the index of its user, from 0. Of names:
+            `np.unique(names, return_inverse=True)[1]`. None where only the accounting is needed, as
+            in a plan that was read from JSON.
+        per_step: the most rows of a user in a step, at least 1.
+        num_users: how many users there are. None for the largest index plus 1.
+
+    Raises:
+        ValueError: an argument has the wrong type or is out of its range, or there are no rows.
+    """
+
+    user_of_example: Int[np.ndarray, " rows"] | Int[Array, " rows"] | None = dataclasses.field(
+        repr=False, compare=False
+    )
+    per_step: int
+    num_users: int | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        users, num_users = self.user_of_example, self.num_users
+        checked = {"per_step": whole_number("per_step", self.per_step, least=1, most=2**31)}
+        if num_users is not None:
+            checked["num_users"] = whole_number("num_users", num_users, least=1, most=2**53)
+        if users is not None:
+            users = _checked_users(users, num_users)
+            checked = {"num_users": int(users.max()) + 1, **checked, "user_of_example": users}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def fields(self) -> dict[str, Any]:
+        """What a plan's JSON says of it. `Users(None, per_step)` reads it back."""
+        return {"kind": "users", "per_step": self.per_step}
+
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss of one user, from the loss of one row.
+
+        It is the mean over the rows that are there, in float32 or wider. Give it to
+        `filter_clipped_grad`, so that it is clipped once a user.
+
+        Args:
+            loss: `loss(model, *row)`, or with `key=...`: each row then gets its own key.
+
+        Returns:
+            `loss(model, *rows, is_padding_row)`, where rows have `per_step` rows in front, and with
+            `key=...` if the given loss takes one.
+
+        Raises:
+            ValueError: it is no function.
+        """
+        function("loss", loss, "loss(model, *row)")
+
+        def of_user(model: Any, *rows_and_mask: Any, **key: Any) -> Array:
+            rows, is_padding_row = rows_and_mask[:-1], rows_and_mask[-1]
+            keys = {name: jax.random.split(key, self.per_step) for name, key in key.items()}
+            losses = jax.vmap(lambda row, key: loss(model, *row, **key))(rows, keys)
+            losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
+            there = jnp.sum(~is_padding_row)
+            return jnp.sum(jnp.where(is_padding_row, 0, losses)) / jnp.maximum(there, 1)
+
+        # It takes a key, by name, if the given loss does: the engine asks the signature.
+        (*own, _), its = (list(inspect.signature(f).parameters.values()) for f in (of_user, loss))
+        own += [key.replace(kind=key.KEYWORD_ONLY) for key in its if key.name == "key"]
+        vars(of_user)["__signature__"] = inspect.Signature(own)
+        return of_user
+
+    def rows(
+        self, sampler: Sampler, step: SupportsIndex
+    ) -> tuple[Int64[np.ndarray, "n k"], Bool[np.ndarray, "n k"], Bool[np.ndarray, " n"]]:
+        """The rows of one step's batch, on several hosts those of this host's users.
+
+        Args:
+            sampler: draws users: `num_users` is its number of examples.
+            step: as for the sampler's `batch`.
+
+        Returns:
+            `(rows, is_padding_row, is_padding_example)`: positions of rows in the data set, a user
+            in each slot; which of them are padding; and which slots hold no user, or one without
+            rows. Behind a user's rows stand the same again, so that the loss of padding is finite
+            where that of the rows is; a slot without rows has -1. **Not private.**
+
+        Raises:
+            ValueError: the sampler draws from another number of users, there is no
+                `user_of_example`, or as for the sampler's `batch`.
+        """
+        if sampler.num_examples != self.num_users:
+            raise ValueError(
+                f"the sampler draws from {sampler.num_examples} examples, and there are "
+                f"{self.num_users} users: make it for users, plan.sampler(users.num_users)."
+            )
+        users, _ = sampler.batch(step)
+        order, starts = self._rows_by_user
+        rows = np.full((len(users), self.per_step), -1)
+        is_padding_row = np.ones(rows.shape, bool)
+        for slot in np.flatnonzero(users >= 0):
+            user = int(users[slot])
+            its = order[starts[user] : starts[user + 1]]
+            if len(its) > self.per_step:
+                purpose = "eqx_dp rows of a user", str(self.num_users), str(step), str(user)
+                key = hashlib.shake_256(digest(sampler.seed, purpose, size=64))
+                numbers = np.frombuffer(key.digest(8 * len(its)), np.dtype("<u8"))
+                its = its[np.sort(np.argsort(numbers)[: self.per_step])]
+            if len(its) > 0:
+                rows[slot] = np.resize(its, self.per_step)
+                is_padding_row[slot, : len(its)] = False
+        return rows, is_padding_row, np.all(is_padding_row, axis=1)
+
+    def take(
+        self, sampler: Sampler, step: SupportsIndex, *sources: PyTree[Any]
+    ) -> tuple[tuple[PyTree[Any], ...], Bool[np.ndarray, " capacity"]]:
+        """The rows of one step's batch, as the loss of a user takes them.
+
+        ```python
+        (x, y, is_padding_row), is_padding_example = users.take(sampler, t, xs, ys)
+        ```
+
+        Args:
+            sampler: as for `rows`.
+            step: as for `rows`.
+            *sources: Numpy or JAX arrays, or trees of them, with all rows along the leading axis.
+
+        Returns:
+            `((*rows, is_padding_row), is_padding_example)`: for each source an array, or a tree of
+            them, of shape (capacity, per_step, ...). A slot without rows holds some row, which both
+            masks leave out. **Not private.**
+
+        Raises:
+            ValueError: as for `rows`; or a source holds something other than arrays, or another
+                number of rows.
+        """
+        rows, is_padding_row, is_padding_example = self.rows(sampler, step)
+        num_rows = len(self._rows_by_user[0])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(sources):
+            if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.shape[:1] != (num_rows,):
+                raise ValueError(
+                    f"{below('sources', path)} must be an array with the {num_rows} rows of "
+                    f"user_of_example along its leading axis; found {shown(leaf)}."
+                )
+        taken = jax.tree.map(lambda leaf: leaf[rows], sources)
+        return (*taken, is_padding_row), is_padding_example
+
+    @functools.cached_property
+    def _rows_by_user(self) -> tuple[np.ndarray, np.ndarray]:
+        """All rows, ordered by user, and where those of each user begin."""
+        if self.user_of_example is None or self.num_users is None:
+            raise ValueError(
+                "user_of_example is None, so nobody knows whose a row is. Give the users of all "
+                "rows: dataclasses.replace(plan, unit=dp.Users(user_of_example, per_step))."
+            )
+        users = np.asarray(self.user_of_example)
+        order = np.argsort(users, kind="stable")
+        return order, np.searchsorted(users[order], np.arange(self.num_users + 1))
+
+
+def _checked_users(users: Any, num_users: int | None) -> Int64[np.ndarray, " rows"]:
+    """The users of all rows, or a ValueError."""
+    expect("user_of_example", users, (np.ndarray, jax.Array), "an array, with one user a row")
+    found = np.asarray(users)
+    if found.ndim > 1:
+        raise ValueError(
+            f"user_of_example must name one user a row; found {shown(users)}. Rows of several "
+            "owners are refused: how many rows bear on a user would depend on other users (see "
+            "dp.Users). Leave such rows out, or give each to the one owner to be protected."
+        )
+    if found.ndim == 0 or found.dtype.kind not in "iu" or not found.size:
+        raise ValueError(
+            "user_of_example must hold whole numbers, one a row, and at least one row; found "
+            f"{shown(users)}. Of names: np.unique(names, return_inverse=True)[1]."
+        )
+    most = 2**53 if num_users is None else num_users
+    if found.min() < 0 or found.max() >= most:
+        raise ValueError(
+            f"user_of_example must be from 0 to {most - 1}; found {found.min()} to {found.max()}."
+        )
+    return found.astype(np.int64)
