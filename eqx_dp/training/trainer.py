@@ -236,10 +236,8 @@ class Trainer(Generic[Model]):
             if report is not None and report.violations:
                 raise ValueError(f"This step breaks its {name} declaration.\n{report}")
             if report is not None and not report.ok:
-                undecided = (
-                    f"check_{name} cannot decide whether this step keeps to its declaration."
-                )
-                warnings.warn(f"{undecided}\n{report}", stacklevel=3)
+                said = f"check_{name} cannot decide whether this step keeps to its declaration."
+                warnings.warn(f"{said}\n{report}", stacklevel=3)
         return {name: report and json.loads(report.to_json()) for name, report in reports.items()}
 
     def _begun(
