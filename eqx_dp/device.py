@@ -13,8 +13,7 @@ def is_cpu() -> bool:
 def device_memory() -> int | None:
     """Bytes of memory of the device (of the host, if it is the device); None if unknown."""
     if not is_cpu():
-        stats: dict[str, int] = jax.local_devices()[0].memory_stats() or {}
-        return stats.get("bytes_limit")
+        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not known on this system

@@ -92,11 +92,7 @@ def whole_number(name: str, value: object, *, least: int, most: int, advice: str
 
     Advice is given for a number that is too large.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(
-            f"{name} must be a whole number; found {shown(value)} ({type(value).__name__})."
-        )
-    whole = int(value)
+    whole = int(_number(name, value, numbers.Integral, "a whole number"))
     if whole < least:
         raise ValueError(f"{name} must be at least {least}; found {shown(whole)}.")
     if whole > most:
@@ -116,12 +112,9 @@ def real_number(
 
     `wanted` is the range, in words. Advice is given for numbers that are not finite.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(
-            f"{name} must be a real number; found {shown(value)} ({type(value).__name__})."
-        )
+    found = _number(name, value, numbers.Real, "a real number")
     try:
-        real = float(value)
+        real = float(found)
     except OverflowError:  # an integer beyond every float
         real = math.inf
     if not math.isfinite(real):
@@ -131,3 +124,9 @@ def real_number(
         found = real if abs(real) <= 2**32 else "a number beyond 2^32"
         raise ValueError(f"{name} must be {wanted}; found {found}.")
     return real
+
+
+def _number(name: str, value: object, kind: type, wanted: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name} must be {wanted}; found {shown(value)} ({type(value).__name__}).")
+    return value

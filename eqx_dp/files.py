@@ -80,12 +80,12 @@ def finite_or_none(value: float | None) -> float | None:
 
 
 @contextlib.contextmanager
-def going_on(what: str, kind: type[Warning] = UserWarning) -> Generator[None]:
+def going_on(what: str) -> Generator[None]:
     """Warns if something cannot be written, and continues."""
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{what} ({error.strerror}); the run continues without.", kind, stacklevel=3)
+        warnings.warn(f"{what} ({error.strerror}); the run continues without.", stacklevel=3)
 
 
 @contextlib.contextmanager

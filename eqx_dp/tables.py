@@ -5,7 +5,7 @@ A part of what is shown is a line of text, or a table: rows of cells, the first 
 
 import dataclasses
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 Part = str | Sequence[Sequence[str]]
@@ -18,7 +18,8 @@ def tabular(cls: _Class) -> _Class:
     """Shows a NamedTuple or dataclass by its method `_parts`, which returns the parts in order."""
 
     def as_text(self: Any) -> str:
-        return "\n".join(_lines(self._parts()))
+        parts = self._parts()
+        return "\n".join(x if isinstance(x, str) else "\n".join(aligned(x)) for x in parts)
 
     def as_html(self: Any) -> str:
         return f"<pre>{html.escape(as_text(self))}</pre>"
@@ -32,11 +33,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, all with as many cells as the first."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _lines(parts: Iterable[Part]) -> Iterator[str]:
-    for part in parts:
-        yield from [part] if isinstance(part, str) else aligned(part)
 
 
 def _brief(self: Any) -> str:

@@ -20,13 +20,8 @@ def interleaved(programs: dict[_Name, Callable[[], Any]], rounds: int) -> dict[_
     for _ in range(rounds):
         shuffled.shuffle(order)
         for name in order:
-            seconds[name].append(_once_warm(programs[name]))
+            jax.block_until_ready(programs[name]())  # fills the caches
+            start = time.perf_counter()
+            jax.block_until_ready(programs[name]())
+            seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-def _once_warm(program: Callable[[], Any]) -> float:
-    """Seconds until the results of a run are ready, after one that fills the caches."""
-    jax.block_until_ready(program())
-    start = time.perf_counter()
-    jax.block_until_ready(program())
-    return time.perf_counter() - start

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     _Leaf = TypeVar("_Leaf")
     PyTree = TypeAliasType("PyTree", Any, type_params=(_Leaf,))
 else:
-    from jaxtyping import PyTree
-
-__all__ = ["PyTree", "is_array_or_shape", "is_key", "is_shape"]
+    from jaxtyping import PyTree as PyTree
 
 
 def is_shape(leaf: Any) -> bool:

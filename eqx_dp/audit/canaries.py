@@ -341,10 +341,7 @@ def _losses(
 ) -> Float[np.ndarray, " canaries"]:
     @eqx.filter_jit
     def of_all(model: Any, examples: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        def of_one(example: tuple[Any, ...]) -> Any:
-            return loss(model, *example, **named)
-
-        return jax.lax.map(of_one, examples, batch_size=_AT_ONCE)
+        return jax.lax.map(lambda x: loss(model, *x, **named), examples, batch_size=_AT_ONCE)
 
     return np.asarray(of_all(model, examples, named), np.float64)
 

@@ -29,7 +29,6 @@ _Arrays: TypeAlias = Sequence[np.ndarray]
 _Mask: TypeAlias = Bool[np.ndarray, " slots"]
 
 _PADDING = "is_padding_example"
-_ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _HOSTILE = ("x 1024", "nan", "negated", "zeros", "inf")
 
 _ADVICE = {
@@ -127,7 +126,7 @@ def neighbours(
     """
     inner = getattr(fn, "__wrapped__", None)  # a clipped gradient that was wrapped in a jit
     fn = inner if isinstance(inner, ClippedGrad) else fn
-    relation, rules = neighboring_relation or _ADD_OR_REMOVE, None
+    relation, rules = neighboring_relation or NeighboringRelation.ADD_OR_REMOVE_ONE, None
     if isinstance(fn, ClippedGrad | Step):
         if any(x is not None for x in (private, padding, sensitivity, release)) or len(args) < 2:
             raise ValueError(
@@ -160,8 +159,7 @@ def neighbours(
         )
     bound = real_number("sensitivity", sensitivity, lambda real: real > 0, "above 0")
     with contextlib.nullcontext() if rules is None else jax.set_mesh(rules.mesh):
-        found = _Audit(fn, arguments, (*places,), release, bound, relation, (*disclose,))
-        return found.report()
+        return _Audit(fn, arguments, places, release, bound, relation, (*disclose,)).report()
 
 
 def _part_like(structure: Any, result: Any) -> Any:
@@ -189,7 +187,7 @@ class _Audit:
 
     fn: Callable[..., Any]
     arguments: dict[_Place, Any]
-    places: tuple[_Place, ...]
+    places: list[_Place]
     release: Callable[[Any], PyTree[Any]] | None
     sensitivity: float
     relation: NeighboringRelation
@@ -320,9 +318,8 @@ def _like(value: np.ndarray, like: jax.Array) -> jax.Array:
 def _leaves(tree: PyTree[Any]) -> dict[str, np.ndarray]:
     """All arrays of a tree on the host, by path; of keys their words."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
-    return {
-        dotted(path): np.asarray(jax.random.key_data(x) if is_key(x) else x) for path, x in leaves
-    }
+    words = ((path, jax.random.key_data(x) if is_key(x) else x) for path, x in leaves)
+    return {dotted(path): np.asarray(x) for path, x in words}
 
 
 def _norm(arrays: _Arrays) -> float:
@@ -334,6 +331,5 @@ def _norm(arrays: _Arrays) -> float:
 
 def _same(one: Iterable[Any], other: Iterable[Any]) -> bool:
     """Bit for bit."""
-    return all(
-        np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(one, other, strict=True)
-    )
+    pairs = zip(one, other, strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)

@@ -168,11 +168,11 @@ class Flow(abc.ABC, Generic[Fact]):
                 axes, times = context.axes | spread.axes, context.times * spread.num_devices
                 return self.on_devices(context._replace(times=times, axes=axes), spread, inputs)
             case Scan() as scan:
-                return self.loop(context.turn(scan.length), scan.body, *scan.split(inputs))
+                return self.loop(context.turn(scan.length), scan.body, scan.split(inputs))
             case While() as loop:
                 of_condition, of_body, carry = loop.split(inputs)
                 turn = context.turn(None)
-                carry = self.loop(turn, loop.body, of_body, carry, [])
+                carry = self.loop(turn, loop.body, [of_body, carry, []])
                 (by,) = self.program(loop.condition, [*of_condition, *carry], turn)
                 return self.steered(context, by, carry)
             case Cond() as cond:
@@ -185,15 +185,12 @@ class Flow(abc.ABC, Generic[Fact]):
             case None:
                 return self.equation(context, equation, inputs)
 
-    def loop(
-        self,
-        context: Context,
-        body: ClosedJaxpr,
-        consts: list[Fact],
-        carry: list[Fact],
-        slices: list[Fact],
-    ) -> list[Fact]:
-        """Follows a loop until the facts about its carry settle, and once more."""
+    def loop(self, context: Context, body: ClosedJaxpr, parts: Sequence[list[Fact]]) -> list[Fact]:
+        """Follows a loop until the facts about its carry settle, and once more.
+
+        The parts of its operands are constants, carry and slices.
+        """
+        consts, carry, slices = parts
         size, before = len(carry), context._replace(is_final=False)
         slices = [self.sliced(context, fact) for fact in slices]
 

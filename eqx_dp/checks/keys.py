@@ -48,12 +48,7 @@ class Number(NamedTuple):
     @property
     def is_constant(self) -> bool:
         """Whether it is the offset alone."""
-        return self.root is None and self.is_fixed
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it is a root plus an offset."""
-        return not self.along
+        return self.root is None and not self.along
 
     @property
     def is_one(self) -> bool:
@@ -195,7 +190,7 @@ def is_new(key: Key, loop: Hashable, calls: Calls) -> bool | None:
         return None
     numbers = [one for one in key.path if one is not None]
     if loop == CALLS and key.root in calls.given:
-        is_given = all(one.is_fixed for one in numbers if one.root in calls.given)
+        is_given = all(not one.along for one in numbers if one.root in calls.given)
         return True if is_given else None
     carried = calls.paths.get(key.root)
     if carried and loop == CALLS:
@@ -213,7 +208,7 @@ def _grows(number: Number, loop: Hashable, calls: Calls) -> bool:
     if loop == CALLS:
         step, span = calls.steps.get(number.root, 0), number.span
         is_wide = span is not None and span[1] - span[0] < abs(step) < 2**16
-        return is_wide or (number.root in calls.given and number.is_fixed)
+        return is_wide or (number.root in calls.given and not number.along)
     reach = 0
     for stride, length in sorted((abs(one.stride), one.length or 2**31) for one in number.along):
         if not reach < stride < 2**16:

@@ -77,8 +77,7 @@ class Record:
 
     def door(self, context: Context, equation: JaxprEqn) -> None:
         """Notes a private value at a side door."""
-        found, advice = said_of(equation)
-        self.note(context, "side door", found, advice)
+        self.note(context, "side door", *said_of(equation))
 
 
 _APART = (
@@ -161,11 +160,7 @@ def _rows(examples: list[Fact], has_keys: bool, is_masked: bool) -> tuple[Ref | 
 
 
 def noise(
-    record: Record,
-    context: Context,
-    equation: JaxprEqn,
-    mark: NoiseMark,
-    inputs: list[Fact],
+    record: Record, context: Context, equation: JaxprEqn, mark: NoiseMark, inputs: list[Fact]
 ) -> list[Fact]:
     """What noise makes of each leaf: of a clipped sum, a release."""
     leaves, rest = inputs[: len(mark.leaves)], inputs[len(mark.leaves) :]

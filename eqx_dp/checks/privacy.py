@@ -193,9 +193,8 @@ call's model is made of it |
     last = [argument.names[-1] for argument in arguments]
     if plan is not None and sampler is not None and not plan.draws_as(sampler):
         drawn = f"batches are drawn by {sampler}, and the plan accounts for {plan.sampling}"
-        flow.record.note(
-            Context(line="sampler"), "sampling", drawn, "Take plan.sampler(num_examples)."
-        )
+        advice = "Take plan.sampler(num_examples)."
+        flow.record.note(Context(line="sampler"), "sampling", drawn, advice)
     step = TracedStep(flow.record, last, _same_keys(args, kwargs), known, reaches)
     return report_on(step, plan)
 

@@ -143,18 +143,12 @@ class PrivacyFlow(Flow[Fact]):
         """The stacked results of all turns."""
         return made_of([fact], "loop", context.line)._replace(key=fact.key and Key(None))
 
-    def loop(
-        self,
-        context: Context,
-        body: ClosedJaxpr,
-        consts: list[Fact],
-        carry: list[Fact],
-        slices: list[Fact],
-    ) -> list[Fact]:
+    def loop(self, context: Context, body: ClosedJaxpr, parts: Sequence[list[Fact]]) -> list[Fact]:
         """Follows a loop until the facts about its carry settle, and once more.
 
         Counters begin as symbols: what one turn does with a symbol, all turns do with it.
         """
+        consts, carry, slices = parts
         size, before = len(carry), context._replace(is_final=False)
         inner = [self.sliced(context, fact) for fact in slices]
         names = [("carry", context.path, i) for i in range(size)]
@@ -162,11 +156,8 @@ class PrivacyFlow(Flow[Fact]):
         def turn(entry: list[Fact]) -> list[Fact]:
             return self.program(body, [*consts, *entry, *inner], before)[:size]
 
-        def joined(start: Fact, end: Fact) -> Fact:
-            return start if start == end else _widened(start, end, context)
-
         symbols = map(_symbol, carry, names, [context.line] * size)
-        entry = settled(turn, [*symbols], joined)
+        entry = settled(turn, [*symbols], lambda a, b: a if a == b else _widened(a, b, context))
         loops = [context.loops[-1]] * size
         found = [*map(_in_all_turns, carry, entry, turn(entry), names, loops)]
         starts = [start for start, _ in found]

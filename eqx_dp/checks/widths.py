@@ -18,22 +18,17 @@ from .flow import dtype_of
 
 
 class Width(NamedTuple):
-    """A number format.
+    """A number format; narrow ones sort first.
 
     Attributes:
-        name: that of the dtype.
         digits: binary digits of the significand that are stored.
         exponent: bits of the exponent.
+        name: that of the dtype.
     """
 
-    name: str
     digits: int
     exponent: int
-
-    @property
-    def key(self) -> tuple[int, int, str]:
-        """Narrow formats sort first."""
-        return self.digits, self.exponent, self.name
+    name: str
 
     def narrower(self, declared: "Width") -> bool:
         """Whether this format cannot hold what the declared one can."""
@@ -45,7 +40,7 @@ def width_of(dtype: Any) -> Width | None:
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return None
     info = jnp.finfo(dtype)
-    return Width(np.dtype(dtype).name, int(info.nmant), int(info.nexp))
+    return Width(int(info.nmant), int(info.nexp), np.dtype(dtype).name)
 
 
 def known_width(dtype: Any) -> Width:
@@ -67,8 +62,8 @@ CONTRACTIONS = named("dot_general conv_general_dilated ragged_dot_general")
 _ROUNDED = {
     "BF16": known_width(jnp.bfloat16),
     "F16": known_width(jnp.float16),
-    "TF32": Width("TensorFloat32", 10, 8),
-    "ANY": Width("float8", 3, 5),
+    "TF32": Width(10, 8, "TensorFloat32"),
+    "ANY": Width(3, 5, "float8"),
 }
 
 
@@ -123,10 +118,10 @@ def width_of_result(equation: JaxprEqn, variable: Any) -> Width | None:
     """
     name = equation.primitive.name
     if name in UNSEEN:
-        return Width(f"result of {name}, of which nothing is known", 0, 0)
+        return Width(0, 0, f"result of {name}, of which nothing is known")
     if name == "reduce_precision":
         digits, exponent = (equation.params[key] for key in ("mantissa_bits", "exponent_bits"))
-        return Width(f"reduce_precision({exponent}, {digits})", digits, exponent)
+        return Width(digits, exponent, f"reduce_precision({exponent}, {digits})")
     return narrowest_inside(equation) or width_of_variable(variable)
 
 
@@ -172,8 +167,7 @@ class Facts(NamedTuple):
 
 def narrowest_of(widths: Iterable[Width | None]) -> Width | None:
     """The narrowest of the known widths."""
-    known = (width for width in widths if width is not None)
-    return min(known, key=lambda width: width.key, default=None)
+    return min((width for width in widths if width is not None), default=None)
 
 
 NOTHING = Facts()

@@ -19,16 +19,10 @@ class Markup(str):
     """Finished HTML; any other text is escaped when it is put into HTML."""
 
 
-def _texts() -> dict[str, Template]:
-    """The texts of `page.html`, by name."""
-    _, *found = re.split(r"^@@ (\w+)\n", (_HERE / "page.html").read_text("utf-8"), flags=re.M)
-    texts = {
-        name: Template(text.strip()) for name, text in zip(found[::2], found[1::2], strict=True)
-    }
-    return texts | {"style": Template((_HERE / "page.css").read_text("utf-8"))}
-
-
-_TEXTS = _texts()
+# The texts of `page.html`, by name: a line `@@ name` stands before each.
+_SPLIT = re.split(r"^@@ (\w+)\n", (_HERE / "page.html").read_text("utf-8"), flags=re.M)[1:]
+_TEXTS = {name: Template(x.strip()) for name, x in zip(_SPLIT[::2], _SPLIT[1::2], strict=True)}
+_TEXTS["style"] = Template((_HERE / "page.css").read_text("utf-8"))
 
 
 def text(name: str, /, **values: object) -> Markup:
@@ -70,10 +64,9 @@ def number(value: float) -> str:
 
 def facts(said: Mapping[str, Any]) -> Markup:
     """A table of names and values, without the entry for a file's format."""
-    rows = [(k, v) for k, v in said.items() if k not in ("format", "version")]
-    return text(
-        "facts", rows=joined(text("fact", name=_spaced(k), value=shown(v)) for k, v in rows)
-    )
+    known = [(k, v) for k, v in said.items() if k not in ("format", "version")]
+    rows = joined(text("fact", name=_spaced(k), value=shown(v)) for k, v in known)
+    return text("facts", rows=rows)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:

@@ -2,11 +2,8 @@
 
 from .data import DataError as DataError
 from .data import Records as Records
-from .events import Event as Event
 from .ledger import CHECKS as CHECKS
-from .ledger import LEDGER as LEDGER
 from .ledger import METRICS as METRICS
-from .ledger import PRIVACY as PRIVACY
 from .ledger import CheckpointError as CheckpointError
 from .ledger import CheckpointWarning as CheckpointWarning
 from .ledger import entries_in as entries_in

@@ -38,18 +38,15 @@ class Checkpoints:
 
     def __init__(self, directory: RunPath, keep: int | None = None):
         self.directory, self._folder = directory, directory / CHECKPOINTS
-        self._orbax = extra("orbax.checkpoint")
+        self._orbax = orbax = extra("orbax.checkpoint")
         # If making a directory in the background fails, threads wait for it, and the process cannot
         # end for 20 minutes.
-        now = self._orbax.AsyncOptions(create_directories_asynchronously=False)
-        options = self._orbax.CheckpointManagerOptions(
+        now = orbax.AsyncOptions(create_directories_asynchronously=False)
+        options = orbax.CheckpointManagerOptions(
             max_to_keep=keep, create=keep is not None, async_options=now
         )
-        handlers = {
-            _STATE: self._orbax.PyTreeCheckpointHandler(),
-            _RECORD: self._orbax.JsonCheckpointHandler(),
-        }
-        self._open: Callable[[], Any] = lambda: self._orbax.CheckpointManager(
+        handlers = {_STATE: orbax.PyTreeCheckpointHandler(), _RECORD: orbax.JsonCheckpointHandler()}
+        self._open: Callable[[], Any] = lambda: orbax.CheckpointManager(
             self._folder, options=options, item_handlers=handlers
         )
         # Orbax refuses to read a folder that is not there.
@@ -73,17 +70,15 @@ class Checkpoints:
         Warns of each checkpoint that cannot be read.
 
         Raises:
-            ValueError: `read` refuses a checkpoint that is whole.
+            Misfit: `read` refuses a checkpoint that is whole.
             CheckpointError: there are checkpoints, and none can be read.
         """
         numbers, causes = self.numbers(), []
         for number in numbers:
-            found: T | None = None
+            found, error = None, None
             try:
-                found, error = read(number), None
-            except _Misfit as refusal:
-                raise ValueError(str(refusal)) from None
-            except CheckpointError:
+                found = read(number)
+            except (CheckpointError, Misfit):
                 raise
             except Exception as damage:  # any error that the libraries raise for damaged files
                 error = damage
@@ -119,11 +114,8 @@ class Checkpoints:
             for name, x in targets.items()
         }
         args = self._orbax.args
-        state = args.PyTreeRestore(
-            shapes,
-            restore_args=self._orbax.checkpoint_utils.construct_restore_args(shapes),
-            partial_restore=True,
-        )
+        places = self._orbax.checkpoint_utils.construct_restore_args(shapes)
+        state = args.PyTreeRestore(shapes, restore_args=places, partial_restore=True)
         items = {_STATE: state, _RECORD: args.JsonRestore()}
         found = self._manager.restore(number, args=args.Composite(**items))
         return dict(found[_STATE]), dict(found[_RECORD])
@@ -178,7 +170,7 @@ class Checkpoints:
         return record.exc_info is None or "orbax" not in record.pathname
 
 
-class _Misfit(ValueError):
+class Misfit(ValueError):
     """A checkpoint is complete, but does not fit the model."""
 
 
@@ -261,7 +253,7 @@ def part_of(name: str) -> str:
 
 
 def check_fits(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the arrays of two models have the same names and shapes."""
+    """Raises a `Misfit` unless the arrays of two models have the same names and shapes."""
     one, other = (_shapes("model", arrays) for arrays in (saved, wanted))
     differences = [
         f"{dotted_name(name)}: {one.get(name, 'nothing')} there, {other.get(name, 'nothing')} here"
@@ -269,7 +261,7 @@ def check_fits(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) 
         if one.get(name) != other.get(name)
     ]
     if differences:
-        raise _Misfit(
+        raise Misfit(
             f"The model in {where} has other arrays than the one that was given: "
             f"{'; '.join(differences)}. Give a model of the same structure."
         )

@@ -1,8 +1,7 @@
 """Where batches come from: sources of examples, read ahead of the steps that use them."""
 
 import collections
-import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -16,6 +15,7 @@ from ..shown import shown
 from ..trees import PyTree
 
 Mask = Bool[np.ndarray, " batch"]
+Indices = Int[np.ndarray, " n"]
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class Records:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, indices: Int[np.ndarray, " n"], /) -> PyTree[np.ndarray]:
+    def __getitem__(self, indices: Indices, /) -> PyTree[np.ndarray]:
         """Some examples, stacked.
 
         Args:
@@ -152,8 +152,8 @@ class Batches:
 
     def zeros(self) -> MaskedBatch:
         """A batch that is made up, without a padding example."""
-        empty = [_padded(None, example, self._slots) for example in self._example]
-        return MaskedBatch(_arguments(empty), np.zeros(self._slots, bool))
+        nothing = np.arange(0)
+        return MaskedBatch(self._arguments(nothing, nothing), np.zeros(self._slots, bool))
 
     def drawn_by(self, sampler: Sampler, steps: int) -> Generator[MaskedBatch]:
         """The batches of a sampler's first steps, in their order, read while steps run.
@@ -161,40 +161,40 @@ class Batches:
         Raises:
             DataError: a source raised an error, or gave arrays of another shape or dtype.
         """
-        numbers = iter(range(steps))
         pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="eqx_dp-data")
         coming: collections.deque[Future[MaskedBatch]] = collections.deque()
-
-        def read_on() -> None:
-            for step in itertools.islice(numbers, 1):
-                coming.append(pool.submit(self._batch, sampler, step))
-
         try:
-            for _ in range(self._ahead):
-                read_on()
-            while coming:
-                batch = coming.popleft().result()
-                read_on()
-                yield batch
+            for step in range(steps + self._ahead):
+                if step < steps:
+                    coming.append(pool.submit(self._batch, sampler, step))
+                if step >= self._ahead:
+                    yield coming.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _batch(self, sampler: Sampler, step: int) -> MaskedBatch:
         indices, is_padding_example = sampler.batch(step)
         slots = np.argsort(indices)[np.sum(is_padding_example) :]  # a source is read forward
+        return MaskedBatch(self._arguments(indices[slots], slots), is_padding_example)
+
+    def _arguments(self, indices: Indices, slots: Indices) -> tuple[PyTree[np.ndarray], ...]:
+        """What the loss gets: these examples in these slots, and zeros in all others."""
+
+        def padded(found: np.ndarray) -> np.ndarray:
+            filled = np.zeros((self._slots, *found.shape[1:]), found.dtype)
+            filled[slots] = found
+            return filled
+
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
-            found = _read(name, source, indices[slots], example) if len(slots) else None
-            parts.append(_padded(found, example, self._slots, slots))
-        return MaskedBatch(_arguments(parts), is_padding_example)
+            nothing = jax.tree.map(lambda leaf: leaf[:0], example)
+            found = _read(name, source, indices, example) if len(slots) else nothing
+            part = jax.tree.map(padded, found)
+            parts += part if is_plain_tuple(part) else (part,)
+        return tuple(parts)
 
 
-def _arguments(parts: Iterable[Any]) -> tuple[Any, ...]:
-    """What the loss gets from what each source gave."""
-    return tuple(x for part in parts for x in (part if is_plain_tuple(part) else (part,)))
-
-
-def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) -> Any:
+def _read(name: str, source: Source, indices: Indices, like: Any) -> Any:
     """Examples of a source, as a tree of numpy arrays; `like` is what one example looked like."""
     found, fault, words = _attempt(source, indices, like)
     if not fault:
@@ -209,7 +209,7 @@ def _read(name: str, source: Source, indices: Int[np.ndarray, " n"], like: Any) 
     )
 
 
-def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple[Any, str, str]:
+def _attempt(source: Source, indices: Indices, like: Any) -> tuple[Any, str, str]:
     """What a source gave; the kind of fault, which says nothing of it; and all of it, private."""
     try:
         # A list is an array in the making, not a tree: data sets give columns so.
@@ -233,18 +233,6 @@ def _attempt(source: Source, indices: Int[np.ndarray, " n"], like: Any) -> tuple
 def _form(leaf: np.ndarray) -> str:
     """Dtype and shape of an example."""
     return f"{leaf.dtype}{list(leaf.shape[1:])}"
-
-
-def _padded(found: Any, like: Any, capacity: int, slots: Any = ()) -> Any:
-    """A batch: the examples found, in their slots (None where there are none), and zeros."""
-
-    def fill(example: np.ndarray, leaf: np.ndarray | None = None) -> np.ndarray:
-        filled = np.zeros((capacity, *example.shape[1:]), example.dtype)
-        if leaf is not None:
-            filled[slots] = leaf
-        return filled
-
-    return jax.tree.map(fill, like, *([] if found is None else [found]))
 
 
 def checked_sources(data: Any, num_examples: int) -> list[tuple[str, Source]]:

@@ -10,31 +10,19 @@ from jax.core import Tracer
 
 from ..expected import expect
 from ..trees import is_array_or_shape
-from .state import OptState, TrainState, is_gone, refuse_used_up
+from .state import OptState, TrainState
 
-Beside = TypeVar("Beside")
 Tree = TypeVar("Tree")
-Result = TypeVar("Result")
 Model = TypeVar("Model")
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class Rest:
-    """A tree without its arrays: `others` has None in their place. Its hash is computed once."""
+    """A tree without its arrays: `others` has None in their place."""
 
-    def __init__(self, structure: Any, others: tuple[Any, ...]):
-        self.structure, self.others = structure, others
-        self._hash = hash((structure, others))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Rest)
-            and self.structure == other.structure
-            and self.others == other.others
-        )
+    structure: Any
+    others: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,12 +70,10 @@ class FlatState(Generic[Model]):
 
     @classmethod
     def of(cls, state: TrainState[Model]) -> "FlatState[Model]":
-        """Flattens a state; a ValueError if it is no state, or an earlier step has used it up."""
+        """Flattens a state; a ValueError if it is no state."""
         allowed = "the dp.TrainState that step.init(model) or an earlier step returned"
         expect("state", state, TrainState, allowed)
         carry: Flat[Carry] = flat((state.model, state.opt_state))
-        if any(map(is_gone, carry.arrays)) or is_gone(state.step):
-            refuse_used_up("state", state)
         return cls(carry, state.step)
 
     @property
@@ -96,8 +82,8 @@ class FlatState(Generic[Model]):
         return TrainState(*self.carry.tree, self.step)
 
 
-class Dispatch(Generic[Beside, Tree, Result]):
-    """`function(beside, carry) -> (carry, arrays)`, compiled, called without waiting for it.
+class Dispatch:
+    """`function(beside, carry) -> (carry, array)`, compiled, called without waiting for it.
 
     As `eqx.filter_jit(function, donate="all-except-first")`: arrays are traced, all else is static,
     it is compiled once for what is static and for shapes and dtypes, and the buffers of a carry go
@@ -108,22 +94,21 @@ class Dispatch(Generic[Beside, Tree, Result]):
     Otherwise the compiler would choose places, and compile again for its choice.
     """
 
-    def __init__(self, function: Callable[[Beside, Tree], tuple[Tree, Result]], is_spread: bool):
+    def __init__(self, function: Callable[[Any, Carry], tuple[Carry, Any]], is_spread: bool):
         self._function, self._is_spread = function, is_spread
-        self._beside: Rest | None = None
         self._jitted = functools.cache(self._compiled)
 
-    def __call__(self, beside: Beside, carry: Flat[Tree]) -> tuple[Flat[Tree], Result]:
-        """The next carry, and arrays to wait for; uses up the given carry."""
+    def __call__(self, beside: Any, carry: Flat[Carry]) -> tuple[Flat[Carry], Any]:
+        """The next carry, and an array to wait for; uses up the given carry."""
         function = self._jitted(self._places(carry))
         rest, arrays, result = function(*self._arguments(beside, carry))
         return Flat(rest, arrays), result
 
-    def lower(self, beside: Beside, carry: Flat[Tree]) -> jax.stages.Lowered:
+    def lower(self, beside: Any, carry: Flat[Carry]) -> jax.stages.Lowered:
         """Lowers the function for these arguments; nothing is computed."""
         return self._jitted(self._places(carry)).lower(*self._arguments(beside, carry))
 
-    def _places(self, carry: Flat[Tree]) -> tuple[Any, ...] | None:
+    def _places(self, carry: Flat[Carry]) -> tuple[Any, ...] | None:
         """Where arrays live; None for a traced array without a sharding."""
         if not self._is_spread:
             return None
@@ -133,11 +118,9 @@ class Dispatch(Generic[Beside, Tree, Result]):
         out = None if places is None else (None, list(places), None)
         return jax.jit(self._of_arrays, donate_argnums=3, out_shardings=out)
 
-    def _arguments(self, beside: Beside, carry: Flat[Tree]) -> tuple[Any, ...]:
+    def _arguments(self, beside: Any, carry: Flat[Carry]) -> tuple[Any, ...]:
         first = flat(beside)
-        if self._beside != first.rest:  # one object for equal ones: a fast comparison
-            self._beside = first.rest
-        return self._beside, carry.rest, first.arrays, carry.arrays
+        return first.rest, carry.rest, first.arrays, carry.arrays
 
     def _of_arrays(self, first: Rest, second: Rest, beside: list[Any], carry: list[Any]) -> Any:
         tree, result = self._function(Flat(first, beside).tree, Flat(second, carry).tree)

@@ -123,8 +123,7 @@ class ProgressBar:
     def update(self, event: Event) -> None:
         """Shows an event."""
         known = {} if event.epsilon is None else {"epsilon": event.epsilon}
-        figures = [f"{name} {value:.4g}" for name, value in {**known, **event.metrics}.items()]
-        text = "  ".join(figures)
+        text = "  ".join(f"{name} {x:.4g}" for name, x in {**known, **event.metrics}.items())
         if self._bar is not None:
             self._bar.update(self._task, completed=event.step, **({"status": text} if text else {}))
         elif self._is_shown and text:
@@ -147,16 +146,12 @@ class JsonLines:
 
     def __init__(self, file: RunPath):
         self._file = file
-        self._failure = f"Metrics cannot be written to {file}"
 
     def __call__(self, event: Event) -> None:
         """Writes a line, if the event has metrics."""
         if not event.metrics or not is_first_host():
             return
-        line = {
-            "step": event.step,
-            "seconds": round(event.seconds, 3),
-            "epsilon": finite_or_none(event.epsilon),
-        } | {name: finite_or_none(value) for name, value in event.metrics.items()}
-        with going_on(self._failure):
+        known = {"step": event.step, "seconds": round(event.seconds, 3), "epsilon": event.epsilon}
+        line = {name: finite_or_none(x) for name, x in {**known, **event.metrics}.items()}
+        with going_on(f"Metrics cannot be written to {self._file}"):
             append(self._file, "\n" * self._file.exists() + json.dumps(line))

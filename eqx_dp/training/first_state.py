@@ -60,8 +60,7 @@ class FirstModel(Generic[Model]):
                 "init_model cannot be compiled: it reads the value of an array that it computes. "
                 "Give the model itself; or let init_model compute in numpy what it has to read."
             ) from error
-        arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
-        places = {x.sharding for x in arrays if isinstance(x, jax.Array)}
+        places = {x.sharding for x in jax.tree.leaves(model) if isinstance(x, jax.Array)}
         self.place = next(iter(places)) if len(places) == 1 else jnp.zeros(()).sharding
 
 
@@ -99,15 +98,15 @@ class Recipe(NamedTuple):
         # With types of Explicit axes every device would draw all random numbers.
         auto = None if rules is None else _on_axes_of(AxisType.Auto, rules)
 
-        def stored(*given: Any) -> Any:
+        def stored(given: Any) -> Any:
             with _traced_on(auto):
-                model = given[0] if first.make is None else first.make()
+                model = given if first.make is None else first.make()
                 return self.parameters._replace(rules=None).stored(model)
 
-        given = () if first.make is not None else (first.given,)
-        if rules is not None and given:  # arrays may be committed to another device
-            given = (rules.shard(first.given),)
-        model = _compiled(stored, form.model, *given)
+        given = first.given
+        if rules is not None and first.make is None:  # arrays may be on another device
+            given = rules.shard(given)
+        model = _compiled(stored, form.model, given)
         return Body(model, *self.beside(form, model))
 
     def beside(self, form: Body, model: Any) -> tuple[PyTree[Any], PyTree[Any]]:
@@ -129,6 +128,8 @@ class Recipe(NamedTuple):
         Raises:
             ValueError: the step cannot train the model, or the optimizer's `init` reads values.
         """
+        rules = self.parameters.rules
+        explicit = None if rules is None else _on_axes_of(AxisType.Explicit, rules)
 
         def body(parameters: Parameters, model: Any) -> Body:
             checked_trainable(model, self.filter_spec)
@@ -140,22 +141,6 @@ class Recipe(NamedTuple):
             model = parameters.stored(model)
             return Body(model, *self._beside(model, parameters))
 
-        try:
-            return self._form_of(first, body)
-        except jax.errors.JAXTypeError as error:
-            raise ValueError(
-                "The optimizer's init reads the values of parameters, so it cannot be compiled. "
-                "Take an optimizer whose init works under jax.jit, as those of optax do."
-            ) from error
-
-    def _form_of(self, first: FirstModel[Any], function: Callable[[Parameters, Any], T]) -> T:
-        """The shapes of optimizer state and average, with shardings."""
-        rules = self.parameters.rules
-        explicit = None if rules is None else _on_axes_of(AxisType.Explicit, rules)
-        with _traced_on(explicit):
-            parameters = self.parameters._replace(rules=explicit)
-            shapes = eqx.filter_eval_shape(function, parameters, first.shapes)
-
         def placed(leaf: Any) -> Any:
             if not is_shape(leaf):
                 return leaf
@@ -165,7 +150,15 @@ class Recipe(NamedTuple):
                 where = NamedSharding(rules.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-        return jax.tree.map(placed, shapes)
+        try:
+            with _traced_on(explicit):
+                parameters = self.parameters._replace(rules=explicit)
+                return jax.tree.map(placed, eqx.filter_eval_shape(body, parameters, first.shapes))
+        except jax.errors.JAXTypeError as error:
+            raise ValueError(
+                "The optimizer's init reads the values of parameters, so it cannot be compiled. "
+                "Take an optimizer whose init works under jax.jit, as those of optax do."
+            ) from error
 
     def _beside(self, model: Any, parameters: Parameters) -> tuple[PyTree[Any], PyTree[Any]]:
         """Optimizer state and average; they may share arrays with the model, or hold one twice."""

@@ -195,7 +195,6 @@ class Ledger(Tally):
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},
         }
-        self._is_written = False
         self._known: dict[str, int] = {}
         self.others, self.start, _ = from_first_host(self._read_others)
         self._entry["start"] = self.start
@@ -210,7 +209,8 @@ class Ledger(Tally):
 
     def end(self, epsilon: Callable[[int], float]) -> None:
         """As for a `Tally`, on disk."""
-        if not self._is_written or not is_first_host():
+        is_written = self._entry["steps"] or self._entry["ended"]
+        if not is_written or not is_first_host():
             return
         try:
             self._write(self.taken, ended=True)
@@ -308,7 +308,6 @@ class Ledger(Tally):
         self._entry |= {"steps": self._plan.counted(steps), "ended": ended}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._file, self._entry)
-        self._is_written = True
 
     def _state(self, epsilon: Callable[[int], float]) -> None:
         """Writes the statement, and writes it again if another start announced meanwhile."""

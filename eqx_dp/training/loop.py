@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import jax
 
@@ -24,24 +24,13 @@ from .step import Step
 Model = TypeVar("Model")
 
 
-class Options(NamedTuple):
-    """The options of a `Trainer` that the loop needs; its docstring explains them."""
-
-    save_every: int
-    evaluate: Callable[[Any], Mapping[str, Any]] | None
-    evaluate_every: int
-    show_every: int
-    callbacks: tuple[Callback, ...]
-    progress: bool
-
-
 @dataclasses.dataclass
 class Loop(Generic[Model]):
-    """Takes the steps of one start.
+    """Takes the steps of one start. Attributes that are not listed are those of a `Trainer`.
 
     Attributes:
         step: the step to take.
-        options: of the trainer.
+        show_every: steps after which epsilon is shown.
         stop: how many released steps end the run.
         tally: counts the steps; with a directory, its ledger.
         checkpoints: where states are saved; None without a directory.
@@ -52,7 +41,12 @@ class Loop(Generic[Model]):
     """
 
     step: Step[Model]
-    options: Options
+    save_every: int
+    evaluate: Callable[[Any], Mapping[str, Any]] | None
+    evaluate_every: int
+    show_every: int
+    callbacks: tuple[Callback, ...]
+    progress: bool
     stop: int
     tally: Tally
     checkpoints: Checkpoints | None
@@ -63,16 +57,16 @@ class Loop(Generic[Model]):
 
     def run(self, state: TrainState[Model], batches: Generator[MaskedBatch]) -> TrainState[Model]:
         """The state after the last step; the batches are those of the steps to come."""
-        step, options, tally = self.step, self.options, self.tally
+        step, tally = self.step, self.tally
         flat, began = FlatState.of(state), time.monotonic()
         before_last, is_spread = flat.step, step.grad_fn.sharding is not None
-        every = (options.save_every, options.show_every, options.evaluate_every)
+        every = (self.save_every, self.show_every, self.evaluate_every)
         with (
-            closing(ProgressBar(tally.released, self.stop, options.progress)) as bar,
+            closing(ProgressBar(tally.released, self.stop, self.progress)) as bar,
             closing(EpsilonAhead(step.plan, self.stop, every)) as epsilons,
             closing(batches),
         ):
-            listeners = (bar.update, *options.callbacks)
+            listeners = (bar.update, *self.callbacks)
             try:
                 for batch in batches:
                     # While one step is under way the next is prepared, and memory stays flat.
@@ -88,7 +82,7 @@ class Loop(Generic[Model]):
                     event = self._event(flat, time.monotonic() - began, epsilons)
                     if True in [listener(event) for listener in listeners]:
                         break
-                    if tally.released % options.save_every == 0:
+                    if tally.released % self.save_every == 0:
                         self._save(jax.block_until_ready(flat.state))
                 else:
                     self.signal.asked_after(tally.taken)
@@ -106,30 +100,29 @@ class Loop(Generic[Model]):
     def _announce(self, epsilons: EpsilonAhead) -> None:
         """Records the block of steps up to the next checkpoint, before the first of them."""
         if self.tally.taken == self.announced:
-            done, every = self.tally.released, self.options.save_every
+            done, every = self.tally.released, self.save_every
             block = min(self.stop, (done // every + 1) * every) - done
             self.tally.announce(block, epsilons.of)
             self.announced += block
 
     def _event(self, flat: FlatState[Model], seconds: float, epsilons: EpsilonAhead) -> Event:
-        done, options, epsilon = self.tally.released, self.options, None
+        done, epsilon = self.tally.released, None
         metrics: dict[str, float] = {}
-        is_due = done % options.evaluate_every == 0 or done == self.stop
-        if options.evaluate is not None and is_due:
+        is_due = done % self.evaluate_every == 0 or done == self.stop
+        if self.evaluate is not None and is_due:
             state = flat.state
             model = state.model if state.opt_state.average is None else state.averaged
-            metrics = checked_metrics(options.evaluate(model))
-        if metrics or (options.progress and done % options.show_every == 0):
+            metrics = checked_metrics(self.evaluate(model))
+        if metrics or (self.progress and done % self.show_every == 0):
             epsilon = epsilons.of(done)
         return Event(done, metrics, seconds, epsilon, flat)
 
     def _save(self, state: TrainState[Model]) -> None:
         """Saves the state, once for each number of steps."""
-        tally = self.tally
-        if self.checkpoints is None or tally.taken in (0, self.saved_at):
+        if self.checkpoints is None or self.tally.taken in (0, self.saved_at):
             return
-        self.saved_at = tally.taken
-        self.is_saved = self.checkpoints.save(tally.released, state, tally.record())
+        self.saved_at = self.tally.taken
+        self.is_saved = self.checkpoints.save(self.tally.released, state, self.tally.record())
 
     def _leave(self, checkpoints: Checkpoints) -> NoReturn:
         """Ends the process or the run, as the signal requires."""

@@ -171,16 +171,11 @@ def is_gone(leaf: Any) -> bool:
 
 def refuse_used_up(name: str, tree: PyTree[Any]) -> None:
     """Raises a ValueError if an earlier step has taken a buffer of a tree; `name` is for it."""
-    if not any(map(is_gone, jax.tree.leaves(tree))):
-        return
-    gone = [
-        below(name, path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if is_gone(leaf)
-    ]
-    raise ValueError(
-        f"{some(gone, 1)}: the array is gone. A step uses up the state that it is given: its "
-        "buffers are donated to the next state. Go on with the state that the step returned, "
-        "state = step(state, ...), and copy beforehand what is needed later, the model too: "
-        "jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)."
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if gone := [below(name, path) for path, leaf in leaves if is_gone(leaf)]:
+        raise ValueError(
+            f"{some(gone, 1)}: the array is gone. A step uses up the state that it is given: its "
+            "buffers are donated to the next state. Go on with the state that the step returned, "
+            "state = step(state, ...), and copy beforehand what is needed later, the model too: "
+            "jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)."
+        )

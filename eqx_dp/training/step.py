@@ -42,10 +42,6 @@ Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
 
 
-_Arguments = tuple[tuple[PyTree[Any], ...], Any, Any]
-"""What a compiled step gets besides its carry: batch, mask, number of the step."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Step(Generic[Model]):
     """A compiled step of private training, made by `make_step`.
@@ -228,10 +224,10 @@ class Step(Generic[Model]):
             batch: in memory that nobody writes to.
             mask: `is_padding_example`.
         """
-        if any(map(is_gone, flat.carry.arrays)):
+        if any(map(is_gone, (*flat.carry.arrays, flat.step))):
             refuse_used_up("state", flat.state)
         with self._mesh():
-            carry, count = self._taken(_arguments(batch, mask, flat), flat.carry)
+            carry, count = self._taken((batch, mask, flat.step), flat.carry)
         return FlatState(carry, count)
 
     def lower(
@@ -252,12 +248,12 @@ class Step(Generic[Model]):
         """
         flat = FlatState.of(state)
         with self._mesh():
-            return self._taken.lower(_arguments((x, *more), is_padding_example, flat), flat.carry)
+            return self._taken.lower(((x, *more), is_padding_example, flat.step), flat.carry)
 
     @functools.cached_property
-    def _taken(self) -> Dispatch[_Arguments, Carry, Array]:
-        def take(arguments: _Arguments, carry: Carry) -> tuple[Carry, Array]:
-            batch, mask, step = arguments
+    def _taken(self) -> Dispatch:
+        def take(beside: Any, carry: Carry) -> tuple[Carry, Array]:
+            batch, mask, step = beside
             after = self._after(TrainState(*strong(carry), step), strong(batch), mask)
             return (after.model, after.opt_state), after.step
 
@@ -271,7 +267,7 @@ class Step(Generic[Model]):
 
         loss = self.grad_fn.__wrapped__
         has_key, _ = takes_key(loss, 1 + len(batch))
-        _check_arguments(loss, batch, has_key)
+        _check_arguments(loss, batch, mask, has_key)
         key = key_for("loss") if has_key else None
         noise_state, opt_state, average, root = state.opt_state
         clip_norm = opt_state.clip_norm if isinstance(opt_state, AdaptiveState) else None
@@ -313,20 +309,16 @@ class Step(Generic[Model]):
         return self._recipe.parameters.wide(self.grad_fn.trainable(model))
 
 
-def _arguments(batch: tuple[PyTree[Any], ...], mask: Any, flat: FlatState[Any]) -> _Arguments:
+def _check_arguments(
+    loss: Callable[..., Any], batch: tuple[PyTree[Any], ...], mask: Any, has_key: bool
+) -> None:
+    """Raises a ValueError unless there is a mask, and the loss takes so many arguments."""
     if mask is None:
         raise ValueError(
             "is_padding_example is None: padding slots would count as examples. Pass "
             "on the mask that sampler.take or sampler.batch returns; for a batch without padding, "
             "np.zeros(length, bool)."
         )
-    return batch, mask, flat.step
-
-
-def _check_arguments(
-    loss: Callable[..., Any], batch: tuple[PyTree[Any], ...], has_key: bool
-) -> None:
-    """Raises a ValueError unless the loss takes so many arguments behind the model."""
     try:
         inspect.signature(loss).bind(None, *batch, **({"key": None} if has_key else {}))
     except TypeError as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import closing
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -115,7 +116,6 @@ def save_model(
 
 def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """Reads the arrays of a run's model to the places of their targets."""
-    checkpoints = Checkpoints(path)
 
     def read(number: int) -> dict[str, Any]:
         saved = checkpoints.shapes(number)
@@ -127,15 +127,12 @@ def _of_run(path: RunPath, wanted: dict[str, Any], averaged: bool) -> dict[str, 
             )
         place = {name: name.replace("model", part, 1) for name in wanted}
         place = {name: at if at in saved else name for name, at in place.items()}  # or not trained
-        where = {at: wanted[name].sharding for name, at in place.items()}
-        targets = {at: saved[at].update(sharding=sharding) for at, sharding in where.items()}
+        targets = {at: saved[at].update(sharding=wanted[x].sharding) for x, at in place.items()}
         found, _ = checkpoints.read(number, targets)
         return {name: found[at].astype(saved[name].dtype) for name, at in place.items()}
 
-    try:
+    with closing(Checkpoints(path)) as checkpoints:
         found = checkpoints.newest(read)
-    finally:
-        checkpoints.close()
     if found is None:
         raise CheckpointError(
             f"{path} holds no checkpoint of a run. Name the directory of a Trainer, or a file."
@@ -149,8 +146,7 @@ def _of_file(path: RunPath, body: Body, averaged: bool) -> dict[str, Any]:
     try:
         with safetensors.safe_open(path, "flax") as opened:
             metadata = opened.metadata() or {}
-            names = list(opened.keys())
-            found = {f"model.{name}": opened.get_tensor(name) for name in names}
+            found = {f"model.{name}": opened.get_tensor(name) for name in list(opened.keys())}
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from None
     if metadata.get("format") != _FORMAT or averaged:

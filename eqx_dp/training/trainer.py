@@ -2,6 +2,7 @@
 # pyright: reportPrivateUsage=false
 # (a step keeps for a Trainer what is of no use to users)
 
+import functools
 import json
 import os
 import warnings
@@ -20,7 +21,7 @@ from .events import Callback, JsonLines
 from .first_state import FirstModel
 from .hosts import StopSignal, failing_alone, is_first_host
 from .ledger import CHECKS, METRICS, CheckpointError, CheckpointWarning, Ledger, Tally
-from .loop import Loop, Options
+from .loop import Loop
 from .state import TrainState
 from .step import Step
 
@@ -131,7 +132,9 @@ class Trainer(Generic[Model]):
         if directory is not None:
             directory = expected.directory("directory", directory)
             callbacks = (JsonLines(directory / METRICS), *callbacks)
-        self._options = Options(
+        self._loop: Callable[..., Loop[Model]] = functools.partial(
+            Loop,
+            step,
             whole_number("save_every", save_every, least=1, most=2**53),
             evaluate,
             whole_number("evaluate_every", every, least=1, most=2**53),
@@ -145,8 +148,8 @@ class Trainer(Generic[Model]):
         self._batches = Batches(data, step._sampler_of(b"its shape alone"), ahead)
 
     def __repr__(self) -> str:
-        directory = self._directory and str(self._directory)
-        return f"{type(self).__name__}({self._step}, directory={directory!r})"
+        where = self._directory and str(self._directory)
+        return f"{type(self).__name__}({self._step}, directory={where!r})"
 
     def run(
         self,
@@ -189,7 +192,7 @@ class Trainer(Generic[Model]):
                 secret = step._secret_of(0)
                 state = step._begun(step._recipe.made(first), 0, secret)
                 batches = self._batches.drawn_by(step._sampler_of(secret), stop)
-                return Loop(step, self._options, stop, Tally(), None, signal).run(state, batches)
+                return self._loop(stop, Tally(), None, signal).run(state, batches)
             ledger = Ledger(directory, step)
             with closing(Checkpoints(directory, self._keep)) as checkpoints:
                 state, secret = self._begun(first, ledger, checkpoints)
@@ -209,7 +212,7 @@ class Trainer(Generic[Model]):
                         print(f"eqx_dp: {finished}", flush=True)
                         warnings.warn(finished, CheckpointWarning, stacklevel=2)
                     return state
-                loop = Loop(step, self._options, stop, ledger, checkpoints, signal)
+                loop = self._loop(stop, ledger, checkpoints, signal)
                 return loop.run(state, self._batches.drawn_by(step._sampler_of(secret), left))
 
     def _checks(self, first: FirstModel[Model]) -> dict[str, Any]:
@@ -233,11 +236,8 @@ class Trainer(Generic[Model]):
             if report is not None and report.violations:
                 raise ValueError(f"This step breaks its {name} declaration.\n{report}")
             if report is not None and not report.ok:
-                warnings.warn(
-                    f"check_{name} cannot decide whether this step keeps to its declaration.\n"
-                    f"{report}",
-                    stacklevel=3,
-                )
+                said = f"check_{name} cannot decide whether this step keeps to its declaration."
+                warnings.warn(f"{said}\n{report}", stacklevel=3)
         return {name: report and json.loads(report.to_json()) for name, report in reports.items()}
 
     def _begun(
