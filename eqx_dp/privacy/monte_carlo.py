@@ -48,8 +48,9 @@ CONFIDENCE = 1 - 1e-6
 
 _PRECISE = 1000.0  # samples x delta / R: delta is found within a fifth
 _ENOUGH = 3.0  # times the least number of samples with which anything is found
-_MOST_NUMBERS = 2**31  # normal numbers in all samples, if these are enough
+_MOST_NUMBERS = 2**29  # normal numbers in all samples, if these are enough
 _AT_ONCE = 2**21
+_MOST_SAMPLES = 2**26
 _MOST_EPSILON = 1e4
 _LARGEST_LOG = 600.0  # its exponential is a float
 _MOST_TILT = 40
@@ -178,7 +179,7 @@ class _Pair(NamedTuple):
         # An example that is added costs less: a rough bound suffices.
         wanted = min(_PRECISE * relative * is_removed, _MOST_NUMBERS / self.width)
         wanted = max(wanted, _ENOUGH * -math.log(failure) * relative, 1000)
-        count = math.ceil(wanted) if failure < 1 else 2**13
+        count = math.ceil(min(wanted, _MOST_SAMPLES)) if failure < 1 else 2**13
         generator = np.random.Generator(np.random.SFC64(seed))
         blocks = range(0, count, at_once := max(1, _AT_ONCE // self.width))
         sizes = (min(at_once, count - first) for first in blocks)
