@@ -104,9 +104,10 @@ def test_a_cut_costs_about_half_of_it_at_worst(relation, one, other):
 
 @pytest.mark.parametrize("others", [(-1.0,) * 3, (1.0, -1.0, -1.0), (0.5,) * 4])
 @pytest.mark.parametrize("tau", [0.02, 0.07, 0.2])
-def test_cuts_of_steps_that_depend_on_each_other(others, tau, stddev=0.7):
+def test_cuts_of_steps_that_depend_on_each_other(others, tau):
     """Two steps of two bins: what is released is in the plane."""
     x, step = np.linspace(-7, 7, 281, retstep=True)
+    stddev = 0.7
     capacity = Sampler(
         len(others) + 1, dp.sampling.BallsInBins(2), seed=1, overflow_probability=tau
     ).capacity
