@@ -22,8 +22,11 @@ from .sample_size import binomial
 Numbers = Callable[[tuple[str, ...], int], UInt64[np.ndarray, "count"]]
 """Secret random numbers of 64 bits: so many of them for a purpose, always the same."""
 
-Draw = Callable[[int], Int64[np.ndarray, "drawn"]]
-"""The examples of a step, each once. Their order means nothing."""
+Places = Int64[np.ndarray, "drawn"]
+"""Positions of examples in the data set, each once. Their order means nothing."""
+
+Draw = Callable[[int], Places]
+"""The examples of a step."""
 
 _REMEMBERED = 64  # steps, for threads that do not ask in order
 _AT_ONCE = 2**20  # numbers
@@ -155,7 +158,7 @@ class CyclicPoisson(Kind):
         """See `Kind`."""
         in_bin = _bins(num_examples, self.cycle, numbers)
 
-        def draw(step: int) -> Int64[np.ndarray, "drawn"]:
+        def draw(step: int) -> Places:
             group = in_bin(step, 0)
             return group[_poisson(len(group), self.sampling_prob, numbers, step)]
 
@@ -190,11 +193,8 @@ class FixedSize(Kind):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size > self.num_examples:
-            raise ValueError(
-                f"batch_size must be at most num_examples, {self.num_examples}, because a batch "
-                f"holds an example at most once; found {self.batch_size}."
-            )
+        advice = " A batch holds an example at most once."
+        whole_number("batch_size", self.batch_size, least=1, most=self.num_examples, advice=advice)
 
     @property
     def step_prob(self) -> float:
@@ -205,7 +205,7 @@ class FixedSize(Kind):
         """See `Kind`."""
         size, last = self.batch_size, 2**64 // num_examples * num_examples - 1
 
-        def draw(step: int) -> Int64[np.ndarray, "drawn"]:
+        def draw(step: int) -> Places:
             # Places drawn with replacement, but only the first time that each is drawn.
             drawn, rounds = np.empty(0, np.uint64), 0
             while len(drawn) < size:
@@ -348,9 +348,9 @@ class MinSeparation(Kind):
     def draws(self, num_examples: int, numbers: Numbers) -> Draw:
         """See `Kind`."""
         free_from, following = self._start(num_examples, numbers), 0
-        lock, recent = threading.Lock(), dict[int, Int64[np.ndarray, "drawn"]]()
+        lock, recent = threading.Lock(), dict[int, Places]()
 
-        def draw(step: int) -> Int64[np.ndarray, "drawn"]:
+        def draw(step: int) -> Places:
             nonlocal free_from, following
             with lock:
                 if step < following and step not in recent:
@@ -368,7 +368,7 @@ class MinSeparation(Kind):
 
     def _start(self, num_examples: int, numbers: Numbers) -> Int64[np.ndarray, "num_examples"]:
         """The first step in which each example is free."""
-        uniform = _in_blocks(num_examples, ("start",), numbers) * 2.0**-64
+        uniform = _in_blocks(num_examples, "start", numbers) * 2.0**-64
         # Free with probability step_prob / sampling_prob, else step_prob for each number of steps.
         waits = np.ceil(uniform / self.step_prob - 1 / self.sampling_prob)
         return np.clip(waits, 0, self.separation - 1).astype(np.int64)
@@ -402,7 +402,7 @@ def from_fields(fields: object) -> Kind:
         ) from error
 
 
-def _poisson(total: int, prob: float, numbers: Numbers, step: int) -> Int64[np.ndarray, "drawn"]:
+def _poisson(total: int, prob: float, numbers: Numbers, step: int) -> Places:
     """Which of so many places a step draws. From one to the next it is a geometric number."""
     at_once = int(total * prob + 10 * math.sqrt(total * prob)) + 40
     parts = [np.full(1, -1)]
@@ -415,9 +415,7 @@ def _poisson(total: int, prob: float, numbers: Numbers, step: int) -> Int64[np.n
     return drawn[drawn < total]
 
 
-def _bins(
-    num_examples: int, cycle: int, numbers: Numbers
-) -> Callable[[int, int], Int64[np.ndarray, "drawn"]]:
+def _bins(num_examples: int, cycle: int, numbers: Numbers) -> Callable[[int, int], Places]:
     """The examples in the bin of a step, by the bins of an epoch.
 
     Bins are uniform, but for cycle x 2^-64 of each probability.
@@ -425,17 +423,15 @@ def _bins(
 
     @functools.lru_cache(maxsize=1)
     def bins(epoch: int) -> UInt64[np.ndarray, "num_examples"]:
-        return _in_blocks(num_examples, (f"bins {epoch}",), numbers) % np.uint64(cycle)
+        return _in_blocks(num_examples, f"bins {epoch}", numbers) % np.uint64(cycle)
 
     return lambda step, epoch: np.flatnonzero(bins(epoch) == step % cycle)
 
 
-def _in_blocks(
-    count: int, purpose: tuple[str, ...], numbers: Numbers
-) -> UInt64[np.ndarray, "count"]:
+def _in_blocks(count: int, purpose: str, numbers: Numbers) -> UInt64[np.ndarray, "count"]:
     """Numbers by the block: a hash gives a limited number of them."""
     firsts = range(0, count, _AT_ONCE)
-    blocks = [numbers((*purpose, str(first)), min(_AT_ONCE, count - first)) for first in firsts]
+    blocks = [numbers((purpose, str(first)), min(_AT_ONCE, count - first)) for first in firsts]
     return np.concatenate(blocks)
 
 

@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+import eqx_dp as dp
+from eqx_dp.privacy import Sampler
+
 pytestmark = pytest.mark.optimized
 
 X = np.linspace(-12.0, 12.0, 6001)
@@ -97,3 +100,35 @@ def test_a_cut_costs_about_half_of_it_at_worst(relation, one, other):
     p, r = (release([-1.0] * 2, x, q, capacity, stddev) for x in (one, other))
     paid = stats.binom.sf(capacity, 3, q)
     assert 0.4 * paid < excess(p, r, relation, q, stddev) <= paid
+
+
+@pytest.mark.parametrize("others", [(-1.0,) * 3, (1.0, -1.0, -1.0), (0.5,) * 4])
+@pytest.mark.parametrize("tau", [0.02, 0.07, 0.2])
+def test_cuts_of_steps_that_depend_on_each_other(others, tau):
+    """Two steps of two bins: what is released is in the plane."""
+    x, step = np.linspace(-7, 7, 281, retstep=True)
+    stddev = 0.7
+    capacity = Sampler(
+        len(others) + 1, dp.sampling.BallsInBins(2), seed=1, overflow_probability=tau
+    ).capacity
+
+    def of_step(batch):
+        kept = list(itertools.combinations(batch, min(len(batch), capacity)))
+        return sum(stats.norm.pdf(x, sum(part), stddev) for part in kept) / len(kept)
+
+    def of_both(first, second):
+        return np.outer(of_step(first), of_step(second))
+
+    pairs = []  # for each draw from the others: with the example, and without it
+    for places in itertools.product([0, 1], repeat=len(others)):
+        batch = [[g for g, place in zip(others, places, strict=True) if place == t] for t in (0, 1)]
+        with_x = of_both([1.0, *batch[0]], batch[1]) + of_both(batch[0], [1.0, *batch[1]])
+        pairs.append((with_x / 2, of_both(*batch)))
+    worst = (of_both([1.0], []) + of_both([], [1.0])) / 2, of_both([], [])
+
+    def delta(p, q, order):
+        return np.maximum(p - order * q, 0).sum() * step**2
+
+    for order, way in itertools.product(ORDERS, (1, -1)):
+        found = np.mean([delta(*pair[::way], order) for pair in pairs])
+        assert found <= delta(*worst[::way], order) + 2 * tau + INTEGRATION_ERROR

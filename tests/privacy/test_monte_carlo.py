@@ -1,0 +1,159 @@
+"""Epsilon by Monte Carlo, against exact values and the samples of jax_privacy."""
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from jax_privacy import batch_selection
+from jax_privacy.experimental.monte_carlo import delta_calculation, sample_generation
+from scipy import optimize, stats
+
+import eqx_dp as dp
+from eqx_dp.privacy import monte_carlo
+
+BINS, ANEW, APART = dp.sampling.BallsInBins, dp.sampling.RandomAllocation, dp.sampling.MinSeparation
+
+
+def of_gaussian(moved, delta):
+    """Epsilon of one Gaussian mechanism that moves by so many standard deviations."""
+
+    def excess(epsilon):
+        above, below = moved / 2 - epsilon / moved, -moved / 2 - epsilon / moved
+        return stats.norm.cdf(above) - math.exp(epsilon) * stats.norm.cdf(below) - delta
+
+    return optimize.brentq(excess, 0, 100)
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-6])
+@pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize(
+    ("kind", "column"), [(BINS(1), (1,)), (BINS(1), (1, 0.5)), (ANEW(1), (1,))]
+)
+def test_one_bin_is_a_gaussian(kind, column, noise, delta):
+    moved = np.linalg.norm(np.convolve(np.ones(7), column)[:7]) / noise
+    found = monte_carlo.epsilon(kind, column, 7, noise, delta)
+    assert 1 <= found / of_gaussian(moved, delta) < 1.04
+
+
+def in_the_plane(modes, noise, delta):
+    """Epsilon of two modes, as likely: an integral over the plane that they span."""
+    x, step = np.linspace(-9, 9, 901, retstep=True)
+    weight = np.outer(stats.norm.pdf(x), stats.norm.pdf(x)) * step**2
+    plane = np.linalg.qr(modes.T)[1].T / noise
+    points = np.stack(np.meshgrid(x, x, indexing="ij"), -1)
+
+    def loss(y):
+        return np.log(np.mean([np.exp(y @ m - m @ m / 2) for m in plane], axis=0))
+
+    removed, added = [loss(points + m) for m in plane], [-loss(points)]
+
+    def excess(epsilon, losses):
+        return (
+            np.mean([np.sum(weight * -np.expm1(np.minimum(epsilon - x, 0))) for x in losses])
+            - delta
+        )
+
+    return max(optimize.brentq(excess, 0, 60, (losses,)) for losses in (removed, added))
+
+
+@pytest.mark.parametrize(
+    ("column", "steps", "noise", "delta"),
+    [
+        ((1.0,), 2, 0.6, 1e-5),
+        ((1.0,), 6, 2.0, 1e-6),
+        ((1.0, 0.5), 3, 1.0, 1e-5),
+        ((1, 0.3, 0.2), 6, 3.0, 1e-4),
+    ],
+)
+def test_two_bins_by_an_integral(column, steps, noise, delta):
+    strategy = sum(np.eye(steps, k=-i) * entry for i, entry in enumerate(column))
+    modes = np.stack([strategy @ (np.arange(steps) % 2 == i) for i in (0, 1)])
+    found = monte_carlo.epsilon(BINS(2), column, steps, noise, delta)
+    assert 1 <= found / in_the_plane(modes, noise, delta) < 1.04
+    if steps == 2:
+        assert found == monte_carlo.epsilon(ANEW(2), column, steps, noise, delta)
+
+
+def test_bins_that_are_drawn_anew():
+    delta, random, losses = 0.01, np.random.default_rng(3), {}
+    for is_removed in (True, False):
+        y = random.normal(size=(400_000, 3, 4)) + is_removed * (np.arange(4) == 0)
+        losses[is_removed] = np.log(np.exp(y - 0.5).mean(2)).sum(1) * (1 if is_removed else -1)
+    found = monte_carlo.epsilon(ANEW(4), (1,), 12, 1.0, delta)
+    plain = max(delta_calculation.delta_from_epsilon_and_samples(found, x) for x in losses.values())
+    assert 0.75 * delta < plain < 1.02 * delta
+    assert found == monte_carlo.epsilon(ANEW(4), (1,), 9, 1.0, delta)  # whole cycles
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [
+        (BINS(5), batch_selection.BallsInBinsSampling(12, 5)),
+        (APART(0.3, 3), batch_selection.BMinSepSampling(0.3, 12, 3)),
+    ],
+    ids=str,
+)
+def test_delta_is_that_of_jax_privacy(kind, theirs):
+    column, delta, count = (1.0, 0.5, 0.25), 0.02, 20_000
+    found = monte_carlo.epsilon(kind, column, 12, 1.5, delta)
+    theirs = [
+        delta_calculation.delta_from_epsilon_and_samples(
+            found,
+            sample_generation.get_privacy_loss_sample(
+                theirs, 1.5, np.array(column), 1, is_removed, count
+            )[0],
+        )
+        for is_removed in (True, False)
+    ]
+    assert 0.2 * delta < max(theirs) < delta + 4 * math.sqrt(delta / count)
+
+
+def test_separations_at_the_edge():
+    poisson = dp.PrivacyPlan(0.2, 5, 1.0, 0.01)
+    found = monte_carlo.epsilon(APART(0.2, 1), (1.0,), 5, 1.0, 0.01)
+    assert 1 < found / poisson.epsilon() < 1.2
+    found = monte_carlo.epsilon(APART(1.0, 3), (1.0, 0.5), 6, 1.0, 0.01)
+    assert 1 < found / monte_carlo.epsilon(BINS(3), (1.0, 0.5), 6, 1.0, 0.01) < 1.2
+
+
+@pytest.mark.parametrize("count", [100, 10**7])
+@pytest.mark.parametrize("hits", [0, 3, 90])
+def test_the_bound_of_a_mean_fails_as_rarely_as_it_says(hits, count):
+    failure = 1e-6
+    bound = monte_carlo.upper_bound(hits / count, count, failure)
+    assert 1e-9 < stats.binom.cdf(hits, count, bound) <= failure
+    assert monte_carlo.upper_bound(hits / count, count, 1.0) == pytest.approx(
+        hits / count, abs=1e-6
+    )
+
+
+def test_fixed_size():
+    kind, noise, delta = dp.sampling.FixedSize(100, 1000), 1.0, 1e-5
+    found = monte_carlo.fixed_size_epsilon(kind, 50, noise, delta)
+    # Poisson sampling needs less: a lower bound; more steps without sampling an upper one.
+    plan = dp.PrivacyPlan(0.1, 50, noise, delta, NeighboringRelation.REPLACE_ONE)
+    assert plan.epsilon() < found < of_gaussian(math.sqrt(50) / noise, delta)
+
+
+REFUSED = [
+    ({"kind": dp.sampling.Poisson(0.1)}, "no Monte Carlo accounting for Poisson"),
+    ({"kind": ANEW(3), "column": (1.0, 0.5)}, "independent noise"),
+    ({"kind": APART(0.1, 2), "column": (1.0, 0.5, 0.1)}, "at most `separation` bands"),
+    ({"column": (1.0, -0.5)}, "column must be non-negative"),
+    ({"column": (0.0,)}, "column must be non-negative"),
+    ({"relation": NeighboringRelation.REPLACE_ONE}, "REPLACE_ONE is not accounted for"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_refused(change, message):
+    good = {"kind": BINS(3), "column": (1.0,), "steps": 6, "noise_multiplier": 1.0, "delta": 1e-3}
+    with pytest.raises(ValueError, match=message):
+        monte_carlo.epsilon(**(good | change))
+    assert monte_carlo.epsilon(**good | {"steps": 0}) == 0
+    assert monte_carlo.epsilon(**good | {"noise_multiplier": 0}) == math.inf
+    with pytest.raises(ValueError, match="under REPLACE_ONE alone"):
+        monte_carlo.fixed_size_epsilon(
+            dp.sampling.FixedSize(1, 9), 1, 1.0, 0.1, NeighboringRelation.ADD_OR_REMOVE_ONE
+        )
