@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from ..expected import flag
+from ..expected import flag, whole_number
 from ..paths import below
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..privacy import Sampling
@@ -41,6 +41,7 @@ class Configuration(NamedTuple):
     normalize_by: float
     microbatch_size: int | None
     method: str
+    augmentations: int
 
     def variant(self, method: str | None, microbatch_size: int | None) -> "Configuration":
         """The same with another method or microbatch; None keeps it."""
@@ -59,6 +60,7 @@ def checked_configuration(
     normalize_by: Any,
     microbatch_size: Any,
     method: object,
+    augmentations: Any = 1,
 ) -> Configuration:
     """The options as the user gave them.
 
@@ -85,6 +87,7 @@ def checked_configuration(
         float(normalize_by),
         _checked_microbatch_size(microbatch_size),
         _checked_method(method),
+        whole_number("augmentations", augmentations, least=1, most=2**16),
     )
 
 

@@ -13,7 +13,7 @@ from ..isolation import run_apart
 from ..precision import stage
 from ..sharding import Cut, Shard
 from .clipping import AutoS, Clipping, Quantile
-from .leaves import Known, LeafGradient, joined, norm_and_bound
+from .leaves import Known, LeafGradient, norm_and_bound
 from .norms import product_roundoff, unit_roundoff
 from .program import Program
 from .uses import Uses
@@ -280,14 +280,11 @@ def clip_and_sum(
         for group in range(len(traced.clipping.clip_norms))
     ]
     with stage("norm"):
-        parts = [joined([leaves[index] for index in its]) for its in members]
-        known = [norm_and_bound(together, batch, dtype) for together, _ in parts]
+        known = [norm_and_bound([leaves[i] for i in its], batch, dtype) for its in members]
         clipped = clip(traced, known, loss, scales, is_padding_example)
-    sums: dict[int, Array] = {}
+    factors = [clipped.factors[group] for group in traced.groups]
     with stage("sum"):
-        for its, (together, of_all), factors in zip(members, parts, clipped.factors, strict=True):
-            totals = of_all([leaf.sum(factors, factors > 0) for leaf in together])
-            sums.update(zip(its, totals, strict=True))
-        totals = [sums[index] for index in range(len(leaves))] + list(map(jnp.sum, clipped.counts))
+        totals = [leaf.sum(of, of > 0) for leaf, of in zip(leaves, factors, strict=True)]
+        totals += [jnp.sum(each, dtype=dtype) for each in clipped.counts]
     found = ClippedSum(totals, loss, clipped.norms, aux)
     return found, clipped.factors
