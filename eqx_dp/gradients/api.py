@@ -172,10 +172,10 @@ def filter_clipped_grad(
         rescale_to_unit_norm,
         policy,
         sharding,
-        has_aux,
-        keep_batch_dim,
         normalize_by,
         microbatch_size,
+        has_aux,
+        keep_batch_dim,
         method,
         augmentations,
     )
@@ -204,18 +204,8 @@ def filter_value_and_clipped_grad(fun: Callable[..., Any] | None = None, **optio
     """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
 
     Args:
-        fun: as for [`filter_clipped_grad`][], and so are all the others.
-        l2_clip_norm: the clip norm, or a tree of them.
-        policy: what dtype each stage uses.
-        sharding: on which axes of a mesh examples, parameters and sums are spread.
-        filter_spec: which leaves are trained.
-        has_aux: whether `fun` returns `(loss, aux)`.
-        keep_batch_dim: whether `fun` is written for a batch.
-        rescale_to_unit_norm: divide each clipped gradient by its clip norm.
-        normalize_by: a public number > 0 that the sum is divided by.
-        microbatch_size: how many examples are processed at once.
-        method: `"auto"`, `"book_keeping"`, `"ghost"` or `"per_example"`.
-        augmentations: how many times the loss is called for each example.
+        fun: as for [`filter_clipped_grad`][].
+        **options: the options of [`filter_clipped_grad`][], all of them by name.
 
     Returns:
         A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The

@@ -55,11 +55,11 @@ def checked_configuration(
     rescale_to_unit_norm: bool,
     policy: Policy | JmpPolicy | None,
     sharding: ShardingRules | None,
-    has_aux: bool,
-    keep_batch_dim: bool,
     normalize_by: Any,
     microbatch_size: Any,
-    method: object,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    method: object = "auto",
     augmentations: Any = 1,
 ) -> Configuration:
     """The options as the user gave them.
@@ -99,14 +99,7 @@ def _checked_method(method: object) -> str:
 
 
 def _checked_microbatch_size(size: object) -> int | None:
-    if size is None:
-        return None
-    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-        raise ValueError(
-            f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
-            f"{shown(size)}."
-        )
-    return int(size)
+    return None if size is None else whole_number("microbatch_size", size, least=1, most=2**62)
 
 
 def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Model]:

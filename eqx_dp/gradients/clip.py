@@ -179,10 +179,8 @@ def clip_factors(
     margin = _round_down((1 - room) / (1 + drift), bounds.dtype)
     bounds = bounds * (1 + room)
     if unit is not None:
-        clip = clip_norm
-        if not isinstance(clip, Array):
-            clip = _round_down(clip, bounds.dtype)
-        clip = jnp.asarray(clip, bounds.dtype)
+        known = isinstance(clip_norm, float)
+        clip = _round_down(clip_norm, bounds.dtype) if known else clip_norm.astype(bounds.dtype)
         denominator = bounds + clip if is_smooth else jnp.maximum(bounds, clip)
         numerator = jnp.where(denominator > 0, _round_down(margin * unit, bounds.dtype), 0)
     elif clip_norm == math.inf:

@@ -115,14 +115,6 @@ def filter_clipped_sum(
             f"The first argument must be a function, fun(*example); found {shown(fun)}."
         )
     configuration = checked_configuration(
-        l2_clip_norm,
-        rescale_to_unit_norm,
-        policy,
-        sharding,
-        False,
-        False,
-        normalize_by,
-        microbatch_size,
-        "auto",
+        l2_clip_norm, rescale_to_unit_norm, policy, sharding, normalize_by, microbatch_size
     )
     return ClippedFunctionSum(_Linear(fun), eqx.is_inexact_array, configuration, gradients_alone)

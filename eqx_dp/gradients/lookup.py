@@ -27,7 +27,11 @@ def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     if equation.primitive is dynamic_slice_p:
         return True
     numbers = equation.params["dimension_numbers"]
-    return tuple(numbers.start_index_map) == (0,) and not numbers.operand_batching_dims
+    if 0 not in numbers.start_index_map or numbers.operand_batching_dims:
+        return False
+    # Clipped indices of other axes have no effect, but unclipped ones drop a row.
+    drops = equation.params["mode"] != GatherScatterMode.CLIP
+    return not drops or tuple(numbers.start_index_map) == (0,)
 
 
 def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
@@ -36,7 +40,8 @@ def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
     rows = operation.operands[0][0]
     if operation.primitive == dynamic_slice_p.name:
         return jnp.clip(_signed(inputs[1]), 0, rows - 1).reshape(1)
-    indices = _signed(inputs[1]).reshape(-1)
+    position = operation.param("dimension_numbers").start_index_map.index(0)
+    indices = _signed(inputs[1][..., position]).reshape(-1)
     if operation.param("mode") == GatherScatterMode.CLIP:
         return jnp.clip(indices, 0, rows - 1)
     # If the user promises that there are none, an index out of bounds reads a row and gives it no

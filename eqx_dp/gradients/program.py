@@ -53,14 +53,6 @@ class Program(NamedTuple):
         """The program to evaluate, with its narrow products."""
         return self.jaxpr if self.narrow is None else self.narrow.program(self.jaxpr)
 
-    def __call__(
-        self, params: list[Array], frozen: list[Array], example: list[Array]
-    ) -> tuple[Array, list[Array]]:
-        """Evaluates the loss and the aux leaves of one example."""
-        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self.run())
-        loss, *aux = evaluate(*params, *frozen, *example)
-        return jnp.asarray(loss), [jnp.asarray(leaf) for leaf in aux]
-
 
 class Options(NamedTuple):
     """How the user's function is to be called on one example."""
@@ -136,8 +128,7 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
         if options.policy is not None:
             model = inside_engine(model, options.policy)
         kwargs = {} if key is None else {"key": key}
-        gradient = eqx.filter(model, eqx.is_inexact_array)  # now: the loss may use up a State
-        loss, aux = check_output(fun(model, *batch, **kwargs), options.has_aux, gradient)
+        loss, aux = check_output(fun(model, *batch, **kwargs), options.has_aux)
         if options.policy is not None:
             loss = options.policy.cast_to_output(loss)
         if options.keep_batch_dim:
