@@ -93,10 +93,11 @@ class Explanation(NamedTuple):
         if self.sample is not None:
             of_device = self.sample.slots // self.num_shards
             size = max(1, min(self.microbatch_size or of_device, of_device))
-            count = self.sample.microbatches(size, of_device)
+            passes = self.sample.microbatches(size, of_device)
             yield (
                 f"batch: {self.sample.slots} slots, of which {self.sample.mean:.1f} are expected "
-                f"to hold an example; {count:.2f} microbatches of {size} are expected to be computed"
+                f"to hold an example; {passes:.2f} microbatches of {size} are expected to be "
+                "computed"
             )
 
     def _at_once(self) -> str:
