@@ -214,7 +214,8 @@ def filter_value_and_clipped_grad(fun: Callable[..., Any] | None = None, **optio
     Raises:
         ValueError: as [`filter_clipped_grad`][].
     """
-    made: Any = filter_clipped_grad(fun, **options)
+    clipped_grad: Any = filter_clipped_grad
+    made = clipped_grad(fun, **options)
     return _with_values(made) if fun is not None else lambda fun: _with_values(made(fun))
 
 

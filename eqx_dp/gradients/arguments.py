@@ -303,10 +303,9 @@ def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
         if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
             return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"
     found = ", ".join(f"{where} has {length}" for where, length in lengths.items())
-    stack = " Stack examples that are in a list (jnp.stack)."
     return (
-        f"The batch's leading axes differ: {found}. All of them must be the number of examples."
-        f"{stack if any(isinstance(argument, list) for argument in batch) else ''}"
+        f"The batch's leading axes differ: {found}. All of them must be the number of examples; "
+        "stack examples that are in a list (jnp.stack)."
     )
 
 

@@ -202,6 +202,11 @@ class DeviceBatch(NamedTuple):
             return float(-(-self.slots // size))
         return self.sample.microbatches(size, self.slots)
 
+    @property
+    def real(self) -> float:
+        """The expected number of examples; of the device that has most."""
+        return self.microbatches(1)
+
 
 class Choice(NamedTuple):
     """How the engine processes a batch.

@@ -173,14 +173,15 @@ def clip_factors(
         drift: see `Prepared.drift`.
         is_smooth: whether this is AUTO-S.
     """
-    roundoff, tiny = unit_roundoff(bounds.dtype), float(jnp.finfo(bounds.dtype).tiny)
+    dtype, roundoff = bounds.dtype, unit_roundoff(bounds.dtype)
+    tiny = float(jnp.finfo(dtype).tiny)
     # An even number, so that 1 + room is a number of the dtype.
     room = 2 * math.ceil((9 + product_roundoff(bounds.dtype) / roundoff) / 2) * roundoff
     margin = _round_down((1 - room) / (1 + drift), bounds.dtype)
     bounds = bounds * (1 + room)
     if unit is not None:
-        known = isinstance(clip_norm, float)
-        clip = _round_down(clip_norm, bounds.dtype) if known else clip_norm.astype(bounds.dtype)
+        is_array = isinstance(clip_norm, Array)
+        clip = clip_norm.astype(dtype) if is_array else _round_down(clip_norm, dtype)
         denominator = bounds + clip if is_smooth else jnp.maximum(bounds, clip)
         numerator = jnp.where(denominator > 0, _round_down(margin * unit, bounds.dtype), 0)
     elif clip_norm == math.inf:
@@ -273,14 +274,12 @@ def clip_and_sum(
     up for; `gram.md` says how many.)
     """
     batch, dtype = len(loss), traced.accumulate_dtype
-    members = [
-        [index for index, its in enumerate(traced.groups) if its == group]
-        for group in range(len(traced.clipping.clip_norms))
-    ]
+    groups, count = traced.groups, len(traced.clipping.clip_norms)
+    members = [[x for x, its in zip(leaves, groups, strict=True) if its == i] for i in range(count)]
     with stage("norm"):
-        known = [norm_and_bound([leaves[i] for i in its], batch, dtype) for its in members]
+        known = [norm_and_bound(its, batch, dtype) for its in members]
         clipped = clip(traced, known, loss, scales, is_padding_example)
-    factors = [clipped.factors[group] for group in traced.groups]
+    factors = [clipped.factors[group] for group in groups]
     with stage("sum"):
         totals = [leaf.sum(of, of > 0) for leaf, of in zip(leaves, factors, strict=True)]
         totals += [jnp.sum(each, dtype=dtype) for each in clipped.counts]

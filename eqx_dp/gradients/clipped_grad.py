@@ -79,7 +79,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         return inspect.Signature(parameters)
 
     def __repr__(self) -> str:
-        name = function_name(self._fun)
+        name = function_name(self.__wrapped__)
         return f"{type(self).__name__}({name}, l2_norm_bound={self.l2_norm_bound:g})"
 
     @property

@@ -1,7 +1,7 @@
 """The clipped sum of any function of an example: means, counts, histograms."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from ..losses import ClipNorms
 from ..paths import below
 from ..precision import JmpPolicy, Policy
 from ..sharding import ShardingRules
-from ..shown import function_name, shown
+from ..shown import shown
 from ..trees import PyTree
 from .arguments import checked_configuration, read_examples
 from .clipped_grad import ClippedGrad, gradients_alone
@@ -23,10 +23,6 @@ class _Linear(eqx.Module):
     """The loss <theta, fun(example)>, whose gradient with respect to theta is fun(example)."""
 
     fun: Callable[..., PyTree[Array]]
-
-    @property
-    def __name__(self) -> str:
-        return function_name(self.fun)
 
     def __call__(self, theta: PyTree[Array], *example: Any, **key: Any) -> Array:
         products = jax.tree.map(lambda t, x: jnp.sum(t * x), theta, self.fun(*example, **key))
@@ -40,14 +36,17 @@ class ClippedFunctionSum(ClippedGrad[PyTree[Array]]):
     model.
     """
 
-    _fun: _Linear
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return cast(_Linear, self._fun).fun
 
     def __call__(self, *batch: PyTree[Any], key: Any = None, **options: Any) -> PyTree[Array]:
         """The sum of clipped values of a batch; options are those of a [`ClippedGrad`][]."""
-        check_key(self._fun.fun, len(batch) - 1, key)
+        fun = self.__wrapped__
+        check_key(fun, len(batch) - 1, key)
         example, its_key = read_examples(batch, key, None, self.policy).one()
         named = {} if key is None else {"key": its_key}
-        values = jax.eval_shape(lambda *its, **key: self._fun.fun(*its, **key), *example, **named)
+        values = jax.eval_shape(lambda *its, **key: fun(*its, **key), *example, **named)
         for path, value in jax.tree_util.tree_leaves_with_path(values):
             if not jnp.issubdtype(value.dtype, jnp.floating):
                 raise ValueError(

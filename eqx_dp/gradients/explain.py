@@ -96,8 +96,7 @@ class Explanation(NamedTuple):
             passes = self.sample.microbatches(size, of_device)
             yield (
                 f"batch: {self.sample.slots} slots, of which {self.sample.mean:.1f} are expected "
-                f"to hold an example; {passes:.2f} microbatches of {size} are expected to be "
-                "computed"
+                f"to hold an example, in {passes:.2f} microbatches of {size}"
             )
 
     def _at_once(self) -> str:

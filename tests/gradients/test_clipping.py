@@ -1,13 +1,15 @@
 """Ways to clip, augmentations of an example, and clipped sums of functions, against plain numpy."""
 
+from contextlib import nullcontext
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqx_dp.gradients.clipping import AutoS, PerLayer, Quantile
 
 import eqx_dp as dp
+from eqx_dp.gradients.clipping import AutoS, PerLayer, Quantile
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.test_clip_holds import LOSSES, SIZE, attack
@@ -57,6 +59,10 @@ WAYS = {
 }
 
 
+def on_mesh(options):
+    return jax.set_mesh(options["sharding"].mesh) if "sharding" in options else nullcontext()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules(rule, way):
@@ -64,12 +70,13 @@ def test_rules(rule, way):
     grad_fn = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=rule, **options)
     given = {"clip_norm": jnp.float32(0.7)} if isinstance(rule, Quantile) else {}
     run = eqx.filter_jit(lambda *args, **its: grad_fn(*args, is_padding_example=MASK, **its))
-    found = jax.tree.leaves(run(CASE.model, *BATCH, **given))
+    with on_mesh(options):
+        found = jax.tree.leaves(run(CASE.model, *BATCH, **given))
     scale = options.get("normalize_by", 1.0)
     if isinstance(rule, PerLayer) and "rescale_to_unit_norm" in options:
         scale = rule.clip_norm
     truth = [x / scale for x in expected(rule, CASE, BATCH, MASK)]
-    tolerance = 0.03 if "policy" in options else 2e-5
+    tolerance = 0.03 if "policy" in options else 1e-5 + oracle.room(16)
     assert oracle.relative_error(found, truth) < tolerance
     assert found[-1] == pytest.approx(truth[-1], rel=tolerance)  # the count is small
     bound = {Quantile: np.hypot(1, 0.25), PerLayer: 0.5, AutoS: 1}[type(rule)]
@@ -122,7 +129,7 @@ def test_augmentations_share_one_clip(method):
         KEYED.model, *batch, **NOISY
     )
     truth = oracle.clipped_gradients(mean, KEYED.model, *batch, l2_clip_norm=0.3, **NOISY)
-    assert oracle.relative_error(found, truth.grads) < 1e-5
+    assert oracle.relative_error(found, truth.grads) < 1e-5 + oracle.room(8)
 
 
 # Clipped sums
@@ -138,7 +145,8 @@ def histogram(x, key=None):
 def test_a_clipped_sum(clip_norm, options):
     xs = BATCH[0].at[4].set(jnp.inf)
     sum_fn = dp.filter_clipped_sum(histogram, l2_clip_norm=clip_norm, normalize_by=2.0, **options)
-    found = jax.jit(lambda xs: sum_fn(xs, key=KEY, is_padding_example=MASK))(xs)
+    with on_mesh(options):
+        found = jax.jit(lambda xs: sum_fn(xs, key=KEY, is_padding_example=MASK))(xs)
     truth, keys = np.zeros(5), jax.random.split(KEY, 16)
     for i in np.flatnonzero(~MASK & np.isfinite(xs).all(1)):
         values = [np.float64(x) for x in jax.tree.leaves(histogram(xs[i], keys[i]))]
@@ -146,7 +154,7 @@ def test_a_clipped_sum(clip_norm, options):
         if isinstance(clip_norm, PerLayer):
             most, sizes = np.sqrt(2), [np.linalg.norm(x) for x in values]
         truth += oracle.vector([x * min(1, most / n) for x, n in zip(values, sizes, strict=True)])
-    np.testing.assert_allclose(oracle.vector(found), truth / 2, rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(oracle.vector(found), truth / 2, rtol=1e-5 + oracle.room(16))
 
 
 @pytest.mark.parametrize("how", ["sum", *map(str, RULES)])
@@ -201,7 +209,7 @@ REFUSED = {
     "none was given": lambda: grads(KEYED.loss, augmentations=2)(KEYED.model, *KEYED.batch(4)),
     "must be a function": lambda: sums(3),
     "must return arrays": lambda: sums(lambda x: None)(BATCH[0]),
-    r"result of the function\.n.*int32.*float": lambda: sums(lambda x: {"n": jnp.int32(1)})(
+    r"result of the function at n.*int32.*float": lambda: sums(lambda x: {"n": jnp.int32(1)})(
         BATCH[0]
     ),
     "no parameter named 'key'": lambda: sums(lambda x: x)(BATCH[0], key=KEY),

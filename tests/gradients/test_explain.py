@@ -155,8 +155,8 @@ def test_everyone_who_asks_with_a_plan_is_told_the_same():
 
 
 EXPECTED = re.compile(
-    r"batch: (\d+) slots, of which ([\d.]+) are expected to hold an example; ([\d.]+) microbatches "
-    r"of (\d+) are expected to be computed"
+    r"batch: (\d+) slots, of which ([\d.]+) are expected to hold an example, in ([\d.]+) "
+    r"microbatches of (\d+)"
 )
 
 
@@ -178,9 +178,10 @@ def test_a_plans_samples_in_a_line(size):
 
 def test_a_plan_that_takes_every_example():
     plan = dp.PrivacyPlan(sampling_prob=1, steps=10, noise_multiplier=1.0, delta=1e-6)
-    assert "37 slots, of which 37.0 are expected to hold an example; 1.00 microbatches of 37" in (
-        str(explained(CASE, 37, plan))
+    assert (
+        "37 slots, of which 37.0 are expected to hold an example, in 1.00 microbatches of 37"
+        in (str(explained(CASE, 37, plan)))
     )
-    assert "0 slots, of which 0.0 are expected to hold an example; 0.00" in (
+    assert "0 slots, of which 0.0 are expected to hold an example, in 0.00" in (
         str(explained(CASE, 0, PLAN))
     )
