@@ -178,11 +178,6 @@ class Clipping(NamedTuple):
         return (*of_groups, rule.weight / 2) if isinstance(rule, Quantile) else of_groups
 
     @property
-    def num_counts(self) -> int:
-        """How many counts there are behind the sums of leaves: one of a quantile."""
-        return int(isinstance(self.rule, Quantile))
-
-    @property
     def unit(self) -> float | None:
         """The bound of each rescaled group of leaves; None if its bound is the clip norm."""
         if not self.rescale_to_unit_norm:
@@ -218,8 +213,7 @@ class Clipping(NamedTuple):
             clipping = self.with_arrays([jnp.where(known > 0, known, 0)])
         elif isinstance(self.rule, PerLayer):
             structure = jax.tree.structure(params)
-            count = structure.num_leaves
-            norms = (self.clip_norms[0] / math.sqrt(count),) * count
+            norms = (self.clip_norms[0] / math.sqrt(structure.num_leaves),) * structure.num_leaves
             clipping = self._replace(clip_norms=norms, structure=structure)
         return clipping, clipping.groups(params)
 
