@@ -45,6 +45,10 @@ def expected(rule, case, batch, mask, clip_norm=0.7):
     return [np.sum(column, axis=0) for column in zip(*sums, strict=True)]
 
 
+def name_of(rule):
+    return type(rule).__name__
+
+
 RULES = [AutoS(), AutoS(2.0), PerLayer(0.5), Quantile(clip_norm=9.0, weight=0.5)]
 MASK = np.arange(16) % 5 == 2
 BATCH = CASE.batch(16)[0].at[3].set(jnp.nan), CASE.batch(16)[1]
@@ -64,7 +68,7 @@ def on_mesh(options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_rules(rule, way):
     options = WAYS[way]
     grad_fn = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=rule, **options)
@@ -84,7 +88,9 @@ def test_rules(rule, way):
 
 
 @pytest.mark.parametrize("method", ["book_keeping", "ghost"])
-@pytest.mark.parametrize("rule", [AutoS(0.0), AutoS(1e-6), PerLayer(1e-12), Quantile()], ids=str)
+@pytest.mark.parametrize(
+    "rule", [AutoS(0.0), AutoS(1e-6), PerLayer(1e-12), Quantile()], ids=name_of
+)
 def test_the_bound_holds_for_hostile_values(rule, method):
     loss, time, shape = LOSSES["tokens"]
     grad_fn = dp.filter_clipped_grad(
