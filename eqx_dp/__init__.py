@@ -7,8 +7,8 @@ Precision: what dtype each stage uses
     load_policy, parse_policy, available_policies, Policy, ModuleRule, Matmul,
     LossScale, apply_policy, apply_updates
 Clipped gradients: one example moves a sum by so much and no more
-    filter_clipped_grad, filter_value_and_clipped_grad, ClippedGrad, PerExample,
-    clipping, explain
+    filter_clipped_grad, filter_value_and_clipped_grad, filter_clipped_sum, ClippedGrad,
+    PerExample, clipping, explain
 Plan, sample, noise: what makes the sum private, and what that costs
     PrivacyPlan, sampling, PoissonSampler, Banded, Users, NeighboringRelation, compose,
     gaussian_privatizer, add_noise, optimizers
@@ -34,6 +34,7 @@ from .gradients import PerExample as PerExample
 from .gradients import clipping as clipping
 from .gradients import explain as explain
 from .gradients import filter_clipped_grad as filter_clipped_grad
+from .gradients import filter_clipped_sum as filter_clipped_sum
 from .gradients import filter_value_and_clipped_grad as filter_value_and_clipped_grad
 from .planning import plan_memory as plan_memory
 from .planning import tune as tune

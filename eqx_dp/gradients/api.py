@@ -1,5 +1,7 @@
 """Equinox's `filter_grad`, with the gradient of every example clipped before they are summed."""
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
 
@@ -11,7 +13,7 @@ from ..precision import JmpPolicy, Policy
 from ..sharding import ShardingRules
 from ..shown import shown
 from ..trees import PyTree
-from .arguments import Configuration, FilterSpec, MethodName, checked_configuration
+from .arguments import FilterSpec, MethodName, checked_configuration
 from .calls import PerExample
 from .clipped_grad import ClippedGrad, gradients_alone
 
@@ -32,6 +34,7 @@ class ClippingOptions(TypedDict, total=False):
     normalize_by: float | int
     microbatch_size: int | None
     method: MethodName
+    augmentations: int
 
 
 @overload
@@ -66,6 +69,7 @@ def filter_clipped_grad(
     normalize_by: float | int = 1.0,
     microbatch_size: int | None = None,
     method: MethodName = "auto",
+    augmentations: int = 1,
 ) -> Any:
     """Creates a function that sums the clipped gradients of a batch's examples.
 
@@ -102,7 +106,9 @@ def filter_clipped_grad(
             a real scalar, or a pair `(loss, aux)`. The model comes first.
         l2_clip_norm: the clip norm C >= 0 (`inf`: no clipping), or a tree of them: a prefix of
             the trainable parameters' tree, each number bounding the gradient of the leaves below it
-            (per-layer clipping).
+            (per-layer clipping). Or a value of `dp.clipping`: `AutoS`, `PerLayer`, or `Quantile`,
+            whose clip norm is an operand of the call (`grad_fn(..., clip_norm=C)`), and whose
+            result holds `(gradients, count)` in place of the gradients.
         policy: which dtype each stage uses. Parameters and float inputs enter the loss in the
             compute dtype; the loss is cast to the output dtype; norms, factors and sums are in the
             accumulate dtype. Module rules give single modules another compute dtype. A model that
@@ -135,6 +141,12 @@ def filter_clipped_grad(
             gradients in a microbatch; `explain` says which. `"auto"` takes book-keeping, or
             `"ghost"` if one example would hold too much memory; it also chooses the microbatch
             unless `microbatch_size` is given.
+        augmentations: how many times K the loss is called for each example, with K different keys.
+            The loss of the example is the mean of the K, so that K augmentations cost one clip (De
+            et al., "Unlocking High-Accuracy Differentially Private Image Classification through
+            Scale", 2022); aux gets an axis of K in front. The loss
+            must take a key, and augment its example with it. One example takes about K times the
+            memory and time.
 
     Returns:
         A [`ClippedGrad`][], called as
@@ -148,7 +160,8 @@ def filter_clipped_grad(
     Raises:
         ValueError: here or at the call, for: an option out of its range; a loss that is not a real
             scalar, returns its gradient, is written for a batch (without `keep_batch_dim`), needs a
-            collective over the batch (`eqx.nn.BatchNorm`), or needs a key that is not given; a key
+            collective over the batch (`eqx.nn.BatchNorm`), or needs a key that is not given (or has
+            no parameter for one, with `augmentations`); a key
             or an `eqx.nn.State` in the batch; a State in aux, or one that is closed over and
             written; no batch, or leading axes that differ; nothing trainable; a tree of clip norms
             that does not fit the model; a model that is paired with another policy; a module rule
@@ -159,88 +172,14 @@ def filter_clipped_grad(
         rescale_to_unit_norm,
         policy,
         sharding,
-        has_aux,
-        keep_batch_dim,
         normalize_by,
         microbatch_size,
-        method,
-    )
-    return _wrap(fun, filter_spec, configuration, _with_aux if has_aux else gradients_alone)
-
-
-@overload
-def filter_value_and_clipped_grad(
-    fun: _Loss, *, has_aux: bool = False, **options: Unpack[ClippingOptions]
-) -> ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]: ...
-@overload
-def filter_value_and_clipped_grad(
-    *, has_aux: bool = False, **options: Unpack[ClippingOptions]
-) -> Callable[[_Loss], ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]]: ...
-def filter_value_and_clipped_grad(
-    fun: Callable[..., Any] | None = None,
-    *,
-    l2_clip_norm: ClipNorms,
-    policy: Policy | JmpPolicy | None = None,
-    sharding: ShardingRules | None = None,
-    filter_spec: FilterSpec = eqx.is_inexact_array,
-    has_aux: bool = False,
-    keep_batch_dim: bool = False,
-    rescale_to_unit_norm: bool = False,
-    normalize_by: float | int = 1.0,
-    microbatch_size: int | None = None,
-    method: MethodName = "auto",
-) -> Any:
-    """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
-
-    Args:
-        fun: as for [`filter_clipped_grad`][], and so are all the others.
-        l2_clip_norm: the clip norm, or a tree of them.
-        policy: what dtype each stage uses.
-        sharding: on which axes of a mesh examples, parameters and sums are spread.
-        filter_spec: which leaves are trained.
-        has_aux: whether `fun` returns `(loss, aux)`.
-        keep_batch_dim: whether `fun` is written for a batch.
-        rescale_to_unit_norm: divide each clipped gradient by its clip norm.
-        normalize_by: a public number > 0 that the sum is divided by.
-        microbatch_size: how many examples are processed at once.
-        method: `"auto"`, `"book_keeping"`, `"ghost"` or `"per_example"`.
-
-    Returns:
-        A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The
-        sensitivity is that of the gradients alone: the per-example values are **not private**.
-
-    Raises:
-        ValueError: as [`filter_clipped_grad`][].
-    """
-    configuration = checked_configuration(
-        l2_clip_norm,
-        rescale_to_unit_norm,
-        policy,
-        sharding,
         has_aux,
         keep_batch_dim,
-        normalize_by,
-        microbatch_size,
         method,
+        augmentations,
     )
-    return _wrap(fun, filter_spec, configuration, _with_values)
-
-
-def _with_aux(per_example: PerExample, grads: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Any]]:
-    return grads, per_example.aux
-
-
-def _with_values(per_example: PerExample, grads: PyTree[Array]) -> tuple[PerExample, PyTree[Array]]:
-    return per_example, grads
-
-
-def _wrap(
-    fun: Callable[..., Any] | None,
-    filter_spec: FilterSpec,
-    configuration: Configuration,
-    finish: Callable[[PerExample, PyTree[Array]], Any],
-) -> Any:
-    """Wraps a loss, or returns a decorator that does."""
+    finish = _with_aux if has_aux else gradients_alone
 
     def wrap(fun: Callable[..., Any]) -> Any:
         if not callable(fun) or isinstance(fun, ClippedGrad):
@@ -251,3 +190,43 @@ def _wrap(
         return eqx.module_update_wrapper(ClippedGrad(fun, filter_spec, configuration, finish))
 
     return wrap if fun is None else wrap(fun)
+
+
+@overload
+def filter_value_and_clipped_grad(
+    fun: _Loss, *, has_aux: bool = False, **options: Unpack[ClippingOptions]
+) -> ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]: ...
+@overload
+def filter_value_and_clipped_grad(
+    *, has_aux: bool = False, **options: Unpack[ClippingOptions]
+) -> Callable[[_Loss], ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]]: ...
+def filter_value_and_clipped_grad(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
+
+    Args:
+        fun: as for [`filter_clipped_grad`][].
+        **options: the options of [`filter_clipped_grad`][], all of them by name.
+
+    Returns:
+        A [`ClippedGrad`][] that returns `(PerExample(loss, grad_norm, aux), gradients)`. The
+        sensitivity is that of the gradients alone: the per-example values are **not private**.
+
+    Raises:
+        ValueError: as [`filter_clipped_grad`][].
+    """
+    clipped_grad: Any = filter_clipped_grad
+    made = clipped_grad(fun, **options)
+    return _with_values(made) if fun is not None else lambda fun: _with_values(made(fun))
+
+
+filter_value_and_clipped_grad.__signature__ = inspect.signature(filter_clipped_grad)
+
+
+def _with_values(grad_fn: ClippedGrad[Any, Any]) -> Any:
+    """The same function, which returns the values of each example as well."""
+    valued = dataclasses.replace(grad_fn, _finish=lambda per_example, grads: (per_example, grads))
+    return eqx.module_update_wrapper(valued)
+
+
+def _with_aux(per_example: PerExample, grads: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Any]]:
+    return grads, per_example.aux

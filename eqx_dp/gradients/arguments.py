@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from ..expected import flag
+from ..expected import flag, whole_number
 from ..paths import below
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..privacy import Sampling
@@ -41,6 +41,7 @@ class Configuration(NamedTuple):
     normalize_by: float
     microbatch_size: int | None
     method: str
+    augmentations: int
 
     def variant(self, method: str | None, microbatch_size: int | None) -> "Configuration":
         """The same with another method or microbatch; None keeps it."""
@@ -54,11 +55,12 @@ def checked_configuration(
     rescale_to_unit_norm: bool,
     policy: Policy | JmpPolicy | None,
     sharding: ShardingRules | None,
-    has_aux: bool,
-    keep_batch_dim: bool,
     normalize_by: Any,
     microbatch_size: Any,
-    method: object,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    method: object = "auto",
+    augmentations: Any = 1,
 ) -> Configuration:
     """The options as the user gave them.
 
@@ -85,6 +87,7 @@ def checked_configuration(
         float(normalize_by),
         _checked_microbatch_size(microbatch_size),
         _checked_method(method),
+        whole_number("augmentations", augmentations, least=1, most=2**16),
     )
 
 
@@ -96,14 +99,7 @@ def _checked_method(method: object) -> str:
 
 
 def _checked_microbatch_size(size: object) -> int | None:
-    if size is None:
-        return None
-    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-        raise ValueError(
-            f"microbatch_size must be an integer >= 1, or None for the whole batch at once; found "
-            f"{shown(size)}."
-        )
-    return int(size)
+    return None if size is None else whole_number("microbatch_size", size, least=1, most=2**62)
 
 
 def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Model]:
@@ -307,10 +303,9 @@ def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
         if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
             return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"
     found = ", ".join(f"{where} has {length}" for where, length in lengths.items())
-    stack = " Stack examples that are in a list (jnp.stack)."
     return (
-        f"The batch's leading axes differ: {found}. All of them must be the number of examples."
-        f"{stack if any(isinstance(argument, list) for argument in batch) else ''}"
+        f"The batch's leading axes differ: {found}. All of them must be the number of examples; "
+        "stack examples that are in a list (jnp.stack)."
     )
 
 

@@ -259,11 +259,12 @@ def run(
     closed_over = [const for const in consts if isinstance(const, jax.core.Tracer)]
     shared = traced.params, traced.frozen, closed_over
     clipping = traced.clipping
-    groups = (*traced.groups, *[len(clipping.clip_norms)] * clipping.num_counts)
+    counts = range(len(clipping.clip_norms), len(clipping.bounds))
+    groups = (*traced.groups, *counts)
     mark = Mark(
         clipping.bounds,
         groups,
-        (*(param.ndim for param in traced.params), *[0] * clipping.num_counts),
+        (*(param.ndim for param in traced.params), *[0] * len(counts)),
         len(jax.tree.leaves(shared)),
         len(jax.tree.leaves(examples.batch)),
         examples.keys is not None,
@@ -299,7 +300,8 @@ def _spread(
     consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
     mask = [] if examples.is_padding_example is None else [examples.is_padding_example]
 
-    may_stay, num_counts = parts_that_stay(traced), traced.clipping.num_counts
+    may_stay, clipping = parts_that_stay(traced), traced.clipping
+    num_counts = len(clipping.bounds) - len(clipping.clip_norms)
 
     def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
         shared = [

@@ -181,8 +181,6 @@ _MEMORY_SHARE = 0.4
 _MOVED_BY_A_PASS = 6
 # Kernels for a leaf: forward, backward, norm, sum.
 _KERNELS = 10
-# The cost of one normal number (20 rounds of threefry, and the inverse error function).
-_NORMAL = 500
 # XLA divides work between cores by the leading axis: odd sizes leave some of them idle.
 _ALIGNED = 8
 
@@ -210,27 +208,6 @@ class DeviceBatch(NamedTuple):
         return self.microbatches(1)
 
 
-class Work(NamedTuple):
-    """The expected work of a device in a step, in floating-point operations (or equivalents).
-
-    Attributes:
-        gradient: for real examples, including norms and weighted sums.
-        padding: for padding slots in microbatches that hold an example.
-        passes: for adding up the sums of microbatches.
-        noise: for drawing it.
-    """
-
-    gradient: float
-    padding: float
-    passes: float
-    noise: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return float(sum(self))
-
-
 class Choice(NamedTuple):
     """How the engine processes a batch.
 
@@ -240,7 +217,6 @@ class Choice(NamedTuple):
         reason: why.
         held: bytes that are held for an example until its clip factor is known, by estimate.
         batch: the batch of a device.
-        work: its expected work.
     """
 
     method: str
@@ -248,7 +224,6 @@ class Choice(NamedTuple):
     reason: str
     held: int
     batch: DeviceBatch
-    work: Work
 
 
 def choose(
@@ -285,7 +260,7 @@ def choose(
     its = _Method(costs[chosen], sizes, flops, held)
     if method == "auto" and microbatch_size is None:
         microbatch_size = _best_size(its, batch, _fitting(its, batch.slots, memory))
-    return Choice(chosen, microbatch_size, reason, held, batch, its.work(batch, microbatch_size))
+    return Choice(chosen, microbatch_size, reason, held, batch)
 
 
 class _Method(NamedTuple):
@@ -303,28 +278,22 @@ class _Method(NamedTuple):
     flops: float
     held: int
 
-    def work(self, batch: DeviceBatch, size: int | None) -> Work:
+    def work(self, batch: DeviceBatch, size: int) -> float:
         """The expected work with a microbatch size: whole microbatches, as many as needed."""
-        size = min(size or max(1, batch.slots), max(1, batch.slots))
         of_one = float(self.flops + sum(cost.norm_flops for cost in self.costs))
         of_one += move() * sum(cost.moved for cost in self.costs)
         of_one *= _ALONE if size == 1 and is_cpu() else 1
         leaves = zip(self.costs, self.sizes, strict=True)
         used = [entries for cost, entries in leaves if cost.way != "unused"]
         starting = _KERNELS * len(used) * (1e5 if is_cpu() else 1e8)
-        count, real = batch.microbatches(size), batch.real
-        return Work(
-            of_one * real,
-            of_one * (size * count - real),
-            (move() * _MOVED_BY_A_PASS * sum(used) + starting) * count,
-            float(_NORMAL * sum(self.sizes)),
-        )
+        of_pass = size * of_one + move() * _MOVED_BY_A_PASS * sum(used) + starting
+        return of_pass * batch.microbatches(size)
 
 
 def _best_size(method: _Method, batch: DeviceBatch, most: int) -> int | None:
     """The fitting microbatch of least work; None for all slots."""
     sizes = _sizes(most, batch.slots)
-    best = min(sizes, key=lambda size: method.work(batch, size).total, default=batch.slots)
+    best = min(sizes, key=lambda size: method.work(batch, size), default=batch.slots)
     return best if best < batch.slots else None
 
 

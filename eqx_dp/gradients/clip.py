@@ -13,7 +13,7 @@ from ..isolation import run_apart
 from ..precision import stage
 from ..sharding import Cut, Shard
 from .clipping import AutoS, Clipping, Quantile
-from .leaves import Known, LeafGradient, joined, norm_and_bound
+from .leaves import Known, LeafGradient, norm_and_bound
 from .norms import product_roundoff, unit_roundoff
 from .program import Program
 from .uses import Uses
@@ -173,16 +173,15 @@ def clip_factors(
         drift: see `Prepared.drift`.
         is_smooth: whether this is AUTO-S.
     """
-    roundoff, tiny = unit_roundoff(bounds.dtype), float(jnp.finfo(bounds.dtype).tiny)
+    dtype, roundoff = bounds.dtype, unit_roundoff(bounds.dtype)
+    tiny = float(jnp.finfo(dtype).tiny)
     # An even number, so that 1 + room is a number of the dtype.
     room = 2 * math.ceil((9 + product_roundoff(bounds.dtype) / roundoff) / 2) * roundoff
     margin = _round_down((1 - room) / (1 + drift), bounds.dtype)
     bounds = bounds * (1 + room)
     if unit is not None:
-        clip = clip_norm
-        if not isinstance(clip, Array):
-            clip = _round_down(clip, bounds.dtype)
-        clip = jnp.asarray(clip, bounds.dtype)
+        is_array = isinstance(clip_norm, Array)
+        clip = clip_norm.astype(dtype) if is_array else _round_down(clip_norm, dtype)
         denominator = bounds + clip if is_smooth else jnp.maximum(bounds, clip)
         numerator = jnp.where(denominator > 0, _round_down(margin * unit, bounds.dtype), 0)
     elif clip_norm == math.inf:
@@ -275,19 +274,14 @@ def clip_and_sum(
     up for; `gram.md` says how many.)
     """
     batch, dtype = len(loss), traced.accumulate_dtype
-    members = [
-        [index for index, its in enumerate(traced.groups) if its == group]
-        for group in range(len(traced.clipping.clip_norms))
-    ]
+    groups, count = traced.groups, len(traced.clipping.clip_norms)
+    members = [[x for x, its in zip(leaves, groups, strict=True) if its == i] for i in range(count)]
     with stage("norm"):
-        parts = [joined([leaves[index] for index in its]) for its in members]
-        known = [norm_and_bound(together, batch, dtype) for together, _ in parts]
+        known = [norm_and_bound(its, batch, dtype) for its in members]
         clipped = clip(traced, known, loss, scales, is_padding_example)
-    sums: dict[int, Array] = {}
+    factors = [clipped.factors[group] for group in groups]
     with stage("sum"):
-        for its, (together, of_all), factors in zip(members, parts, clipped.factors, strict=True):
-            totals = of_all([leaf.sum(factors, factors > 0) for leaf in together])
-            sums.update(zip(its, totals, strict=True))
-        totals = [sums[index] for index in range(len(leaves))] + list(map(jnp.sum, clipped.counts))
+        totals = [leaf.sum(of, of > 0) for leaf, of in zip(leaves, factors, strict=True)]
+        totals += [jnp.sum(each, dtype=dtype) for each in clipped.counts]
     found = ClippedSum(totals, loss, clipped.norms, aux)
     return found, clipped.factors

@@ -1,8 +1,9 @@
 """A loss whose gradient is clipped example by example: what `filter_clipped_grad` returns."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, SupportsFloat, TypedDict, Unpack, overload
+from typing import Any, Generic, Self, SupportsFloat, TypedDict, Unpack, overload
 
 import dp_accounting
 import equinox as eqx
@@ -78,7 +79,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         return inspect.Signature(parameters)
 
     def __repr__(self) -> str:
-        name = function_name(self._fun)
+        name = function_name(self.__wrapped__)
         return f"{type(self).__name__}({name}, l2_norm_bound={self.l2_norm_bound:g})"
 
     @property
@@ -132,7 +133,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
                     f"({allowed}), found {shown(neighboring_relation)}."
                 )
 
-    def of_samples(self, sampling: Sampling | None) -> "ClippedGrad[_Result, _Loss]":
+    def of_samples(self, sampling: Sampling | None) -> Self:
         """The same function, for batches that are drawn in a given way.
 
         Guarantee: if batches are samples, a call without `is_padding_example` is refused when it is
@@ -143,9 +144,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
                 slots that hold an example, by which `"auto"` chooses the microbatch. None for
                 batches without padding.
         """
-        return ClippedGrad(
-            self._fun, self._filter_spec, self._configuration, self._finish, sampling
-        )
+        return dataclasses.replace(self, _sampling=sampling)
 
     def _variant(
         self, *, method: MethodName | None = None, microbatch_size: int | None = None
@@ -225,7 +224,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         policy, rules = agreed_policy(model, configuration.policy), configuration.sharding
         params, rest = checked_trainable(model, self._filter_spec)
         refuse_batch_norm(model)
-        check_key(self._fun, len(batch), key)
+        check_key(self._fun, len(batch), key, configuration.augmentations)
         examples = read_examples(batch, key, is_padding_example, policy)
 
         accumulate_dtype = _accumulate_dtype(params, policy)
@@ -237,7 +236,8 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
                 params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         of_one = None if specs is None else specs.of_one
         inputs = Inputs(params, frozen, static, *examples.one(), of_one)
-        options = Options(configuration.has_aux, configuration.keep_batch_dim, policy, rules)
+        has_aux, keep_batch_dim = configuration.has_aux, configuration.keep_batch_dim
+        options = Options(has_aux, keep_batch_dim, policy, rules, configuration.augmentations)
         program = trace(self._fun, options, inputs)
         leaves, others = jax.tree.leaves(params), jax.tree.leaves(frozen)
         sizes = [leaf.size for leaf in leaves]

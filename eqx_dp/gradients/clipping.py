@@ -174,13 +174,8 @@ class Clipping(NamedTuple):
     def bounds(self) -> tuple[float, ...]:
         """The same for each group, and then for the count of a quantile."""
         of_groups = tuple(self.unit or norm for norm in self.clip_norms)
-        is_counted = isinstance(self.rule, Quantile)
-        return (*of_groups, self.rule.weight / 2) if is_counted else of_groups
-
-    @property
-    def num_counts(self) -> int:
-        """How many counts there are behind the sums of leaves: one of a quantile."""
-        return int(isinstance(self.rule, Quantile))
+        rule = self.rule
+        return (*of_groups, rule.weight / 2) if isinstance(rule, Quantile) else of_groups
 
     @property
     def unit(self) -> float | None:
@@ -205,22 +200,22 @@ class Clipping(NamedTuple):
             ValueError: as [`groups`][]; a clip norm is given and there is no quantile, or it is no
                 real number.
         """
+        clipping = self
         if clip_norm is not None:
             if not isinstance(self.rule, Quantile):
                 raise ValueError(
-                    "clip_norm was given to a call whose l2_clip_norm is a known number. Make the "
-                    "function with l2_clip_norm=dp.clipping.Quantile(...), or leave clip_norm out."
+                    "clip_norm was given to a call, but l2_clip_norm is no dp.clipping.Quantile: "
+                    "leave it out, or make the function with one."
                 )
             if jnp.ndim(clip_norm) or not _is_real(clip_norm):
                 raise ValueError(f"clip_norm must be a real number, found {shown(clip_norm)}.")
             known = jnp.asarray(clip_norm, float)
-            return self.with_arrays([jnp.where(known > 0, known, 0)]), self.groups(params)
-        if isinstance(self.rule, PerLayer):
-            leaves, structure = jax.tree.flatten(params)
-            norms = (self.clip_norms[0] / math.sqrt(len(leaves)),) * len(leaves)
-            its_own = self._replace(clip_norms=norms, structure=structure)
-            return its_own, list(range(len(leaves)))
-        return self, self.groups(params)
+            clipping = self.with_arrays([jnp.where(known > 0, known, 0)])
+        elif isinstance(self.rule, PerLayer):
+            structure = jax.tree.structure(params)
+            norms = (self.clip_norms[0] / math.sqrt(structure.num_leaves),) * structure.num_leaves
+            clipping = self._replace(clip_norms=norms, structure=structure)
+        return clipping, clipping.groups(params)
 
     def groups(self, params: PyTree[Array]) -> list[int]:
         """Finds the group of every leaf of `params`, in the order of its leaves.
@@ -229,7 +224,8 @@ class Clipping(NamedTuple):
             ValueError: the tree of clip norms is no prefix of the tree of trainable parameters.
         """
         indices = self.structure.unflatten(range(len(self.clip_norms)))
-        indices = jax.tree.map(lambda i: _NO_GROUP if i is None else i, indices, is_leaf=_is_none)
+        is_none = lambda i: i is None  # noqa: E731
+        indices = jax.tree.map(lambda i: _NO_GROUP if i is None else i, indices, is_leaf=is_none)
         try:
             groups = jax.tree.broadcast(indices, params)
         except ValueError as error:
@@ -249,10 +245,6 @@ _NO_PREFIX = (
 )
 
 
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
-
-
 def parse_clip_norm(l2_clip_norm: PyTree[Any], rescale_to_unit_norm: bool) -> Clipping:
     """Reads a clip norm, or a tree of them, as the user gave it.
 
@@ -266,7 +258,7 @@ def parse_clip_norm(l2_clip_norm: PyTree[Any], rescale_to_unit_norm: bool) -> Cl
     if isinstance(l2_clip_norm, ClippingRule):
         is_unit = rescale_to_unit_norm or not isinstance(l2_clip_norm, PerLayer)
         number = getattr(l2_clip_norm, "gamma" if isinstance(l2_clip_norm, AutoS) else "clip_norm")
-        return Clipping((number,), jax.tree.structure(0), is_unit, l2_clip_norm)
+        return Clipping((float(number),), jax.tree.structure(0), is_unit, l2_clip_norm)
     norms = jax.tree_util.tree_map_with_path(_parse_one, l2_clip_norm)
     clip_norms, structure = jax.tree.flatten(norms)
     if not clip_norms:

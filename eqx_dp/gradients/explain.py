@@ -16,7 +16,6 @@ from ..shown import shown
 from ..tables import Part, tabular
 from ..trees import PyTree
 from .calls import Prepared, parts_that_stay
-from .choice import Work
 from .clip import TracedLoss
 from .clipped_grad import ClippedGrad
 from .uses import scattering_of
@@ -64,7 +63,6 @@ class Explanation(NamedTuple):
         num_shards: how many parts the batch is divided into, by sharding rules.
         reason: why.
         sample: how many slots are expected to hold an example; None without a plan.
-        work: the work that a device is expected to do in a step.
         flops: floating-point operations of the whole batch: of contractions and convolutions in
             the loss and its gradient, without clipping, from the traced program; `"ghost"` takes
             all but the forward ones twice.
@@ -77,7 +75,6 @@ class Explanation(NamedTuple):
     num_shards: int
     reason: str
     sample: SampleSize | None
-    work: Work
     flops: float
 
     def _parts(self) -> Iterator[Part]:
@@ -93,23 +90,14 @@ class Explanation(NamedTuple):
         )
         yield [_HEAD, *map(_cells, (*self.rows, total))]
         yield f"gradient without clipping: {self.flops:.3e} FLOPs"
-        yield from self._expected()
-
-    def _expected(self) -> Iterator[str]:
-        """The lines about a plan's sampling."""
-        if self.sample is None:
-            return
-        of_device = self.sample.slots // self.num_shards
-        size = max(1, min(self.microbatch_size or of_device, of_device))
-        count = self.sample.microbatches(size, of_device)
-        yield (
-            f"batch: {self.sample.slots} slots, of which {self.sample.mean:.1f} are expected to "
-            f"hold an example; {count:.2f} microbatches of {size} are expected to be computed"
-        )
-        total = self.work.total or 1.0  # nothing is done for leaves without entries
-        names = ("gradient", "padding", "sums over microbatches", "noise")
-        shares = [f"{name} {x / total:.0%}" for name, x in zip(names, self.work, strict=True)]
-        yield f"expected time of a step, without the optimizer: {', '.join(shares)}"
+        if self.sample is not None:
+            of_device = self.sample.slots // self.num_shards
+            size = max(1, min(self.microbatch_size or of_device, of_device))
+            passes = self.sample.microbatches(size, of_device)
+            yield (
+                f"batch: {self.sample.slots} slots, of which {self.sample.mean:.1f} are expected "
+                f"to hold an example, in {passes:.2f} microbatches of {size}"
+            )
 
     def _at_once(self) -> str:
         own = self.num_examples // self.num_shards
@@ -152,8 +140,7 @@ def explain(
         An [`Explanation`][]: `rows`, each with `path`, `uses`, `way`, `reason`, `compute_dtype`,
         `accumulate_dtype`, `flops`, `bytes`; `str()` prints them, with the totals, the chosen
         method and the reason, and the `flops` of the gradient. With a plan it also prints the
-        expected numbers of slots that hold an example and of microbatches that are computed, and
-        the expected parts of a step's time, by formula.
+        expected numbers of slots that hold an example and of microbatches that are computed.
 
     Raises:
         ValueError: `grad_fn` is something else; and as for `grad_fn`.
@@ -186,7 +173,6 @@ def explain(
         found.num_shards,
         choice.reason,
         choice.batch.sample,
-        choice.work,
         _flops(found, grad_fn.sharding),
     )
 
@@ -194,7 +180,8 @@ def explain(
 def _flops(call: Prepared, rules: ShardingRules | None) -> float:
     program, count = call.traced.program, len(call.sums)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
-    of_one = jax.grad(lambda params, rest: program(params, [], rest)[0])
+    run: Any = jex_core.jaxpr_as_fun(program.run())
+    of_one = jax.grad(lambda params, rest: run(*params, *rest)[0])
     with on_device(rules):
         gradient = jax.make_jaxpr(of_one)(shapes[:count], shapes[count:])
     return float(call.examples.num_examples * matmul_flops(gradient))

@@ -51,13 +51,11 @@ class OuterProducts(NamedTuple):
         x: the vectors on the side of the data.
         g: the vectors on the side of the cotangent.
         transposed: whether this use has the parameter transposed, compared with the first use.
-        sign: 1, or -1 where the parameter is used with the other sign.
     """
 
     x: Side
     g: Float[Array, "batch group time features_out"]
     transposed: bool = False
-    sign: int = 1
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -162,8 +160,7 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
         aa, bb = (x[i][..., :, None] * x[j][..., None, :] for x in (a, b))
         error = (alpha * aa + rho * abs(inner_a)) * abs(inner_b)
         error += beta * bb * (abs(inner_a) + alpha * aa)
-        signed = twice * uses[i].sign * uses[j].sign
-        square.append(signed * sum_in_blocks((inner_a * inner_b).reshape(batch, -1)))
+        square.append(twice * sum_in_blocks((inner_a * inner_b).reshape(batch, -1)))
         slack.append(twice * sum_in_blocks(error.reshape(batch, -1)))
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)

@@ -44,10 +44,8 @@ class NoScalar(ValueError):
     """A loss is an array, not a single number."""
 
 
-def check_output(
-    output: Any, has_aux: bool, gradient: PyTree[Array]
-) -> tuple[Float[Array, ""], PyTree[Any]]:
-    """Splits the user's output into loss and aux; `gradient` is as `eqx.filter_grad` returns it.
+def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[Any]]:
+    """Splits the user's output into loss and aux.
 
     Raises:
         ValueError: it is no pair where it should be one, or its loss is no real scalar.
@@ -68,35 +66,17 @@ def check_output(
                 f"The loss must be a real floating-point number; its dtype is {loss.dtype}."
             )
         return loss, aux
-    parts = (output, *output) if isinstance(output, tuple) else (output,)
-    if any(_is_gradient(part, gradient) for part in parts):
-        raise ValueError(
-            f"The loss returns a tree of arrays like the model's, which looks like its gradient. "
-            f"{_NO_GRADIENT}"
-        )
     if not eqx.is_array_like(loss):
-        pair = f"; pass has_aux=True if it returns (loss, aux). {_NO_GRADIENT}"
-        hint = pair if isinstance(loss, tuple) else "."
+        pair = "; pass has_aux=True if it returns (loss, aux)" if isinstance(loss, tuple) else ""
         found = "None" if loss is None else f"a {type(loss).__name__}"
-        raise ValueError(f"The loss must return a scalar array; it returned {found}{hint}")
+        raise ValueError(
+            f"The loss must return a scalar array; it returned {found}{pair}. {_NO_GRADIENT}"
+        )
     raise NoScalar(
         f"The loss of one example must be a scalar; its shape is {jnp.shape(loss)}. Reduce it with "
         "jnp.mean or jnp.sum; a loss written for a whole batch needs keep_batch_dim=True. "
         f"{_NO_GRADIENT}"
     )
-
-
-def _is_gradient(output: PyTree[Any], gradient: PyTree[Array]) -> bool:
-    """Whether it is a tree with the same float arrays at the same places."""
-    shapes = [
-        {
-            jax.tree_util.keystr(path): leaf.shape
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-            if eqx.is_inexact_array(leaf)
-        }
-        for tree in (output, gradient)
-    ]
-    return not eqx.is_array(output) and shapes[0] == shapes[1]
 
 
 def check_aux(aux: PyTree[Any]) -> None:

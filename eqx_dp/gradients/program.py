@@ -53,14 +53,6 @@ class Program(NamedTuple):
         """The program to evaluate, with its narrow products."""
         return self.jaxpr if self.narrow is None else self.narrow.program(self.jaxpr)
 
-    def __call__(
-        self, params: list[Array], frozen: list[Array], example: list[Array]
-    ) -> tuple[Array, list[Array]]:
-        """Evaluates the loss and the aux leaves of one example."""
-        evaluate: Callable[..., list[Array]] = jex_core.jaxpr_as_fun(self.run())
-        loss, *aux = evaluate(*params, *frozen, *example)
-        return jnp.asarray(loss), [jnp.asarray(leaf) for leaf in aux]
-
 
 class Options(NamedTuple):
     """How the user's function is to be called on one example."""
@@ -69,6 +61,7 @@ class Options(NamedTuple):
     keep_batch_dim: bool
     policy: Policy | None
     sharding: ShardingRules | None
+    augmentations: int = 1
 
 
 class Inputs(NamedTuple):
@@ -122,13 +115,20 @@ def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
     aux_trees: list[Any] = []
 
     def loss_of(*flat: Array) -> tuple[Array, list[Any]]:
+        if options.augmentations == 1:
+            return loss_of_call(*flat)
+        *arrays, key = flat
+        keys = jax.random.split(key, options.augmentations)
+        losses, aux = jax.vmap(lambda key: loss_of_call(*arrays, key))(keys)
+        return jnp.mean(losses), aux
+
+    def loss_of_call(*flat: Array) -> tuple[Array, list[Any]]:
         params, frozen, batch, key = structure.unflatten(flat)
         model = eqx.combine(params, frozen, inputs.static)
         if options.policy is not None:
             model = inside_engine(model, options.policy)
         kwargs = {} if key is None else {"key": key}
-        gradient = eqx.filter(model, eqx.is_inexact_array)  # now: the loss may use up a State
-        loss, aux = check_output(fun(model, *batch, **kwargs), options.has_aux, gradient)
+        loss, aux = check_output(fun(model, *batch, **kwargs), options.has_aux)
         if options.policy is not None:
             loss = options.policy.cast_to_output(loss)
         if options.keep_batch_dim:
@@ -200,14 +200,21 @@ def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values()), False
 
 
-def check_key(fun: Callable[..., Any], num_batch_arguments: int, key: Any) -> None:
+def check_key(
+    fun: Callable[..., Any], num_batch_arguments: int, key: Any, augmentations: int = 1
+) -> None:
     """Refuses a call that lacks the key that its loss takes, or has one that it does not take.
 
     Raises:
         ValueError: a key is missing, or not wanted.
     """
     can, must = takes_key(fun, 1 + num_batch_arguments)
-    if key is None and must:
+    if augmentations > 1 and not can:
+        raise ValueError(
+            f"augmentations={augmentations} calls the loss with as many keys, and the loss has no "
+            "parameter named 'key' after the batch. Add one, and augment the example with it."
+        )
+    if key is None and (must or augmentations > 1):
         raise ValueError(
             "The loss takes a key and none was given: call with key=jax.random.key(...), a fresh "
             "one every step. It is split into one key an example."

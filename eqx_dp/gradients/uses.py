@@ -5,7 +5,7 @@ There is one file a kind of use: `contraction`, `convolution`, `lookup`.
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
@@ -65,7 +65,6 @@ class MatrixAxes(NamedTuple):
     columns: tuple[int, ...]
 
 
-@runtime_checkable
 class Kind(Protocol):
     """One kind of use. Each kind has a file, and an entry in `KINDS`.
 

@@ -31,7 +31,9 @@ def shares_of_numbers(machine, clip_norm, sizes, rescale=False, normalize_by=3.0
     sizes = np.asarray(sizes, np.float32)
 
     def factors(bounds):
-        return clip_factors(bounds, clip_norm, rescale, jnp.ones(len(bounds), bool))
+        return clip_factors(
+            bounds, clip_norm, 1.0 if rescale else None, jnp.ones(len(bounds), bool)
+        )
 
     found = np.float64(machine(factors, sizes))
     weighted = np.float64(np.float32(np.float64(sizes) * found * (1 + machine.product)))

@@ -155,20 +155,18 @@ def test_everyone_who_asks_with_a_plan_is_told_the_same():
 
 
 EXPECTED = re.compile(
-    r"batch: (\d+) slots, of which ([\d.]+) are expected to hold an example; ([\d.]+) microbatches "
-    r"of (\d+) are expected to be computed\n"
-    r"expected time of a step, without the optimizer: gradient (\d+)%, padding (\d+)%, "
-    r"sums over microbatches (\d+)%, noise (\d+)%"
+    r"batch: (\d+) slots, of which ([\d.]+) are expected to hold an example, in ([\d.]+) "
+    r"microbatches of (\d+)"
 )
 
 
 @pytest.mark.parametrize("size", [None, 1, 8, 10_000])
-def test_a_plans_samples_in_two_lines(size):
+def test_a_plans_samples_in_a_line(size):
     found = explained(CASE, SLOTS, PLAN, method="ghost", microbatch_size=size)
     without = explained(CASE, SLOTS, method="ghost", microbatch_size=size)
     text = str(found).splitlines()
-    assert text[:-2] == str(without).splitlines()
-    told = EXPECTED.fullmatch("\n".join(text[-2:]))
+    assert text[:-1] == str(without).splitlines()
+    told = EXPECTED.fullmatch(text[-1])
     assert told
     at_once = min(size or SLOTS, SLOTS)
     assert (int(told[1]), int(told[4])) == (SLOTS, at_once)
@@ -176,15 +174,14 @@ def test_a_plans_samples_in_two_lines(size):
     drawn = np.arange(SLOTS + 1)
     weights = stats.binom.pmf(drawn, 1000, PLAN.batches_prob)
     assert float(told[3]) == pytest.approx(weights @ np.ceil(drawn / at_once), abs=0.5)
-    assert sum(int(told[part]) for part in (5, 6, 7, 8)) == pytest.approx(100, abs=2)
-    assert int(told[6]) == 0 or size != 1
 
 
 def test_a_plan_that_takes_every_example():
     plan = dp.PrivacyPlan(sampling_prob=1, steps=10, noise_multiplier=1.0, delta=1e-6)
-    assert "37 slots, of which 37.0 are expected to hold an example; 1.00 microbatches of 37" in (
-        str(explained(CASE, 37, plan))
+    assert (
+        "37 slots, of which 37.0 are expected to hold an example, in 1.00 microbatches of 37"
+        in (str(explained(CASE, 37, plan)))
     )
-    assert "0 slots, of which 0.0 are expected to hold an example; 0.00" in (
+    assert "0 slots, of which 0.0 are expected to hold an example, in 0.00" in (
         str(explained(CASE, 0, PLAN))
     )
