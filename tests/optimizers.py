@@ -6,6 +6,8 @@ import jax
 import optax
 import optax.contrib
 
+import eqx_dp as dp
+
 # What wants more than a learning rate, and what is no whole optimizer.
 SPECIAL = {
     "differentially_private_aggregate",  # clips and adds noise by itself
@@ -32,6 +34,8 @@ AROUND = {
     "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
+    "adam_corrected": lambda: dp.optimizers.adam_corrected(1e-2, 0.1),
+    "disk": lambda: dp.optimizers.disk(optax.adam(1e-2)),
     "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-2)),
 }
 
