@@ -27,6 +27,7 @@ from importlib.metadata import version as _version
 from types import ModuleType as _ModuleType
 
 from . import audit as audit
+from . import optimizers as optimizers
 from .checks import check_precision as check_precision
 from .checks import check_privacy as check_privacy
 from .gradients import ClippedGrad as ClippedGrad
@@ -54,7 +55,6 @@ from .privacy import Users as Users
 from .privacy import add_noise as add_noise
 from .privacy import compose as compose
 from .privacy import gaussian_privatizer as gaussian_privatizer
-from .privacy import optimizers as optimizers
 from .privacy import sampling_kinds as _sampling_kinds
 from .sharding import ShardingRules as ShardingRules
 from .training import CheckpointError as CheckpointError

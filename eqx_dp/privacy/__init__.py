@@ -1,6 +1,5 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
-from . import optimizers as optimizers
 from . import sampling_kinds as sampling_kinds
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .accounting import NeighboringRelation as NeighboringRelation

@@ -1,7 +1,7 @@
 """What a plan says, and what it costs: fields, accounting, calibration."""
 
 import dataclasses
-from typing import Self, SupportsFloat, SupportsIndex, cast
+from typing import Any, Self, SupportsFloat, SupportsIndex, cast
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
@@ -15,6 +15,7 @@ from .plan_json import fields_of, written
 from .sampling import OVERFLOW_PROBABILITY
 from .sampling_kinds import Kind, Poisson
 from .strategies import Banded
+from .users import Users
 
 _MOST_STEPS = 2**53
 _DELTA_WANTED = (
@@ -33,6 +34,7 @@ class AccountedPlan:
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
     sampling: Kind = dataclasses.field(kw_only=True)
     noise: Banded | None = dataclasses.field(default=None, kw_only=True)
+    unit: Users | None = dataclasses.field(default=None, kw_only=True)
 
     # Written out for its types: any number is accepted, floats and ints are stored.
     def __init__(
@@ -45,11 +47,14 @@ class AccountedPlan:
         *,
         sampling: Kind | None = None,
         noise: Banded | None = None,
+        unit: Users | None = None,
     ):
         check_relation(neighboring_relation)
         kind = _kind(sampling_prob, sampling)
         if noise is not None:
             expect("noise", noise, Banded, "a dp.Banded, or None for independent noise")
+        if unit is not None:
+            expect("unit", unit, Users, "a dp.Users, or None if each example is protected alone")
         checked = {
             "sampling_prob": kind.step_prob,
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
@@ -60,6 +65,7 @@ class AccountedPlan:
             "neighboring_relation": neighboring_relation,
             "sampling": kind,
             "noise": noise,
+            "unit": unit,
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -83,6 +89,7 @@ class AccountedPlan:
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
         sampling: Kind | None = None,
         noise: Banded | None = None,
+        unit: Users | None = None,
     ) -> Self:
         """Finds the plan with the least noise that stays within a privacy budget.
 
@@ -94,6 +101,7 @@ class AccountedPlan:
             neighboring_relation: As for the plan.
             sampling: As for the plan.
             noise: As for the plan.
+            unit: As for the plan.
 
         Returns:
             The plan. Its noise multiplier is at most 1.0002 times the least that keeps to the
@@ -105,9 +113,8 @@ class AccountedPlan:
                 for the plan itself, the budget cannot be met, or hardly any noise meets it.
         """
         budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
-        draft = cls(
-            sampling_prob, steps, 1.0, delta, neighboring_relation, sampling=sampling, noise=noise
-        )
+        extras: Any = {"sampling": sampling, "noise": noise, "unit": unit}
+        draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation, **extras)
         left = draft._delta_left(draft.steps)
         if budget <= PRECISION_EPSILON:
             raise ValueError(

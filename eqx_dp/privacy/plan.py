@@ -79,6 +79,8 @@ class PrivacyPlan(AccountedPlan):
         sampling: How batches are drawn, one of `dp.sampling`, in place of `sampling_prob` (which
             is then the probability that a given example is in a given step).
         noise: How noise is correlated over steps, a `dp.Banded`; None: independent.
+        unit: `dp.Users(...)` to protect all rows of a user together; None: each example alone.
+            `num_examples` is then everywhere the number of users.
 
     Raises:
         ValueError: If a number has the wrong type or is out of its range, the relation is none of
@@ -146,6 +148,12 @@ class PrivacyPlan(AccountedPlan):
             devices=devices,
             shared=shared,
         )
+        users = sampler.num_examples if self.unit is None else self.unit.num_users
+        if users not in (None, sampler.num_examples):
+            raise ValueError(
+                f"num_examples must be the number of users, {users}: the plan's unit is users. "
+                f"Found {sampler.num_examples}."
+            )
         _warn_of_large_delta(self.delta, sampler.num_examples)
         return sampler
 

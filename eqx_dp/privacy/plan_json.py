@@ -10,18 +10,21 @@ from dp_accounting import NeighboringRelation
 from ..expected import expect
 from .sampling_kinds import Poisson, from_fields
 from .strategies import Banded
+from .users import users_from
 
 _FORMAT = "eqx_dp.PrivacyPlan"
 _VERSION = 1
 _NEEDED = {"sampling_prob", "steps", "noise_multiplier", "delta", "neighboring_relation"}
-_OPTIONAL = {"sampling", "noise"}
+_OPTIONAL = {"sampling", "noise", "unit"}
 
 
 def written(fields: Mapping[str, Any]) -> str:
     """Writes a plan's fields as JSON, but for Poisson sampling and independent noise."""
     found: dict[str, Any] = {"format": _FORMAT, "version": _VERSION} | dict(fields)
     found["neighboring_relation"] = fields["neighboring_relation"].name
-    sampling, noise = found.pop("sampling"), found.pop("noise")
+    sampling, noise, unit = found.pop("sampling"), found.pop("noise"), found.pop("unit")
+    if unit is not None:
+        found["unit"] = unit.fields()
     if not isinstance(sampling, Poisson):
         found["sampling"] = sampling.fields()
     if noise is not None:
@@ -42,7 +45,7 @@ def fields_of(text: str) -> dict[str, Any]:
         if keys:
             raise ValueError(
                 f"{problem} in a plan in JSON: {', '.join(sorted(keys))}; its keys are "
-                f"format, version, {', '.join(sorted(_NEEDED))}, and perhaps sampling and noise."
+                f"format, version, {', '.join(sorted(_NEEDED))}, and perhaps sampling, noise, unit."
             )
     relation = fields["neighboring_relation"]
     known = NeighboringRelation.__members__
@@ -55,6 +58,8 @@ def fields_of(text: str) -> dict[str, Any]:
         fields["sampling"] = from_fields(fields["sampling"])
     if "noise" in fields:
         fields["noise"] = _noise_from(fields["noise"])
+    if "unit" in fields:
+        fields["unit"] = users_from(fields["unit"])
     return fields
 
 

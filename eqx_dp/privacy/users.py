@@ -5,7 +5,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +79,13 @@ class Users:
             object.__setattr__(self, name, value)
 
     def fields(self) -> dict[str, Any]:
-        """What a plan's JSON says of it. `Users(None, per_step)` reads it back."""
+        """What a plan's JSON says of it; `users_from` reads it back."""
         return {"kind": "users", "per_step": self.per_step}
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self._rows_by_user[0])
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss of one user, from the loss of one row.
@@ -179,11 +184,10 @@ class Users:
                 number of rows.
         """
         rows, is_padding_row, is_padding_example = self.rows(sampler, step)
-        num_rows = len(self._rows_by_user[0])
         for path, leaf in jax.tree_util.tree_leaves_with_path(sources):
-            if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.shape[:1] != (num_rows,):
+            if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.shape[:1] != (self.num_rows,):
                 raise ValueError(
-                    f"{below('sources', path)} must be an array with the {num_rows} rows of "
+                    f"{below('sources', path)} must be an array with the {self.num_rows} rows of "
                     f"user_of_example along its leading axis; found {shown(leaf)}."
                 )
         taken = jax.tree.map(lambda leaf: leaf[rows], sources)
@@ -200,6 +204,13 @@ class Users:
         users = np.asarray(self.user_of_example)
         order = np.argsort(users, kind="stable")
         return order, np.searchsorted(users[order], np.arange(self.num_users + 1))
+
+
+def users_from(found: Any) -> Users:
+    """Reads what `Users.fields` wrote; a ValueError for anything else."""
+    if not isinstance(found, dict) or found.keys() != {"kind", "per_step"}:
+        raise ValueError(f"unit must be an object of kind and per_step; found {found!r}.")
+    return Users(None, cast(dict[str, Any], found)["per_step"])
 
 
 def _checked_users(users: Any, num_users: int | None) -> Int64[np.ndarray, " rows"]:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from ..expected import function
-from ..privacy import Sampler
+from ..privacy import Sampler, Users
 from ..shown import shown
 from ..trees import PyTree
 
@@ -137,6 +137,7 @@ class Batches:
         data: a source, or a tuple of sources of one length, one an argument of the loss.
         shape: a sampler: how many examples there are, and how many slots a batch has.
         ahead: how many batches are read at the same time, each by a thread, while a step runs.
+        users: who owns the rows of the sources, if the sampler draws users.
 
     Raises:
         ValueError: `data` is no source; sources differ in length, or hold another number of
@@ -144,16 +145,20 @@ class Batches:
         DataError: a source cannot be read.
     """
 
-    def __init__(self, data: Any, shape: Sampler, ahead: int = 1):
-        self._ahead, self._slots = ahead, shape.capacity
-        self._sources = checked_sources(data, shape.num_examples)
-        first = np.array([shape.owned.start if shape.owned else 0])
+    def __init__(self, data: Any, shape: Sampler, ahead: int = 1, users: Users | None = None):
+        self._ahead, self._users, self._slots = ahead, users, shape.capacity
+        num_rows = shape.num_examples if users is None else users.num_rows
+        self._sources = checked_sources(data, num_rows)
+        first = np.array([shape.owned.start if shape.owned and users is None else 0])
         self._example = [_read(name, source, first, None) for name, source in self._sources]
 
     def zeros(self) -> MaskedBatch:
         """A batch that is made up, without a padding example."""
         nothing = np.arange(0)
-        return MaskedBatch(self._arguments(nothing, nothing), np.zeros(self._slots, bool))
+        per_user = 1 if self._users is None else self._users.per_step
+        is_padding_row = np.zeros((self._slots, per_user), bool)
+        examples = self._arguments(nothing, nothing, is_padding_row)
+        return MaskedBatch(examples, np.zeros(self._slots, bool))
 
     def drawn_by(self, sampler: Sampler, steps: int) -> Generator[MaskedBatch]:
         """The batches of a sampler's first steps, in their order, read while steps run.
@@ -173,17 +178,26 @@ class Batches:
             pool.shutdown(cancel_futures=True)
 
     def _batch(self, sampler: Sampler, step: int) -> MaskedBatch:
-        indices, is_padding_example = sampler.batch(step)
-        slots = np.argsort(indices)[np.sum(is_padding_example) :]  # a source is read forward
-        return MaskedBatch(self._arguments(indices[slots], slots), is_padding_example)
+        if self._users is None:
+            indices, is_padding_example = sampler.batch(step)
+            is_padding_row = is_padding_example[:, None]
+        else:
+            rows, is_padding_row, is_padding_example = self._users.rows(sampler, step)
+            indices = rows.ravel()
+        slots = np.argsort(indices)[np.sum(indices < 0) :]  # a source is read forward
+        examples = self._arguments(indices[slots], slots, is_padding_row)
+        return MaskedBatch(examples, is_padding_example)
 
-    def _arguments(self, indices: Indices, slots: Indices) -> tuple[PyTree[np.ndarray], ...]:
+    def _arguments(
+        self, indices: Indices, slots: Indices, is_padding_row: Mask
+    ) -> tuple[PyTree[np.ndarray], ...]:
         """What the loss gets: these examples in these slots, and zeros in all others."""
 
         def padded(found: np.ndarray) -> np.ndarray:
-            filled = np.zeros((self._slots, *found.shape[1:]), found.dtype)
+            filled = np.zeros((is_padding_row.size, *found.shape[1:]), found.dtype)
             filled[slots] = found
-            return filled
+            shape = is_padding_row.shape[: 1 if self._users is None else 2]
+            return filled.reshape(*shape, *found.shape[1:])
 
         parts: list[Any] = []
         for (name, source), example in zip(self._sources, self._example, strict=True):
@@ -191,7 +205,7 @@ class Batches:
             found = _read(name, source, indices, example) if len(slots) else nothing
             part = jax.tree.map(padded, found)
             parts += part if is_plain_tuple(part) else (part,)
-        return tuple(parts)
+        return (*parts,) if self._users is None else (*parts, is_padding_row)
 
 
 def _read(name: str, source: Source, indices: Indices, like: Any) -> Any:

@@ -90,6 +90,7 @@ def make_step(
             is one that holds a privatizer: the step adds the plan's noise.
         plan: sampling, noise, accounting.
         num_examples: the number of examples in the data set, on all hosts together; it is public.
+            With `unit=dp.Users(...)` in the plan, the number of users.
         l2_clip_norm: as for `filter_clipped_grad`. (In place of its `rescale_to_unit_norm`, chain
             `optax.scale(1 / l2_clip_norm)` before the optimizer.)
         policy: as for `filter_clipped_grad`; it also holds for the noise.
@@ -125,7 +126,7 @@ def make_step(
     _refuse_noise(optimizer)
     num_examples = plan.sampler(num_examples, seed=b"its length").num_examples
     grad_fn = filter_clipped_grad(
-        loss,
+        loss if plan.unit is None else plan.unit.loss(loss),
         l2_clip_norm=l2_clip_norm,
         policy=policy,
         sharding=sharding,

@@ -145,7 +145,8 @@ class Trainer(Generic[Model]):
         self._step, self._keep = step, whole_number("keep", keep, least=1, most=2**53)
         self._directory = directory
         ahead = whole_number("read_ahead", read_ahead, least=1, most=1024)
-        self._batches = Batches(data, step._sampler_of(b"its shape alone"), ahead)
+        shape = step._sampler_of(b"its shape alone")
+        self._batches = Batches(data, shape, ahead, step.plan.unit)
 
     def __repr__(self) -> str:
         where = self._directory and str(self._directory)
