@@ -1,12 +1,13 @@
 """Finds epsilon from a noise multiplier, or the noise multiplier from a budget.
 
-For a run of Poisson samples, by the accounting that a plan uses (privacy loss distributions). Shows
-epsilon over the steps. Nothing is trained, and no data is read.
+For a run of Poisson samples, or of a plan of any kind in a file, by the accounting that plans use.
+Shows epsilon over the steps. Nothing is trained, and no data is read.
 """
 
 import argparse
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from ..privacy import NeighboringRelation, PrivacyPlan
@@ -18,12 +19,13 @@ _RELATIONS = {relation.name.lower().replace("_", "-"): relation for relation in 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("--examples", type=_count, required=True, help="in the data set")
-    parser.add_argument("--batch", type=_count, required=True, help="expected examples in a step")
-    length = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="plan.to_json(), for all else")
+    parser.add_argument("--examples", type=_count, help="in the data set")
+    parser.add_argument("--batch", type=_count, help="expected examples in a step")
+    length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=_real, help="passes over the data set, in expectation")
     length.add_argument("--steps", type=_count, help="steps, in place of epochs")
-    aim = parser.add_mutually_exclusive_group(required=True)
+    aim = parser.add_mutually_exclusive_group()
     aim.add_argument("--epsilon", type=_real, help="the budget: finds the noise multiplier")
     aim.add_argument("--noise-multiplier", type=_real, help="noise / sensitivity: finds epsilon")
     parser.add_argument("--delta", type=_real, help="(default: 1 / (10 x examples))")
@@ -36,12 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(arguments: argparse.Namespace) -> str:
-    """The plan, and epsilon over its steps.
-
-    Raises:
-        ValueError: the batch is larger than the data set; and as for `PrivacyPlan`.
-    """
+def _plan(arguments: argparse.Namespace) -> PrivacyPlan:
+    """The plan that the arguments describe."""
+    given = vars(arguments)
+    needed = ("examples",), ("batch",), ("epochs", "steps"), ("epsilon", "noise_multiplier")
+    if arguments.plan is not None:
+        if any(given[name] for names in needed for name in names):
+            raise ValueError("--plan: found other numbers beside it; allowed: the plan alone")
+        return PrivacyPlan.from_json(arguments.plan.read_text())
+    for names in needed:
+        if not any(given[name] for name in names):
+            options = " or ".join(f"--{name.replace('_', '-')}" for name in names)
+            raise ValueError(f"{options} is required; or a plan in a file: --plan FILE")
     examples, batch = arguments.examples, arguments.batch
     if batch > examples:
         raise ValueError(f"--batch: found {batch}; allowed: at most {examples}, the data set")
@@ -52,9 +60,18 @@ def run(arguments: argparse.Namespace) -> str:
         "neighboring_relation": _RELATIONS[arguments.relation],
     }
     if arguments.epsilon is None:
-        plan = PrivacyPlan(noise_multiplier=arguments.noise_multiplier, **options)
-    else:
-        plan = PrivacyPlan.calibrate(epsilon=arguments.epsilon, **options)
+        return PrivacyPlan(noise_multiplier=arguments.noise_multiplier, **options)
+    return PrivacyPlan.calibrate(epsilon=arguments.epsilon, **options)
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """The plan, and epsilon over its steps.
+
+    Raises:
+        ValueError: arguments are missing; the batch is larger than the data set; and as for
+            `PrivacyPlan`.
+    """
+    plan = _plan(arguments)
     steps = sorted({max(1, round(plan.steps * part / _ROWS)) for part in range(1, _ROWS + 1)})
     spent = {step: plan.epsilon(step) for step in steps}
     if arguments.json:
@@ -69,10 +86,10 @@ def run(arguments: argparse.Namespace) -> str:
         "",
         f"noise multiplier {plan.noise_multiplier:.4g}: epsilon {spent[plan.steps]:.3f}, delta "
         f"{plan.delta:.3g}, after {plan.steps:,} steps",
-        f"each of {examples:,} examples is in a step with probability {plan.sampling_prob:.4g} "
-        f"(Poisson sampling); neighbors: {arguments.relation}",
-        f"dp.PrivacyPlan({plan.sampling_prob!r}, {plan.steps}, {plan.noise_multiplier!r}, "
-        f"{plan.delta!r}, dp.NeighboringRelation.{plan.neighboring_relation.name})",
+        f"each example is in a step with probability {plan.sampling_prob:.4g} "
+        f"({type(plan.sampling).__name__} sampling); neighbors: "
+        f"{plan.neighboring_relation.name.lower().replace('_', '-')}",
+        f"dp.{plan!r}",
         "for certified noise; with certified=False, true delta is, for every epsilon, at least "
         f"{plan.uncertified_delta(1):.2g}, and {plan.uncertified_delta(10**6):.2g} for gradients "
         "that are spread over a million parameters",

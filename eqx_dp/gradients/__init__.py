@@ -13,8 +13,8 @@ from .calls import PerExample as PerExample
 from .calls import Prepared as Prepared
 from .calls import mark_of as mark_of
 from .clipped_grad import ClippedGrad as ClippedGrad
-from .clipping import Quantile as Quantile
 from .clipped_sum import filter_clipped_sum as filter_clipped_sum
+from .clipping import Quantile as Quantile
 from .explain import Explanation as Explanation
 from .explain import Slices as Slices
 from .explain import checked_grad_fn as checked_grad_fn

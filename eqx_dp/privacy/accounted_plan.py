@@ -78,6 +78,17 @@ class AccountedPlan:
                 f"Found {self.delta:g}. Take a larger delta or fewer steps."
             )
 
+    def __repr__(self) -> str:
+        numbers = f"{self.steps}, {self.noise_multiplier!r}, {self.delta!r}"
+        relation = f"dp.NeighboringRelation.{self.neighboring_relation.name}"
+        named = {"sampling": self.sampling, "noise": self.noise, "unit": self.unit}
+        shown = {name: value for name, value in named.items() if value is not None}
+        if isinstance(self.sampling, Poisson):
+            del shown["sampling"]
+        more = "".join(f", {name}={value}" for name, value in shown.items())
+        first = self.sampling_prob if "sampling" not in shown else None
+        return f"PrivacyPlan({first}, {numbers}, {relation}{more})"
+
     @classmethod
     def calibrate(
         cls,
@@ -168,8 +179,11 @@ class AccountedPlan:
         return self.delta - self._delta_left(self.steps) + rounding
 
     @property
-    def discretization(self) -> float:
-        """The width of the intervals in which dp_accounting should count privacy losses."""
+    def discretization(self) -> float | None:
+        """The width of the intervals in which dp_accounting should count privacy losses.
+
+        None where there is no privacy loss distribution.
+        """
         return self._mechanism(self.steps).discretization(self.noise_multiplier)
 
     @property

@@ -44,7 +44,12 @@ class Composition:
                 f"delta must exceed {self.delta - self._left:.3g}, what overflow and finite "
                 f"precision of these plans may cost; found {self.delta:g}."
             )
-        self.event()
+        for plan in self.plans:
+            if plan.discretization is None:
+                raise ValueError(
+                    f"plans of {type(plan.sampling).__name__} have no privacy loss distribution, "
+                    "and cannot be composed. Take Poisson or CyclicPoisson."
+                )
 
     @property
     def _left(self) -> float:
@@ -59,7 +64,7 @@ class Composition:
         """Epsilon of all releases together, at `delta`; infinite if one has no noise."""
         if any(plan.noise_multiplier == 0 for plan in self.plans):
             return math.inf
-        interval = max(plan.discretization for plan in self.plans)
+        interval = max(plan.discretization or 0.0 for plan in self.plans)
         relation = self.plans[0].neighboring_relation
         accountant = PLDAccountant(relation, value_discretization_interval=interval)
         found = float(accountant.compose(self.event()).get_epsilon(self._left))

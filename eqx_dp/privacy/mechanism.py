@@ -125,12 +125,11 @@ class Mechanism(NamedTuple):
             case _:
                 return None
 
-    def discretization(self, noise_multiplier: float) -> float:
-        """The width of the intervals of privacy losses."""
-        reduced = self.reduced()
-        return (
-            1e-4 if reduced is None else discretization(reduced[0], noise_multiplier * reduced[1])
-        )
+    def discretization(self, noise_multiplier: float) -> float | None:
+        """The width of the intervals of privacy losses; None if there is no distribution."""
+        if (reduced := self.reduced()) is None:
+            return None
+        return discretization(reduced[0], noise_multiplier * reduced[1])
 
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """The event for dp_accounting; a ValueError where it has none."""
@@ -141,7 +140,10 @@ class Mechanism(NamedTuple):
                 f"dp_accounting has no event for {type(self.sampling).__name__}: its epsilon is by "
                 "Monte Carlo accounting. For several releases together take CyclicPoisson."
             )
-        return monte_carlo.fixed_size_event(self.sampling, self.steps, noise_multiplier)
+        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+        sizes = self.sampling.num_examples, self.sampling.batch_size
+        step = dp_accounting.SampledWithoutReplacementDpEvent(*sizes, gaussian)
+        return dp_accounting.SelfComposedDpEvent(step, self.steps)
 
     def epsilon(self, noise_multiplier: float, delta: float) -> float:
         """Epsilon at a delta."""

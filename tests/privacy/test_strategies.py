@@ -218,7 +218,7 @@ def test_plans_compose_to_one_epsilon():
         ((half, dp.PrivacyPlan(0.1, 1, 1.0, 1e-6, RELATIONS[1])), None, "one neighboring_relation"),
         ((), 1e-5, "no plan"),
         ((half,), 1e-9, "delta must exceed"),
-        ((half, plan_of(sampling=dp.sampling.BallsInBins(6))), None, "no event"),
+        ((half, plan_of(sampling=dp.sampling.BallsInBins(6))), None, "cannot be composed"),
     ):
         with pytest.raises(ValueError, match=message):
             dp.compose(*plans, delta=delta)
