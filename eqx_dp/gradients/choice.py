@@ -183,7 +183,7 @@ def _bytes(shapes: object) -> int:
     )
 
 
-_CPU_SHARE = 8 * 2**20
+_CPU_SHARE = 16 * 2**20
 # How many times as long as in a larger microbatch an example takes on a CPU that is alone in one.
 _ALONE = 1.25
 # Sums of more examples at once round so coarsely that gradients are clipped 1 % more and beyond
