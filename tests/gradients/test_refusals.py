@@ -235,20 +235,6 @@ def test_nothing_that_wants_a_clipped_gradient_prints_what_it_got(unchecked):
         assert "Linear" not in str(caught.value)
 
 
-# What is welcome
-
-
-def test_a_complex_leaf_may_be_frozen():
-    model = {"odd": jnp.asarray(3 + 4j, jnp.complex64), "w": ONE}
-    grads = clipped(
-        lambda model, x: jnp.abs(model["odd"]) * x * model["w"],
-        filter_spec={"odd": False, "w": True},
-        l2_clip_norm=np.inf,
-    )(model, TWO)
-    assert grads["odd"] is None
-    np.testing.assert_allclose(grads["w"], 10.0)
-
-
 # Losses in which examples meet
 
 

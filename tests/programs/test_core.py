@@ -22,14 +22,6 @@ def with_backward_rule(x):
 with_backward_rule.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g / jnp.cosh(x) ** 2,))
 
 
-@jax.custom_batching.custom_vmap
-def with_batching_rule(x):
-    return x * 3
-
-
-with_batching_rule.def_vmap(lambda size, is_batched, x: (x * 3, is_batched[0]))
-
-
 def scan(x):
     carry, stacked = jax.lax.scan(
         lambda carry, row: (carry + X.sum() * row, jnp.sin(carry)), x[0], x, reverse=True
@@ -46,22 +38,14 @@ def cond(x):
     return jax.lax.cond(x.sum() > 0.1, lambda y: y + 1, lambda y: y @ jnp.ones((2, 2)), x)
 
 
-def linear_solve(x):
-    matrix = x.T @ x + jnp.eye(2)
-    solve = lambda _, b: jnp.linalg.inv(matrix) @ b  # noqa: E731
-    return jax.lax.custom_linear_solve(lambda v: matrix @ v, x[0], solve, solve)
-
-
 HOLDING = {
     "jit": jax.jit(jnp.sin),
     "remat": jax.checkpoint(jnp.sin),
     "custom_jvp": jax.nn.relu,
     "custom_vjp": with_backward_rule,
-    "custom_vmap": with_batching_rule,
     "scan": scan,
     "while": while_loop,
     "cond": cond,
-    "linear_solve": linear_solve,
 }
 
 

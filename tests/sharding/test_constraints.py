@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from tests.sharding.compiled import compiled
 from tests.sharding.losses import WEIGHT, Says, X, assert_like_free, gradient, mesh_of
 
 KINDS = ["auto", "explicit"]
@@ -116,22 +115,6 @@ def test_a_loss_on_one_example_speaks_of_the_other_axes(kind, method):
         return loss
 
     assert_like_free(make_loss, kind, keep_batch_dim=False, method=method)
-
-
-def test_what_is_left_of_a_constraint_divides_the_work():
-    """Hidden units are spread over `model` because the loss says so, and by nothing else."""
-    mesh, wide = MESHES["auto"], jnp.ones((4, 512))
-    options = {"l2_clip_norm": 1.0, "keep_batch_dim": True, "method": "per_example"}
-
-    def flops(says):
-        def loss(w, x):
-            return jnp.sum(says.constrain(jnp.tanh(x @ w), P("data", None, "model")) ** 2)
-
-        grad_fn = dp.filter_clipped_grad(loss, sharding=dp.ShardingRules(mesh), **options)
-        with jax.set_mesh(mesh):
-            return compiled(grad_fn, wide, X).flops
-
-    assert flops(Says("auto")) <= 0.6 * flops(Says("auto", constrained=False))
 
 
 def jitted_with_shardings(mesh, *entries):

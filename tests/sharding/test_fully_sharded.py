@@ -21,7 +21,7 @@ from tests.sharding.fully_sharded_net import (
     net,
     rules_of,
 )
-from tests.sharding.losses import AXIS_TYPES, assert_like_one_device
+from tests.sharding.losses import assert_like_one_device
 
 METHODS = ("ghost", "book_keeping", "per_example")
 SOME = np.arange(16) % 5 == 0
@@ -144,32 +144,6 @@ QUICK = [("plain", "ghost"), ("microbatches", "per_example")]
 def test_gradients_are_those_of_one_device(name, method):
     options = {"fun": loss, "model": net(), "batch": batch_of(16), "rules": rules_of()}
     assert_like_one_device(**options | {"method": method} | OPTIONS[name])
-
-
-def scanned(layers, x):
-    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-    return jnp.sum(x**2)
-
-
-ONE_ARRAY = {
-    # XLA wants a branch's only result in one place, whatever the branch.
-    "layers over both axes": (("auto", "auto"), P(("data", "model"))),
-    "example axes are Explicit": (("explicit", "auto"), P(None, "data", "model")),
-    "the layers": (("auto", "auto"), P("data")),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_ARRAY)
-def test_a_model_of_one_array(name):
-    kinds, spec = ONE_ARRAY[name]
-    types = tuple(AXIS_TYPES[kind] for kind in kinds)
-    rules = dp.ShardingRules(
-        jax.make_mesh((4, 2), ("data", "model"), axis_types=types), params=(("**", spec),)
-    )
-    layers = jax.random.normal(jax.random.key(0), (8, 4, 4)) / 2
-    batch = (jax.random.normal(jax.random.key(1), (8, 3, 4)),)
-    assert_like_one_device(scanned, layers, batch, rules, method="ghost", microbatch_size=1)
 
 
 @pytest.mark.optimized
