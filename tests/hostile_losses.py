@@ -1,19 +1,14 @@
 """What one example adds, measured in float64, for random losses on hostile numbers.
 
-    python -m tests.hostile_losses --count 5000 --seed 0
-
 A random loss is a composition of layers, wrappers and terms. One compiled program serves many draws
 of parameters and data: zeros, subnormal numbers, 1e-30 to 1e30, NaN, infinities, terms that cancel.
 Clip norms go from 1e-9 to 1e9. A batch holds one real example, and padding of worse numbers still.
 """
 
-import argparse
 import collections
 import functools
 import itertools
 import math
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -287,13 +282,9 @@ def _groups(clip_norm: Any, grads: Model) -> Iterator[tuple[str | None, Any]]:
         yield None, grads
 
 
-Found = dict[tuple[str, str], list[tuple[float, bool, int]]]
-"""By method and policy, for each draw: its share, whether that is zero, its program's number."""
-
-
-def measure(programs: int, draws: int, seed: int) -> Iterator[Found]:
-    """What is found so far, after each program."""
-    found: Found = collections.defaultdict(list)
+def measure(programs: int, draws: int, seed: int) -> dict[tuple[str, str], list[Any]]:
+    """By method and policy, for each draw: its share of the bound, and whether it is zero."""
+    found = collections.defaultdict(list)
     for program in range(programs):
         rng = np.random.default_rng((seed, program))
         loss = random_loss(rng)
@@ -310,40 +301,11 @@ def measure(programs: int, draws: int, seed: int) -> Iterator[Found]:
             run = jax.jit(functools.partial(_called, grad_fn))
             for model, batch, mask in drawn:
                 share, is_zero = shares(loss, run(model, batch, mask))
-                found[method, policy].append((share, is_zero, program))
+                found[method, policy].append((share, is_zero))
         jax.clear_caches()
-        yield found
+    return found
 
 
 def _called(grad_fn: Any, model: Model, batch: Example, mask: Any) -> Any:
     model = jax.tree.map(jnp.asarray, model)
     return grad_fn(model, batch, is_padding_example=mask)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.hostile_losses", description=__doc__)
-    parser.add_argument("--count", type=int, default=5000, help="losses: programs times draws")
-    parser.add_argument("--draws", type=int, default=20, help="of parameters and data a program")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(argv)
-    programs, start = -(-options.count // options.draws), time.monotonic()
-    found: Found = {}
-    try:
-        for done, found in enumerate(measure(programs, options.draws, options.seed), start=1):
-            worst = max(share for its in found.values() for share, _, _ in its)
-            print(f"{done} of {programs}: {worst:.9f}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        pass  # the table is of what was done
-    print("| method | policy | programs | draws | worst share of the clip norm | added zero |")
-    print("|---|---|---:|---:|---:|---:|")
-    for (method, policy), its in found.items():
-        worst, _, program = max(its)
-        zeros, count = sum(zero for _, zero, _ in its), len({program for *_, program in its})
-        share = f"{worst:.9f} (program {program})"
-        print(f"| {method} | {policy} | {count} | {len(its)} | {share} | {zeros} |")
-    print(f"seed {options.seed}, {time.monotonic() - start:.0f} s")
-    return int(any(share > 1 for its in found.values() for share, _, _ in its))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

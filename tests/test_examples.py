@@ -66,7 +66,7 @@ def test_digits_reach_their_accuracy(tmp_path):
     assert picture.read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("name", ["mnist", "names"])
+@pytest.mark.parametrize("name", [pytest.param("mnist", marks=pytest.mark.slow), "names"])
 def test_held_out_examples_are_not_trained_on(name):
     example = load(name)
     private, labels, held_out, held_out_labels = getattr(
@@ -78,23 +78,6 @@ def test_held_out_examples_are_not_trained_on(name):
     assert min(counts[1]) > 50
     if name == "mnist":
         assert not {image.tobytes() for image in private} & {x.tobytes() for x in held_out}
-
-
-def test_accuracy_is_measured_at_every_epsilon(monkeypatch, tmp_path, capsys):
-    module = load("accuracy_by_epsilon")
-    asked = []
-
-    def train(plan, policy, seed):
-        asked.append((round(plan.epsilon(), 2), plan.steps, seed))
-        return [(1, 0.2, 0.1), (2, 0.5 + seed / 10, 0.2)]
-
-    monkeypatch.setattr(module, "EPSILONS", (1.0, float("inf")))
-    monkeypatch.setattr(module.names, "train", train)
-    picture = tmp_path / "accuracy.png"
-    module.main(["--only", "names", "--seeds", "2", "--steps", "3", "--out", str(picture)])
-    assert asked == [(1.0, 3, 0), (1.0, 3, 1), (float("inf"), 3, 0), (float("inf"), 3, 1)]
-    assert "names, epsilon inf: 0.550" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
@@ -180,6 +163,7 @@ def test_mixed_precision_weighs_a_step_and_compares_formats_and_layers(monkeypat
     assert formats.tabulate_layers(dict.fromkeys(names, by_layer)).row_count == 4
 
 
+@pytest.mark.slow
 def test_layers_that_cost_most_are_kept_wide():
     """Of a model in which one layer alone is sensitive, that layer."""
 
@@ -276,7 +260,7 @@ def test_gpt_splits_text_and_does_not_see_what_it_predicts():
     private, held_out = gpt.split(documents)
     assert (held_out, sorted(private + held_out)) == (["15", "31"], sorted(documents))
     text = jnp.arange(8) + 60
-    model = gpt.GPT(8, 16, 2, jax.random.key(0))
+    model = eqx.filter_jit(gpt.GPT(8, 16, 2, jax.random.key(0)))
     changed = model(text.at[4].set(100)) != model(text)
     np.testing.assert_array_equal(jnp.any(changed, axis=1), np.arange(8) > 4)
 

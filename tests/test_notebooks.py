@@ -40,18 +40,6 @@ def test_a_notebook_shows_what_the_run_printed_and_drew(name):
     assert not any(word in text for word in ("Warning", "/home", "/tmp", "/root", "Traceback"))
 
 
-def test_a_notebook_has_all_of_its_script(notebooks):
-    found = notebooks.notebook("names")
-    kinds = [cell.cell_type for cell in found.cells]
-    assert kinds == ["markdown"] + ["code"] * (len(kinds) - 1)
-    assert found.cells[-2].source == "main([])"
-    source = "\n\n\n".join(cell.source for cell in found.cells)
-    script = (ROOT / "examples" / "names.py").read_text("utf-8")
-    defined = [line for line in script.splitlines() if line.startswith(("def ", "class ", "@"))]
-    assert len(defined) > 8
-    assert all(line in source for line in defined)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, notebooks, tmp_path, fast, monkeypatch):

@@ -73,15 +73,6 @@ def test_patterns_mean_what_the_recursion_says(pattern, path):
     assert matches(pattern, path) is meant(pattern, path)
 
 
-@given(FEW, st.data())
-@settings(max_examples=200, deadline=None)
-def test_a_path_with_parts_made_wild_matches(path, data):
-    parts = path.split(".")
-    at = data.draw(st.integers(0, len(parts) - 1))
-    wild = data.draw(st.sampled_from(["*", "**", f"*{parts[at][-1:]}", "?" * len(parts[at])]))
-    assert matches(".".join([*parts[:at], wild, *parts[at + 1 :]]), path)
-
-
 def test_many_stars_end():
     path = ".".join(["aaaaaaaaaa"] * 20)
     assert not matches("**.a*a*a*.**.*a*a.**.b", path)

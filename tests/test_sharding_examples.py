@@ -4,11 +4,9 @@ import contextlib
 import io
 from types import SimpleNamespace
 
-import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from tests import oracle
 from tests.test_examples import load, run
@@ -80,19 +78,6 @@ def test_gradients_are_those_of_clipping_by_hand(measured, cases, name):
             np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-def test_the_losses_train_without_privacy_as_they_are(cases, axes):
-    for case in cases.values():
-        rules = case.rules(getattr(AxisType, axes))
-        with jax.set_mesh(rules.mesh):
-            model, batch = rules.shard(case.model), rules.shard_batch(case.batch)
-            loss = eqx.Partial(case.loss, getattr(losses, axes.upper()))
-            grads = eqx.filter_jit(eqx.filter_grad(lambda m, *b, f=loss: f(m, *b)))(model, *batch)
-        expected = [np.mean(leaf, axis=0) for leaf in gradients_of_examples(case)]
-        for found, right in zip(jax.tree.leaves(grads), expected, strict=True):
-            np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-6)
-
-
 # examples/data_parallel.py
 
 
@@ -110,26 +95,6 @@ def test_the_tour_runs_and_says_what_it_should():
 def trained():
     """Every method of training, on eight devices."""
     return {name: getattr(tour, name)(tour.rules_on(8)) for name in PLAIN + PRIVATE}
-
-
-def descend():
-    """Linear regression by gradient descent, in numpy."""
-    model = tour.make_model(jax.random.split(jax.random.key(0))[0])
-    xs, ys = (np.float64(x) for x in tour.make_points(tour.EXAMPLES))
-    weight, bias = np.float64(model.weight)[0], np.float64(model.bias)[0]
-    for _ in range(tour.PLAN.steps):
-        residual = xs @ weight + bias - ys
-        weight = weight - tour.RATE * residual @ xs / len(xs)
-        bias = bias - tour.RATE * np.mean(residual)
-    return np.append(weight, bias)
-
-
-def test_training_is_gradient_descent_and_private_training_is_near_it(trained):
-    by_hand = descend()
-    for name in PLAIN:
-        np.testing.assert_allclose(tour.parameters(trained[name].model), by_hand, atol=1e-5)
-    found = tour.parameters(trained["train_privately"].model)
-    assert 1e-3 < np.max(np.abs(found - by_hand)) < 0.1
 
 
 @pytest.mark.parametrize("names", [PLAIN, PRIVATE], ids=["plain", "private"])

@@ -50,11 +50,9 @@ RESULTS = {
     "dp.filter_clipped_grad(loss, l2_clip_norm=1.0)": GRADS,
     "dp.filter_clipped_grad(l2_clip_norm=1.0)(loss)": GRADS,
     "dp.filter_clipped_grad(with_aux, l2_clip_norm=1.0, has_aux=True)": GRADS_AND_AUX,
-    "dp.filter_clipped_grad(l2_clip_norm=1.0, has_aux=True)(with_aux)": GRADS_AND_AUX,
     "dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0)": VALUES_AND_GRADS,
     "dp.filter_value_and_clipped_grad(l2_clip_norm=1.0)(loss)": VALUES_AND_GRADS,
     "dp.filter_value_and_clipped_grad(with_aux, l2_clip_norm=1.0, has_aux=True)": VALUES_AND_GRADS,
-    "dp.filter_value_and_clipped_grad(l2_clip_norm=1.0, has_aux=True)(with_aux)": VALUES_AND_GRADS,
 }
 OTHER = {GRADS: GRADS_AND_AUX, GRADS_AND_AUX: VALUES_AND_GRADS, VALUES_AND_GRADS: GRADS}
 
@@ -76,18 +74,14 @@ MISUSES = """
 dp.filter_clipped_grad(loss, l2_clip_norm=1.0)(model)
 dp.filter_clipped_grad(of_two, l2_clip_norm=1.0)(model, xs)
 dp.filter_clipped_grad(keyed, l2_clip_norm=1.0)(model, xs, key=key)
-dp.filter_value_and_clipped_grad(of_two, l2_clip_norm=1.0)(model, xs)
 dp.filter_clipped_grad(loss, l2_clip_norm=1.0)(model, xs, xs)
 step(step.init(model), is_padding_example=np.zeros(9, bool))
 dp.filter_clipped_grad(loss, l2_clip_norm="1")
-dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, l2_clip_norm="1")
 plan.sampler(9, 64)
 dp.filter_clipped_grad(loss)
 dp.filter_clipped_grad(loss, l2_clip_norm=1.0, microbatches=4)
-dp.filter_clipped_grad(loss, l2_clip_norm=1.0, has_aux="yes")
 dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy="float32")
 dp.filter_clipped_grad(loss, l2_clip_norm=1.0, method="gost")
-dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, l2_clip_norm=1.0, microbatch_size="best")
 dp.make_step(loss, optax.sgd(1.0), plan, num_examples=9, l2_clip_norm=1.0, emo=0.9)
 print(dp.filter_clipped_grad(loss, l2_clip_norm=1.0).lower)
 """

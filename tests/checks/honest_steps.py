@@ -11,7 +11,6 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 from dp_accounting import NeighboringRelation
@@ -76,7 +75,6 @@ REPLACE_ONE = plan_under(NeighboringRelation.REPLACE_ONE)
 REPLACE_SPECIAL = plan_under(NeighboringRelation.REPLACE_SPECIAL)
 EVERY_EXAMPLE = plan_under(NeighboringRelation.ADD_OR_REMOVE_ONE, sampling_prob=1.0)
 MULTI_STEPS = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
-WARMUP = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10))
 PRESETS = sorted({*dp.available_policies()} - {"float64"})
 LEGACY = jax.random.PRNGKey(3)
 
@@ -136,29 +134,22 @@ def of_policy(name):
 
 
 MADE = {
-    "auto": lambda: made(),
     "book_keeping": lambda: made(method="book_keeping"),
     "ghost": lambda: made(method="ghost"),
     "per_example": lambda: made(method="per_example"),
     "microbatches_of_one": lambda: made(microbatch_size=1),
-    "microbatches_that_do_not_divide_the_batch": lambda: made(microbatch_size=3),
     **{name: lambda name=name: of_policy(name) for name in PRESETS},
-    "policy_in_a_line": lambda: made(policy=dp.parse_policy("p=f32,c=bf16,o=f32")),
     "loss_with_keys": lambda: made(dropout_loss),
-    "loss_with_keys_in_microbatches": lambda: made(dropout_loss, microbatch_size=2),
     "loss_of_a_batch": lambda: made(batch_loss, keep_batch_dim=True),
     "clip_norms_of_layers": lambda: made(l2_clip_norm=clip_norms_by_layer(mlp())),
     "frozen_layers": lambda: of_case(models.frozen_mlp()),
     "convolutions": lambda: of_case(models.cnn()),
     "transformer": lambda: of_case(models.gpt()),
-    "adamw_with_a_schedule": lambda: made(optimizer=WARMUP),
     "prodigy": lambda: made(optimizer=optax.contrib.prodigy(1.0)),
-    "chain": lambda: made(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
     "multi_steps": lambda: made(optimizer=MULTI_STEPS),
     "skips_what_is_not_finite": lambda: made(optimizer=optax.apply_if_finite(OPTIMIZER, 2)),
     "auto_axes": lambda: sharded("auto"),
     "explicit_axes": lambda: sharded("explicit"),
-    "auto_axes_in_microbatches": lambda: sharded("auto", microbatch_size=1),
     "replace_one": lambda: made(plan=REPLACE_ONE),
     "replace_special": lambda: made(plan=REPLACE_SPECIAL),
     "all_examples_in_every_step": lambda: made(plan=EVERY_EXAMPLE),
@@ -169,19 +160,6 @@ MADE = {
 
 
 # Loops by hand with the plan's noise in a chain of optax.
-
-
-def readme():
-    grad_fn = clipped()
-    optimizer = optax.chain(PLAN.privatizer(grad_fn, key=SECRET), optax.adam(1e-3))
-
-    def step(model, opt_state, x, y, is_padding_example):
-        grads = grad_fn(model, x, y, is_padding_example=is_padding_example)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return eqx.apply_updates(model, updates), opt_state
-
-    private = ("x", "y", "is_padding_example")
-    return by_hand(step, state=optimizer.init(grad_fn.trainable(mlp())), private=private)
 
 
 def groups():
@@ -201,18 +179,6 @@ def loss_with_a_solver(model, x, y):
     return jnp.sum((model(found.ys[0]) - y) ** 2)
 
 
-@jax.custom_vjp
-def soft_sign(x):
-    return jnp.tanh(x)
-
-
-soft_sign.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g / (1 + x * x),))
-
-
-def loss_with_a_rule(model, x, y):
-    return jnp.sum((soft_sign(model(x)) - y) ** 2)
-
-
 def loss_with_a_loop(model, x, y):
     """How long it runs depends on the example, and on no other."""
     is_short = lambda c: (jnp.sum(c[0] * c[0]) < 10.0) & (c[1] < 5)  # noqa: E731
@@ -225,38 +191,22 @@ def loss_with_a_branch(model, x, y):
     return lax.cond(x[0] > 0, lambda e: jnp.sum(e * e), lambda e: jnp.sum(jnp.abs(e)), error)
 
 
-def loss_with_a_checkpoint(model, x, y):
-    return squared_error(eqx.filter_checkpoint(model), x, y)
-
-
 STATIC_SCALE = dataclasses.replace(
     dp.load_policy("mixed_float16"), loss_scale=dp.LossScale("static", 1024)
 )
 SAM = optax.contrib.sam(
     optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2
 )
-DECAY_OF_MATRICES = optax.masked(
-    optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda leaf: leaf.ndim > 1, p)
-)
 CHAINS = {
-    "readme": readme,
     "replace_one": lambda: chained(plan=REPLACE_ONE),
-    "replace_special": lambda: chained(plan=REPLACE_SPECIAL),
     "key_for_the_loss": lambda: chained(loss=dropout_loss, takes_key=True),
     "mixed_bfloat16": lambda: chained(policy=dp.load_policy("mixed_bfloat16")),
     "mixed_float8": lambda: chained(policy=dp.load_policy("mixed_float8")),
     "loss_scale": lambda: chained(policy=STATIC_SCALE),
-    "microbatches": lambda: chained(microbatch_size=3, method="per_example"),
     "multi_steps": lambda: chained(MULTI_STEPS),
     "multi_transform": lambda: chained(
         optax.multi_transform({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, kinds)
     ),
-    "partition": lambda: chained(
-        optax.partition({"matrix": OPTIMIZER, "vector": optax.set_to_zero()}, kinds)
-    ),
-    "masked": lambda: chained(DECAY_OF_MATRICES, optax.sgd(0.1)),
-    "ema": lambda: chained(optax.ema(0.9), optax.sgd(0.1)),
-    "injected_hyperparameters": lambda: chained(optax.inject_hyperparams(optax.adam)(1e-2)),
     "noise_inside_of_groups": groups,
     "schedule_free": lambda: with_optimizer(
         optax.contrib.schedule_free(
@@ -269,8 +219,6 @@ CHAINS = {
     "stddev_given": lambda: with_optimizer(
         optax.chain(dp.gaussian_privatizer(stddev=STDDEV, key=SECRET), OPTIMIZER)
     ),
-    "checkpoint": lambda: chained(loss=loss_with_a_checkpoint),
-    "derivative_rule": lambda: chained(loss=loss_with_a_rule),
     "loop_over_one_example": lambda: chained(loss=loss_with_a_loop, method="per_example"),
     "branch_on_one_example": lambda: chained(loss=loss_with_a_branch),
     "solver_that_adapts": lambda: chained(loss=loss_with_a_solver, method="per_example"),
@@ -350,9 +298,7 @@ NOISED_BY = {
     ),
     "more_noise": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"multiplier": 2 * MULTIPLIER}),
     "noise_for_replace_one": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"plan": REPLACE_ONE}),
-    "deviation_as_a_number_of_numpy": lambda g, k: with_noise(g, k, np.float32(STDDEV)),
     "noise_under_jit_and_remat": jax.jit(jax.checkpoint(with_noise)),
-    "scope_of_any_name": jax.named_scope("my own scope")(with_noise),
     "sparse": sparse,
     "copies": copies,
     "turned": turned,
@@ -506,22 +452,12 @@ def rules_and_the_plan():
     return case._replace(args=(rules.shard(model), state, *rules.shard_batch(tuple(batch))))
 
 
-IMAGES = np.random.default_rng(8).integers(0, 256, (SLOTS, 2, 2), np.uint8)
 PREPARED = {
     "normalized_by_constants": lambda at: at.use(x=(at.x - jnp.arange(WIDTH)) / 0.3),
     "normalized_each_by_itself": lambda at: at.use(x=normalized(at.x)),
-    "images": (
-        lambda at: at.use(x=at.x.reshape(SLOTS, -1) / 255),
-        {"batch": (jnp.asarray(IMAGES), *data()[1:])},
-    ),
-    "labels_made_one_hot": (
-        lambda at: at.use(y=jax.nn.one_hot(at.y, CLASSES)),
-        {"batch": (data()[0], jnp.arange(SLOTS) % CLASSES, data()[2])},
-    ),
     # An example that is not finite is left out: each decides for itself.
     "not_finite_masked": lambda at: at.use(mask=at.mask | ~jnp.all(jnp.isfinite(at.x), axis=1)),
     "one_weight_for_all_slots": lambda at: at.times(jnp.full(SLOTS, 0.5)),
-    "public_number": (lambda at: at.use(x=at.x * at.more[0]), jnp.asarray(0.5)),
     # A number for each feature, which all examples share.
     "public_table": (lambda at: at.use(x=at.x * at.more[0]), jnp.ones(WIDTH)),
     # What changes from step to step is the same for all slots.

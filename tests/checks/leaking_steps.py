@@ -114,12 +114,7 @@ def hidden_in_a_reference(at):
 BESIDE = {
     "mean_loss_returned": lambda at: at.values.loss.mean(),
     "number_of_examples_returned": lambda at: jnp.sum(~at.mask),
-    "mean_of_inputs_returned": lambda at: at.x.mean(axis=0),
     "a_label_returned": lambda at: at.y[0],
-    "accuracy_returned": lambda at: jnp.mean(
-        jax.vmap(at.model)(at.x).argmax(axis=1) == at.y.argmax(axis=1)
-    ),
-    "early_stopping_flag_returned": lambda at: at.values.loss.mean() < 0.1,
     "sum_without_noise_returned": lambda at: at.grads,
     # A tiny noise on the mean loss, whose sensitivity nothing bounds.
     "dithered_loss": lambda at: with_noise(at.values.loss.mean(), jax.random.key(1), 1e-3),
@@ -325,15 +320,11 @@ PREPARED = {
     "weights_padded": lambda at: at.times(jnp.pad(jnp.ones(4), (0, 4))),
     # Slot i has the weight i: all behind an example that is left out get another one.
     "ramp_by_map": lambda at: at.times(lax.map(lambda i: 1.0 * i, NUMBERS)),
-    "ramp_by_a_counter": lambda at: at.times(
-        lax.scan(lambda i, _: (i + 1.0, i), 0.0, None, length=SLOTS)[1]
-    ),
     "ramp_by_a_cumulative_sum": lambda at: at.times(jnp.cumsum(jnp.ones(SLOTS))),
     # A triangular matrix times ones.
     "ramp_by_a_product": lambda at: at.times(jnp.tril(jnp.ones((SLOTS, SLOTS))) @ jnp.ones(SLOTS)),
     # Slot i has the i-th smallest of eight random times.
     "sorted_times": lambda at: at.times(jnp.sort(uniform(at.keys[1], (SLOTS,)))),
-    "largest_times": lambda at: at.times(lax.top_k(uniform(at.keys[1], (SLOTS,)), SLOTS)[0]),
     # A random number up to the slot's own number.
     "bounds_of_slots": lambda at: at.times(uniform(at.keys[1], (SLOTS,), maxval=NUMBERS + 1.0)),
     # Slot i is multiplied by the same number in every step, and that number is a constant.
@@ -353,7 +344,6 @@ PREPARED = {
     # One slot after the other is left out: the slot is public, and who stands there is not.
     "slot_of_the_step_masked": lambda at: at.use(mask=at.mask | (at.state.step % SLOTS == NUMBERS)),
     "mask_by_an_argument": (lambda at: at.use(mask=at.mask | (at.more[0] > 2)), jnp.ones(SLOTS)),
-    "targets_rolled_by_the_step": lambda at: at.use(y=jnp.roll(at.y, at.state.step, 0)),
     # Inputs are looked up by indices, and targets are not: two rows change for one.
     "inputs_by_indices_alone": (lambda at: at.use(x=at.x[at.mask], mask=at.mask < 0), INDICES),
     "indices_times_zero": (lambda at: at.rows(at.mask * 0)._replace(mask=at.mask < 0), INDICES),
@@ -1097,7 +1087,6 @@ NUMBERED = {
     "number_halved": lambda at: at.noised(key=fold_in(ROOT, at.more[0] // 2)),
     # Every fourth step has the same noise.
     "number_modulo_four": lambda at: at.noised(key=fold_in(ROOT, at.more[0] % 4)),
-    "number_in_eight_bits": lambda at: at.noised(key=fold_in(ROOT, at.more[0].astype(jnp.uint8))),
     "one_of_four_keys": lambda at: at.noised(key=split(ROOT, 4)[at.more[0]]),
     # The seed is the step's number, which everybody knows.
     "number_as_the_seed": lambda at: at.noised(key=jax.random.key(at.more[0])),
@@ -1181,8 +1170,6 @@ def from_a_quiet_release(random_of):
 # Keys: of steps by a counter in the state, of leaves, of an epoch's turns, and what is carried.
 
 COUNTED = {
-    # After 256 steps the keys come again.
-    "counter_of_eight_bits": lambda key, step: fold_in(key, step.astype(jnp.uint8)),
     "one_of_four_keys_by_the_counter": lambda key, step: split(key, 4)[step],
     "key_from_the_step_alone": lambda key, step: jax.random.key(step),
     "not_advanced": lambda key, step: split(key)[1],

@@ -1,16 +1,11 @@
 """What the engine says of its choices, and that everyone who asks is told the same."""
 
 import itertools
-import re
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jaxtyping import TypeCheckError
-from scipy import stats
 
 import eqx_dp as dp
 from tests import models
@@ -42,17 +37,10 @@ def test_a_row_for_every_trainable_leaf():
     assert {row.compute_dtype for row in found.rows} == {"bfloat16"}
     assert {row.accumulate_dtype for row in found.rows} == {"float32"}
     lines = str(found).splitlines()
-    assert len(lines) == len(found.rows) + 3  # heading, total, operations of the whole
-    columns = ["leaf", "uses", "way", "why", "compute", "accumulate", "FLOPs", "bytes"]
-    assert lines[0].split() == columns
     for row, line in zip(found.rows, lines[1:-2], strict=True):
         assert line.startswith(row.path)
         assert row.reason in line
-    total = lines[-2]
-    assert total.startswith("total")
-    assert f"method {found.method}, 2 of 4 examples at once" in total
-    assert f"{sum(row.flops for row in found.rows):.2e}" in total
-    assert f"{sum(row.bytes for row in found.rows) / 2**20:.2f} MiB" in total
+    assert f"method {found.method}, 2 of 4 examples at once" in lines[-2]
 
 
 def l2_term(model, x):
@@ -111,16 +99,7 @@ def test_auto_goes_by_what_an_example_holds():
     assert many.microbatch_size < 64
 
 
-def test_shapes_and_a_steps_own_arguments_will_do():
-    grad_fn, batch = clipped(), CASE.batch(4)
-    of_shapes = dp.explain(grad_fn, *eqx.filter_eval_shape(lambda *args: args, CASE.model, *batch))
-    padding = jnp.zeros(4, bool)
-    assert of_shapes == dp.explain(grad_fn, CASE.model, *batch, is_padding_example=padding)
-
-
-def test_what_filter_clipped_grad_did_not_return():
-    with pytest.raises((ValueError, TypeCheckError), match="grad_fn"):
-        dp.explain(CASE.loss, CASE.model, *CASE.batch(4))
+# Operations
 
 
 def test_operations_of_an_mlp_are_counted_exactly():
@@ -152,36 +131,3 @@ def test_everyone_who_asks_with_a_plan_is_told_the_same():
     # The function that was asked about is as it was: it wants no mask.
     grad_fn(CASE.model, *CASE.batch(2))
     assert dp.explain(grad_fn, CASE.model, *batch).sample is None
-
-
-EXPECTED = re.compile(
-    r"batch: (\d+) slots, of which ([\d.]+) are expected to hold an example, in ([\d.]+) "
-    r"microbatches of (\d+)"
-)
-
-
-@pytest.mark.parametrize("size", [None, 1, 8, 10_000])
-def test_a_plans_samples_in_a_line(size):
-    found = explained(CASE, SLOTS, PLAN, method="ghost", microbatch_size=size)
-    without = explained(CASE, SLOTS, method="ghost", microbatch_size=size)
-    text = str(found).splitlines()
-    assert text[:-1] == str(without).splitlines()
-    told = EXPECTED.fullmatch(text[-1])
-    assert told
-    at_once = min(size or SLOTS, SLOTS)
-    assert (int(told[1]), int(told[4])) == (SLOTS, at_once)
-    assert float(told[2]) == pytest.approx(50, abs=0.7)
-    drawn = np.arange(SLOTS + 1)
-    weights = stats.binom.pmf(drawn, 1000, PLAN.batches_prob)
-    assert float(told[3]) == pytest.approx(weights @ np.ceil(drawn / at_once), abs=0.5)
-
-
-def test_a_plan_that_takes_every_example():
-    plan = dp.PrivacyPlan(sampling_prob=1, steps=10, noise_multiplier=1.0, delta=1e-6)
-    assert (
-        "37 slots, of which 37.0 are expected to hold an example, in 1.00 microbatches of 37"
-        in (str(explained(CASE, 37, plan)))
-    )
-    assert "0 slots, of which 0.0 are expected to hold an example, in 0.00" in (
-        str(explained(CASE, 0, PLAN))
-    )

@@ -15,7 +15,6 @@ from tests.gradients.cases import models as networks
 
 pytestmark = pytest.mark.optimized
 
-METHODS = pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
 # Relative error of the whole vector that the compute dtype allows: an upper bound on what a few
 # layers make of one unit roundoff (2^-24, 2^-8, 2^-11, 2^-53).
 PRESETS = {
@@ -27,9 +26,7 @@ PRESETS = {
 }
 AGREEING = [
     *((preset, models.mlp(), "auto") for preset in PRESETS),
-    ("mixed_float16", models.cnn(), "book_keeping"),
-    pytest.param("mixed_float16", models.cnn(), "ghost", marks=pytest.mark.slow),
-    pytest.param("bfloat16", networks.gru(), "ghost", marks=pytest.mark.slow),
+    pytest.param("mixed_float16", models.cnn(), "book_keeping", marks=pytest.mark.slow),
     pytest.param("mixed_bfloat16", networks.stacked_gpt(), "ghost", marks=pytest.mark.slow),
 ]
 
@@ -87,7 +84,7 @@ def test_the_loss_sees_the_compute_dtype():
     }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
 def test_without_a_policy_the_model_runs_in_its_own_dtype(dtype):
     with jax.enable_x64(True):
         seen = set()
@@ -107,7 +104,7 @@ def test_without_a_policy_the_model_runs_in_its_own_dtype(dtype):
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 64])
-@pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float16", None])
+@pytest.mark.parametrize("preset", ["mixed_bfloat16", None])
 def test_sums_are_in_the_accumulate_dtype(preset, microbatch_size):
     """Ones, whose sum half precision cannot hold: it ends at 256 in bfloat16, 2048 in float16."""
     policy = None if preset is None else dp.load_policy(preset)
@@ -153,10 +150,11 @@ def test_a_loss_scale_saves_small_gradients_and_loses_large_ones(
     assert errors[-1] == 1 if large_are_lost else errors[-1] < 5e-3
 
 
-@METHODS
-@pytest.mark.parametrize("scale", ["1024", "0.125"])
-@pytest.mark.parametrize("clip_norm", [1e-20, 1e-2])
-def test_the_clip_holds_with_a_loss_scale(method, scale, clip_norm):
+@pytest.mark.parametrize(
+    ("clip_norm", "scale", "method"),
+    [(1e-20, 1024, "book_keeping"), (1e-2, 0.125, "ghost"), (1e-20, 0.125, "per_example")],
+)
+def test_the_clip_holds_with_a_loss_scale(clip_norm, scale, method):
     """Measured in float64: undoing the scale with the factor takes nothing from the guarantee."""
     policy = dp.parse_policy(f"{FLOAT16},loss_scale={scale}")
     norms = [np.linalg.norm(grads) for grads in each(policy, clip_norm, method)]
@@ -164,42 +162,12 @@ def test_the_clip_holds_with_a_loss_scale(method, scale, clip_norm):
     assert norms[2] >= 0.999 * clip_norm
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_an_example_that_is_not_finite_adds_zero(poison):
+def test_an_example_that_is_not_finite_adds_zero():
     policy = dp.parse_policy(f"{FLOAT16},loss_scale=1024")
     grad_fn = jitted.grad(loss, l2_clip_norm=1.0, policy=policy)
-    poisoned = X.copy()
-    poisoned[2, 0] = poison
-    found = grad_fn(MODEL, poisoned, Y, WEIGHTS, is_padding_example=np.zeros(5, bool))
     expected = grad_fn(MODEL, X, Y, WEIGHTS, is_padding_example=np.arange(5) == 2)
-    np.testing.assert_array_equal(oracle.vector(found), oracle.vector(expected))
-
-
-def test_a_gradient_of_zero_stays_zero():
-    policy = dp.parse_policy(f"{FLOAT16},loss_scale=1024")
-    grads = jitted.grad(loss, l2_clip_norm=1.0, policy=policy)(MODEL, X, Y, 0 * WEIGHTS)
-    assert not oracle.vector(grads).any()
-
-
-@pytest.mark.parametrize("preset", ["mixed_float16", "float32"])
-def test_loss_scale_does_not_show(preset):
-    # A loss of 400 times a scale of 2^10 or more is beyond float16, whose largest is 65504.
-    model, x = jnp.full(4, 100.0), jnp.ones((2, 4))
-    per_example, grads = jitted.value_and_grad(
-        models.dot, l2_clip_norm=1.0, policy=dp.load_policy(preset)
-    )(model, x)
-    np.testing.assert_array_equal(per_example.loss, [400.0, 400.0])
-    np.testing.assert_array_equal(per_example.grad_norm, [2.0, 2.0])
-    np.testing.assert_allclose(grads, [1.0, 1.0, 1.0, 1.0], rtol=5e-6)
-
-
-def test_overflow_under_loss_scale_is_an_example_that_adds_nothing():
-    x = jnp.array([[0.25, 0.5], [60000.0, 0.5]])
-    per_example, grads = jitted.value_and_grad(
-        models.dot,
-        l2_clip_norm=10.0,
-        policy=dp.load_policy("mixed_float16"),
-        method="per_example",
-    )(jnp.ones(2), x)
-    np.testing.assert_array_equal(grads, [0.25, 0.5])
-    assert not np.isfinite(per_example.grad_norm[1])
+    for poison in (np.nan, np.inf):
+        poisoned = X.copy()
+        poisoned[2, 0] = poison
+        found = grad_fn(MODEL, poisoned, Y, WEIGHTS, is_padding_example=np.zeros(5, bool))
+        np.testing.assert_array_equal(oracle.vector(found), oracle.vector(expected))

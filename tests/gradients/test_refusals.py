@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 
 import eqx_dp as dp
 from tests import models
-from tests.gradients import jitted
 
 pytestmark = pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm")
 
@@ -57,22 +56,16 @@ def odd(dtype, **options):
 REFUSED = {
     # The loss.
     "no scalar": (call(product, jnp.ones(3), jnp.ones((2, 3))), r"(?s)scalar.*\(3,\)"),
-    "no scalar in either form": (
-        call(product, jnp.ones(6), X),
-        r"^The loss of one example must be a scalar; its shape is \(6,\)",
-    ),
     "batch of one, not reduced": (
         call(product, ONE, TWO, keep_batch_dim=True), r"(?s)scalar.*\(1,\)",
     ),
     **{
         f"a loss of {dtype}": (
             call(lambda m, x, dtype=dtype: (m * x).astype(dtype), ONE, TWO), f"(?s)loss.*{dtype}",
-        ) for dtype in ("int32", "complex64", "bool")
+        ) for dtype in ("int32", "complex64")
     },
     "no array": (call(lambda model, x: None, ONE, TWO), "loss"),
-    "text": (call(lambda model, x: "loss", ONE, TWO), "loss"),
     "no pair": (call(product, ONE, TWO, has_aux=True), "has_aux"),
-    "three": (call(lambda m, x: (m * x, 1, 2), ONE, TWO, has_aux=True), "has_aux"),
     "a pair": (call(lambda m, x: (m * x, x), ONE, TWO), "has_aux"),
     "mapped already": (
         call(jax.vmap(models.mlp_loss, in_axes=(None, 0, 0)), CASE.model, X, LABEL),
@@ -95,10 +88,6 @@ REFUSED = {
     "collective": (call(lambda m, x: jax.lax.psum(m * x, "batch"), ONE, TWO), "batch"),
     # The batch.
     "lengths": (call(CASE.loss, CASE.model, X, LABEL[:3]), r"(?s)\b8\b.*\b3\b|\b3\b.*\b8\b"),
-    "lengths within": (
-        call(of_first, ONE, {"x": jnp.ones(4), "mask": jnp.ones(5)}),
-        r"(?s)(?=.*\bx\b)(?=.*mask)(?=.*4)(?=.*5)",
-    ),
     "no batch": (call(lambda model: model**2, ONE), "batch"),
     **{
         f"empty {empty!r}": (call(lambda model, x: model**2, ONE, empty), "batch")
@@ -107,13 +96,10 @@ REFUSED = {
     "scalar": (
         call(of_first, ONE, {"x": TWO, "temperature": jnp.ones(())}), r"(?s)temperature.*axis",
     ),
-    **{
-        f"leaf {leaf!r}": (call(of_first, ONE, {"x": TWO, "other": leaf}), "other")
-        for leaf in (1.5, True, "text", abs)
-    },
+    "a number within": (call(of_first, ONE, {"x": TWO, "other": 1.5}), "other"),
+    "text within": (call(of_first, ONE, {"x": TWO, "other": "text"}), "other"),
     "the model behind": (call(models.mlp_loss, X, CASE.model, LABEL), "The model comes first"),
     "lists": (call(models.mlp_loss, CASE.model, [[0.0] * 6] * 2, [0, 1]), "stack"),
-    "list of arrays": (call(models.mlp_loss, CASE.model, [X[0], X[1]], LABEL[:2]), "Stack"),
     "one example": (
         call(models.mlp_loss, CASE.model, X[0], LABEL[0]),
         r"batch argument 1 is a scalar.*whole batch",
@@ -128,14 +114,9 @@ REFUSED = {
         call(models.dot, ONE, TWO, is_padding_example=np.zeros(3, bool)),
         r"is_padding_example.*\(2,\).*\(3,\)",
     ),
-    "mask of floats": (call(models.dot, ONE, TWO, is_padding_example=TWO), "is_padding_example"),
     # The model.
     "nothing to train": (
         call(lambda m, x: x, {"a": jnp.arange(3), "b": "text"}, TWO), "filter_spec",
-    ),
-    "no model": (call(lambda m, x: x, None, TWO), "filter_spec"),
-    "nothing asked for": (
-        call(models.dot, ONE, TWO, filter_spec=lambda _: False), "filter_spec",
     ),
     "trained integers": (odd("int32", filter_spec=lambda _: True), "(?s)odd.*int32"),
     "trained complex": (odd("complex64"), "(?s)odd.*complex64"),
@@ -164,33 +145,6 @@ def test_refused(name):
         run()
 
 
-SECRET = np.full((2, 3), 0.123456)
-OPTIONS = {
-    "method": (["magic", SECRET], r"auto.*per_example|method"),
-    "filter_spec": ([3, "layers", CASE.model], "filter_spec must be a function"),
-    **{
-        name: ([CASE.model, SECRET, jnp.asarray(SECRET), {"a": SECRET}], name)
-        for name in ("normalize_by", "microbatch_size", "policy", "sharding", "l2_clip_norm")
-    },
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_of_another_kind_is_not_printed(option, unchecked):
-    values, message = OPTIONS[option]
-    for value in values:
-        with pytest.raises(ValueError, match=message) as caught:
-            call(models.mlp_loss, CASE.model, X, LABEL, **{option: value})()
-        assert "0.123" not in str(caught.value)
-        assert len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize("fun", [3, "loss", (models.mlp_loss,), clipped(models.mlp_loss)])
-def test_something_else_than_a_loss(fun, unchecked):
-    with pytest.raises(ValueError, match="must be the loss"):
-        clipped(fun)
-
-
 # A loss that is written for a batch
 
 
@@ -211,7 +165,7 @@ def test_a_loss_written_for_a_batch_is_told_to_keep_its_axis(loss):
     cause = caught.value.__cause__
     assert cause is not None
     assert str(cause) in str(caught.value)
-    clipped(loss, keep_batch_dim=True)(CASE.model, X, LABEL)
+    eqx.filter_eval_shape(clipped(loss, keep_batch_dim=True), CASE.model, X, LABEL)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -252,24 +206,7 @@ def test_an_error_of_the_loss_keeps_its_type_and_says_what_the_loss_was_given():
     )
 
 
-def test_a_note_names_a_few_leaves_of_many():
-    with pytest.raises(OwnError) as caught:
-        clipped(raises_own_error)(ONE, [TWO] * 100)
-    note = "\n".join(caught.value.__notes__)
-    assert "and 92 more" in note
-    assert len(note) < 1000
-
-
 # Data, keys and models are not printed
-
-
-@pytest.mark.parametrize("key", [1234567, np.array([1234567, 8, 9], np.uint32)])
-def test_a_seed_given_for_a_key_is_not_printed(key, unchecked):
-    with pytest.raises(ValueError, match="single JAX key") as caught:
-        clipped(lambda model, x, key: model * x)(ONE, TWO, key=key)
-    assert "1234567" not in str(caught.value)
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
 
 
 def test_what_stands_in_the_batch_is_not_printed():
@@ -295,36 +232,6 @@ def test_nothing_that_wants_a_clipped_gradient_prints_what_it_got(unchecked):
         with pytest.raises(ValueError, match="partial") as caught:
             use()
         assert "Linear" not in str(caught.value)
-
-
-def test_a_plan_and_a_check_print_no_array_either(unchecked):
-    with pytest.raises(ValueError, match="sampling_prob") as caught:
-        dp.PrivacyPlan(sampling_prob=SECRET, steps=10, noise_multiplier=1.0, delta=1e-5)
-    assert "0.123" not in str(caught.value)
-    bound = functools.partial(lambda held, x: x, np.full(2, 1234567, np.uint32))
-    with pytest.raises(ValueError, match="Nothing to check: partial calls") as caught:
-        dp.check_precision(bound, X, policy=dp.load_policy("float32"))
-    assert "1234567" not in str(caught.value)
-
-
-# What is welcome
-
-
-def test_a_complex_leaf_may_be_frozen():
-    model = {"odd": jnp.asarray(3 + 4j, jnp.complex64), "w": ONE}
-    grads = clipped(
-        lambda model, x: jnp.abs(model["odd"]) * x * model["w"],
-        filter_spec={"odd": False, "w": True},
-        l2_clip_norm=np.inf,
-    )(model, TWO)
-    assert grads["odd"] is None
-    np.testing.assert_allclose(grads["w"], 10.0)
-
-
-def test_one_key_an_example_is_data_like_any_other():
-    loss = lambda model, x, noise: model * x * jax.random.normal(noise)  # noqa: E731
-    grads = clipped(loss)(ONE, jnp.ones(4), jax.random.split(jax.random.key(0), 4))
-    assert np.isfinite(grads)
 
 
 # Losses in which examples meet
@@ -358,16 +265,3 @@ def test_batch_norm_is_refused(mode, loss):
         jax.vmap(lambda x: eqx.filter(grad_fn(model, x), eqx.is_array), axis_name="batch")(
             jnp.ones((2, 4, 3))
         )
-
-
-@pytest.mark.parametrize("mode", ["ema", "batch"])
-def test_batch_norm_at_inference_mixes_nothing(mode):
-    model, state = batch_norm(mode)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)), jnp.float32)
-    _, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
-    model = eqx.nn.inference_mode(model)
-    loss = lambda model, x: batch_norm_loss(model, x, state)  # noqa: E731
-    grads = jitted.grad(loss, l2_clip_norm=np.inf)(model, jnp.ones((4, 3)))
-    alone = eqx.filter_jit(eqx.filter_grad(lambda model: 4 * loss(model, jnp.ones(3))))(model)
-    np.testing.assert_allclose(grads.weight, alone.weight, rtol=1e-5)
-    np.testing.assert_allclose(grads.bias, alone.bias, rtol=1e-5)

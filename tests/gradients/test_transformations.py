@@ -52,15 +52,6 @@ def test_as_a_decorator_of_a_method():
     assert Regression.gradient.l2_norm_bound == 1.0
 
 
-def test_the_padding_mask_may_be_traced():
-    grad_fn = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=1.0, microbatch_size=2)
-    masks = np.array([[False, True, False, False, True], [True, True, True, True, False]])
-    jitted = jax.jit(lambda mask: grad_fn(CASE.model, *BATCH, is_padding_example=mask))
-    for mask in masks:
-        truth = expected(is_padding_example=mask)
-        assert oracle.relative_error(jitted(mask), truth.grads) < 1e-5
-
-
 def test_filter_jit_compiles_once():
     traces = []
 

@@ -103,21 +103,6 @@ def test_nothing_is_allocated():
     assert plan.total == plan.parts.total
 
 
-def test_what_is_held_grows_with_the_microbatch():
-    model, batch = layers(512, 3, batch=64)
-    grad_fn = dp.filter_clipped_grad(layers_loss, l2_clip_norm=1.0, method="per_example")
-
-    def held(size, **options):
-        plan = plan_memory(grad_fn, model, batch, microbatch_size=size, compiled=False, **options)
-        return plan.parts.per_example
-
-    weights = 3 * 512**2 * 4
-    assert held(32) == 2 * held(16)
-    assert weights <= held(32) / 32 < 1.1 * weights
-    assert held(32, method="book_keeping") < held(32) / 2
-    assert held(32, method="ghost") <= held(32, method="book_keeping")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_what_is_spread_counts_by_its_part(axis_type):
@@ -136,40 +121,3 @@ def test_what_is_spread_counts_by_its_part(axis_type):
     assert plan.num_devices == 8
     given = plan.parts.parameters + plan.parts.optimizer + plan.parts.batch
     assert abs(plan.compiled.arguments - given) < 64
-
-
-class Stacked(eqx.Module):
-    weights: jax.Array
-
-    def __call__(self, x):
-        layer = jax.checkpoint(lambda x, weight: (jnp.tanh(x @ weight), None))
-        return jax.lax.scan(layer, x, self.weights.astype(x.dtype))[0]
-
-
-def test_a_scan_over_what_is_spread_takes_a_slice_at_a_time():
-    weight, layer = 4 * 16 * 64**2, 4 * 64**2
-    model, batch = Stacked(array(16, 64, 64)), array(16, 4, 64)
-    mesh = jax.make_mesh((8,), ("data",))
-
-    def parts(method, spec=(None, "data")):
-        rules = dp.ShardingRules(mesh, params=(("weights", P(*spec)),))
-        grad_fn = dp.filter_clipped_grad(
-            layers_loss, l2_clip_norm=1.0, sharding=rules, method=method
-        )
-        return plan_memory(grad_fn, model, batch, compiled=False).parts
-
-    for method in ("ghost", "book_keeping"):
-        found = parts(method)
-        assert found.parameters == found.gradients == weight / 8 + layer
-    # All of it at once: where each example's gradient is formed, where steps have no part on every
-    # device, and the sum where it stays whole.
-    for whole in (parts("per_example"), parts("ghost", ("data",))):
-        assert whole.parameters == whole.gradients == weight / 8 + weight
-
-
-def test_refuses_what_is_no_clipped_gradient():
-    case = models.mlp()
-    with pytest.raises((ValueError, TypeError)):
-        plan_memory(jax.grad(case.loss), case.model, *case.batch(2))
-    with pytest.raises(ValueError, match="No batch"):
-        plan_memory(dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0), case.model)

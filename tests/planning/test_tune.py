@@ -1,5 +1,7 @@
 """A measured choice: what is tried, what decides, and what is never read."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from tests import models
 CASE = models.linear_regression()
 BATCH = CASE.batch(8)
 FEW = {"methods": ("ghost", "per_example"), "microbatch_sizes": (2, 8), "rounds": 1}
+ONE = {"methods": ("ghost",), "microbatch_sizes": (2,), "rounds": 1}
 PLAN = dp.PrivacyPlan(sampling_prob=0.2, steps=10, noise_multiplier=1.0, delta=1e-5)
 
 
@@ -19,8 +22,13 @@ def grad_fn(loss=CASE.loss, **options):
     return dp.filter_clipped_grad(loss, l2_clip_norm=1.0, **options)
 
 
+@functools.cache
+def tuned():
+    return dp.tune(grad_fn(), CASE.model, *BATCH, **FEW)
+
+
 def test_by_the_real_clock_the_smallest_median_is_first():
-    found = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW)
+    found = tuned()
     assert {(x.method, x.microbatch_size) for x in found.trials} == {
         (method, size) for method in FEW["methods"] for size in (2, 8)
     }
@@ -34,7 +42,8 @@ def test_on_a_mesh_with_a_plan_from_shapes_alone():
     mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Explicit,))
     slots = PLAN.sampler(40, seed=1, pad_to=4).capacity
     model, batch = eqx.filter_eval_shape(lambda: (CASE.model, CASE.batch(slots)))
-    found = dp.tune(grad_fn(sharding=dp.ShardingRules(mesh)), model, *batch, plan=PLAN, **FEW)
+    sharded = grad_fn(sharding=dp.ShardingRules(mesh))
+    found = dp.tune(sharded, model, *batch, plan=PLAN, **ONE)
     assert not any(x.problem for x in found.trials)
 
 
@@ -47,14 +56,13 @@ def test_no_value_of_the_batch_is_read():
     case = models.dropout()
     given = case.batch(4), jax.random.PRNGKey(5), np.zeros(4, bool)
     batch, key, mask = jax.tree.map(used_up, given)
-    options = FEW | {"key": key, "is_padding_example": mask, "microbatch_sizes": (2,)}
+    options = ONE | {"key": key, "is_padding_example": mask}
     found = dp.tune(grad_fn(case.loss), case.model, *batch, **options)
     assert not any(x.problem for x in found.trials)
 
 
 def test_one_that_cannot_be_timed_says_why_and_the_others_are_timed():
-    whole = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW)
-    most = max(whole.trials, key=lambda x: x.bytes)
+    most = max(tuned().trials, key=lambda x: x.bytes)
     found = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW, limit=most.bytes - 1)
     problems = {(x.method, x.microbatch_size): x.problem for x in found.trials}
     assert problems.pop((most.method, most.microbatch_size)).startswith("takes more than")

@@ -81,11 +81,6 @@ def test_unknown_preset_lists_the_presets_and_the_nearest(name):
     assert all(preset in str(error.value) for preset in available_policies())
 
 
-def test_a_text_for_parse_policy_is_told_so():
-    with pytest.raises(ValueError, match=r"found 'p=f32,c=bf16'.*\(parse_policy reads such a text"):
-        load_policy("p=f32,c=bf16")
-
-
 # What tells a path from a preset's name.
 
 
@@ -151,14 +146,6 @@ def test_reads_every_entry(load):
     assert "unsafe=True" in repr(policy)
 
 
-def test_optional_entries_default(load):
-    policy = load(DTYPES.replace("\n", "\r\n"))
-    assert policy == Policy("float32", "bfloat16", "float32")
-    assert policy.description == ""
-    assert load(DTYPES + '[loss_scale]\nkind = "none"\nvalue = 1') == policy
-    assert load("unsafe = false\nmodules = []" + DTYPES) == policy
-
-
 def without(key: str) -> str:
     return "\n".join(line for line in DTYPES.splitlines() if not line.startswith(key))
 
@@ -180,32 +167,19 @@ def scaled(value: str) -> str:
 REFUSED = {
     # Unknown entries.
     "key": ("x = 1" + DTYPES, "x: found an unknown key; allowed: description, .*dtypes"),
-    "rule key": (DTYPES + RULE + RULE + "x = 1", r"modules\[1\].x: found an unknown key"),
-    "table": (DTYPES + "[sharding]", "sharding: found an unknown table; allowed: .*dtypes"),
-    "typo": (DTYPES.replace("noise", "niose"), "dtypes.niose: found an unknown key; .*noise"),
     # Missing entries.
     "empty file": ("", "dtypes: found nothing; allowed: a table, which is required"),
     **{key: (without(key), f"dtypes.{key}: found nothing") for key in ("compute", "noise")},
-    "no kind": (DTYPES + "[loss_scale]\nvalue = 2", "loss_scale.kind: found nothing"),
     "no match": (DTYPES + '[[modules]]\ncompute = "float32"', r"modules\[0\].match: found nothing"),
     # Values of the wrong type.
     "number for dtype": (having("output", "32"), "dtypes.output: found 32; allowed: a string"),
     "string for table": ('dtypes = "float32"', "dtypes: found 'float32'; allowed: a table"),
-    "tables for table": ("[[dtypes]]", r"dtypes: found \[{}\]; allowed: a table"),
     "table for tables": (DTYPES + "[modules]", r"modules: found {}; .* written as \[\[modules\]\]"),
-    "bool for value": (scaled("true"), "loss_scale.value: found True; allowed: a number"),
     "string for unsafe": ('unsafe = "true"' + DTYPES, "unsafe: found 'true'; allowed: true, false"),
-    "number for bool": (DTYPES + RULE + "optional = 1", r"modules\[0\].optional: found 1; .*true"),
     # Values that are not allowed.
     "dtype": (having("noise", '"bf16"'), "dtypes.noise: found 'bf16'; allowed: bfloat16, float16"),
-    "rule's dtype": (
-        DTYPES + RULE.replace("float32", "int8"),
-        r"modules\[0\].compute: found 'int8",
-    ),
     "optimizer": (DTYPES + 'optimizer = "int8"', "optimizer: found 'int8'; .*second moment under"),
     "matmul": (DTYPES + MATMUL.replace("16", "32"), "matmul.forward: found 'float32'; .*float8_e4"),
-    "rounding": (DTYPES + '[params]\nrounding = "up"', "params.rounding: found 'up'; .*stochastic"),
-    "precision": ('matmul_precision = "hi"' + DTYPES, "matmul_precision: found 'hi'; .*highest"),
 }
 # What follows from several entries together, or from numbers: the schema does not know.
 BEYOND_A_SCHEMA = {
@@ -213,13 +187,8 @@ BEYOND_A_SCHEMA = {
         having("noise", '"float64"'),
         "dtypes.noise: found float64 while jax_enable_x64 is",
     ),
-    "rule's float64": (
-        DTYPES + RULE.replace("float32", "float64"),
-        r"modules\[0\].compute: found float64 while jax_enable_x64 is off; .*JAX_ENABLE_X64=1",
-    ),
     "accumulate": (having("accumulate", '"bfloat16"'), "found bfloat16, narrower.*unsafe = true"),
     "value": (scaled("3"), "loss_scale.value: found 3; allowed: a power of two"),
-    "huge": (scaled("1" + "0" * 400), "found a whole number beyond 2.64; allowed: a power of two"),
     "none and value": (
         DTYPES + SCALE.replace("static", "none"),
         "value: found 2; allowed: 1 where",
@@ -286,10 +255,8 @@ EXTENDING = {
         "",
         "extends: policy preset: found 'mixed_bf16'; .*near",
     ),
-    "no file": (BASE, None, "extends .*base.toml: file: found nothing to read"),
     "itself": ('extends = "top.toml"', "", "extends: found 'top.toml', which closes a circle"),
     "a circle": (BASE, 'extends = "./top.toml"', r"\(top.toml -> base.toml -> top.toml\); allowed"),
-    "its own error": (BASE + '[dtypes]\nnoise = "f31"', DTYPES, "toml: dtypes.noise: found 'f31'"),
     "its own key": (BASE + "x = 1", DTYPES, "x: found an unknown key"),
     "base is not whole": (
         BASE,

@@ -58,9 +58,7 @@ class Group(eqx.Module):
         SEEN["group"] = x.dtype
         y = self.inner(x)
         SEEN["group.after inner"] = y.dtype
-        y = self.head(y)
-        SEEN["group.after head"] = y.dtype
-        return y
+        return self.head(y)
 
 
 class Net(eqx.Module):
@@ -79,13 +77,6 @@ class Net(eqx.Module):
             y = group(y)
         SEEN["after groups"] = y.dtype
         return y
-
-    def upcast(self, x):
-        return self.take(x.astype(jnp.float32))
-
-    def take(self, x):
-        SEEN["taken"] = x.dtype
-        return x
 
 
 def eye(name, kind=Layer):
@@ -116,28 +107,17 @@ def test_parameters_and_inputs_enter_in_the_compute_dtype_and_outputs_leave_in_t
     np.testing.assert_array_equal(y, by_hand.astype(F32))
 
 
-def test_public_methods_cast_and_self_calls_do_not_cast_again():
-    model = dp.apply_policy(net(), policy_of())
-    assert model.features(X).dtype == F32
-    # Inside, the model's own widening stays: it is cast where it enters, and nowhere else.
-    model.upcast(X.astype(F16))
-    assert SEEN["taken"] == F32
-    model.take(X)
-    assert SEEN["taken"] == BF16
-
-
 def test_a_module_of_a_paired_model_keeps_to_the_policy_when_it_is_called_alone():
     group = dp.apply_policy(net(), policy_of("**.head=float16")).groups[0]
     assert group(X).dtype == group.head(X).dtype == group.inner(X).dtype == BF16
     assert (SEEN["0.inner"], SEEN["0.head"]) == ((BF16, BF16), (F16, F16))
 
 
-@pytest.mark.parametrize("decorator", [eqx.filter_jit, jax.checkpoint, jax.named_scope("name")])
-def test_decorated_methods_cast(decorator):
+def test_decorated_methods_cast():
     class Decorated(eqx.Module):
         weight: jax.Array
 
-        @decorator
+        @eqx.filter_jit
         def __call__(self, x):
             SEEN["decorated"] = (self.weight.dtype, x.dtype)
             return self.weight * x
@@ -199,16 +179,6 @@ def test_a_rule_governs_a_module_and_all_in_it(rule):
     assert SEEN["after groups"] == BF16
     assert SEEN["first"] == SEEN["a"] == (BF16, BF16)
     assert y.dtype == F32
-
-
-def test_outputs_leave_in_the_dtype_around_the_innermost_match():
-    model = dp.apply_policy(net(), policy_of("groups.1=float16", "groups.1.head=float32"))
-    model(X)
-    assert SEEN["group"] == F16
-    assert SEEN["1.inner"] == (F16, F16)
-    assert SEEN["1.head"] == (F32, F32)
-    assert SEEN["group.after head"] == F16
-    assert SEEN["after groups"] == BF16
 
 
 def test_class_names_match_subclasses_and_dictionaries_are_paths():
@@ -274,19 +244,6 @@ def test_what_cannot_be_paired():
         dp.apply_policy(eqx.nn.Sequential([model]), policy)
 
 
-def test_a_paired_model_looks_as_before():
-    plain = net()
-    model = dp.apply_policy(plain, policy_of("Head=float16"))
-    assert isinstance(model, Net)
-    assert (type(model).__name__, type(model).__module__) == ("Net", Net.__module__)
-    assert repr(model) == f"{plain!r} with policy {policy_of('Head=float16')}"
-    assert repr(model.heads) == repr(plain.heads)
-    before, after = map(jax.tree_util.tree_leaves_with_path, (plain, model))
-    assert [path for path, _ in before] == [path for path, _ in after]
-    for (_, one), (_, other) in zip(before, after, strict=True):
-        assert one is other
-
-
 def test_tree_at_and_modules_that_it_puts_in_fall_under_the_rules():
     model = dp.apply_policy(net(), policy_of("heads.a=float16"))
     model = eqx.tree_at(lambda m: m.first.weight, model, jnp.zeros((3, 3)))
@@ -297,29 +254,6 @@ def test_tree_at_and_modules_that_it_puts_in_fall_under_the_rules():
     again = dp.apply_policy(model, policy_of("heads.a=float16"))
     again.heads["a"](X.astype(BF16))
     assert SEEN["new"] == (F16, F16)
-
-
-def test_transformations_take_paired_models():
-    model = dp.apply_policy(net(), policy_of("Head=float16"))
-    arrays, static = eqx.partition(model, eqx.is_array)
-    expected, _ = model(X)
-    np.testing.assert_array_equal(eqx.combine(arrays, static)(X)[0], expected)
-    traces = []
-
-    @eqx.filter_jit
-    def run(model, x):
-        traces.append(1)
-        return model(x)[0]
-
-    for again in (model, dp.apply_policy(net(), policy_of("Head=float16"))):
-        np.testing.assert_allclose(run(again, X), expected, rtol=1e-2)
-    assert len(traces) == 1
-    rows, _ = jax.vmap(model)(jnp.stack([X, X]))
-    np.testing.assert_allclose(rows, jnp.stack([expected, expected]), rtol=1e-2)
-    np.testing.assert_array_equal(eqx.filter_jit(model.features)(X), model.features(X))
-    grads = eqx.filter_grad(lambda model, x: jnp.sum(model(x)[0]))(model, X)
-    assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
-    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
 
 
 def act(x):
@@ -400,21 +334,6 @@ def reference():
     return case, batch, clip, truth
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
-def test_every_method_agrees_with_the_oracle(policy, method):
-    case, batch, clip, truth = reference()
-    options = {"l2_clip_norm": clip, "method": method}
-    model = dp.apply_policy(case.model, policy)
-    per_example, grads = jitted.value_and_grad(case.loss, **options)(model, *batch)
-    # The gradient is in the structure of the model that was passed in.
-    params = eqx.filter(model, eqx.is_inexact_array)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    assert 1e-4 < oracle.relative_error(dp.apply_policy(grads, None), truth.grads) < 4e-2
-    assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < 4e-2
-    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
-
-
 @pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
 def test_a_paired_model_and_a_policy_beside_the_model_are_one(policy):
     case, batch, clip, _ = reference()
@@ -460,18 +379,6 @@ def test_the_loss_sees_parameters_that_were_cast_and_outputs_in_the_surrounding_
     assert SEEN["a"] == (F16, F16)
     assert SEEN["0.head"] == (F32, F32)
     assert SEEN["first"] == (BF16, BF16)
-
-
-def test_a_model_that_is_no_module_may_hold_modules_that_rules_match():
-    def loss(model, x):
-        return jnp.sum(model["layers"][1](model["layers"][0](x)) * model["scale"])
-
-    model = {"layers": [eye("0"), eye("1", Head)], "scale": jnp.ones(3)}
-    grads = jitted.grad(loss, l2_clip_norm=1.0, policy=policy_of("layers.1=float16"))(
-        model, X[None]
-    )
-    assert (SEEN["0"], SEEN["1"]) == ((BF16, BF16), (F16, F16))
-    assert jax.tree.structure(grads) == jax.tree.structure(model)
 
 
 def pair_loss(model, x):

@@ -1,7 +1,6 @@
 """The string form: jmp's grammar whole, a way back for every policy, and what is refused."""
 
 import itertools
-import warnings
 
 import hypothesis
 import jax
@@ -41,29 +40,6 @@ def test_reads_all_that_jmp_reads_as_jmp_does():
             wide = "float64" if policy.compute_dtype == np.dtype("float64") else "float32"
             assert policy.accumulate_dtype == policy.noise_dtype == np.dtype(wide), text
             assert parse_policy(str(expected)) == policy, text
-
-
-def test_half_is_what_jmp_takes_it_for(monkeypatch):
-    for dtype in (jnp.bfloat16, jnp.float16):
-        monkeypatch.setattr(jmp, "half_dtype", lambda dtype=dtype: dtype)
-        for text in ("half", "c=half"):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                policy = parse_policy(text)
-            assert policy.compute_dtype == jnp.dtype(dtype)
-            assert policy.accumulate_dtype == np.dtype("float32")
-            told = [str(one.message) for one in caught]
-            assert ["no loss scale" in x for x in told] == [True] * (dtype == jnp.float16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        parse_policy("c=half,loss_scale=1024")
-        parse_policy("p=half,c=f32")
-        parse_policy("c=bf16,module:half=f32")
-
-
-def test_plain_policies_print_plainly():
-    text = "params=float32,compute=bfloat16,output=float32,accumulate=float32,noise=float32"
-    assert str(parse_policy(text)) == str(parse_policy(" c = bf16 , o = f32 ")) == text
 
 
 def test_every_key():

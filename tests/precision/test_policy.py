@@ -113,17 +113,6 @@ def test_refuses_patterns_that_the_string_form_cannot_hold(match):
         ModuleRule(match, "float32")
 
 
-def test_module_rules_keep_their_order_and_come_once():
-    first, second = ModuleRule("**.head", "float32"), ModuleRule("Linear", "bfloat16")
-    policy = Policy("float32", "bfloat16", "float32", modules=[first, second])
-    assert policy.modules == (first, second)
-    assert policy != dataclasses.replace(policy, modules=(second, first))
-    with pytest.raises(
-        ValueError, match=r"^modules.match: found '\*\*.head' twice; allowed: each once"
-    ):
-        dataclasses.replace(policy, modules=(first, second, ModuleRule("**.head", "float16")))
-
-
 def test_a_loss_scale_is_a_power_of_two():
     for value in (1, 2, 32768, 0.5, 2.0**-24, 2**20):
         assert LossScale("static", value) == LossScale("static", float(value))
@@ -207,20 +196,3 @@ def test_a_policy_of_jmp_is_accepted_wherever_a_policy_is():
     dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=given)
     assert dp.apply_updates(model, model, given).weight.dtype == F32
     assert dp.check_precision(grad_fn, model, x, policy=given).ok
-
-
-SECRET = 12.34375
-WEIGHTS = jnp.full((3, 3), SECRET)
-
-
-@pytest.mark.parametrize(
-    ("found", "told"),
-    [
-        *(([WEIGHTS], "array of float32"), ({"w": WEIGHTS}, "type dict")),
-        *(("float32", "'float32'"), (3, "3"), (jnp.float32, "float32")),
-    ],
-)
-def test_no_error_prints_a_model_or_an_array(found, told):
-    with pytest.raises(ValueError, match=rf"^policy: found .*{told}.*parse_policy") as error:
-        checked_policy(found)
-    assert not any(shown in str(error.value) for shown in (str(SECRET), "f32[3,3]", "rray("))

@@ -20,8 +20,9 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[name], expected[name])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+@pytest.mark.parametrize(
+    ("kind", "spec"), [(AxisType.Auto, P(None, "data")), (AxisType.Explicit, P("data"))]
+)
 def test_with_rules(kind, spec):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     rules = dp.ShardingRules(mesh, examples=("data",), params=(("w", spec),))

@@ -48,19 +48,3 @@ def test_the_data_set_is_found_from_the_capacity(num_examples, prob, tau):
     for count, same in ((found.num_examples, True), (found.num_examples + 1, False)):
         larger = PoissonSampler(count, prob, seed=1, overflow_probability=tau)
         assert (larger.capacity == sampler.capacity) == same
-
-
-@pytest.mark.parametrize(
-    ("prob", "slots", "least", "most"),
-    [
-        (1.0, 13, 13, 13),
-        (0.1, 0, 0, 0),
-        (0.5, 1, 1, 1),  # with room for one, hardly any data set hardly ever overflows
-        (5e-324, 1, 100, 2**53),
-        (0.01, 192, 6000, 13_000),
-    ],
-)
-def test_data_sets_at_the_edge(prob, slots, least, most):
-    sample = Sampling(prob, 1e-12).of(slots)
-    assert (sample.slots, sample.sampling_prob) == (slots, prob)
-    assert least <= sample.num_examples <= most

@@ -17,23 +17,12 @@ ROWS, MATRICES = (
 )
 
 
-def general(contracted, ragged, group):
-    return lax.RaggedDotDimensionNumbers((contracted, ((), ())), ragged, group)
-
-
 @pytest.mark.parametrize(
     "sizes", [(2, 1, 3), (0, 6, 0), (1, 0, 2), (0, 0, 0)], ids=["all", "one", "not all", "none"]
 )
 def test_groups(sizes):
     """What is in no group is zero."""
     check(lambda x, w: lax.ragged_dot(x, w, jnp.array(sizes)), ROWS, MATRICES)
-
-
-def test_dimensions():
-    numbers = general(((0,), (2,)), [1], [1])
-    sizes = jnp.array([2, 1, 3])
-    function = lambda x, w: lax.ragged_dot_general(x, w, sizes, numbers)  # noqa: E731
-    check(function, ROWS.T, MATRICES.transpose(2, 0, 1))
 
 
 def primitives(program):
@@ -80,7 +69,10 @@ def loss(model, x):
     return jnp.sum(y) + jnp.sum(gates**2)
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize(
+    "method",
+    ["book_keeping", *(pytest.param(m, marks=pytest.mark.slow) for m in ("ghost", "per_example"))],
+)
 def test_a_mixture_of_experts(method):
     case = of_arrays(loss, "r53 u354 d345", (6, 5), loss=True)("experts")
     batch = case.batch(4)

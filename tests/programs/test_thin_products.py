@@ -40,21 +40,15 @@ def test_what_is_transposed_goes_into_a_conditional(sizes):
     )
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.0, 6e4, 2.0**-126])
-def test_every_value_stays(value):
-    thin = jax.make_jaxpr(lambda x: x.mT @ x)(jnp.ones((2, 3, 4)))
-    x = jnp.full((2, 3, 4), value, jnp.float32)
-    (result,) = jax.jit(lambda x: safe_in_conditionals(thin, [x]))(x)
-    np.testing.assert_array_equal(result, x)
-    np.testing.assert_array_equal(jnp.signbit(result), jnp.signbit(x))
-
-
 def attention(model, x):
     q, k, v = (jax.vmap(model[name])(x) for name in "qkv")
     return jax.nn.softmax(q @ k.T) @ v
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize(
+    "method",
+    ["ghost", *(pytest.param(m, marks=pytest.mark.slow) for m in ("book_keeping", "per_example"))],
+)
 def test_attention_of_three_tokens(method):
     keys = jax.random.split(jax.random.key(0), 4)
     model = {name: eqx.nn.Linear(4, 4, key=key) for name, key in zip("qkv", keys, strict=False)}

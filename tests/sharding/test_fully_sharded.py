@@ -21,7 +21,7 @@ from tests.sharding.fully_sharded_net import (
     net,
     rules_of,
 )
-from tests.sharding.losses import AXIS_TYPES, assert_like_one_device
+from tests.sharding.losses import assert_like_one_device
 
 METHODS = ("ghost", "book_keeping", "per_example")
 SOME = np.arange(16) % 5 == 0
@@ -82,31 +82,6 @@ def wrapped(model, tokens, targets):
     return jnp.sum((x @ model.head - targets) ** 2) + jnp.sum(seen)
 
 
-@jax.custom_jvp
-def scaled(x, weight):
-    return x * jnp.exp(weight)
-
-
-@scaled.defjvp
-def _(primals, tangents):
-    (x, weight), (dx, dweight) = primals, tangents
-    return scaled(x, weight), jnp.exp(weight) * (dx + x * dweight)
-
-
-def ruled(model, tokens, targets):
-    """A derivative rule, a convolution, parts of a parameter that are put together otherwise."""
-
-    def body(x, its):
-        scale, up = its
-        left, right = jnp.split(up, 2, axis=1)
-        return jnp.tanh(scaled(x, scale) @ (left - right[::-1])), None
-
-    x, _ = jax.lax.scan(body, model.embedding[tokens], (model.scale, model.up))
-    kernel = model.down[0].transpose(1, 0, 2)[:1].transpose(2, 1, 0)
-    x = jax.lax.conv_general_dilated(x.T[None], kernel, (1,), "SAME")[0].T
-    return jnp.sum((x @ model.head - targets) ** 2)
-
-
 REPLICAS = {"axes": {"replica": 2, "data": 4}, "examples": ("replica", "data")}
 AHEAD = (("up", P(None, "data", "model")), ("down", P(None, ("data", "model"))), *SPECS)
 ON_BOTH = (("up", P(None, "data", "fsdp")), ("head", P(("fsdp", "data"))), *SPECS)
@@ -153,9 +128,9 @@ OPTIONS = {
     "padding alone": {"padding": np.ones(16, bool), "microbatch_size": 1},
     "bfloat16": {"policy": dp.load_policy("bfloat16"), "rtol": 3e-2},
     "mixed_float16": {"policy": dp.load_policy("mixed_float16"), "rtol": 3e-2},
-    **{use.__name__: {"fun": use} for use in (tied, derived, recurrent, branching, wrapped, ruled)},
+    **{use.__name__: {"fun": use} for use in (tied, derived, recurrent, branching, wrapped)},
 }
-QUICK = [("plain", "ghost"), ("microbatches", "per_example"), ("derived", "book_keeping")]
+QUICK = [("plain", "ghost"), ("microbatches", "per_example")]
 
 
 @pytest.mark.parametrize(
@@ -171,35 +146,15 @@ def test_gradients_are_those_of_one_device(name, method):
     assert_like_one_device(**options | {"method": method} | OPTIONS[name])
 
 
-def scanned(layers, x):
-    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-    return jnp.sum(x**2)
-
-
-ONE_ARRAY = {
-    # XLA wants a branch's only result in one place, whatever the branch.
-    "layers over both axes": (("auto", "auto"), P(("data", "model"))),
-    "example axes are Explicit": (("explicit", "auto"), P(None, "data", "model")),
-    "the layers": (("auto", "auto"), P("data")),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_ARRAY)
-def test_a_model_of_one_array(name):
-    kinds, spec = ONE_ARRAY[name]
-    types = tuple(AXIS_TYPES[kind] for kind in kinds)
-    rules = dp.ShardingRules(
-        jax.make_mesh((4, 2), ("data", "model"), axis_types=types), params=(("**", spec),)
-    )
-    layers = jax.random.normal(jax.random.key(0), (8, 4, 4)) / 2
-    batch = (jax.random.normal(jax.random.key(1), (8, 3, 4)),)
-    assert_like_one_device(scanned, layers, batch, rules, method="ghost", microbatch_size=1)
-
-
 @pytest.mark.optimized
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("params", [(), SPECS], ids=["whole", "spread"])
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [
+        ("ghost", SPECS),
+        ("book_keeping", ()),
+        pytest.param("per_example", SPECS, marks=pytest.mark.slow),
+    ],
+)
 def test_an_example_that_is_not_finite_changes_no_others(method, params):
     rules, (tokens, targets) = rules_of(params=params), batch_of(16)
     poisoned = targets.copy()
@@ -210,10 +165,8 @@ def test_an_example_that_is_not_finite_changes_no_others(method, params):
         model = rules.shard(net())
         found = grad_fn(model, tokens, poisoned, is_padding_example=np.zeros(16, bool))
         expected = grad_fn(model, tokens, targets, is_padding_example=np.arange(16) == 5)
-        empty = dp.filter_clipped_grad(loss, **options)(model, *batch_of(0))
-    for a, b, c in zip(*map(jax.tree.leaves, (found, expected, empty)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(c, 0)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests import oracle
-from tests.sharding.compiled import compiled
 from tests.sharding.losses import (
     GPT,
     Says,
@@ -29,8 +28,7 @@ DATA = np.random.default_rng(0).normal(size=1024).astype(np.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["input", "intermediate"])
-@pytest.mark.parametrize("method", ["ghost", "per_example"])
+@pytest.mark.parametrize(("where", "method"), [("input", "ghost"), ("intermediate", "per_example")])
 def test_without_clipping_it_is_the_plain_gradient(kind, where, method):
     mesh, param = mesh_of(kind, data=8), jnp.float32(0.3)
     rules, loss = dp.ShardingRules(mesh), mean_estimation(Says(kind), where)
@@ -41,26 +39,6 @@ def test_without_clipping_it_is_the_plain_gradient(kind, where, method):
         data = rules.shard_batch(DATA)
         for call in (grad_fn, eqx.filter_jit(grad_fn)):
             np.testing.assert_allclose(call(param, data), plain, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_scalar_per_example_costs_a_device_its_part(kind):
-    mesh, param = mesh_of(kind, data=8), jnp.float32(0.3)
-    rules = dp.ShardingRules(mesh)
-
-    def cost(says, rules, data):
-        loss = mean_estimation(says, "intermediate")
-        options = {"l2_clip_norm": 1.0, "keep_batch_dim": True, "sharding": rules}
-        options["microbatch_size"] = len(DATA)  # the turns of a loop are counted once
-        return compiled(dp.filter_clipped_grad(loss, **options), param, data)
-
-    one = cost(Says("auto", constrained=False), None, DATA)
-    with jax.set_mesh(mesh):
-        data = rules.shard_batch(DATA)
-        constrained, free = (cost(Says(kind, x), rules, data) for x in (True, False))
-    assert constrained.flops <= 1.1 * free.flops
-    assert constrained.temporary_bytes <= 1.2 * free.temporary_bytes
-    assert constrained.flops <= 1.3 * one.flops / 8
 
 
 def test_a_sharding_of_the_mesh_itself_without_a_mesh_in_context():

@@ -101,17 +101,6 @@ def test_nothing_is_read_for_padding():
     assert np.all(batch.examples[0][~mask] != 0)
 
 
-def test_an_empty_draw_reads_nothing():
-    rare = sampler(sampling_prob=1e-9)
-    source = Source(lambda i: {"x": XS[i], "label": np.arange(NUM_EXAMPLES)[i]})
-    (batch,) = batches_of(source, rare, 1)
-    assert len(source.asked) == 1  # an example, to see what it looks like
-    assert batch.is_padding_example.all()
-    assert batch.examples[0]["x"].shape == (rare.capacity, 4)
-    assert batch.examples[0]["label"].dtype == np.arange(1).dtype
-    assert not batch.examples[0]["x"].any()
-
-
 def test_a_host_reads_only_what_it_owns():
     mine = PoissonSampler(NUM_EXAMPLES, 0.5, seed=SEED, hosts=2, host=1)
     source = Source(lambda i: XS[i])
@@ -204,20 +193,6 @@ def test_a_fault_of_a_batch_as_a_whole_does_not_tell_how_many_there_are():
         next(batches_of(source, sampler(), 1))
     assert str(count) not in str(caught.value)
     assert f"for {count} examples" in caught.value.private_details()
-
-
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([YS[:2], *[YS[:1]] * 63], "records differ in shape or dtype"),
-        ([1.0, *[{"x": 1.0}] * 63], "records differ in structure"),
-    ],
-)
-def test_records_at_fault_are_not_told(records, message):
-    everything = PoissonSampler(NUM_EXAMPLES, 1.0, seed=SEED)
-    with pytest.raises(dp.DataError, match="data, a Records: the source raised") as caught:
-        next(batches_of(dp.Records(records), everything, 1))
-    assert message in caught.value.private_details()
 
 
 def trainer(data):

@@ -61,11 +61,10 @@ CHANGES = {
     "average": lambda: {"ema": 0.9},
     "eight devices": lambda: {"sharding": runs.rules_of("Auto")},
 }
-QUICK = ("microbatch", "optimizer")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CHANGES]
+    "name", [pytest.param(x, marks=() if x == "microbatch" else pytest.mark.slow) for x in CHANGES]
 )
 def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, recording, recwarn):
     """And changes back, and has fresh noise and samples each time."""
@@ -307,9 +306,6 @@ def of_start(directory, number):
 LEDGERS = {
     "missing": (Path.unlink, "is missing"),
     "empty": (lambda file: file.write_text(""), "cannot be used"),
-    "not UTF-8": (lambda file: file.write_bytes(b"\xff"), "cannot be used"),
-    "a list": (lambda file: file.write_text("[]"), "holds no JSON object"),
-    "a folder": (lambda file: (file.unlink(), file.mkdir()), "cannot be used"),
     "fewer steps": (edited(steps=3), "says 3 steps, and a checkpoint knows of 4"),
     "negative": (edited(steps=-4), "'steps' is missing, or wrong"),
     "a truth": (edited(steps=True), "'steps' is missing, or wrong"),

@@ -15,10 +15,10 @@ from tests.training.test_step import counted_compilations
 # One of each kind of state.
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
-    "lion": lambda: optax.lion(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2),
     **AROUND,
 }
+QUICK = ("adam", "schedule_free", "multi_steps")
 
 
 def taken(step, state):
@@ -27,7 +27,9 @@ def taken(step, state):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_two_steps_of_optimizers_of_every_kind(name):
     """The second with the state of the first, in buffers of its own and of the same types."""
     step = seeded(optimizer=OPTIMIZERS[name]())

@@ -101,7 +101,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", ["none", "auto", *(pytest.param(n, marks=pytest.mark.slow) for n in [*RULES][2:])]
+)
 def test_a_step_is_traced_and_compiled_once(name):
     traces = 0
 

@@ -53,15 +53,6 @@ def test_a_model_in_a_file_comes_back_with_its_statement(run, tmp_path):
     assert not [x for x in (str(directory), "opt_state") if x.encode() in file.read_bytes()]
 
 
-def test_a_plan_is_a_statement(tmp_path):
-    file = tmp_path / "model.safetensors"
-    dp.save_model(file, small_model(), privacy=plan_of())
-    with safe_open(file, "numpy") as opened:
-        statement = json.loads(opened.metadata()["privacy"])
-    found = statement["epsilon"], statement["steps_released"], statement["delta"]
-    assert found == (plan_of().epsilon(), 10, 1e-5)
-
-
 class Nested(eqx.Module):
     parts: dict
     many: list

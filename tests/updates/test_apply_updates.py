@@ -73,12 +73,6 @@ def test_edges(case):
     np.testing.assert_array_equal(np.asarray(found).astype(np.float64), np.full(64, expected))
 
 
-def test_subnormal_sums_are_rounded_or_flushed():
-    update = np.float32(2.0**-134)  # half of the smallest subnormal number of bfloat16
-    found = np.asarray(updated(jnp.zeros(256, BF16), jnp.full(256, update)))
-    assert set(found.astype(np.float64)) <= {0, 2.0**-133}
-
-
 def test_float32_storage_and_what_is_not_trained_need_no_key():
     leaf, update = jnp.linspace(0, 1, 8), jnp.full(8, 1e-6)
     np.testing.assert_array_equal(updated(leaf, update, WIDE, None), leaf + update)
@@ -88,11 +82,6 @@ def test_float32_storage_and_what_is_not_trained_need_no_key():
     np.testing.assert_array_equal(after["n"], model["n"])
     assert after["f"] is jax.nn.relu
     assert after["e"].dtype == BF16
-
-
-def test_complex_and_integer_leaves_keep_their_dtype():
-    assert updated(jnp.ones(2, jnp.complex64), jnp.ones(2)).dtype == jnp.complex64
-    np.testing.assert_array_equal(updated(jnp.ones(2, jnp.int32), jnp.ones(2)), [2, 2])
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -67,13 +67,6 @@ def test_a_wider_optimizer_works_in_its_own_dtype():
         }
 
 
-def test_rates_that_are_state_keep_their_dtype():
-    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
-    state = taken(made(f"c=f32,{NARROW}", optimizer))
-    rate = state.opt_state[1].hyperparams["learning_rate"]
-    assert (rate.dtype, rate) == (jnp.float32, np.float32(1e-3))
-
-
 def test_what_an_optimizer_narrows_by_itself_is_refused():
     optimizer = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
     found = r"optimizer state\[0\]\.mu.*: found bfloat16; allowed: float32 or wider.*mu_dtype"

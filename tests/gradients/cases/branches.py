@@ -63,10 +63,6 @@ def _(kept: Array, g: Array, perturbed: Any, m: Any, x: Array) -> Any:
     return {"w": x.T @ (g * (1 - kept**2)), "b": g.sum(0)}
 
 
-def layers_by_index(m: Any, x: Array) -> Array:
-    return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ m["e"][i]), x)
-
-
 def by_equinox(m: Any, x: Array) -> Array:
     return eqxi.while_loop(
         lambda s: s[0] < 3,
@@ -89,13 +85,6 @@ def until_small(m: Any, x: Array) -> Array:
     )
 
 
-def stopped_while(m: Any, x: Array) -> Array:
-    """A fixed point found without a gradient, and a step on from there."""
-    y = lax.fori_loop(0, 5, lambda _, y: jnp.tanh(y @ m["w"] * 0.3 + x), x)
-    y = lax.stop_gradient(y)
-    return jnp.tanh(y @ m["w"] * 0.3 + x)
-
-
 def energy(m: Any, x: Array) -> Array:
     return jnp.sum(jnp.sin(x @ m["w"]) @ m["b"])
 
@@ -105,12 +94,6 @@ def tuned_inside(m: Any, x: Array) -> Array:
     inner = jax.grad(lambda m: jnp.sum((jnp.tanh(x @ m["w"]) + m["b"]) ** 2))(m)
     m = jax.tree.map(lambda w, g: w - 0.1 * g, m, inner)
     return jnp.tanh(jnp.cos(x) @ m["w"]) + m["b"]
-
-
-def score(m: Any, x: Array) -> Array:
-    s = jax.grad(lambda x: energy(m, x))(x)
-    trace = jnp.trace(jax.jacfwd(lambda x: jax.grad(lambda x: energy(m, x))(x))(x[0]))
-    return jnp.sum(s**2) / 2 + trace
 
 
 def solved(m: Any, x: Array) -> Array:
@@ -133,43 +116,23 @@ BRANCHES: Table = {
             "w44 v44"),
     "cond that returns parameters": of_arrays(lambda m, x: x @ lax.cond(
         x[0, 0] > 0, lambda: m["w"], lambda: m["v"]), "w44 v44"),
-    "cond that returns a view": of_arrays(lambda m, x: x @ lax.cond(
-        x[0, 0] > 0, lambda w: w, lambda w: w.T, m["w"]), "w44"),
     "cond and outside": of_arrays(lambda m, x: lax.cond(
         x[0, 0] > 0, lambda x: jnp.tanh(x @ m["w"]), jnp.sin, x) @ m["w"], "w44"),
     "switch": of_arrays(lambda m, i, x: lax.switch(i, [
         lambda x: x @ m["w"], lambda x: jnp.tanh(x @ m["v"]), lambda x: x * m["b"]], x),
         "w44 v44 b4", Rows(3), (3, 4)),
-    "cond in a cond": of_arrays(lambda m, x: lax.cond(x[0, 0] > 0, lambda x: lax.cond(
-        x[0, 1] > 0, lambda x: x @ m["w"], lambda x: x @ m["v"], x), lambda x: x * m["b"], x),
-        "w44 v44 b4"),
     "cond in a scan": of_arrays(lambda m, x: lax.scan(lambda h, x: (lax.cond(
         x[0] > 0, lambda h: jnp.tanh(h @ m["w"] + x), lambda h: jnp.sin(h @ m["v"]), h), h),
         x[0], x)[1], "w44 v44"),
-    "scan in a cond": of_arrays(lambda m, x: lax.cond(x[0, 0] > 0, lambda x: lax.scan(
-        lambda h, x: (jnp.tanh(h @ m["w"] + x), h), x[0], x)[1], lambda x: x * m["b"], x),
-            "w44 b4"),
-    "carried": of_arrays(lambda m, x: lax.scan(
-        lambda c, x: ((jnp.tanh(c[0] @ m["w"] + x), c[1]), c[0] @ c[1]), (x[0], m["v"]), x)[1],
-        "w44 v44"),
     "carried and changed": of_arrays(lambda m, x: lax.scan(
         lambda w, x: (w + 0.1 * jnp.outer(x, x @ w), x @ w), m["w"], x)[1], "w44"),
-    "layers by index": of_arrays(layers_by_index, "e344"),
-    "layers returned": of_arrays(lambda m, x: (lambda h, ws: h @ ws[0])(*lax.scan(
-        lambda h, w: (jnp.tanh(h @ w), w.T), x, m["e"])), "e344"),
-    "while without gradient": of_arrays(lambda m, x: x @ m["w"] + lax.stop_gradient(lax.while_loop(
-        lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ m["w"])), (0, x))[1]), "w44"),
     "checkpointed loop": of_arrays(by_equinox, "w44"),
     "loop as long as data takes": of_arrays(until_small, "w44"),
-    "stopped iteration": of_arrays(stopped_while, "w44"),
     "solved by iteration": of_arrays(solved, "w44"),
-    "vmapped cond": of_arrays(lambda m, x: jax.vmap(lambda x: lax.cond(
-        x[0] > 0, lambda x: x @ m["w"], lambda x: x @ m["v"], x))(x), "w44 v44"),
 }  # fmt: skip
 
 RULES: Table = {
     "custom vjp": of_arrays(lambda m, x: product(m["w"], x), "w44"),
-    "custom vjp, twice": of_arrays(lambda m, x: product(m["w"].T, product(m["w"], x)), "w44"),
     "custom vjp in a scan": of_arrays(lambda m, x: lax.scan(
         lambda h, w: (product(w, h), None), x, m["e"])[0], "e344"),
     "custom jvp": of_arrays(lambda m, x: bend(m["w"], x), "w44"),
@@ -179,20 +142,12 @@ RULES: Table = {
     "named, saved": of_arrays(jax.checkpoint(lambda m, x: jnp.sin(checkpoint_name(
         jnp.tanh(x @ m["w"]), "kept") @ checkpoint_name(m["v"], "kept")), policy=SAVE_NAMED),
         "w44 v44"),
-    "layers, carry named": of_arrays(lambda m, x: lax.scan(jax.checkpoint(lambda h, w: (
-        jnp.tanh(checkpoint_name(h, "kept") @ checkpoint_name(w, "kept")), None),
-        policy=SAVE_NAMED), x, m["e"])[0], "e344"),
     "leaves a checkpoint": of_arrays(lambda m, x: x @ jax.checkpoint(lambda w: w.T)(m["w"]), "w44"),
 }  # fmt: skip
 
 OTHERS: Table = {
-    "attention": of_arrays(lambda m, x: jax.nn.dot_product_attention(*(
-        (x @ m["e"][i]).reshape(3, 2, 2) for i in range(3)), is_causal=True), "e344"),
     "tuned inside": of_arrays(tuned_inside, "w44 b4"),
     "gradient of inputs": of_arrays(lambda m, x: jax.grad(lambda x: energy(m, x))(x), "w44 b4"),
-    "score": of_arrays(score, "w44 b4"),
-    "solved by data": of_arrays(lambda m, x: jnp.linalg.solve(
-        x.T @ x + 2 * jnp.eye(4, dtype=x.dtype), m["w"]), "w44"),
     "associative scan": of_arrays(lambda m, x: lax.associative_scan(
         lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]),
         (jax.nn.sigmoid(x @ m["w"]), x * m["b"]))[1], "w44 b4"),
@@ -200,8 +155,4 @@ OTHERS: Table = {
     "vmap over parameters": of_arrays(lambda m, x: jax.vmap(
         lambda w, b: lax.scan(lambda h, x: (jnp.tanh(h @ w + x) * b, h), x[0], x)[1])(
         m["e"], m["a"]), "e344 a3"),
-    "reduced": of_arrays(
-        lambda m, x: jnp.prod(1 + 0.1 * x * m["b"]) + jnp.max(x @ m["w"], 1), "w44 b4"),
-    "image by parameters": of_arrays(
-        lambda m, x: lax.conv(m["a"][None], x[:, None, :2], (1,), "SAME"), "a14"),
 }  # fmt: skip

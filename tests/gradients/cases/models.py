@@ -1,4 +1,4 @@
-"""Small models of the kinds that are trained: transformers, recurrent networks, a low-rank one."""
+"""Small models of the kinds that are trained: transformers, and a low-rank one."""
 
 import functools
 from collections.abc import Callable
@@ -105,35 +105,6 @@ def stacked_gpt() -> Case:
     return Case("stacked_gpt", model, language_loss, _draw_tokens)
 
 
-class Recurrent(eqx.Module):
-    """Tokens through a recurrent cell, read out at every step."""
-
-    embedding: nn.Embedding
-    cell: nn.GRUCell
-    head: nn.Linear
-
-    def __init__(self, key: Array) -> None:
-        keys = jax.random.split(key, 3)
-        self.embedding = nn.Embedding(VOCABULARY, 3, key=keys[0])
-        self.cell = nn.GRUCell(3, WIDTH, key=keys[1])
-        self.head = nn.Linear(WIDTH, VOCABULARY, key=keys[2])
-
-    def __call__(self, tokens: Array) -> Array:
-        start = jnp.zeros(WIDTH, self.head.weight.dtype)
-
-        def step(state: Array, token: Array) -> tuple[Array, Array]:
-            state = self.cell(self.embedding(token), state)
-            return state, self.head(state)
-
-        return jax.lax.scan(step, start, tokens)[1]
-
-
-@functools.cache
-def gru() -> Case:
-    model = Recurrent(jax.random.key(3))
-    return Case("gru", model, language_loss, _draw_tokens)
-
-
 class LowRankLinear(eqx.Module):
     """A frozen linear layer and what is trained in its place: two thin matrices."""
 
@@ -168,5 +139,5 @@ def low_rank_gpt() -> Case:
 
 TABLE: Table = {
     make.__name__: lambda name, make=make: make()
-    for make in (cnn, list_gpt, stacked_gpt, gru, low_rank_gpt)
+    for make in (cnn, list_gpt, stacked_gpt, low_rank_gpt)
 }

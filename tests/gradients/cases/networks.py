@@ -1,4 +1,4 @@
-"""Networks, flows and differential equations as documentation has them, written anew and small."""
+"""Networks and differential equations as documentation has them, written anew and small."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,6 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from equinox import nn
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -78,37 +76,6 @@ def stack_of_blocks(m: Any, tokens: Array) -> Array:
     return x @ m["embedding"].weight.T
 
 
-# What meets in a loss.
-
-
-def siamese(m: Any, x: Array, y: Array) -> Array:
-    a, b = m.parts["net"](x), m.parts["net"](y)
-    scores = optax.losses.cosine_similarity(a, b, epsilon=1e-2)
-    return jnp.exp(m.parts["temperature"]) * scores + jnp.sum((a - b) ** 2)
-
-
-def variational(m: Any, x: Array, noise: Array) -> Array:
-    mean, scale = jnp.split(m.parts["in"](x), 2)
-    scale = jnp.tanh(scale)
-    y = m.parts["out"](mean + jnp.exp(scale) * noise)
-    divergence = jnp.sum(mean**2 + jnp.exp(2 * scale) - 2 * scale - 1) / 2
-    return jnp.sum((y - x) ** 2 * jnp.exp(-m.parts["s"])) + jnp.sum(m.parts["s"]) + divergence
-
-
-LOSSES = {
-    "ctc": lambda y: optax.losses.ctc_loss(
-        jnp.outer(jnp.arange(1, 5, dtype=y.dtype), y)[None],
-        jnp.zeros((1, 4), y.dtype),
-        jnp.array([[1, 2]]),
-        jnp.zeros((1, 2), y.dtype),
-    )[0],
-    "triplet": lambda y: jnp.sum(
-        optax.losses.triplet_margin_loss(y[None], y[None] ** 2, jnp.sin(y)[None])
-    ),
-    "sparsemax": lambda y: optax.losses.sparsemax_loss(y[0], jnp.ones((), jnp.int32)),
-}
-
-
 # Others.
 
 
@@ -121,46 +88,6 @@ def shared_module(key: Array) -> Any:
 def use_shared(m: Any, tokens: Array) -> Array:
     embedding, head = m()
     return bent(on_all, head, jnp.tanh(on_all(embedding, tokens)))
-
-
-# Flows.
-
-
-class Masked(eqx.Module):
-    """A layer whose weight is normalised, and masked so that outputs see only inputs before."""
-
-    weight: Array
-    scale: Array
-    bias: Array
-    ranks: tuple[tuple[int, ...], tuple[int, ...]] = eqx.field(static=True)
-    is_last: bool = eqx.field(static=True)
-
-    def __init__(self, inside: Any, outside: Any, is_last: bool, key: Array) -> None:
-        self.ranks, self.is_last = (tuple(inside), tuple(outside)), is_last
-        self.weight = jax.random.normal(key, (len(outside), len(inside)))
-        self.scale, self.bias = jnp.zeros((len(outside), 1)), jnp.zeros(len(outside))
-
-    def __call__(self, x: Array) -> Array:
-        inside, outside = (np.array(ranks) for ranks in self.ranks)
-        seen = outside[:, None] > inside if self.is_last else outside[:, None] >= inside
-        weight = jnp.where(seen, self.weight, 0)
-        length = jnp.sqrt(jnp.sum(weight**2, 1, keepdims=True) + 1e-2)
-        return (jnp.exp(self.scale) * weight / length) @ x + self.bias
-
-
-def masked(inside: Any, outside: Any, is_last: bool = False) -> Callable[[Array], Masked]:
-    return lambda key: Masked(inside, outside, is_last, key)
-
-
-def autoregressive(m: Any, x: Array) -> Array:
-    shift, scale = m["out"](jnp.tanh(m["in"](x))).reshape(2, -1)
-    return jnp.sum((x - shift) ** 2 * jnp.exp(-jnp.tanh(scale))) + jnp.sum(jnp.tanh(scale))
-
-
-MADE = made(
-    autoregressive,
-    **{"in": masked(range(3), [0, 0, 1, 1]), "out": masked([0, 0, 1, 1], [0, 1, 2] * 2, True)},
-)
 
 
 def differential(adjoint: Any, solver: Any = None, steps: Any = None) -> Callable[..., Array]:
@@ -191,20 +118,8 @@ NETWORKS: Table = {
             c=linear(4, 3), decay=array(4, 3), skip=array(4)), (3, 4)),
         "blocks with names": (made(stack_of_blocks, embedding=lambda k: nn.Embedding(7, 4, key=k),
             positions=array(6, 4), blocks=stacked(Block, 2)), Rows(7, (4,))),
-        "flow, masked autoregressive": (MADE, (3,)),
     }.items()
-}  # fmt: skip
-
-PAIRS: Table = {
-    "siamese": of_module(
-        made(None, net=mlp(3, 4, 4, 1), temperature=array()), (3,), (3,), loss=siamese),
-    "variational": of_module(made(None, **{"in": linear(3, 4), "out": linear(2, 3), "s": array(3)}),
-        (3,), (2,), loss=variational),
-    "shared": of_module(shared_module, Rows(5, (3,)), loss=use_shared),
-    **{f"loss, {name}": of_module(
-        mlp(3, 4, 4, 1), (3,), loss=lambda m, x, loss=loss: loss(m(x))
-       ) for name, loss in LOSSES.items()},
-}  # fmt: skip
+} | {"shared": of_module(shared_module, Rows(5, (3,)), loss=use_shared)}  # fmt: skip
 
 EQUATIONS: Table = {
     name: of_module(make, *data)

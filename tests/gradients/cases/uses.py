@@ -48,11 +48,6 @@ def contract(w, x):
     return jnp.sin(x @ w)
 
 
-def out_of_a_scan(rows, reverse=False):
-    """Slices go in, turned rows come out, stacked again."""
-    return lax.scan(lambda c, row: (c, -row[::-1]), None, rows, reverse=reverse)[1]
-
-
 def cut_in_three(w, x):
     q, k, v = (jax.vmap(lambda x, w=w: w @ x)(x) for w in jnp.split(w, 3))
     return jax.nn.softmax(q @ k.T) @ v
@@ -165,15 +160,17 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
     },
     "scans": {
         "slices, reversed": (over_slices(contract, reverse=True), (3, 4, 4), (2, 4)),
+        "time, reversed": (over_time(contract, reverse=True), (4, 4), (3, 2, 4)),
+        "time of slices": (over_time(over_slices(contract, reverse=True)), (2, 4, 4), (3, 4)),
+        "blocks": (blocks, (5, 16), (4,)),
+    },
+    "more scans": {
         "slices of a view": (over_slices(lambda w, x: contract(w.T[:4], x)), (3, 4, 5), (4,)),
         "kernels": (over_slices(lambda w, x: jnp.sin(convolve(w, x))), (3, 2, 2, 3), (1, 2, 4)),
         "tables": (
             over_slices(lambda w, x: x * w[(10 * x[0]).astype(int) % 3]), (3, 3, 4), (4,),
         ),
-        "time, reversed": (over_time(contract, reverse=True), (4, 4), (3, 2, 4)),
-        "time of slices": (over_time(over_slices(contract, reverse=True)), (2, 4, 4), (3, 4)),
         "time in time": (over_time(over_time(contract)), (3, 3), (2, 2, 3)),
-        "blocks": (blocks, (5, 16), (4,)),
         "checkpoints": (
             jax.checkpoint(over_slices(jax.checkpoint(
                 contract, policy=jax.checkpoint_policies.dots_saveable))), (3, 4, 4), (2, 4),
@@ -184,25 +181,27 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         "carried along": (carried_along, (3, 3), (2, 3)),
     },
     "several uses": {
-        "same way": (lambda w, x: contract(w, x) @ w, (WIDTH, WIDTH), (TOKENS, WIDTH)),
-        "opposite": (lambda w, x: x @ w - 2 * (x @ w.T).T, (1, 1), (1, 1)),
         "turned": (lambda w, x: contract(w, x) @ w.T, (WIDTH, WORDS), (TOKENS, WIDTH)),
-        "from both sides": (
-            lambda w, x: (w @ contract(w, x).T).T, (WIDTH, WIDTH), (TOKENS, WIDTH),
-        ),
         "embedding and head": (lambda w, t: jnp.tanh(w[t]) @ w.T, (5, 3), FOUND),
-        "embedding, upright": (lambda w, t: jnp.sin(w[t]) * jnp.sin(w[t] @ w.T @ w), (9, 3), FOUND),
         "two lookups": (lambda w, t: w[t] * jnp.sin(w[t[::-1]]), (4, 3), FOUND),
-        "rows and columns": (lambda w, t: jnp.sin(w[t]) * w.T[t[::-1]], (4, 4), FOUND),
-        "dropped and tied": (
-            lambda w, t: jnp.sin(w.at[3 * t].get(mode="fill", fill_value=0.0)) @ w.T, (5, 3), FOUND,
-        ),
         "time and outside": (
             lambda w, x: over_time(lambda w, x: w @ x)(w, contract(w, x)),
             (WIDTH, WIDTH), (TOKENS, WIDTH),
         ),
-        "slices and time": (over_slices_and_time, (2, WIDTH, WIDTH), (TOKENS, WIDTH)),
         "rows apart": (cut_in_three, (3 * WIDTH, WIDTH), (TOKENS, WIDTH)),
+    },
+    "more several uses": {
+        "same way": (lambda w, x: contract(w, x) @ w, (WIDTH, WIDTH), (TOKENS, WIDTH)),
+        "opposite": (lambda w, x: x @ w - 2 * (x @ w.T).T, (1, 1), (1, 1)),
+        "from both sides": (
+            lambda w, x: (w @ contract(w, x).T).T, (WIDTH, WIDTH), (TOKENS, WIDTH),
+        ),
+        "embedding, upright": (lambda w, t: jnp.sin(w[t]) * jnp.sin(w[t] @ w.T @ w), (9, 3), FOUND),
+        "rows and columns": (lambda w, t: jnp.sin(w[t]) * w.T[t[::-1]], (4, 4), FOUND),
+        "dropped and tied": (
+            lambda w, t: jnp.sin(w.at[3 * t].get(mode="fill", fill_value=0.0)) @ w.T, (5, 3), FOUND,
+        ),
+        "slices and time": (over_slices_and_time, (2, WIDTH, WIDTH), (TOKENS, WIDTH)),
         "apart and together": (
             lambda w, x: jnp.sin(contract(w[0], x) @ w[1]) @ w[0].T,
             (2, WIDTH, WIDTH), (TOKENS, WIDTH),

@@ -27,26 +27,13 @@ def norm(w, axis=None):
 # From two matrices, a vector and a number to a matrix that tokens are multiplied with.
 _WEIGHTS = {
     "mask": lambda m: m["w"] * MASK,
-    "where": lambda m: jnp.where(MASK > 0, m["w"], m["v"]),
-    "triangular and diagonal": lambda m: jnp.triu(m["w"], 1) + jnp.diag(jnp.exp(m["b"])),
     "set": lambda m: m["w"].at[jnp.arange(4), jnp.arange(4)].set(0),
     "concatenate": lambda m: jnp.concatenate([m["w"], m["v"]], 1),
-    "padded": lambda m: jnp.pad(m["w"][1:], ((0, 1), (2, 0))),
-    "with itself": lambda m: jnp.concatenate([m["w"], m["w"].T], 1),
-    "circulant": lambda m: m["b"][(np.arange(4)[:, None] - np.arange(4)) % 4],
-    "exp, masked": lambda m: jnp.exp(m["w"]) * MASK + m["v"] * (1 - MASK),
-    "product with itself": lambda m: m["w"] * m["w"],
-    "quotient": lambda m: m["w"] / (2 + jnp.cos(m["v"])),
     "scaled by exp": lambda m: m["w"] * jnp.exp(m["s"]),
-    "centred": lambda m: m["w"] - jnp.mean(m["w"], 0),
     "weight norm": lambda m: m["b"] * m["w"] / norm(m["w"], 0),
-    "low rank and diagonal": lambda m: m["w"][:, :1] @ m["v"][:1] + jnp.diag(m["b"]),
-    "merged": lambda m: m["w"] + 0.5 * (m["v"][:, :2] @ m["v"][2:]),
-    "gram": lambda m: m["w"].T @ m["w"],
     "cayley": lambda m: jnp.linalg.solve(
         jnp.eye(4, dtype=m["w"].dtype) + m["w"] - m["w"].T, m["v"]
     ),
-    "attends to itself": lambda m: jax.nn.softmax(m["w"] @ m["v"].T) @ m["v"],
     "straight through": lambda m: m["w"] + lax.stop_gradient(jnp.round(m["w"]) - m["w"]),
     "quantised": lambda m: rounded(m["w"]) * jnp.exp(m["s"]),
     "hypernetwork": lambda m: (jnp.tanh(m["b"] @ m["w"]) @ m["v"])[:, None] * m["w"],
@@ -54,7 +41,6 @@ _WEIGHTS = {
     "in a cond on itself": lambda m: lax.cond(m["s"] > 0, jnp.sin, jnp.cos, m["w"]),
     "remat": lambda m: jax.checkpoint(lambda w, v: jnp.exp(w) * v)(m["w"], m["v"]),
     "nothing": lambda m: 0 * m["w"] + m["v"],
-    "integers": lambda m: m["w"] * m["v"].astype(jnp.int32).astype(m["w"].dtype),
 }  # fmt: skip
 
 
@@ -66,63 +52,33 @@ DERIVED: Table = {name: _product(weight) for name, weight in _WEIGHTS.items()}
 
 # What parameters become is met otherwise than by one product.
 MET: Table = {
-    "temperature": of_arrays(
-        lambda m, x: jax.nn.log_softmax(x @ m["w"] * jnp.exp(m["s"])), "w44 s"),
     "fused bias": of_arrays(lambda m, x: jnp.pad(x, ((0, 0), (0, 1)), constant_values=1)
         @ jnp.concatenate([m["w"], m["b"][None]]), "w44 b4"),
-    "token in front": of_arrays(
-        lambda m, x: jnp.concatenate([jnp.broadcast_to(m["b"], (2, 4)), x]) @ m["w"], "b4 w44"),
-    "learned queries": of_arrays(
-        lambda m, x: jax.nn.softmax((m["a"] @ m["w"]) @ (x @ m["v"]).T) @ x, "a24 w44 v44"),
     "tied, masked": of_arrays(
         lambda m, x: jnp.tanh(x @ (m["w"] * MASK)) @ (m["w"] * MASK).T, "w44"),
-    "tied, one masked": of_arrays(lambda m, x: jnp.tanh(x @ (m["w"] * MASK)) @ m["w"], "w44"),
-    "tied, both ways": of_arrays(lambda m, x: jnp.tanh(x @ m["w"]) @ jnp.exp(m["w"]).T, "w44"),
     "scale and rows": of_arrays(lambda m, x: x * m["w"][0] + x @ m["w"], "w44"),
     "complex": of_arrays(lambda m, x: jnp.real(
         lax.complex(x, jnp.cos(x)) @ lax.complex(m["w"], m["v"])), "w44 v44"),
-    "complex by cast": of_arrays(
-        lambda m, x: jnp.imag((x + 1j * jnp.sin(x)) @ (m["w"] + 0j)), "w44"),
-    "spectral convolution": of_arrays(lambda m, x: jnp.fft.irfft(
-        jnp.fft.rfft(x) * lax.complex(m["a"], m["c"]), 4), "a3 c3"),
-    "recurrent, complex": of_arrays(lambda m, x: jnp.real(lax.associative_scan(
-        lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]),
-        (jnp.broadcast_to(jnp.exp(-jnp.exp(m["b"]) + 1j * m["c"]), x.shape), x + 0j))[1]), "b4 c4"),
-    "learned start, tied": of_arrays(lambda m, x: lax.scan(
-        lambda h, x: (jnp.tanh(h @ m["w"] + x), h), m["w"][0], x)[1], "w44"),
-    "snake": of_arrays(lambda m, x: x + jnp.sin(m["b"] * x) ** 2 / (m["b"] ** 2 + 1), "b4"),
-    "prelu": of_arrays(lambda m, x: jnp.where(x > 0, x, m["s"] * x), "s"),
-    "chosen by data": of_arrays(lambda m, x: jnp.where(x[:, :1] > 0, m["b"], m["c"]) * x, "b4 c4"),
     "mask by data": of_arrays(lambda m, x: x[0] @ (m["w"] * (x[0][:, None] > 0)), "w44"),
     "stopped target": of_arrays(lambda m, x: (
         x @ m["w"] - lax.stop_gradient(jnp.sin(x) @ m["w"])) ** 2, "w44"),
     "low rank, frozen": of_arrays(
         lambda m, x: x @ (m["w"] + m["a"] @ m["c"]), "w44 a42 c24", frozen="w"),
-    "ensemble of derived": of_arrays(lambda m, x: jax.vmap(
-        lambda w, s: jnp.tanh(x @ (w * jnp.exp(s))))(m["e"], m["a"]), "e344 a3"),
     "kernel standardised": of_arrays(lambda m, x: lax.conv(
         x[None], (m["k"] - m["k"].mean((1, 2), keepdims=True))
         / (m["k"].std((1, 2), keepdims=True) + 1e-2), (1,), "SAME"), "k232"),
     "layers, masked": of_arrays(lambda m, x: lax.scan(
         lambda h, w: (jnp.tanh(h @ (w * MASK)), None), x, m["e"])[0], "e344"),
-    "layers, masked outside": of_arrays(lambda m, x: lax.scan(
-        lambda h, w: (jnp.tanh(h @ w), None), x, m["e"] * MASK)[0], "e344"),
     "layers, shared": of_arrays(lambda m, x: lax.scan(
         lambda h, w: (jnp.tanh(h @ (m["w"] + w)), None), x, m["e"])[0], "e344 w44"),
-    "over time, derived": of_arrays(lambda m, x: lax.scan(
-        lambda h, x: (jnp.tanh(h @ jnp.exp(m["w"]) + x), h), x[0], x)[1], "w44"),
     "lookup, derived": of_arrays(
         lambda m, t: (jnp.exp(m["w"]) * MASK)[t], "w44", Rows(4, (3,))),
     "lookup of a concatenation": of_arrays(lambda m, t, x: jnp.concatenate(
         [m["w"], m["a"]])[t] * x, "w44 a24", Rows(6, (3,)), (3, 4)),
-    "window of a table": of_arrays(
-        lambda m, i, x: lax.dynamic_slice_in_dim(m["w"], i, 3) * x, "w84", Rows(7), (3, 4)),
     "rows added to a table": of_arrays(
         lambda m, t, x: m["w"].at[t].add(x), "w54", Rows(5, (3,)), (3, 4)),
     "matrices looked up": of_arrays(lambda m, t, x: jnp.einsum(
         "tk,tkp->tp", x, m["e"][t]), "e344", Rows(3, (3,)), (3, 4)),
-    "one hot": of_arrays(lambda m, t, x: jax.nn.one_hot(t, 5, dtype=x.dtype) @ m["w"] * x,
-        "w54", Rows(5, (3,)), (3, 4)),
 }  # fmt: skip
 
 
@@ -148,31 +104,12 @@ def in_a_scan(m, x):
     return bent(lambda: h) + 0.1 * penalty
 
 
-def at_every_step(m, x):
-    def step(h, x):
-        return jnp.tanh(h @ m["w"] + x), 0.1 * jnp.sum(m["w"] ** 2) + jnp.sum(h)
-
-    return jnp.sum(lax.scan(step, x[0], x)[1])
-
-
-def posterior(m, x):
-    """A fit with drawn weights, and the divergence of what they are drawn from."""
-    of_weights = 0.5 * jnp.sum(m["w"] ** 2 + jnp.exp(2 * m["c"]) - 2 * m["c"] - 1)
-    return bent(lambda: x @ (m["w"] + 0.1 * jnp.exp(m["c"]))) + of_weights
-
-
 _TERMS = {
     "squares": lambda m, x: fit(m, x) + 0.1 * squares(m),
-    "norms": lambda m, x: fit(m, x) + sum(jnp.linalg.norm(leaf) for leaf in jax.tree.leaves(m)),
-    "log determinant": lambda m, x: fit(m, x) + jnp.linalg.slogdet(m["w"])[1],
     "two that meet": lambda m, x: fit(m, x) + jnp.sum(m["w"] * m["v"]),
-    "huge": lambda m, x: fit(m, x) + 1e6 * squares(m),
-    "in a loop": lambda m, x: fit(m, x) + lax.fori_loop(
-        0, 3, lambda i, p: p + jnp.sum(m["w"] ** 2), 0 * m["b"][0]),
     "times the loss": lambda m, x: fit(m, x) * (1 + squares(m)),
     "in a cond by data": lambda m, x: fit(m, x) + lax.cond(
         x[0, 0] > 0, squares, lambda m: 0 * m["b"][0], m),
-    "largest of both": lambda m, x: jnp.maximum(fit(m, x), squares(m)),
     "nothing else": lambda m, x: squares(m) + 0 * jnp.sum(x),
     "against the data": lambda m, x: (
         jnp.sum((x @ m["w"]) ** 2) / 2 - jnp.sum(jnp.mean(x**2) * m["w"] ** 2) / 2),
@@ -181,6 +118,4 @@ _TERMS = {
 TERMS: Table = {
     **{name: of_arrays(loss, "w44 b4 v44", loss=True) for name, loss in _TERMS.items()},
     "in a scan": of_arrays(in_a_scan, "e344", loss=True),
-    "at every step": of_arrays(at_every_step, "w44", loss=True),
-    "posterior": of_arrays(posterior, "w44 c44", loss=True),
 }
