@@ -49,7 +49,7 @@ def name_of(rule):
     return type(rule).__name__
 
 
-RULES = [AutoS(), AutoS(2.0), PerLayer(0.5), Quantile(clip_norm=9.0, weight=0.5)]
+RULES = [AutoS(2.0), PerLayer(0.5), Quantile(clip_norm=9.0, weight=0.5)]
 MASK = np.arange(16) % 5 == 2
 BATCH = CASE.batch(16)[0].at[3].set(jnp.nan), CASE.batch(16)[1]
 WAYS = {
