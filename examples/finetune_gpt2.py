@@ -55,7 +55,7 @@ def train(
     **run: Any,
 ) -> GPT2:
     """Runs a plan; without noise it is ordinary training."""
-    step = dp.make_step(
+    step: dp.Step[GPT2] = dp.make_step(
         loss,
         optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, plan.steps // 10, plan.steps)),
         plan,

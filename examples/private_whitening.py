@@ -31,6 +31,23 @@ def moment_loss(moment: Moment, x: Float[Array, " features"]) -> Float[Array, ""
     return -x @ (moment.matrix @ x)
 
 
+def second_moment(
+    plan: dp.PrivacyPlan, rows: Float[np.ndarray, "n features"], seed: int | None
+) -> Float[np.ndarray, "features features"]:
+    """Spends a plan on the mean of x x^T over rows of norm 1, which it clips to norm 1."""
+    step = dp.make_step(
+        moment_loss,
+        optax.sgd(1 / plan.steps),
+        plan,
+        num_examples=len(rows),
+        l2_clip_norm=1.0,
+        seed=seed,
+    )
+    first = Moment(jnp.zeros(2 * rows.shape[1:]))
+    found = np.asarray(dp.Trainer(step, rows, progress=False).run(first).model.matrix)
+    return (found + found.T) / 2
+
+
 def privately_whitening(
     plan: dp.PrivacyPlan, views: Views, seed: int | None
 ) -> Callable[[Views], Views]:
@@ -39,21 +56,11 @@ def privately_whitening(
     Returns:
         What whitens views, and gives each the norm 1 again.
     """
-    step = dp.make_step(
-        moment_loss,
-        optax.sgd(1 / plan.steps),
-        plan,
-        num_examples=len(views),
-        l2_clip_norm=1.0,
-        seed=seed,
-    )
-    first = Moment(jnp.zeros(2 * views.shape[2:]))
-    found = np.asarray(dp.Trainer(step, views[:, 0], progress=False).run(first).model.matrix)
-    variances, directions = np.linalg.eigh((found + found.T) / 2)
+    variances, directions = np.linalg.eigh(second_moment(plan, views[:, 0], seed))
     # Of each entry; the largest eigenvalue of symmetric noise is about sqrt(2 n) times that.
     noise = plan.noise_multiplier / (plan.sampling_prob * len(views) * plan.steps**0.5)
-    floor = noise * np.sqrt(2 * len(found))
-    matrix = directions * (np.maximum(variances, 0) + floor) ** -0.5
+    floor = noise * np.sqrt(2 * len(variances))
+    matrix = (directions * (np.maximum(variances, 0) + floor) ** -0.5).astype(np.float32)
 
     def white(views: Views) -> Views:
         def part(some: Views) -> Views:

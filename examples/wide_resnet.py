@@ -13,15 +13,19 @@ from jaxtyping import Array, Float, PRNGKeyArray
 GROUPS = 16
 
 
-class Conv(eqx.nn.Conv2d):
+class Conv(eqx.Module):
     """A convolution whose weight has mean 0 and variance 1 / inputs in each output channel."""
 
-    def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
-        weight = self.weight - jnp.mean(self.weight, axis=(1, 2, 3), keepdims=True)
-        size = weight[0].size
-        scale = jax.lax.rsqrt(jnp.var(weight, axis=(1, 2, 3), keepdims=True) * size + 1e-4)
-        standard = eqx.tree_at(lambda conv: conv.weight, self, weight * scale)
-        return eqx.nn.Conv2d.__call__(standard, x, key=key)
+    conv: eqx.nn.Conv2d
+
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int, key: PRNGKeyArray):
+        self.conv = eqx.nn.Conv2d(inputs, outputs, size, stride, size // 2, key=key)
+
+    def __call__(self, x: Float[Array, "inputs h w"]) -> Float[Array, "outputs h2 w2"]:
+        weight = self.conv.weight - jnp.mean(self.conv.weight, axis=(1, 2, 3), keepdims=True)
+        variance = jnp.var(weight, axis=(1, 2, 3), keepdims=True)
+        weight *= jax.lax.rsqrt(variance * weight[0].size + 1e-4)
+        return eqx.tree_at(lambda conv: conv.weight, self.conv, weight)(x)
 
 
 class Block(eqx.Module):
@@ -37,10 +41,10 @@ class Block(eqx.Module):
         keys = jax.random.split(key, 3)
         self.norm1 = eqx.nn.GroupNorm(min(GROUPS, inputs), inputs)
         self.norm2 = eqx.nn.GroupNorm(min(GROUPS, outputs), outputs)
-        self.conv1 = Conv(inputs, outputs, 3, stride=stride, padding=1, key=keys[0])
-        self.conv2 = Conv(outputs, outputs, 3, padding=1, key=keys[1])
+        self.conv1 = Conv(inputs, outputs, 3, stride, keys[0])
+        self.conv2 = Conv(outputs, outputs, 3, 1, keys[1])
         is_same = inputs == outputs and stride == 1
-        self.around = None if is_same else Conv(inputs, outputs, 1, stride=stride, key=keys[2])
+        self.around = None if is_same else Conv(inputs, outputs, 1, stride, keys[2])
 
     def __call__(self, x: Float[Array, "inputs h w"]) -> Float[Array, "outputs h2 w2"]:
         hidden = jax.nn.relu(self.norm1(x))
@@ -51,7 +55,7 @@ class Block(eqx.Module):
 class WideResNet(eqx.Module):
     """WRN-depth-width (Zagoruyko and Komodakis, 2016)."""
 
-    first: eqx.nn.Conv2d
+    first: Conv
     blocks: list[Block]
     norm: eqx.nn.GroupNorm
     head: eqx.nn.Linear
@@ -60,7 +64,7 @@ class WideResNet(eqx.Module):
         per_group = (depth - 4) // 6
         sizes = [16 * width] * per_group + [32 * width] * per_group + [64 * width] * per_group
         keys = jax.random.split(key, len(sizes) + 2)
-        self.first = Conv(3, 16, 3, padding=1, key=keys[0])
+        self.first = Conv(3, 16, 3, 1, keys[0])
         self.blocks, inputs = [], 16
         for i, outputs in enumerate(sizes):
             stride = 2 if i > 0 and i % per_group == 0 else 1

@@ -89,11 +89,14 @@ def test_a_second_moment_is_measured_by_the_steps_of_a_plan():
     module, rng = load("private_whitening"), np.random.default_rng(0)
     x = rng.normal(size=(2000, 1, 4)) * np.array([8, 4, 2, 1])
     x /= np.linalg.norm(x, axis=2, keepdims=True)
-    # Of noise the part of a direction is 1e-2 / (0.5 x 2,000), which is next to none.
+    truth = x[:, 0].T @ x[:, 0] / len(x)
+    # Sampling is what errs: 20 draws of about 1,000 of 2,000.
     plan = dp.PrivacyPlan(0.5, 20, 1e-2, 1e-5)
-    found = module.privately_whitening(plan, x, seed=2**64)(x)[:, 0].astype(np.float64)
-    variances = np.linalg.eigvalsh(found.T @ found / len(found))
-    assert variances[-1] < 1.6 * variances[0] < 40 * np.linalg.eigvalsh(x[:, 0].T @ x[:, 0])[0]
+    found = module.second_moment(plan, x[:, 0], seed=2**64)
+    np.testing.assert_allclose(found, truth, atol=0.02)
+    white = module.privately_whitening(plan, x, seed=2**64)(x)[:, 0].astype(np.float64)
+    before, after = (np.linalg.cond(y.T @ y) for y in (x[:, 0], white))
+    assert before > 15 > 5 > after
 
 
 def test_recipes_of_mnist_learn_from_files(folder, capsys, monkeypatch):
@@ -279,7 +282,8 @@ def test_a_wide_residual_network_has_the_published_size():
     """Zagoruyko and Komodakis: 2.7 million parameters."""
     module = load("wide_resnet")
     model = eqx.filter_eval_shape(module.WideResNet, 16, 4, jax.random.key(0))
-    assert sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size")) == 2_750_000 // 1
+    size = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
+    assert 2.70e6 < size < 2.80e6
 
 
 # Steps are private.
