@@ -19,7 +19,7 @@ import jupytext
 import nbclient
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("digits", "mnist", "names")
+NAMES = ("digits", "mnist_small", "names")
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

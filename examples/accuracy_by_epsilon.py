@@ -1,6 +1,6 @@
 """Measures what accuracy to expect at what epsilon, on the data of three examples.
 
-Trains the networks of `digits.py`, `mnist.py` and `names.py` from several seeds, at several
+Trains the networks of `digits.py`, `mnist_small.py` and `names.py` from several seeds, at several
 epsilons and without noise, and draws the picture of the guide "Choosing epsilon, delta, batch size,
 clip norm, learning rate".
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import digits
 import matplotlib
-import mnist
+import mnist_small
 import names
 import numpy as np
 from matplotlib import pyplot as plt
@@ -24,10 +24,10 @@ from rich.table import Table
 
 import eqx_dp as dp
 
-EXAMPLES: dict[str, ModuleType] = {"digits": digits, "mnist": mnist, "names": names}
+EXAMPLES: dict[str, ModuleType] = {"digits": digits, "mnist_small": mnist_small, "names": names}
 TITLES = {
     "digits": "digits, 8 x 8: 1,437 images",
-    "mnist": "MNIST, 28 x 28: 4,000 images",
+    "mnist_small": "MNIST, 28 x 28: 4,000 images",
     "names": "surnames of 12 languages: 10,000",
 }
 EPSILONS = (0.5, 1.0, 3.0, 8.0, math.inf)

@@ -54,7 +54,7 @@ def rows_of(output):
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-# The digits. Short runs of digits.py, mnist.py and names.py are those of their notebooks.
+# The digits. Short runs of digits.py, mnist_small.py and names.py are those of their notebooks.
 
 
 @pytest.mark.slow
@@ -66,17 +66,17 @@ def test_digits_reach_their_accuracy(tmp_path):
     assert picture.read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("name", [pytest.param("mnist", marks=pytest.mark.slow), "names"])
+@pytest.mark.parametrize("name", [pytest.param("mnist_small", marks=pytest.mark.slow), "names"])
 def test_held_out_examples_are_not_trained_on(name):
     example = load(name)
     private, labels, held_out, held_out_labels = getattr(
-        example, {"mnist": "load_images", "names": "load_names"}[name]
+        example, {"mnist_small": "load_images", "names": "load_names"}[name]
     )()
     counts = np.bincount(labels), np.bincount(held_out_labels)
-    assert len(counts[0]) == len(counts[1]) == {"mnist": 10, "names": 12}[name]
+    assert len(counts[0]) == len(counts[1]) == {"mnist_small": 10, "names": 12}[name]
     assert len(private) >= 4_000
     assert min(counts[1]) > 50
-    if name == "mnist":
+    if name == "mnist_small":
         assert not {image.tobytes() for image in private} & {x.tobytes() for x in held_out}
 
 
@@ -330,7 +330,7 @@ def data_step(name, model, example, dtype):
 STEPS = {
     "gpt": lambda: text_step(adapters=False),
     "lora": lambda: text_step(adapters=True),
-    "mnist": lambda: data_step("mnist", "Convolutional", (1, 28, 28), np.float32),
+    "mnist_small": lambda: data_step("mnist_small", "Convolutional", (1, 28, 28), np.float32),
     "names": lambda: data_step("names", "Recurrent", (load("names").LENGTH,), np.uint8),
 }
 

@@ -1,0 +1,319 @@
+"""The examples that stand beside published results, on small stand-ins for their data."""
+
+import gzip
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.flax import save_file
+
+import eqx_dp as dp
+from tests.test_examples import EXAMPLES, MIXED, PLAN, load, statement
+
+# MNIST.
+
+
+def bars(count, seed):
+    """Images with a bar whose height is the label."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 10, count).astype(np.uint8)
+    images = np.zeros((count, 28, 28), np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[4 + 2 * label : 6 + 2 * label, 6:22] = rng.integers(100, 255)
+    return images, labels
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The four files, as MNIST's are written: a word with the number of axes, sizes, bytes."""
+    arrays = [*bars(256, 0), *bars(100, 1)]
+    for name, array in zip(load("mnist_data").FILES, arrays, strict=True):
+        sizes = np.array(array.shape, ">i4").tobytes()
+        raw = bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(gzip.compress(raw))
+    return tmp_path
+
+
+def test_mnist_is_read_from_its_files_or_an_error_says_what_to_do(folder, monkeypatch):
+    data = load("mnist_data")
+    found = data.load_images(folder)
+    for array, expected in zip(found, [*bars(256, 0), *bars(100, 1)], strict=True):
+        np.testing.assert_array_equal(array, expected)
+    (folder / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(SystemExit, match=r"t10k-labels-idx1-ubyte\.gz is missing"):
+        data.load_images(folder)
+
+    def without_network(*arguments, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr(data, "fetch_openml", without_network)
+    with pytest.raises(SystemExit, match=r"no network.*--data FOLDER"):
+        data.load_images(None)
+
+
+def test_scattering_is_what_convolutions_give():
+    """Of an image, by sums over pixels in float64."""
+    module, size = load("scattering"), 28
+    image = np.random.default_rng(0).random((1, size, size))
+    found = np.asarray(module.scatter(jnp.asarray(image, jnp.float32)))
+    assert found.shape == (1, module.CHANNELS, 7, 7)
+    filters = np.fft.ifft2(module.wavelets(size).astype(complex))
+    assert np.max(np.abs(filters.sum(axis=(2, 3)))) < 1e-5  # a constant gives zero
+    weights = module.averages(size).astype(float)
+
+    def convolved(x, kernel):
+        rolled = [kernel[at] * np.roll(x, at, (0, 1)) for at in np.ndindex(size, size)]
+        return np.abs(np.sum(rolled, axis=0))
+
+    first = convolved(image[0], filters[0, 3])
+    second = convolved(first, filters[1, 5])
+    for channel, expected in ((0, image[0]), (1 + 3, first), (17 + 3 * 8 + 5, second)):
+        expected = weights @ expected @ weights.T
+        np.testing.assert_allclose(found[0, channel], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_whitened_features_have_norm_1_and_are_alike_in_all_directions():
+    module, rng = load("whitening"), np.random.default_rng(0)
+    assert module.drawn_digits(1).shape == (1797, 28, 28)
+    public = 5 + rng.normal(size=(2000, 12)) * np.linspace(1, 4, 12)
+    found = module.whitening(public.astype(np.float32), channels=3, kept=8)(public)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    variances = np.linalg.eigvalsh(found.T @ found / len(found))
+    assert variances[-1] < 1.5 * variances[0]
+
+
+def test_a_second_moment_is_measured_by_the_steps_of_a_plan():
+    module, rng = load("private_whitening"), np.random.default_rng(0)
+    x = rng.normal(size=(2000, 1, 4)) * np.array([8, 4, 2, 1])
+    x /= np.linalg.norm(x, axis=2, keepdims=True)
+    truth = x[:, 0].T @ x[:, 0] / len(x)
+    # Sampling is what errs: 20 draws of about 1,000 of 2,000.
+    plan = dp.PrivacyPlan(0.5, 20, 1e-2, 1e-5)
+    found = module.second_moment(plan, x[:, 0], seed=2**64)
+    np.testing.assert_allclose(found, truth, atol=0.02)
+    white = module.privately_whitening(plan, x, seed=2**64)(x)[:, 0].astype(np.float64)
+    before, after = (np.linalg.cond(y.T @ y) for y in (x[:, 0], white))
+    assert before > 15 > 5 > after
+
+
+def test_recipes_of_mnist_learn_from_files(folder, capsys, monkeypatch):
+    mnist = load("mnist")
+    monkeypatch.setattr(mnist, "HELD_OUT", 64)
+    for name, views in (("scatter", 1), ("ours", 5)):
+        recipe = mnist.RECIPES[name]._replace(batch=64, epochs=5)
+        monkeypatch.setitem(mnist.RECIPES, name, recipe)
+        assert recipe.views(bars(4, 0)[0]).shape[:2] == (4, views)
+        mnist.main(["--recipe", name, "--epsilon", "80", "--data", str(folder), "--choose"])
+        run = json.loads(capsys.readouterr().out.splitlines()[1])
+        assert (run["recipe"], run["images"]) == (name, 256 - 64)
+        assert run["accuracy"] > 0.5
+
+
+def test_all_steps_of_a_recipe_together_spend_its_epsilon(folder, monkeypatch):
+    mnist, taken = load("mnist"), []
+    real = dp.Trainer.run
+
+    def run(trainer, model):
+        taken.append(trainer._step.plan)
+        return real(trainer, model)
+
+    monkeypatch.setattr(dp.Trainer, "run", run)
+    images, labels, test, test_labels = mnist.load_images(folder)
+    recipe = mnist.RECIPES["ours"]._replace(
+        views=lambda x: x.reshape(len(x), 1, -1)[:, :, 200:216] / 256 + 0.01, batch=64, epochs=2
+    )
+    data = [recipe.views(images), labels, recipe.views(test), test_labels]
+    mnist.train(recipe, data, 2.0, 0)
+    looks, training = taken
+    assert (looks.steps, training.steps) == (recipe.looks, 2 * 256 // 64)
+    both = dp.PrivacyPlan(0.25, 108, training.noise_multiplier, mnist.DELTA)
+    assert looks.noise_multiplier == training.noise_multiplier
+    assert 1.99 < both.epsilon() <= 2
+
+
+# The table.
+
+
+def test_the_table_of_the_pages_is_that_of_the_runs():
+    published = load("published")
+    runs = published.read_runs(published.RUNS)
+    made = published.table(runs)
+    assert {"scatter", "ours"} <= {run["recipe"] for run in runs} <= {"tanh", "scatter", "ours"}
+    assert all(0.9 < run["accuracy"] < 1 and run["images"] == 60_000 for run in runs)
+    for page in published.PAGES:
+        text = page.read_text("utf-8")
+        assert published.with_table(text, made) == text, "run: python examples/published.py"
+    with pytest.raises(ValueError, match="must hold"):
+        published.with_table("no marks", made)
+
+
+def test_the_table_has_mean_and_range_of_each_row(tmp_path, capsys):
+    published = load("published")
+    page, runs = tmp_path / "page.md", tmp_path / "runs.jsonl"
+    page.write_text(f"a\n{published.BEGIN}\nold\n{published.END}\nb\n")
+    made = [("ours", 3.0, 0, 0.98), ("ours", 3.0, 1, 0.99), ("tanh", 1.0, 0, 0.95)]
+    keys = ("recipe", "epsilon", "seed", "accuracy")
+    lines = [json.dumps(dict(zip(keys, run, strict=True)) | {"minutes": 2.0}) for run in made]
+    runs.write_text("\n".join(lines))
+    published.main(["--runs", str(runs), "--page", str(page)])
+    before, _, *rows, _, after = page.read_text().splitlines()
+    assert (before, after) == ("a", "b")
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    assert len({len(row) for row in cells}) == 1
+    assert cells[2][1] == "95.00 (95.00 to 95.00)"
+    assert cells[3][1:6] == ["", "98.50 (98.00 to 99.00)", "", "0/2/0", "2.0"]
+
+
+# Text.
+
+
+def test_users_of_shakespeare_are_scenes(monkeypatch, capsys):
+    shakespeare = load("shakespeare")
+    scene = "\nSCENE II. A wood.\n" + "Enter the king and all his men. " * 40
+    play = "THE PLAY\n" + 3 * scene + "\nScene 4.\ntoo short\n"
+    assert [len(part) > 1000 for part in shakespeare.scenes(play)] == [True] * 3
+    monkeypatch.setattr(shakespeare, "texts", lambda: (["Shall I compare thee " * 50], [play] * 16))
+    words = ["--steps", "10", "--windows", "2", "--length", "8", "--width", "16", "--epsilon", "3"]
+    found = shakespeare.main(words)
+    assert len(found) == 6
+    assert found["all parameters", np.inf] < found["all parameters", 3.0]
+    assert "42 private scenes of 2 windows, 6 held out" in capsys.readouterr().out
+
+
+GPT2_SHAPES = {
+    "wte.weight": (128, 8),
+    "wpe.weight": (16, 8),
+    "h.0.ln_1.weight": (8,),
+    "h.0.ln_1.bias": (8,),
+    "h.0.attn.c_attn.weight": (8, 24),
+    "h.0.attn.c_attn.bias": (24,),
+    "h.0.attn.c_proj.weight": (8, 8),
+    "h.0.attn.c_proj.bias": (8,),
+    "h.0.ln_2.weight": (8,),
+    "h.0.ln_2.bias": (8,),
+    "h.0.mlp.c_fc.weight": (8, 32),
+    "h.0.mlp.c_fc.bias": (32,),
+    "h.0.mlp.c_proj.weight": (32, 8),
+    "h.0.mlp.c_proj.bias": (8,),
+    "ln_f.weight": (8,),
+    "ln_f.bias": (8,),
+}
+
+
+def test_a_model_is_read_by_the_names_of_gpt2(tmp_path):
+    module, file = load("gpt2"), tmp_path / "model.safetensors"
+    model, other = (module.GPT2(128, 16, 8, 1, 2, jax.random.key(seed)) for seed in range(2))
+    arrays = module.names_of(model)
+    assert {name: array.shape for name, array in arrays.items()} == GPT2_SHAPES
+    save_file(arrays | {"h.0.attn.bias": jnp.ones((1, 1, 16, 16))}, file)  # a mask, as GPT-2 has
+    assert eqx.tree_equal(module.load_by_name(file, other), model)
+    text = jnp.arange(16)
+    changed = model(text.at[8].set(100)) != model(text)
+    np.testing.assert_array_equal(jnp.any(changed, axis=1), np.arange(16) > 8)
+    for wrong, found in ((arrays | {"ln_f.bias": jnp.ones(9)}, r"shape \(9,\)"), ({}, "no such")):
+        save_file({**wrong, "another": jnp.ones(1)}, file)
+        with pytest.raises(ValueError, match=rf"must have shape.*found {found}"):
+            module.load_by_name(file, other)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_fine_tuned_and_saved_with_its_statement(tmp_path):
+    module = load("finetune_gpt2")
+    words = [
+        "--steps",
+        "3",
+        "--base-steps",
+        "20",
+        "--width",
+        "16",
+        "--depth",
+        "1",
+        "--prob",
+        "0.001",
+    ]
+    before, after = module.main([*words, "--length", "8", "--out", str(tmp_path)])
+    assert before < np.log(128) - 0.1  # the public text taught it something
+    assert abs(after - before) < 0.5
+    released, epsilon = statement(tmp_path / "run")
+    assert (released, round(epsilon, 1)) == (3, 3.0)
+    adapters = dp.load_model(tmp_path / "adapters.safetensors", like=lora_of(module))
+    shapes = [x.shape for x in jax.tree.leaves(adapters)]
+    assert shapes == [(16, 4), (4, 48), (16, 4), (4, 16), (16, 4), (4, 64), (64, 4), (4, 16)]
+
+
+def lora_of(module):
+    model = module.GPT2(128, 8, 16, 1, 4, jax.random.key(0))
+    return eqx.filter(*module.adapted(model, jax.random.key(1)))
+
+
+# CIFAR-10.
+
+
+def test_cifar10_is_read_from_the_binary_files(tmp_path):
+    module = load("cifar10")
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 10, (12, module.RECORD)).astype(np.uint8)
+    for i, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
+        rows[2 * i : 2 * i + 2].tofile(tmp_path / name)
+    images, labels, test, test_labels = module.load_images(tmp_path, 0)
+    np.testing.assert_array_equal(labels, rows[:10, 0])
+    np.testing.assert_array_equal(images.reshape(10, -1), rows[:10, 1:])
+    np.testing.assert_array_equal(test[1].ravel(), rows[11, 1:])
+    assert test_labels.dtype == np.int32
+    (tmp_path / "data_batch_3.bin").unlink()
+    with pytest.raises(SystemExit, match=r"has no .*data_batch_3\.bin"):
+        module.load_images(tmp_path, 0)
+
+
+@pytest.mark.slow
+def test_the_recipe_of_cifar10_runs_on_made_up_images(capsys):
+    module = load("cifar10")
+    words = ["--depth", "10", "--width", "1", "--views", "2", "--made-up", "16", "--batch", "8"]
+    assert 0 <= module.main([*words, "--steps", "2"]) <= 1
+    printed = capsys.readouterr().out
+    assert "sum of parts" in printed
+    assert "epsilon=8.00 delta=1e-05" in printed
+
+
+def test_a_wide_residual_network_has_the_published_size():
+    """Zagoruyko and Komodakis: 2.7 million parameters."""
+    module = load("wide_resnet")
+    model = eqx.filter_eval_shape(module.WideResNet, 16, 4, jax.random.key(0))
+    size = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
+    assert 2.70e6 < size < 2.80e6
+
+
+# Steps are private.
+
+
+def mnist_step():
+    mnist = load("mnist")
+    step = dp.make_step(
+        mnist.loss, mnist.optax.sgd(1.0), PLAN, num_examples=2000, l2_clip_norm=0.3, policy=MIXED
+    )
+    return step, mnist.Linear(6), (np.zeros((64, 5, 6), np.float16), np.zeros(64, np.int32))
+
+
+def moment_step():
+    module = load("private_whitening")
+    options = {"num_examples": 2000, "l2_clip_norm": 1.0}
+    step = dp.make_step(module.moment_loss, module.optax.sgd(0.1), PLAN, **options)
+    return step, module.Moment(jnp.zeros((6, 6))), (np.zeros((64, 6), np.float16),)
+
+
+@pytest.mark.parametrize("made", [mnist_step, moment_step])
+def test_the_steps_of_mnist_are_private(made):
+    step, model, batch = made()
+    mask = np.zeros(64, bool)
+    report = dp.check_privacy(step, step.init(model), *batch, is_padding_example=mask)
+    report.raise_if_violated()
+
+
+def test_examples_are_short():
+    new = "cifar10 finetune_gpt2 gpt2 mnist mnist_data private_whitening published scattering"
+    for name in [*new.split(), "shakespeare", "whitening", "wide_resnet"]:
+        lines = (EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
+        assert len([line for line in lines if line.strip()]) <= 150, name
