@@ -10,28 +10,19 @@ triangular, non-negative C). So a run is dominated by the pair of
 both with the noise's standard deviation. The hockey-stick divergences of (P, Q) and of (Q, P) are
 delta where an example is removed (or becomes zero), and where it is added.
 
-**Samples.** Delta is the mean over the first distribution of f = max(0, 1 - e^(epsilon - loss)).
-Losses are drawn from a distribution that is tilted to large ones, and f is multiplied by a weight
-w, the ratio of the two densities; the mean stays. The tilts t >= 0 are such that f w has a known
-bound R(epsilon) = e^(known - t epsilon) t^t / (1 + t)^(1 + t). It is that of Renyi divergences, and
-near delta. Delta is R times the mean of numbers in [0, 1].
-
-- (P, Q): from the density P (P / Q)^t / Z for a whole number t, Z its integral. That is a mixture
-  of Gaussians around sums of t + 1 modes. w = Z e^(-t loss), so that known = log Z.
-- (Q, P): from Q moved by -t v, v the mean of the modes. A logarithm of a mean is at least the mean
-  of logarithms, so that <v, y> / stddev^2 is at most -loss + n / 2, where n is the mean of the
-  modes' squared norms / stddev^2. Therefore known = t n / 2 + t^2 |v|^2 / (2 stddev^2).
+**Samples.** Delta is the mean of max(0, 1 - e^(epsilon - loss)) over losses of the first
+distribution. The hockey-stick divergences of (P, Q) and of (Q, P) are delta where an example is
+removed (or becomes zero), and where it is added. Only the inner products of a sample with the modes
+matter, so these are drawn: Gaussian numbers with the modes' Gram matrix, as many as there are bins.
 
 **Confidence.** If the mean of n independent numbers in [0, 1] is x, their expected value is above u
-with probability at most e^(-n KL(x, u)) (Chernoff; KL is the divergence of two coins). Both R and u
-decrease in epsilon, so that the statement at the true epsilon covers the epsilon that is found. How
-many samples are drawn, and how they are tilted, is decided by other samples.
+with probability at most e^(-n KL(x, u)) (Chernoff; KL is the divergence of two coins). The mean
+falls with epsilon, so that the statement at the true epsilon covers the epsilon that is found.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -46,16 +37,16 @@ from .sampling_kinds import BallsInBins, FixedSize, Kind, MinSeparation, RandomA
 CONFIDENCE = 1 - 1e-6
 """With which an epsilon by Monte Carlo is an upper bound."""
 
-_PRECISE = 1000.0  # samples x delta / R: delta is found within a fifth
-_ENOUGH = 3.0  # times the least number of samples with which anything is found
+_ENOUGH, _PRECISE = 20.0, 1000.0  # samples x delta: the least, and as many as are affordable
 _MOST_NUMBERS = 2**29  # normal numbers in all samples, if these are enough
-_AT_ONCE = 2**21
 _MOST_SAMPLES = 2**26
+_AT_ONCE = 2**21
 _MOST_EPSILON = 1e4
-_LARGEST_LOG = 600.0  # its exponential is a float
-_MOST_TILT = 40
 
 Column = Float64[np.ndarray, "bands"]
+Losses = Float64[np.ndarray, "count"]
+Draw = Callable[[np.random.Generator, int, bool], Losses]
+"""Draws losses of (P, Q), or of (Q, P): so many, and of which of the two."""
 
 
 def epsilon(
@@ -84,7 +75,8 @@ def epsilon(
     | independent noise, a run ends within a cycle of bins | counted to the end of the cycle |
     | `column` is (1,) | independent noise |
     | epsilon is above 10^4 | infinite |
-    | many bins, or a small epsilon and delta | minutes, or a bound that is less close |
+    | many bins, or delta of 1e-6 | minutes, and a bound that is less close |
+    | `delta` is below 3e-7 | infinite: too few samples are drawn to find anything |
 
     Args:
         kind: `BallsInBins`, `RandomAllocation` (independent noise only) or `MinSeparation` (at most
@@ -120,79 +112,29 @@ def _epsilon(
     kind: Kind, column: tuple[float, ...], steps: int, delta: float, confidence: float
 ) -> float:
     failure = (1 - confidence) / 2  # of each of the two directions
-    pair = _pair(kind, np.array(column), steps)
-    # By Renyi divergences, then by a few samples, then by all.
-    tilts = range(1, len(pair.log_z))
-    about = min(((pair.log_most(True, t, 0.0) - math.log(delta)) / t for t in tilts), default=0.0)
-    about = pair.epsilon(True, about, delta, failure=1.0, seed=0)
-    if about == math.inf:
-        return math.inf
-    of_removed = pair.epsilon(True, about, delta, failure, seed=1)
-    return max(of_removed, pair.epsilon(False, about, delta, failure, seed=2))
+    draw, width = _losses(kind, np.array(column), steps)
+    affordable = min(_PRECISE / delta, _MOST_NUMBERS / width)
+    count = math.ceil(min(max(_ENOUGH / delta, affordable), _MOST_SAMPLES))
+    return max(
+        _bound(draw, width, is_removed, count, delta, failure) for is_removed in (True, False)
+    )
 
 
-class _Pair(NamedTuple):
-    """P and Q.
+def _bound(
+    draw: Draw, width: int, is_removed: bool, count: int, delta: float, failure: float
+) -> float:
+    """The least epsilon whose delta is at most that, but for a probability of failure."""
+    generator = np.random.Generator(np.random.SFC64(is_removed))
+    blocks = range(0, count, at_once := max(1, _AT_ONCE // width))
+    sizes = (min(at_once, count - first) for first in blocks)
+    drawn = (draw(generator, size, is_removed) for size in sizes)
+    losses = np.concatenate([loss[loss > 0] for loss in drawn])  # others add nothing
 
-    Attributes:
-        draw: Draws losses of (P, Q), or of (Q, P), and the logarithms of their weights. It takes a
-            generator, how many, whether of (P, Q), and the tilt.
-        log_z: log Z for each tilt of (P, Q), from 0.
-        norms: The mean of the modes' squared norms / stddev^2.
-        norm_of_mean: |v|^2 / stddev^2.
-        width: Normal numbers in a sample.
-    """
+    def suffices(epsilon: float) -> bool:
+        values = -np.expm1(epsilon - losses[losses > epsilon])
+        return upper_bound(float(values.sum()) / count, count, failure) <= delta
 
-    draw: Callable[[np.random.Generator, int, bool, float], tuple[Any, ...]]
-    log_z: Float64[np.ndarray, "tilts"]
-    norms: float
-    norm_of_mean: float
-    width: int
-
-    def log_most(self, is_removed: bool, tilt: float, epsilon: float) -> float:
-        """The logarithm of R: of the most that f w can be."""
-        known = tilt * self.norms / 2 + tilt**2 * self.norm_of_mean / 2
-        known = float(self.log_z[int(tilt)]) if is_removed else known
-        return (
-            known
-            - tilt * epsilon
-            + float(special.xlogy(tilt, tilt / (1 + tilt)))
-            - math.log1p(tilt)
-        )
-
-    def epsilon(
-        self, is_removed: bool, about: float, delta: float, failure: float, seed: int
-    ) -> float:
-        """The least epsilon whose delta is at most that, but for a probability of failure.
-
-        With a failure of 1 it is rough. `about` is what is expected.
-        """
-        tilt = max(0.0, (about - self.norms / 2) / self.norm_of_mean)
-        if is_removed:
-            tilts = range(len(self.log_z))
-            tilt = float(min(tilts, key=lambda tilt: self.log_most(True, tilt, about)))
-
-        def most(epsilon: float) -> float:
-            return math.exp(min(self.log_most(is_removed, tilt, epsilon), _LARGEST_LOG))
-
-        relative = most(about) / delta
-        # An example that is added costs less: a rough bound suffices.
-        wanted = min(_PRECISE * relative * is_removed, _MOST_NUMBERS / self.width)
-        wanted = max(wanted, _ENOUGH * -math.log(failure) * relative, 1000)
-        count = math.ceil(min(wanted, _MOST_SAMPLES)) if failure < 1 else 2**13
-        generator = np.random.Generator(np.random.SFC64(seed))
-        blocks = range(0, count, at_once := max(1, _AT_ONCE // self.width))
-        sizes = (min(at_once, count - first) for first in blocks)
-        parts = [self.draw(generator, size, is_removed, tilt) for size in sizes]
-        losses, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
-
-        def suffices(epsilon: float) -> bool:
-            above, bound = losses > epsilon, most(epsilon)
-            values = np.exp(weights[above]) * -np.expm1(epsilon - losses[above])
-            mean = min(1.0, float(values.sum()) / count / bound) if bound else 0.0
-            return bound * upper_bound(mean, count, failure) <= delta
-
-        return _least(suffices, 0.0, _MOST_EPSILON)
+    return _least(suffices, 0.0, _MOST_EPSILON)
 
 
 def upper_bound(mean: float, count: int, failure: float) -> float:
@@ -222,18 +164,17 @@ def _least(suffices: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-def _pair(kind: Kind, column: Column, steps: int) -> _Pair:
-    """P and Q of a run, whose noise has a standard deviation of 1."""
+def _losses(kind: Kind, column: Column, steps: int) -> tuple[Draw, int]:
+    """Losses of a run whose noise has a standard deviation of 1, and normal numbers in each."""
     if isinstance(kind, (BallsInBins, RandomAllocation)) and len(column) == 1:
         # Modes are orthogonal. More steps than there are, up to a whole cycle, only cost more.
-        cycles, norm = -(-steps // kind.cycle), column[0] ** 2
-        if isinstance(kind, BallsInBins):
-            return _of_bins(_orthogonal(kind.cycle, norm * cycles), 1)
-        return _of_bins(_orthogonal(kind.cycle, norm), cycles)
+        cycles = -(-steps // kind.cycle)
+        together, parts = (cycles, 1) if isinstance(kind, BallsInBins) else (1, cycles)
+        return _of_bins(np.full(kind.cycle, column[0] ** 2 * together), parts)
     if isinstance(kind, BallsInBins):
-        return _of_bins(_correlated(column, kind.cycle, steps), 1)
+        return _of_bins(_gram(column, kind.cycle, steps), 1)
     if isinstance(kind, MinSeparation) and len(column) <= kind.separation:
-        return _of_min_separation(kind, column, steps)
+        return _of_min_separation(kind, column, steps), steps
     raise ValueError(
         f"no Monte Carlo accounting for {kind} with {len(column)} bands of noise: it knows "
         "BallsInBins, RandomAllocation with independent noise (1 band), and MinSeparation with at "
@@ -241,24 +182,8 @@ def _pair(kind: Kind, column: Column, steps: int) -> _Pair:
     )
 
 
-class _Modes(NamedTuple):
-    """The modes of bins, all as likely, by their inner products / stddev^2.
-
-    Attributes:
-        gram: The products, or the diagonal if all others are 0.
-        root: R with R^T R = gram, or the diagonal.
-        log_z: log Z for each tilt, from 0.
-        moved: Draws a sum of tilt + 1 modes from that density: its products with all modes.
-    """
-
-    gram: Float64[np.ndarray, "cycle *cycle"]
-    root: Float64[np.ndarray, "cycle *cycle"]
-    log_z: Float64[np.ndarray, "tilts"]
-    moved: Callable[[np.random.Generator, int, float], Any]
-
-
-def _correlated(column: Column, cycle: int, steps: int) -> _Modes:
-    """Modes of one run, for tilts 0 and 1: by pairs of modes."""
+def _gram(column: Column, cycle: int, steps: int) -> Float64[np.ndarray, "cycle cycle"]:
+    """The inner products of the modes of all bins."""
     in_first = (np.arange(steps) % cycle == 0).astype(np.float64)
     # The mode of the first bin; that of bin j is the same, j steps later.
     mode = np.asarray(signal.lfilter(column, [1.0], in_first))
@@ -267,105 +192,47 @@ def _correlated(column: Column, cycle: int, steps: int) -> _Modes:
         products = np.cumsum(mode[: steps - lag] * mode[lag:])[::-1][: cycle - lag]
         first = np.arange(len(products))
         gram[first, first + lag] = gram[first + lag, first] = products
-    values, vectors = np.linalg.eigh(gram)
-    pairs = np.cumsum(np.exp(gram - gram.max()))
-
-    def moved(generator: np.random.Generator, count: int, tilt: float) -> Any:
-        if tilt == 0:
-            return gram[generator.integers(cycle, size=count)]
-        pair = np.searchsorted(pairs, pairs[-1] * generator.random(count))
-        return gram[pair // cycle] + gram[pair % cycle]
-
-    root = (vectors * np.sqrt(np.maximum(values, 0))).T
-    return _Modes(gram, root, np.array([0.0, float(_log_mean_exp(gram.ravel()))]), moved)
+    return gram
 
 
-def _orthogonal(cycle: int, norm: float) -> _Modes:
-    """Orthogonal modes of one squared norm / stddev^2: tilts by how often a sum has each mode.
-
-    k times the same mode has the weight e^(norm k (k - 1) / 2). As all modes are alike, the first
-    of those left of the sum is made mode 0, together with all that are equal to it, and so on.
-    """
-    most = 1 + max(1, min(_MOST_TILT, int(math.sqrt(2 * _LARGEST_LOG / norm)) - 1))
-    times = np.arange(1, most + 1)
-    of_times = np.exp(np.minimum(norm * times * (times - 1) / 2, _LARGEST_LOG))
-    # left[i, m]: the sum of weights of m further modes if i are taken; shares[i, m, k - 1]: of k.
-    left = np.zeros((most + 1, most + 1))
-    left[:, 0], shares = 1.0, np.zeros((most, most + 1, most))
-    for i in reversed(range(most)):
-        for m in times:
-            others = special.binom(m - 1, times[:m] - 1) * left[i + 1, m - times[:m]]
-            shares[i, m, :m] = (
-                max(cycle - i, 0) / cycle * of_times[:m] * others * float(cycle) ** (1 - times[:m])
-            )
-            left[i, m] = shares[i, m].sum()
-    shares = np.cumsum(shares, 2)
-
-    def moved(generator: np.random.Generator, count: int, tilt: float) -> Any:
-        products, further = np.zeros((count, cycle)), np.full(count, int(tilt) + 1)
-        for i in range(min(cycle, int(tilt) + 1)):
-            of_mode = shares[i, further]
-            drawn = generator.random((count, 1)) * of_mode[:, -1:]
-            taken = np.where(further > 0, 1 + (of_mode < drawn).sum(1), 0)
-            products[:, i], further = norm * taken, further - taken
-        return products
-
-    diagonal = np.full(cycle, norm)
-    return _Modes(diagonal, np.sqrt(diagonal), np.log(left[0, 1:]), moved)
-
-
-def _of_bins(modes: _Modes, parts: int) -> _Pair:
-    """So many independent parts, each with these modes: given the others, their losses add."""
-    gram, root = modes.gram, modes.root
+def _of_bins(gram: Float64[np.ndarray, "cycle *cycle"], parts: int) -> tuple[Draw, int]:
+    """Losses of so many independent parts, each with these modes (a diagonal stands for all)."""
     cycle, is_diagonal = len(gram), gram.ndim == 1
     norms = gram if is_diagonal else np.diag(gram)
-    products = gram / cycle if is_diagonal else gram.mean(0)  # of modes with their mean
+    values, vectors = (gram, None) if is_diagonal else np.linalg.eigh(gram)
+    root = np.sqrt(np.maximum(values, 0))
 
-    def draw(
-        generator: np.random.Generator, count: int, is_removed: bool, tilt: float
-    ) -> tuple[Any, ...]:
-        losses, weights = np.zeros(count), np.zeros(count)
+    def draw(generator: np.random.Generator, count: int, is_removed: bool) -> Losses:
+        losses = np.zeros(count)
         for _ in range(parts):
-            # <mode, y> / stddev^2 for each mode, y Gaussian.
-            dots = generator.standard_normal((count, cycle))
-            dots = dots * root if is_diagonal else dots @ root
+            # <mode, y> for each mode, y Gaussian.
+            dots = generator.standard_normal((count, cycle)) * root
+            dots = dots if vectors is None else dots @ vectors.T
             if is_removed:
-                dots += modes.moved(generator, count, tilt)
-            else:
-                dots -= tilt * products
-                weights += tilt * dots.mean(1) + tilt**2 * products.mean() / 2
-            losses += _log_mean_exp(dots - norms / 2)
-        if is_removed:
-            return losses, parts * modes.log_z[int(tilt)] - tilt * losses
-        return -losses, weights
+                bins = generator.integers(cycle, size=count)
+                if is_diagonal:
+                    dots[np.arange(count), bins] += gram[bins]
+                else:
+                    dots += gram[bins]
+            losses += special.logsumexp(dots - norms / 2, axis=1) - math.log(cycle)
+        return losses if is_removed else -losses
 
-    of_mean = float(products.mean())
-    return _Pair(
-        draw, parts * modes.log_z, parts * float(norms.mean()), parts * of_mean, parts * cycle
-    )
+    return draw, parts * cycle
 
 
-def _log_mean_exp(x: Float64[np.ndarray, "*rows n"]) -> Any:
-    top = x.max(-1)
-    return np.log(np.exp(x - top[..., None]).mean(-1)) + top
-
-
-def _of_min_separation(kind: MinSeparation, column: Column, steps: int) -> _Pair:
-    """The samples of jax_privacy, which are not tilted."""
+def _of_min_separation(kind: MinSeparation, column: Column, steps: int) -> Draw:
+    """The samples of jax_privacy."""
     selection = extra("jax_privacy.batch_selection", name="mechanisms")
     library = extra("jax_privacy.experimental.monte_carlo.sample_generation", name="mechanisms")
     drawn = selection.BMinSepSampling(kind.sampling_prob, steps, kind.separation, warm_start=True)
 
-    def draw(
-        generator: np.random.Generator, count: int, is_removed: bool, tilt: float
-    ) -> tuple[Any, ...]:
+    def draw(generator: np.random.Generator, count: int, is_removed: bool) -> Losses:
         with np.errstate(divide="ignore"):  # a sampling probability of 1
-            found = library.get_privacy_loss_sample(
+            return library.get_privacy_loss_sample(
                 drawn, 1.0, column, generator, is_removed, count
-            )
-        return found[0], np.zeros(count)
+            )[0]
 
-    return _Pair(draw, np.zeros(1), norms=_MOST_EPSILON**2, norm_of_mean=1.0, width=steps)
+    return draw
 
 
 def fixed_size_epsilon(
