@@ -1,7 +1,9 @@
 """Trains one network with independent and with correlated noise, at the same epsilon.
 
 Both plans take as many steps, of as many images of digits. With correlated noise each step takes
-back part of the noise of the steps before, so that less of it stays in the model.
+back part of the noise of the steps before. Sums of gradients then have less noise (root mean square
+8.5 clip norms in place of 10.5 at epsilon 8), and single gradients have more (3.2 in place of 0.9).
+On this network the second counts for more: the loss is 0.150 in place of 0.146.
 
     python examples/correlated_noise.py
 """
