@@ -88,9 +88,7 @@ def test_rules(rule, way):
 
 
 @pytest.mark.parametrize("method", ["book_keeping", "ghost"])
-@pytest.mark.parametrize(
-    "rule", [AutoS(0.0), AutoS(1.0), PerLayer(1e-12), Quantile()], ids=name_of
-)
+@pytest.mark.parametrize("rule", [AutoS(0.0), AutoS(1.0), PerLayer(1e-12), Quantile()], ids=name_of)
 def test_the_bound_holds_for_hostile_values(rule, method):
     loss, time, shape = LOSSES["tokens"]
     grad_fn = dp.filter_clipped_grad(
