@@ -35,8 +35,8 @@ def argument_name(path: tuple[Any, ...]) -> str:
 
 
 _NO_GRADIENT = (
-    "If that is its gradient, give the loss itself, before eqx.filter_grad, eqx.filter_value_and_grad or jax.grad: the "
-    "clipped gradient takes their place."
+    "If that is its gradient, give the loss itself, before eqx.filter_grad, "
+    "eqx.filter_value_and_grad or jax.grad: the clipped gradient takes their place."
 )
 
 
