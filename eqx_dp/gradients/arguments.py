@@ -304,8 +304,8 @@ def _differing(batch: tuple[PyTree[Any], ...], lengths: dict[str, int]) -> str:
             return f"{argument_name(path)} looks like a PRNG key ({shown(leaf)}). {_KEY_ADVICE}"
     found = ", ".join(f"{where} has {length}" for where, length in lengths.items())
     return (
-        f"The batch's leading axes differ: {found}. All of them must be the number of examples; "
-        "stack examples that are in a list (jnp.stack)."
+        f"The batch's leading axes differ: {found}. All of them must be the number of examples. "
+        "Stack examples that are in a list (jnp.stack)."
     )
 
 

@@ -35,8 +35,8 @@ def argument_name(path: tuple[Any, ...]) -> str:
 
 
 _NO_GRADIENT = (
-    "Give the loss itself, before eqx.filter_grad, eqx.filter_value_and_grad or jax.grad: the "
-    "clipped gradient takes their place."
+    "If that is its gradient, give the loss itself, before eqx.filter_grad, "
+    "eqx.filter_value_and_grad or jax.grad: the clipped gradient takes their place."
 )
 
 
@@ -67,8 +67,8 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
             )
         return loss, aux
     if not eqx.is_array_like(loss):
-        pair = "; pass has_aux=True if it returns (loss, aux)" if isinstance(loss, tuple) else ""
         found = "None" if loss is None else f"a {type(loss).__name__}"
+        pair = "; pass has_aux=True if it returns (loss, aux)" if isinstance(loss, tuple) else ""
         raise ValueError(
             f"The loss must return a scalar array; it returned {found}{pair}. {_NO_GRADIENT}"
         )
