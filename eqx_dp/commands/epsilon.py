@@ -89,7 +89,10 @@ def run(arguments: argparse.Namespace) -> str:
         f"each example is in a step with probability {plan.sampling_prob:.4g} "
         f"({type(plan.sampling).__name__} sampling); neighbors: "
         f"{plan.neighboring_relation.name.lower().replace('_', '-')}",
-        f"dp.{plan!r}",
+        f"dp.PrivacyPlan({plan.sampling_prob!r}, {plan.steps}, {plan.noise_multiplier!r}, "
+        f"{plan.delta!r}, dp.NeighboringRelation.{plan.neighboring_relation.name})"
+        if arguments.plan is None
+        else f"dp.{plan!r}",
         "for certified noise; with certified=False, true delta is, for every epsilon, at least "
         f"{plan.uncertified_delta(1):.2g}, and {plan.uncertified_delta(10**6):.2g} for gradients "
         "that are spread over a million parameters",

@@ -9,7 +9,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from . import monte_carlo
-from .accounting import Run, discretization, epsilon_of, event_of
+from .accounting import LEAST_NOISE, Run, discretization, epsilon_of, event_of
 from .calibration import least_noise, least_noise_by
 from .sampling_kinds import (
     BallsInBins,
@@ -129,7 +129,7 @@ class Mechanism(NamedTuple):
         """The width of the intervals of privacy losses; None if there is no distribution."""
         if (reduced := self.reduced()) is None:
             return None
-        return discretization(reduced[0], noise_multiplier * reduced[1])
+        return discretization(reduced[0], max(noise_multiplier * reduced[1], LEAST_NOISE))
 
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """The event for dp_accounting; a ValueError where it has none."""

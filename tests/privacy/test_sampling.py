@@ -443,7 +443,7 @@ def test_step_refused_by_name(step):
 def test_a_plan_hands_on_how_a_batch_is_dealt_out():
     plan = PrivacyPlan(sampling_prob=0.05, steps=10, noise_multiplier=1.0, delta=1e-5)
     part = plan.sampler(1000, seed=7, pad_to=16, hosts=2, host=1, devices=3, shared=True)
-    assert (part.num_examples, part.sampling_prob, part.steps) == (1000, 0.05, 10)
+    assert (part.num_examples, part.kind, part.steps) == (1000, plan.sampling, 10)
     assert (part.seed, part.pad_to, part.hosts, part.host) == (7, 16, 2, 1)
     assert (part.devices, part.shared, part.owned) == (3, True, range(1000))
     assert part.overflow_probability == plan._overflow_probability
