@@ -19,11 +19,11 @@ GROUPS = {
     ),
     "Clipped gradients": (
         *("filter_clipped_grad", "filter_value_and_clipped_grad", "ClippedGrad", "PerExample"),
-        "explain",
+        *("filter_clipped_sum", "explain"),
     ),
     "Plan, sample, noise": (
-        *("PrivacyPlan", "PoissonSampler", "NeighboringRelation", "gaussian_privatizer"),
-        "add_noise",
+        *("PrivacyPlan", "PoissonSampler", "Banded", "Users", "NeighboringRelation", "compose"),
+        *("gaussian_privatizer", "add_noise"),
     ),
     "Devices": ("ShardingRules",),
     "Training": (
@@ -35,12 +35,29 @@ GROUPS = {
 }
 # What users get as results and do not make, by the page that it stands on.
 RESULTS = {
-    "Clipped gradients": ("eqx_dp.gradients.Explanation",),
+    "Clipped gradients": (
+        "eqx_dp.gradients.Explanation",
+        *(f"eqx_dp.gradients.clipping.{name}" for name in ("AutoS", "PerLayer", "Quantile")),
+    ),
+    "Plan, sample, noise": (
+        *(
+            f"eqx_dp.privacy.sampling_kinds.{name}"
+            for name in ("Poisson", "CyclicPoisson", "FixedSize")
+        ),
+        *(f"eqx_dp.privacy.sampling_kinds.{name}" for name in ("BallsInBins", "RandomAllocation")),
+        *(
+            "eqx_dp.privacy.sampling_kinds.MinSeparation",
+            "eqx_dp.privacy.Sampler",
+            "eqx_dp.privacy.Composition",
+        ),
+        *(f"eqx_dp.optimizers.{name}" for name in ("adam_corrected", "disk", "adam_scaled")),
+    ),
     "Training": ("eqx_dp.training.Event", "eqx_dp.training.CheckpointWarning"),
     "Checks": ("eqx_dp.checks.PrecisionReport", "eqx_dp.checks.PrivacyReport"),
     "Planning": ("eqx_dp.planning.MemoryPlan", "eqx_dp.planning.Tuning"),
 }
 OF_OTHERS = {"NeighboringRelation"}  # an enum of dp_accounting
+MODULES = {"audit", "clipping", "optimizers", "sampling", "__version__"}  # their names stand above
 
 
 def where(path: str) -> str:
@@ -72,7 +89,7 @@ def write_guides() -> None:
 def write_reference() -> None:
     """A page for each group of public names; mkdocstrings fills it from docstrings."""
     named = {name for names in GROUPS.values() for name in names}
-    missing = named ^ ({*dir(eqx_dp)} - {"audit", "__version__"})  # audit has a page of its own
+    missing = named ^ ({*dir(eqx_dp)} - MODULES)
     if missing:
         raise SystemExit(f"GROUPS and dir(eqx_dp) differ: {sorted(missing)}")
     groups = {"Audit": ["eqx_dp.audit"]}

@@ -29,7 +29,7 @@ BANDS = 8
 
 def plans(epsilon: float, steps: int) -> dict[str, dp.PrivacyPlan]:
     """Poisson sampling with independent noise, and BandMF with cyclic Poisson sampling."""
-    same = {"epsilon": epsilon, "delta": DELTA, "steps": steps}
+    same: dict[str, Any] = {"epsilon": epsilon, "delta": DELTA, "steps": steps}
     cyclic = dp.sampling.CyclicPoisson(SAMPLING_PROB * BANDS, cycle=BANDS)
     banded = dp.Banded.band_mf(BANDS, steps)
     return {
@@ -52,7 +52,7 @@ def train(plan: dp.PrivacyPlan, seed: int) -> list[float]:
     """The mean loss of all images after every eighth step. Seeds are for experiments alone."""
     x, y = load_digits(return_X_y=True)
     x, y = (x / 16).astype(np.float32), y.astype(np.int32)
-    options = {"num_examples": len(x), "l2_clip_norm": 1.0, "seed": 2**64 + seed}
+    options: dict[str, Any] = {"num_examples": len(x), "l2_clip_norm": 1.0, "seed": 2**64 + seed}
     step = dp.make_step(loss, optax.sgd(RATE), plan, **options)
     model = eqx.nn.MLP(64, 10, 64, 1, jnp.tanh, key=jax.random.key(seed))
     state, sampler, found = step.init(model), step.sampler(), list[float]()

@@ -48,8 +48,8 @@ def _plan(arguments: argparse.Namespace) -> PrivacyPlan:
         return PrivacyPlan.from_json(arguments.plan.read_text())
     for names in needed:
         if not any(given[name] for name in names):
-            options = " or ".join(f"--{name.replace('_', '-')}" for name in names)
-            raise ValueError(f"{options} is required; or a plan in a file: --plan FILE")
+            missing = " or ".join(f"--{name.replace('_', '-')}" for name in names)
+            raise ValueError(f"{missing} is required; or a plan in a file: --plan FILE")
     examples, batch = arguments.examples, arguments.batch
     if batch > examples:
         raise ValueError(f"--batch: found {batch}; allowed: at most {examples}, the data set")

@@ -281,7 +281,7 @@ def _kind(sampling_prob: SupportsFloat | None, sampling: Kind | None) -> Kind:
                 "sampling_prob must be a number in (0, 1], for Poisson sampling, or sampling= one "
                 "of dp.sampling; found neither: None."
             )
-        return Poisson(sampling_prob)
+        return Poisson(cast(float, sampling_prob))
     if not isinstance(cast(object, sampling), Kind):
         raise ValueError(f"sampling must be one of dp.sampling; found {shown(sampling)}.")
     if sampling_prob not in (None, sampling.step_prob):

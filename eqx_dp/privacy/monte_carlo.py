@@ -23,6 +23,7 @@ falls with epsilon, so that the statement at the true epsilon covers the epsilon
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import dp_accounting
 import numpy as np
@@ -214,7 +215,7 @@ def _of_bins(gram: Float64[np.ndarray, "cycle *cycle"], parts: int) -> tuple[Dra
                     dots[np.arange(count), bins] += gram[bins]
                 else:
                     dots += gram[bins]
-            losses += special.logsumexp(dots - norms / 2, axis=1) - math.log(cycle)
+            losses += cast(Any, special).logsumexp(dots - norms / 2, axis=1) - math.log(cycle)
         return losses if is_removed else -losses
 
     return draw, parts * cycle

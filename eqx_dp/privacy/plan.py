@@ -69,7 +69,7 @@ class PrivacyPlan(AccountedPlan):
     | `delta` is at most 2^-51 a step (4.4e-16) | refused: float64 cannot tell it from 0 |
     | `delta` is at least 1 / number of examples | `sampler` warns |
 
-    Args:
+    Attributes:
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
         steps: How many steps the run may take, at least 1.
         noise_multiplier: Noise standard deviation / sensitivity, at least 0 and finite.

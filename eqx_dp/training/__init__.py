@@ -2,6 +2,7 @@
 
 from .data import DataError as DataError
 from .data import Records as Records
+from .events import Event as Event
 from .ledger import CHECKS as CHECKS
 from .ledger import METRICS as METRICS
 from .ledger import CheckpointError as CheckpointError
