@@ -269,13 +269,6 @@ class Ledger(Tally):
                         f"there, {self._entry[fact]} here. Epsilon holds for one plan and one data "
                         "set: go on with those, or start another run, in another directory."
                     )
-        if self._plan.is_one_start and any(entry["steps"] for entry in entries.values()):
-            raise ValueError(
-                f"The run in {self._directory} has taken steps. Its plan accounts for one start "
-                f"alone: {self._plan.sampling} draws for the whole run. Go on with a plan for the "
-                "rest, in another directory (dp.compose gives the epsilon of both), or take "
-                "dp.sampling.CyclicPoisson or Poisson, whose runs may start again."
-            )
         numbers = [entry["start"] for entry in entries.values()]
         seeded = [x["start"] for x in entries.values() if x["randomness"] == "seeded"]
         is_repeated = self._entry["randomness"] == "seeded" and self._entry["start"] in seeded
@@ -286,7 +279,8 @@ class Ledger(Tally):
             self._write(self.taken + steps)
             others, _, is_repeated = self._read_others()
             excess = others + self._plan.counted(self.taken + steps) - self._plan.steps
-            if excess <= 0 and not is_repeated:
+            is_second = self._plan.is_one_start and others > 0
+            if excess <= 0 and not is_repeated and not is_second:
                 self._state(epsilon)
                 return others
             self._write(self.taken, ended=True)
@@ -296,6 +290,13 @@ class Ledger(Tally):
                 f"({error.strerror}), so none of them is. Make room, or make the directory "
                 "writable, and start again to continue from the last checkpoint."
             ) from None
+        if is_second:
+            raise CheckpointError(
+                f"Another start in {self._directory} has announced steps, and the plan accounts "
+                f"for one start alone: {self._plan.sampling} draws for a whole run. Go on with "
+                "another plan in another directory; or plan with dp.sampling.CyclicPoisson or "
+                "Poisson, whose runs may start again."
+            )
         left = max(0, self._plan.steps - others - self.taken)
         reason = "it has announced steps as well" if excess > 0 else "both have one seed"
         raise CheckpointError(

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -409,3 +410,35 @@ def test_a_statement_names_the_policy_of_the_newest_start(tmp_path):
         found = json.loads(file.metadata()["privacy"])
     assert "bfloat16" in found["policy"]
     assert found["policy"] == stated(tmp_path)["policy"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "may_start_again"),
+    [(dp.sampling.CyclicPoisson(0.5, 4), True), (dp.sampling.BallsInBins(4), False)],
+    ids=str,
+)
+def test_a_run_of_another_kind_of_sampling(tmp_path, kind, may_start_again):
+    plan = dp.PrivacyPlan(steps=8, noise_multiplier=2.0, delta=0.01, sampling=kind)
+    xs = np.random.default_rng(0).normal(size=(120, 3)).astype(np.float32)
+    step = dp.make_step(
+        lambda model, x: jnp.sum(model * x),
+        optax.sgd(0.1),
+        plan,
+        num_examples=120,
+        l2_clip_norm=1.0,
+        seed=2**90,
+    )
+
+    def run(where, **options):
+        return dp.Trainer(step, xs, directory=where, progress=False).run(jnp.zeros(3), **options)
+
+    run(tmp_path / "whole")
+    assert run(tmp_path / "whole").step == 8  # finished: the last checkpoint
+    run(tmp_path / "part", steps=3)
+    found = json.loads((tmp_path / "part" / "privacy.json").read_text())
+    assert found["steps_released"] == (4 if may_start_again else 3)  # whole cycles
+    if may_start_again:
+        assert run(tmp_path / "part").step == 7
+    else:
+        with pytest.raises(dp.CheckpointError, match="one start alone"):
+            run(tmp_path / "part")
