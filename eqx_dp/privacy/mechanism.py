@@ -7,6 +7,7 @@ from typing import NamedTuple
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
+from dp_accounting.rdp import RdpAccountant
 
 from . import monte_carlo
 from .accounting import LEAST_NOISE, Run, discretization, epsilon_of, event_of
@@ -154,9 +155,8 @@ class Mechanism(NamedTuple):
         if noise_multiplier == 0:
             return math.inf
         if isinstance(self.sampling, FixedSize):
-            return monte_carlo.fixed_size_epsilon(
-                self.sampling, self.steps, noise_multiplier, delta
-            )
+            accountant = RdpAccountant(neighboring_relation=self.relation)
+            return float(accountant.compose(self.event(noise_multiplier)).get_epsilon(delta))
         return monte_carlo.epsilon(
             self.sampling, self.column(), self.steps, noise_multiplier, delta
         )

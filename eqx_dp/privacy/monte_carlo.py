@@ -25,15 +25,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from dp_accounting.rdp import RdpAccountant
 from jaxtyping import Float64
 from scipy import signal, special
 
 from ..extras import extra
-from .sampling_kinds import BallsInBins, FixedSize, Kind, MinSeparation, RandomAllocation
+from .sampling_kinds import BallsInBins, Kind, MinSeparation, RandomAllocation
 
 CONFIDENCE = 1 - 1e-6
 """With which an epsilon by Monte Carlo is an upper bound."""
@@ -234,36 +232,3 @@ def _of_min_separation(kind: MinSeparation, column: Column, steps: int) -> Draw:
             )[0]
 
     return draw
-
-
-def fixed_size_epsilon(
-    kind: FixedSize,
-    steps: int,
-    noise_multiplier: float,
-    delta: float,
-    relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE,
-) -> float:
-    """Epsilon of fixed-size sampling without replacement, by dp_accounting's Renyi divergences.
-
-    Args:
-        kind: The sampling.
-        steps: How many have been taken.
-        noise_multiplier: Standard deviation / sensitivity, which is two clip norms, as of a plan.
-        delta: In (0, 1).
-        relation: `REPLACE_ONE`, the only one that dp_accounting accounts for.
-
-    Raises:
-        ValueError: If the relation is another.
-    """
-    if relation is not NeighboringRelation.REPLACE_ONE:
-        raise ValueError(
-            f"FixedSize is accounted for under REPLACE_ONE alone; found {relation.name}. An "
-            "example that is not in a batch makes place for another, whichever relation is meant: "
-            "take REPLACE_ONE, or Poisson sampling."
-        )
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    event = dp_accounting.SampledWithoutReplacementDpEvent(
-        kind.num_examples, kind.batch_size, gaussian
-    )
-    accountant = RdpAccountant(neighboring_relation=relation)
-    return float(accountant.compose(event, steps).get_epsilon(delta))

@@ -129,8 +129,9 @@ def test_the_bound_of_a_mean_fails_as_rarely_as_it_says(hits, count):
 
 
 def test_fixed_size():
-    kind, noise, delta = dp.sampling.FixedSize(100, 1000), 1.0, 1e-5
-    found = monte_carlo.fixed_size_epsilon(kind, 50, noise, delta)
+    noise, delta, relation = 1.0, 1e-5, NeighboringRelation.REPLACE_ONE
+    kind = dp.sampling.FixedSize(100, 1000)
+    found = dp.PrivacyPlan(None, 50, noise, delta, relation, sampling=kind).epsilon()
     # Poisson sampling needs less: a lower bound; more steps without sampling an upper one.
     plan = dp.PrivacyPlan(0.1, 50, noise, delta, NeighboringRelation.REPLACE_ONE)
     assert plan.epsilon() < found < of_gaussian(math.sqrt(50) / noise, delta)
@@ -153,7 +154,3 @@ def test_refused(change, message):
         monte_carlo.epsilon(**(good | change))
     assert monte_carlo.epsilon(**good | {"steps": 0}) == 0
     assert monte_carlo.epsilon(**good | {"noise_multiplier": 0}) == math.inf
-    with pytest.raises(ValueError, match="under REPLACE_ONE alone"):
-        monte_carlo.fixed_size_epsilon(
-            dp.sampling.FixedSize(1, 9), 1, 1.0, 0.1, NeighboringRelation.ADD_OR_REMOVE_ONE
-        )
