@@ -166,8 +166,8 @@ def _noised(
         with stage("bits"):
             sign, *words = block([*key], position, (step, *nonce), rounds)[: 1 + WORDS]
             size = tail_quantile(tail_probability(words))
-        # One use of the size, so that it is not kept.
-        return jnp.where(sign >> 31 == 0, 1.0, -1.0) * size
+            # One use of the size, so that it is not kept.
+            return jnp.where(sign >> 31 == 0, 1.0, -1.0) * size
 
     noise = _weighted(draw, step, noising, gradient.shape)
     if taken_back:
