@@ -1,8 +1,9 @@
 """A batch processed a microbatch at a time, its results put together again.
 
-The sum over microbatches is kept in two floats, so that it hardly depends on where microbatches
-begin: when one example leaves a batch, others may change slots. `Prepared.drift` bounds what
-rounding may still move. `privacy/finite_precision.md` has the proof.
+The sum over microbatches is kept in float64, or in two floats where the machine has none. So it
+hardly depends on where microbatches begin: when one example leaves a batch, others may change
+slots. `Prepared.drift` bounds what rounding may still move. `privacy/finite_precision.md` has the
+proof.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..precision import stage
+from .norms import has_wide
 
 _Sums = TypeVar("_Sums")
 _PerExample = TypeVar("_PerExample")
@@ -72,7 +74,7 @@ def over_microbatches(
     count = -(-num_examples // size)
     shapes = jax.eval_shape(step, [x[:size] for x in examples], jnp.zeros(size, bool))
     sums, of_one = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    totals = jax.tree.map(lambda x: (x, x), sums)
+    totals = jax.tree.map(_nothing, sums)
     slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), of_one)
 
     def body(index: Any, found: tuple[Any, _PerExample]) -> tuple[Any, _PerExample]:
@@ -94,15 +96,26 @@ def over_microbatches(
     trips = trips if order is None or agree is None else agree(trips)
     totals, slots = jax.lax.fori_loop(0, trips, body, (totals, slots))
     as_given = slice(num_examples) if order is None else jnp.argsort(order)
-    totals = jax.tree.map(lambda _, total: total[0], sums, totals)
+    totals = jax.tree.map(lambda x, total: total[0].astype(x.dtype), sums, totals)
     return totals, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[as_given], slots)
 
 
-def _added(so_far: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
-    """A sum in two floats and one more number (TwoSum: Knuth; then Dekker's FastTwoSum).
+def _nothing(zero: Array) -> tuple[Array, ...]:
+    """An empty sum: one float64, which costs one pass over memory; otherwise two floats."""
+    if not (jnp.issubdtype(zero.dtype, jnp.floating) and has_wide(zero.dtype)):
+        return zero, zero
+    with jax.enable_x64(True):
+        return (zero.astype(jnp.float64),)
 
-    Of the result the first float is the whole sum, rounded once.
+
+def _added(so_far: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+    """A sum and one more number; in two floats by TwoSum (Knuth), then FastTwoSum (Dekker).
+
+    Of two floats the first is the whole sum, rounded once.
     """
+    if len(so_far) == 1:
+        with jax.enable_x64(True):
+            return (so_far[0] + x.astype(jnp.float64),)
     high, low = so_far
     total = high + x
     of_x = total - high
