@@ -166,8 +166,8 @@ def noise(
     leaves, rest = inputs[: len(mark.leaves)], inputs[len(mark.leaves) :]
     if not mark.leaves or mark.stddev == 0:
         return leaves + [Fact()] * (len(equation.outvars) - len(leaves))
-    pairs = 2 * len(mark.leaves)  # of the noise of one step, where it is kept
-    kept = pairs * (len(mark.correlation.strategy) - 1)
+    pairs = 2 * len(mark.leaves)  # of what one step keeps, where steps keep something
+    kept = pairs * mark.correlation.kept
     counts = len(rest) - kept, len(equation.outvars) - (pairs if kept else 0)
     is_plain = is_as_marked(equation) and counts == (1 + mark.has_step, len(mark.leaves))
     if not is_plain or any(not fact.is_public for fact in rest):

@@ -19,8 +19,8 @@ from .strategies import Banded
 GRID_BITS = 5
 """The grid is 2^-5 to 2^-6 of the standard deviation."""
 
-Past: TypeAlias = Sequence[tuple[Float[Array, "..."], Float[Array, "..."]]]
-"""The noise of one step, of each leaf in two floats, in units of the standard deviation."""
+Past: TypeAlias = Sequence[tuple[UInt32[Array, "..."], UInt32[Array, "..."]]]
+"""What one step keeps of each leaf: float64, in two words, because states hold no float64."""
 
 _TOGETHER = 2**16
 """Leaves of at most this many entries share a kernel, because each kernel takes time to compile."""
@@ -80,25 +80,17 @@ def with_certified_noise(
         stddev: of the noise.
         is_apart: whether small leaves may be on other devices than each other.
         correlation: how noise depends on that of steps before. Before step 0 there is none.
-        past: the noise of the last steps, latest first, as this returned it; as many as
-            `correlation.strategy` has further numbers.
+        past: what the last steps kept, latest first, as this returned it: of `correlation.kept`
+            steps.
 
     Returns:
-        The noisy sums, and the noise of each leaf in units of `stddev` (none if nothing is kept).
+        The noisy sums, and what this step keeps of each leaf (nothing without `past`).
     """
     with jax.enable_x64(True):
         words, rounds = chacha_key(key)
         counted = jnp.asarray(step).astype(jnp.uint32)
         results: dict[int, Any] = {}
         drawn: dict[int, Any] = {}
-        taken_back: list[Any] = [
-            jnp.zeros(leaf.gradient.shape, jnp.float64) if past else None for leaf in leaves
-        ]
-        for weight, noise in zip(correlation.strategy[1:], past, strict=True):
-            taken_back = [
-                total - weight * (high.astype(jnp.float64) + low)
-                for total, (high, low) in zip(taken_back, noise, strict=True)
-            ]
         alike: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             is_small = leaf.gradient.size <= _TOGETHER and not is_apart and leaf.sharding is None
@@ -110,7 +102,7 @@ def with_certified_noise(
             noised = functools.partial(
                 _noised,
                 stddev=stddev,
-                noising=correlation.noising,
+                correlation=correlation,
                 result=np.dtype(first.result),
                 rounds=rounds,
             )
@@ -121,46 +113,39 @@ def with_certified_noise(
                     noised, axes=axes, out_sharding=(where, kept)
                 )
             gradients = [leaves[i].gradient for i in group]
-            found, fresh = noised(
-                words, counted, nonces, gradients, [taken_back[i] for i in group if past]
-            )
+            before = [[kept[i] for i in group] for kept in past]
+            found, fresh = noised(words, counted, nonces, gradients, before)
             results |= dict(zip(group, found, strict=True))
             drawn |= dict(zip(group, fresh, strict=False))
-        return [results[i] for i in range(len(leaves))], [_in_two(drawn[i]) for i in sorted(drawn)]
+        return [results[i] for i in range(len(leaves))], [drawn[i] for i in sorted(drawn)]
 
 
-def _in_two(noise: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """A float64 as the sum of two floats, to 2^-48 of it: states hold no float64."""
-    high = noise.astype(jnp.float32)
-    return high, (noise - high).astype(jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnames=("stddev", "noising", "result", "rounds"))
+@functools.partial(jax.jit, static_argnames=("stddev", "correlation", "result", "rounds"))
 def _noised(
     key: UInt32[Array, " 8"],
     step: UInt32[Array, ""],
     nonces: UInt32[Array, "leaves 2"],
     gradients: list[Float[Array, "..."]],
-    taken_back: list[Float[Array, "..."]],
+    past: list[Past],
     *,
     stddev: float,
-    noising: tuple[float, ...],
+    correlation: Banded,
     result: Any,
     rounds: int,
-) -> tuple[list[Float[Array, "..."]], list[Float[Array, "..."]]]:
-    """Adds noise to one leaf, or to several side by side; with what is taken back, returns both."""
+) -> tuple[list[Float[Array, "..."]], Past]:
+    """Adds noise to one leaf, or to several side by side; with `past`, returns what to keep, too.
+
+    Of a quotient of power series noising / strategy, what is kept is the draw divided by the
+    denominator alone ("direct form II" of signal processing): noise is the numerator times that.
+    """
     shapes = [gradient.shape for gradient in gradients]
-    if len(gradients) == 1:
-        gradient, position, nonce = gradients[0], positions(shapes[0]), nonces[0]
-    else:
-        sizes = [math.prod(shape) for shape in shapes]
-        with stage("grid"):
-            gradient = _side_by_side([gradient.ravel() for gradient in gradients])
-        position = _side_by_side([positions((size,)) for size in sizes])
-        nonce = [
-            _side_by_side([jnp.full(size, word) for size, word in zip(sizes, row, strict=True)])
-            for row in nonces.T
-        ]
+    with stage("grid"):
+        gradient = _side_by_side(gradients)
+    position = _side_by_side([positions(shape) for shape in shapes])
+    nonce = [
+        _side_by_side([jnp.full(shape, word) for shape, word in zip(shapes, row, strict=True)])
+        for row in nonces.T
+    ]
 
     def draw(step: Any) -> Float[Array, "..."]:
         with stage("bits"):
@@ -169,12 +154,16 @@ def _noised(
             # One use of the size, so that it is not kept.
             return jnp.where(sign >> 31 == 0, 1.0, -1.0) * size
 
-    noise = _weighted(draw, step, noising, gradient.shape)
-    if taken_back:
-        back = (
-            taken_back[0] if len(gradients) == 1 else _side_by_side([x.ravel() for x in taken_back])
-        )
-        noise = computed_once(noise + back)
+    if past:
+        before = [_float_of(*map(_side_by_side, zip(*kept, strict=True))) for kept in past]
+
+        def of_earlier(weights: Sequence[float]) -> Any:
+            return sum(weight * x for weight, x in zip(weights[1:], before, strict=False))
+
+        fresh = computed_once(draw(step) - of_earlier(correlation.strategy))
+        noise = fresh + of_earlier(correlation.noising)
+    else:
+        noise = fresh = _weighted(draw, step, correlation.noising, gradient.shape)
     noisy = computed_once(_on_grid(gradient, noise, stddev).astype(result))
 
     def apart(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
@@ -183,12 +172,25 @@ def _noised(
         ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
         return [part.reshape(shape) for part, shape in zip(jnp.split(x, ends), shapes, strict=True)]
 
-    return apart(noisy), apart(noise) if taken_back else []
+    return apart(noisy), [*zip(*map(apart, _words_of(fresh)), strict=True)] if past else []
 
 
-def _side_by_side(arrays: list[Shaped[Array, " _"]]) -> Shaped[Array, " _"]:
+def _words_of(x: Float[Array, "*shape"]) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
+    """The bits of a float64."""
+    bits = x.view(jnp.uint64)
+    return (bits >> np.uint64(32)).astype(jnp.uint32), bits.astype(jnp.uint32)
+
+
+def _float_of(high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
+    """The float64 of these bits."""
+    return ((high.astype(jnp.uint64) << np.uint64(32)) | low).view(jnp.float64)
+
+
+def _side_by_side(arrays: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "..."]:
     """Joins arrays, once: XLA would repeat the code of the cipher for each in every kernel."""
-    return computed_once(jnp.concatenate(arrays))
+    return (
+        arrays[0] if len(arrays) == 1 else computed_once(jnp.concatenate([*map(jnp.ravel, arrays)]))
+    )
 
 
 def _weighted(

@@ -40,8 +40,8 @@ class GaussianPrivatizerState(NamedTuple):
         key: A fresh key, or the one handed in, or one made from the secret handed in; never
             changed. Secret: do not save it, and let `init` draw another one at the next start.
         step: How many updates have been made; a scalar int32.
-        past: The noise of the last updates, latest first, where a strategy keeps it; as secret as
-            the key.
+        past: What the last updates keep, latest first, where a strategy keeps something; as secret
+            as the key.
     """
 
     key: PRNGKeyArray
@@ -123,8 +123,9 @@ def gaussian_privatizer(
     | `correlation`, and noise that is not certified | refused |
 
     With `correlation`, an update takes back part of the noise of updates before, which is drawn
-    again. One update is then no Gaussian mechanism by itself: all together are the matrix mechanism
-    that `dp.Banded` describes, for as long as the state is that of one `init`.
+    again, or kept in the state. One update is then no Gaussian mechanism by itself: all together
+    are the matrix mechanism that `dp.Banded` describes, for as long as the state is that of one
+    `init`.
 
     With sharding rules every device draws its own part of the noise, without communication, and the
     same key gives the same noise on any number of devices and hosts.
@@ -231,8 +232,8 @@ def add_noise(
 class NoiseMark(NamedTuple):
     """The mark of the equation (a jitted call) that adds noise to the leaves of a tree.
 
-    Operands are the leaves, one key and, where there is one, the number of the step, and the noise
-    of steps before, if it is kept. Results are the noisy leaves, and this step's noise. The noise
+    Operands are the leaves, one key and, where there is one, the number of the step, and what steps
+    before kept. Results are the noisy leaves, and what this step keeps. The noise
     of a leaf follows from the key, as if these words were folded in one after another: the prefix,
     the step, the leaf's own.
 
@@ -279,7 +280,7 @@ def _noisy(
 ) -> tuple[PyTree[Array], Past]:
     """Adds noise to the leaves of a tree; in a traced program, in one marked equation.
 
-    Also returns the noise, if noise is kept.
+    Also returns what the step keeps.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
@@ -329,7 +330,7 @@ def _noisy(
 
 
 def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | None) -> Any:
-    """The noise before step 0: zeros, as much as a strategy keeps.
+    """What is kept before step 0: zeros, as many as a strategy keeps.
 
     Args:
         params: what is trained; arrays or their shapes.
@@ -339,10 +340,10 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
     leaves = jax.tree_util.tree_leaves_with_path(params)
 
     def zeros(path: tuple[Any, ...], x: Any) -> Array:
-        return _placed(jnp.zeros(x.shape, jnp.float32), path, rules)
+        return _placed(jnp.zeros(x.shape, jnp.uint32), path, rules)
 
     return tuple(
-        [(zeros(path, x), zeros(path, x)) for path, x in leaves] for _ in correlation.strategy[1:]
+        [(zeros(path, x), zeros(path, x)) for path, x in leaves] for _ in range(correlation.kept)
     )
 
 

@@ -64,8 +64,8 @@ def fields_of(text: str) -> dict[str, Any]:
 
 
 def _noise_from(found: Any) -> Banded:
-    if not isinstance(found, dict) or found.keys() != {"noising", "strategy"}:
-        raise ValueError(f"noise must be an object of noising and strategy; found {found!r}.")
+    if not isinstance(found, dict) or found.keys() - {"keep"} != {"noising", "strategy"}:
+        raise ValueError(f"noise must be an object of noising, strategy, keep; found {found!r}.")
     return Banded(**cast(dict[str, list[float]], found))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float64
 from scipy import optimize, signal
 
-from ..expected import real_number, whole_number
+from ..expected import flag, real_number, whole_number
 from ..extras import extra
 
 _MOST_BANDS = 64
@@ -30,8 +30,10 @@ class Banded:
 
     **What is stored.** Noise is a function of (secret, step, leaf), so the z of steps before are
     drawn again: `noising` needs no memory, and the time of as many draws a step as it has numbers.
-    The n of steps before are kept instead, 8 bytes an entry for each further number of `strategy`:
-    they follow from all draws before. They are as secret as the key, and are not saved either.
+    With `keep` they are kept instead, bit for bit: one draw a step, and 8 bytes an entry for each
+    further number of `noising`. With a `strategy` the same is always kept, for each further number
+    of the longer of the two: what it takes back follows from all draws before. What is kept is as
+    secret as the key, and is not saved either. Noise is the same in each case, up to rounding.
 
     **The matrix mechanism** (Denisov et al. 2022; Choquette-Choo et al. 2023). Let C be the lower
     triangular Toeplitz matrix of the power series `strategy` / `noising`. The noisy gradients are
@@ -56,38 +58,48 @@ class Banded:
     Args:
         noising: Weights of draws: 1 first, then at most 0; at most 64 numbers, finite.
         strategy: Weights of earlier noise: 1 first, then at least 0; at most 64 numbers, finite.
+        keep: Whether earlier draws are kept in memory.
 
     Raises:
-        ValueError: If one of them is not such a sequence.
+        ValueError: If one of them is not such a sequence, or `keep` is no bool.
     """
 
     noising: tuple[float, ...]
     strategy: tuple[float, ...] = (1.0,)
+    keep: bool = False
 
     def __init__(
-        self, noising: Sequence[SupportsFloat] = (1.0,), strategy: Sequence[SupportsFloat] = (1.0,)
+        self,
+        noising: Sequence[SupportsFloat] = (1.0,),
+        strategy: Sequence[SupportsFloat] = (1.0,),
+        keep: bool = False,
     ):
         object.__setattr__(self, "noising", _weights("noising", noising, -1))
         object.__setattr__(self, "strategy", _weights("strategy", strategy, 1))
+        object.__setattr__(self, "keep", flag("keep", keep))
 
     @classmethod
-    def lambda_cgd(cls, share: SupportsFloat) -> "Banded":
+    def lambda_cgd(cls, share: SupportsFloat, keep: bool = False) -> "Banded":
         """Takes back one share, in [0, 1), of the noise of the step before."""
         real = real_number("share", share, lambda real: 0 <= real < 1, "in [0, 1)")
-        return cls((1.0, -real))
+        return cls((1.0, -real), keep=keep)
 
     @classmethod
-    def bisr(cls, bands: SupportsIndex) -> "Banded":
+    def bisr(cls, bands: SupportsIndex, keep: bool = False) -> "Banded":
         """The first entries of the inverse square root of the prefix sum."""
         count = whole_number("bands", bands, least=1, most=_MOST_BANDS)
         found = [1.0]
         for k in range(1, count):
             found.append(found[-1] * (2 * k - 3) / (2 * k))
-        return cls(found)
+        return cls(found, keep=keep)
 
     @classmethod
     def band_inv_mf(
-        cls, bands: SupportsIndex, steps: SupportsIndex, separation: SupportsIndex
+        cls,
+        bands: SupportsIndex,
+        steps: SupportsIndex,
+        separation: SupportsIndex,
+        keep: bool = False,
     ) -> "Banded":
         """The strategy of least error for so many steps, searched from `bisr` on (Nelder-Mead).
 
@@ -95,21 +107,20 @@ class Banded:
             bands: numbers in `noising`.
             steps: of the run.
             separation: an example takes part at most once in so many steps (the cycle).
+            keep: as for `Banded`.
         """
-        start = cls.bisr(bands)
+        start = cls.bisr(bands, keep)
         if len(start.noising) == 1:
             return start
 
-        def error(rest: Float64[np.ndarray, "_"]) -> float:
+        def error(rest: Sequence[float]) -> float:
             try:
                 return cls((1.0, *rest)).rmse(steps, separation)
             except ValueError:  # not a strategy
                 return math.inf
 
         found = cast(Any, optimize).minimize(error, start.noising[1:], method="Nelder-Mead")
-        return (
-            cls((1.0, *found.x)) if error(found.x) < error(np.array(start.noising[1:])) else start
-        )
+        return cls((1.0, *min(start.noising[1:], found.x, key=error)), keep=keep)
 
     @classmethod
     def band_mf(cls, bands: SupportsIndex, steps: SupportsIndex) -> "Banded":
@@ -132,6 +143,12 @@ class Banded:
     def is_correlated(self) -> bool:
         """Whether it is anything else than independent noise."""
         return len(self.noising) > 1 or len(self.strategy) > 1
+
+    @property
+    def kept(self) -> int:
+        """Of how many steps before something is kept."""
+        numbers = max(len(self.noising), len(self.strategy))
+        return numbers - 1 if self.keep or len(self.strategy) > 1 else 0
 
     def weights(self, steps: SupportsIndex) -> Float64[np.ndarray, " steps"]:
         """First column of C^-1: what each draw adds to the noise of its step and of later ones."""
