@@ -27,7 +27,7 @@ import eqx_dp as dp
 
 DELTA, BANDS, EVERY = 1e-5, 8, 4
 INDEPENDENT, CORRELATED = "independent", f"{BANDS} bands"
-RATES = {INDEPENDENT: 64.0, CORRELATED: 64.0}
+RATES = {INDEPENDENT: 32.0, CORRELATED: 64.0}
 TRIED = [2.0**power for power in range(3, 9)]
 FIRST_TUNED = 100
 """Rates are compared on the seeds from this one on. Figures are of the seeds from 0 on."""

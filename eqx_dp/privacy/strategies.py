@@ -66,7 +66,7 @@ class Banded:
 
     noising: tuple[float, ...]
     strategy: tuple[float, ...] = (1.0,)
-    keep: bool = False
+    keep: bool = dataclasses.field(default=False, compare=False)  # it changes no number
 
     def __init__(
         self,

@@ -12,11 +12,13 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 import eqx_dp as dp
+from eqx_dp.privacy import gaussian
 from eqx_dp.privacy.strategies import Banded
 
 STRATEGIES = {
     "lambda": Banded.lambda_cgd(0.7),
     "bisr": Banded.bisr(4),
+    "bisr, kept": Banded.bisr(4, keep=True),
     "two": Banded((1.0, -0.4, -0.2)),
     "kept": Banded(strategy=(1.0, 0.5, 0.3)),
     "both": Banded((1.0, -0.2), (1.0, 0.3)),
@@ -101,14 +103,16 @@ def noise_of(strategy, steps, stddev=32.0):
     state, found = privatizer.init(ZEROS), []
     for _ in range(steps):
         noise, state = privatizer.update(ZEROS, state)
+        assert len(state.past) == (0 if strategy is None else strategy.kept)
         found.append(jax.tree.map(np.asarray, noise))
     return found
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", ["lambda", "bisr", "kept", "both"])
+@pytest.mark.parametrize("name", ["lambda", "bisr", "bisr, kept", "kept", "both"])
 def test_noise_is_the_matrix_times_independent_noise(name):
-    strategy = STRATEGIES[name]
+    strategy, kept = STRATEGIES[name], {"bisr, kept": 3, "kept": 2, "both": 1}
+    assert strategy.kept == kept.get(name, 0)
     fresh, found = noise_of(None, 6), noise_of(strategy, 6)
     for t, leaf in itertools.product(range(6), SHAPES):
         weights = strategy.weights(t + 1)
@@ -117,6 +121,14 @@ def test_noise_is_the_matrix_times_independent_noise(name):
         assert np.abs(found[t][leaf] - wanted).max() <= 0.5 * (1 + np.abs(weights).sum())
     covariance = np.cov([noise["large"] / 32 for noise in found])
     np.testing.assert_allclose(covariance, (d := dense(strategy, 6)) @ d.T, atol=0.03)
+
+
+def test_draws_are_kept_bit_for_bit():
+    with jax.enable_x64(True):
+        draws = jnp.array([1 / 3, -18.2, 1e-9, 0.0])
+        words = gaussian._words_of(draws)
+        assert [word.dtype for word in words] == ["uint32", "uint32"]
+        np.testing.assert_array_equal(gaussian._float_of(*words), draws)
 
 
 def test_correlated_noise_is_certified_or_refused():
@@ -161,12 +173,13 @@ def test_cycles_are_accounted_for_as_the_library_does(relation):
 
 
 def test_a_calibrated_plan_keeps_to_its_budget_and_is_read_back():
-    sampling, noise = dp.sampling.CyclicPoisson(1.0, cycle=6), Banded.bisr(3)
+    sampling, noise = dp.sampling.CyclicPoisson(1.0, cycle=6), Banded.bisr(3, keep=True)
     plan = dp.PrivacyPlan.calibrate(
         epsilon=2.0, delta=1e-5, steps=60, sampling=sampling, noise=noise
     )
     assert 1.99 < plan.epsilon() <= 2.0
-    assert dp.PrivacyPlan.from_json(plan.to_json()) == plan
+    again = dp.PrivacyPlan.from_json(plan.to_json())
+    assert (again, again.noise.keep) == (plan, True)
     assert plan != plan_of(sampling=sampling, noise_multiplier=plan.noise_multiplier)
     assert plan.sampler(600, seed=b"s" * 32).kind == sampling
 
@@ -238,12 +251,13 @@ CYCLIC = plan_of(sampling=dp.sampling.CyclicPoisson(1.0, 6), noise=Banded.bisr(3
     ("noise", "times", "sampler", "message"),
     [
         (CYCLIC.noise, 1.0, CYCLIC.sampler(60), None),
+        (Banded.bisr(3, keep=True), 1.0, CYCLIC.sampler(60), None),
         (CYCLIC.noise, 0.9, CYCLIC.sampler(60), "noise multiplier is 1.08"),
         (Banded.lambda_cgd(0.5), 1.0, None, r"correlated by Banded\(noising=\(1.0, -0.5\)"),
         (None, 1.0, None, r"correlated by Banded\(noising=\(1.0,\)"),
         (CYCLIC.noise, 1.0, dp.PoissonSampler(60, 1 / 6), "batches are drawn by Poisson"),
     ],
-    ids=["as planned", "too little", "another", "independent", "sampler"],
+    ids=["as planned", "kept", "too little", "another", "independent", "sampler"],
 )
 def test_check_privacy_knows_the_strategy_and_the_sampler(noise, times, sampler, message):
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
