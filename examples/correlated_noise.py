@@ -3,7 +3,10 @@
 Logistic regression on digits; both plans take as many steps, of as many images. With independent
 noise and Poisson sampling an image takes part in 2 of 64 steps on average. With correlated noise
 and cyclic Poisson sampling it takes part at most once in 8 steps, and each step takes back part of
-the noise of the 7 steps before. The rate falls to 0, so that noise of late steps counts for little.
+the noise of the 7 steps before. Single gradients then have more noise (2.14 clip norms in place of
+0.74), and sums of gradients weighted by the rates less (2.32 in place of 3.47). The rate falls to
+0, so that noise of single late gradients counts for little. The loss of held-out images is 0.327 in
+place of 0.457 (means of three seeds; 0.319 to 0.341, and 0.420 to 0.483).
 
     python examples/correlated_noise.py
 
