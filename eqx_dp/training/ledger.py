@@ -116,6 +116,7 @@ def statement(
         "version": _VERSION,
         "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
         "delta": plan.delta,
+        "accounting_confidence": plan.accounting_confidence,
         "steps_released": steps,
         "plan": json.loads(plan.to_json()),
         "num_examples": starts[-1]["num_examples"],
