@@ -62,6 +62,7 @@ from tests.checks.privacy_steps import (
     updated,
     where,
     with_a_number,
+    with_kept_noise,
     with_noise,
     with_normals,
     with_optimizer,
@@ -219,6 +220,7 @@ CHAINS = {
     "stddev_given": lambda: with_optimizer(
         optax.chain(dp.gaussian_privatizer(stddev=STDDEV, key=SECRET), OPTIMIZER)
     ),
+    "noise_that_is_kept": with_kept_noise,
     "loop_over_one_example": lambda: chained(loss=loss_with_a_loop, method="per_example"),
     "branch_on_one_example": lambda: chained(loss=loss_with_a_branch),
     "solver_that_adapts": lambda: chained(loss=loss_with_a_solver, method="per_example"),
