@@ -30,6 +30,7 @@ from .step import step_of, threaded
 from .timing import Contender, Program, compared, mean_turn, measure
 
 BANDS, STEPS = 4, 64
+PLAN = dp.PrivacyPlan(0.125, STEPS, 1.0, 1e-5)
 FIRST = (0.03, 3.0, 300.0)
 IMAGES, RATE = 1_400, 2.0
 
@@ -42,23 +43,21 @@ def correlated(row: Row) -> dict[str, dp.Step[Any]]:
         f"bisr, {BANDS} draws": dp.Banded.bisr(BANDS),
         f"band_mf, {BANDS - 1} steps kept": dp.Banded.band_mf(BANDS, STEPS),
     }
-    plan = dp.PrivacyPlan(0.125, STEPS, 1.0, 1e-5)
-    found = {"independent": step_of(row, plan)}
+    found = {"independent": step_of(row, PLAN)}
     for name, noise in kinds.items():
-        found[name] = step_of(row, replace(plan, sampling=cyclic, noise=noise))
+        found[name] = step_of(row, replace(PLAN, sampling=cyclic, noise=noise))
     return found
 
 
 def clipping(row: Row) -> dict[str, dp.Step[Any]]:
     """Steps that differ in their clip norm."""
-    plan = dp.PrivacyPlan(0.125, STEPS, 1.0, 1e-5)
     kinds = {
         "a clip norm": CLIP_NORM,
         "Quantile": dp.clipping.Quantile(),
         "AutoS": dp.clipping.AutoS(),
         "PerLayer": dp.clipping.PerLayer(CLIP_NORM),
     }
-    return {name: step_of(row, plan, norm) for name, norm in kinds.items()}
+    return {name: step_of(row, PLAN, norm) for name, norm in kinds.items()}
 
 
 def timed(title: str, row: Row, steps: dict[str, dp.Step[Any]], rounds: int) -> Table:
