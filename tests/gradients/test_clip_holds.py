@@ -13,7 +13,7 @@ from jax import lax
 
 import eqx_dp as dp
 from tests import models, oracle
-from tests.gradients.tiers import by_method
+from tests.tiers import by_method
 
 pytestmark = pytest.mark.optimized
 
@@ -189,7 +189,12 @@ def shares(name, method, attacks=ATTACKS, policy=None):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    by_method(USES, ghost=("tokens", "lookups"), per_example=("tokens",)),
+    by_method(
+        USES,
+        book_keeping=[name for name in USES if name != "many tokens"],
+        ghost=("tokens", "lookups"),
+        per_example=("tokens",),
+    ),
 )
 def test_uses(name, method):
     share = shares(name, method)
@@ -216,7 +221,9 @@ def test_derived_weights_and_terms(name, method):
 PRESETS = ["mixed_bfloat16", "mixed_float16", "bfloat16", "mixed_float8"]
 
 
-@pytest.mark.parametrize(("preset", "method"), by_method(PRESETS, ghost=("mixed_float8",)))
+@pytest.mark.parametrize(
+    ("preset", "method"), by_method(PRESETS, book_keeping=("mixed_bfloat16", "mixed_float8"))
+)
 def test_narrow_policies(preset, method):
     attacks = ["ordinary", "tokens cancel", "equal tokens", "the term cancels 1"]
     share = shares("tokens", method, attacks, dp.load_policy(preset))
