@@ -386,7 +386,6 @@ def test_a_step_built_with_an_unsafe_policy():
     assert {row.stage for row in report.violations} >= {
         "clip norm",
         "sum over examples",
-        "sum over microbatches",
         "noise draw",
         "noise addition",
     }

@@ -126,7 +126,7 @@ def test_what_jax_draws(attacks):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("draws", "models"), [(5 * 10**5, 2), pytest.param(10**8, 240, marks=pytest.mark.slow)]
+    ("draws", "models"), [(2 * 10**6, 2), pytest.param(10**8, 240, marks=pytest.mark.slow)]
 )
 def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks, draws, models):
     old, new = (attacks.attack(certified, draws, models) for certified in (False, True))
