@@ -11,7 +11,7 @@ import pytest
 from safetensors.flax import save_file
 
 import eqx_dp as dp
-from tests.test_examples import EXAMPLES, MIXED, PLAN, load, statement
+from tests.test_examples import MIXED, PLAN, load, statement
 
 # MNIST.
 
@@ -327,10 +327,3 @@ def test_the_steps_of_mnist_are_private(made):
     mask = np.zeros(64, bool)
     report = dp.check_privacy(step, step.init(model), *batch, is_padding_example=mask)
     report.raise_if_violated()
-
-
-def test_examples_are_short():
-    new = "cifar10 finetune_gpt2 gpt2 mnist mnist_data private_whitening published scattering"
-    for name in [*new.split(), "shakespeare", "whitening", "wide_resnet"]:
-        lines = (EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
-        assert len([line for line in lines if line.strip()]) <= 150, name

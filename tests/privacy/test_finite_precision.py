@@ -97,8 +97,6 @@ def test_what_is_charged():
     assert PLAN.epsilon() == pytest.approx(3.0, abs=3e-4)
     tight = dp.PrivacyPlan.calibrate(epsilon=3, delta=1e-5, sampling_prob=0.01, steps=1000)
     assert tight.epsilon() <= 3
-    with pytest.raises(ValueError, match="epsilon 1e-05 is out of reach: finite precision"):
-        dp.PrivacyPlan.calibrate(epsilon=1e-5, delta=1e-5, sampling_prob=0.01, steps=1)
 
 
 # Noise that is not certified, and the attacks of examples/finite_precision.py.
