@@ -194,6 +194,17 @@ def test_an_optimizer_that_knows_of_noise_reaches_a_lower_loss():
     assert loss["disk(sgd)"] < loss["sgd"] - 0.005
 
 
+@pytest.mark.slow
+def test_correlated_noise_reaches_a_lower_loss(tmp_path):
+    example, picture = load("correlated_noise"), tmp_path / "a.png"
+    epsilon = [plan.epsilon() for plan in example.plans(4.0, 64, 2).values()]
+    assert epsilon == pytest.approx([4.0, 4.0], rel=1e-3)
+    independent, banded = example.main(["--seeds", "1", "--out", str(picture)]).values()
+    assert banded.shape == independent.shape == (1, 64 // example.EVERY)
+    assert banded[0, -1] < independent[0, -1] - 0.05
+    assert picture.read_bytes().startswith(PNG)
+
+
 # Language models: the text is cut, so that a run takes seconds.
 
 TINY = ["--steps", "4", "--width", "16", "--depth", "1", "--length", "8", "--batch", "128"]

@@ -188,9 +188,7 @@ def _float_of(high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]) -> Float[Arra
 
 def _side_by_side(arrays: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "..."]:
     """Joins arrays, once: XLA would repeat the code of the cipher for each in every kernel."""
-    return (
-        arrays[0] if len(arrays) == 1 else computed_once(jnp.concatenate([*map(jnp.ravel, arrays)]))
-    )
+    return computed_once(jnp.concatenate([*map(jnp.ravel, arrays)])) if arrays[1:] else arrays[0]
 
 
 def _weighted(

@@ -18,6 +18,7 @@ _FORMAT = "eqx_dp.PrivacyPlan"
 _VERSION = 1
 _NEEDED = ("sampling_prob", "steps", "noise_multiplier", "delta", "neighboring_relation")
 _OPTIONAL = ("sampling", "noise", "unit")
+_OF_NOISE = ("noising", "strategy"), ("keep",)
 
 Kinds = Mapping[str, tuple[Callable[..., Any], Collection[str]]]
 """By the name of a kind: what makes it, and its arguments."""
@@ -68,9 +69,7 @@ def fields_of(text: str) -> dict[str, Any]:
     if "sampling" in fields:
         fields["sampling"] = _made("sampling", fields["sampling"], _SAMPLING)
     if "noise" in fields:
-        fields["noise"] = Banded(
-            **_just("noise", fields["noise"], ("noising", "strategy"), ("keep",))
-        )
+        fields["noise"] = Banded(**_just("noise", fields["noise"], *_OF_NOISE))
     if "unit" in fields:
         fields["unit"] = _made("unit", fields["unit"], _UNITS)
     return fields

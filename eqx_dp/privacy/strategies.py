@@ -147,8 +147,8 @@ class Banded:
     @property
     def kept(self) -> int:
         """Of how many steps before something is kept."""
-        numbers = max(len(self.noising), len(self.strategy))
-        return numbers - 1 if self.keep or len(self.strategy) > 1 else 0
+        further = max(len(self.noising), len(self.strategy)) - 1
+        return further if self.keep or len(self.strategy) > 1 else 0
 
     def weights(self, steps: SupportsIndex) -> Float64[np.ndarray, " steps"]:
         """First column of C^-1: what each draw adds to the noise of its step and of later ones."""
