@@ -30,7 +30,9 @@ gc.set_threshold(20_000, 20, 20)  # tracing makes many containers, few of them i
 jax.config.update("jax_num_cpu_devices", 8)
 # Virtual devices that meet share few cores: a busy machine needs longer than the 40 s of XLA.
 _PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-os.environ["XLA_FLAGS"] = " ".join([_PATIENT, os.environ.get("XLA_FLAGS", "")])
+# The machine code of a program is written by one thread: the other cores have other tests to run.
+_ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = " ".join([_PATIENT, _ONE_THREAD, os.environ.get("XLA_FLAGS", "")])
 
 # One folder for each process: JAX does not write a file of its cache in one step.
 _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")

@@ -131,16 +131,15 @@ def filter_clipped_grad(
             rate does not depend on the clip norm.
         normalize_by: a public number > 0 that the sum is divided by, for instance the expected
             batch size. Never the number of examples that were sampled, which is private.
-        microbatch_size: how many examples are processed at once. None means all of them, or, with
-            the method `"auto"`, the engine's choice. It changes memory and time but not the result
-            (except for rounding), and need not divide the batch.
+        microbatch_size: how many examples are processed at once. None leaves the choice to the
+            engine; `explain` shows it. It changes memory and time but not the result (except for
+            rounding), and need not divide the batch.
         method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
             the inputs and cotangents of each use of a parameter), `"ghost"` (two forward and
             backward passes; inputs and cotangents are not kept), `"per_example"` (per-example
             gradients side by side), or `"auto"`. By each of them, some leaves have per-example
             gradients in a microbatch; `explain` says which. `"auto"` takes book-keeping, or
-            `"ghost"` if one example would hold too much memory; it also chooses the microbatch
-            unless `microbatch_size` is given.
+            `"ghost"` if one example would hold too much memory.
         augmentations: how many times K the loss is called for each example, with K different keys.
             The loss of the example is the mean of the K, so that K augmentations cost one clip (De
             et al., "Unlocking High-Accuracy Differentially Private Image Classification through

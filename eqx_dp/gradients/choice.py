@@ -8,8 +8,8 @@ because its norm comes from inner products of all pairs of vectors, while a form
 written, read for its norm and read for the sum. Measured on two CPU cores.
 
 `auto` is a formula of shapes, platform, memory and the sampling probability, never of data. It
-takes book-keeping, or ghost if one example would need too much memory. Of the microbatches that fit
-it takes the one of least expected work,
+takes book-keeping, or ghost if one example would need too much memory. Where no microbatch size is
+given, any method takes the one of least expected work of those that fit,
 
     work = examples x (3 F + N + move x M) + microbatches x (move x 6 D + kernels x start).
 
@@ -22,12 +22,12 @@ uses. A microbatch reads the parameters twice, writes its sums, and adds them to
 | `move`: one number | 16 | 64: 16 operations a byte |
 | `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
 | one example at once | 1.25 times the operations | no more |
-| memory for a microbatch | 8 MiB less the sums, or two examples | 0.4 of the device's |
+| memory for a microbatch | 16 MiB less the sums, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores with 1 MiB of second-level cache each: formed
-gradients are written and read twice, and beyond 8 MiB an example takes up to twice as long (weight
-norm CNN, flow, vision transformer), while models whose leaves are factored do not care (CNN, MLP).
-Those of others are data sheets'; nothing of them was measured.
+gradients are written and read twice, and beyond a few MiB an example takes up to twice as long
+(weight norm CNN, flow, vision transformer), while models whose leaves are factored do not care
+(CNN, MLP). Those of others are data sheets'; nothing of them was measured.
 """
 
 import math
@@ -244,7 +244,7 @@ def choose(
         activations: bytes that its forward pass leaves for its backward pass.
         batch: the batch of a device.
         method: the option, and so is the microbatch.
-        microbatch_size: examples at once on a device.
+        microbatch_size: examples at once on a device; None to choose it.
     """
     chosen, memory = "book_keeping" if method == "auto" else method, device_memory()
     held = max(1, activations, sum(cost.bytes for cost in costs[chosen]))
@@ -258,7 +258,7 @@ def choose(
         formed = sum(cost.bytes for cost in costs[chosen] if cost.way == "formed")
         flops, held = 5 / 3 * flops, max(1, activations, formed)
     its = _Method(costs[chosen], sizes, flops, held)
-    if method == "auto" and microbatch_size is None:
+    if microbatch_size is None:
         microbatch_size = _best_size(its, batch, _fitting(its, batch.slots, memory))
     return Choice(chosen, microbatch_size, reason, held, batch)
 

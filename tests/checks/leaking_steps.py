@@ -75,7 +75,6 @@ from tests.sharding.losses import mesh_of
 XS, YS, MASK = data()
 LABELS = jnp.arange(NUM_EXAMPLES) % CLASSES
 COLUMNS = np.repeat(np.asarray(XS)[:, :1], 3, 1)
-SIGNS = np.resize(np.float32([1, -1]), 8)
 NUMBERS = jnp.arange(SLOTS)
 INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there are rows
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -121,20 +120,11 @@ BESIDE = {
     "dithered_loss": lambda at: with_noise(at.values.loss.mean(), jax.random.key(1), 1e-3),
     # One bit of the sum.
     "whether_the_raw_sum_is_finite": lambda at: jnp.all(jnp.isfinite(jax.tree.leaves(at.grads)[0])),
-    # How well the noise is survived: a number about the raw sum.
-    "similarity": lambda at: optax.tree.vdot(at.noisy, at.grads) / norm(at.noisy),
     "size_of_the_noise": lambda at: norm(minus(at.noisy, at.grads)),
     "hidden_in_a_reference": hidden_in_a_reference,
-    # The better of two noisy models on the private batch.
-    "model_chosen": lambda at: where(
-        at.losses(at.new).mean() < at.losses().mean(), params_of(at.new), params_of(at.model)
-    ),
-    "table_at_a_private_place": lambda at: jnp.arange(2.0)[at.y[0].argmax()],
-    "batch_of_its_own": lambda at: (2 * at.x, at.y, at.mask),
     # A host function returns what nothing is known of.
     "data_of_a_host_function": lambda at: jax.pure_callback(lambda: XS.mean(), SCALAR),
     "raw_model_on_public_data": lambda at: jnp.sum(jax.vmap(raw_step(at))(jnp.ones((3, WIDTH)))),
-    "coins": lambda at: bernoulli(at.keys[0], jax.nn.sigmoid(at.x.mean()), (100,)),
     # Of data that the step closes over.
     "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
     # Columns that are equal do not make rows equal.
@@ -150,35 +140,17 @@ def best_model(kept, at):
     return where(loss < kept[1], params_of(at.model), kept[0]), jnp.minimum(loss, kept[1])
 
 
-def classes(at):
-    return jax.nn.one_hot(at.y.argmax(1), CLASSES)
-
-
 KEEPING = {
     # The mean loss of the batch is in the state, under a name that the state had before.
     "metrics": (lambda kept, at: {"loss": at.values.loss.mean()}, {"loss": jnp.zeros(())}, {}),
-    # An average over models that the raw sum has moved.
-    "average_of_raw_models": (
-        lambda kept, at: added(scaled(0.9, kept), scaled(0.1, params_of(raw_step(at)))),
-        params_of(mlp()),
-    ),
     "least_loss": (lambda kept, at: jnp.minimum(kept, at.values.loss.mean()), jnp.zeros(())),
     # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
     "residual_of_the_noise": (lambda kept, at: minus(at.grads, at.noisy), zero_sums()),
     "best_model": (best_model, (params_of(mlp()), jnp.float32(jnp.inf))),
-    "prototypes": (lambda kept, at: kept + classes(at).T @ at.x, jnp.zeros((CLASSES, WIDTH))),
 }
 
 
 # What devices make of their sums, with one noise on the result.
-
-
-def summed_again(grads):
-    return lax.fori_loop(0, 2, lambda _, t: psum(added(t, grads)), zero_sums())
-
-
-def standardized(at):
-    return at.use(x=at.x - lax.pmean(at.x.mean(0), "data"))
 
 
 ON_DEVICES = {
@@ -205,14 +177,6 @@ ON_DEVICES = {
     "sum_in_one_branch": lambda g: lax.cond(
         psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
     ),
-    "table_of_weights": lambda g: psum(scaled(jnp.asarray([1.0, 0.0] * 4)[device()], g)),
-    "gathered_signs": lambda g: leafwise(
-        lambda a: jnp.tensordot(SIGNS, lax.all_gather(a, "data"), 1), g
-    ),
-    "neighbors": lambda g: psum(
-        added(g, lax.ppermute(g, "data", [(i, (i + 1) % 8) for i in range(8)]))
-    ),
-    "carried_and_summed_again": (summed_again, {"stddev": 2 * STDDEV}),
 }
 
 
@@ -237,16 +201,12 @@ OVER_DEVICES = {
     "another_model_on_each": lambda at: psum(
         at.sum(model=leafwise(lambda a: a * (1 + device()) if eqx.is_array(a) else a, at.model))
     ),
-    "another_loss_on_odd_ones": lambda at: psum(
-        where(device() % 2 == 1, at.sum(), at.sum(absolute_error))
-    ),
     "mean_over_real_examples": lambda at: scaled(
         1 / jnp.maximum(psum(jnp.sum(~at.mask)), 1), psum(at.sum(normalize_by=1.0))
     ),
     "one_slot_on_all": lambda at: psum(
         At(at.model, None, *(lax.all_gather(a, "data", tiled=True)[:1] for a in at[2:5])).sum()
     ),
-    "standardized_over_all": lambda at: psum(standardized(at).sum()),
 }
 
 
@@ -282,8 +242,6 @@ def columns_of(at):
 
 PREPARED = {
     "standardized": lambda at: at.use(x=(at.x - at.x.mean(axis=0)) / (at.x.std(axis=0) + 1e-3)),
-    "inputs_scaled_by_their_largest": lambda at: at.use(x=at.x / jnp.max(jnp.abs(at.x))),
-    "averaged_with_neighbors": lambda at: at.use(x=at.x + jnp.roll(at.x, 1, axis=0)),
     "differences_of_examples": lambda at: at.use(x=at.x - at.x[:1]),
     # Each column by itself: slots hold numbers of several examples.
     "examples_sorted": lambda at: at.use(x=jnp.sort(at.x, axis=0)),
@@ -309,16 +267,12 @@ PREPARED = {
     "mixed_up": lambda at: at.use(x=at.x + jax.random.permutation(at.keys[1], at.x)),
     "handed_on_twice": lambda at: at.rows(jnp.concatenate([NUMBERS, NUMBERS])),
     "one_row_in_all_slots": lambda at: at.rows(jnp.zeros(SLOTS, int)),
-    "one_row_as_the_mask": lambda at: at.use(mask=jnp.tile(at.x[0] > 0, 2)),
     "pairs": lambda at: at.use(
         x=(at.x.reshape(4, 2, WIDTH) * jnp.asarray([[1.0], [-1.0]])).reshape(SLOTS, WIDTH)
     ),
-    # Slot i takes a time between i / n and (i + 1) / n.
-    "spread_times": lambda at: at.times(uniform(at.keys[1], (SLOTS,)) + NUMBERS),
     "centered_by_a_constant_batch": lambda at: at.use(x=at.x - XS.mean(0)),
     # The first four slots count: an example that is left out moves the fifth into them.
     "weights_concatenated": lambda at: at.times(jnp.concatenate([jnp.ones(4), jnp.zeros(4)])),
-    "weights_padded": lambda at: at.times(jnp.pad(jnp.ones(4), (0, 4))),
     # Slot i has the weight i: all behind an example that is left out get another one.
     "ramp_by_map": lambda at: at.times(lax.map(lambda i: 1.0 * i, NUMBERS)),
     "ramp_by_a_cumulative_sum": lambda at: at.times(jnp.cumsum(jnp.ones(SLOTS))),
@@ -333,7 +287,6 @@ PREPARED = {
     "columns": (columns_of, {"batch": (jnp.ones((SLOTS, SLOTS)), YS, MASK)}),
     # The weights are not named private, but a slot's is that of whoever stands there.
     "weights_as_an_argument": (lambda at: at.times(at.more[0]), jnp.ones(SLOTS)),
-    "diffusion_times": (lambda at: at.times(jnp.cos(at.more[0])), jnp.ones(SLOTS)),
     "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, CLASSES))),
     # Rows are taken by halves of public numbers: each row that is taken counts twice.
     "order_that_repeats": (lambda at: at.rows(at.more[0] // 2), NUMBERS),
@@ -344,11 +297,9 @@ PREPARED = {
     ),
     # One slot after the other is left out: the slot is public, and who stands there is not.
     "slot_of_the_step_masked": lambda at: at.use(mask=at.mask | (at.state.step % SLOTS == NUMBERS)),
-    "mask_by_an_argument": (lambda at: at.use(mask=at.mask | (at.more[0] > 2)), jnp.ones(SLOTS)),
     # Inputs are looked up by indices, and targets are not: two rows change for one.
     "inputs_by_indices_alone": (lambda at: at.use(x=at.x[at.mask], mask=at.mask < 0), INDICES),
     "indices_times_zero": (lambda at: at.rows(at.mask * 0)._replace(mask=at.mask < 0), INDICES),
-    "indices_too_large": (lambda at: at.rows(at.mask + 100)._replace(mask=at.mask < 0), INDICES),
     "no_mask": lambda at: at.use(mask=None),
     # Examples far from the mean of the batch are left out.
     "mask_by_others": lambda at: at.use(mask=at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3)),
@@ -421,13 +372,6 @@ def batch_closed_over(at):
     return at.noised(at.sum(lambda m, x, y: squared_error(m, x, y - center)))
 
 
-def balanced(at):
-    """Each example is weighted by how many of its class are in the batch."""
-    weight = 1 / (classes(at) @ classes(at).sum(axis=0))
-    grad_fn = clipped(lambda m, x, y, weight: weight * squared_error(m, x, y))
-    return at.noised(grad_fn(at.model, at.x, at.y, weight, is_padding_example=at.mask))
-
-
 def hardest(at):
     """If one of the four hardest is taken away, another one steps in: two change."""
     return at.noised(at.rows(lax.top_k(jnp.where(at.mask, -1, at.losses()), 4)[1]).sum())
@@ -464,42 +408,14 @@ def models_mapped(at):
     return at.noised(leafwise(lambda a: a.sum(0), sums))
 
 
-def columns_in_a_scan(at):
-    """The engine is called in the scan, on columns."""
-    grad_fn = clipped(lambda model, x: jnp.sum(model(x)))
-
-    def turn(total, x_and_key):
-        x, key = x_and_key
-        grads = grad_fn(at.model, x.T[:, :WIDTH], is_padding_example=x[0] > 2)
-        return total, with_noise(grads, key, 2 * STDDEV)
-
-    copies = jnp.broadcast_to(at.x, (2, *at.x.shape)), split(at.keys[0])
-    return leafwise(lambda a: a.mean(0), lax.scan(turn, 0, copies)[1])
-
-
 def sent_out(at):
     """A host function gets the loss, and decides the scale of the noisy gradient."""
     return scaled(jax.pure_callback(lambda x: 0 * x + 1, SCALAR, at.losses().mean()), at.noised())
 
 
-def printed_in_some_steps(at):
-    noisy, loss = at.noised(), at.losses().mean()
-    is_printed = jax.tree.leaves(noisy)[0].sum() > 0
-    lax.cond(is_printed, lambda: jax.debug.print("{}", loss), lambda: None)
-    return noisy
-
-
 def skipped(at, is_skipped):
     noisy = at.noised()
     return lax.cond(is_skipped, zero_sums, lambda: noisy)
-
-
-def while_the_loss_is_high(at):
-    return lax.while_loop(
-        lambda n: at.losses(eqx.apply_updates(at.model, n)).mean() > 1,
-        lambda n: scaled(0.5, n),
-        at.noised(),
-    )
 
 
 STEPS = {
@@ -514,10 +430,8 @@ STEPS = {
     )[1],
     "loss_checked": lambda at: eqx.error_if(at.noised(), at.losses().mean() > 1e9, "large"),
     "loss_sent_out": sent_out,
-    "printed_in_some_steps": printed_in_some_steps,
     "aux_returned": aux_returned,
     "batch_closed_over": batch_closed_over,
-    "balanced": balanced,
     "hardest": hardest,
     # Two models, each on its half: an example that is left out moves one to the other half.
     "models_of_halves": lambda at: at.noised(
@@ -536,19 +450,13 @@ STEPS = {
     "either_half": lambda at: at.noised(
         lax.cond(at.state.step % 2 == 0, halves(at)[0].sum, halves(at)[1].sum)
     ),
-    "difference_of_halves": lambda at: at.noised(minus(*(half.sum() for half in halves(at)))),
     "three_of_four_parts": lambda at: at.noised(
         added(*(at.rows(slice(i, None, 4)).sum() for i in range(3)))
     ),
     "accumulated_growing": lambda at: accumulated(at, lambda t, g, i: 2.0 * t + g),
-    "accumulated_alternating": lambda at: accumulated(
-        at, lambda t, g, i: t + jnp.where(i % 2, -1.0, 1.0) * g
-    ),
-    "columns_in_a_scan": (columns_in_a_scan, {"batch": (jnp.ones((SLOTS, SLOTS)), YS, MASK)}),
     "turns_by_examples": lambda at: lax.fori_loop(
         0, jnp.sum(~at.mask), lambda _, n: scaled(0.9, n), at.noised()
     ),
-    "while_the_loss_is_high": while_the_loss_is_high,
     # A loop of fixed length, in which a private loss masks the rest of the turns.
     "masked_turns": lambda at: lax.fori_loop(
         0, 4, lambda _, n: scaled(1.0 * (at.losses().mean() > 1), n), at.noised()
@@ -577,7 +485,6 @@ OPTIMIZERS = {
         PLAN.privatizer(clipped(l2_clip_norm=0.5), key=SECRET), OPTIMIZER
     ),
     "scaled_before_and_behind": optax.chain(optax.scale(10.0), NOISE, optax.scale(0.1)),
-    "schedule_before": optax.chain(optax.scale_by_schedule(lambda step: 1.0 + step), NOISE),
     "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, is_matrix), OPTIMIZER),
     "one_of_two_groups": optax.multi_transform(
         {"matrix": optax.chain(NOISE, OPTIMIZER), "vector": optax.sgd(0.1)}, kinds
@@ -675,10 +582,6 @@ EACH = {
     "memory_of_slots": lambda: remembering(
         lambda kept, at: (0.5 * at.x + 0.5 * kept, at.x), jnp.zeros((SLOTS, WIDTH))
     ),
-    # A batch norm by hand: inputs are shifted by a mean over earlier batches.
-    "memory_of_the_mean": lambda: remembering(
-        lambda kept, at: (at.x - kept, 0.9 * kept + 0.1 * at.x.mean(0)), jnp.zeros(WIDTH)
-    ),
     "sum_of_the_step_before": sum_of_the_step_before,
     "closed_over_by_a_module": lambda: Case(
         Training(XS), (mlp(), first_state(), *data()), {}, (2, 3, 4), PLAN, 0.0
@@ -708,44 +611,10 @@ def as_words(values):
 # What stands for adding the noise.
 
 
-def selected(grads, key):
-    """Of itself and itself turned round."""
-
-    def halves(g):
-        first = (jnp.arange(g.size) < g.size // 2).reshape(g.shape)
-        return jnp.where(first, g, jnp.flip(g))
-
-    return with_noise(leafwise(halves, grads), key)
-
-
-def sum_of_two_leaves(grads, key):
-    """Two leaves of one clipped sum: their sum moves by sqrt(2) of its norm."""
-    leaves, structure = jax.tree.flatten(grads)
-    both = leaves[3] + leaves[1][:2]
-    return with_noise(structure.unflatten([*scaled(0.0, leaves[:3]), both]), key)
-
-
-def redrawn(grads, key):
-    """A loop draws noise until the noisy sum is near the sum."""
-
-    def draw(carry):
-        key, own = split(carry[0])
-        return key, with_noise(grads, own)
-
-    return lax.while_loop(lambda c: norm(minus(c[1], grads)) > 0.1, draw, draw((key, None)))[1]
-
-
 def better_of_two(grads, key):
     """Two draws, and the one that is nearer to the sum is taken."""
     one, other = (with_noise(grads, k, 2 * STDDEV) for k in split(key))
     return where(norm(minus(one, grads)) < norm(minus(other, grads)), one, other)
-
-
-def padded_with_one_number(grads, key):
-    """One number of the sum is in many places, each with the noise for one."""
-    padded = leafwise(lambda g: lax.pad(g, g.ravel()[0], [(0, 9, 0)] * g.ndim), grads)
-    noisy = with_noise(padded, key, 2 * STDDEV)
-    return leafwise(lambda g, n: n[tuple(map(slice, g.shape))], grads, noisy)
 
 
 def on_some_leaves(grads, key):
@@ -763,11 +632,6 @@ def halves_with_one_key(grads, key):
     """Two calls on lists with one key: the same paths, so the same noise."""
     leaves, structure = jax.tree.flatten(grads)
     return structure.unflatten([*with_noise(leaves[:2], key), *with_noise(leaves[2:], key)])
-
-
-def mean_of_two_copies(grads, key):
-    both = with_noise({"one": grads, "other": grads}, key)
-    return scaled(0.5, added(both["one"], both["other"]))
 
 
 def by_a_rule(grads, key):
@@ -848,14 +712,9 @@ NOISED_BY = {
         g, k, draw=lambda *x: abs(normal(*x))
     ),
     "on_some_leaves": on_some_leaves,
-    "padded_with_one_number": padded_with_one_number,
     "copied": copied,
-    "selected": selected,
-    "sum_of_two_leaves": sum_of_two_leaves,
-    "redrawn": redrawn,
     "better_of_two": better_of_two,
     "halves_with_one_key": halves_with_one_key,
-    "mean_of_two_copies": mean_of_two_copies,
     "by_a_rule": by_a_rule,
     "little_by_little": little_by_little,
     # A branch on a public coin.
@@ -864,13 +723,6 @@ NOISED_BY = {
     ),
     "same_noise_in_a_loop": lambda g, k: lax.fori_loop(
         0, 4, lambda i, g: minus(with_noise(g, k), noise_alone(g, k)), g
-    ),
-    "tangent_of_many": lambda g, k: leafwise(
-        lambda a: a[1] - a[0],
-        jax.vmap(lambda s: with_noise(scaled(s, g), k))(jnp.asarray([1.0, 2.0])),
-    ),
-    "copied_by_vmap": lambda g, k: leafwise(
-        lambda a: a.mean(0), jax.vmap(lambda k: with_noise(g, k))(split(k, 4))
     ),
     "transpose": lambda g, k: jax.linear_transpose(
         lambda g: added(g, scaled(0.0, noise_alone(zero_sums(), k))), g
@@ -882,16 +734,8 @@ NOISED_BY = {
     "function_named_add_noise": called("add_noise"),
     # The rate is divided by the norm of the sum.
     "trust_ratio_of_the_raw_sum": lambda g, k: scaled(1 / (1e-3 + norm(g)), with_noise(g, k)),
-    # The second moment is that of the sum, and the first that of the noisy sum.
-    "preconditioned": lambda g, k: leafwise(
-        lambda n, g: n / (1e-3 + jnp.abs(g)), with_noise(g, k), g
-    ),
     # A hundredth of the sum is added once more: the noise is for it no more independent.
     "raw_sum_a_little_behind_the_noise": lambda g, k: added(with_noise(g, k), scaled(0.01, g)),
-    # Biases get the sum: they are few.
-    "vectors_alone": lambda g, k: leafwise(
-        lambda n, g: n if g.ndim > 1 else g, with_noise(g, k), g
-    ),
     # A loop that does not run returns what it was given: the sum.
     "no_turns": lambda g, k: (
         lambda noisy: lax.fori_loop(0, 0, lambda _, g: noisy, jax.checkpoint(lambda g: g)(g))
@@ -910,8 +754,6 @@ NOISED_BY = {
 # What happens to each leaf of the sum before the noise.
 EACH_LEAF = {
     "sign": jnp.sign,
-    # One example moves a number by a whole step of the grid, or by none.
-    "rounded_to_a_coarse_grid": lambda g: jnp.round(g, 0),
     "rounded": lambda g: g.astype(jnp.bfloat16).astype(jnp.float32),
     # A square leaf moves by twice the clip norm.
     "added_to_its_transpose": lambda g: g + g.T if g.shape == (4, 4) else g,
@@ -924,10 +766,8 @@ EACH_LEAF = {
     "in_its_own_direction": lambda g: 0.5 * g + g / (jnp.linalg.norm(g) + 1e-6),
     # One number of the sum is in many places.
     "one_number_added_to_many": lambda g: lax.add(jnp.zeros(g.shape), g.ravel()[0]),
-    "one_number_subtracted": lambda g: lax.sub(0.5 * g, 0.5 * g.ravel()[0]),
     "clamped_by_one_number": lambda g: lax.clamp(g.ravel()[0], 0 * g - 1e9, jnp.float32(1e9)),
     "one_number_written_twice": lambda g: g.at[0].set(g[-1]),
-    "gathered_twice": lambda g: g[jnp.zeros(len(g), int)],
     "sorted": lambda g: jnp.sort(g, 0),
     "joined_with_itself": lambda g: jnp.concatenate([g, g]).reshape(2, *g.shape).mean(0) * 2,
 }
@@ -1009,7 +849,6 @@ NOISED = {
     ),
     "adam_before_the_noise": lambda at: at.noised(OPTIMIZER.update(at.sum(), at.state.opt)[0]),
     "inner_step_without_noise": lambda at: at.noised(moved_sum(at, scaled(-0.1, at.sum()))),
-    "inner_step_quiet": lambda at: at.noised(moved_sum(at, at.noised(None, 1e-3, at.keys[1]))),
     "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
     "noise_before_the_clipping": noise_before_the_clipping,
     # The gradient at a model that holds the noise moves with it.
@@ -1029,11 +868,7 @@ NOISED = {
     ),
     # At least the plan's, but how much it is shows the loss, or an input.
     "deviation_by_the_loss": lambda at: at.noised(stddev=STDDEV * (1 + at.losses().mean())),
-    "deviation_selected": lambda at: at.noised(
-        stddev=STDDEV * jnp.where(at.x[0, 0] > 0, 1.0, 100.0)
-    ),
     "key_returned": lambda at: (at.noised(), at.keys[0]),
-    "key_looked_up": lambda at: (at.noised(), jnp.stack(at.keys)[np.array([0, 2])]),
     "key_printed": lambda at: (jax.debug.print("{}", key_data(at.keys[0])), at.noised())[1],
     "key_for_loss_and_noise": lambda at: loss_with_key(at, at.keys[0]),
     # The loss closes over the key of the noise.
@@ -1046,26 +881,14 @@ NOISED = {
     "noise_in_the_loss": lambda at: at.sum(
         lambda m, x, y: squared_error(m, with_noise(x, jax.random.key(0)), y)
     ),
-    "noise_to_a_callback": lambda at: (
-        jax.debug.callback(lambda n: None, last_of(noise(at))),
-        added(at.sum(), noise(at)),
-    )[1],
-    "noise_for_one_clip_norm": lambda at: at.noised(
-        added(at.sum(), at.sum(absolute_error, l2_clip_norm=0.5)), 0.5 * STDDEV
-    ),
     # Which mask an example gets, its slot says, in every step the same.
     "constant_loss_key": lambda at: loss_with_key(at, jax.random.key(0)),
-    "few_loss_keys": lambda at: loss_with_key(at, fold_in(jax.random.key(0), at.state.step % 2)),
     "loss_key_returned": lambda at: loss_with_key(at, at.keys[1], at.keys[1]),
     "loss_key_drawn_from": lambda at: loss_with_key(
         at, at.keys[1], normal(split(at.keys[1], SLOTS)[0], (WIDTH,))
     ),
     # Two arrays of words that are equal, by arithmetic.
     "key_made_twice": (lambda at: twice(at, *made_twice(at.keys[0])), NO_PLAN),
-    "seed_twice": (
-        lambda at: twice(at, *(fold_in(k, at.state.step) for k in (ROOT, jax.random.key(12)))),
-        NO_PLAN,
-    ),
 }
 
 
@@ -1086,8 +909,6 @@ def by_number(at, *numbers):
 NUMBERED = {
     # Steps 0 and 1, 2 and 3 have one key.
     "number_halved": lambda at: at.noised(key=fold_in(ROOT, at.more[0] // 2)),
-    # Every fourth step has the same noise.
-    "number_modulo_four": lambda at: at.noised(key=fold_in(ROOT, at.more[0] % 4)),
     "one_of_four_keys": lambda at: at.noised(key=split(ROOT, 4)[at.more[0]]),
     # The seed is the step's number, which everybody knows.
     "number_as_the_seed": lambda at: at.noised(key=jax.random.key(at.more[0])),
@@ -1104,7 +925,6 @@ NUMBERED = {
     "number_and_the_next": lambda at: by_number(at, at.more[0], at.more[0] + 1),
     # In step 3 both sums have the same noise.
     "number_and_a_constant": lambda at: by_number(at, at.more[0], 3),
-    "number_twice": lambda at: by_number(at, at.more[0], at.more[0]),
     # Step 1 and key 0, step 0 and key 1 have the same noise.
     "number_and_counter_added": lambda at: at.noised(key=fold_in(ROOT, at.state.step + at.more[0])),
     "several_releases": several_releases,
@@ -1131,10 +951,6 @@ def key_carried_in_words(at):
 RELEASED = {
     # Numbers of the sum that are zero stay zero, and large ones stay large.
     "sum_times_random_numbers": lambda at: last_of(at.grads) * normal(at.keys[0], (2,)),
-    # The other half stays.
-    "half_of_the_sum_dropped": lambda at: jnp.where(
-        bernoulli(at.keys[0], 0.5, (2,)), last_of(at.grads), 0.0
-    ),
     # One key for the sum and for zeros, and both leave.
     "zeros_with_one_key": (
         lambda at: [at.noised(tree, 3 * STDDEV) for tree in (at.grads, scaled(0.0, at.grads))],
@@ -1175,9 +991,6 @@ COUNTED = {
     "key_from_the_step_alone": lambda key, step: jax.random.key(step),
     "not_advanced": lambda key, step: split(key)[1],
     "counter_modulo_two": lambda key, step: fold_in(key, step % 2),
-    "counter_times_a_power": lambda key, step: fold_in(
-        key, step.astype(jnp.uint32) * jnp.uint32(2**31)
-    ),
     "counter_stops_early": lambda key, step: fold_in(key, jnp.where(step < 3, step, 9)),
     "counter_by_float": lambda key, step: fold_in(key, (0.5 * step).astype(int)),
     "bits_of_the_counter_dropped": lambda key, step: fold_in(key, step & 255),
@@ -1185,10 +998,6 @@ COUNTED = {
 
 KEYS_OF_LEAVES = {
     "one_key": lambda key, n: [key] * n,
-    "by_a_whole_turn": lambda key, n: [
-        fold_in(key, jnp.uint32(3) + (i % 2) * jnp.full((), 2**31, jnp.uint32) * 2)
-        for i in range(n)
-    ],
     "by_ones": lambda key, n: jax.vmap(fold_in, (None, 0))(key, jnp.ones(n, int)),
     "by_numbers_modulo_two": lambda key, n: [fold_in(key, i % 2) for i in range(n)],
     # An index that is too large is the last.
@@ -1201,7 +1010,6 @@ KEYS_OF_LEAVES = {
     "parent_and_children": lambda key, n: [key, *split(key, n - 1)],
     "joined": lambda key, n: jnp.concatenate([split(key, 2)] * 2),
     "stacked_by_a_loop": lambda key, n: lax.map(lambda i: key, jnp.arange(n)),
-    "in_two_dimensions": lambda key, n: [*split(key, (2, 2)).reshape(-1)[:2], *split(key, 4)[:2]],
 }
 
 KEYS_OF_TURNS = {

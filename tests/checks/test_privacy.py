@@ -17,9 +17,18 @@ from tests.checks.honest_steps import HONEST, UNDECIDED, with_optimizer_named
 from tests.checks.leaking_steps import LEAKING
 from tests.checks.privacy_steps import report_on
 from tests.optimizers import AROUND, offered
+from tests.tiers import curated
 
 
-@pytest.mark.parametrize("name", HONEST)
+def few_of_each_frame(cases):
+    """The names of some steps of each kind: the others run in the slow tier."""
+    names = {}
+    for name, case in cases.items():
+        names.setdefault(case.func, []).append(name)
+    return [name for of_frame in names.values() for name in of_frame[:4]]
+
+
+@pytest.mark.parametrize("name", curated(HONEST, few_of_each_frame(HONEST)))
 def test_an_honest_step_is_fine(name):
     case = HONEST[name]()
     report = report_on(case)
@@ -77,7 +86,9 @@ LINES = {"no_noise", "adam_before_the_noise", "multi_steps_before_the_noise", "l
 assert LEAKING.keys() >= {*VIOLATIONS, *MULTIPLIERS, *LINES}
 
 
-@pytest.mark.parametrize("name", LEAKING)
+@pytest.mark.parametrize(
+    "name", curated(LEAKING, [*VIOLATIONS, *MULTIPLIERS, *LINES, *few_of_each_frame(LEAKING)])
+)
 def test_a_step_that_leaks_is_not_fine(name):
     report = report_on(LEAKING[name]())
     findings = *report.violations, *report.undecided

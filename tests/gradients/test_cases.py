@@ -22,7 +22,7 @@ from tests import models, oracle
 from tests.gradients.cases import branches, layers, networks, uses, weights
 from tests.gradients.cases import models as whole
 from tests.gradients.cases.tables import Table, joined, of_leaf
-from tests.gradients.tiers import by_method
+from tests.tiers import by_method, curated
 
 pytestmark = pytest.mark.optimized
 
@@ -156,15 +156,16 @@ LATER = [name for name in TABLES if name not in CURATED]
 FACTORING = ["book_keeping", "ghost"]
 
 
+AT_ONCE = {
+    "book_keeping": ("contractions", "lookups"),
+    "ghost": ("scans",),
+    "per_example": ("views",),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        *by_method(CURATED, ghost=("scans",), per_example=("views",)),
-        *(
-            pytest.param(*its, marks=pytest.mark.slow)
-            for its in itertools.product(LATER, FACTORING)
-        ),
-    ],
+    [*by_method(CURATED, **AT_ONCE), *curated(itertools.product(LATER, FACTORING), ())],
 )
 def test_in_microbatches(name, method):
     check(known(name), method, microbatch_size=2)

@@ -13,7 +13,7 @@ from jax import lax
 
 import eqx_dp as dp
 from tests import models, oracle
-from tests.gradients.tiers import by_method
+from tests.tiers import by_method
 
 pytestmark = pytest.mark.optimized
 
@@ -170,9 +170,9 @@ ATTACKS = [
 ]  # fmt: skip
 
 
-def shares(name, method, attacks=ATTACKS, policy=None):
+def shares(use, method, attacks=ATTACKS, policy=None):
     """What each example adds when it is alone and its gradient is brought to norm one."""
-    loss, time, shape = LOSSES[name]
+    loss, time, shape = use
     grad_fn = dp.filter_clipped_grad(
         loss, l2_clip_norm=1e-20, rescale_to_unit_norm=True, method=method, policy=policy
     )
@@ -189,10 +189,15 @@ def shares(name, method, attacks=ATTACKS, policy=None):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    by_method(USES, ghost=("tokens", "lookups"), per_example=("tokens",)),
+    by_method(
+        USES,
+        book_keeping=[name for name in USES if name != "many tokens"],
+        ghost=("tokens", "lookups"),
+        per_example=("tokens",),
+    ),
 )
 def test_uses(name, method):
-    share = shares(name, method)
+    share = shares(LOSSES[name], method)
     nearly = 0.999 if name == "many tokens" else 0.9999
     for kind in ("ordinary", "huge", "tiny"):
         assert (share[kind] >= nearly).all(), kind
@@ -210,16 +215,30 @@ def test_these_are_found_without_the_gradient(name):
 @pytest.mark.parametrize("method", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("name", DERIVED)
 def test_derived_weights_and_terms(name, method):
-    assert (shares(name, method)["ordinary"] >= 0.9999).all()
+    assert (shares(LOSSES[name], method)["ordinary"] >= 0.9999).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(8))
+def test_compositions(seed, method):
+    """Two losses of one matrix, drawn at random, of which the second sees it bent."""
+    names = [name for name, (*_, shape) in LOSSES.items() if shape == (5, 8)]
+    one, other = (LOSSES[name] for name in np.random.default_rng(seed).choice(names, 2))
+    bend = (jnp.sin, jax.checkpoint(jnp.tanh), jnp.abs, lambda w: 1e15 * w)[seed % 4]
+    loss = lambda w, *its: one[0](w, *its) + other[0](bend(w), *its)  # noqa: E731
+    shares((loss, *one[1:]), method)
 
 
 PRESETS = ["mixed_bfloat16", "mixed_float16", "bfloat16", "mixed_float8"]
 
 
-@pytest.mark.parametrize(("preset", "method"), by_method(PRESETS, ghost=("mixed_float8",)))
+@pytest.mark.parametrize(
+    ("preset", "method"), by_method(PRESETS, book_keeping=("mixed_bfloat16", "mixed_float8"))
+)
 def test_narrow_policies(preset, method):
     attacks = ["ordinary", "tokens cancel", "equal tokens", "the term cancels 1"]
-    share = shares("tokens", method, attacks, dp.load_policy(preset))
+    share = shares(LOSSES["tokens"], method, attacks, dp.load_policy(preset))
     assert (share["ordinary"] >= 0.9999).all()
 
 

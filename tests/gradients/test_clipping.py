@@ -1,5 +1,6 @@
 """Ways to clip, augmentations of an example, and clipped sums of functions, against plain numpy."""
 
+import itertools
 from contextlib import nullcontext
 
 import equinox as eqx
@@ -13,6 +14,7 @@ from eqx_dp.gradients.clipping import AutoS, PerLayer, Quantile
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.test_clip_holds import LOSSES, SIZE, attack
+from tests.tiers import by_method, curated
 
 pytestmark = pytest.mark.optimized
 
@@ -45,11 +47,11 @@ def expected(rule, case, batch, mask, clip_norm=0.7):
     return [np.sum(column, axis=0) for column in zip(*sums, strict=True)]
 
 
-def name_of(rule):
-    return type(rule).__name__
-
-
-RULES = [AutoS(2.0), PerLayer(0.5), Quantile(clip_norm=9.0, weight=0.5)]
+RULES = {
+    "Quantile": Quantile(clip_norm=9.0, weight=0.5),
+    "AutoS": AutoS(2.0),
+    "PerLayer": PerLayer(0.5),
+}
 MASK = np.arange(16) % 5 == 2
 BATCH = CASE.batch(16)[0].at[3].set(jnp.nan), CASE.batch(16)[1]
 WAYS = {
@@ -67,9 +69,18 @@ def on_mesh(options):
     return jax.set_mesh(options["sharding"].mesh) if "sharding" in options else nullcontext()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_rules(rule, way):
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    curated(
+        itertools.product(RULES, WAYS),
+        [
+            *((kind, "book_keeping") for kind in RULES),
+            *zip([*RULES] * 2, [way for way in WAYS if way != "book_keeping"], strict=True),
+        ],
+    ),
+)
+def test_rules(kind, way):
+    rule = RULES[kind]
     options = WAYS[way]
     grad_fn = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=rule, **options)
     given = {"clip_norm": jnp.float32(0.7)} if isinstance(rule, Quantile) else {}
@@ -87,9 +98,19 @@ def test_rules(rule, way):
     assert grad_fn.l2_norm_bound == pytest.approx(bound / scale)
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "ghost"])
-@pytest.mark.parametrize("rule", [AutoS(0.0), AutoS(1.0), PerLayer(1e-12), Quantile()], ids=name_of)
-def test_the_bound_holds_for_hostile_values(rule, method):
+HOSTILE = {
+    "AutoS0": AutoS(0.0),
+    "AutoS1": AutoS(1.0),
+    "PerLayer": PerLayer(1e-12),
+    "Quantile": Quantile(),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), by_method(HOSTILE, book_keeping=("AutoS1", "Quantile"), ghost=("PerLayer",))
+)
+def test_the_bound_holds_for_hostile_values(kind, method):
+    rule = HOSTILE[kind]
     loss, time, shape = LOSSES["tokens"]
     grad_fn = dp.filter_clipped_grad(
         lambda model, *its: loss(model[0], *its) + jnp.sum(model[1] * its[0]),
@@ -99,7 +120,7 @@ def test_the_bound_holds_for_hostile_values(rule, method):
     for kind in ("ordinary", "tokens cancel", "equal tokens", "lopsided", "huge", "tiny"):
         w, *batch = (np.asarray(x, np.float32) for x in attack(kind, time, shape))
         model, batch = (w, np.zeros(shape[1], np.float32)), (*batch[:-1], batch[-1].astype(int))
-        for clip_norm in [0, 1e-20, 1.0, np.nan, -np.inf] if rule == Quantile() else [None]:
+        for clip_norm in [0, 1e-20, 1.0, np.nan, -np.inf] if kind == "Quantile" else [None]:
             given = {} if clip_norm is None else {"clip_norm": jnp.float32(clip_norm)}
             for i in range(SIZE):
                 added = oracle.vector(run(model, *(x[i : i + 1] for x in batch), **given))
@@ -118,10 +139,12 @@ def test_a_quantile_is_found_from_far_away():
             clip_norm = quantile.next(jnp.float32(clip_norm), noisy)
         assert clip_norm == pytest.approx(np.exp(0.8416), rel=0.25)
     for noisy in (-1e30, 1e30):
-        assert 1e-12 <= quantile.next(jnp.float32(1e-12), noisy) <= 1.3e-12
+        assert 1e-12 <= quantile.next(jnp.float32(1e-12), noisy) <= 1.4e-12
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize(
+    "method", curated(["book_keeping", "ghost", "per_example"], ["book_keeping"])
+)
 def test_augmentations_share_one_clip(method):
     batch = KEYED.batch(8)
 
@@ -144,9 +167,19 @@ def histogram(x, key=None):
     return {"counts": jnp.histogram(x + shift, 4, (-2, 2))[0].astype(float), "mean": jnp.mean(x)}
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatch_size": 3}, WAYS["devices"]], ids=str)
-@pytest.mark.parametrize("clip_norm", [1.0, 1e3, PerLayer(2.0)], ids=str)
-def test_a_clipped_sum(clip_norm, options):
+SUMS = {"at once": {}, "in microbatches": {"microbatch_size": 3}, "devices": WAYS["devices"]}
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "way"),
+    curated(
+        itertools.product([1.0, 1e3, PerLayer(2.0)], SUMS),
+        [(1.0, "in microbatches"), (1e3, "at once"), (PerLayer(2.0), "devices")],
+    ),
+    ids=str,
+)
+def test_a_clipped_sum(clip_norm, way):
+    options = SUMS[way]
     xs = BATCH[0].at[4].set(jnp.inf)
     sum_fn = dp.filter_clipped_sum(histogram, l2_clip_norm=clip_norm, normalize_by=2.0, **options)
     with on_mesh(options):
@@ -161,15 +194,14 @@ def test_a_clipped_sum(clip_norm, options):
     np.testing.assert_allclose(oracle.vector(found), truth / 2, rtol=1e-5 + oracle.room(16))
 
 
-@pytest.mark.parametrize("how", ["sum", *map(str, RULES)])
+@pytest.mark.parametrize("how", ["sum", *RULES])
 def test_a_private_step_is_accounted_for_and_half_its_noise_is_found(how):
     plan = dp.PrivacyPlan(sampling_prob=0.1, steps=10, noise_multiplier=2.0, delta=1e-6)
-    rules = {str(rule): rule for rule in RULES}
     if how == "sum":
         private = dp.filter_clipped_sum(histogram, l2_clip_norm=2.0)
         call = lambda x, y, mask: private(x, is_padding_example=mask)  # noqa: E731
     else:
-        private = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=rules[how])
+        private = dp.filter_clipped_grad(CASE.loss, l2_clip_norm=RULES[how])
         call = lambda x, y, mask: private(CASE.model, x, y, is_padding_example=mask)  # noqa: E731
     for share in (1.0, 0.5):
         stddev = share * plan.noise_multiplier * private.l2_norm_bound

@@ -14,13 +14,12 @@ from tests.gradients import jitted
 from tests.gradients.cases import layers
 from tests.gradients.cases import models as networks
 from tests.gradients.rounded import rounded_loss
+from tests.tiers import by_method, curated
 
 pytestmark = pytest.mark.optimized
 
 ALL = ("book_keeping", "ghost", "per_example")
-METHODS = pytest.mark.parametrize(
-    "method", ["book_keeping", *(pytest.param(its, marks=pytest.mark.slow) for its in ALL[1:])]
-)
+METHODS = pytest.mark.parametrize("method", curated(ALL, ["book_keeping"]))
 FLOAT8 = dp.Matmul("float8_e4m3fn", "float8_e5m2")
 # All else is as wide as it can be, so that what is seen is the products.
 PRODUCTS = dp.Policy("float32", "float32", "float32", matmul=FLOAT8)
@@ -47,12 +46,11 @@ CASES = {
     },
     "stacked_gpt": networks.stacked_gpt,  # under scan and remat
 }
-EACH = [("linear_tokens", "ghost"), ("conv1d_all", "book_keeping"), ("weight_norm", "per_example")]
-OTHERS = [(name, "book_keeping") for name in CASES if name != "conv1d_all"]
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [*EACH, *(pytest.param(*its, marks=pytest.mark.slow) for its in OTHERS)]
+    ("name", "method"),
+    by_method(CASES, book_keeping=("conv1d_all",), ghost=("linear_tokens",)),
 )
 def test_the_gradient_is_that_of_rounded_operands(name, method):
     case = CASES[name]()
@@ -128,7 +126,8 @@ WIDE = [
 
 @pytest.mark.parametrize(
     ("name", "loss", "rules", "truth"),
-    [pytest.param(*row, id=row[0], marks=pytest.mark.slow if row[2] else ()) for row in WIDE],
+    curated(WIDE, [WIDE[1]]),
+    ids=[name for name, *_ in WIDE],
 )
 def test_module_rules_keep_products_wide(name, loss, rules, truth):
     modules = tuple(

@@ -12,6 +12,7 @@ import eqx_dp as dp
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.cases import models as networks
+from tests.tiers import curated
 
 pytestmark = pytest.mark.optimized
 
@@ -25,16 +26,20 @@ PRESETS = {
     "float64": 1e-13,
 }
 AGREEING = [
-    *((preset, models.mlp(), "auto") for preset in PRESETS),
-    pytest.param("mixed_float16", models.cnn(), "book_keeping", marks=pytest.mark.slow),
-    pytest.param("mixed_bfloat16", networks.stacked_gpt(), "ghost", marks=pytest.mark.slow),
+    *((preset, models.mlp, "auto") for preset in PRESETS),
+    ("mixed_float16", models.cnn, "book_keeping"),
+    ("mixed_bfloat16", networks.stacked_gpt, "ghost"),
 ]
+AT_ONCE = [AGREEING[1], AGREEING[2], AGREEING[4]]
 
 
 @pytest.mark.parametrize(
-    ("preset", "case", "method"), AGREEING, ids=lambda value: getattr(value, "name", value)
+    ("preset", "make", "method"),
+    curated(AGREEING, AT_ONCE),
+    ids=lambda value: getattr(value, "__name__", value),
 )
-def test_presets_agree_with_the_oracle(preset, case, method):
+def test_presets_agree_with_the_oracle(preset, make, method):
+    case = make()
     batch = case.batch(6)
     norms = oracle.clipped_gradients(case.loss, case.model, *batch, l2_clip_norm=np.inf).grad_norm
     options = {"l2_clip_norm": float(np.median(norms)), "normalize_by": 2.0}

@@ -61,6 +61,7 @@ def test_no_value_of_the_batch_is_read():
     assert not any(x.problem for x in found.trials)
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_timed_says_why_and_the_others_are_timed():
     most = max(tuned().trials, key=lambda x: x.bytes)
     found = dp.tune(grad_fn(), CASE.model, *BATCH, **FEW, limit=most.bytes - 1)

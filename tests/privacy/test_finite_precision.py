@@ -97,8 +97,6 @@ def test_what_is_charged():
     assert PLAN.epsilon() == pytest.approx(3.0, abs=3e-4)
     tight = dp.PrivacyPlan.calibrate(epsilon=3, delta=1e-5, sampling_prob=0.01, steps=1000)
     assert tight.epsilon() <= 3
-    with pytest.raises(ValueError, match="epsilon 1e-05 is out of reach: finite precision"):
-        dp.PrivacyPlan.calibrate(epsilon=1e-5, delta=1e-5, sampling_prob=0.01, steps=1)
 
 
 # Noise that is not certified, and the attacks of examples/finite_precision.py.
@@ -126,7 +124,7 @@ def test_what_jax_draws(attacks):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("draws", "models"), [(2 * 10**6, 6), pytest.param(10**8, 240, marks=pytest.mark.slow)]
+    ("draws", "models"), [(2 * 10**6, 2), pytest.param(10**8, 240, marks=pytest.mark.slow)]
 )
 def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks, draws, models):
     old, new = (attacks.attack(certified, draws, models) for certified in (False, True))

@@ -11,6 +11,7 @@ from scipy import optimize, stats
 
 import eqx_dp as dp
 from eqx_dp.privacy import monte_carlo
+from tests.tiers import curated
 
 BINS, ANEW, APART = dp.sampling.BallsInBins, dp.sampling.RandomAllocation, dp.sampling.MinSeparation
 
@@ -25,8 +26,7 @@ def of_gaussian(moved, delta):
     return optimize.brentq(excess, 0, 100)
 
 
-@pytest.mark.parametrize("delta", [1e-2, 3e-4])
-@pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize(("noise", "delta"), [(1.0, 1e-2), (4.0, 3e-4)])
 @pytest.mark.parametrize(
     ("kind", "column"), [(BINS(1), (1,)), (BINS(1), (1, 0.5)), (ANEW(1), (1,))]
 )
@@ -86,14 +86,13 @@ def test_bins_that_are_drawn_anew():
     assert found == monte_carlo.epsilon(ANEW(4), (1,), 9, 1.0, delta)  # whole cycles
 
 
-@pytest.mark.parametrize(
-    ("kind", "theirs"),
-    [
-        (BINS(5), batch_selection.BallsInBinsSampling(12, 5)),
-        (APART(0.3, 3), batch_selection.BMinSepSampling(0.3, 12, 3)),
-    ],
-    ids=str,
-)
+THEIRS = [
+    (BINS(5), batch_selection.BallsInBinsSampling(12, 5)),
+    (APART(0.3, 3), batch_selection.BMinSepSampling(0.3, 12, 3)),
+]
+
+
+@pytest.mark.parametrize(("kind", "theirs"), curated(THEIRS, THEIRS[1:]), ids=str)
 def test_delta_is_that_of_jax_privacy(kind, theirs):
     column, delta, count = (1.0, 0.5, 0.25), 0.02, 20_000
     found = monte_carlo.epsilon(kind, column, 12, 1.5, delta)

@@ -10,7 +10,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
@@ -374,12 +373,6 @@ def test_the_last_example_never_counts_for_padding():
         grad_fn(jnp.ones(()), xs[indices])
 
 
-def test_nothing_to_hide_needs_no_noise():
-    privatizer = PLAN.privatizer(FakeGradFn(0.0), jax.random.key(0))
-    assert isinstance(privatizer, optax.GradientTransformation)
-    assert privatizer.update(jnp.ones(3), privatizer.init(None))[0].tolist() == [1, 1, 1]
-
-
 # JSON.
 
 unit = st.floats(0, 1, exclude_min=True)
@@ -426,13 +419,10 @@ def test_json_of_earlier_releases_is_read():
     [
         ({"noises": 1.0, "epsilon": 2}, "unknown in a plan in JSON: epsilon, noises"),
         ({"delta": ...}, "missing in a plan in JSON: delta"),
-        ({"format": ...}, '"format": "eqx_dp.PrivacyPlan"'),
         ({"format": "plan"}, '"format": "eqx_dp.PrivacyPlan"'),
         ({"version": ...}, "version 1 .*found None"),
         ({"version": 2}, "version 1 .*found 2"),
-        ({"version": True}, "version 1 .*found True"),
         ({"neighboring_relation": "replace"}, "^neighboring_relation must be .*found 'replace'"),
-        ({"neighboring_relation": 2}, "^neighboring_relation must be .*found 2"),
         ({"steps": 5.0}, "^steps must be .*found"),
         ({"delta": True}, "^delta must be .*found"),
         ({"noise_multiplier": math.nan}, "^noise_multiplier must be .*found"),

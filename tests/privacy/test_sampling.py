@@ -166,7 +166,7 @@ class Counted(np.ndarray):
         return super().__getitem__(positions)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 40),
     st.floats(0.01, 1),

@@ -181,21 +181,6 @@ def test_files_that_are_damaged(copy, name, text):
         read_run(copy)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"version": 3}, "not of format eqx_dp.ledger, version 1"),
-        ({"plan": {"version": 2}}, "a plan in JSON must say"),
-        ({"steps": -1}, "'steps' is missing"),
-        ({"steps": 0}, "found no run with a step"),
-    ],
-)
-def test_ledgers_of_another_release(copy, values, message):
-    changed(ledger_of(copy), **values)
-    with pytest.raises(ValueError, match=message):
-        read_run(copy)
-
-
 # What it is made of.
 
 

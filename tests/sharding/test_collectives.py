@@ -15,6 +15,7 @@ from tests import oracle
 from tests.sharding import fully_sharded_net, losses
 from tests.sharding.compiled import compiled
 from tests.sharding.losses import mesh_of
+from tests.tiers import curated
 
 pytestmark = pytest.mark.optimized
 
@@ -50,11 +51,14 @@ def program(accumulators, kind, **options):
 
 @pytest.mark.parametrize(
     ("kind", "method", "accumulators"),
-    [
-        ("auto", "ghost", "params"),
-        ("auto", "per_example", "examples"),
-        ("explicit", "ghost", "examples"),
-    ],
+    curated(
+        [
+            ("auto", "per_example", "examples"),
+            ("auto", "ghost", "params"),
+            ("explicit", "ghost", "examples"),
+        ],
+        [("auto", "ghost", "params"), ("explicit", "ghost", "examples")],
+    ),
 )
 def test_sums_cross_devices_once(kind, method, accumulators):
     """Every weight and bias has a dimension that eight devices divide, to scatter a sum along."""
@@ -92,9 +96,7 @@ SCATTERED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["zero", *(pytest.param(n, marks=pytest.mark.slow) for n in [*SCATTERED][1:])]
-)
+@pytest.mark.parametrize("name", curated(SCATTERED, ["zero"]))
 def test_sums_that_are_scattered_are_those_of_one_device(name):
     kind, axes, options = SCATTERED[name]
     rules = dp.ShardingRules(mesh_of(kind, **axes), **options)

@@ -22,6 +22,7 @@ from tests.sharding.fully_sharded_net import (
     rules_of,
 )
 from tests.sharding.losses import assert_like_one_device
+from tests.tiers import by_method, curated
 
 METHODS = ("ghost", "book_keeping", "per_example")
 SOME = np.arange(16) % 5 == 0
@@ -130,16 +131,11 @@ OPTIONS = {
     "mixed_float16": {"policy": dp.load_policy("mixed_float16"), "rtol": 3e-2},
     **{use.__name__: {"fun": use} for use in (tied, derived, recurrent, branching, wrapped)},
 }
-QUICK = [("plain", "ghost"), ("microbatches", "per_example")]
 
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        pytest.param(name, method, marks=() if (name, method) in QUICK else pytest.mark.slow)
-        for name in OPTIONS
-        for method in METHODS
-    ],
+    by_method(OPTIONS, book_keeping=(), ghost=("plain",), per_example=("microbatches",)),
 )
 def test_gradients_are_those_of_one_device(name, method):
     options = {"fun": loss, "model": net(), "batch": batch_of(16), "rules": rules_of()}
@@ -149,11 +145,7 @@ def test_gradients_are_those_of_one_device(name, method):
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("method", "params"),
-    [
-        ("ghost", SPECS),
-        ("book_keeping", ()),
-        pytest.param("per_example", SPECS, marks=pytest.mark.slow),
-    ],
+    curated([("book_keeping", ()), ("ghost", SPECS), ("per_example", SPECS)], [("ghost", SPECS)]),
 )
 def test_an_example_that_is_not_finite_changes_no_others(method, params):
     rules, (tokens, targets) = rules_of(params=params), batch_of(16)

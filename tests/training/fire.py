@@ -25,8 +25,6 @@ from tests.training import runs, store
 
 STEPS = 20
 PLAN = runs.plan_of(STEPS)
-# Computed once for all processes; it takes a tenth of a second for each number of steps.
-EPSILONS = [PLAN.epsilon(t) for t in range(STEPS + 1)]
 FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir")
 
 
