@@ -196,7 +196,6 @@ CHAINS = {
     "replace_one": lambda: chained(plan=REPLACE_ONE),
     "key_for_the_loss": lambda: chained(loss=dropout_loss, takes_key=True),
     "mixed_bfloat16": lambda: chained(policy=dp.load_policy("mixed_bfloat16")),
-    "mixed_float8": lambda: chained(policy=dp.load_policy("mixed_float8")),
     "loss_scale": lambda: chained(policy=STATIC_SCALE),
     "multi_steps": lambda: chained(MULTI_STEPS),
     "multi_transform": lambda: chained(
@@ -276,7 +275,6 @@ def noise_of_two_keys(at):
 NOISED_BY = {
     "key_split_and_carried": with_noise,
     "key_taken_apart": key_taken_apart,
-    "legacy_key_taken_apart": (key_taken_apart, {"state": first_state(key=LEGACY)}),
     "legacy_key_split_and_carried": (with_noise, {"state": first_state(key=LEGACY)}),
     "layers_with_a_noise_of_their_own": (
         layers_with_a_noise_of_their_own,
